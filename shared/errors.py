@@ -1,0 +1,198 @@
+"""The error tree of penstock.
+
+::
+
+    PenstockError
+    ├── ConfigurationError          a setting, flag or file is wrong
+    ├── RedisUnavailable            no server found, unreachable, or too old
+    ├── ModelError
+    │   ├── ModelNotFound           no such checkpoint directory
+    │   ├── UnsupportedModel        the load gate refused the architecture
+    │   └── InsufficientMemory      the KV budget holds not even one sequence
+    ├── InvalidRequest              a field is missing, unknown or out of range
+    │   └── ProtocolError           bytes on the wire are not our protocol
+    ├── SubmitRefused
+    │   ├── QueueFull               a bound at the door was reached; retry later
+    │   └── IdConflict              this id was used for another payload
+    ├── StreamError
+    │   ├── UnknownRequest          never submitted, or its retention has passed
+    │   └── StreamDiverged          the log contradicts what this reader already saw
+    ├── RequestFailed               the request ended, and not with ``completed``
+    └── IntegrityError              an invariant of the engine does not hold (a bug)
+
+Every class carries its facts as attributes, so that callers need not parse messages.
+The message is one line, and where the reader can mend the cause it ends with the remedy.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "ConfigurationError",
+    "IdConflict",
+    "InsufficientMemory",
+    "IntegrityError",
+    "InvalidRequest",
+    "ModelError",
+    "ModelNotFound",
+    "PenstockError",
+    "ProtocolError",
+    "QueueFull",
+    "RedisUnavailable",
+    "RequestFailed",
+    "StreamDiverged",
+    "StreamError",
+    "SubmitRefused",
+    "UnknownRequest",
+    "UnsupportedModel",
+]
+
+
+class PenstockError(Exception):
+    """Root of everything penstock raises on purpose."""
+
+
+class ConfigurationError(PenstockError):
+    """A setting, flag or configuration file is wrong; nothing was started."""
+
+
+class RedisUnavailable(PenstockError):
+    """No Redis server was found, it cannot be reached, or it is too old."""
+
+
+class ModelError(PenstockError):
+    """A checkpoint cannot be served."""
+
+
+class ModelNotFound(ModelError):
+    """The model directory does not exist or holds no checkpoint."""
+
+
+class UnsupportedModel(ModelError):
+    """The load gate refused an architecture that would be silently wrong here."""
+
+
+class InsufficientMemory(ModelError):
+    """The KV memory budget is too small for a single sequence of one block."""
+
+
+class InvalidRequest(PenstockError):
+    """A request field is missing, unknown, of the wrong type or out of range.
+
+    Attributes:
+        field: dotted name of the offending field.
+        value: what was given, shortened for display.
+        allowed: what would be accepted, in words.
+    """
+
+    def __init__(self, field: str, value: object, allowed: str) -> None:
+        shown = repr(value)
+        if len(shown) > 80:
+            shown = shown[:77] + "..."
+        super().__init__(f"{field}: got {shown}; allowed: {allowed}")
+        self.field = field
+        self.value = shown
+        self.allowed = allowed
+
+
+class ProtocolError(InvalidRequest):
+    """Bytes on the wire do not follow the protocol (malformed msgpack, wrong shape)."""
+
+
+class SubmitRefused(PenstockError):
+    """The request was not accepted; nothing was stored."""
+
+
+class QueueFull(SubmitRefused):
+    """A bound at the door was reached.
+
+    Attributes:
+        bound: which one: ``requests``, ``tokens``, ``bytes`` or ``tenant_requests``.
+        limit: its value, in that unit.
+        retry_after_ms: a hint for when to try again, in milliseconds.
+    """
+
+    def __init__(self, bound: str, limit: int, retry_after_ms: int) -> None:
+        super().__init__(
+            f"queue full: the bound on queued {bound} ({limit}) is reached; "
+            f"retry in about {retry_after_ms} ms or add workers"
+        )
+        self.bound = bound
+        self.limit = limit
+        self.retry_after_ms = retry_after_ms
+
+
+class IdConflict(SubmitRefused):
+    """The id was already submitted with a different payload.
+
+    Attributes:
+        request_id: the id in question.
+    """
+
+    def __init__(self, request_id: str) -> None:
+        super().__init__(
+            f"id {request_id!r} was already submitted with another payload; "
+            "use a new id, or send exactly the same request to get the first one's stream"
+        )
+        self.request_id = request_id
+
+
+class StreamError(PenstockError):
+    """A token stream cannot be read."""
+
+
+class UnknownRequest(StreamError):
+    """No such request: never submitted, or its retention has passed.
+
+    Attributes:
+        request_id: the id in question.
+    """
+
+    def __init__(self, request_id: str) -> None:
+        super().__init__(
+            f"request {request_id!r} is not known: it was never submitted to this model and "
+            "shard, or its retention has passed"
+        )
+        self.request_id = request_id
+
+
+class StreamDiverged(StreamError):
+    """The log contradicts tokens this reader has already seen.
+
+    Possible only after the Redis primary and the request's owner were lost together under
+    asynchronous replication (see docs/protocol.md, limits).
+
+    Attributes:
+        request_id: the id in question.
+        index: token index up to which the reader had read.
+    """
+
+    def __init__(self, request_id: str, index: int) -> None:
+        super().__init__(
+            f"stream of {request_id!r} diverged before token {index}: tokens already read are "
+            "not the ones in the log; read again from index 0"
+        )
+        self.request_id = request_id
+        self.index = index
+
+
+class RequestFailed(PenstockError):
+    """The request reached a terminal state other than ``completed``.
+
+    Attributes:
+        request_id: the id in question.
+        state: ``failed``, ``cancelled``, ``expired`` or ``dead``.
+        reason: one of the closed set in :class:`penstock.shared.protocol.Reason`.
+        message: detail for a person; may be empty.
+    """
+
+    def __init__(self, request_id: str, state: str, reason: str, message: str = "") -> None:
+        detail = f": {message}" if message else ""
+        super().__init__(f"request {request_id!r} ended {state} ({reason}){detail}")
+        self.request_id = request_id
+        self.state = state
+        self.reason = reason
+        self.message = message
+
+
+class IntegrityError(PenstockError):
+    """An internal invariant does not hold. Always a bug; never caught to go on."""

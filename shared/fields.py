@@ -1,0 +1,79 @@
+"""Checks of single field values. Each returns the value unchanged or raises; none clamps."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+
+from .errors import InvalidRequest
+
+__all__ = ["flag", "integer", "name", "number", "strings", "text", "token_ids"]
+
+
+def integer(field: str, value: object, low: int, high: int) -> int:
+    """An ``int`` (not a ``bool``) in ``[low, high]``; otherwise :class:`InvalidRequest`."""
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise InvalidRequest(field, value, f"an integer from {low} to {high}")
+    return value
+
+
+def number(field: str, value: object, low: float, high: float, *, open_low: bool = False) -> float:
+    """A finite ``int`` or ``float`` in ``[low, high]`` (``(low, high]`` if ``open_low``)."""
+    interval = (
+        f"a number {'above' if open_low else 'from'} {low:g} {'up ' if open_low else ''}to {high:g}"
+    )
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise InvalidRequest(field, value, interval)
+    if not low <= value <= high or (open_low and value == low):
+        raise InvalidRequest(field, value, interval)
+    return float(value)
+
+
+def flag(field: str, value: object) -> bool:
+    """A ``bool``; 0 and 1 are not taken for one."""
+    if not isinstance(value, bool):
+        raise InvalidRequest(field, value, "true or false")
+    return value
+
+
+def text(field: str, value: object, max_bytes: int, *, empty_ok: bool = False) -> str:
+    """A ``str`` that has a UTF-8 form of at most ``max_bytes`` bytes."""
+    allowed = f"{'' if empty_ok else 'non-empty '}text of at most {max_bytes} bytes in UTF-8"
+    if not isinstance(value, str) or not (value or empty_ok):
+        raise InvalidRequest(field, value, allowed)
+    try:
+        size = len(value.encode("utf-8"))
+    except UnicodeEncodeError:
+        raise InvalidRequest(field, value, f"{allowed}, without lone surrogates") from None
+    if size > max_bytes:
+        raise InvalidRequest(field, value, f"{allowed}; this one has {size}")
+    return value
+
+
+def name(field: str, value: object, pattern: re.Pattern[str], allowed: str) -> str:
+    """A ``str`` that matches ``pattern`` as a whole."""
+    if not isinstance(value, str) or not pattern.fullmatch(value):
+        raise InvalidRequest(field, value, allowed)
+    return value
+
+
+def strings(field: str, value: object, max_items: int, max_bytes: int) -> tuple[str, ...]:
+    """A list of up to ``max_items`` non-empty strings; a single ``str`` is taken as a list."""
+    if isinstance(value, str):
+        value = (value,)
+    if not isinstance(value, Sequence) or isinstance(value, bytes) or len(value) > max_items:
+        raise InvalidRequest(field, value, f"a list of at most {max_items} strings")
+    return tuple(text(f"{field}[{i}]", item, max_bytes) for i, item in enumerate(value))
+
+
+def token_ids(field: str, value: object, max_items: int, *, empty_ok: bool) -> tuple[int, ...]:
+    """A list of token ids, each an ``int`` in ``[0, 2**31)``."""
+    fits = isinstance(value, Sequence) and not isinstance(value, str | bytes)
+    if not fits or len(value) > max_items or not (value or empty_ok):  # type: ignore[arg-type]
+        low = 0 if empty_ok else 1
+        raise InvalidRequest(field, value, f"a list of {low} to {max_items} token ids")
+    return tuple(
+        integer(f"{field}[{i}]", item, 0, 2**31 - 1)
+        for i, item in enumerate(value)  # type: ignore[arg-type, var-annotated]
+    )

@@ -1,0 +1,117 @@
+"""Every Redis key and channel name of penstock, built in one place.
+
+All names of one shard carry the hash tag ``{model.shard}``, so that they live in one slot of a
+Redis Cluster and one script may touch them together. Scale Redis by shards, workers freely.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from .errors import InvalidRequest
+from .states import Lane
+
+__all__ = ["GROUP", "Keys"]
+
+GROUP = "g"
+"""Name of the consumer group on every queue stream."""
+
+_MODEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9_./-]{0,95}")
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """Key names of one shard of one model.
+
+    Args:
+        model: the served model's name, 1 to 96 characters of ``A-Z a-z 0-9 _ . / -``.
+        shard: shard number, 0 or more.
+
+    Raises:
+        InvalidRequest: the model name or the shard is not as above.
+    """
+
+    model: str
+    shard: int = 0
+
+    def __post_init__(self) -> None:
+        if not _MODEL.fullmatch(self.model):
+            allowed = "1 to 96 characters of A-Z a-z 0-9 _ . / -, starting with a letter or digit"
+            raise InvalidRequest("model", self.model, allowed)
+        if self.shard < 0:
+            raise InvalidRequest("shard", self.shard, "an integer, 0 or more")
+
+    @property
+    def prefix(self) -> str:
+        """What every name of this shard begins with: ``ps:{model.shard}:``."""
+        return f"ps:{{{self.model}.{self.shard}}}:"
+
+    def request(self, request_id: str) -> str:
+        """Hash: the record of one request."""
+        return f"{self.prefix}r:{request_id}"
+
+    def log(self, request_id: str) -> str:
+        """Stream: the token log, the truth about one request's output."""
+        return f"{self.prefix}t:{request_id}"
+
+    def channel(self, request_id: str) -> str:
+        """Pub/sub channel: a low-latency copy of what is appended to the log."""
+        return f"{self.prefix}c:{request_id}"
+
+    def queue(self, lane: Lane, tenant: str) -> str:
+        """Stream with group :data:`GROUP`: fresh requests of one tenant in one lane."""
+        return f"{self.prefix}q:{lane.value}:{tenant}"
+
+    @property
+    def continued(self) -> str:
+        """Stream with group: requests to be continued by another worker; before all lanes."""
+        return f"{self.prefix}q:!"
+
+    @property
+    def suspects(self) -> str:
+        """Stream with group: requests that may have crashed a worker; one at a time."""
+        return f"{self.prefix}q:?"
+
+    def tenants(self, lane: Lane) -> str:
+        """Sorted set: tenants with work in a lane, by virtual time in tokens."""
+        return f"{self.prefix}act:{lane.value}"
+
+    @property
+    def lanes(self) -> str:
+        """Sorted set: lanes by virtual time in weighted tokens."""
+        return f"{self.prefix}lanes"
+
+    @property
+    def floors(self) -> str:
+        """Hash: virtual time last served, per lane and over the lanes."""
+        return f"{self.prefix}vt"
+
+    @property
+    def leases(self) -> str:
+        """Sorted set: worker ids by the Redis time in ms at which their lease ends."""
+        return f"{self.prefix}wl"
+
+    def owned(self, worker_id: str) -> str:
+        """Hash: request id to epoch, for every request a worker owns."""
+        return f"{self.prefix}own:{worker_id}"
+
+    @property
+    def deadlines(self) -> str:
+        """Sorted set: ids of non-terminal requests by the Redis time in ms when they expire."""
+        return f"{self.prefix}dl"
+
+    @property
+    def counters(self) -> str:
+        """Hash: queued requests, tokens, bytes (total, per lane, per tenant), ends by state."""
+        return f"{self.prefix}cnt"
+
+    @property
+    def bell(self) -> str:
+        """Stream of one entry: wakes idle workers."""
+        return f"{self.prefix}bell"
+
+    @property
+    def dead_letters(self) -> str:
+        """Stream, capped: requests that ended ``dead``."""
+        return f"{self.prefix}dlq"

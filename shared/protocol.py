@@ -1,0 +1,386 @@
+"""What travels over Redis: ``Request`` in, ``Chunk`` and ``End`` out. Typed, validated, msgpack.
+
+Any msgpack library can speak this; docs/protocol.md describes it for other languages. Strings
+are msgpack *str*, never *bin* (Redis' own Lua reader of msgpack does not know *bin*).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import struct
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import msgpack
+
+from . import fields as check
+from .errors import InvalidRequest, ProtocolError
+from .states import Lane, Reason, State
+
+__all__ = [
+    "MAX_PAYLOAD_BYTES",
+    "PROTOCOL_VERSION",
+    "Chunk",
+    "End",
+    "Lane",
+    "Reason",
+    "Request",
+    "SamplingOptions",
+    "State",
+    "Usage",
+    "rolling_digest",
+    "unpack_event",
+]
+
+PROTOCOL_VERSION = 1
+
+MAX_PAYLOAD_BYTES = 1 << 20
+"""Largest packed request, in bytes."""
+
+MAX_TOKENS = 1 << 17
+MAX_PROMPT_TOKENS = 1 << 18
+MAX_STOP_STRINGS = 16
+MAX_STOP_BYTES = 256
+MAX_STOP_TOKENS = 64
+MAX_WAIT_MS = 7 * 24 * 3600 * 1000
+
+_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}")
+_ID_ALLOWED = "1 to 128 characters of A-Z a-z 0-9 _ . : -, starting with a letter or digit"
+_TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+_TENANT_ALLOWED = "1 to 64 characters of A-Z a-z 0-9 _ . -, starting with a letter or digit"
+
+END_MARK = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingOptions:
+    """How tokens are chosen and when a request stops.
+
+    Attributes:
+        max_tokens: output tokens at most, 1 to 131072.
+        temperature: 0 is greedy; up to 10.
+        top_k: keep the k most likely tokens; 0 keeps all.
+        top_p: keep the smallest set with at least this probability, in (0, 1] (Holtzman et al.,
+            2019, "The Curious Case of Neural Text Degeneration").
+        seed: 0 to 2**63 - 1; None derives it from the request id, so that a request that is
+            continued by another worker draws the same random numbers.
+        stop: up to 16 strings; output text ends before the first that appears.
+        stop_token_ids: up to 64 ids that end the output like EOS does.
+        ignore_eos: go on past the model's end-of-text token.
+
+    Raises:
+        InvalidRequest: a value is of the wrong type or out of range.
+    """
+
+    max_tokens: int = 256
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        put = object.__setattr__
+        check.integer("max_tokens", self.max_tokens, 1, MAX_TOKENS)
+        put(self, "temperature", check.number("temperature", self.temperature, 0.0, 10.0))
+        check.integer("top_k", self.top_k, 0, 2**31 - 1)
+        put(self, "top_p", check.number("top_p", self.top_p, 0.0, 1.0, open_low=True))
+        if self.seed is not None:
+            check.integer("seed", self.seed, 0, 2**63 - 1)
+        put(self, "stop", check.strings("stop", self.stop, MAX_STOP_STRINGS, MAX_STOP_BYTES))
+        stop_ids = check.token_ids(
+            "stop_token_ids", self.stop_token_ids, MAX_STOP_TOKENS, empty_ok=True
+        )
+        put(self, "stop_token_ids", stop_ids)
+        check.flag("ignore_eos", self.ignore_eos)
+
+
+_OPTION_NAMES = frozenset(f.name for f in fields(SamplingOptions))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One generation request.
+
+    Attributes:
+        id: client-chosen and unique per shard; submitting the same id twice runs it once.
+        prompt: text, token ids, or chat messages (``{"role": ..., "content": ...}``) that the
+            worker renders with the model's chat template.
+        lane: urgency.
+        tenant: who pays; fair shares are between tenants.
+        options: sampling and stopping.
+        deadline_ms: from acceptance, the whole request's time in ms; None takes the default of
+            the queue's settings.
+        max_queue_ms: from acceptance, how long it may wait for a worker, in ms; None: no bound
+            but the deadline.
+
+    Raises:
+        InvalidRequest: a field is missing, unknown, of the wrong type or out of range.
+    """
+
+    id: str
+    prompt: str | tuple[int, ...] | tuple[dict[str, str], ...]
+    lane: Lane = Lane.NORMAL
+    tenant: str = "default"
+    options: SamplingOptions = field(default_factory=SamplingOptions)
+    deadline_ms: int | None = None
+    max_queue_ms: int | None = None
+
+    def __post_init__(self) -> None:
+        put = object.__setattr__
+        check.name("id", self.id, _ID, _ID_ALLOWED)
+        check.name("tenant", self.tenant, _TENANT, _TENANT_ALLOWED)
+        put(self, "lane", _lane(self.lane))
+        put(self, "prompt", _prompt(self.prompt))
+        if not isinstance(self.options, SamplingOptions):
+            raise InvalidRequest("options", self.options, "SamplingOptions")
+        for name in ("deadline_ms", "max_queue_ms"):
+            value = getattr(self, name)
+            if value is not None:
+                check.integer(name, value, 1, MAX_WAIT_MS)
+
+    @classmethod
+    def build(cls, *, id: str, prompt: object, **values: Any) -> Request:
+        """A request from flat fields, the form used on the wire and on command lines.
+
+        Raises:
+            InvalidRequest: as the class; also for a field that does not exist.
+        """
+        options = {key: values.pop(key) for key in list(values) if key in _OPTION_NAMES}
+        unknown = sorted(values.keys() - _REQUEST_NAMES)
+        if unknown:
+            known = ", ".join(sorted((_REQUEST_NAMES | _OPTION_NAMES) - {"options"}))
+            raise InvalidRequest(unknown[0], values[unknown[0]], f"one of the fields {known}")
+        return cls(id=id, prompt=prompt, options=SamplingOptions(**options), **values)  # type: ignore[arg-type]
+
+    @property
+    def seed(self) -> int:
+        """The seed in force: the option, or 63 bits of the id's SHA-256."""
+        if self.options.seed is not None:
+            return self.options.seed
+        return int.from_bytes(hashlib.sha256(self.id.encode()).digest()[:8], "big") >> 1
+
+    @property
+    def cost_estimate(self) -> int:
+        """Tokens this request may cost, for fair shares and bounds, before tokenisation.
+
+        A text's tokens are taken as its UTF-8 bytes over 4, rounded up; what it really cost is
+        settled when it ends.
+        """
+        if isinstance(self.prompt, str):
+            prompt = -(-len(self.prompt.encode()) // 4)
+        elif isinstance(self.prompt[0], int):
+            prompt = len(self.prompt)
+        else:
+            size = sum(len(m["content"].encode()) for m in self.prompt)  # type: ignore[index]
+            prompt = -(-size // 4)
+        return prompt + self.options.max_tokens
+
+    def pack(self) -> bytes:
+        """The request as msgpack: a flat map; fields that hold their default are left out.
+
+        Raises:
+            InvalidRequest: the packed form is larger than :data:`MAX_PAYLOAD_BYTES`.
+        """
+        wire: dict[str, Any] = {"v": PROTOCOL_VERSION, "id": self.id, "prompt": self.prompt}
+        for owner, defaults in ((self, _REQUEST_DEFAULTS), (self.options, _OPTION_DEFAULTS)):
+            for name, default in defaults.items():
+                value = getattr(owner, name)
+                if value != default:
+                    wire[name] = value
+        packed: bytes = msgpack.packb(wire)
+        if len(packed) > MAX_PAYLOAD_BYTES:
+            allowed = f"a request of at most {MAX_PAYLOAD_BYTES} bytes; this one has {len(packed)}"
+            raise InvalidRequest("prompt", self.prompt, allowed)
+        return packed
+
+    @classmethod
+    def unpack(cls, payload: bytes) -> Request:
+        """The inverse of :meth:`pack`, for bytes from anywhere.
+
+        Raises:
+            ProtocolError: not msgpack, not UTF-8, not a map, or another protocol version.
+            InvalidRequest: a field is missing, unknown, of the wrong type or out of range.
+        """
+        if len(payload) > MAX_PAYLOAD_BYTES:
+            raise ProtocolError("payload", f"{len(payload)} bytes", f"<= {MAX_PAYLOAD_BYTES} bytes")
+        wire = _unpack("payload", payload)
+        if not isinstance(wire, dict) or not all(isinstance(key, str) for key in wire):
+            raise ProtocolError("payload", wire, "a msgpack map with string keys")
+        version = wire.pop("v", None)
+        if version != PROTOCOL_VERSION:
+            raise ProtocolError("v", version, f"protocol version {PROTOCOL_VERSION}")
+        for name in ("id", "prompt"):
+            if name not in wire:
+                raise InvalidRequest(name, None, "a value; the field is required")
+        return cls.build(**wire)
+
+
+_REQUEST_NAMES = frozenset(f.name for f in fields(Request)) - {"options"}
+_REQUEST_DEFAULTS = {
+    "lane": Lane.NORMAL,
+    "tenant": "default",
+    "deadline_ms": None,
+    "max_queue_ms": None,
+}
+_OPTION_DEFAULTS = {f.name: f.default for f in fields(SamplingOptions)}
+
+
+def _lane(value: object) -> Lane:
+    try:
+        return Lane(value)  # type: ignore[arg-type]
+    except ValueError:
+        raise InvalidRequest("lane", value, " or ".join(lane.value for lane in Lane)) from None
+
+
+def _prompt(value: object) -> str | tuple[int, ...] | tuple[dict[str, str], ...]:
+    if isinstance(value, str):
+        return check.text("prompt", value, MAX_PAYLOAD_BYTES)
+    kinds = "non-empty text, a list of token ids, or a list of chat messages"
+    if not isinstance(value, Sequence) or isinstance(value, bytes | bytearray) or not value:
+        raise InvalidRequest("prompt", value, kinds)
+    if isinstance(value[0], Mapping):
+        return tuple(_message(f"prompt[{i}]", message) for i, message in enumerate(value))
+    return check.token_ids("prompt", value, MAX_PROMPT_TOKENS, empty_ok=False)
+
+
+def _message(where: str, value: object) -> dict[str, str]:
+    if not isinstance(value, Mapping) or set(value) != {"role", "content"}:
+        raise InvalidRequest(where, value, "a map with exactly the keys role and content")
+    return {
+        "role": check.text(f"{where}.role", value["role"], 64),
+        "content": check.text(
+            f"{where}.content", value["content"], MAX_PAYLOAD_BYTES, empty_ok=True
+        ),
+    }
+
+
+def rolling_digest(token_ids: Sequence[int], digest: int = 0) -> int:
+    """CRC-32 (ISO 3309) of the ids as little-endian unsigned 32-bit words, chained.
+
+    Args:
+        token_ids: the ids to add.
+        digest: the digest of the ids before them; 0 for none.
+    """
+    return zlib.crc32(struct.pack(f"<{len(token_ids)}I", *token_ids), digest)
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens of one request that were published together. Never empty.
+
+    Attributes:
+        start: index of the first token in the request's output.
+        token_ids: the tokens; the chunk covers indexes ``[start, stop)``.
+        text: what they add to the output text. May be empty (half a character, or held back as
+            the possible begin of a stop string) and comes with a later chunk then.
+        digest: :func:`rolling_digest` of all output ids up to and including this chunk.
+    """
+
+    start: int
+    token_ids: tuple[int, ...]
+    text: str
+    digest: int
+
+    @property
+    def stop(self) -> int:
+        """One past the index of the last token: also the count in the log's entry id."""
+        return self.start + len(self.token_ids)
+
+    def pack(self) -> bytes:
+        """msgpack ``[start, [ids...], text, digest]``."""
+        packed: bytes = msgpack.packb((self.start, self.token_ids, self.text, self.digest))
+        return packed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """What a request consumed and how long its stages took.
+
+    Attributes:
+        prompt_tokens: tokens of the prompt.
+        output_tokens: tokens published.
+        cached_tokens: prompt tokens whose KV was reused and not computed.
+        queue_ms: acceptance to first claim, in ms of Redis' clock.
+        ttft_ms: acceptance to first published token, in ms; None if there was none.
+        attempts: how many workers claimed it.
+    """
+
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    cached_tokens: int = 0
+    queue_ms: int | None = None
+    ttft_ms: int | None = None
+    attempts: int = 0
+
+
+_USAGE_NAMES = tuple(f.name for f in fields(Usage))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class End:
+    """The one terminal event of a request.
+
+    Attributes:
+        n: number of output tokens; the log holds indexes ``[0, n)``.
+        reason: why it ended; its :attr:`Reason.state` is the terminal state.
+        message: detail for a person; empty for ``completed``.
+        usage: None where no worker was involved in the end (cancel, expiry).
+    """
+
+    n: int
+    reason: Reason
+    message: str = ""
+    usage: Usage | None = None
+
+    @property
+    def state(self) -> State:
+        """The terminal state."""
+        return self.reason.state
+
+    def pack(self) -> bytes:
+        """msgpack ``[-1, n, state, reason, message, usage map or nil]``."""
+        usage = None
+        if self.usage is not None:
+            pairs = ((name, getattr(self.usage, name)) for name in _USAGE_NAMES)
+            usage = {name: value for name, value in pairs if value is not None}
+        packed: bytes = msgpack.packb(
+            (END_MARK, self.n, self.state.value, self.reason.value, self.message, usage)
+        )
+        return packed
+
+
+def unpack_event(data: bytes) -> Chunk | End:
+    """The chunk or end in one log entry or one channel message.
+
+    Raises:
+        ProtocolError: the bytes are neither.
+    """
+    wire = _unpack("event", data)
+    try:
+        if wire[0] == END_MARK:
+            _, n, state, reason_name, message, usage = wire[:6]
+            reason = Reason(reason_name)
+            if reason.state != state:
+                raise ProtocolError("event.state", state, f"{reason.state} for reason {reason}")
+            known = {k: v for k, v in (usage or {}).items() if k in _USAGE_NAMES}
+            return End(n=n, reason=reason, message=message, usage=Usage(**known) if usage else None)
+        start, token_ids, text, digest = wire[:4]
+        return Chunk(int(start), tuple(token_ids), text, int(digest))
+    except (TypeError, ValueError, IndexError, KeyError, AttributeError) as error:
+        allowed = "[start, [ids], text, digest] or [-1, n, state, reason, message, usage]"
+        raise ProtocolError("event", wire, allowed) from error
+
+
+def _unpack(where: str, data: bytes) -> Any:
+    try:
+        return msgpack.unpackb(data, raw=False, strict_map_key=True)
+    except UnicodeDecodeError:
+        raise ProtocolError(where, data, "msgpack whose strings are valid UTF-8") from None
+    except (msgpack.UnpackException, ValueError) as error:
+        raise ProtocolError(where, data, f"one msgpack value ({error})") from None
