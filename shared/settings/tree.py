@@ -1,0 +1,352 @@
+"""The settings tree: every knob with its unit, range, default and effect.
+
+This file is the only place where a setting is described: ``docs/settings.md`` and error messages
+are made from it. Objects are immutable; :func:`penstock.shared.settings.load_settings` builds them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+from urllib.parse import urlsplit
+
+from pydantic import (
+    BaseModel,
+    ByteSize,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    field_validator,
+    model_validator,
+)
+
+__all__ = [
+    "EngineSettings",
+    "ModelSettings",
+    "QueueSettings",
+    "RedisSettings",
+    "Settings",
+    "WorkerSettings",
+]
+
+_WEEK_S = 7 * 24 * 3600
+_URL_SCHEMES = ("redis", "rediss", "unix")
+_ModelName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_./-]{0,95}$")]
+_WorkerName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+
+
+def _setting(
+    default: object, effect: str, *, unit: str = "", none: str | None = None, **limits: Any
+) -> Any:
+    """Describe one setting.
+
+    Args:
+        default: its default.
+        effect: what it does, for the reference.
+        unit: unit of its value, if it has one.
+        none: the word that stands for None, for a setting which may be None.
+        **limits: pydantic's constraints.
+    """
+    return Field(
+        default, description=effect, json_schema_extra={"unit": unit, "none": none}, **limits
+    )
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_words_for_none(cls, values: Any) -> Any:
+        # TOML and the environment have no null, so each optional setting has a word for it.
+        if not isinstance(values, dict):
+            return values
+        read = dict(values)
+        for name, field in cls.model_fields.items():
+            extra = field.json_schema_extra
+            word = extra.get("none") if isinstance(extra, dict) else None
+            given = read.get(name)
+            if word is not None and isinstance(given, str) and given.lower() == word:
+                read[name] = None
+        return read
+
+
+class RedisSettings(_Section):
+    """Which Redis server holds the queues and the token logs."""
+
+    url: str | None = _setting(
+        None,
+        "Address of the server: `redis://[user:password@]host:port/db`, `rediss://` for TLS, "
+        "`unix:///path`. `REDIS_URL` is honoured, too, after `PENSTOCK_REDIS__URL`.",
+        none="unset",
+        repr=False,  # it may hold a password
+    )
+    socket_timeout_s: float = _setting(
+        5.0,
+        "How long a command may wait for its reply before the connection counts as broken and is "
+        "made anew. Without a bound a frozen server would hang its clients for ever.",
+        unit="s",
+        gt=0,
+        le=600,
+    )
+    embedded: Literal["auto", "never", "always"] = _setting(
+        "auto",
+        "Whether a command that can bring its own server (`demo`, `worker`) does so: `auto` when "
+        "no address is given, `always` even if one is, `never` to fail instead.",
+    )
+    embedded_dir: Path | None = _setting(
+        None,
+        "Directory in which the embedded server keeps its data in an append-only file. `off` keeps "
+        "everything in memory: requests are gone when the server ends.",
+        none="off",
+    )
+
+    @field_validator("url")
+    @classmethod
+    def _check_url(cls, url: str | None) -> str | None:
+        if url is None:
+            return None
+        try:
+            parts = urlsplit(url)
+            scheme, place = parts.scheme, parts.path if parts.scheme == "unix" else parts.hostname
+            _ = parts.port
+        except ValueError as error:
+            raise ValueError(f"not an address: {error}") from None
+        if scheme not in _URL_SCHEMES or not place:
+            raise ValueError("must be redis://host:port/db, rediss://host:port/db or unix:///path")
+        return url
+
+
+class QueueSettings(_Section):
+    """Which queue is used, and what is answered at its door.
+
+    Bounds count the queued requests of one shard, of all lanes and tenants together. A submit over
+    a bound is refused at once with a hint when to try again; nothing is dropped later.
+    """
+
+    model: _ModelName = _setting(
+        "demo",
+        "Name under which the model is served: 1 to 96 characters of `A-Z a-z 0-9 _ . / -`, the "
+        "first a letter or digit. Producers and workers meet by it; it is part of every key.",
+    )
+    shard: int = _setting(
+        0,
+        "Number of the shard. Shards of one model share nothing, so each may live on its own node "
+        "of a Redis Cluster.",
+        ge=0,
+        le=65535,
+    )
+    retention_s: int = _setting(
+        600,
+        "How long the record and the token log of a finished request stay readable.",
+        unit="s",
+        ge=1,
+        le=_WEEK_S,
+    )
+    default_deadline_s: int = _setting(
+        600,
+        "Time after which a request that names no deadline of its own expires, counted from its "
+        "submission.",
+        unit="s",
+        ge=1,
+        le=_WEEK_S,
+    )
+    max_queued_requests: int = _setting(
+        10_000, "Most requests that may wait.", unit="requests", ge=1, le=10_000_000
+    )
+    max_queued_tokens: int = _setting(
+        20_000_000,
+        "Most tokens that may wait: estimated prompt tokens plus `max_tokens`, summed.",
+        unit="tokens",
+        ge=1,
+        le=10**12,
+    )
+    max_queued_bytes: ByteSize = _setting(
+        ByteSize(256 * 2**20),
+        "Most payload bytes that may wait. Keep it well below the server's `maxmemory`.",
+        unit="bytes",
+        ge=1024,
+        le=2**40,
+    )
+    max_tenant_requests: int = _setting(
+        0,
+        "Most requests that one tenant may have waiting. 0 sets no bound per tenant; the bounds "
+        "above still hold.",
+        unit="requests",
+        ge=0,
+        le=10_000_000,
+    )
+
+
+class WorkerSettings(_Section):
+    """The process that owns a device: its claims, its health, its logs."""
+
+    name: _WorkerName | None = _setting(
+        None,
+        "Name in logs and metrics, 1 to 64 characters of `A-Z a-z 0-9 _ . -`. `auto` takes the "
+        "host's. The id in the protocol is this plus a part of its own for every start, since a "
+        "worker that took over the id of a dead one would keep its lease alive.",
+        none="auto",
+    )
+    lease_ms: int = _setting(
+        2_000,
+        "How long a silent worker is believed to be alive. After that others take over its "
+        "requests. Shorter recovers faster from a lost machine and forgives shorter pauses.",
+        unit="ms",
+        ge=100,
+        le=600_000,
+    )
+    heartbeat_ms: int | None = _setting(
+        None,
+        "How often the lease is renewed while no engine step does it. `auto` takes a quarter of "
+        "`lease_ms`; over a third is refused, so that one lost heartbeat costs nothing.",
+        unit="ms",
+        none="auto",
+        ge=10,
+        le=200_000,
+    )
+    claim_batch: int = _setting(
+        16, "Most requests claimed in one engine step.", unit="requests", ge=1, le=128
+    )
+    hang_timeout_s: float = _setting(
+        30.0,
+        "Time without an engine step, while there is work, after which the engine counts as hung: "
+        "`/healthz` fails, heartbeats stop and the supervisor replaces the worker.",
+        unit="s",
+        gt=0,
+        le=3600,
+    )
+    drain_timeout_s: float = _setting(
+        10.0,
+        "Time that handing over the running requests may take after SIGTERM. What is left then is "
+        "taken over by others when the lease ends.",
+        unit="s",
+        gt=0,
+        le=3600,
+    )
+    metrics_host: str = _setting(
+        "127.0.0.1",
+        "Address on which `/metrics`, `/healthz` and `/readyz` are served. `0.0.0.0` for all "
+        "interfaces, as in a container.",
+        min_length=1,
+    )
+    metrics_port: int | None = _setting(
+        9464,
+        "Port for the same. 0 takes a free one and logs it; `off` serves nothing.",
+        none="off",
+        ge=0,
+        le=65535,
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = _setting(
+        "info", "Least severity that is logged."
+    )
+    log_format: Literal["text", "json"] = _setting(
+        "text", "One readable line per event, or one JSON object."
+    )
+
+    @property
+    def heartbeat_interval_ms(self) -> int:
+        """``heartbeat_ms``, or what ``auto`` means: a quarter of the lease, in milliseconds."""
+        return self.lease_ms // 4 if self.heartbeat_ms is None else self.heartbeat_ms
+
+    @model_validator(mode="after")
+    def _check_heartbeat(self) -> Self:
+        if self.heartbeat_interval_ms * 3 > self.lease_ms:
+            raise ValueError(
+                f"heartbeat_ms ({self.heartbeat_ms}) must be at most a third of "
+                f"lease_ms ({self.lease_ms})"
+            )
+        return self
+
+
+class EngineSettings(_Section):
+    """What one step of the engine may hold, and the memory for it."""
+
+    max_batch_tokens: int | None = _setting(
+        None,
+        "Token budget of one step: prompt chunks and decodes together. More gives throughput, less "
+        "gives shorter gaps between tokens while prompts are read. `auto` takes 256 on a CPU and "
+        "2048 on a GPU.",
+        unit="tokens",
+        none="auto",
+        ge=1,
+        le=1_048_576,
+    )
+    max_sequences: int = _setting(
+        64, "Most sequences that run at the same time.", unit="sequences", ge=1, le=4096
+    )
+    chunk_size: int | None = _setting(
+        None,
+        "Most prompt tokens of one sequence in one step. `auto` sets no bound but the token "
+        "budget.",
+        unit="tokens",
+        none="auto",
+        ge=1,
+        le=1_048_576,
+    )
+    block_size: int = _setting(
+        16,
+        "Tokens per block of the KV cache. Prompts share whole blocks only, so smaller shares more "
+        "and costs more bookkeeping.",
+        unit="tokens",
+        ge=1,
+        le=256,
+    )
+    kv_memory: ByteSize | None = _setting(
+        None,
+        "Memory for the KV cache. `auto` takes 90 % of what is free on a GPU after the model is "
+        "loaded, and on a CPU 25 % of what is free, but not over 1 GiB.",
+        unit="bytes",
+        none="auto",
+        ge=1,
+        le=2**50,
+    )
+    prefix_cache: bool = _setting(
+        True, "Whether the KV blocks of equal beginnings of prompts are computed once and shared."
+    )
+    threads: int | None = _setting(
+        None,
+        "CPU threads for the model's arithmetic. `auto` leaves it to PyTorch: one per core.",
+        unit="threads",
+        none="auto",
+        ge=1,
+        le=1024,
+    )
+
+
+class ModelSettings(_Section):
+    """Which checkpoint a worker loads, and how."""
+
+    path: str = _setting(
+        "demo",
+        "Directory of a Hugging Face checkpoint with safetensors weights; `demo` is the small "
+        "model that comes with penstock. Nothing is downloaded.",
+        min_length=1,
+    )
+    device: Literal["auto", "cpu", "cuda"] = _setting(
+        "auto", "Device of the model; `auto` takes a GPU if PyTorch sees one."
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = _setting(
+        "auto",
+        "Number format of weights and KV cache. `auto` takes the checkpoint's own on a GPU, and "
+        "float32 on a CPU.",
+    )
+    max_model_len: int | None = _setting(
+        None,
+        "Longest sequence, prompt and output together. `auto` takes it from the checkpoint's "
+        "configuration; more than that is refused.",
+        unit="tokens",
+        none="auto",
+        ge=1,
+        le=16_777_216,
+    )
+
+
+class Settings(_Section):
+    """All settings, one attribute per section."""
+
+    redis: RedisSettings = RedisSettings()
+    queue: QueueSettings = QueueSettings()
+    worker: WorkerSettings = WorkerSettings()
+    engine: EngineSettings = EngineSettings()
+    model: ModelSettings = ModelSettings()
