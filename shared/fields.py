@@ -69,11 +69,9 @@ def strings(field: str, value: object, max_items: int, max_bytes: int) -> tuple[
 
 def token_ids(field: str, value: object, max_items: int, *, empty_ok: bool) -> tuple[int, ...]:
     """A list of token ids, each an ``int`` in ``[0, 2**31)``."""
-    fits = isinstance(value, Sequence) and not isinstance(value, str | bytes)
-    if not fits or len(value) > max_items or not (value or empty_ok):  # type: ignore[arg-type]
-        low = 0 if empty_ok else 1
-        raise InvalidRequest(field, value, f"a list of {low} to {max_items} token ids")
-    return tuple(
-        integer(f"{field}[{i}]", item, 0, 2**31 - 1)
-        for i, item in enumerate(value)  # type: ignore[arg-type, var-annotated]
-    )
+    allowed = f"a list of {0 if empty_ok else 1} to {max_items} token ids"
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+        raise InvalidRequest(field, value, allowed)
+    if len(value) > max_items or not (value or empty_ok):
+        raise InvalidRequest(field, value, allowed)
+    return tuple(integer(f"{field}[{i}]", item, 0, 2**31 - 1) for i, item in enumerate(value))

@@ -145,7 +145,7 @@ class Request:
                 check.integer(name, value, 1, MAX_WAIT_MS)
 
     @classmethod
-    def build(cls, *, id: str, prompt: object, **values: Any) -> Request:
+    def build(cls, *, id: str, prompt: Any, **values: Any) -> Request:
         """A request from flat fields, the form used on the wire and on command lines.
 
         Raises:
@@ -156,7 +156,7 @@ class Request:
         if unknown:
             known = ", ".join(sorted((_REQUEST_NAMES | _OPTION_NAMES) - {"options"}))
             raise InvalidRequest(unknown[0], values[unknown[0]], f"one of the fields {known}")
-        return cls(id=id, prompt=prompt, options=SamplingOptions(**options), **values)  # type: ignore[arg-type]
+        return cls(id=id, prompt=prompt, options=SamplingOptions(**options), **values)
 
     @property
     def seed(self) -> int:
@@ -293,7 +293,7 @@ class Chunk:
         return self.start + len(self.token_ids)
 
     def pack(self) -> bytes:
-        """msgpack ``[start, [ids...], text, digest]``."""
+        """Msgpack ``[start, [ids...], text, digest]``."""
         packed: bytes = msgpack.packb((self.start, self.token_ids, self.text, self.digest))
         return packed
 
@@ -344,7 +344,7 @@ class End:
         return self.reason.state
 
     def pack(self) -> bytes:
-        """msgpack ``[-1, n, state, reason, message, usage map or nil]``."""
+        """Msgpack ``[-1, n, state, reason, message, usage map or nil]``."""
         usage = None
         if self.usage is not None:
             pairs = ((name, getattr(self.usage, name)) for name in _USAGE_NAMES)

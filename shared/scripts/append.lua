@@ -1,0 +1,64 @@
+--@include lib/common.lua
+--@include lib/finish.lua
+-- append: publish what a worker generated for up to 256 requests, and end those that are done.
+--
+-- Two guards on every write. The epoch: only the owner by the latest claim may write, so a
+-- worker that was thought dead and wakes up can write nothing. The index: a chunk is accepted
+-- only if it starts at the count of tokens already there, so nothing is doubled and no gap opens.
+-- One broken request (wrong type, deleted record) hurts no other.
+--
+-- KEYS  1 wl  zset   2 own:<wid>  hash   3 dl  zset   4 cnt  hash
+--       then per request: r:<id>  hash, t:<id>  stream
+--       and, of requests that end: their queue q:... and act:<lane>, found in the record
+-- ARGV  1 prefix   2 worker id   3 lease_ms   4 retention_ms
+--       5 msgpack array of [id, epoch, start, count, chunk, end, state, reason, tokens spent];
+--         chunk is '' if there are no tokens, end is '' if the request goes on
+-- Reply {status, n, status, n, ...} in order of the array; n is the count now in the log
+--       0 written, or an exact repeat of what was written   2 not the owner, or terminal
+--       3 index mismatch   4 no such request   9 a key of this request is broken
+local prefix, wid, retention = ARGV[1], ARGV[2], tonumber(ARGV[4])
+local items = cmsgpack.unpack(ARGV[5])
+allow_oom(prefix)
+local now = now_ms()
+redis.call('ZADD', KEYS[1], now + tonumber(ARGV[3]), wid)
+
+local function write(i, item)
+  local rid, epoch, start, count = item[1], item[2], item[3], item[4]
+  local record, log = KEYS[3 + 2 * i], KEYS[4 + 2 * i]
+  local v = redis.pcall('HMGET', record, 'st', 'ep', 'n', 'w', 'rsn', 'dl')
+  if v.err then return 9, 0 end
+  if not v[1] then return 4, 0 end
+  local n = tonumber(v[3])
+  if tonumber(v[2]) ~= epoch or v[4] ~= wid then return 2, n end
+  if v[1] ~= 'running' then
+    -- The reply to an earlier, identical call was lost: answer as it would have been answered.
+    if v[5] == item[8] and item[6] ~= '' and n == start + count then return 0, n end
+    return 2, n
+  end
+  if count > 0 and n ~= start + count then
+    if n ~= start then return 3, n end
+    n = start + count
+    local added = redis.pcall('XADD', log, n .. '-0', 'd', item[5])
+    if type(added) == 'table' and added.err then return 9, start end
+    if start == 0 then
+      redis.call('HSET', record, 'n', n, 'tf', now)
+      redis.call('PEXPIREAT', log, tonumber(v[6]) + retention)
+    else
+      redis.call('HSET', record, 'n', n)
+    end
+    redis.call('PUBLISH', prefix .. 'c:' .. rid, item[5])
+  elseif n ~= start + count then
+    return 3, n
+  end
+  if item[6] ~= '' then
+    finish(prefix, rid, item[7], item[8], n, item[6], '', item[9], read_record(prefix, rid), now,
+      retention)
+  end
+  return 0, n
+end
+
+local reply = {}
+for i = 1, #items do
+  reply[2 * i - 1], reply[2 * i] = write(i, items[i])
+end
+return reply
