@@ -1,0 +1,74 @@
+"""What one step computes (`Plan`), and what it gave (`StepOutput`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .sequence import Sequence
+
+__all__ = ["BlockCopy", "Plan", "Span", "StepOutput"]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The tokens of one sequence that one step computes.
+
+    Positions ``[start, start + num_tokens)`` are the queries; they attend to positions
+    ``[0, start)``, whose keys and values are in the sequence's blocks already, and causally to each
+    other. A prefill chunk, one decoded token, the rest after a prefix-cache hit, work repeated
+    after a preemption: they differ only in these two numbers. Speculative drafts will be further
+    query tokens behind the end of ``token_ids``, and swapping is block copies before the step;
+    neither changes what a span is.
+
+    Attributes:
+        sequence: whose tokens.
+        start: position of the first query token; equals the sequence's ``num_computed_tokens``.
+        num_tokens: number of query tokens, at least 1.
+        samples: the span reaches the end of ``token_ids``, so the logits of its last row give the
+            next token, whose output index is ``sequence.num_output_tokens``.
+    """
+
+    sequence: Sequence
+    start: int
+    num_tokens: int
+    samples: bool
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """Copy all layers' keys and values of block ``source`` over block ``target``."""
+
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One step.
+
+    Attributes:
+        spans: at least one; each sequence appears once.
+        copies: to be run before the forward pass, in order, or all reads before all writes. (No
+            block is a target twice, and no copy reads what an earlier one wrote; but one may write
+            a block that an earlier one has read.)
+    """
+
+    spans: tuple[Span, ...]
+    copies: tuple[BlockCopy, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        """Query tokens of all spans."""
+        return sum(span.num_tokens for span in self.spans)
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What the model gave for a plan.
+
+    Attributes:
+        token_ids: one entry per span, in the plan's order: the sampled token, or ``()`` where the
+            span does not sample.
+    """
+
+    token_ids: tuple[tuple[int, ...], ...]

@@ -1,0 +1,125 @@
+"""A sequence: the tokens of one request, and where their keys and values are kept."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+
+from penstock.shared.protocol import Lane, SamplingOptions
+
+__all__ = ["Sequence", "SequenceStatus"]
+
+
+class SequenceStatus(enum.Enum):
+    """Where a sequence is in the engine. A finished sequence never changes again."""
+
+    WAITING = "waiting"
+    """In the policy's queue; holds no block."""
+    RUNNING = "running"
+    """Has blocks; takes part in every step."""
+    FINISHED = "finished"
+    """Ended or aborted; holds no block, and the engine has forgotten it."""
+
+
+class Sequence:
+    """One request inside the engine.
+
+    There is no prefill and no decode phase: a sequence has ``num_tokens`` tokens, the keys and
+    values of the first ``num_computed_tokens`` of them are in its blocks, and every step lets it
+    catch up by some. Once all are computed the logits of the last one give the next token.
+
+    Owned by the engine: others read it, and only during the step whose plan names it.
+
+    Attributes:
+        id: the request's id.
+        lane: its urgency.
+        tenant: who pays.
+        options: sampling and stop options.
+        seed: keys the random numbers of this request, together with the output index.
+        arrival: when the request came, in seconds of any monotonic clock.
+        cache_salt: only sequences with equal salt share cached prefixes.
+        status: see :class:`SequenceStatus`.
+        token_ids: prompt and output, in order.
+        num_prompt_tokens: how many of them are the prompt.
+        num_computed_tokens: how many have their keys and values in ``block_table``.
+        num_cached_tokens: prompt tokens that were taken from the prefix cache when it was first
+            admitted, instead of being computed.
+        block_table: block numbers; position ``p`` lives in block ``block_table[p // block_size]``
+            at offset ``p % block_size``.
+        block_digests: chained content digests of the first full blocks (see ``prefix_cache``).
+        num_published_blocks: leading blocks that were already offered to the prefix cache.
+        num_preemptions: how often it lost its blocks.
+        rank: ``lane.rank``, looked up once; 0 is the most urgent.
+    """
+
+    __slots__ = (
+        "arrival",
+        "block_digests",
+        "block_table",
+        "cache_salt",
+        "id",
+        "lane",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_preemptions",
+        "num_prompt_tokens",
+        "num_published_blocks",
+        "options",
+        "rank",
+        "seed",
+        "status",
+        "tenant",
+        "token_ids",
+    )
+
+    def __init__(
+        self,
+        *,
+        id: str,
+        prompt_ids: Iterable[int],
+        options: SamplingOptions,
+        lane: Lane = Lane.NORMAL,
+        tenant: str = "default",
+        seed: int = 0,
+        arrival: float = 0.0,
+        cache_salt: bytes = b"",
+    ) -> None:
+        self.id = id
+        self.lane = lane
+        self.tenant = tenant
+        self.options = options
+        self.seed = seed
+        self.arrival = arrival
+        self.cache_salt = cache_salt
+        self.rank = lane.rank
+        self.status = SequenceStatus.WAITING
+        self.token_ids = list(prompt_ids)
+        self.num_prompt_tokens = len(self.token_ids)
+        self.num_computed_tokens = 0
+        self.num_cached_tokens = 0
+        self.num_preemptions = 0
+        self.block_table: list[int] = []
+        self.block_digests: list[bytes] = []
+        self.num_published_blocks = 0
+
+    def __repr__(self) -> str:
+        return (
+            f"<Sequence {self.id} {self.lane.value} {self.status.value}: "
+            f"{self.num_computed_tokens} of {self.num_tokens} tokens computed, "
+            f"{self.num_output_tokens} of them output, {len(self.block_table)} blocks>"
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output tokens."""
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Output tokens so far; also the output index of the token sampled next."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def output_ids(self) -> list[int]:
+        """The output as a new list: O(output), so not for every step."""
+        return self.token_ids[self.num_prompt_tokens :]
