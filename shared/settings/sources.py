@@ -14,7 +14,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit, urlunsplit
 
 from pydantic import BaseModel, ValidationError
 
@@ -28,6 +27,11 @@ CONFIG_VARIABLE = "PENSTOCK_CONFIG"
 
 _PREFIX = "PENSTOCK_"
 _DEFAULT_FILE = "penstock.toml"
+
+_ADDRESS = re.compile(
+    r"(?P<scheme>[a-z]+://)?(?P<user>[^@/?#]*@)?"
+    r"(?P<place>(?:[\w.-]*|\[[0-9a-fA-F:.]+\])(?::\d+)?(?:/[\w./-]*)?)(?:[?#][^@]*)?"
+)
 
 # Kubernetes sets such variables for a Service whose name begins with "penstock".
 _KUBERNETES_NAME = re.compile(r"_SERVICE_(HOST|PORT(_[A-Z0-9_]+)?)$|_PORT(_\d+_(TCP|UDP|SCTP).*)?$")
@@ -104,15 +108,16 @@ def environment_name(name: str) -> str:
 
 
 def redact_url(url: str) -> str:
-    """Return an address fit for logs: without its password, and without query arguments."""
-    try:
-        parts = urlsplit(url)
-    except ValueError:
-        return "(not an address)"
-    place = parts.netloc
-    if "@" in place:
-        place = "***@" + place.rpartition("@")[2]
-    return urlunsplit(parts._replace(netloc=place, query=""))
+    """Return an address fit for logs: without user, password and query arguments.
+
+    Nothing is shown of what does not look like an address, since a password with an unescaped
+    ``/``, ``?`` or ``@`` may be anywhere in it.
+    """
+    parts = _ADDRESS.fullmatch(url)
+    if parts is None:
+        return "***"
+    user = "***@" if parts["user"] else ""
+    return f"{parts['scheme'] or ''}{user}{parts['place']}"
 
 
 def _from_file(path: Path) -> dict[str, _Given]:

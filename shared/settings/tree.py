@@ -108,11 +108,11 @@ class RedisSettings(_Section):
             return None
         try:
             parts = urlsplit(url)
-            scheme, place = parts.scheme, parts.path if parts.scheme == "unix" else parts.hostname
-            _ = parts.port
-        except ValueError as error:
-            raise ValueError(f"not an address: {error}") from None
-        if scheme not in _URL_SCHEMES or not place:
+            place = parts.path if parts.scheme == "unix" else parts.hostname
+            valid = parts.scheme in _URL_SCHEMES and bool(place) and parts.port != 0
+        except ValueError:
+            valid = False  # the reason may quote a password that stands where a port should
+        if not valid:
             raise ValueError("must be redis://host:port/db, rediss://host:port/db or unix:///path")
         return url
 

@@ -1,0 +1,82 @@
+"""Fixtures for all tests: real Redis servers on loopback, one per program and session."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Callable, Iterator
+
+import pytest
+import redis
+import redis.asyncio
+
+from penstock.shared.embedded import EmbeddedRedis, ServerBinary, find_servers
+
+SERVERS = find_servers()
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A developer's own server or settings must not leak into a test."""
+    for name in list(os.environ):
+        if name == "REDIS_URL" or name.startswith("PENSTOCK_"):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture(scope="session")
+def shared_server() -> Iterator[Callable[[ServerBinary], EmbeddedRedis]]:
+    """Get the session's server of a program. Tests that reconfigure or kill start their own."""
+    running: dict[ServerBinary, EmbeddedRedis] = {}
+
+    def get(binary: ServerBinary) -> EmbeddedRedis:
+        if binary not in running:
+            running[binary] = EmbeddedRedis(binary, password="").start()
+        return running[binary]
+
+    yield get
+    for server in running.values():
+        server.stop()
+
+
+def _empty(server: EmbeddedRedis) -> str:
+    with redis.Redis.from_url(server.url) as client:
+        client.flushall()
+        client.script_flush()
+    return server.url
+
+
+@pytest.fixture
+def redis_url(shared_server: Callable[[ServerBinary], EmbeddedRedis]) -> str:
+    """An empty server over TCP: the best one of this machine."""
+    assert SERVERS, "no Redis server found: apt-get install redis-server"
+    return _empty(shared_server(SERVERS[0]))
+
+
+@pytest.fixture(params=SERVERS, ids=lambda binary: f"{binary.kind}-{binary.version}")
+def any_redis_url(
+    request: pytest.FixtureRequest, shared_server: Callable[[ServerBinary], EmbeddedRedis]
+) -> str:
+    """The same, once for every server program of this machine."""
+    return _empty(shared_server(request.param))
+
+
+@pytest.fixture
+async def redis_client(redis_url: str) -> AsyncIterator[redis.asyncio.Redis]:
+    """An asynchronous client of ``redis_url``."""
+    client = redis.asyncio.Redis.from_url(redis_url)
+    yield client
+    await client.aclose()
+
+
+@pytest.fixture
+def start_redis() -> Iterator[Callable[..., EmbeddedRedis]]:
+    """Start servers of the test's own; arguments as for :class:`EmbeddedRedis`."""
+    started: list[EmbeddedRedis] = []
+
+    def start(*arguments: object, **options: object) -> EmbeddedRedis:
+        server = EmbeddedRedis(*arguments, **options)  # type: ignore[arg-type]
+        started.append(server)
+        return server.start()
+
+    yield start
+    for server in started:
+        server.stop()
