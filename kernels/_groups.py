@@ -1,0 +1,190 @@
+"""How the torch path batches a ragged step: few large operations instead of one per sequence.
+
+On the CPU a layer of a small model costs dispatch, not arithmetic, so sequences with equally many
+query tokens are computed together on keys padded to a common length. Everything that does not
+depend on a layer's values (which slots to gather, which of them a query may see) is laid out here,
+once per step and window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+# Queries longer than this are computed alone: they amortise their dispatch themselves, and alone
+# they need no copy of the query and no padding of the context.
+LONGEST_BATCHED_QUERY = 16
+
+# One more group costs 10 to 20 us of dispatch a layer, about as much as gathering and multiplying
+# this many bytes of keys that are only padding (measured with fp32 on two Zen 4 cores).
+PADDING_BYTES = 128 * 1024
+
+# Above this many gathered bytes of keys a group falls out of the second-level cache and its
+# temporaries are mapped afresh each time: several groups are then up to four times faster than one.
+GROUP_BYTES = 2 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Group:
+    """``B`` sequences with ``Q`` query tokens each, their keys padded to ``L`` positions.
+
+    Attributes:
+        num_sequences: ``B``.
+        query_len: ``Q``.
+        kv_len: ``L``.
+        rows: the packed rows of the queries, [B * Q] in order of sequence and position; a slice
+            where they are contiguous.
+        slots: int64 [B * L], the slot of each key position. A padding position repeats the
+            sequence's last slot, so that nothing unwritten is ever read (0 * NaN is NaN).
+        visible: bool [B, Q, L], which keys a query may see; None where every query sees all.
+        is_causal: ``visible`` is one sequence's plain lower triangle.
+    """
+
+    num_sequences: int
+    query_len: int
+    kv_len: int
+    rows: slice | Tensor
+    slots: Tensor
+    visible: Tensor | None
+    is_causal: bool
+    _biases: dict[tuple[torch.dtype, int], Tensor] = field(default_factory=dict, repr=False)
+    _head_slots: dict[int, Tensor] = field(default_factory=dict, repr=False)
+
+    def bias(self, dtype: torch.dtype, repeats: int = 1) -> Tensor | None:
+        """[B, 1, repeats * Q, L] to add to the scores: 0 where visible, -inf elsewhere."""
+        if self.visible is None:
+            return None
+        bias = self._biases.get((dtype, repeats))
+        if bias is None:
+            bias = torch.zeros(self.visible.shape, dtype=dtype, device=self.visible.device)
+            bias.masked_fill_(~self.visible, float("-inf"))
+            bias = bias.unsqueeze(1).repeat(1, 1, repeats, 1)
+            self._biases[dtype, repeats] = bias
+        return bias
+
+    def head_slots(self, num_heads: int) -> Tensor:
+        """int64 [B * num_heads * L], rows of a cache viewed as [num_slots * num_heads, D].
+
+        Gathering with it yields [B, num_heads, L, D] without a transposition.
+        """
+        index = self._head_slots.get(num_heads)
+        if index is None:
+            heads = torch.arange(num_heads, device=self.slots.device)
+            slots = self.slots.view(self.num_sequences, 1, self.kv_len)
+            index = (slots * num_heads + heads[:, None]).flatten()
+            self._head_slots[num_heads] = index
+        return index
+
+
+def build_groups(
+    *,
+    query_lens: Sequence[int],
+    query_starts: Sequence[int],
+    context_lens: Sequence[int],
+    block_tables: Tensor,
+    block_size: int,
+    window: int | None,
+    key_bytes: int,
+    device: torch.device,
+) -> tuple[Group, ...]:
+    """Partitions a step's sequences into groups; every packed row is in exactly one.
+
+    Args:
+        query_lens: S query lengths in tokens.
+        query_starts: first packed row of each sequence.
+        context_lens: S context lengths in tokens, the query included.
+        block_tables: int32 [S, B] on the host.
+        block_size: tokens per block.
+        window: sliding window in tokens, or None.
+        key_bytes: size of one token's keys in one layer.
+        device: where the groups' tensors go.
+    """
+    # Keys before `first` are out of every query's window and are not even gathered.
+    first = [
+        0 if window is None else max(0, context - query - window + 1)
+        for query, context in zip(query_lens, context_lens, strict=True)
+    ]
+    kv_lens = [context - start for context, start in zip(context_lens, first, strict=True)]
+    groups = []
+    for members in _partition(query_lens, kv_lens, key_bytes):
+        query_len = query_lens[members[0]]
+        kv_len = max(kv_lens[index] for index in members)
+        starts = [query_starts[index] for index in members]
+        facts = torch.tensor(
+            (members, [first[i] for i in members], [context_lens[i] for i in members])
+        )
+        slots = _slots(block_tables, facts, kv_len, block_size)
+        inert = window is None or max(context_lens[index] for index in members) <= window
+        is_causal = len(members) == 1 and query_len == kv_len and inert
+        visible = None
+        if query_len > 1 or min(kv_lens[index] for index in members) < kv_len:
+            visible = _visible(facts, query_len, kv_len, None if inert else window).to(device)
+        groups.append(
+            Group(
+                num_sequences=len(members),
+                query_len=query_len,
+                kv_len=kv_len,
+                rows=_rows(starts, query_len, device),
+                slots=slots.to(device),
+                visible=visible,
+                is_causal=is_causal,
+            )
+        )
+    return tuple(groups)
+
+
+def _partition(
+    query_lens: Sequence[int], kv_lens: Sequence[int], key_bytes: int
+) -> list[list[int]]:
+    """Sequence indices by group, ascending within each.
+
+    Walks the sequences from the longest context down, so a group's first member fixes its padded
+    length, and closes the group when its padding costs as much as one more group would.
+    """
+    most_padding = PADDING_BYTES // key_bytes
+    most_tokens = GROUP_BYTES // key_bytes
+    order = sorted(range(len(kv_lens)), key=lambda i: (query_lens[i], kv_lens[i]), reverse=True)
+    groups: list[list[int]] = []
+    query_len = longest = padding = 0
+    for index in order:
+        padding += longest - kv_lens[index]
+        joins = (
+            query_lens[index] == query_len <= LONGEST_BATCHED_QUERY
+            and padding <= most_padding
+            and (len(groups[-1]) + 1) * longest <= most_tokens
+        )
+        if joins:
+            groups[-1].append(index)
+        else:
+            groups.append([index])
+            query_len, longest, padding = query_lens[index], kv_lens[index], 0
+    for group in groups:
+        group.sort()
+    return groups
+
+
+def _rows(starts: Sequence[int], query_len: int, device: torch.device) -> slice | Tensor:
+    if starts[-1] - starts[0] == (len(starts) - 1) * query_len:
+        return slice(starts[0], starts[-1] + query_len)
+    rows = torch.tensor(starts)[:, None] + torch.arange(query_len)
+    return rows.flatten().to(device)
+
+
+def _slots(block_tables: Tensor, facts: Tensor, kv_len: int, block_size: int) -> Tensor:
+    """int64 [B * kv_len]; ``facts`` holds the rows (sequence, first position, context length)."""
+    members, first, context = facts[:, :, None]
+    positions = torch.minimum(first + torch.arange(kv_len), context - 1)
+    blocks = block_tables[members, positions // block_size]
+    return (blocks.to(torch.int64) * block_size + positions % block_size).flatten()
+
+
+def _visible(facts: Tensor, query_len: int, kv_len: int, window: int | None) -> Tensor:
+    """Bool [B, query_len, kv_len]: a key is visible up to its query, within the window."""
+    _, first, context = facts[:, :, None, None]
+    query = context - query_len + torch.arange(query_len)[:, None]
+    key = first + torch.arange(kv_len)
+    visible: Tensor = key <= query
+    return visible if window is None else visible & (key > query - window)

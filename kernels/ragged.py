@@ -1,0 +1,204 @@
+"""The packed, unpadded batch one engine step computes, and where its keys and values live.
+
+A step mixes sequences that each contribute some query tokens: a prefill chunk, one decode token, a
+draft to verify. Their rows are concatenated (``T`` rows, no padding), and a sequence's keys and
+values are found through its block table (PagedAttention: Kwon et al. 2023,
+https://arxiv.org/abs/2309.06180).
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from ._groups import Group, build_groups
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RaggedBatch:
+    """``S`` sequences' query tokens, packed to ``T`` rows; build it with :meth:`from_lists`.
+
+    Sequence ``s`` owns rows ``query_starts[s] : query_starts[s + 1]``, which are the *last*
+    ``query_lens[s]`` positions of its context: causality needs no further description.
+
+    Attributes:
+        query_starts: int32 [S + 1], first row of each sequence; the last entry is ``T``.
+        context_lens: int32 [S], tokens whose keys and values are in the cache once this step's
+            have been written, this step's tokens included.
+        block_tables: int32 [S, B], block ids in order of position, padded with 0.
+        positions: int64 [T], position of each row's token in its sequence.
+        slots: int64 [T], ``block * block_size + offset`` where each row's key and value go.
+        block_size: tokens per block.
+        host_query_lens: the query lengths, on the host.
+        host_context_lens: ``context_lens``, on the host.
+        host_query_starts: ``query_starts``, on the host.
+        host_block_tables: ``block_tables``, on the host.
+        max_block: the largest block id used; the cache must have more blocks than this.
+    """
+
+    query_starts: Tensor
+    context_lens: Tensor
+    block_tables: Tensor
+    positions: Tensor
+    slots: Tensor
+    block_size: int
+    host_query_lens: tuple[int, ...]
+    host_context_lens: tuple[int, ...]
+    host_query_starts: tuple[int, ...]
+    host_block_tables: Tensor
+    max_query_len: int
+    max_context_len: int
+    max_block: int
+    _groups: dict[tuple[int | None, int], tuple[Group, ...]] = field(
+        default_factory=dict, repr=False
+    )
+
+    @classmethod
+    def from_lists(
+        cls,
+        query_lens: Sequence[int],
+        context_lens: Sequence[int],
+        block_tables: Sequence[Sequence[int]],
+        *,
+        block_size: int,
+        device: torch.device | str = "cpu",
+    ) -> RaggedBatch:
+        """Lays out a step from what the scheduler knows.
+
+        Args:
+            query_lens: S numbers of query tokens, each at least 1.
+            context_lens: S context lengths in tokens, this step's query tokens included.
+            block_tables: S lists of block ids; those past the context are ignored.
+            block_size: tokens per block.
+            device: where the tensors go; the host copies stay on the CPU.
+
+        Raises:
+            ValueError: lengths disagree, a query is longer than its context or empty, a block table
+                is too short for its context, or a block id is negative.
+        """
+        _validate(query_lens, context_lens, block_tables, block_size)
+        num_sequences = len(query_lens)
+        starts = (0, *accumulate(query_lens))
+        num_tokens = starts[-1]
+
+        lengths = torch.tensor((starts[:-1], query_lens, context_lens), dtype=torch.int64)
+        tables = _pad_tables(block_tables, context_lens, block_size)
+        # Row r of sequence s sits at position context - query_len + (r - start).
+        shift = lengths[2] - lengths[1] - lengths[0]
+        rows = torch.arange(num_tokens)
+        if num_tokens == num_sequences:
+            sequence_of_row = rows
+        else:
+            sequence_of_row = torch.repeat_interleave(lengths[1], output_size=num_tokens)
+        positions = rows + shift[sequence_of_row]
+        blocks = tables[sequence_of_row, positions // block_size]
+        slots = blocks * block_size + positions % block_size
+
+        target = torch.device(device)
+        return cls(
+            query_starts=torch.tensor(starts, dtype=torch.int32).to(target),
+            context_lens=lengths[2].to(target, torch.int32),
+            block_tables=tables.to(target),
+            positions=positions.to(target),
+            slots=slots.to(target),
+            block_size=block_size,
+            host_query_lens=tuple(query_lens),
+            host_context_lens=tuple(context_lens),
+            host_query_starts=starts,
+            host_block_tables=tables,
+            max_query_len=max(query_lens),
+            max_context_len=max(context_lens),
+            max_block=int(tables.max()),
+        )
+
+    @property
+    def num_sequences(self) -> int:
+        """``S``."""
+        return len(self.host_query_lens)
+
+    @property
+    def num_tokens(self) -> int:
+        """``T``."""
+        return self.host_query_starts[-1]
+
+    def groups(self, window: int | None, key_bytes: int) -> tuple[Group, ...]:
+        """Sequences batched for the torch path; computed once and shared by a step's layers.
+
+        Args:
+            window: sliding window in tokens, or None.
+            key_bytes: size of one token's keys in one layer, which sets how much padding is worth
+                saving one more group.
+        """
+        if window is not None and window >= self.max_context_len:
+            window = None  # inert in this step: share the full layers' groups
+        cached = self._groups.get((window, key_bytes))
+        if cached is None:
+            cached = build_groups(
+                query_lens=self.host_query_lens,
+                query_starts=self.host_query_starts,
+                context_lens=self.host_context_lens,
+                block_tables=self.host_block_tables,
+                block_size=self.block_size,
+                window=window,
+                key_bytes=key_bytes,
+                device=self.slots.device,
+            )
+            self._groups[window, key_bytes] = cached
+        return cached
+
+
+def _validate(
+    query_lens: Sequence[int],
+    context_lens: Sequence[int],
+    block_tables: Sequence[Sequence[int]],
+    block_size: int,
+) -> None:
+    if block_size < 1:
+        raise ValueError(f"block_size is {block_size}, it must be at least 1")
+    if not query_lens:
+        raise ValueError("query_lens is empty: a batch needs at least one sequence")
+    if not len(query_lens) == len(context_lens) == len(block_tables):
+        raise ValueError(
+            f"query_lens, context_lens and block_tables describe {len(query_lens)}, "
+            f"{len(context_lens)} and {len(block_tables)} sequences; they must agree"
+        )
+    for index, (query_len, context_len, table) in enumerate(
+        zip(query_lens, context_lens, block_tables, strict=True)
+    ):
+        if not 1 <= query_len <= context_len:
+            raise ValueError(
+                f"sequence {index} has query_len {query_len} and context_len {context_len}; "
+                "a query has at least one token and its context includes it"
+            )
+        if len(table) * block_size < context_len:
+            raise ValueError(
+                f"sequence {index} has {len(table)} blocks of {block_size} tokens, "
+                f"too few for its context of {context_len} tokens"
+            )
+
+
+def _pad_tables(
+    block_tables: Sequence[Sequence[int]], context_lens: Sequence[int], block_size: int
+) -> Tensor:
+    """int32 [S, B] on the host, holding just the blocks the contexts reach, padded with 0."""
+    needed = [-(-context_len // block_size) for context_len in context_lens]
+    width = max(needed)
+    padding = array("i", bytes(4 * width))
+    flat = array("i")
+    for index, (table, count) in enumerate(zip(block_tables, needed, strict=True)):
+        try:
+            flat.extend(table if len(table) == count else table[:count])
+        except (OverflowError, TypeError) as error:
+            raise ValueError(f"block table of sequence {index} is not of int32: {error}") from None
+        if count < width:
+            flat.extend(padding[count:])
+    tables = torch.frombuffer(flat, dtype=torch.int32).view(len(needed), width)
+    if int(tables.min()) < 0:
+        index = int((tables < 0).any(dim=1).nonzero()[0])
+        raise ValueError(f"block table of sequence {index} has a negative block id")
+    return tables

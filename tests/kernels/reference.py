@@ -1,0 +1,103 @@
+"""Plain statements of what the kernels compute, one token at a time, and caches to try them on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from penstock.kernels import RaggedBatch
+
+
+@dataclass(frozen=True)
+class Case:
+    """A batch with its cache and the contiguous keys and values each sequence stands for."""
+
+    query: Tensor
+    key_cache: Tensor
+    value_cache: Tensor
+    batch: RaggedBatch
+    keys: list[Tensor]
+    values: list[Tensor]
+
+
+def make_case(
+    query_lens: list[int],
+    context_lens: list[int],
+    *,
+    heads: int,
+    kv_heads: int,
+    key_dim: int,
+    value_dim: int,
+    block_size: int,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    device: str = "cpu",
+) -> Case:
+    """Random queries, and caches that are NaN wherever no sequence has written."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    counts = [-(-context // block_size) for context in context_lens]
+    num_blocks = sum(counts) + 3
+    order = torch.randperm(num_blocks, generator=generator).tolist()
+    tables: list[list[int]] = []
+    for count in counts:
+        tables.append(order[:count])
+        order = order[count:]
+    key_cache = torch.full((num_blocks, block_size, kv_heads, key_dim), float("nan"), dtype=dtype)
+    value_cache = torch.full(
+        (num_blocks, block_size, kv_heads, value_dim), float("nan"), dtype=dtype
+    )
+    keys, values = [], []
+    for context, table in zip(context_lens, tables, strict=True):
+        key, value = random(context, kv_heads, key_dim), random(context, kv_heads, value_dim)
+        for position in range(context):
+            block, offset = table[position // block_size], position % block_size
+            key_cache[block, offset] = key[position]
+            value_cache[block, offset] = value[position]
+        keys.append(key)
+        values.append(value)
+    batch = RaggedBatch.from_lists(
+        query_lens, context_lens, tables, block_size=block_size, device=device
+    )
+    query = random(sum(query_lens), heads, key_dim)
+    return Case(query.to(device), key_cache.to(device), value_cache.to(device), batch, keys, values)
+
+
+def reference_attention(
+    case: Case,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """[T, Hq, Dv] in float64, one query token and head at a time."""
+    rows = case.query.cpu().double()
+    heads = rows.shape[1]
+    out = []
+    row = 0
+    lengths = zip(case.batch.host_query_lens, case.batch.host_context_lens, strict=True)
+    for sequence, (query_len, context) in enumerate(lengths):
+        keys, values = case.keys[sequence].double(), case.values[sequence].double()
+        group = heads // keys.shape[1]
+        for position in range(context - query_len, context):
+            first = 0 if window is None else max(0, position - window + 1)
+            per_head = []
+            for head in range(heads):
+                key = keys[first : position + 1, head // group]
+                value = values[first : position + 1, head // group]
+                scores = key @ rows[row, head] * scale
+                if softcap is not None:
+                    scores = softcap * torch.tanh(scores / softcap)
+                if sinks is not None:
+                    scores = torch.cat([scores, sinks[head].cpu().double().view(1)])
+                weights = torch.softmax(scores, 0)[: len(value)]
+                per_head.append(weights @ value)
+            out.append(torch.stack(per_head))
+            row += 1
+    return torch.stack(out)
