@@ -1,1 +1,39 @@
-"""The pure engine: which tokens to compute next, in which blocks, and when a request ends."""
+"""The pure engine: which tokens to compute next, in which blocks, and when a request ends.
+
+No file here imports Redis, asyncio or torch, so everything can be tested in milliseconds and
+simulated in virtual time. Read in this order: ``sequence``, ``plan``, ``engine``, ``scheduler``,
+``policies``, ``blocks`` (with ``free_list`` and ``prefix_cache``), ``output`` and ``text``.
+"""
+
+from .blocks import BlockManager
+from .config import EngineConfig
+from .engine import Engine
+from .plan import BlockCopy, Plan, Span, StepOutput
+from .policies import LaneFcfs, Policy
+from .requests import EngineRequest, Finish, Update
+from .scheduler import Scheduler
+from .sequence import Sequence, SequenceStatus
+from .stats import EngineStats, PreemptionCause
+from .text import StopMatcher, TextStream
+
+__all__ = [
+    "BlockCopy",
+    "BlockManager",
+    "Engine",
+    "EngineConfig",
+    "EngineRequest",
+    "EngineStats",
+    "Finish",
+    "LaneFcfs",
+    "Plan",
+    "Policy",
+    "PreemptionCause",
+    "Scheduler",
+    "Sequence",
+    "SequenceStatus",
+    "Span",
+    "StepOutput",
+    "StopMatcher",
+    "TextStream",
+    "Update",
+]

@@ -19,8 +19,8 @@ class FreeList:
 
     def __init__(self, num_blocks: int) -> None:
         self._sentinel = num_blocks
-        self._next = [*range(1, num_blocks + 1), 0]
-        self._prev = [num_blocks, *range(num_blocks)]
+        self._next: list[int] = [*range(1, num_blocks + 1), 0]
+        self._prev: list[int] = [num_blocks, *range(num_blocks)]
         self._len = num_blocks
 
     def __len__(self) -> int:
@@ -37,8 +37,14 @@ class FreeList:
             block = self._next[block]
 
     def pop_front(self) -> int:
-        """Take the first block. The list must not be empty."""
+        """Take the first block.
+
+        Raises:
+            IndexError: the list is empty.
+        """
         block = self._next[self._sentinel]
+        if block == self._sentinel:
+            raise IndexError("the free list is empty")
         self.remove(block)
         return block
 
@@ -57,7 +63,7 @@ class FreeList:
             ValueError: it is not in the list.
         """
         before, after = self._prev[block], self._next[block]
-        if block == self._sentinel or after == self._ABSENT:
+        if after == self._ABSENT:
             raise ValueError(f"block {block} is not in the free list")
         self._next[before] = after
         self._prev[after] = before

@@ -1,0 +1,71 @@
+"""The limits an engine works within."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from penstock.shared.errors import ConfigurationError
+
+__all__ = ["EngineConfig"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Sizes and budgets of one engine.
+
+    Attributes:
+        block_size: tokens per KV block.
+        num_blocks: KV blocks in the pool.
+        max_batch_tokens: token budget: query tokens of one step, all sequences together. At least
+            ``max_sequences``, so that every running sequence advances in every step.
+        max_sequences: sequence budget: sequences that run at the same time.
+        chunk_size: query tokens of one sequence in one step. Smaller keeps the inter-token latency
+            of the others low while a long prompt is read; larger reads it in fewer steps.
+        max_model_len: tokens of prompt and output together that the model's context holds.
+        eos_token_ids: ids that end the output, unless a request ignores them. They and
+            ``max_model_len`` must be the same on all workers of a model, so that a request that is
+            continued elsewhere ends where it would have ended.
+        prefix_cache: reuse the blocks of equal prefixes.
+        salt_by_tenant: only requests of the same tenant share prefixes. Costs hits; hides from one
+            tenant, by time to first token, what others have asked.
+        watermark: share of the pool that admission leaves available, so that those which run can
+            grow for a while before one must be preempted; 0 to below 1.
+
+    Raises:
+        ConfigurationError: a value is out of range, or two contradict each other.
+    """
+
+    block_size: int
+    num_blocks: int
+    max_batch_tokens: int
+    max_sequences: int
+    chunk_size: int
+    max_model_len: int
+    eos_token_ids: frozenset[int]
+    prefix_cache: bool = True
+    salt_by_tenant: bool = False
+    watermark: float = 0.01
+
+    def __post_init__(self) -> None:
+        for name in ("block_size", "num_blocks", "max_sequences", "chunk_size"):
+            _at_least(name, getattr(self, name), 1)
+        _at_least("max_model_len", self.max_model_len, 2)
+        if self.max_batch_tokens < self.max_sequences:
+            raise ConfigurationError(
+                f"max_batch_tokens is {self.max_batch_tokens}, below max_sequences "
+                f"({self.max_sequences}): every running sequence needs a token of the budget in "
+                "every step; raise the one or lower the other"
+            )
+        if not 0.0 <= self.watermark < 1.0:
+            raise ConfigurationError(f"watermark is {self.watermark}; allowed: 0 to below 1")
+
+    @property
+    def watermark_blocks(self) -> int:
+        """The watermark in blocks, rounded up."""
+        return math.ceil(self.watermark * self.num_blocks)
+
+
+def _at_least(name: str, value: int, low: int) -> None:
+    if value < low:
+        raise ConfigurationError(f"{name} is {value}; allowed: {low} or more")

@@ -1,0 +1,271 @@
+"""The engine: requests in, plans out, sampled tokens in, published tokens out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from penstock.shared.errors import IntegrityError, InvalidRequest
+from penstock.shared.protocol import Lane, Reason
+
+from .blocks import BlockManager
+from .config import EngineConfig
+from .output import Output
+from .plan import Plan, StepOutput
+from .policies import LaneFcfs, Policy
+from .requests import EngineRequest, Finish, Update
+from .scheduler import Scheduler
+from .sequence import Sequence, SequenceStatus
+from .stats import EngineStats
+from .text import TextStream
+
+__all__ = ["Engine"]
+
+
+class Engine:
+    """Continuous batching without a device: it plans steps, somebody else computes them.
+
+    ::
+
+        engine.add(request)
+        while plan := engine.schedule():
+            output = runner.run(plan)
+            for update in engine.collect(plan, output): publish(update)
+
+    Between ``schedule`` and ``collect`` (or ``fail``) requests may be added and aborted. Progress
+    is recorded only in ``collect``: a step that failed has changed nothing but block tables. Not
+    thread-safe: one thread calls everything.
+
+    Args:
+        config: sizes and budgets.
+        detokenizer: makes the incremental detokeniser of one output, given the prompt's ids.
+        policy: order of admission; by default lanes, first come first served inside each.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        detokenizer: Callable[[tuple[int, ...]], TextStream],
+        policy: Policy | None = None,
+    ) -> None:
+        self._config = config
+        self._detokenizer = detokenizer
+        self._policy = policy if policy is not None else LaneFcfs()
+        self._blocks = BlockManager(
+            config.num_blocks, config.block_size, prefix_cache=config.prefix_cache
+        )
+        self._scheduler = Scheduler(config, self._blocks, self._policy)
+        self._outputs: dict[str, Output] = {}
+        self._in_flight: Plan | None = None
+        self._num_steps = 0
+        self._num_computed_tokens = 0
+        self._num_output_tokens = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is waiting or running, i.e. ``schedule`` would return a plan."""
+        return bool(self._outputs)
+
+    def add(self, request: EngineRequest) -> Update | None:
+        """Take a request, or the rest of one that another worker began.
+
+        Returns:
+            None if it was taken. If it ends at once, its only update, without tokens: it can never
+            fit (``prompt_too_long``, ``out_of_memory``), or what was published of it already
+            satisfies a stop rule and only the end was missing.
+
+        Raises:
+            InvalidRequest: the id is in the engine already, or the prompt is empty.
+        """
+        if request.id in self._outputs:
+            raise InvalidRequest("id", request.id, "an id that is not in the engine")
+        if not request.prompt_ids:
+            raise InvalidRequest("prompt_ids", request.prompt_ids, "at least one token")
+        sequence = Sequence(
+            id=request.id,
+            prompt_ids=request.prompt_ids,
+            options=request.options,
+            lane=request.lane,
+            tenant=request.tenant,
+            seed=request.seed,
+            arrival=request.arrival,
+            cache_salt=request.tenant.encode() if self._config.salt_by_tenant else b"",
+        )
+        finish = self._prompt_too_long(sequence)
+        if finish is None:
+            output = Output(sequence, self._detokenizer(request.prompt_ids), self._config)
+            finish = _replay(output, request.output_ids) or self._too_large(sequence)
+        if finish is not None:
+            return _update(sequence, len(request.output_ids), (), "", finish)
+        self._outputs[sequence.id] = output
+        self._scheduler.add(sequence)
+        return None
+
+    def abort(self, request_id: str) -> bool:
+        """Forget a request and free all it holds; no update comes after.
+
+        Returns:
+            False if there is no such request: it was never here or has ended.
+        """
+        output = self._outputs.get(request_id)
+        if output is None:
+            return False
+        self._remove(output.sequence)
+        return True
+
+    def schedule(self) -> Plan | None:
+        """Plan the next step; None if there is nothing to do.
+
+        Raises:
+            IntegrityError: the plan before was neither collected nor failed.
+        """
+        if self._in_flight is not None:
+            raise IntegrityError("schedule() before the last plan was collected or failed")
+        self._in_flight = self._scheduler.schedule()
+        return self._in_flight
+
+    def collect(self, plan: Plan, output: StepOutput) -> list[Update]:
+        """Record what a step computed and sampled.
+
+        Args:
+            plan: the one ``schedule`` returned last.
+            output: what the model gave for it.
+
+        Returns:
+            One update for each sequence that got a token, in the plan's order.
+
+        Raises:
+            IntegrityError: plan and output do not belong together.
+        """
+        self._land(plan)
+        if len(output.token_ids) != len(plan.spans):
+            raise IntegrityError(f"{len(output.token_ids)} outputs for {len(plan.spans)} spans")
+        updates: list[Update] = []
+        for span, token_ids in zip(plan.spans, output.token_ids, strict=True):
+            sequence = span.sequence
+            if sequence.status is SequenceStatus.FINISHED:
+                continue  # aborted while the step ran
+            if len(token_ids) != span.samples:
+                raise IntegrityError(f"{sequence}: {span.samples=}, but got {token_ids}")
+            sequence.num_computed_tokens = span.start + span.num_tokens
+            self._blocks.publish(sequence)
+            self._num_computed_tokens += span.num_tokens
+            if token_ids:
+                updates.append(self._append(sequence, token_ids[0]))
+        self._num_steps += 1
+        return updates
+
+    def fail(self, plan: Plan, reason: Reason, message: str) -> list[Update]:
+        """The step raised: end its sequences. Nothing it may have computed is used.
+
+        Returns:
+            One update for each of them, without tokens. All others go on.
+
+        Raises:
+            IntegrityError: ``plan`` is not the one that ``schedule`` returned last.
+        """
+        self._land(plan)
+        finish = Finish(reason, message)
+        updates: list[Update] = []
+        for sequence in (span.sequence for span in plan.spans):
+            if sequence.status is not SequenceStatus.FINISHED:
+                self._remove(sequence)
+                updates.append(_update(sequence, sequence.num_output_tokens, (), "", finish))
+        return updates
+
+    def stats(self) -> EngineStats:
+        """Counts of now and totals since the start, in O(1)."""
+        scheduler, blocks = self._scheduler, self._blocks
+        return EngineStats(
+            running={lane: scheduler.num_running(lane) for lane in Lane},
+            waiting={lane: self._policy.num_waiting(lane) for lane in Lane},
+            num_blocks=blocks.num_blocks,
+            used_blocks=blocks.num_used,
+            cached_blocks=blocks.num_cached,
+            free_blocks=blocks.num_available - blocks.num_cached,
+            evictions=blocks.num_evictions,
+            steps=self._num_steps,
+            computed_tokens=self._num_computed_tokens,
+            output_tokens=self._num_output_tokens,
+            prefix_query_tokens=scheduler.prefix_query_tokens,
+            prefix_hit_tokens=scheduler.prefix_hit_tokens,
+            preemptions=dict(scheduler.preemptions),
+            preempted_tokens=dict(scheduler.preempted_tokens),
+        )
+
+    def check_integrity(self) -> None:
+        """Recount everything, in O(pool + live sequences): when idle, and after each test step.
+
+        Raises:
+            IntegrityError: an invariant does not hold; the message says which.
+        """
+        self._scheduler.check_integrity({output.sequence for output in self._outputs.values()})
+
+    def _append(self, sequence: Sequence, token_id: int) -> Update:
+        output, start = self._outputs[sequence.id], sequence.num_output_tokens
+        text, finish = output.append(token_id)
+        self._num_output_tokens += 1
+        if finish is None:
+            finish = self._too_large(sequence)
+            if finish is not None:
+                text += output.flush()
+        if finish is not None:
+            self._remove(sequence)
+        return _update(sequence, start, (token_id,), text, finish)
+
+    def _remove(self, sequence: Sequence) -> None:
+        del self._outputs[sequence.id]
+        self._scheduler.finish(sequence)
+
+    def _land(self, plan: Plan) -> None:
+        if plan is not self._in_flight:
+            raise IntegrityError("this plan is not the one in flight")
+        self._in_flight = None
+
+    def _prompt_too_long(self, sequence: Sequence) -> Finish | None:
+        num_needed, max_model_len = sequence.num_prompt_tokens + 1, self._config.max_model_len
+        if num_needed <= max_model_len:
+            return None
+        message = (
+            f"the prompt has {sequence.num_prompt_tokens} tokens and needs {num_needed} with one "
+            f"token of output; the model's context holds {max_model_len}: shorten the prompt"
+        )
+        return Finish(Reason.PROMPT_TOO_LONG, message)
+
+    def _too_large(self, sequence: Sequence) -> Finish | None:
+        """The end of a sequence whose next token the pool could not give, even were it alone."""
+        num_needed, num_blocks = (
+            self._blocks.blocks_for(sequence.num_tokens),
+            self._config.num_blocks,
+        )
+        if num_needed <= num_blocks:
+            return None
+        size = self._config.block_size
+        message = (
+            f"{sequence.num_tokens} tokens need {num_needed} KV blocks of {size} tokens; the pool "
+            f"has {num_blocks} ({num_blocks * size} tokens): raise the KV memory budget or ask for "
+            "less"
+        )
+        return Finish(Reason.OUT_OF_MEMORY, message)
+
+
+def _replay(output: Output, token_ids: tuple[int, ...]) -> Finish | None:
+    """Bring an output to where another worker left it; its text was published with its tokens."""
+    for token_id in token_ids:
+        _, finish = output.append(token_id)
+        if finish is not None:
+            return finish
+    return None
+
+
+def _update(
+    sequence: Sequence, start: int, token_ids: tuple[int, ...], text: str, finish: Finish | None
+) -> Update:
+    return Update(
+        id=sequence.id,
+        start=start,
+        token_ids=token_ids,
+        text=text,
+        finish=finish,
+        prompt_tokens=sequence.num_prompt_tokens,
+        cached_tokens=sequence.num_cached_tokens,
+    )

@@ -1,0 +1,66 @@
+"""What goes into the engine and what comes out of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.shared.protocol import Lane, Reason, SamplingOptions
+
+__all__ = ["EngineRequest", "Finish", "Update"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineRequest:
+    """A request, tokenised.
+
+    Attributes:
+        id: unique among the requests in the engine.
+        lane: urgency.
+        tenant: who pays.
+        prompt_ids: at least one token.
+        output_ids: what another worker has already published of it; the engine goes on from there.
+        options: sampling and stop options.
+        seed: keys the random numbers.
+        arrival: when the request came, in seconds of any monotonic clock.
+    """
+
+    id: str
+    lane: Lane
+    tenant: str
+    prompt_ids: tuple[int, ...]
+    output_ids: tuple[int, ...] = ()
+    options: SamplingOptions
+    seed: int
+    arrival: float
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """Why a sequence has ended; ``message`` is for a person and empty where it completed."""
+
+    reason: Reason
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Update:
+    """What one step added to one request. The one with ``finish`` is the request's last.
+
+    Attributes:
+        id: the request's.
+        start: output index of the first of ``token_ids``.
+        token_ids: new output tokens. Empty only together with ``finish``.
+        text: what they add to the output text. Empty where ``token_ids`` is: text is published with
+            tokens or not at all, so that the log of a request fixes both.
+        finish: why it ended, or None if it goes on.
+        prompt_tokens: tokens of the prompt.
+        cached_tokens: prompt tokens taken from the prefix cache.
+    """
+
+    id: str
+    start: int
+    token_ids: tuple[int, ...]
+    text: str
+    finish: Finish | None
+    prompt_tokens: int
+    cached_tokens: int

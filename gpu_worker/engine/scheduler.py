@@ -1,0 +1,212 @@
+"""Decides, step by step, which sequences compute how many tokens."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from penstock.shared.errors import IntegrityError
+from penstock.shared.protocol import Lane
+
+from .blocks import BlockManager
+from .config import EngineConfig
+from .plan import BlockCopy, Plan, Span
+from .policies import Policy
+from .sequence import Sequence, SequenceStatus
+from .stats import PreemptionCause
+
+__all__ = ["Scheduler"]
+
+
+class Scheduler:
+    """Gives every step's budgets to sequences; admits, preempts and forgets them.
+
+    Iteration-level scheduling (Orca, Yu et al., 2022) with chunked prefill mixed into decodes
+    (Sarathi-Serve, Agrawal et al., 2024).
+
+    Each step first continues what runs, then admits what waits. Running sequences are served in
+    the *order of service*: by lane, and inside a lane as they were admitted. When KV is short, a
+    sequence may take blocks only from those behind it in that order. Three things follow:
+
+    - nobody is preempted for somebody less urgent;
+    - the first in the order advances in every step until it ends, then the next is the first: work
+      always gets done, and whoever runs will end;
+    - a sequence that was already planned in this step is never preempted in it, so plans and block
+      copies need not be taken back.
+
+    Every sequence fits into the pool alone: the engine refuses or ends those that would not. So a
+    plan is empty only if nothing runs and nothing waits.
+
+    Attributes:
+        preemptions: number of preemptions by the victim's lane and the cause.
+        preempted_tokens: computed tokens thrown away by them.
+        prefix_query_tokens: tokens looked up in the prefix cache at admission.
+        prefix_hit_tokens: those that were found.
+    """
+
+    def __init__(self, config: EngineConfig, blocks: BlockManager, policy: Policy) -> None:
+        self._config = config
+        self._blocks = blocks
+        self._policy = policy
+        self._running: dict[Lane, dict[Sequence, None]] = {
+            lane: {} for lane in sorted(Lane, key=lambda lane: lane.rank)
+        }
+        self.preemptions: Counter[tuple[Lane, PreemptionCause]] = Counter()
+        self.preempted_tokens: Counter[tuple[Lane, PreemptionCause]] = Counter()
+        self.prefix_query_tokens = 0
+        self.prefix_hit_tokens = 0
+
+    def add(self, sequence: Sequence) -> None:
+        """Let a new sequence wait."""
+        self._policy.add(sequence)
+
+    def finish(self, sequence: Sequence) -> None:
+        """The sequence has ended or was aborted: forget it and free its blocks."""
+        if sequence.status is SequenceStatus.WAITING:
+            self._policy.remove(sequence)
+        else:
+            self._stop_running(sequence)
+        sequence.status = SequenceStatus.FINISHED
+
+    def schedule(self) -> Plan | None:
+        """Plan the next step; None if there is nothing to do."""
+        draft = _Draft(self._config.max_batch_tokens)
+        all_kept = self._continue_running(draft)
+        # Thrash guard, part 1: what was just taken from one is not given to another.
+        if all_kept:
+            self._admit_waiting(draft)
+        return Plan(tuple(draft.spans), tuple(draft.copies)) if draft.spans else None
+
+    def running(self) -> Iterator[Sequence]:
+        """The running sequences, in the order of service."""
+        for sequences in self._running.values():
+            yield from sequences
+
+    def num_running(self, lane: Lane | None = None) -> int:
+        """How many run, in one lane or in all."""
+        if lane is not None:
+            return len(self._running[lane])
+        return sum(map(len, self._running.values()))
+
+    def _continue_running(self, draft: _Draft) -> bool:
+        """Plan what runs; False if some sequence had to be preempted."""
+        queue = list(self.running())
+        all_kept = True
+        num_behind = len(queue)
+        for sequence in queue:
+            num_behind -= 1
+            if sequence.status is not SequenceStatus.RUNNING:
+                continue  # preempted for one before it
+            # One token of the budget is kept for each sequence behind, so that no decode waits for
+            # a prefill. (max_batch_tokens >= max_sequences, so at least one is left for this one.)
+            num_tokens = min(
+                sequence.num_tokens - sequence.num_computed_tokens,
+                self._config.chunk_size,
+                draft.budget - num_behind,
+            )
+            stop = sequence.num_computed_tokens + num_tokens
+            if not self._blocks.can_reserve(sequence, stop):
+                all_kept = False
+                if not self._make_room(sequence, stop, queue[len(queue) - num_behind :]):
+                    continue
+            draft.add(sequence, num_tokens, self._blocks.reserve(sequence, stop))
+        return all_kept
+
+    def _make_room(self, sequence: Sequence, stop: int, behind: list[Sequence]) -> bool:
+        """Preempt until ``sequence`` can have its blocks; False if it had to give up its own."""
+        # Last in lane first, then the least work lost; of equals the one admitted last.
+        candidates = (s for s in reversed(behind) if s.status is SequenceStatus.RUNNING)
+        victims = iter(sorted(candidates, key=lambda s: (-s.rank, s.num_computed_tokens)))
+        while not self._blocks.can_reserve(sequence, stop):
+            victim = next(victims, None)
+            if victim is None:
+                self._preempt(sequence, PreemptionCause.YIELDED)
+                return False
+            self._preempt(victim, PreemptionCause.EARLIER)
+        return True
+
+    def _preempt(self, sequence: Sequence, cause: PreemptionCause) -> None:
+        """Take the blocks back. Tokens stay; their keys and values are computed again later."""
+        self.preemptions[sequence.lane, cause] += 1
+        self.preempted_tokens[sequence.lane, cause] += sequence.num_computed_tokens
+        self._stop_running(sequence)
+        sequence.num_preemptions += 1
+        sequence.status = SequenceStatus.WAITING
+        self._policy.put_back(sequence)
+
+    def _stop_running(self, sequence: Sequence) -> None:
+        del self._running[sequence.lane][sequence]
+        self._blocks.release(sequence)
+
+    def _admit_waiting(self, draft: _Draft) -> None:
+        """Admit in the policy's order until a budget is used up or the first in line does not fit.
+
+        A sequence is admitted when all tokens it has now fit beside the watermark, and gets blocks
+        for them at once; how far it will grow is not known, and not reserved for.
+        """
+        while draft.budget and self.num_running() < self._config.max_sequences:
+            sequence = self._policy.peek()
+            if sequence is None or not self._blocks.try_admit(sequence, self._spare(sequence)):
+                return
+            self._policy.remove(sequence)
+            sequence.status = SequenceStatus.RUNNING
+            self._running[sequence.lane][sequence] = None
+            num_cached, num_tokens = sequence.num_computed_tokens, sequence.num_tokens
+            self.prefix_query_tokens += num_tokens
+            self.prefix_hit_tokens += num_cached
+            if sequence.num_preemptions == 0:
+                sequence.num_cached_tokens = min(num_cached, sequence.num_prompt_tokens)
+            num_missing = num_tokens - num_cached
+            draft.add(sequence, min(num_missing, self._config.chunk_size, draft.budget), None)
+
+    def _spare(self, sequence: Sequence) -> int:
+        """Blocks that must be left over when ``sequence`` is admitted."""
+        num_running = self.num_running()
+        if num_running == 0:
+            return 0  # there is nobody who could need them, and the pool holds any one sequence
+        # Thrash guard, part 2: who was preempted comes back only when all that run can grow by a
+        # block, i.e. for about block_size steps, before KV is short again.
+        growth = num_running if sequence.num_preemptions else 0
+        return self._config.watermark_blocks + growth
+
+    def check_integrity(self, live: set[Sequence]) -> None:
+        """Check queues and blocks against the sequences the engine knows.
+
+        Raises:
+            IntegrityError: a sequence is lost or in two places, or the blocks do not add up.
+        """
+        running, waiting = list(self.running()), list(self._policy)
+        if len(running) + len(waiting) != len(live) or {*running, *waiting} != live:
+            raise IntegrityError(f"{running=} and {waiting=} are not the live sequences {live}")
+        for sequence in live:
+            is_running = sequence in self._running[sequence.lane]
+            status = SequenceStatus.RUNNING if is_running else SequenceStatus.WAITING
+            if sequence.status is not status:
+                raise IntegrityError(f"{sequence} should be {status.value}")
+            if not is_running and (sequence.block_table or sequence.num_computed_tokens):
+                raise IntegrityError(f"{sequence} waits and holds blocks")
+            if self._blocks.blocks_for(sequence.num_tokens) > self._blocks.num_blocks:
+                raise IntegrityError(f"{sequence} can never fit into {self._blocks.num_blocks}")
+        if len(running) > self._config.max_sequences:
+            raise IntegrityError(f"{len(running)} sequences run")
+        self._blocks.check_integrity(running)
+
+
+class _Draft:
+    """A plan in the making, and what is left of the token budget."""
+
+    __slots__ = ("budget", "copies", "spans")
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.spans: list[Span] = []
+        self.copies: list[BlockCopy] = []
+
+    def add(self, sequence: Sequence, num_tokens: int, copy: BlockCopy | None) -> None:
+        start = sequence.num_computed_tokens
+        self.spans.append(
+            Span(sequence, start, num_tokens, start + num_tokens == sequence.num_tokens)
+        )
+        self.budget -= num_tokens
+        if copy is not None:
+            self.copies.append(copy)

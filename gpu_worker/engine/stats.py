@@ -1,0 +1,58 @@
+"""What the engine counts, for metrics and logs."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from penstock.shared.protocol import Lane
+
+__all__ = ["EngineStats", "PreemptionCause"]
+
+
+class PreemptionCause(enum.StrEnum):
+    """Why a sequence lost its blocks."""
+
+    EARLIER = "earlier"
+    """A sequence before it in the order of service (more urgent, or admitted earlier) needed KV."""
+    YIELDED = "yielded"
+    """It needed KV itself, and there was none but with sequences before it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """A snapshot. Names without a unit are counts; those marked total only grow.
+
+    Attributes:
+        running: running sequences by lane.
+        waiting: waiting sequences by lane.
+        num_blocks: KV blocks in the pool; used + cached + free.
+        used_blocks: held by running sequences.
+        cached_blocks: held by nobody, kept for the prefix cache.
+        free_blocks: empty.
+        evictions: total cached blocks given away because free ones ran out.
+        steps: total steps collected.
+        computed_tokens: total query tokens computed, repeated ones included.
+        output_tokens: total tokens sampled.
+        prefix_query_tokens: total tokens looked up in the prefix cache at admission.
+        prefix_hit_tokens: total of those that were found.
+        preemptions: total by the victim's lane and the cause.
+        preempted_tokens: total computed tokens that preemptions threw away, likewise. The prefix
+            cache may give part of them back at the next admission.
+    """
+
+    running: Mapping[Lane, int]
+    waiting: Mapping[Lane, int]
+    num_blocks: int
+    used_blocks: int
+    cached_blocks: int
+    free_blocks: int
+    evictions: int
+    steps: int
+    computed_tokens: int
+    output_tokens: int
+    prefix_query_tokens: int
+    prefix_hit_tokens: int
+    preemptions: Mapping[tuple[Lane, PreemptionCause], int]
+    preempted_tokens: Mapping[tuple[Lane, PreemptionCause], int]
