@@ -1,0 +1,256 @@
+"""The load gate: turns away models whose output here would not be theirs.
+
+Looking at a configuration cannot tell whether an unknown family works over a paged pool, and
+several fail silently: chunked attention that lives in the mask alone, linear attention and
+convolutions that carry a state from token to token, embeddings that count positions themselves.
+So the gate asks the model in the end: a few tokens, computed packed and in pieces over the pool,
+must give the logits of the model's own forward.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.shared.errors import UnsupportedModel
+
+from .attention import implementation_of, registered
+from .forward_context import ForwardContext
+from .geometry import KVGeometry, ProbeResult
+from .kv_pool import KVPool
+from .packing import Piece, Rows, forward_logits, pack
+
+__all__ = ["check_attention", "check_config", "check_numbers", "check_probe", "unsupported"]
+
+log = logging.getLogger(__name__)
+
+SUPPORTED_LAYERS = frozenset({"full_attention", "sliding_attention"})
+
+REMEDY = (
+    "penstock serves decoders in which every layer computes full or sliding-window attention "
+    "through transformers' attention interface, such as Llama, Mistral, Qwen2, Qwen3, Gemma, "
+    "Phi-3, OLMo 2, Granite, Mixtral, gpt-oss and DeepSeek-V3"
+)
+
+TOLERANCE = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
+"""Largest relative L2 difference of one token's logits, by dtype of the model.
+
+Two right ways of computing attention differ by the dtype's rounding, some 1e-6, 1e-3 and 1e-2; a
+wrong mask or a lost state gives 1e-1 and more.
+"""
+
+ROUTED_SHARE = 0.25
+"""Of the tokens that may differ by more in half precision.
+
+Rounding moves a token whose router scores two experts nearly alike to the other expert.
+"""
+
+ATTEMPTS = 4
+"""Sets of random tokens tried in half precision, until one agrees: what a rerouted token changes
+reaches the tokens after it, by chance, while a model that is wrong here is wrong for every set."""
+
+PROBE_TOKENS = 24
+PROBE_LIMIT = 1100
+PROBE_FLOPS = {"cpu": 2e11, "cuda": 2e14}
+BLOCK_SIZE = 8
+
+
+def unsupported(config: Any, why: str) -> UnsupportedModel:
+    """The refusal of the model with ``config``, in one line."""
+    names = getattr(config, "architectures", None) or [type(config).__name__]
+    return UnsupportedModel(
+        f"{names[0]} (model type {config.model_type}) is not supported: {why}; {REMEDY}"
+    )
+
+
+def check_config(config: Any) -> None:
+    """What the configuration alone tells, before any weight is read.
+
+    Raises:
+        UnsupportedModel: an encoder-decoder, or a layer type other than full and sliding attention.
+    """
+    if getattr(config, "is_encoder_decoder", False):
+        raise unsupported(config, "it is an encoder-decoder")
+    text = config.get_text_config(decoder=True)
+    layer_types = getattr(text, "layer_types", None) or []
+    foreign = sorted({kind for kind in layer_types if kind not in SUPPORTED_LAYERS})
+    if foreign:
+        count = sum(kind in foreign for kind in layer_types)
+        raise unsupported(
+            config, f"{count} of its {len(layer_types)} layers are of type {', '.join(foreign)}"
+        )
+
+
+def check_attention(model: Any) -> None:
+    """Whether the model takes another attention function.
+
+    Raises:
+        UnsupportedModel: it only warns, and goes on with its own.
+    """
+
+    def nothing(*_: Any, **__: Any) -> tuple[Tensor, None]:
+        raise AssertionError("never called")
+
+    before = implementation_of(model)
+    with registered(nothing) as name:
+        model.set_attn_implementation(name)
+        taken = implementation_of(model) == name
+        model.set_attn_implementation(before)
+    if not taken:
+        raise unsupported(model.config, "its attention cannot be replaced")
+
+
+def check_probe(config: Any, probe: ProbeResult) -> None:
+    """Whether every layer reached the attention function, and with what it announced.
+
+    Raises:
+        UnsupportedModel: one did not.
+    """
+    text = config.get_text_config(decoder=True)
+    reached, expected = len(probe.modules), int(text.num_hidden_layers)
+    if reached != expected:
+        raise unsupported(
+            config, f"{reached} of its {expected} layers reach the attention function"
+        )
+    if probe.problems:
+        raise unsupported(config, "; ".join(probe.problems[:3]))
+    for index, kind in enumerate(getattr(text, "layer_types", None) or []):
+        window = probe.geometry.layers[index].window
+        if (kind == "sliding_attention") != (window is not None):
+            raise unsupported(
+                config,
+                f"layer {index} is declared {kind} but hands the attention function "
+                f"{'no window' if window is None else f'a window of {window}'}",
+            )
+
+
+@torch.inference_mode()
+def check_numbers(
+    model: Any, attention: str, context: ForwardContext, geometry: KVGeometry, vocab_size: int
+) -> float:
+    """Compare the packed paged forward with the model's own, on random tokens.
+
+    Two sequences go through the pool in three steps: one whole beside the begin of the other,
+    then the other's middle, then its last token beside a repeated one. The model's own logits
+    come from its eager attention with its own masks and positions. The model is left with the
+    paged attention in place.
+
+    Args:
+        model: as loaded.
+        attention: registered name of the paged attention.
+        context: what that attention reads its batch from.
+        geometry: of the model.
+        vocab_size: token ids are drawn below it.
+
+    Returns:
+        The largest relative L2 difference of one token's logits.
+
+    Raises:
+        UnsupportedModel: the logits differ by more than rounding explains.
+    """
+    exact = model.dtype == torch.float32
+    tolerance = TOLERANCE.get(model.dtype, TOLERANCE[torch.bfloat16])
+    allowed_share = 0.0 if exact else ROUTED_SHARE
+    length = _probe_length(model, geometry)
+    for seed in range(1 if exact else ATTEMPTS):
+        generator = torch.Generator().manual_seed(seed)
+        one, two = (
+            torch.randint(0, vocab_size, (size,), generator=generator).tolist()
+            for size in (length, length - 5)
+        )
+        expected = _own_logits(model, attention, one, two)
+        found = _paged_logits(model, context, geometry, one, two)
+        differences = [_relative_difference(*pair) for pair in zip(found, expected, strict=True)]
+        worst = max(float(difference.max()) for difference in differences)
+        # The last tokens apart too: only they may lie past a window.
+        groups = [*differences, *(difference[-BLOCK_SIZE:] for difference in differences)]
+        # Not within, rather than above, the tolerance: NaN is neither.
+        if all(float((~(group <= tolerance)).float().mean()) <= allowed_share for group in groups):
+            log.info(
+                "load gate: logits of %d tokens agree with transformers' own forward "
+                "(relative difference at most %.2g)",
+                len(one) + len(two),
+                worst,
+            )
+            return worst
+    raise unsupported(
+        model.config,
+        f"its logits over the paged pool differ from its own forward by up to {worst:.2g} "
+        f"(relative; allowed {tolerance:g} in {str(model.dtype).removeprefix('torch.')})",
+    )
+
+
+def _own_logits(model: Any, attention: str, *sequences: list[int]) -> list[Tensor]:
+    """Logits of all tokens of each sequence by the model's eager attention."""
+    model.set_attn_implementation("eager")
+    try:
+        return [
+            model(input_ids=torch.tensor([ids], device=model.device), use_cache=False)
+            .logits[0]
+            .float()
+            for ids in sequences
+        ]
+    finally:
+        model.set_attn_implementation(attention)
+
+
+def _probe_length(model: Any, geometry: KVGeometry) -> int:
+    """Tokens of the longer probe sequence: past every sliding window where that is cheap."""
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    budget = PROBE_FLOPS.get(model.device.type, PROBE_FLOPS["cpu"])
+    # Two sequences by two paths, two operations per parameter and token.
+    affordable = min(int(budget / (8 * max(parameters, 1))), PROBE_LIMIT)
+    text = model.config.get_text_config(decoder=True)
+    affordable = min(affordable, int(getattr(text, "max_position_embeddings", None) or affordable))
+    length = PROBE_TOKENS
+    for window in geometry.windows:
+        if window + 2 * BLOCK_SIZE <= affordable:
+            length = max(length, window + 2 * BLOCK_SIZE)
+        else:
+            log.info(
+                "load gate: the sliding window of %d tokens is not crossed by the check of the "
+                "logits, which would take too long for this model here",
+                window,
+            )
+    return length
+
+
+def _paged_logits(
+    model: Any, context: ForwardContext, geometry: KVGeometry, one: list[int], two: list[int]
+) -> tuple[Tensor, Tensor]:
+    """Logits of all tokens of both sequences, by three packed steps."""
+    blocks = -(-len(one) // BLOCK_SIZE)
+    pool = KVPool(geometry, 2 * blocks, BLOCK_SIZE, model.device, model.dtype)
+    # Interleaved and backwards, so that nothing is right by lying in order.
+    first, second = (list(range(2 * blocks - 1 - part, -1, -2)) for part in (0, 1))
+    split, last = len(two) // 2, len(two) - 1
+    steps = (
+        (Piece(one, 0, first, Rows.ALL), Piece(two[:split], 0, second, Rows.ALL)),
+        (Piece(two[split:last], split, second, Rows.ALL),),
+        (
+            Piece(two[last:], last, second, Rows.ALL),
+            Piece(one[-1:], len(one) - 1, first, Rows.ALL),
+        ),
+    )
+    logits = [
+        forward_logits(model, context, pool, pack(pieces, BLOCK_SIZE, model.device)).float()
+        for pieces in steps
+    ]
+    begin, middle, end = logits
+    # The last token of the first sequence was computed twice: whole, and alone over stored KV.
+    return (
+        torch.cat([begin[: len(one) - 1], end[1:]]),
+        torch.cat([begin[len(one) :], middle, end[:1]]),
+    )
+
+
+def _relative_difference(found: Tensor, expected: Tensor) -> Tensor:
+    """L2 norm of the difference over that of the expected logits, per row, free of their mean."""
+    centred = expected - expected.mean(dim=-1, keepdim=True)
+    difference = (found - found.mean(dim=-1, keepdim=True)) - centred
+    size: Tensor = centred.norm(dim=-1)
+    ratio: Tensor = difference.norm(dim=-1) / size.clamp_min(1e-12)
+    return ratio

@@ -1,0 +1,142 @@
+"""The paged KV pool: for every layer one tensor of keys and one of values, cut into blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from penstock.shared.errors import InsufficientMemory
+
+from .geometry import KVGeometry, LayerGeometry
+from .memory import format_bytes
+
+if TYPE_CHECKING:
+    from penstock.gpu_worker.engine.plan import BlockCopy
+
+__all__ = ["KVPool", "LayerPool", "blocks_in_budget", "bytes_per_block"]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPool:
+    """Where one layer's KV lies.
+
+    Attributes:
+        key: ``[num_blocks, block_size, Hkv, Dk]``.
+        value: ``[num_blocks, block_size, Hkv, Dv]``.
+        writes: False for a layer that reads what an earlier one has stored.
+    """
+
+    key: Tensor
+    value: Tensor
+    writes: bool
+
+
+def bytes_per_block(geometry: KVGeometry, block_size: int, dtype: torch.dtype) -> int:
+    """Bytes of one block over all layers."""
+    return geometry.elements_per_token * block_size * dtype.itemsize
+
+
+def blocks_in_budget(
+    geometry: KVGeometry, block_size: int, dtype: torch.dtype, budget_bytes: int
+) -> int:
+    """How many blocks fit in ``budget_bytes``.
+
+    Raises:
+        InsufficientMemory: not even one.
+    """
+    size = bytes_per_block(geometry, block_size, dtype)
+    count = budget_bytes // size
+    if count < 1:
+        raise InsufficientMemory(
+            f"the KV memory budget of {format_bytes(budget_bytes)} holds no block of {block_size} "
+            f"tokens, which takes {format_bytes(size)} in this model; raise the budget to at "
+            "least that, or lower the block size"
+        )
+    return count
+
+
+class KVPool:
+    """Storage for the KV of all sequences; who owns which block is the engine's business.
+
+    Args:
+        geometry: of the model.
+        num_blocks: blocks in the pool.
+        block_size: tokens in a block.
+        device: of the tensors.
+        dtype: of the tensors.
+
+    Raises:
+        InsufficientMemory: the device cannot give the memory.
+    """
+
+    def __init__(
+        self,
+        geometry: KVGeometry,
+        num_blocks: int,
+        block_size: int,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self.geometry = geometry
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.device = device
+        self.dtype = dtype
+        layers: list[LayerPool] = []
+        try:
+            for layer in geometry.layers:
+                if layer.shares is None:
+                    layers.append(self._allocate(layer))
+                else:
+                    source = layers[layer.shares]
+                    layers.append(LayerPool(source.key, source.value, writes=False))
+        except (torch.OutOfMemoryError, RuntimeError) as error:
+            size = format_bytes(num_blocks * bytes_per_block(geometry, block_size, dtype))
+            raise InsufficientMemory(
+                f"{device} cannot give {size} for {num_blocks} KV blocks of {block_size} tokens "
+                f"({_first_line(error)}); lower the KV memory budget"
+            ) from error
+        self.layers = tuple(layers)
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of one block over all layers."""
+        return bytes_per_block(self.geometry, self.block_size, self.dtype)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole pool."""
+        return self.num_blocks * self.bytes_per_block
+
+    def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        """Copy whole blocks in all layers: all are read before any is written.
+
+        Args:
+            copies: no block may be the target of two.
+        """
+        if not copies:
+            return
+        pairs = [[copy.source for copy in copies], [copy.target for copy in copies]]
+        sources, targets = torch.tensor(pairs, device=self.device)
+        for layer in self.layers:
+            if layer.writes:
+                layer.key[targets] = layer.key[sources]
+                layer.value[targets] = layer.value[sources]
+
+    def _allocate(self, layer: LayerGeometry) -> LayerPool:
+        # Zeros, because a masked score still multiplies what lies in an unused slot, and
+        # 0 * NaN is NaN. On CPU the system gives zero pages only as they are touched.
+        rows = (self.num_blocks, self.block_size, layer.num_kv_heads)
+        return LayerPool(
+            torch.zeros(*rows, layer.key_dim, dtype=self.dtype, device=self.device),
+            torch.zeros(*rows, layer.value_dim, dtype=self.dtype, device=self.device),
+            writes=True,
+        )
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

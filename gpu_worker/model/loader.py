@@ -1,0 +1,381 @@
+"""Loads a checkpoint from a directory and makes it ready to run over a paged KV pool."""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+from penstock.shared.errors import (
+    ConfigurationError,
+    InsufficientMemory,
+    ModelError,
+    ModelNotFound,
+    PenstockError,
+    UnsupportedModel,
+)
+
+from . import gate
+from .attention import PagedAttention, register, unregister
+from .forward_context import ForwardContext
+from .geometry import KVGeometry, probe_geometry
+from .memory import available_bytes, format_bytes
+
+__all__ = ["DEMO", "LoadedModel", "load_model"]
+
+log = logging.getLogger(__name__)
+
+DEMO = "demo"
+"""Names the model that is shipped with penstock."""
+
+DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+
+REMEDY = "give a directory with config.json, *.safetensors and tokenizer files, or 'demo'"
+
+
+@dataclass(eq=False)
+class LoadedModel:
+    """A model that runs through :class:`ModelRunner`.
+
+    Attributes:
+        model: the transformers model, in eval mode, its attention replaced by ours.
+        tokenizer: its tokenizer.
+        device: where it runs.
+        dtype: of its weights and of its KV.
+        geometry: of its KV.
+        max_model_len: prompt and output tokens of one sequence, at most.
+        eos_token_ids: tokens that end an output.
+        vocab_size: width of the logits; token ids are below it.
+        path: the directory it came from.
+        context: carries a step's batch to the attention function.
+        attention_name: under which that function is registered with transformers.
+        load_seconds: how long loading took.
+    """
+
+    model: Any
+    tokenizer: Any
+    device: torch.device
+    dtype: torch.dtype
+    geometry: KVGeometry
+    max_model_len: int
+    eos_token_ids: frozenset[int]
+    vocab_size: int
+    path: Path
+    context: ForwardContext
+    attention_name: str
+    load_seconds: float
+
+    def close(self) -> None:
+        """Give the attention function's name back; the model cannot run any more.
+
+        Happens by itself when the model is collected.
+        """
+        unregister(self.attention_name)
+
+
+def load_model(
+    path: str | Path,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    max_model_len: int | None = None,
+) -> LoadedModel:
+    """Load a checkpoint of transformers from a local directory.
+
+    Nothing is ever downloaded, and no code out of the directory is run.
+
+    Args:
+        path: the directory, or ``"demo"`` for the model that is shipped here.
+        dtype: ``float32``, ``float16``, ``bfloat16`` or ``auto``: the checkpoint's own on a GPU.
+            On CPU ``auto`` is float32 for every checkpoint that is not quantised: greedy output is
+            then token for token transformers' own in float32, and it is fast on every CPU, while
+            half precision is fast only on those that compute in it.
+        device: ``cpu``, ``cuda``, ``cuda:1`` ... or ``auto``: CUDA if there is one.
+        max_model_len: prompt and output tokens of one sequence, at most; None takes what the model
+            was made for.
+
+    Raises:
+        ConfigurationError: ``dtype``, ``device`` or ``max_model_len`` cannot be had.
+        ModelNotFound: no such directory, or no checkpoint or tokenizer in it.
+        UnsupportedModel: the gate refused its architecture.
+        InsufficientMemory: the weights do not fit.
+        ModelError: the checkpoint is damaged or incomplete.
+    """
+    begin = time.perf_counter()
+    folder = _find(path)
+    target = _pick_device(device)
+    if dtype != "auto" and dtype not in DTYPES:
+        raise ConfigurationError(f"dtype: got {dtype!r}; allowed: auto, {', '.join(DTYPES)}")
+    with _quiet():
+        config = _load_config(folder)
+        gate.check_config(config)
+        context_length = _context_length(config, max_model_len)
+        tokenizer = _load_tokenizer(folder)
+        model = _load_weights(folder, config, _pick_dtype(dtype, config, target), target)
+        loaded = _attach(model, config, target)
+    context, attention_name, geometry, vocab_size = loaded
+    result = LoadedModel(
+        model=model,
+        tokenizer=tokenizer,
+        device=target,
+        dtype=model.dtype,
+        geometry=geometry,
+        max_model_len=context_length,
+        eos_token_ids=_eos_token_ids(model, tokenizer),
+        vocab_size=vocab_size,
+        path=folder,
+        context=context,
+        attention_name=attention_name,
+        load_seconds=time.perf_counter() - begin,
+    )
+    log.info(
+        "loaded %s from %s in %.1f s: %d layers, %s on %s, context of %d tokens",
+        config.model_type,
+        folder,
+        result.load_seconds,
+        len(geometry.layers),
+        str(model.dtype).removeprefix("torch."),
+        target,
+        context_length,
+    )
+    return result
+
+
+def _find(path: str | Path) -> Path:
+    if str(path) == DEMO:
+        folder = Path(str(files("penstock.gpu_worker") / "demo_model" / "target"))
+        if not (folder / "config.json").is_file():
+            raise ModelNotFound(
+                f"the demo model is missing from this installation ({folder}); reinstall penstock, "
+                "or train it with tools/train_demo_model.py"
+            )
+        return folder
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        what = "is a file" if folder.exists() else "does not exist"
+        raise ModelNotFound(
+            f"model directory {str(path)!r} {what}; {REMEDY} (models are never downloaded)"
+        )
+    if not (folder / "config.json").is_file():
+        raise ModelNotFound(f"model directory {str(path)!r} has no config.json; {REMEDY}")
+    return folder
+
+
+def _pick_device(device: str) -> torch.device:
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        target = torch.device(device)
+    except RuntimeError:
+        target = None
+    if target is None or target.type not in ("cpu", "cuda"):
+        raise ConfigurationError(f"device: got {device!r}; allowed: auto, cpu, cuda, cuda:0, ...")
+    if target.type == "cuda" and (target.index or 0) >= torch.cuda.device_count():
+        raise ConfigurationError(
+            f"device: {device!r} is not there: this PyTorch sees {torch.cuda.device_count()} CUDA "
+            "devices; use device cpu, or a CUDA build of PyTorch with a driver"
+        )
+    return target
+
+
+def _pick_dtype(dtype: str, config: Any, device: torch.device) -> torch.dtype | str:
+    if dtype != "auto":
+        return DTYPES[dtype]
+    if device.type == "cpu" and getattr(config, "quantization_config", None) is None:
+        return torch.float32
+    return "auto"
+
+
+def _load_config(folder: Path) -> Any:
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True)
+    except Exception as error:
+        text = _one_line(error)
+        if "does not recognize this architecture" in text or "trust_remote_code" in text:
+            raise UnsupportedModel(
+                f"the model in {folder} is of a type that the installed transformers does not "
+                f"know without running code of the checkpoint ({text}); {gate.REMEDY}"
+            ) from error
+        raise ModelError(
+            f"{folder / 'config.json'} cannot be read: {text}; copy the checkpoint again"
+        ) from error
+
+
+def _context_length(config: Any, wanted: int | None) -> int:
+    if wanted is not None and wanted < 1:
+        raise ConfigurationError(f"max_model_len: got {wanted}; allowed: an integer from 1")
+    text = config.get_text_config(decoder=True)
+    longest = getattr(text, "max_position_embeddings", None)
+    if longest is None:
+        if wanted is None:
+            raise ConfigurationError(
+                "max_model_len: the model's configuration names no context length; set it"
+            )
+        return wanted
+    if wanted is not None and wanted > longest:
+        raise ConfigurationError(
+            f"max_model_len: got {wanted}; allowed: at most {longest}, the model's context length"
+        )
+    return int(longest if wanted is None else wanted)
+
+
+def _load_tokenizer(folder: Path) -> Any:
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:
+        raise ModelNotFound(
+            f"no usable tokenizer in {folder}: {_one_line(error)}; copy the checkpoint's "
+            "tokenizer files (tokenizer.json, tokenizer_config.json) there"
+        ) from error
+    if len(tokenizer) == 0:
+        raise ModelNotFound(
+            f"the tokenizer in {folder} has an empty vocabulary; copy the checkpoint's tokenizer "
+            "files (tokenizer.json, tokenizer_config.json) there"
+        )
+    return tokenizer
+
+
+def _load_weights(folder: Path, config: Any, dtype: torch.dtype | str, device: torch.device) -> Any:
+    _check_memory(folder, dtype, config, device)
+    quantised = getattr(config, "quantization_config", None) is not None
+    model: Any
+    report: Any
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(  # type: ignore[misc]
+            folder,
+            config=config,
+            dtype=dtype,
+            local_files_only=True,
+            output_loading_info=True,
+            # Quantisers place their packed weights themselves.
+            **({"device_map": {"": device}} if quantised else {}),
+        )
+        if not quantised:
+            model.to(device)
+    except torch.OutOfMemoryError as error:
+        raise InsufficientMemory(
+            f"the weights in {folder} do not fit on {device} ({_one_line(error)}); use a smaller "
+            "dtype, a quantised checkpoint or a larger device"
+        ) from error
+    except Exception as error:
+        raise _weights_error(folder, error) from error
+    missing = sorted(report["missing_keys"])
+    if missing:
+        shown = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
+        raise ModelError(
+            f"the checkpoint in {folder} lacks {len(missing)} weights ({shown}); copy it again, "
+            "all its files"
+        )
+    model.eval().requires_grad_(False)
+    return model
+
+
+def _weights_error(folder: Path, error: Exception) -> ModelError:
+    text = _one_line(error)
+    if isinstance(error, SafetensorError):
+        return ModelError(f"a weights file in {folder} is damaged ({text}); copy it again")
+    if "Unrecognized configuration class" in text:
+        return UnsupportedModel(f"the model in {folder} is no causal language model; {gate.REMEDY}")
+    if isinstance(error, OSError):
+        return ModelNotFound(f"no weights in {folder}: {text}; {REMEDY}")
+    if isinstance(error, ImportError):
+        return ModelError(f"the model in {folder} needs a package that is not installed: {text}")
+    if "ignore_mismatched_sizes" in text:
+        text = "weights have other shapes than config.json says"
+    return ModelError(f"the checkpoint in {folder} cannot be loaded: {text}; copy it again")
+
+
+def _check_memory(
+    folder: Path, dtype: torch.dtype | str, config: Any, device: torch.device
+) -> None:
+    """Refuse before the system's out-of-memory killer does, where the size can be told."""
+    stored = getattr(config, "dtype", None)
+    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    if not isinstance(dtype, torch.dtype) or not isinstance(stored, torch.dtype):
+        return
+    needed = size * dtype.itemsize // stored.itemsize
+    available = available_bytes(device)
+    if needed > available:
+        raise InsufficientMemory(
+            f"the weights in {folder} take {format_bytes(needed)} as "
+            f"{str(dtype).removeprefix('torch.')} and {device} has {format_bytes(available)} "
+            "available; use a smaller dtype (bfloat16), a smaller model or a larger machine"
+        )
+
+
+def _attach(
+    model: Any, config: Any, device: torch.device
+) -> tuple[ForwardContext, str, KVGeometry, int]:
+    """Put the paged attention into ``model``, passing every gate on the way."""
+    name: str | None = None
+    try:
+        gate.check_attention(model)
+        probe = probe_geometry(model, device)
+        gate.check_probe(config, probe)
+        context = ForwardContext()
+        indices = {module: index for index, module in enumerate(probe.modules)}
+        name = register(PagedAttention(context, indices))
+        weakref.finalize(model, unregister, name)
+        model.set_attn_implementation(name)
+        gate.check_numbers(model, name, context, probe.geometry, probe.vocab_size)
+    except torch.OutOfMemoryError as error:
+        raise InsufficientMemory(
+            f"{device} has no memory left for a trial step beside the weights; use a smaller "
+            "dtype, a quantised checkpoint or a larger device"
+        ) from error
+    except PenstockError:
+        if name is not None:
+            unregister(name)
+        raise
+    except Exception as error:
+        if name is not None:
+            unregister(name)
+        log.debug("trial step failed", exc_info=True)
+        raise gate.unsupported(config, f"a trial step fails ({_one_line(error)})") from error
+    return context, name, probe.geometry, probe.vocab_size
+
+
+def _eos_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
+    """Where ``generate`` stops: generation_config.json, else config.json, else the tokenizer."""
+    text = model.config.get_text_config(decoder=True)
+    for owner in (getattr(model, "generation_config", None), model.config, text, tokenizer):
+        ids = getattr(owner, "eos_token_id", None)
+        if ids is not None:
+            return frozenset([ids] if isinstance(ids, int) else map(int, ids))
+    log.warning("the model names no end-of-text token: only max_tokens and stop rules end output")
+    return frozenset()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Hold transformers' progress bars and reports back: what matters is raised or logged here."""
+    verbosity = transformers_logging.get_verbosity()
+    bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity(logging.CRITICAL)
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if bars:
+            transformers_logging.enable_progress_bar()
+
+
+def _one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 300 else text[:297] + "..."

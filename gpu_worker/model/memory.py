@@ -1,0 +1,128 @@
+"""How much memory the KV pool may take."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import torch
+
+from penstock.shared.errors import ConfigurationError, InsufficientMemory
+
+__all__ = ["available_bytes", "format_bytes", "kv_budget", "parse_bytes"]
+
+CPU_SHARE = 0.25
+"""Of the memory available when the worker starts: others live on the machine too."""
+
+CPU_LIMIT = 1 << 30
+"""Enough for thousands of small sequences; a worker on a laptop should not ask for more unasked."""
+
+CUDA_SHARE = 0.9
+"""Of what is free once the weights are there; activations and the allocator need the rest."""
+
+_UNITS = {"": 1, "B": 1}
+for _power, _letter in enumerate("KMGT", start=1):
+    _UNITS[f"{_letter}IB"] = 1 << (10 * _power)
+    _UNITS[f"{_letter}B"] = 10 ** (3 * _power)
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+
+
+def parse_bytes(setting: str | int) -> int:
+    """Bytes from ``"512MiB"``, ``"2GB"``, ``"1048576"`` or an integer.
+
+    Raises:
+        ConfigurationError: it is not a positive size.
+    """
+    match = _SIZE.fullmatch(str(setting))
+    unit = _UNITS.get(match.group(2).upper()) if match else None
+    size = int(float(match.group(1)) * unit) if match and unit else 0
+    if size < 1:
+        raise ConfigurationError(
+            f"memory size: got {setting!r}; allowed: a positive number of bytes with an optional "
+            "unit, such as 512MiB, 2GiB or 1.5GB"
+        )
+    return size
+
+
+def format_bytes(size: int) -> str:
+    """``size`` for a person, in binary units: ``"1.5 GiB"``."""
+    value = float(size)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(value) < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"
+
+
+def available_bytes(device: torch.device) -> int:
+    """Memory that can be had on ``device`` now without pushing anything else out."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    limits = [limit for limit in (_meminfo(), _cgroup()) if limit is not None]
+    if limits:
+        return min(limits)
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def kv_budget(setting: str | int | None, device: torch.device) -> int:
+    """Bytes for the KV pool.
+
+    Args:
+        setting: a size as :func:`parse_bytes` takes it; None leaves it to the device: on CPU a
+            quarter of the available memory and at most 1 GiB, on CUDA nine tenths of what is
+            free, so the weights must be loaded before.
+        device: where the pool will lie.
+
+    Raises:
+        ConfigurationError: ``setting`` is not a size.
+        InsufficientMemory: ``setting`` is more than the device has available.
+    """
+    available = available_bytes(device)
+    if setting is None:
+        if device.type == "cuda":
+            return int(available * CUDA_SHARE)
+        return min(int(available * CPU_SHARE), CPU_LIMIT)
+    budget = parse_bytes(setting)
+    if budget > available:
+        raise InsufficientMemory(
+            f"the KV memory budget of {format_bytes(budget)} is more than {device} has available "
+            f"({format_bytes(available)}); lower it"
+        )
+    return budget
+
+
+def _meminfo() -> int | None:
+    try:
+        text = Path("/proc/meminfo").read_text(encoding="ascii")
+    except OSError:
+        return None
+    match = re.search(r"^MemAvailable:\s+(\d+) kB", text, re.MULTILINE)
+    return int(match.group(1)) * 1024 if match else None
+
+
+def _cgroup() -> int | None:
+    """What the container's limit leaves (cgroup v2, then v1); None outside of one."""
+    root = Path("/sys/fs/cgroup")
+    for limit_file, used_file, stat_file, cache_key in (
+        ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+        (
+            "memory/memory.limit_in_bytes",
+            "memory/memory.usage_in_bytes",
+            "memory/memory.stat",
+            "total_inactive_file",
+        ),
+    ):
+        try:
+            limit, used, stat = (
+                (root / name).read_text(encoding="ascii").strip()
+                for name in (limit_file, used_file, stat_file)
+            )
+        except OSError:
+            continue
+        if limit.isdigit() and used.isdigit():
+            # The page cache of files counts as used, and is given back on demand.
+            cache = re.search(rf"^{cache_key} (\d+)$", stat, re.MULTILINE)
+            reclaimable = int(cache.group(1)) if cache else 0
+            return max(int(limit) - int(used) + reclaimable, 0)
+    return None

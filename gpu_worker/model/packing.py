@@ -1,0 +1,110 @@
+"""One step's tokens of many sequences, packed side by side without padding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.ragged import RaggedBatch
+
+from .forward_context import ForwardContext
+from .kv_pool import KVPool
+
+__all__ = ["PackedStep", "Piece", "Rows", "forward_logits", "pack"]
+
+
+class Rows(Enum):
+    """Of which tokens of a piece the logits are wanted."""
+
+    NONE = "none"
+    LAST = "last"
+    ALL = "all"
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The tokens one sequence computes in a step.
+
+    Attributes:
+        token_ids: the tokens.
+        start: position of the first of them in its sequence; the KV of all before lies in the pool.
+        block_table: the sequence's blocks, covering at least ``start + len(token_ids)`` tokens.
+        rows: whose logits are wanted.
+    """
+
+    token_ids: Sequence[int]
+    start: int
+    block_table: Sequence[int]
+    rows: Rows = Rows.NONE
+
+
+@dataclass(frozen=True, slots=True)
+class PackedStep:
+    """What a forward over T packed tokens needs.
+
+    Attributes:
+        input_ids: int64 ``[1, T]``.
+        rows: int64 ``[R]``, the packed tokens whose logits are wanted, at least one.
+        num_rows: how many of them were asked for; 0 where ``rows`` had to name one all the same.
+        batch: whose tokens these are and where in their sequences.
+    """
+
+    input_ids: Tensor
+    rows: Tensor
+    num_rows: int
+    batch: RaggedBatch
+
+
+def pack(pieces: Sequence[Piece], block_size: int, device: torch.device) -> PackedStep:
+    """Pack ``pieces`` in their order.
+
+    Args:
+        pieces: at least one, each with at least one token.
+        block_size: tokens in a block of the pool.
+        device: where the tensors go.
+    """
+    token_ids: list[int] = []
+    rows: list[int] = []
+    for piece in pieces:
+        first = len(token_ids)
+        token_ids += piece.token_ids
+        if piece.rows is Rows.ALL:
+            rows += range(first, len(token_ids))
+        elif piece.rows is Rows.LAST:
+            rows.append(len(token_ids) - 1)
+    batch = RaggedBatch.from_lists(
+        [len(piece.token_ids) for piece in pieces],
+        [piece.start + len(piece.token_ids) for piece in pieces],
+        [piece.block_table for piece in pieces],
+        block_size=block_size,
+        device=device,
+    )
+    return PackedStep(
+        input_ids=torch.tensor([token_ids], device=device),
+        # An empty selection is an odd shape for quantised and prepacked output layers.
+        rows=torch.tensor(rows or [0], device=device),
+        num_rows=len(rows),
+        batch=batch,
+    )
+
+
+def forward_logits(model: Any, context: ForwardContext, pool: KVPool, step: PackedStep) -> Tensor:
+    """Compute ``step``, storing its KV in ``pool``.
+
+    Returns:
+        The logits of the wanted rows, ``[num_rows, vocab]``, in the model's dtype.
+    """
+    with context.step(pool, step.batch):
+        logits: Tensor = model(
+            input_ids=step.input_ids,
+            position_ids=step.batch.positions.unsqueeze(0),
+            use_cache=False,
+            # As a tensor; and never lm_head alone: softcap and scaling of logits live in forward.
+            logits_to_keep=step.rows,
+        ).logits
+    return logits[0, : step.num_rows]

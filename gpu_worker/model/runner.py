@@ -1,0 +1,106 @@
+"""Runs the engine's plans on the model."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from penstock.gpu_worker.engine.plan import Plan, Span, StepOutput
+
+from .kv_pool import KVPool
+from .packing import Piece, Rows, forward_logits, pack
+from .sampler import Sampler, SamplingBatch
+
+if TYPE_CHECKING:
+    from .loader import LoadedModel
+
+__all__ = ["ModelRunner"]
+
+log = logging.getLogger(__name__)
+
+
+class ModelRunner:
+    """Computes steps: every scheduled token of every sequence in one forward, without padding.
+
+    Args:
+        loaded: the model.
+        pool: where its KV goes; made for the geometry of ``loaded``.
+        sampler: picks the next tokens; None makes one.
+    """
+
+    def __init__(self, loaded: LoadedModel, pool: KVPool, sampler: Sampler | None = None) -> None:
+        self.loaded = loaded
+        self.pool = pool
+        self._sampler = Sampler() if sampler is None else sampler
+
+    @torch.inference_mode()
+    def run(self, plan: Plan) -> StepOutput:
+        """Copy the plan's blocks, compute its spans and sample where they end a sequence.
+
+        Returns:
+            For each span the tokens sampled; empty where it does not sample.
+        """
+        self.pool.copy_blocks(plan.copies)
+        logits = self._forward(
+            [_piece(span, Rows.LAST if span.samples else Rows.NONE) for span in plan.spans]
+        )
+        sampling = [span.sequence for span in plan.spans if span.samples]
+        if not sampling:
+            return StepOutput(tuple(() for _ in plan.spans))
+        batch = SamplingBatch.from_sequences(sampling, self.loaded.device)
+        # The step's one wait for the device: everything before only queues work on it.
+        sampled = iter(self._sampler.sample(logits, batch).tolist())
+        return StepOutput(tuple((next(sampled),) if span.samples else () for span in plan.spans))
+
+    @torch.inference_mode()
+    def logits(self, spans: Sequence[Span], *, last_only: bool = False) -> Tensor:
+        """Compute ``spans`` without sampling.
+
+        Args:
+            spans: as in a plan; their KV is stored in the pool.
+            last_only: one row for each span, of its last token, instead of all its tokens' rows.
+
+        Returns:
+            float32 ``[rows, vocab]``, span after span.
+        """
+        rows = Rows.LAST if last_only else Rows.ALL
+        return self._forward([_piece(span, rows) for span in spans]).float()
+
+    @torch.inference_mode()
+    def warm_up(self, *, max_batch_tokens: int, max_sequences: int) -> float:
+        """Run the largest prefill and the largest decode step once, so that no request pays for it.
+
+        Memory the device must find for such a step is found or refused now, and what is set up on
+        a first call is set up. It writes to the pool: call it before that holds anything.
+
+        Returns:
+            Seconds it took.
+        """
+        begin = time.perf_counter()
+        size, blocks = self.pool.block_size, range(self.pool.num_blocks)
+        longest = min(max_batch_tokens, self.loaded.max_model_len, size * len(blocks))
+        prefill = Piece([0] * longest, 0, blocks[: -(-longest // size)], Rows.LAST)
+        width = min(max_sequences, max_batch_tokens, len(blocks))
+        decode = [Piece([0], size - 1, [block], Rows.LAST) for block in blocks[:width]]
+        for pieces in ([prefill], decode, decode[:1]):
+            self._forward(pieces)
+        if self.loaded.device.type == "cuda":
+            torch.cuda.synchronize(self.loaded.device)
+        seconds = time.perf_counter() - begin
+        log.info("warm-up took %.2f s", seconds)
+        return seconds
+
+    def _forward(self, pieces: Sequence[Piece]) -> Tensor:
+        step = pack(pieces, self.pool.block_size, self.loaded.device)
+        return forward_logits(self.loaded.model, self.loaded.context, self.pool, step)
+
+
+def _piece(span: Span, rows: Rows) -> Piece:
+    sequence, start = span.sequence, span.start
+    token_ids = sequence.token_ids[start : start + span.num_tokens]
+    return Piece(token_ids, start, sequence.block_table, rows)
