@@ -1,0 +1,359 @@
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from penstock.gpu_worker.model import sampler as sampler_module
+from penstock.gpu_worker.model.random_numbers import (
+    philox4x32,
+    scaled_draw,
+    uniform,
+    uniform_bits,
+)
+from penstock.gpu_worker.model.sampler import INVALID_TOKEN, Sampler, SamplingBatch
+from penstock.shared.protocol import SamplingOptions
+
+
+@dataclass
+class Row:
+    options: SamplingOptions = field(default_factory=SamplingOptions)
+    seed: int = 0
+    num_output_tokens: int = 0
+
+
+def row(*, seed: int = 0, index: int = 0, **options: float) -> Row:
+    return Row(SamplingOptions(**options), seed, index)  # type: ignore[arg-type]
+
+
+def sample(logits: torch.Tensor, rows: list[Row]) -> list[int]:
+    batch = SamplingBatch.from_sequences(rows, logits.device)
+    return Sampler().sample(logits, batch).tolist()
+
+
+def random_logits(rows: int, vocab_size: int, seed: int, scale: float = 3.0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, vocab_size, generator=generator) * scale
+
+
+# --- random numbers -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "expected"),
+    [  # published with the generator (Random123, kat_vectors)
+        (
+            (0x00000000, 0x00000000, 0x00000000, 0x00000000),
+            (0x00000000, 0x00000000),
+            (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8),
+        ),
+        (
+            (0xFFFFFFFF, 0xFFFFFFFF, 0xFFFFFFFF, 0xFFFFFFFF),
+            (0xFFFFFFFF, 0xFFFFFFFF),
+            (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD),
+        ),
+        (
+            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+            (0xA4093822, 0x299F31D0),
+            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+        ),
+    ],
+)
+def test_philox_known_answers(counter, key, expected):
+    words = philox4x32(torch.tensor(counter).unsqueeze(1), torch.tensor(key).unsqueeze(1))
+    assert tuple(words.squeeze(1).tolist()) == expected
+
+
+def test_philox_columns_are_independent_of_each_other():
+    generator = torch.Generator().manual_seed(1)
+    counter = torch.randint(0, 2**32, (4, 50), generator=generator)
+    key = torch.randint(0, 2**32, (2, 50), generator=generator)
+    alone = [philox4x32(counter[:, i : i + 1], key[:, i : i + 1]) for i in range(50)]
+    assert torch.equal(philox4x32(counter, key), torch.cat(alone, dim=1))
+
+
+def test_uniform_is_in_range_and_flat():
+    indexes = torch.arange(20_000)
+    draws = uniform(torch.full_like(indexes, 7), torch.zeros_like(indexes), indexes)
+    assert draws.dtype == torch.float64
+    assert 0 <= float(draws.min()) < 1e-3
+    assert 1 - 1e-3 < float(draws.max()) < 1
+    counts = torch.histc(draws, bins=100, min=0, max=1)
+    assert chi_square(counts, torch.full((100,), 200.0)) < chi_square_quantile(99)
+
+
+def test_every_part_of_the_key_matters():
+    seeds = torch.tensor([5, 6, 5 + 2**32, 5, 5, 2**63 - 1])
+    choices = torch.tensor([0, 0, 0, 1, 0, 0])
+    indexes = torch.tensor([9, 9, 9, 9, 10, 9])
+    bits = uniform_bits(seeds, choices, indexes)
+    assert len(set(bits.tolist())) == 6
+    assert int(bits.min()) >= 0
+
+
+@given(bits=st.integers(0, 2**62 - 1), total=st.integers(1, 2**62))
+def test_scaled_draw_is_the_exact_product(bits, total):
+    drawn = scaled_draw(torch.tensor([bits]), torch.tensor([total]))
+    assert drawn.tolist() == [bits * total >> 62]
+
+
+def test_scaled_draw_never_reaches_the_total():
+    totals = torch.tensor([1, 2, 3, 2**31, 2**53 + 1, 2**62 - 1, 2**62])
+    drawn = scaled_draw(torch.full_like(totals, 2**62 - 1), totals)
+    assert drawn.tolist() == [total - 1 for total in totals.tolist()]
+
+
+# --- choosing -------------------------------------------------------------------------------
+
+
+def test_greedy_takes_the_first_of_the_largest():
+    logits = torch.tensor([[0.0, 3.0, 3.0], [-1.0, -math.inf, -1.0]])
+    assert sample(logits, [row(temperature=0), row(temperature=0)]) == [1, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_greedy_agrees_with_argmax(dtype):
+    logits = random_logits(16, 1000, 0).to(dtype)
+    assert sample(logits, [row(temperature=0)] * 16) == logits.argmax(-1).tolist()
+
+
+def test_all_greedy_prepares_nothing():
+    assert SamplingBatch.from_sequences([row(temperature=0)] * 3, "cpu").groups == ()
+
+
+def kept(logits: torch.Tensor, options: SamplingOptions) -> torch.Tensor:
+    """Which tokens can be drawn: what the ranking gives a weight, bool [V]."""
+    scores = (logits - logits.max()).div(options.temperature).unsqueeze(0)
+    filters = sampler_module._Filters(
+        torch.tensor([options.top_k]),
+        torch.tensor([options.top_p], dtype=torch.float64),
+        options.top_k,
+        options.top_k == 0,
+    )
+    width = min(max(options.top_k + 1, 256), len(logits))
+    ranking = sampler_module._rank(scores, filters, width)
+    if not bool(ranking.covered.all()):
+        ranking = sampler_module._rank(scores, filters, len(logits))
+    mask = torch.zeros(len(logits), dtype=torch.bool)
+    mask[ranking.ids[ranking.weights > 0]] = True
+    return mask
+
+
+MIXES = [
+    {"temperature": 0.7, "top_k": 5},
+    {"temperature": 1.3, "top_p": 0.9},
+    {"temperature": 0.5, "top_k": 40, "top_p": 0.8},
+    {"temperature": 2.0, "top_p": 0.999},  # wider than the first look of 256 candidates
+    {"temperature": 1.0, "top_k": 700, "top_p": 0.95},
+    {"temperature": 1.0, "top_p": 1e-9},
+    {"temperature": 1.0, "top_k": 1},
+    {"temperature": 1.0, "top_k": 2**31 - 1},
+]
+
+
+@pytest.mark.parametrize("options", MIXES, ids=str)
+@pytest.mark.parametrize("seed", range(4))
+def test_filters_keep_what_transformers_keeps(options, seed):
+    chosen = SamplingOptions(**options)
+    logits = random_logits(1, 2000, seed)
+    warped = TemperatureLogitsWarper(chosen.temperature)(None, logits)  # type: ignore[arg-type]
+    if chosen.top_k:
+        warped = TopKLogitsWarper(chosen.top_k)(None, warped)  # type: ignore[arg-type]
+    before_top_p = warped
+    if chosen.top_p < 1:
+        warped = TopPLogitsWarper(chosen.top_p)(None, warped)  # type: ignore[arg-type]
+    ours, theirs = kept(logits[0], chosen), warped[0] > -math.inf
+    # Their sums are in float32: a token may differ only where its mass meets top_p to 1e-5.
+    for token in (ours != theirs).nonzero().flatten().tolist():
+        probabilities = before_top_p[0].double().softmax(-1)
+        before = float(probabilities[probabilities > probabilities[token]].sum())
+        assert abs(before - chosen.top_p) < 1e-5
+    assert bool(ours[logits[0].argmax()])
+
+
+def test_the_comparison_with_transformers_can_fail():
+    logits = random_logits(1, 2000, 0)
+    theirs = TopPLogitsWarper(0.9)(None, logits)[0] > -math.inf  # type: ignore[arg-type]
+    ours = kept(logits[0], SamplingOptions(top_p=0.8))
+    assert int(theirs.sum()) != int(ours.sum())
+
+
+def test_top_k_keeps_ties_and_top_p_breaks_them_by_id():
+    logits = torch.tensor([1.0, 2.0, 1.0, 1.0, 0.0])
+    assert kept(logits, SamplingOptions(top_k=2)).tolist() == [True, True, True, True, False]
+    flat = torch.zeros(10)
+    assert kept(flat, SamplingOptions(top_p=0.35)).nonzero().flatten().tolist() == [0, 1, 2, 3]
+    assert kept(flat, SamplingOptions(top_k=3, top_p=0.35)).sum() == 4  # top-k keeps all ten
+
+
+def test_top_p_of_exactly_one_keeps_every_token_that_has_weight():
+    logits = random_logits(1, 5000, 3, scale=1.0)[0]
+    assert bool(kept(logits, SamplingOptions(top_p=1.0)).all())
+
+
+def test_top_p_over_ties_wider_than_the_candidates():
+    logits = torch.zeros(1000)
+    logits[700:] = -1e-3
+    assert kept(logits, SamplingOptions(top_p=0.5)).nonzero().flatten().tolist() == list(range(500))
+    assert int(kept(logits, SamplingOptions(top_k=10)).sum()) == 700
+
+
+EXTREMES = [0, 1, 2**61, 2**62 - 2, 2**62 - 1]
+
+
+@pytest.mark.parametrize("bits", EXTREMES)
+def test_a_filtered_token_is_never_picked_at_any_edge_of_u(monkeypatch, bits):
+    monkeypatch.setattr(sampler_module, "uniform_bits", lambda seeds, *_: seeds * 0 + bits)
+    # Kept tokens stand inside, first and last, so that both ends of the scan are tried.
+    for position in (0, 3, 7):
+        logits = torch.zeros(1, 8)
+        logits[0, position] = 5.0
+        assert sample(logits, [row(top_k=1)]) == [position]
+        assert sample(logits, [row(top_p=0.01)]) == [position]
+    masked = torch.full((1, 8), -math.inf)
+    masked[0, 2], masked[0, 5] = 1.0, 1.0
+    assert sample(masked, [row()]) == [2 if bits < 2**61 else 5]
+
+
+def test_the_largest_u_finds_a_token_in_a_large_vocabulary(monkeypatch):
+    monkeypatch.setattr(sampler_module, "uniform_bits", lambda seeds, *_: seeds * 0 + 2**62 - 1)
+    logits = torch.zeros(1, 2**18)
+    assert sample(logits, [row()]) == [2**18 - 1]
+
+
+@pytest.mark.parametrize("options", MIXES, ids=str)
+def test_widening_the_look_does_not_change_the_outcome(monkeypatch, options):
+    logits = random_logits(12, 3000, 6)
+    rows = [row(seed=i, **options) for i in range(12)]
+    narrow = sample(logits, rows)
+    monkeypatch.setattr(sampler_module, "_CANDIDATES", 3000)  # sorts at once
+    assert sample(logits, rows) == narrow
+
+
+def test_extreme_temperatures():
+    logits = random_logits(1, 100, 5)
+    best = int(logits.argmax())
+    assert sample(logits, [row(temperature=1e-300)]) == [best]
+    assert sample(logits * 1e30, [row(temperature=1e-30)]) == [best]
+    assert sample(logits * 5e36, [row(temperature=10)]) == [best]
+
+
+# --- rows that have no distribution ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{"temperature": 0}, {}, {"top_p": 0.5}, {"top_k": 3}], ids=str)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, "all -inf"])
+def test_a_broken_row_is_flagged_and_leaves_the_others_alone(options, bad):
+    logits = random_logits(4, 300, 1)
+    rows = [row(seed=seed, **options) for seed in range(4)]
+    before = sample(logits, rows)
+    if bad == "all -inf":
+        logits[2] = -math.inf
+    else:
+        logits[2, 17] = bad
+    assert sample(logits, rows) == [*before[:2], INVALID_TOKEN, before[3]]
+
+
+def test_a_wrong_number_of_rows_is_refused():
+    with pytest.raises(ValueError, match="3 rows of logits, 2 sequences"):
+        sample(torch.zeros(3, 8), [row(), row()])
+
+
+# --- reproducibility ------------------------------------------------------------------------
+
+_options = st.builds(
+    SamplingOptions,
+    temperature=st.sampled_from([0.0, 0.3, 1.0, 1.7]),
+    top_k=st.sampled_from([0, 1, 7, 300]),
+    top_p=st.sampled_from([1.0, 0.9, 0.1, 0.999]),
+)
+_rows = st.lists(
+    st.builds(Row, _options, st.integers(0, 2**63 - 1), st.integers(0, 2**17)),
+    min_size=1,
+    max_size=12,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(rows=_rows, seed=st.integers(0, 10), dtype=st.sampled_from([torch.float32, torch.bfloat16]))
+def test_a_row_does_not_depend_on_the_others(rows, seed, dtype):
+    logits = random_logits(len(rows), 501, seed).to(dtype)
+    together = sample(logits, rows)
+    alone = [sample(logits[i : i + 1].clone(), [rows[i]])[0] for i in range(len(rows))]
+    backwards = sample(logits.flip(0), rows[::-1])[::-1]
+    assert together == alone == backwards
+
+
+def test_slices_do_not_change_the_outcome(monkeypatch):
+    logits = random_logits(40, 257, 2)
+    rows = [row(seed=i, top_p=(1.0, 0.8)[i % 2]) for i in range(40)]
+    whole = sample(logits, rows)
+    monkeypatch.setattr(sampler_module, "_SLICE_ELEMENTS", {"cpu": 3 * 257})
+    assert sample(logits, rows) == whole
+
+
+def test_the_previous_batch_is_used_again_only_for_the_same_sequences():
+    rows = [row(seed=1), row(seed=2, top_k=4), row(temperature=0)]
+    first = SamplingBatch.from_sequences(rows, "cpu")
+    for sequence in rows:
+        sequence.num_output_tokens += 1
+    again = SamplingBatch.from_sequences(rows, "cpu", first)
+    assert again.members is first.members
+    logits = random_logits(3, 400, 8)
+    fresh = SamplingBatch.from_sequences(rows, "cpu")
+    assert torch.equal(Sampler().sample(logits, again), Sampler().sample(logits, fresh))
+    swapped = SamplingBatch.from_sequences([rows[1], rows[0], rows[2]], "cpu", again)
+    assert swapped.members is not first.members
+    fewer = SamplingBatch.from_sequences(rows[:2], "cpu", again)
+    assert len(fewer.sequences) == 2
+
+
+def test_logits_are_not_changed():
+    logits = random_logits(2, 50, 4)
+    copy = logits.clone()
+    sample(logits, [row(top_k=3), row(temperature=0.5)])
+    assert torch.equal(logits, copy)
+
+
+# --- distribution ---------------------------------------------------------------------------
+
+
+def chi_square(counts: torch.Tensor, expected: torch.Tensor) -> float:
+    return float(((counts - expected) ** 2 / expected).sum())
+
+
+def chi_square_quantile(degrees: int, z: float = 3.0902) -> float:
+    """The 0.999 quantile (z of the normal), by Wilson and Hilferty's cube-root approximation."""
+    spread = 2 / (9 * degrees)
+    return degrees * (1 - spread + z * math.sqrt(spread)) ** 3
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"temperature": 0.8}, {"top_k": 10}, {"top_p": 0.7}, {"top_k": 20, "top_p": 0.9}],
+    ids=str,
+)
+def test_drawn_frequencies_follow_the_distribution(options):
+    """Pearson's chi-square at significance 0.001 against transformers' processors."""
+    draws, chosen = 20_000, SamplingOptions(**options)
+    logits = random_logits(1, 60, 11, scale=1.0)
+    rows = [Row(chosen, 42, index) for index in range(draws)]
+    counts = torch.bincount(
+        torch.tensor(sample(logits.expand(draws, -1), rows)), minlength=60
+    ).double()
+    warped = TemperatureLogitsWarper(chosen.temperature)(None, logits)  # type: ignore[arg-type]
+    if chosen.top_k:
+        warped = TopKLogitsWarper(chosen.top_k)(None, warped)  # type: ignore[arg-type]
+    if chosen.top_p < 1:
+        warped = TopPLogitsWarper(chosen.top_p)(None, warped)  # type: ignore[arg-type]
+    expected = warped[0].double().softmax(-1) * draws
+    possible = expected > 0
+    assert float(counts[~possible].sum()) == 0
+    assert float(expected[possible].min()) > 5
+    statistic = chi_square(counts[possible], expected[possible])
+    assert statistic < chi_square_quantile(int(possible.sum()) - 1)
