@@ -163,13 +163,13 @@ def test_memory_bound_refuses_writes_and_evicts_nothing(start_redis: Starter) ->
 def test_a_port_taken_in_the_meantime_is_given_up(
     start_redis: Starter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = start_redis()
+    first = start_redis(password="")
     with socket.create_server(("127.0.0.1", 0)) as silent:
         taken = [first.port, silent.getsockname()[1]]
         ports = iter([*taken, embedded._free_port()])
         monkeypatch.setattr(embedded, "_free_port", lambda: next(ports))
         # A listener that never answers must not hold us for longer than its own failure to bind.
-        second = start_redis()
+        second = start_redis(password="")
     assert second.port not in taken
     with redis.Redis.from_url(second.url) as client:
         assert client.info("server")["process_id"] == second.pid
@@ -284,13 +284,21 @@ def test_a_child_ends_when_its_owner_is_killed(source: str, how: signal.Signals)
 @pytest.mark.parametrize("use_pipe", [False, True])
 def test_a_child_outlives_the_thread_that_started_it(use_pipe: bool) -> None:
     children: list[subprocess.Popen[bytes]] = []
-    thread = threading.Thread(
-        target=lambda: children.append(
-            spawn_bound(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, use_pipe=use_pipe)
+
+    def start() -> None:
+        child = spawn_bound(
+            ["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, use_pipe=use_pipe
         )
-    )
+        children.append(child)
+        name = Path(f"/proc/{child.pid}/comm")
+        wait_until(lambda: name.read_text() == "cat\n", "launcher becoming the program")
+
+    thread = threading.Thread(target=start)
     thread.start()
     thread.join()
+    # join() returns shortly before the kernel's thread has ended, and that is what counts.
+    task = Path(f"/proc/self/task/{thread.native_id}")
+    wait_until(lambda: not task.exists(), "end of the thread")
     # It still answers, and ends as it likes.
     assert children[0].communicate(b"still here", timeout=10) == (b"still here", None)
     assert children[0].returncode == 0
