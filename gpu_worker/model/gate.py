@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from penstock.shared.errors import UnsupportedModel
 
@@ -70,10 +71,13 @@ def check_config(config: Any) -> None:
     """What the configuration alone tells, before any weight is read.
 
     Raises:
-        UnsupportedModel: an encoder-decoder, or a layer type other than full and sliding attention.
+        UnsupportedModel: no causal language model, an encoder-decoder, or a layer type other than
+            full and sliding attention.
     """
     if getattr(config, "is_encoder_decoder", False):
         raise unsupported(config, "it is an encoder-decoder")
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise unsupported(config, "it is no causal language model")
     text = config.get_text_config(decoder=True)
     layer_types = getattr(text, "layer_types", None) or []
     foreign = sorted({kind for kind in layer_types if kind not in SUPPORTED_LAYERS})
@@ -116,7 +120,7 @@ def check_probe(config: Any, probe: ProbeResult) -> None:
             config, f"{reached} of its {expected} layers reach the attention function"
         )
     if probe.problems:
-        raise unsupported(config, "; ".join(probe.problems[:3]))
+        raise unsupported(config, "; ".join(probe.problems))
     for index, kind in enumerate(getattr(text, "layer_types", None) or []):
         window = probe.geometry.layers[index].window
         if (kind == "sliding_attention") != (window is not None):

@@ -94,7 +94,7 @@ class _Recorder:
     def __init__(self) -> None:
         self.modules: list[nn.Module] = []
         self.layers: list[LayerGeometry] = []
-        self.problems: list[str] = []
+        self.problems: dict[str, list[int]] = {}
         self.kv_dtype: torch.dtype | None = None
         # Kept until the probe ends: a freed tensor's address could come back for another layer.
         self._stored: list[tuple[Tensor, Tensor]] = []
@@ -136,15 +136,15 @@ class _Recorder:
     def _find_problems(
         self, index: int, module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None
     ) -> None:
-        where = f"layer {index}"
-        if any(module is seen for seen in self.modules):
-            self.problems.append(f"{where} computes attention with the weights of an earlier one")
-        if key.shape[2] != query.shape[2]:
-            self.problems.append(f"{where} attends to other tokens than its own (cross-attention)")
-        if mask is not None:
-            self.problems.append(f"{where} relies on an attention mask of its own making")
-        if getattr(module, "is_causal", True) is False:
-            self.problems.append(f"{where} lets tokens see later ones")
+        found = {
+            "reuses the attention module of an earlier layer": module in self.modules,
+            "attends to other tokens than its own": key.shape[2] != query.shape[2],
+            "relies on an attention mask of its own making": mask is not None,
+            "lets tokens see later ones": getattr(module, "is_causal", True) is False,
+        }
+        for problem, present in found.items():
+            if present:
+                self.problems.setdefault(problem, []).append(index)
 
     def _sharing(self, key: Tensor, value: Tensor) -> int | None:
         for index, (other_key, other_value) in enumerate(self._stored):
@@ -186,5 +186,9 @@ def probe_geometry(model: Any, device: torch.device) -> ProbeResult:
         modules=tuple(recorder.modules),
         vocab_size=int(logits.shape[-1]),
         kv_dtype=recorder.kv_dtype or logits.dtype,
-        problems=tuple(dict.fromkeys(recorder.problems)),
+        problems=tuple(
+            f"layer {indices[0]} {problem}"
+            + (f", and so do {len(indices) - 1} others" if indices[1:] else "")
+            for problem, indices in recorder.problems.items()
+        ),
     )

@@ -45,6 +45,10 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
 }
 
+LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+"""Nothing is downloaded and no code of a checkpoint runs. To leave the second out would not refuse
+such code but ask, on standard input, whether to run it."""
+
 REMEDY = "give a directory with config.json, *.safetensors and tokenizer files, or 'demo'"
 
 
@@ -203,10 +207,10 @@ def _pick_dtype(dtype: str, config: Any, device: torch.device) -> torch.dtype | 
 
 def _load_config(folder: Path) -> Any:
     try:
-        return AutoConfig.from_pretrained(folder, local_files_only=True)
+        return AutoConfig.from_pretrained(folder, **LOCAL)
     except Exception as error:
         text = _one_line(error)
-        if "does not recognize this architecture" in text or "trust_remote_code" in text:
+        if "does not recognize this architecture" in text or "contains custom code" in text:
             raise UnsupportedModel(
                 f"the model in {folder} is of a type that the installed transformers does not "
                 f"know without running code of the checkpoint ({text}); {gate.REMEDY}"
@@ -236,7 +240,7 @@ def _context_length(config: Any, wanted: int | None) -> int:
 
 def _load_tokenizer(folder: Path) -> Any:
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(folder, **LOCAL)
     except Exception as error:
         raise ModelNotFound(
             f"no usable tokenizer in {folder}: {_one_line(error)}; copy the checkpoint's "
@@ -260,10 +264,10 @@ def _load_weights(folder: Path, config: Any, dtype: torch.dtype | str, device: t
             folder,
             config=config,
             dtype=dtype,
-            local_files_only=True,
             output_loading_info=True,
             # Quantisers place their packed weights themselves.
             **({"device_map": {"": device}} if quantised else {}),
+            **LOCAL,
         )
         if not quantised:
             model.to(device)
@@ -289,8 +293,6 @@ def _weights_error(folder: Path, error: Exception) -> ModelError:
     text = _one_line(error)
     if isinstance(error, SafetensorError):
         return ModelError(f"a weights file in {folder} is damaged ({text}); copy it again")
-    if "Unrecognized configuration class" in text:
-        return UnsupportedModel(f"the model in {folder} is no causal language model; {gate.REMEDY}")
     if isinstance(error, OSError):
         return ModelNotFound(f"no weights in {folder}: {text}; {REMEDY}")
     if isinstance(error, ImportError):

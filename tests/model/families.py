@@ -161,6 +161,7 @@ REFUSED: Mapping[str, Mapping[str, Any]] = {
         "attention_types": [[["global", "local"], 1]],
         "window_size": WINDOW,
     },
+    "bert": {"num_key_value_heads": None},
     "t5": {"d_model": 64, "d_ff": 96, "num_layers": 2, "num_heads": 4, "d_kv": 16},
 }
 """Families that would be silently or loudly wrong, and must be turned away with a reason."""
