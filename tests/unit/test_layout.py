@@ -66,6 +66,10 @@ class Module:
     def folder(self) -> str:
         return self.name.partition(".")[0]
 
+    @property
+    def package(self) -> str:
+        return self.name if self.path.name == "__init__.py" else self.name.rpartition(".")[0]
+
     def at(self, line: int) -> str:
         return f"{self.path.relative_to(ROOT)}:{line}"
 
@@ -202,8 +206,20 @@ def test_no_private_name_of_another_module_is_imported() -> None:
         for module in modules().values()
         for item in module.imports
         if of_penstock(item)
-        for name in (*item.module.split("."), *item.names)
+        for name in item.names
         if name.startswith("_")
+    ]
+    assert not wrong
+
+
+def test_a_private_module_is_imported_only_by_its_neighbours() -> None:
+    wrong = [
+        f"{module.at(item.line)}: {target}"
+        for module in modules().values()
+        for item in module.imports
+        if of_penstock(item)
+        for target in targets(item)
+        if target.rpartition(".")[2].startswith("_") and target.rpartition(".")[0] != module.package
     ]
     assert not wrong
 

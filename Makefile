@@ -1,0 +1,60 @@
+# Every target makes the virtual environment it needs; nothing is installed outside of it.
+#
+#   make demo PYTHON=python3.12     another interpreter (3.11 to 3.13)
+#   make test ARGS="-k settings"    arguments for pytest
+
+PYTHON ?= python3
+VENV   ?= .venv
+ARGS   ?=
+BIN    := $(VENV)/bin
+EXTRAS := worker,embedded,dev
+
+# Strict, because only then type checkers see the mapped folders. Strict links file by file, so
+# that an added or removed file needs the links made again.
+EDITABLE := --config-settings editable_mode=strict
+LIST_FILES := find producer gpu_worker kernels shared -type f -not -path '*/__pycache__/*' | sort
+
+.PHONY: help demo test check bench faults install clean FORCE
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+help: ## Say what can be made
+	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
+
+demo: install ## Run the whole pipe on this machine: Redis, a worker, streaming requests
+	$(BIN)/penstock demo $(ARGS)
+
+test: install ## Run the tests
+	$(BIN)/pytest $(ARGS)
+
+check: install ## Lint, formatting, types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: install ## Measure the engine on this machine
+	$(BIN)/python benchmarks/engine.py $(ARGS)
+
+faults: install ## Run the fault tests in their long form
+	$(BIN)/pytest tests/faults -m "" --timeout 3600 $(ARGS)
+
+install: $(VENV)/.linked ## Make the virtual environment, or bring it up to date
+
+clean: ## Remove the virtual environment and everything built
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+
+$(VENV)/.installed: pyproject.toml
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; (3, 11) <= v <= (3, 13) or sys.exit("penstock needs Python 3.11 to 3.13, and $(PYTHON) is %d.%d: make PYTHON=python3.12" % v)'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --editable '.[$(EXTRAS)]' $(EDITABLE)
+	@$(LIST_FILES) > $(VENV)/.files
+	@touch $@ $(VENV)/.linked
+
+# Rewritten only when it differs, so that links are made again only then.
+$(VENV)/.files: $(VENV)/.installed FORCE
+	@$(LIST_FILES) > $@.new
+	@if cmp --silent $@.new $@; then rm $@.new; else mv $@.new $@; fi
+
+$(VENV)/.linked: $(VENV)/.files
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable . $(EDITABLE)
+	@touch $@
