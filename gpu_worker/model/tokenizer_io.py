@@ -1,0 +1,75 @@
+"""From a request's prompt to token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from penstock.shared.errors import InvalidRequest
+
+__all__ = ["encode_prompt"]
+
+
+def encode_prompt(tokenizer: Any, prompt: object, *, vocab_size: int | None = None) -> list[int]:
+    """The token ids of a prompt in any of its three forms.
+
+    Args:
+        tokenizer: of transformers.
+        prompt: *text*, encoded with the special tokens the tokenizer puts around text; *token ids*,
+            taken as they are; or *chat messages* (``{"role": ..., "content": ...}``), rendered with
+            the model's chat template, up to where the assistant's answer begins.
+        vocab_size: ids are below it: the width of the model's embedding, which may be more than
+            the tokenizer has words. None takes the tokenizer's.
+
+    Raises:
+        InvalidRequest: an id is out of range, the prompt has no tokens, the model has no chat
+            template, or the template does not accept the messages.
+    """
+    if isinstance(prompt, str):
+        ids = _encode_text(tokenizer, prompt)
+    elif not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):
+        raise InvalidRequest("prompt", prompt, "text, token ids or chat messages")
+    elif prompt and isinstance(prompt[0], Mapping):
+        ids = _encode_chat(tokenizer, prompt)
+    else:
+        ids = _check_ids(prompt, len(tokenizer) if vocab_size is None else vocab_size)
+    if not ids:
+        raise InvalidRequest("prompt", prompt, "a prompt that has at least one token")
+    return ids
+
+
+def _encode_text(tokenizer: Any, text: str) -> list[int]:
+    try:
+        # verbose: a prompt longer than the context is the engine's to refuse, not a warning.
+        return list(tokenizer(text, verbose=False)["input_ids"])
+    except (TypeError, UnicodeEncodeError) as error:
+        # The tokenizers library takes only what has a UTF-8 form.
+        raise InvalidRequest("prompt", text, "text that has a UTF-8 form") from error
+
+
+def _check_ids(ids: Sequence[Any], vocab_size: int) -> list[int]:
+    for position, token_id in enumerate(ids):
+        valid = isinstance(token_id, int) and not isinstance(token_id, bool)
+        if not valid or not 0 <= token_id < vocab_size:
+            allowed = f"a token id from 0 to {vocab_size - 1}, this model's vocabulary"
+            raise InvalidRequest(f"prompt[{position}]", token_id, allowed)
+    return list(ids)
+
+
+def _encode_chat(tokenizer: Any, messages: Sequence[Any]) -> list[int]:
+    if not getattr(tokenizer, "chat_template", None):
+        allowed = "text or token ids: this model has no chat template"
+        raise InvalidRequest("prompt", messages, allowed)
+    try:
+        rendered = tokenizer.apply_chat_template(
+            list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+    except ImportError:
+        raise  # the installation lacks the template engine; no request is at fault
+    except Exception as error:
+        # A template is a program of the checkpoint's: it may raise anything for messages it does
+        # not like, roles that do not alternate being the usual case.
+        text = " ".join(str(error).split()) or type(error).__name__
+        allowed = f"messages that the model's chat template accepts; it says: {text[:200]}"
+        raise InvalidRequest("prompt", messages, allowed) from error
+    return list(rendered)
