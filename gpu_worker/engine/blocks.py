@@ -32,7 +32,7 @@ class BlockManager:
 
     Who may write: positions from ``num_computed_tokens`` on are written by their sequence alone,
     so only the block they begin in can be both partly computed and shared, and only that one is
-    ever copied (:meth:`reserve`). All blocks behind it belong to one sequence.
+    ever copied (:meth:`try_reserve`). All blocks behind it belong to one sequence.
 
     Args:
         num_blocks: blocks in the pool.
@@ -96,33 +96,40 @@ class BlockManager:
         sequence.num_published_blocks = len(prefix)
         return True
 
-    def can_reserve(self, sequence: Sequence, stop: int) -> bool:
-        """Whether :meth:`reserve` would succeed."""
-        num_needed = self.blocks_for(stop) - len(sequence.block_table)
-        if self._tail_is_shared(sequence):
-            num_needed = max(num_needed, 0) + 1
-        return num_needed <= len(self._unused)
-
-    def reserve(self, sequence: Sequence, stop: int) -> BlockCopy | None:
+    def try_reserve(self, sequence: Sequence, stop: int, copies: list[BlockCopy]) -> bool:
         """Make positions ``[num_computed_tokens, stop)`` writable by ``sequence`` alone.
 
-        Returns:
-            The copy that has to run before the writing, if the first of them lies in a block that
-            is shared with another sequence.
+        All or nothing: False leaves everything as it was.
+
+        Args:
+            sequence: holds the blocks of its computed tokens.
+            stop: one past the last position that will be written.
+            copies: gets the copy that must run before the writing, if the first of these positions
+                lies in a block that is shared with another sequence.
         """
-        copy = self._unshare_tail(sequence) if self._tail_is_shared(sequence) else None
         table = sequence.block_table
-        while len(table) * self.block_size < stop:
-            table.append(self._take())
-        return copy
+        num_fresh = self.blocks_for(stop) - len(table)
+        index, offset = divmod(sequence.num_computed_tokens, self.block_size)
+        unshare = offset != 0 and self._ref_counts[table[index]] > 1
+        if num_fresh <= 0 and not unshare:
+            return True
+        if max(num_fresh, 0) + unshare > len(self._unused):
+            return False
+        if unshare:
+            copies.append(BlockCopy(source=table[index], target=self._take()))
+            self._drop(table[index])
+            table[index] = copies[-1].target
+        table.extend([self._take() for _ in range(num_fresh)])
+        return True
 
     def publish(self, sequence: Sequence) -> None:
         """Let others hit the blocks of ``sequence`` that are full of computed tokens.
 
         Called only after the step that computed them has succeeded.
         """
-        if self._cache is not None:
-            self._cache.publish(sequence)
+        num_full = sequence.num_computed_tokens // self.block_size
+        if self._cache is not None and num_full > sequence.num_published_blocks:
+            self._cache.publish(sequence, num_full)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Let ``child``, which holds no block, share everything computed for ``parent``.
@@ -149,17 +156,6 @@ class BlockManager:
         sequence.block_table.clear()
         sequence.num_computed_tokens = 0
         sequence.num_published_blocks = 0
-
-    def _tail_is_shared(self, sequence: Sequence) -> bool:
-        index, offset = divmod(sequence.num_computed_tokens, self.block_size)
-        return offset != 0 and self._ref_counts[sequence.block_table[index]] > 1
-
-    def _unshare_tail(self, sequence: Sequence) -> BlockCopy:
-        index = sequence.num_computed_tokens // self.block_size
-        copy = BlockCopy(source=sequence.block_table[index], target=self._take())
-        sequence.block_table[index] = copy.target
-        self._drop(copy.source)
-        return copy
 
     def _take(self) -> int:
         block = self._unused.pop_front()

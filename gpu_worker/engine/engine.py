@@ -131,7 +131,7 @@ class Engine:
             output: what the model gave for it.
 
         Returns:
-            One update for each sequence that got a token, in the plan's order.
+            One update for each sequence that got a token or failed, in the plan's order.
 
         Raises:
             IntegrityError: plan and output do not belong together.
@@ -140,10 +140,13 @@ class Engine:
         if len(output.token_ids) != len(plan.spans):
             raise IntegrityError(f"{len(output.token_ids)} outputs for {len(plan.spans)} spans")
         updates: list[Update] = []
-        for span, token_ids in zip(plan.spans, output.token_ids, strict=True):
+        for index, (span, token_ids) in enumerate(zip(plan.spans, output.token_ids, strict=True)):
             sequence = span.sequence
             if sequence.status is SequenceStatus.FINISHED:
                 continue  # aborted while the step ran
+            if index in output.failures:
+                updates.append(self._end(sequence, output.failures[index]))
+                continue
             if len(token_ids) != span.samples:
                 raise IntegrityError(f"{sequence}: {span.samples=}, but got {token_ids}")
             sequence.num_computed_tokens = span.start + span.num_tokens
@@ -168,8 +171,7 @@ class Engine:
         updates: list[Update] = []
         for sequence in (span.sequence for span in plan.spans):
             if sequence.status is not SequenceStatus.FINISHED:
-                self._remove(sequence)
-                updates.append(_update(sequence, sequence.num_output_tokens, (), "", finish))
+                updates.append(self._end(sequence, finish))
         return updates
 
     def stats(self) -> EngineStats:
@@ -212,6 +214,10 @@ class Engine:
             self._remove(sequence)
         return _update(sequence, start, (token_id,), text, finish)
 
+    def _end(self, sequence: Sequence, finish: Finish) -> Update:
+        self._remove(sequence)
+        return _update(sequence, sequence.num_output_tokens, (), "", finish)
+
     def _remove(self, sequence: Sequence) -> None:
         del self._outputs[sequence.id]
         self._scheduler.finish(sequence)
@@ -233,17 +239,14 @@ class Engine:
 
     def _too_large(self, sequence: Sequence) -> Finish | None:
         """The end of a sequence whose next token the pool could not give, even were it alone."""
-        num_needed, num_blocks = (
-            self._blocks.blocks_for(sequence.num_tokens),
-            self._config.num_blocks,
-        )
-        if num_needed <= num_blocks:
+        num_blocks, size = self._blocks.num_blocks, self._blocks.block_size
+        num_tokens = sequence.num_tokens
+        if num_tokens <= num_blocks * size:
             return None
-        size = self._config.block_size
+        num_needed = self._blocks.blocks_for(num_tokens)
         message = (
-            f"{sequence.num_tokens} tokens need {num_needed} KV blocks of {size} tokens; the pool "
-            f"has {num_blocks} ({num_blocks * size} tokens): raise the KV memory budget or ask for "
-            "less"
+            f"{num_tokens} tokens need {num_needed} KV blocks of {size} tokens; the pool has "
+            f"{num_blocks} ({num_blocks * size} tokens): raise the KV memory budget or ask for less"
         )
         return Finish(Reason.OUT_OF_MEMORY, message)
 

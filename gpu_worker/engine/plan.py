@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
+from .requests import Finish
 from .sequence import Sequence
 
 __all__ = ["BlockCopy", "Plan", "Span", "StepOutput"]
@@ -69,6 +71,9 @@ class StepOutput:
     Attributes:
         token_ids: one entry per span, in the plan's order: the sampled token, or ``()`` where the
             span does not sample.
+        failures: by index of span, why its request must end; that span's tokens are not looked at.
+            One request's failure leaves the others of the step alone.
     """
 
     token_ids: tuple[tuple[int, ...], ...]
+    failures: Mapping[int, Finish] = field(default_factory=dict)

@@ -55,19 +55,18 @@ class PrefixCache:
             blocks.append(block)
         return blocks
 
-    def publish(self, sequence: Sequence) -> None:
-        """Offer the blocks of ``sequence`` that have become full of computed tokens.
+    def publish(self, sequence: Sequence, num_full: int) -> None:
+        """Offer the first ``num_full`` blocks of ``sequence``, which are full of computed tokens.
 
         A block whose content is cached elsewhere already stays private to its sequence.
         """
-        num_full = sequence.num_computed_tokens // self._block_size
         for index in range(sequence.num_published_blocks, num_full):
             digest = self._digest(sequence, index)
             if digest not in self._block_of:
                 block = sequence.block_table[index]
                 self._block_of[digest] = block
                 self._digest_of[block] = digest
-        sequence.num_published_blocks = max(sequence.num_published_blocks, num_full)
+        sequence.num_published_blocks = num_full
 
     def forget(self, block: int) -> None:
         """The content of ``block`` is about to be overwritten."""

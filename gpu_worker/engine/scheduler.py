@@ -105,19 +105,23 @@ class Scheduler:
                 draft.budget - num_behind,
             )
             stop = sequence.num_computed_tokens + num_tokens
-            if not self._blocks.can_reserve(sequence, stop):
+            if not self._blocks.try_reserve(sequence, stop, draft.copies):
                 all_kept = False
-                if not self._make_room(sequence, stop, queue[len(queue) - num_behind :]):
+                if not self._make_room(
+                    sequence, stop, queue[len(queue) - num_behind :], draft.copies
+                ):
                     continue
-            draft.add(sequence, num_tokens, self._blocks.reserve(sequence, stop))
+            draft.add(sequence, num_tokens)
         return all_kept
 
-    def _make_room(self, sequence: Sequence, stop: int, behind: list[Sequence]) -> bool:
+    def _make_room(
+        self, sequence: Sequence, stop: int, behind: list[Sequence], copies: list[BlockCopy]
+    ) -> bool:
         """Preempt until ``sequence`` can have its blocks; False if it had to give up its own."""
         # Last in lane first, then the least work lost; of equals the one admitted last.
         candidates = (s for s in reversed(behind) if s.status is SequenceStatus.RUNNING)
         victims = iter(sorted(candidates, key=lambda s: (-s.rank, s.num_computed_tokens)))
-        while not self._blocks.can_reserve(sequence, stop):
+        while not self._blocks.try_reserve(sequence, stop, copies):
             victim = next(victims, None)
             if victim is None:
                 self._preempt(sequence, PreemptionCause.YIELDED)
@@ -157,7 +161,7 @@ class Scheduler:
             if sequence.num_preemptions == 0:
                 sequence.num_cached_tokens = min(num_cached, sequence.num_prompt_tokens)
             num_missing = num_tokens - num_cached
-            draft.add(sequence, min(num_missing, self._config.chunk_size, draft.budget), None)
+            draft.add(sequence, min(num_missing, self._config.chunk_size, draft.budget))
 
     def _spare(self, sequence: Sequence) -> int:
         """Blocks that must be left over when ``sequence`` is admitted."""
@@ -202,11 +206,9 @@ class _Draft:
         self.spans: list[Span] = []
         self.copies: list[BlockCopy] = []
 
-    def add(self, sequence: Sequence, num_tokens: int, copy: BlockCopy | None) -> None:
+    def add(self, sequence: Sequence, num_tokens: int) -> None:
         start = sequence.num_computed_tokens
         self.spans.append(
             Span(sequence, start, num_tokens, start + num_tokens == sequence.num_tokens)
         )
         self.budget -= num_tokens
-        if copy is not None:
-            self.copies.append(copy)

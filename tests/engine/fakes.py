@@ -1,0 +1,201 @@
+"""A model without a device, whose KV memory remembers what was written into it."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from penstock.gpu_worker.engine import (
+    BlockCopy,
+    EngineConfig,
+    EngineRequest,
+    Plan,
+    Sequence,
+    StepOutput,
+)
+from penstock.shared.protocol import Lane, Reason, SamplingOptions
+
+EOS = 0
+# Multi-character tokens, halves of "é", and a continuation byte that may come alone.
+PIECES = (b"", b"a", b"b", b"ab", b"ba", b"\xc3", b"\xa9", b"aab", b" ")
+
+
+def config(**changes: object) -> EngineConfig:
+    """A small, roomy engine; tests change what they are about."""
+    values: dict[str, object] = {
+        "block_size": 4,
+        "num_blocks": 64,
+        "max_batch_tokens": 32,
+        "max_sequences": 8,
+        "chunk_size": 16,
+        "max_model_len": 64,
+        "eos_token_ids": frozenset({EOS}),
+    }
+    return EngineConfig(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def request(
+    id: str,
+    prompt_ids: Iterable[int] = (1, 2, 3),
+    *,
+    lane: Lane = Lane.NORMAL,
+    tenant: str = "default",
+    output_ids: Iterable[int] = (),
+    **options: object,
+) -> EngineRequest:
+    """A request with ``ignore_eos``, so that directed tests end when they say so."""
+    return EngineRequest(
+        id=id,
+        lane=lane,
+        tenant=tenant,
+        prompt_ids=tuple(prompt_ids),
+        output_ids=tuple(output_ids),
+        options=SamplingOptions(**{"ignore_eos": True, **options}),  # type: ignore[arg-type]
+        seed=0,
+        arrival=0.0,
+    )
+
+
+class PieceStream:
+    """Detokenises ids over ``PIECES``, holding back halves of characters."""
+
+    def __init__(self, prompt_ids: tuple[int, ...]) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def feed(self, token_id: int) -> str:
+        return self._decoder.decode(PIECES[token_id])
+
+    def flush(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+def decode(token_ids: Iterable[int], *, final: bool) -> str:
+    data = b"".join(PIECES[token_id] for token_id in token_ids)
+    return codecs.getincrementaldecoder("utf-8")("replace").decode(data, final)
+
+
+def cut(text: str, stops: Iterable[str]) -> str | None:
+    """What stands before the stop string that is complete first; None if there is none."""
+    found = [(text.find(stop) + len(stop), text.find(stop)) for stop in stops if stop in text]
+    return text[: min(found)[1]] if found else None
+
+
+def tag_after(tag: int, token_id: int) -> int:
+    """What the fake model stores for a token: a name of the token and all tokens before it."""
+    return hash((tag, token_id))
+
+
+def tags(token_ids: Iterable[int], salt: bytes = b"") -> list[int]:
+    tag, result = hash(tuple(salt)), []
+    for token_id in token_ids:
+        tag = tag_after(tag, token_id)
+        result.append(tag)
+    return result
+
+
+def next_token(tag: int) -> int:
+    """The model: the next token as a function of what is stored for the last one."""
+    return (tag >> 7) % len(PIECES)
+
+
+class FakeKV:
+    """KV memory: slot -> tag. Checks each read as attention would."""
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self.memory: dict[int, int] = {}
+
+    def slot(self, sequence: Sequence, position: int) -> int:
+        block = sequence.block_table[position // self.block_size]
+        return block * self.block_size + position % self.block_size
+
+    def copy(self, copies: Iterable[BlockCopy]) -> None:
+        """In order, and all reads before all writes: a plan allows both, so both must agree."""
+        size, gathered, in_order = self.block_size, dict(self.memory), dict(self.memory)
+        targets: set[int] = set()
+        for copy in copies:
+            assert copy.target not in targets, "a block is the target of two copies"
+            targets.add(copy.target)
+            for offset in range(size):
+                source, target = copy.source * size + offset, copy.target * size + offset
+                gathered[target] = self.memory.get(source, 0)
+                in_order[target] = in_order.get(source, 0)
+        assert gathered == in_order
+        self.memory = gathered
+
+    def read(self, sequence: Sequence, stop: int) -> None:
+        """Positions ``[0, stop)`` hold this sequence's tokens, computed after these same tokens."""
+        expected = tags(sequence.token_ids[:stop], sequence.cache_salt)
+        found = [self.memory.get(self.slot(sequence, position)) for position in range(stop)]
+        assert found == expected, f"{sequence}: the KV of other tokens is in its blocks"
+
+
+class FakeRunner:
+    """Runs plans over a :class:`FakeKV`; the next token comes from what is stored there."""
+
+    def __init__(self, block_size: int) -> None:
+        self.kv = FakeKV(block_size)
+        self.num_computed = 0
+
+    def run(self, plan: Plan) -> StepOutput:
+        self.kv.copy(plan.copies)
+        self._write(plan)
+        sampled = []
+        for span in plan.spans:
+            # After all spans have written, as in a real forward pass: nobody's writing may have
+            # touched what another one reads.
+            self.kv.read(span.sequence, span.start + span.num_tokens)
+            last = self.kv.memory[self.kv.slot(span.sequence, span.start + span.num_tokens - 1)]
+            sampled.append((next_token(last),) if span.samples else ())
+        self.num_computed += plan.num_tokens
+        return StepOutput(tuple(sampled))
+
+    def _write(self, plan: Plan) -> None:
+        assert plan.spans
+        assert len({span.sequence.id for span in plan.spans}) == len(plan.spans)
+        written: set[int] = set()
+        for span in plan.spans:
+            sequence, stop = span.sequence, span.start + span.num_tokens
+            assert span.start == sequence.num_computed_tokens
+            assert 0 < span.num_tokens <= sequence.num_tokens - span.start
+            assert span.samples == (stop == sequence.num_tokens)
+            known = tags(sequence.token_ids[:stop], sequence.cache_salt)
+            for position in range(span.start, stop):
+                slot = self.kv.slot(sequence, position)
+                assert slot not in written, "two sequences write the same slot"
+                written.add(slot)
+                self.kv.memory[slot] = known[position]
+
+
+@dataclass(frozen=True)
+class Result:
+    token_ids: tuple[int, ...]
+    text: str
+    reason: Reason
+
+
+def solo(req: EngineRequest, cfg: EngineConfig) -> Result:
+    """What ``req`` gives alone, by the rules written down once more and as plainly as possible."""
+    salt = req.tenant.encode() if cfg.salt_by_tenant else b""
+    options, prompt, out = req.options, list(req.prompt_ids), []
+    stop_ids = {*options.stop_token_ids, *(() if options.ignore_eos else cfg.eos_token_ids)}
+    while True:
+        out.append(next_token(tags([*prompt, *out], salt)[-1]))
+        if out[-1] in stop_ids:
+            return _result(out, decode(out[:-1], final=True), options.stop, Reason.STOP)
+        visible = cut(decode(out, final=False), options.stop)
+        if visible is not None:
+            return Result(tuple(out), visible, Reason.STOP)
+        whole = decode(out, final=True)
+        if len(out) == options.max_tokens or len(prompt) + len(out) == cfg.max_model_len:
+            reason = Reason.LENGTH if cut(whole, options.stop) is None else Reason.STOP
+            return _result(out, whole, options.stop, reason)
+        if len(prompt) + len(out) > cfg.num_blocks * cfg.block_size:
+            return _result(out, whole, options.stop, Reason.OUT_OF_MEMORY)
+
+
+def _result(out: Seq[int], text: str, stops: Iterable[str], reason: Reason) -> Result:
+    before = cut(text, stops)
+    return Result(tuple(out), text if before is None else before, reason)

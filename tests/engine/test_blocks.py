@@ -1,0 +1,289 @@
+from __future__ import annotations
+
+import pytest
+from engine.fakes import FakeKV, tags
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from penstock.gpu_worker.engine import BlockCopy, BlockManager, Sequence
+from penstock.shared.errors import IntegrityError
+from penstock.shared.protocol import SamplingOptions
+
+OPTIONS = SamplingOptions()
+
+
+def sequence(token_ids: list[int], id: str = "s", salt: bytes = b"") -> Sequence:
+    return Sequence(id=id, prompt_ids=token_ids, options=OPTIONS, cache_salt=salt)
+
+
+def computed(blocks: BlockManager, seq: Sequence, num_tokens: int | None = None) -> Sequence:
+    seq.num_computed_tokens = seq.num_tokens if num_tokens is None else num_tokens
+    blocks.publish(seq)
+    return seq
+
+
+def admitted(blocks: BlockManager, token_ids: list[int], id: str = "s") -> Sequence:
+    seq = sequence(token_ids, id)
+    assert blocks.try_admit(seq, 0)
+    return seq
+
+
+def test_counts() -> None:
+    blocks = BlockManager(8, 4)
+    assert [blocks.blocks_for(n) for n in (0, 1, 4, 5, 8)] == [0, 1, 1, 2, 2]
+    seq = computed(blocks, admitted(blocks, list(range(9))))
+    assert (blocks.num_used, blocks.num_cached, blocks.num_available) == (3, 0, 5)
+    blocks.release(seq)
+    assert (blocks.num_used, blocks.num_cached, blocks.num_available) == (0, 2, 8)
+    assert (seq.block_table, seq.num_computed_tokens) == ([], 0)
+
+
+def test_admission_is_all_or_nothing_and_leaves_the_spare() -> None:
+    blocks = BlockManager(4, 4)
+    seq = sequence(list(range(9)))
+    assert not blocks.try_admit(seq, 2)
+    assert (seq.block_table, blocks.num_available) == ([], 4)
+    assert blocks.try_admit(seq, 1)
+    assert len(seq.block_table) == 3
+
+
+def test_a_hit_gives_the_same_blocks_and_counts_as_computed() -> None:
+    blocks = BlockManager(8, 4)
+    first = computed(blocks, admitted(blocks, list(range(10)), "first"))
+    second = admitted(blocks, [*range(8), 99, 98], "second")
+    assert second.block_table[:2] == first.block_table[:2]
+    assert second.block_table[2] != first.block_table[2]
+    assert second.num_computed_tokens == 8
+    blocks.check_integrity([first, second])
+
+
+def test_the_last_token_is_never_taken_from_the_cache() -> None:
+    blocks = BlockManager(8, 4)
+    computed(blocks, admitted(blocks, list(range(8)), "first"))
+    assert admitted(blocks, list(range(8)), "same").num_computed_tokens == 4
+    assert admitted(blocks, list(range(9)), "longer").num_computed_tokens == 8
+
+
+def test_only_computed_blocks_are_published() -> None:
+    blocks = BlockManager(8, 4)
+    first = admitted(blocks, list(range(12)), "first")
+    computed(blocks, first, 7)
+    assert admitted(blocks, list(range(12)), "second").num_computed_tokens == 4
+
+
+def test_a_block_after_a_different_one_is_a_different_block() -> None:
+    blocks = BlockManager(16, 4)
+    computed(blocks, admitted(blocks, [1, 1, 1, 1, 2, 2, 2, 2, 3], "first"))
+    assert admitted(blocks, [2, 2, 2, 2, 3], "no chain").num_computed_tokens == 0
+    assert admitted(blocks, [0, 1, 1, 1, 2, 2, 2, 2, 3], "other").num_computed_tokens == 0
+
+
+def test_prefixes_are_shared_only_within_a_salt() -> None:
+    blocks = BlockManager(16, 4)
+    for salt in (b"", b"a", b"b"):
+        seq = sequence(list(range(9)), "first", salt)
+        assert blocks.try_admit(seq, 0)
+        assert seq.num_computed_tokens == 0
+        computed(blocks, seq)
+        again = sequence(list(range(9)), "again", salt)
+        assert blocks.try_admit(again, 0)
+        assert again.num_computed_tokens == 8
+
+
+def test_without_prefix_cache_nothing_is_kept() -> None:
+    blocks = BlockManager(8, 4, prefix_cache=False)
+    blocks.release(computed(blocks, admitted(blocks, list(range(9)))))
+    assert blocks.num_cached == 0
+    assert admitted(blocks, list(range(9))).num_computed_tokens == 0
+
+
+def test_eviction_takes_the_least_recently_used_and_of_it_the_end_of_the_prefix() -> None:
+    blocks = BlockManager(5, 2)
+    old = computed(blocks, admitted(blocks, [1, 1, 2, 2], "old"))
+    new = computed(blocks, admitted(blocks, [3, 3, 4, 4], "new"))
+    blocks.release(old)
+    blocks.release(new)
+    assert (blocks.num_cached, blocks.num_evictions) == (4, 0)
+    other = admitted(blocks, [9, 9, 9], "other")  # the free block and one cached
+    assert blocks.num_evictions == 1
+    blocks.release(other)
+    assert admitted(blocks, [1, 1, 2, 2, 0], "old again").num_computed_tokens == 2
+    assert admitted(blocks, [3, 3, 4], "new again").num_computed_tokens == 2
+
+
+def test_a_hit_block_is_not_evicted_for_the_very_sequence_that_hit_it() -> None:
+    blocks = BlockManager(3, 2)
+    blocks.release(computed(blocks, admitted(blocks, [1, 1, 2, 2, 3, 3])))
+    assert blocks.num_cached == 3
+    seq = admitted(blocks, [1, 1, 2, 2, 4, 4])
+    assert seq.num_computed_tokens == 4
+    assert blocks.num_evictions == 1
+    blocks.check_integrity([seq])
+
+
+def test_revived_blocks_count_against_what_is_available() -> None:
+    blocks = BlockManager(3, 2)
+    blocks.release(computed(blocks, admitted(blocks, [1, 1, 2, 2])))
+    seq = sequence([1, 1, 2, 2, 3, 3, 4, 4])
+    assert not blocks.try_admit(seq, 0)
+    assert (blocks.num_cached, blocks.num_available) == (2, 3)
+
+
+def test_reserving_is_all_or_nothing() -> None:
+    blocks = BlockManager(3, 2)
+    seq, copies = admitted(blocks, [1, 2]), list[BlockCopy]()
+    assert blocks.try_reserve(computed(blocks, seq), 2, copies)
+    assert not blocks.try_reserve(seq, 7, copies)
+    assert len(seq.block_table) == 1
+    assert blocks.try_reserve(seq, 6, copies)
+    assert len(seq.block_table) == 3
+    assert copies == []
+
+
+def test_the_first_to_write_into_a_shared_block_copies_it_the_last_does_not() -> None:
+    blocks = BlockManager(8, 4)
+    parent = computed(blocks, admitted(blocks, list(range(6)), "parent"))
+    child = sequence(list(range(6)), "child")
+    blocks.fork(parent, child)
+    assert child.block_table == parent.block_table
+    assert blocks.num_used == 2
+    shared, copies = parent.block_table[1], list[BlockCopy]()
+    assert blocks.try_reserve(child, 7, copies)
+    assert copies == [BlockCopy(source=shared, target=child.block_table[1])]
+    assert blocks.try_reserve(parent, 7, copies)
+    assert (len(copies), parent.block_table[1]) == (1, shared)
+    assert parent.block_table[0] == child.block_table[0]
+    blocks.check_integrity([parent, child])
+
+
+def test_a_copy_needs_a_block() -> None:
+    blocks = BlockManager(1, 4)
+    parent = computed(blocks, admitted(blocks, [1, 2], "parent"))
+    child, copies = sequence([1, 2], "child"), list[BlockCopy]()
+    blocks.fork(parent, child)
+    assert not blocks.try_reserve(child, 3, copies)
+    assert copies == []
+    blocks.release(parent)
+    assert blocks.try_reserve(child, 3, copies)
+    assert copies == []
+
+
+def test_a_fork_does_not_share_what_is_not_computed() -> None:
+    blocks = BlockManager(8, 2)
+    parent = computed(blocks, admitted(blocks, list(range(8)), "parent"), 3)
+    child = sequence(list(range(3)), "child")
+    blocks.fork(parent, child)
+    assert child.block_table == parent.block_table[:2]
+
+
+def test_integrity_finds_what_is_wrong() -> None:
+    blocks = BlockManager(8, 4)
+    seq = computed(blocks, admitted(blocks, list(range(9))))
+    blocks.check_integrity([seq])
+    with pytest.raises(IntegrityError, match="0 owners"):
+        blocks.check_integrity([])
+    with pytest.raises(IntegrityError, match="2 owners"):
+        blocks.check_integrity([seq, seq])
+    seq.num_computed_tokens = 3
+    with pytest.raises(IntegrityError, match="published too early"):
+        blocks.check_integrity([seq])
+    seq.num_computed_tokens = 9
+    seq.block_table[1] = seq.block_table[0]
+    with pytest.raises(IntegrityError, match="stands twice"):
+        blocks.check_integrity([seq])
+
+
+class BlockMachine(RuleBasedStateMachine):
+    """Sequences come, grow, fork and go; their memory must always hold their own tokens."""
+
+    @initialize(num_blocks=st.integers(1, 10), size=st.integers(1, 4), prefix_cache=st.booleans())
+    def build(self, num_blocks: int, size: int, prefix_cache: bool) -> None:
+        self.blocks = BlockManager(num_blocks, size, prefix_cache=prefix_cache)
+        self.kv = FakeKV(size)
+        self.live: list[Sequence] = []
+        self.num_made = 0
+
+    def new(self, token_ids: list[int], salt: bytes) -> Sequence:
+        self.num_made += 1
+        return sequence(token_ids, f"s{self.num_made}", salt)
+
+    def write(self, seq: Sequence, stop: int, copies: list[BlockCopy]) -> None:
+        self.kv.copy(copies)
+        known = tags(seq.token_ids[:stop], seq.cache_salt)
+        for position in range(seq.num_computed_tokens, stop):
+            block = seq.block_table[position // self.blocks.block_size]
+            owners = [other for other in self.live if block in other.block_table]
+            assert owners == [seq], f"{seq} writes block {block} of {owners}"
+            self.kv.memory[self.kv.slot(seq, position)] = known[position]
+        seq.num_computed_tokens = stop
+
+    @rule(
+        token_ids=st.lists(st.integers(0, 1), min_size=1, max_size=12),
+        salt=st.sampled_from([b"", b"x"]),
+        spare=st.integers(0, 2),
+    )
+    def admit(self, token_ids: list[int], salt: bytes, spare: int) -> None:
+        before = self.blocks.num_available
+        seq = self.new(token_ids, salt)
+        if self.blocks.try_admit(seq, spare):
+            assert self.blocks.num_available >= spare
+            assert seq.num_computed_tokens < seq.num_tokens
+            assert len(seq.block_table) == self.blocks.blocks_for(seq.num_tokens)
+            self.live.append(seq)
+        else:
+            assert before < self.blocks.blocks_for(seq.num_tokens) + spare
+            assert (seq.block_table, self.blocks.num_available) == ([], before)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), num_new=st.integers(0, 5), publish=st.booleans())
+    def compute(self, data: st.DataObject, num_new: int, publish: bool) -> None:
+        seq = data.draw(st.sampled_from(self.live))
+        seq.token_ids += data.draw(st.lists(st.integers(0, 1), min_size=num_new, max_size=num_new))
+        if seq.num_computed_tokens == seq.num_tokens:
+            return
+        stop = data.draw(st.integers(seq.num_computed_tokens + 1, seq.num_tokens))
+        copies, table = list[BlockCopy](), list(seq.block_table)
+        before = self.blocks.num_available
+        if self.blocks.try_reserve(seq, stop, copies):
+            self.write(seq, stop, copies)
+            if publish:
+                self.blocks.publish(seq)
+        else:
+            assert (copies, seq.block_table, self.blocks.num_available) == ([], table, before)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def fork(self, data: st.DataObject) -> None:
+        parent = data.draw(st.sampled_from(self.live))
+        child = self.new(parent.token_ids[: max(parent.num_computed_tokens, 1)], parent.cache_salt)
+        self.blocks.fork(parent, child)
+        self.live.append(child)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        seq = data.draw(st.sampled_from(self.live))
+        self.live.remove(seq)
+        self.blocks.release(seq)
+
+    @invariant()
+    def everything_adds_up(self) -> None:
+        if hasattr(self, "blocks"):
+            self.blocks.check_integrity(self.live)
+
+    @invariant()
+    def everyone_reads_its_own_tokens(self) -> None:
+        for seq in getattr(self, "live", ()):
+            self.kv.read(seq, seq.num_computed_tokens)
+
+    def teardown(self) -> None:
+        for seq in getattr(self, "live", ()):
+            self.blocks.release(seq)
+        if hasattr(self, "blocks"):
+            self.blocks.check_integrity([])
+            assert self.blocks.num_available == self.blocks.num_blocks
+
+
+TestBlockMachine = BlockMachine.TestCase
+TestBlockMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
