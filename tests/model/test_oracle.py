@@ -1,0 +1,218 @@
+"""Token for token what transformers' ``generate`` gives, whatever the batching.
+
+The oracle runs each prompt alone: eager attention, float32, its own cache. Here all run together
+through the real engine, cut into chunks, sharing cached prefixes, losing and recomputing their KV.
+Tokens alone would hide errors that do not happen to flip an argmax, so logits are compared too.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from model.families import SUPPORTED, VOCAB_SIZE, WINDOW
+
+from penstock.gpu_worker.engine.config import EngineConfig
+from penstock.gpu_worker.engine.engine import Engine
+from penstock.gpu_worker.engine.plan import Span
+from penstock.gpu_worker.engine.requests import EngineRequest
+from penstock.gpu_worker.engine.sequence import Sequence
+from penstock.gpu_worker.engine.stats import EngineStats
+from penstock.gpu_worker.model import KVPool, LoadedModel, ModelRunner
+from penstock.gpu_worker.model.detokenizer import IncrementalDetokenizer
+from penstock.shared.protocol import Lane, Reason, SamplingOptions
+
+Loaded = Callable[[str], LoadedModel]
+Oracle = Callable[[str], Any]
+
+BLOCK_SIZE = 4
+OUTPUT_TOKENS = 12
+RELATIVE_LOGITS = 1e-4
+
+
+def _prompts() -> list[tuple[int, ...]]:
+    draw = random.Random(5)
+    ids = [draw.randrange(3, VOCAB_SIZE - 1) for _ in range(60)]
+    return [
+        (7,),
+        tuple(ids[:5]),
+        # A long common begin, past the window, so that the prefix cache has something to give.
+        tuple(ids[:33]),
+        (*ids[:21], 11, 12, 13),
+        (*ids[:32], 99),
+        tuple(draw.randrange(3, VOCAB_SIZE - 1) for _ in range(2 * WINDOW + 3)),
+    ]
+
+
+PROMPTS = _prompts()
+
+
+@dataclass(frozen=True)
+class Mode:
+    """How the engine is made to run.
+
+    Attributes:
+        chunk_size: most prefill tokens of one sequence in a step.
+        prefix_cache: whether blocks of equal prefixes are reused.
+        num_blocks: of the pool; few of them force preemption.
+        max_sequences: most sequences that run together.
+        resumed: output tokens that another worker is taken to have published of each request.
+    """
+
+    chunk_size: int
+    prefix_cache: bool
+    num_blocks: int = 200
+    max_sequences: int = 6
+    resumed: int = 0
+
+    @property
+    def starved(self) -> bool:
+        return self.num_blocks < 50
+
+
+MODES = {
+    "whole": Mode(chunk_size=64, prefix_cache=False),
+    "chunks": Mode(chunk_size=5, prefix_cache=False),
+    "token-by-token": Mode(chunk_size=1, prefix_cache=True),
+    "prefix-cache": Mode(chunk_size=7, prefix_cache=True, max_sequences=2),
+    "preempted": Mode(chunk_size=6, prefix_cache=False, num_blocks=18),
+    "preempted-cached": Mode(chunk_size=6, prefix_cache=True, num_blocks=18),
+    "one-at-a-time": Mode(chunk_size=64, prefix_cache=True, max_sequences=1),
+    "resumed": Mode(chunk_size=5, prefix_cache=True, resumed=4),
+}
+
+Expected = dict[tuple[int, ...], tuple[int, ...]]
+
+
+@pytest.fixture(scope="session")
+def generated(oracle: Oracle) -> Callable[[str], Expected]:
+    """Per family and prompt what ``generate`` puts out, its end-of-text token included."""
+    made: dict[str, Expected] = {}
+
+    def get(model_type: str) -> Expected:
+        if model_type not in made:
+            model = oracle(model_type)
+            made[model_type] = {
+                prompt: tuple(
+                    model.generate(
+                        torch.tensor([prompt]),
+                        attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+                        do_sample=False,
+                        max_new_tokens=OUTPUT_TOKENS,
+                        pad_token_id=0,
+                    )[0, len(prompt) :].tolist()
+                )
+                for prompt in PROMPTS
+            }
+        return made[model_type]
+
+    return get
+
+
+def serve(model: LoadedModel, mode: Mode, expected: Expected) -> tuple[Expected, EngineStats]:
+    """All prompts through the engine at once, arriving in pairs while others run."""
+    config = EngineConfig(
+        block_size=BLOCK_SIZE,
+        num_blocks=mode.num_blocks,
+        max_batch_tokens=64,
+        max_sequences=mode.max_sequences,
+        chunk_size=mode.chunk_size,
+        max_model_len=model.max_model_len,
+        eos_token_ids=model.eos_token_ids,
+        prefix_cache=mode.prefix_cache,
+    )
+    engine = Engine(config, lambda ids: IncrementalDetokenizer(model.tokenizer, ids))
+    pool = KVPool(model.geometry, mode.num_blocks, BLOCK_SIZE, model.device, model.dtype)
+    runner = ModelRunner(model, pool)
+    outputs = {f"r{i}": list(expected[prompt][: mode.resumed]) for i, prompt in enumerate(PROMPTS)}
+    arrivals = iter(enumerate(PROMPTS))
+    options = SamplingOptions(temperature=0.0, max_tokens=OUTPUT_TOKENS)
+    lanes = itertools.cycle(Lane)
+    ended: dict[str, Reason] = {}
+    while len(ended) < len(PROMPTS):
+        for index, prompt in itertools.islice(arrivals, 2):
+            refused = engine.add(
+                EngineRequest(
+                    id=f"r{index}",
+                    lane=next(lanes),
+                    tenant="t",
+                    prompt_ids=prompt,
+                    output_ids=tuple(outputs[f"r{index}"]),
+                    options=options,
+                    seed=0,
+                    arrival=float(index),
+                )
+            )
+            if refused is not None:
+                assert refused.finish is not None
+                ended[refused.id] = refused.finish.reason
+        plan = engine.schedule()
+        if plan is None:
+            continue
+        for update in engine.collect(plan, runner.run(plan)):
+            assert update.start == len(outputs[update.id])
+            outputs[update.id] += update.token_ids
+            if update.finish is not None:
+                ended[update.id] = update.finish.reason
+        engine.check_integrity()
+    assert set(ended.values()) <= {Reason.STOP, Reason.LENGTH}, ended
+    return {prompt: tuple(outputs[f"r{i}"]) for i, prompt in enumerate(PROMPTS)}, engine.stats()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("model_type", SUPPORTED)
+def test_tokens_are_those_of_generate(
+    loaded: Loaded, generated: Callable[[str], Expected], model_type: str, mode: str
+) -> None:
+    expected = generated(model_type)
+    found, stats = serve(loaded(model_type), MODES[mode], expected)
+    assert found == expected
+    # The mode did happen: an oracle that tests an easier case proves nothing.
+    assert bool(sum(stats.preemptions.values())) == MODES[mode].starved
+    if mode in ("prefix-cache", "one-at-a-time"):
+        assert stats.prefix_hit_tokens > 0
+
+
+@pytest.mark.parametrize("model_type", SUPPORTED)
+def test_logits_are_the_models_own_in_any_chunking(
+    loaded: Loaded, oracle: Oracle, model_type: str
+) -> None:
+    model = loaded(model_type)
+    pool = KVPool(model.geometry, 120, BLOCK_SIZE, model.device, model.dtype)
+    runner = ModelRunner(model, pool)
+    draw = random.Random(model_type)
+    free = draw.sample(range(120), 120)
+    sequences = []
+    for index, prompt in enumerate(PROMPTS):
+        sequence = Sequence(
+            id=str(index), prompt_ids=prompt, options=SamplingOptions(temperature=0.0)
+        )
+        sequence.block_table = [free.pop() for _ in range(-(-len(prompt) // BLOCK_SIZE))]
+        sequences.append(sequence)
+    rows: dict[str, list[torch.Tensor]] = {sequence.id: [] for sequence in sequences}
+    computed = {sequence.id: 0 for sequence in sequences}
+    while waiting := [s for s in sequences if computed[s.id] < s.num_tokens]:
+        chosen = draw.sample(waiting, draw.randint(1, len(waiting)))
+        spans = []
+        for sequence in chosen:
+            start = computed[sequence.id]
+            left = sequence.num_tokens - start
+            size = draw.choice([1, min(3, left), draw.randint(1, left)])
+            spans.append(Span(sequence, start, size, start + size == sequence.num_tokens))
+            computed[sequence.id] += size
+        logits = runner.logits(spans).split([span.num_tokens for span in spans])
+        for span, part in zip(spans, logits, strict=True):
+            rows[span.sequence.id].append(part)
+    for sequence in sequences:
+        with torch.inference_mode():
+            ids = torch.tensor([sequence.token_ids])
+            expected = oracle(model_type)(input_ids=ids, use_cache=False).logits[0]
+        found = torch.cat(rows[sequence.id])
+        assert found.shape == expected.shape
+        difference = (found - expected).abs().max() / expected.abs().max()
+        assert float(difference) <= RELATIVE_LOGITS
