@@ -12,6 +12,7 @@ EXTRAS := worker,embedded,dev
 # Strict, because only then type checkers see the mapped folders. Strict links file by file, so
 # that an added or removed file needs the links made again.
 EDITABLE := --config-settings editable_mode=strict
+RELINK := $(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable . $(EDITABLE)
 LIST_FILES := find producer gpu_worker kernels shared -type f -not -path '*/__pycache__/*' | sort
 
 .PHONY: help demo test check bench faults install clean FORCE
@@ -55,6 +56,7 @@ $(VENV)/.files: $(VENV)/.installed FORCE
 	@$(LIST_FILES) > $@.new
 	@if cmp --silent $@.new $@; then rm $@.new; else mv $@.new $@; fi
 
+# An installation that has just been made is linked already, which make cannot know.
 $(VENV)/.linked: $(VENV)/.files
-	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable . $(EDITABLE)
+	@test $@ -nt $< || { echo "linking added and removed files"; $(RELINK); }
 	@touch $@
