@@ -1,0 +1,288 @@
+"""The whole engine under random arrivals, lanes, cancels, crashes, failing steps and tiny pools."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from engine.fakes import EOS, FakeRunner, PieceStream, Result, config, request, solo
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from penstock.gpu_worker.engine import (
+    Engine,
+    EngineConfig,
+    EngineRequest,
+    Plan,
+    Sequence,
+    SequenceStatus,
+    Update,
+)
+from penstock.shared.protocol import Lane, Reason
+
+prompts = st.one_of(
+    st.lists(st.integers(0, 8), min_size=1, max_size=14),
+    st.integers(1, 14).map(lambda n: [1, 2, 1, 2, 3, 1, 2, 1, 2, 3, 1, 2, 1, 2][:n]),
+)
+stop_lists = st.lists(st.sampled_from(["ab", "aab ", "é", "ba\ufffd", " ", "bb"]), max_size=2)
+
+
+@dataclass
+class Log:
+    """What was published of one request, as the log of a real one would hold it."""
+
+    request: EngineRequest
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    reason: Reason | None = None
+
+    def publish(self, update: Update) -> None:
+        assert self.reason is None, "an update after the end"
+        assert update.start == len(self.token_ids)
+        assert update.token_ids or update.finish is not None
+        assert update.token_ids or not update.text
+        assert update.prompt_tokens == len(self.request.prompt_ids)
+        assert 0 <= update.cached_tokens < update.prompt_tokens + len(self.token_ids) + 1
+        self.token_ids += update.token_ids
+        self.text += update.text
+        self.reason = update.finish.reason if update.finish is not None else None
+
+
+@dataclass(frozen=True)
+class Before:
+    """What there was before a step was planned."""
+
+    running: list[Sequence]
+    preemptions: int
+
+
+class EngineMachine(RuleBasedStateMachine):
+    @initialize(
+        block_size=st.integers(1, 4),
+        num_blocks=st.integers(1, 14),
+        max_sequences=st.integers(1, 6),
+        more_tokens=st.integers(0, 12),
+        chunk_size=st.integers(1, 10),
+        max_model_len=st.integers(2, 30),
+        prefix_cache=st.booleans(),
+        salt_by_tenant=st.booleans(),
+        watermark=st.sampled_from([0.0, 0.01, 0.3]),
+    )
+    def build(self, max_sequences: int, more_tokens: int, **limits: object) -> None:
+        self.config: EngineConfig = config(
+            max_sequences=max_sequences, max_batch_tokens=max_sequences + more_tokens, **limits
+        )
+        self.engine = Engine(self.config, PieceStream)
+        self.runner = FakeRunner(self.config.block_size)
+        self.live: dict[str, Log] = {}
+        self.ended: list[Log] = []
+        self.seen: dict[str, Sequence] = {}  # sequences of live requests, as plans showed them
+        self.arrivals: list[str] = []  # live requests that were never planned, in order of arrival
+        self.num_made = 0
+
+    # --- what happens to an engine
+
+    @rule(
+        prompt_ids=prompts,
+        lane=st.sampled_from(Lane),
+        tenant=st.sampled_from(["x", "y"]),
+        max_tokens=st.integers(1, 16),
+        stop=stop_lists,
+        stop_token_ids=st.sampled_from([(), (), (8,)]),
+        ignore_eos=st.booleans(),
+    )
+    def add(self, prompt_ids: list[int], **options: object) -> None:
+        self.num_made += 1
+        self.admit(Log(request(f"r{self.num_made}", prompt_ids, **options)))  # type: ignore[arg-type]
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        log = self.live[data.draw(st.sampled_from(sorted(self.live)))]
+        assert self.engine.abort(log.request.id)
+        assert not self.engine.abort(log.request.id)
+        self.forget(log)
+        self.check_published(log)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def crash_and_continue(self, data: st.DataObject) -> None:
+        log = self.live[data.draw(st.sampled_from(sorted(self.live)))]
+        assert self.engine.abort(log.request.id)
+        self.forget(log)
+        self.admit(log)
+
+    @precondition(lambda self: any(log.token_ids for log in self.ended))
+    @rule(data=st.data())
+    def lose_the_end_of(self, data: st.DataObject) -> None:
+        """The worker died between the last token and the end: the next one ends it alike."""
+        log = data.draw(st.sampled_from([log for log in self.ended if log.token_ids]))
+        again = replace(log.request, output_ids=tuple(log.token_ids))
+        update = self.engine.add(again)
+        assert update is not None
+        assert update.finish is not None
+        assert (update.start, update.token_ids, update.text, update.finish.reason) == (
+            len(log.token_ids), (), "", log.reason,
+        )  # fmt: skip
+
+    @rule()
+    def step(self) -> None:
+        if (plan := self.plan()) is not None:
+            self.collect(plan)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def step_with_an_abort_in_flight(self, data: st.DataObject) -> None:
+        plan = self.plan()
+        assert plan is not None
+        output = self.runner.run(plan)
+        self.abort(data)
+        for update in self.engine.collect(plan, output):
+            self.publish(update)
+
+    @precondition(lambda self: self.live)
+    @rule(wrote=st.booleans())
+    def failing_step(self, wrote: bool) -> None:
+        plan = self.plan()
+        assert plan is not None
+        if wrote:
+            self.runner.run(plan)
+        updates = self.engine.fail(plan, Reason.ENGINE_ERROR, "injected")
+        assert [u.id for u in updates] == [span.sequence.id for span in plan.spans]
+        for update in updates:
+            log = self.live[update.id]
+            log.publish(update)
+            assert log.reason is Reason.ENGINE_ERROR
+            self.check_published(log)
+            self.forget(log)
+
+    @invariant()
+    def everything_adds_up(self) -> None:
+        if hasattr(self, "engine"):
+            self.engine.check_integrity()
+            assert self.engine.has_work == bool(self.live)
+
+    def teardown(self) -> None:
+        """Without further arrivals everything ends, in a bounded number of steps."""
+        if not hasattr(self, "engine"):
+            return
+        work = sum(
+            len(log.request.prompt_ids) + log.request.options.max_tokens
+            for log in self.live.values()
+        )
+        bound = work * (len(self.live) + 1)
+        for _ in range(bound):
+            self.step()
+            self.everything_adds_up()
+        assert not self.live
+        assert self.engine.schedule() is None
+        assert self.engine.stats().used_blocks == 0
+
+    # --- what must hold
+
+    def admit(self, log: Log) -> None:
+        req, cfg = replace(log.request, output_ids=tuple(log.token_ids)), self.config
+        update = self.engine.add(req)
+        num_prompt, num_slots = len(req.prompt_ids), cfg.num_blocks * cfg.block_size
+        if update is None:
+            assert num_prompt < cfg.max_model_len
+            assert num_prompt + len(req.output_ids) <= num_slots
+            self.live[req.id] = log
+            self.arrivals.append(req.id)
+            return
+        log.publish(update)
+        assert not log.token_ids, "a request that was going on cannot end by moving"
+        too_long = num_prompt + 1 > cfg.max_model_len
+        assert too_long or num_prompt > num_slots
+        assert log.reason is (Reason.PROMPT_TOO_LONG if too_long else Reason.OUT_OF_MEMORY)
+
+    def plan(self) -> Plan | None:
+        before = Before(self.running(), sum(self.engine.stats().preemptions.values()))
+        plan = self.engine.schedule()
+        assert (plan is not None) == bool(self.live)
+        if plan is not None:
+            self.check_plan(plan, before)
+        self.engine.check_integrity()
+        return plan
+
+    def running(self) -> list[Sequence]:
+        return [s for s in self.seen.values() if s.status is SequenceStatus.RUNNING]
+
+    def check_plan(self, plan: Plan, before: Before) -> None:
+        cfg, planned = self.config, [span.sequence for span in plan.spans]
+        assert plan.num_tokens <= cfg.max_batch_tokens
+        assert len(planned) <= cfg.max_sequences
+        assert all(span.num_tokens <= cfg.chunk_size for span in plan.spans)
+        self.check_admissions([s for s in planned if s.id not in self.seen])
+        for sequence in planned:
+            self.seen[sequence.id] = sequence
+        # Who ran before either advances or was preempted, and then for somebody at least as urgent:
+        # nobody less urgent than a victim goes on, and no waiting one takes its place.
+        victims = [s for s in before.running if s not in planned]
+        num_preempted = sum(self.engine.stats().preemptions.values()) - before.preemptions
+        assert len(victims) == num_preempted
+        for victim in victims:
+            assert victim.status is SequenceStatus.WAITING
+            assert all(s.rank <= victim.rank for s in planned)
+        assert not victims or set(planned) <= set(before.running)
+        # One always advances who was first before, so somebody always comes to an end.
+        if before.running:
+            assert any(s.rank == min(r.rank for r in before.running) for s in planned)
+
+    def check_admissions(self, admitted: list[Sequence]) -> None:
+        """Lane by lane, and inside a lane in the order of arrival."""
+        ids = {s.id for s in admitted}
+        rank = {id: self.live[id].request.lane.rank for id in self.arrivals}
+        in_line = sorted(self.arrivals, key=lambda id: rank[id])
+        assert set(in_line[: len(ids)]) == ids
+        self.arrivals = [id for id in self.arrivals if id not in ids]
+
+    def collect(self, plan: Plan) -> None:
+        updates = self.engine.collect(plan, self.runner.run(plan))
+        assert [u.id for u in updates] == [s.sequence.id for s in plan.spans if s.samples]
+        for update in updates:
+            self.publish(update)
+
+    def publish(self, update: Update) -> None:
+        log = self.live[update.id]
+        log.publish(update)
+        if log.reason is not None:
+            result = Result(tuple(log.token_ids), log.text, log.reason)
+            assert result == solo(log.request, self.config)
+            self.forget(log)
+            self.ended.append(log)
+
+    def check_published(self, log: Log) -> None:
+        """What was published of an unfinished request is the begin of what it gives alone."""
+        whole = solo(log.request, self.config)
+        assert whole.token_ids[: len(log.token_ids)] == tuple(log.token_ids)
+        assert whole.text.startswith(log.text)
+
+    def forget(self, log: Log) -> None:
+        id = log.request.id
+        del self.live[id]
+        self.seen.pop(id, None)
+        if id in self.arrivals:
+            self.arrivals.remove(id)
+
+
+TestEngineMachine = EngineMachine.TestCase
+TestEngineMachine.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
+
+
+def test_the_model_reaches_every_end() -> None:
+    """The machine above would prove nothing about ends that its model never comes to."""
+    cfg = config(num_blocks=5, max_model_len=24)
+    ends = set()
+    for first in range(9):
+        for max_tokens in (3, 50):
+            for options in ({"ignore_eos": False}, {"stop": ("ab",)}, {"stop": ("é",)}):
+                req = request("r", [first], max_tokens=max_tokens, **options)
+                result = solo(req, cfg)
+                ends.add((result.reason, result.token_ids[-1] == EOS, "stop" in options))
+    assert ends >= {
+        (Reason.STOP, True, False),
+        (Reason.STOP, False, True),
+        (Reason.LENGTH, False, True),
+        (Reason.OUT_OF_MEMORY, False, True),
+    }
