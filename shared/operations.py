@@ -8,17 +8,33 @@ replies are in the script's own header. A worker's step sends several in one rou
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import msgpack
 from redis.exceptions import ResponseError
 
+from . import fields as check
 from .errors import IdConflict, PenstockError, QueueFull, RedisUnavailable
 from .keys import Keys
-from .protocol import Chunk, Lane, Reason, Request, State, unpack_event
-from .script_loader import Call, Pipelined, load_script, run_calls
+from .protocol import Lane, Reason, Request, State
+from .replies import (
+    Append,
+    AppendStatus,
+    Bounds,
+    CancelReply,
+    Claim,
+    ClaimReply,
+    DeadLetter,
+    RedriveReply,
+    RetryPolicy,
+    SubmitReply,
+    SweepReply,
+    read_claims,
+    read_dead_letter,
+)
+from .script_loader import Call, Pipelined, Script, load_script, run_calls, run_commands
 
 __all__ = [
     "Append",
@@ -27,157 +43,22 @@ __all__ = [
     "CancelReply",
     "Claim",
     "ClaimReply",
+    "DeadLetter",
     "Operations",
+    "RedriveReply",
     "RetryPolicy",
     "SubmitReply",
     "SweepReply",
 ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bounds:
-    """What may wait at the door; 0 means no bound.
+SCRIPTS = ("append", "cancel", "claim", "recount", "redrive", "release", "submit", "sweep")
+"""Names of the scripts: those of ``scripts/`` that are not included by others."""
 
-    Attributes:
-        requests: waiting requests of the shard.
-        tokens: their estimated cost in tokens.
-        bytes: their packed size in bytes.
-        tenant_requests: waiting requests of any one tenant.
-    """
+_RETRY_AFTER_MS = 1000
 
-    requests: int = 0
-    tokens: int = 0
-    bytes: int = 0
-    tenant_requests: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RetryPolicy:
-    """When a request that keeps losing its worker is given up.
-
-    Attributes:
-        max_blames: crashes it may be blamed for (no progress since its claim).
-        max_attempts: claims in all.
-    """
-
-    max_blames: int = 5
-    max_attempts: int = 20
-
-
-@dataclass(frozen=True, slots=True)
-class SubmitReply:
-    """Answer to an accepted submit.
-
-    Attributes:
-        duplicate: the same id and payload were accepted before; nothing was changed.
-        state: its state now.
-        n: output tokens so far.
-        waiting: requests now waiting in the shard; None for a duplicate.
-    """
-
-    duplicate: bool
-    state: State
-    n: int
-    waiting: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class CancelReply:
-    """Answer to a cancel.
-
-    Attributes:
-        changed: this call ended it.
-        state: the terminal state; None if the request is not known.
-    """
-
-    changed: bool
-    state: State | None
-
-
-@dataclass(frozen=True, slots=True)
-class Claim:
-    """One request given to a worker. Times are in ms of Redis' clock.
-
-    Attributes:
-        id: the request.
-        epoch: fencing token for every write about it.
-        attempts: claims so far, this one included.
-        suspect: it may have crashed a worker; run one such at a time.
-        payload: the packed request.
-        age_ms: since acceptance.
-        queue_ms: acceptance to first claim.
-        ttft_ms: acceptance to first published token, None if there was none yet.
-        deadline_in_ms: until it expires.
-        chunks: what is already published; empty for fresh work.
-    """
-
-    id: str
-    epoch: int
-    attempts: int
-    suspect: bool
-    payload: bytes
-    age_ms: int
-    queue_ms: int
-    ttft_ms: int | None
-    deadline_in_ms: int
-    chunks: tuple[Chunk, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ClaimReply:
-    """What :meth:`Operations.claim` brought.
-
-    Attributes:
-        bell: id of the last bell entry; a worker that got nothing waits for a later one.
-        claims: the requests, in the order to serve them.
-    """
-
-    bell: str
-    claims: tuple[Claim, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Append:
-    """Tokens and/or the end of one running request.
-
-    Attributes:
-        id: the request.
-        epoch: from its claim.
-        start: output index of the first token (for a bare end: the count of tokens).
-        count: number of tokens.
-        chunk: packed chunk; empty if count is 0.
-        end: packed end; empty if the request goes on.
-        reason: why it ended, if it did.
-        spent: tokens really spent, if it ended; -1 if unknown.
-    """
-
-    id: str
-    epoch: int
-    start: int
-    count: int
-    chunk: bytes = b""
-    end: bytes = b""
-    reason: Reason | None = None
-    spent: int = -1
-
-
-class AppendStatus:
-    """Statuses of :meth:`Operations.append`."""
-
-    WRITTEN = 0
-    FENCED = 2
-    MISMATCH = 3
-    GONE = 4
-    BROKEN = 9
-
-
-@dataclass(frozen=True, slots=True)
-class SweepReply:
-    """What a sweep did: requests expired, requests taken from dead workers, dead workers."""
-
-    expired: int
-    reaped: int
-    workers: int
+_ENTRY = re.compile(r"[0-9]{1,20}-[0-9]{1,20}")
+_ENTRY_ALLOWED = "the name of a dead letter, such as 1700000000000-0"
 
 
 class Operations:
@@ -188,6 +69,7 @@ class Operations:
         keys: names of the shard.
         retention_ms: how long the record and the log of an ended request are kept.
         retry: when a request that keeps losing its worker is given up.
+        load: where the scripts come from; tests put altered ones in their place.
     """
 
     def __init__(
@@ -197,13 +79,13 @@ class Operations:
         *,
         retention_ms: int = 600_000,
         retry: RetryPolicy | None = None,
+        load: Callable[[str], Script] = load_script,
     ) -> None:
         self._redis = redis
         self._keys = keys
         self._retention_ms = retention_ms
         self._retry = retry or RetryPolicy()
-        names = ("submit", "claim", "append", "cancel", "release", "sweep")
-        self._scripts = {name: load_script(name) for name in names}
+        self._scripts = {name: load(name) for name in SCRIPTS}
 
     @property
     def keys(self) -> Keys:
@@ -216,8 +98,7 @@ class Operations:
 
     async def _one(self, call: Call) -> Any:
         (reply,) = await self.run([call])
-        if isinstance(reply, ResponseError):
-            raise script_error(call.script.name, reply) from reply
+        accepted(call.script.name, reply)
         return reply
 
     async def submit(
@@ -234,15 +115,15 @@ class Operations:
         keys, lane = self._keys, request.lane
         payload = request.pack()
         names = (
-            keys.request(request.id), keys.queue(lane, request.tenant), keys.tenants(lane),
-            keys.lanes, keys.floors, keys.deadlines, keys.counters, keys.bell,
+            keys.request(request.id), keys.log(request.id), keys.queue(lane, request.tenant),
+            keys.tenants(lane), keys.lanes, keys.floors, keys.deadlines, keys.counters, keys.bell,
         )  # fmt: skip
         args = (
             keys.prefix, request.id, lane.value, request.tenant, payload,
             hashlib.sha256(payload).digest()[:16], request.cost_estimate,
-            request.deadline_ms or default_deadline_ms, request.max_queue_ms or 0,
-            self._retention_ms, bounds.requests, bounds.tokens, bounds.bytes,
-            bounds.tenant_requests,
+            request.options.max_tokens, request.deadline_ms or default_deadline_ms,
+            request.max_queue_ms or 0, self._retention_ms, bounds.requests, bounds.tokens,
+            bounds.bytes, bounds.tenant_requests,
         )  # fmt: skip
         reply = await self._one(Call(self._scripts["submit"], names, args))
         verdict = reply[0]
@@ -252,7 +133,7 @@ class Operations:
             return SubmitReply(True, State(reply[1].decode()), reply[2], None)
         if verdict == b"conflict":
             raise IdConflict(request.id)
-        raise QueueFull(reply[1].decode(), reply[2], retry_after_ms=1000)
+        raise QueueFull(reply[1].decode(), reply[2], retry_after_ms=_RETRY_AFTER_MS)
 
     async def cancel(self, request_id: str, reason: Reason = Reason.CLIENT) -> CancelReply:
         """End a request at once, queued or running; harmless if it has ended.
@@ -278,13 +159,21 @@ class Operations:
             keys.tenants(Lane.NORMAL), keys.tenants(Lane.BATCH), keys.leases,
             keys.owned(worker_id), keys.deadlines, keys.counters, keys.bell,
         )  # fmt: skip
-        args = (keys.prefix, worker_id, lease_ms, requests, tokens, int(suspect_ok))
+        args = (
+            keys.prefix, worker_id, lease_ms, requests, tokens, int(suspect_ok),
+            self._retention_ms,
+        )  # fmt: skip
         return Call(self._scripts["claim"], names, args)
 
     @staticmethod
     def read_claim(reply: Any) -> ClaimReply:
-        """The typed form of a claim's reply."""
-        return ClaimReply(reply[1].decode(), tuple(_claim(row) for row in reply[2]))
+        """The typed form of a claim's reply.
+
+        Raises:
+            RedisUnavailable: the reply is the server's refusal.
+        """
+        accepted("claim", reply)
+        return ClaimReply(reply[1].decode(), read_claims(reply[2]))
 
     def append(self, worker_id: str, items: Sequence[Append], *, lease_ms: int) -> Call:
         """Publish tokens and ends of up to 256 requests; renews the lease."""
@@ -311,14 +200,19 @@ class Operations:
         keys, retry = self._keys, self._retry
         names = (
             keys.deadlines, keys.leases, keys.continued, keys.suspects, keys.counters,
-            keys.dead_letters, keys.bell,
+            keys.dead_letters, keys.bell, keys.floors,
         )  # fmt: skip
         args = (keys.prefix, retry.max_blames, retry.max_attempts, self._retention_ms)
         return Call(self._scripts["sweep"], names, args)
 
     @staticmethod
     def read_sweep(reply: Any) -> SweepReply:
-        """The typed form of a sweep's reply."""
+        """The typed form of a sweep's reply.
+
+        Raises:
+            RedisUnavailable: the reply is the server's refusal.
+        """
+        accepted("sweep", reply)
         return SweepReply(*reply)
 
     async def release_all(self, worker_id: str, *, blame: bool) -> int:
@@ -346,7 +240,103 @@ class Operations:
             keys.prefix, worker_id, mode, int(blame), retry.max_blames, retry.max_attempts,
             self._retention_ms, *ids,
         )  # fmt: skip
-        return int(await self._one(Call(self._scripts["release"], names, args)))
+        call = Call(self._scripts["release"], names, args)
+        released, more = 0, 1
+        while more:
+            count, more = await self._one(call)
+            released += count
+        return released
+
+    async def dead_letters(self, *, after: str = "-", count: int = 100) -> list[DeadLetter]:
+        """Dead letters, oldest first.
+
+        Args:
+            after: entry of the last one already seen; ``-`` begins at the oldest.
+            count: how many at most.
+
+        Raises:
+            RedisUnavailable: the server refuses.
+        """
+        start = after if after == "-" else f"({after}"
+        return await self._letters(start, "+", count)
+
+    async def dead_letter(self, entry: str) -> DeadLetter | None:
+        """The dead letter of that name, None if there is none.
+
+        Raises:
+            RedisUnavailable: the server refuses.
+        """
+        found = await self._letters(entry, entry, 1)
+        return found[0] if found else None
+
+    async def _letters(self, start: str, stop: str, count: int) -> list[DeadLetter]:
+        for bound in (start.removeprefix("("), stop):
+            if bound not in "-+":
+                check.name("entry", bound, _ENTRY, _ENTRY_ALLOWED)
+        command = ("XRANGE", self._keys.dead_letters, start, stop, "COUNT", count)
+        (rows,) = await run_commands(self._redis, [command])
+        accepted("XRANGE", rows)
+        return [read_dead_letter(entry, fields) for entry, fields in rows]
+
+    async def redrive(self, entry: str) -> RedriveReply:
+        """Give a dead request a new life, from token 0 and with a new deadline of the same length.
+
+        Raises:
+            RedisUnavailable: the server refuses (for example at maxmemory).
+        """
+        letter = await self.dead_letter(entry)
+        if letter is None:
+            return RedriveReply(False, None)
+        keys = self._keys
+        names = (
+            keys.dead_letters, keys.request(letter.id), keys.log(letter.id),
+            keys.queue(letter.lane, letter.tenant), keys.tenants(letter.lane), keys.lanes,
+            keys.floors, keys.deadlines, keys.counters, keys.bell,
+        )  # fmt: skip
+        args = (keys.prefix, entry, self._retention_ms)
+        reply = await self._one(Call(self._scripts["redrive"], names, args))
+        state = State(reply[1].decode()) if reply[0] == b"busy" else None
+        return RedriveReply(reply[0] == b"ok", state)
+
+    async def drop_dead_letter(self, entry: str) -> bool:
+        """Throw a dead letter away; False if there is none of that name.
+
+        Raises:
+            RedisUnavailable: the server refuses.
+        """
+        check.name("entry", entry, _ENTRY, _ENTRY_ALLOWED)
+        command = ("XDEL", self._keys.dead_letters, entry)
+        (dropped,) = await run_commands(self._redis, [command])
+        accepted("XDEL", dropped)
+        return bool(dropped)
+
+    async def recount(self) -> tuple[int, int]:
+        """Set the counters of waiting work to what the records say.
+
+        They are right by themselves; this is for an operator after commands were denied in the
+        middle of scripts, or keys deleted by hand. Not bounded, see the script.
+
+        Returns:
+            Waiting requests, and how many counters were wrong.
+
+        Raises:
+            RedisUnavailable: the server refuses.
+        """
+        names = (self._keys.deadlines, self._keys.counters)
+        waiting, wrong = await self._one(
+            Call(self._scripts["recount"], names, (self._keys.prefix,))
+        )
+        return waiting, wrong
+
+
+def accepted(name: str, reply: Any) -> None:
+    """Raise if a reply is the server's refusal.
+
+    Raises:
+        RedisUnavailable: it is.
+    """
+    if isinstance(reply, ResponseError):
+        raise script_error(name, reply) from reply
 
 
 def script_error(name: str, error: ResponseError) -> PenstockError:
@@ -361,19 +351,3 @@ def script_error(name: str, error: ResponseError) -> PenstockError:
     if "NOPERM" in text or "ACL" in text:
         return RedisUnavailable(f"Redis denies a command of {name}: {text}; see docs/protocol.md")
     return RedisUnavailable(f"Redis refused {name}: {text}")
-
-
-def _claim(row: Sequence[Any]) -> Claim:
-    events = [unpack_event(fields[1]) for _, fields in row[10] if fields[0] == b"d"]
-    return Claim(
-        id=row[0].decode(),
-        epoch=row[1],
-        attempts=row[3],
-        suspect=bool(row[4]),
-        payload=row[5],
-        age_ms=row[6],
-        queue_ms=row[7],
-        ttft_ms=None if row[8] < 0 else row[8],
-        deadline_in_ms=row[9],
-        chunks=tuple(event for event in events if isinstance(event, Chunk)),
-    )

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from redis.exceptions import NoScriptError, ResponseError
 
-__all__ = ["Call", "Script", "load_script", "run_calls"]
+__all__ = ["Call", "Script", "load_script", "run_calls", "run_commands"]
 
 _INCLUDE = re.compile(r"^--@include (\S+)$", re.MULTILINE)
 
@@ -83,16 +83,17 @@ async def run_calls(redis: Pipelined, calls: Sequence[Call]) -> list[Any]:
     Raises:
         redis.exceptions.ConnectionError, redis.exceptions.TimeoutError: the outcome is unknown.
     """
-    replies = await _send(redis, [call.command() for call in calls])
+    replies = await run_commands(redis, [call.command() for call in calls])
     missing = [i for i, reply in enumerate(replies) if isinstance(reply, NoScriptError)]
     if missing:
-        again = await _send(redis, [calls[i].command(by_source=True) for i in missing])
+        again = await run_commands(redis, [calls[i].command(by_source=True) for i in missing])
         for i, reply in zip(missing, again, strict=True):
             replies[i] = reply
     return replies
 
 
-async def _send(redis: Pipelined, commands: Sequence[tuple[Argument, ...]]) -> list[Any]:
+async def run_commands(redis: Pipelined, commands: Sequence[tuple[Argument, ...]]) -> list[Any]:
+    """Run plain commands in one round trip; returns and raises as :func:`run_calls`."""
     pipeline = redis.pipeline(transaction=False)
     for command in commands:
         pipeline.execute_command(*command)

@@ -1,33 +1,58 @@
 --@include lib/common.lua
+--@include lib/queue.lua
 --@include lib/finish.lua
 -- append: publish what a worker generated for up to 256 requests, and end those that are done.
+-- Runs at maxmemory.
 --
 -- Two guards on every write. The epoch: only the owner by the latest claim may write, so a
--- worker that was thought dead and wakes up can write nothing. The index: a chunk is accepted
--- only if it starts at the count of tokens already there, so nothing is doubled and no gap opens.
--- One broken request (wrong type, deleted record) hurts no other.
+-- worker that was thought dead and wakes up can write nothing. (The worker id is compared too:
+-- after a failover that lost a claim, two workers may have been given the same epoch.) The index:
+-- a chunk is accepted only if it starts at the count of tokens already there, so nothing is
+-- doubled and no gap opens. One broken request (wrong type, deleted record) hurts no other.
 --
 -- KEYS  1 wl  zset   2 own:<wid>  hash   3 dl  zset   4 cnt  hash
 --       then per request: r:<id>  hash, t:<id>  stream
---       and, of requests that end: their queue q:... and act:<lane>, found in the record
+--       and, of requests that end: their queue q:..., act:<lane>, lanes, vt
 -- ARGV  1 prefix   2 worker id   3 lease_ms   4 retention_ms
 --       5 msgpack array of [id, epoch, start, count, chunk, end, state, reason, tokens spent];
 --         chunk is '' if there are no tokens, end is '' if the request goes on
 -- Reply {status, n, status, n, ...} in order of the array; n is the count now in the log
---       0 written, or an exact repeat of what was written   2 not the owner, or terminal
---       3 index mismatch   4 no such request   9 a key of this request is broken
+--       0 written, or an exact repeat of what was written
+--       2 not the owner, or terminal: nothing was written
+--       3 index mismatch: nothing was written
+--       4 no such request; if it was this worker's, its log got an End now
+--       9 a key of this request is broken; where that is possible it was ended `failed`
 local prefix, wid, retention = ARGV[1], ARGV[2], tonumber(ARGV[4])
 local items = cmsgpack.unpack(ARGV[5])
 allow_oom(prefix)
 local now = now_ms()
 redis.call('ZADD', KEYS[1], now + tonumber(ARGV[3]), wid)
 
+local function lose(rid)
+  local claim = redis.call('HGET', KEYS[2], rid)
+  if claim then bury(prefix, rid, wid, claim, now, retention) end
+end
+
+-- Put the chunk into the log. Returns false if the log can not take it.
+local function log_chunk(log, id, chunk)
+  if not is_error(redis.pcall('XADD', log, id, 'd', chunk)) then return true end
+  -- An earlier call may have been cut short after its first write.
+  local there = redis.pcall('XRANGE', log, id, id)
+  return not is_error(there) and there[1] ~= nil and there[1][2][2] == chunk
+end
+
 local function write(i, item)
   local rid, epoch, start, count = item[1], item[2], item[3], item[4]
   local record, log = KEYS[3 + 2 * i], KEYS[4 + 2 * i]
   local v = redis.pcall('HMGET', record, 'st', 'ep', 'n', 'w', 'rsn', 'dl')
-  if v.err then return 9, 0 end
-  if not v[1] then return 4, 0 end
+  if v.err then
+    lose(rid)
+    return 9, 0
+  end
+  if not v[1] then
+    lose(rid)
+    return 4, 0
+  end
   local n = tonumber(v[3])
   if tonumber(v[2]) ~= epoch or v[4] ~= wid then return 2, n end
   if v[1] ~= 'running' then
@@ -37,12 +62,15 @@ local function write(i, item)
   end
   if count > 0 and n ~= start + count then
     if n ~= start then return 3, n end
-    n = start + count
-    local added = redis.pcall('XADD', log, n .. '-0', 'd', item[5])
-    if type(added) == 'table' and added.err then return 9, start end
+    if not log_chunk(log, (n + count) .. '-0', item[5]) then
+      finish(prefix, rid, read_record(prefix, rid), {state = 'failed', reason = 'engine_error',
+        message = 'the log of this request was damaged in Redis'}, now, retention)
+      return 9, n
+    end
+    n = n + count
     if start == 0 then
       redis.call('HSET', record, 'n', n, 'tf', now)
-      redis.call('PEXPIREAT', log, tonumber(v[6]) + retention)
+      redis.call('PEXPIREAT', log, tonumber(v[6]) + retention + ABANDONED_MS)
     else
       redis.call('HSET', record, 'n', n)
     end
@@ -51,14 +79,17 @@ local function write(i, item)
     return 3, n
   end
   if item[6] ~= '' then
-    finish(prefix, rid, item[7], item[8], n, item[6], '', item[9], read_record(prefix, rid), now,
-      retention)
+    local state = finish(prefix, rid, read_record(prefix, rid),
+      {state = item[7], reason = item[8], event = item[6], spent = item[9]}, now, retention)
+    if state ~= item[7] then return 2, n end
   end
   return 0, n
 end
 
 local reply = {}
 for i = 1, #items do
-  reply[2 * i - 1], reply[2 * i] = write(i, items[i])
+  local ran, status, n = pcall(write, i, items[i])
+  if not ran then status, n = 9, 0 end
+  reply[2 * i - 1], reply[2 * i] = status, n
 end
 return reply

@@ -1,99 +1,177 @@
 --@include lib/common.lua
+--@include lib/queue.lua
 --@include lib/finish.lua
--- claim: give a worker the next requests, fairly, and renew its lease.
+-- claim: give a worker the next requests, fairly, and renew its lease. Runs at maxmemory.
 --
 -- Order: continued work, one suspect, then lanes by virtual time (weights 8:4:1) and tenants
--- inside a lane by virtual time in tokens.
+-- inside a lane by virtual time in tokens. What is past its time is ended here, not handed out.
 --
 -- KEYS  1 q:!  stream   2 q:?  stream   3 lanes  zset   4 vt  hash   5 act:critical  zset
 --       6 act:normal  zset   7 act:batch  zset   8 wl  zset   9 own:<wid>  hash   10 dl  zset
 --       11 cnt  hash   12 bell  stream
 --       and, found while running: q:<lane>:<tenant>, r:<id>, t:<id> of the claimed requests
 -- ARGV  1 prefix   2 worker id   3 lease_ms   4 requests wanted   5 tokens wanted
---       6 '1' if the worker runs no suspect now
+--       6 '1' if the worker runs no suspect now   7 retention_ms
 -- Reply {now, last bell id, claims}; a claim is
 --       {id, epoch, n, attempts, suspect, payload, accepted ms ago, ms queued before the first
 --        claim, ms from acceptance to first token or -1, ms to the deadline, log}
---       where log is what XRANGE of t:<id> gives if n > 0, else empty
-local prefix, wid = ARGV[1], ARGV[2]
+--       where log is what XRANGE of t:<id> gives if n > 0, else empty. The reply's size is bounded
+--       by the tokens wanted, plus one request.
+local prefix, wid, retention = ARGV[1], ARGV[2], tonumber(ARGV[7])
 local want, budget = tonumber(ARGV[4]), tonumber(ARGV[5])
 allow_oom(prefix)
 local now = now_ms()
 redis.call('ZADD', KEYS[8], now + tonumber(ARGV[3]), wid)
 
+-- Bounded: every turn claims, ends or drops one entry, or retires an idle tenant or lane.
+local MAX_TURNS = 1024
+local turns = 0
 local claims = {}
 
+local function wants_more()
+  if #claims >= want or budget <= 0 or turns >= MAX_TURNS then return false end
+  turns = turns + 1
+  return true
+end
+
+-- Read the next entry of a queue: its id and fields as a table, or nil.
 local function take(queue)
+  if redis.call('EXISTS', queue) == 0 then return nil end
   local got = redis.pcall('XREADGROUP', 'GROUP', GROUP, wid, 'COUNT', '1', 'STREAMS', queue, '>')
-  if not got or got.err then return nil end
-  local entry = got[1][2][1]
-  return entry[1], entry[2][2]
+  if is_error(got) then
+    if not string.find(got.err, 'NOGROUP', 1, true) then return nil end
+    redis.call('XGROUP', 'CREATE', queue, GROUP, '0')
+    got = redis.call('XREADGROUP', 'GROUP', GROUP, wid, 'COUNT', '1', 'STREAMS', queue, '>')
+  end
+  if not got then
+    -- Reading made us a consumer; an empty stream is what a script cut short left behind.
+    drop_entry(queue, '0-1', wid)
+    return nil
+  end
+  local entry, values = got[1][2][1][1], {}
+  for i = 1, #got[1][2][1][2], 2 do values[got[1][2][1][2][i]] = got[1][2][1][2][i + 1] end
+  return entry, values
+end
+
+-- An entry whose request has no record: end it for its readers, and give back what it counted.
+local function lose(queue, entry, values)
+  local cost, bytes = tonumber(values.c), tonumber(values.b)
+  if cost and bytes and values.l and values.t then
+    count_queued(prefix, -1, values.l, values.t, cost, bytes)
+  end
+  if values.r then bury(prefix, values.r, nil, nil, now, retention) end
+  drop_entry(queue, entry, wid)
+end
+
+local function fail(rid, rec, state, reason, message)
+  finish(prefix, rid, rec, {state = state, reason = reason, message = message}, now, retention)
+end
+
+-- The log of a request to be continued, and whether it holds n tokens; the log is the truth.
+local function read_log(rid, rec)
+  local log = redis.pcall('XRANGE', prefix .. 't:' .. rid, '-', '+')
+  if is_error(log) or #log == 0 then return log, rec.n == 0 and not is_error(log) end
+  local count = tonumber(string.match(log[#log][1], '^(%d+)-'))
+  if count < rec.n then return log, false end
+  rec.n = count
+  return log, true
 end
 
 -- Make the entry's request this worker's own. Returns its cost, or nil if it needs no work.
-local function adopt(queue, entry, rid, suspect)
+local function adopt(queue, entry, values, suspect)
+  local rid = values.r or ''
   local record = prefix .. 'r:' .. rid
   local rec = read_record(prefix, rid)
-  if not rec or rec.st ~= 'queued' then
-    drop_entry(queue, entry)
-    return nil
+  if not rec then return lose(queue, entry, values) end
+  if rec.st ~= 'queued' or rec.sid ~= entry or rec.sk ~= queue then
+    return drop_entry(queue, entry, wid)
   end
-  local t = redis.call('HMGET', record, 't0', 't1', 'tf', 'dl')
-  local t0, t1, deadline = tonumber(t[1]), tonumber(t[2]) or now, tonumber(t[4])
-  redis.call('HSET', record, 'st', 'running', 'ep', rec.ep + 1, 'att', rec.att + 1, 'w', wid,
-    'nb', rec.n, 't1', t1, 'sk', queue, 'sid', entry)
-  redis.call('HSET', KEYS[9], rid, rec.ep + 1)
-  redis.call('ZADD', KEYS[10], deadline, rid)
-  count_queued(prefix, -1, rec.lane, rec.ten, rec.cost, rec.len)
+  -- From here on the entry is pending for us, and finish is to forget us as its consumer.
+  rec.w = wid
+  if rec.dl <= now then return fail(rid, rec, 'expired', 'deadline') end
+  if not rec.t1 and rec.mq > 0 and rec.mq <= now then
+    return fail(rid, rec, 'expired', 'queue_timeout')
+  end
   local log = {}
-  if rec.n > 0 then log = redis.call('XRANGE', prefix .. 't:' .. rid, '-', '+') end
+  if rec.t1 then
+    local whole
+    log, whole = read_log(rid, rec)
+    if not whole then
+      return fail(rid, rec, 'failed', 'engine_error', 'the log of this request was lost in Redis')
+    end
+    -- A finish was cut short: this one goes through, with the state of the End that is there.
+    if #log > 0 and log[#log][2][1] == 'e' then return fail(rid, rec, 'failed', 'engine_error') end
+  end
+  local epoch, t1 = rec.ep + 1, rec.t1 or now
+  redis.call('HSET', KEYS[9], rid, epoch .. ' ' .. entry .. ' ' .. queue)
+  redis.call('HSET', record, 'st', 'running', 'ep', epoch, 'att', rec.att + 1, 'w', wid,
+    'n', rec.n, 'nb', rec.n, 't1', t1)
+  if not rec.t1 and rec.mq > 0 then redis.call('ZADD', KEYS[10], rec.dl, rid) end
+  count_queued(prefix, -1, rec.lane, rec.ten, rec.cost, rec.len)
   claims[#claims + 1] = {
-    rid, rec.ep + 1, rec.n, rec.att + 1, suspect, rec.pay, now - t0, t1 - t0,
-    t[3] and tonumber(t[3]) - t0 or -1, deadline - now, log,
+    rid, epoch, rec.n, rec.att + 1, suspect, redis.call('HGET', record, 'pay') or '',
+    now - rec.t0, t1 - rec.t0, rec.tf and rec.tf - rec.t0 or -1, rec.dl - now, log,
   }
   return rec.cost
 end
 
-while #claims < want and budget > 0 do
-  local entry, rid = take(KEYS[1])
+while wants_more() do
+  local entry, values = take(KEYS[1])
   if not entry then break end
-  budget = budget - (adopt(KEYS[1], entry, rid, 0) or 0)
+  budget = budget - (adopt(KEYS[1], entry, values, 0) or 0)
 end
 
-if ARGV[6] == '1' and #claims < want and budget > 0 then
-  local entry, rid = take(KEYS[2])
-  if entry then budget = budget - (adopt(KEYS[2], entry, rid, 1) or 0) end
+local seeks_suspect = ARGV[6] == '1'
+while seeks_suspect and wants_more() do
+  local entry, values = take(KEYS[2])
+  if not entry then break end
+  local cost = adopt(KEYS[2], entry, values, 1)
+  if cost then
+    budget = budget - cost
+    seeks_suspect = false
+  end
 end
 
--- Bounded: every turn either claims, drops a stale entry or retires an idle tenant or lane.
-local turns = 0
-while #claims < want and budget > 0 and turns < 512 do
-  turns = turns + 1
-  local lane = redis.call('ZRANGE', KEYS[3], 0, 0, 'WITHSCORES')
-  if #lane == 0 then break end
-  local name, lane_time = lane[1], tonumber(lane[2])
-  local tenants = prefix .. 'act:' .. name
-  local tenant = redis.call('ZRANGE', tenants, 0, 0, 'WITHSCORES')
-  redis.call('HSET', KEYS[4], '*', lane[2])
-  if #tenant == 0 then
-    redis.call('ZREM', KEYS[3], name)
+-- The lane with the smallest virtual time; of equals the most urgent.
+local function next_lane()
+  local rows = redis.call('ZRANGE', KEYS[3], '0', '-1', 'WITHSCORES')
+  local name, time, weight
+  for i = 1, #rows, 2 do
+    local row_time, row_weight = tonumber(rows[i + 1]), WEIGHT[rows[i]] or 1
+    if not name or row_time < time or (row_time == time and row_weight > weight) then
+      name, time, weight = rows[i], row_time, row_weight
+    end
+  end
+  return name, time, weight
+end
+
+while wants_more() do
+  local lane, lane_time, weight = next_lane()
+  if not lane then break end
+  -- The smallest virtual time is what is being served now: a newcomer starts there.
+  redis.call('HSET', KEYS[4], '*', lane_time)
+  local tenants = prefix .. 'act:' .. lane
+  local first = redis.call('ZRANGE', tenants, '0', '0', 'WITHSCORES')
+  if #first == 0 then
+    redis.call('ZREM', KEYS[3], lane)
   else
-    -- The smallest virtual time is what is being served now: a newcomer starts there.
-    redis.call('HSET', KEYS[4], name, tenant[2])
-    local queue = prefix .. 'q:' .. name .. ':' .. tenant[1]
-    local entry, rid = take(queue)
+    redis.call('HSET', KEYS[4], lane, first[2])
+    local queue = prefix .. 'q:' .. lane .. ':' .. first[1]
+    local entry, values = take(queue)
     if not entry then
-      redis.call('ZREM', tenants, tenant[1])
+      redis.call('ZREM', tenants, first[1])
     else
-      local cost = adopt(queue, entry, rid, 0)
+      local cost = adopt(queue, entry, values, 0)
       if cost then
         budget = budget - cost
-        redis.call('ZADD', tenants, tonumber(tenant[2]) + cost, tenant[1])
-        redis.call('ZADD', KEYS[3], lane_time + cost / WEIGHT[name], name)
+        redis.call('ZADD', tenants, tonumber(first[2]) + cost, first[1])
+        redis.call('ZADD', KEYS[3], lane_time + cost / weight, lane)
       end
     end
   end
 end
 
+-- Cut off by the bound with nothing found: let whoever listens look again.
+if turns >= MAX_TURNS and #claims == 0 then ring(prefix) end
 local bell = redis.call('XREVRANGE', KEYS[12], '+', '-', 'COUNT', '1')
 return {now, bell[1] and bell[1][1] or '0-0', claims}

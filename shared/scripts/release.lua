@@ -1,7 +1,9 @@
 --@include lib/common.lua
+--@include lib/queue.lua
 --@include lib/finish.lua
 --@include lib/requeue.lua
--- release: give requests of a worker back to the queues, to be continued by others.
+-- release: give requests of a worker back to the queues, to be continued by others. Runs at
+-- maxmemory.
 --
 -- Used by a worker that drains (no blame), by a supervisor whose worker died (blame as it saw
 -- fit), and by a worker that audits what it owns: with mode 'except', everything but the ids
@@ -12,7 +14,8 @@
 --       and, found in own:<wid>: r:<id>, t:<id> and the queue of each request
 -- ARGV  1 prefix   2 worker id   3 mode: 'all' (and forget the worker), 'only' or 'except'
 --       4 blame '0' or '1'   5 max_blames   6 max_attempts   7 retention_ms   8... ids
--- Reply number of requests released
+-- Reply {requests released, 1 if there are more: call again}
+local MAX_RELEASED = 256
 local prefix, wid, mode = ARGV[1], ARGV[2], ARGV[3]
 local max_blames, max_attempts, retention = tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7])
 allow_oom(prefix)
@@ -20,22 +23,27 @@ local now = now_ms()
 local named = {}
 for i = 8, #ARGV do named[ARGV[i]] = true end
 
-local released = 0
-local owned = redis.call('HKEYS', KEYS[1])
-for _, rid in ipairs(owned) do
+local released, looked, more = 0, 0, 0
+local owned = redis.call('HGETALL', KEYS[1])
+for i = 1, #owned, 2 do
+  local rid = owned[i]
   if mode == 'all' or (mode == 'only') == (named[rid] == true) then
+    if looked >= MAX_RELEASED then more = 1 break end
+    looked = looked + 1
     local rec = read_record(prefix, rid)
-    if rec and rec.st == 'running' and rec.w == wid then
-      requeue(prefix, rid, rec, ARGV[4], now, max_blames, max_attempts, retention)
+    if not rec then
+      bury(prefix, rid, wid, owned[i + 1], now, retention)
+    elseif rec.st == 'running' and rec.w == wid then
+      requeue(prefix, rid, rec, ARGV[4] == '1', now, max_blames, max_attempts, retention)
       released = released + 1
     else
       redis.call('HDEL', KEYS[1], rid)
     end
   end
 end
-if mode == 'all' then
-  redis.call('ZREM', KEYS[2], wid)
+if mode == 'all' and more == 0 then
   redis.call('DEL', KEYS[1])
+  redis.call('ZREM', KEYS[2], wid)
 end
 if released > 0 then ring(prefix) end
-return released
+return {released, more}

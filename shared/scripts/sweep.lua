@@ -1,55 +1,96 @@
 --@include lib/common.lua
+--@include lib/queue.lua
 --@include lib/finish.lua
 --@include lib/requeue.lua
--- sweep: what time alone must bring about. Any worker may run it at any time.
+--@include lib/mend.lua
+-- sweep: what time alone must bring about. Any worker may run it at any time; runs at maxmemory.
 --
 -- Requests past their deadline end `expired`; requests of workers whose lease ended go back to
--- the queues. Bounded per call, so that it never holds the server.
+-- the queues; and some requests in turn are looked at for what a script cut short or a deleted
+-- key left wrong. Bounded per call, so that it never holds the server.
 --
 -- KEYS  1 dl  zset   2 wl  zset   3 q:!  stream   4 q:?  stream   5 cnt  hash   6 dlq  stream
---       7 bell  stream
+--       7 bell  stream   8 vt  hash
 --       and, found while running: own:<wid>, r:<id>, t:<id> and queues of what is swept
 -- ARGV  1 prefix   2 max_blames   3 max_attempts   4 retention_ms
--- Reply {expired, requests taken from dead workers, dead workers}
+-- Reply {expired, requests taken from dead workers, dead workers, mended}
 local prefix, retention = ARGV[1], tonumber(ARGV[4])
 local max_blames, max_attempts = tonumber(ARGV[2]), tonumber(ARGV[3])
-local MAX_EXPIRED, MAX_WORKERS, MAX_REAPED = 64, 4, 128
+local MAX_EXPIRED, MAX_WORKERS, MAX_REAPED, MAX_MENDED = 64, 4, 128, 32
 allow_oom(prefix)
 local now = now_ms()
 
+-- One request's trouble is not the others'. Returns nil if the work failed.
+local function guarded(work, ...)
+  local ran, result = pcall(work, ...)
+  if ran then return result end
+  return nil
+end
+
+local function expire(rid)
+  local rec = read_record(prefix, rid)
+  if not rec or (rec.st ~= 'queued' and rec.st ~= 'running') then
+    mend(prefix, rid, now, max_blames, max_attempts, retention)
+    return false
+  end
+  local waits = not rec.t1 and rec.mq > 0
+  if rec.dl > now and not (waits and rec.mq <= now) then
+    redis.call('ZADD', KEYS[1], waits and math.min(rec.mq, rec.dl) or rec.dl, rid)
+    return false
+  end
+  local reason = rec.dl <= now and 'deadline' or 'queue_timeout'
+  finish(prefix, rid, rec, {state = 'expired', reason = reason}, now, retention)
+  return true
+end
+
 local expired = 0
 for _, rid in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now, 'LIMIT', 0, MAX_EXPIRED)) do
+  local done = guarded(expire, rid)
+  if done then expired = expired + 1 end
+  -- What fails is tried again in a second, or it would keep those behind it waiting.
+  if done == nil then redis.call('ZADD', KEYS[1], 'XX', now + 1000, rid) end
+end
+
+local function reap(wid, owned, rid, claim)
   local rec = read_record(prefix, rid)
-  if rec and (rec.st == 'queued' or rec.st == 'running') then
-    local deadline = tonumber(redis.call('HGET', prefix .. 'r:' .. rid, 'dl'))
-    local reason = deadline <= now and 'deadline' or 'queue_timeout'
-    finish(prefix, rid, 'expired', reason, rec.n, '', '', -1, rec, now, retention)
-    expired = expired + 1
+  if not rec then
+    bury(prefix, rid, wid, claim, now, retention)
+  elseif rec.st == 'running' and rec.w == wid then
+    requeue(prefix, rid, rec, true, now, max_blames, max_attempts, retention)
+    return true
   else
-    redis.call('ZREM', KEYS[1], rid)
+    redis.call('HDEL', owned, rid)
   end
+  return false
 end
 
 local reaped, workers = 0, 0
 for _, wid in ipairs(redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', now, 'LIMIT', 0, MAX_WORKERS)) do
   local owned = prefix .. 'own:' .. wid
+  local claims = redis.pcall('HGETALL', owned)
+  if is_error(claims) then claims = {} end
   local left = false
-  for _, rid in ipairs(redis.call('HKEYS', owned)) do
+  for i = 1, #claims, 2 do
     if reaped >= MAX_REAPED then left = true break end
-    local rec = read_record(prefix, rid)
-    if rec and rec.st == 'running' and rec.w == wid then
-      requeue(prefix, rid, rec, '1', now, max_blames, max_attempts, retention)
-      reaped = reaped + 1
-    else
-      redis.call('HDEL', owned, rid)
-    end
+    if guarded(reap, wid, owned, claims[i], claims[i + 1]) then reaped = reaped + 1 end
   end
-  -- The lease entry goes last: a sweep cut short is taken up by the next one.
+  -- The lease goes last: a sweep cut short is taken up by the next one.
   if not left then
     redis.call('DEL', owned)
     redis.call('ZREM', KEYS[2], wid)
     workers = workers + 1
   end
 end
-if reaped > 0 then ring(prefix) end
-return {expired, reaped, workers}
+
+local mended = 0
+local scanned = redis.call('ZSCAN', KEYS[1], redis.call('HGET', KEYS[8], 'scan') or '0', 'COUNT',
+  MAX_MENDED)
+for i = 1, #scanned[2], 2 do
+  local rid = scanned[2][i]
+  if guarded(mend, prefix, rid, now, max_blames, max_attempts, retention) then
+    mended = mended + 1
+  end
+end
+redis.call('HSET', KEYS[8], 'scan', scanned[1])
+if reaped + mended > 0 then ring(prefix) end
+return {expired, reaped, workers, mended}

@@ -4,9 +4,19 @@
 -- Keys that a script can only find while it runs (the record and the log of a request it reads
 -- from a queue) are built from `prefix`; they carry the same hash tag as every declared key and
 -- so lie in the same cluster slot.
+--
+-- Scripts do not roll back. Writes are ordered so that a script cut short anywhere (a command
+-- denied by an ACL, a key of a wrong type) leaves what a sweep can put right: see lib/mend.lua.
+--
+-- Numbers are handed to redis.call as numbers, which Redis writes with 17 digits. Lua's own
+-- tostring and `..` keep 14: enough for counts and milliseconds, not for virtual times.
 
 local GROUP = 'g'
 local WEIGHT = {critical = 8, normal = 4, batch = 1}
+
+-- How long beyond its deadline and retention the record of a request stays that nobody ends
+-- because no worker runs: ending it takes a sweep.
+local ABANDONED_MS = 7 * 24 * 3600 * 1000
 
 local function now_ms()
   local t = redis.call('TIME')
@@ -18,6 +28,10 @@ end
 -- (Redis 7 has the flag allow-oom for this; Redis 6.2 has not.)
 local function allow_oom(prefix)
   redis.call('DEL', prefix .. 'oom')
+end
+
+local function is_error(reply)
+  return type(reply) == 'table' and reply.err ~= nil
 end
 
 -- The counters of waiting work; sign is +1 when a request starts to wait, -1 when it stops.
@@ -32,24 +46,6 @@ local function count_queued(prefix, sign, lane, tenant, cost, bytes)
   if redis.call('HINCRBY', cnt, field, sign) <= 0 then
     redis.call('HDEL', cnt, field)
   end
-end
-
--- Take an entry out of its queue for good: XACK alone would leave it in the stream.
-local function drop_entry(queue, entry)
-  if not queue or queue == '' then return end
-  redis.call('XACK', queue, GROUP, entry)
-  redis.call('XDEL', queue, entry)
-  if redis.call('XLEN', queue) == 0 then redis.call('DEL', queue) end
-end
-
--- Put an entry into a queue, creating its consumer group if need be. Returns the entry's id.
-local function push_entry(queue, rid)
-  local entry = redis.call('XADD', queue, '*', 'r', rid)
-  local made = redis.pcall('XGROUP', 'CREATE', queue, GROUP, '0')
-  if type(made) == 'table' and made.err and not string.find(made.err, 'BUSYGROUP', 1, true) then
-    return made
-  end
-  return entry
 end
 
 local function ring(prefix)

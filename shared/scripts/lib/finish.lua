@@ -1,52 +1,138 @@
--- finish: the only way a request becomes terminal. Included after common.lua.
+-- The record of a request, and its end. Included after queue.lua.
 --
---   rid, reason, state   what ended and why (docs/protocol.md lists the closed set)
---   n                    output tokens in the log
---   event                packed End; '' lets the script pack one without usage
---   message              for a person; used when event is ''
---   actual               tokens really spent, to correct the tenant's virtual time; -1: unknown
---   rec                  st, w, lane, ten, cost, len, sk, sid of the record
---
--- Order: the log first, since it is the truth; then the record; then what can be repaired from
--- the record by a sweep should the script be cut short (scripts do not roll back).
-local function finish(prefix, rid, state, reason, n, event, message, actual, rec, now, retention_ms)
-  local record, log = prefix .. 'r:' .. rid, prefix .. 't:' .. rid
-  if event == '' then event = cmsgpack.pack({-1, n, state, reason, message}) end
-  local wrote = redis.pcall('XADD', log, n .. '-1', 'e', event)
-  if type(wrote) == 'table' and wrote.err and string.find(wrote.err, 'WRONGTYPE', 1, true) then
-    redis.call('DEL', log)
-    redis.call('XADD', log, n .. '-1', 'e', event)
+-- Record r:<id>, a hash (times are Redis TIME in ms):
+--   st    state                       rsn   reason, once ended     end   packed End, once ended
+--   ep    epoch: claims so far, the fencing token of every write of its owner
+--   w     worker that owns it         own:<w> holds id -> '<epoch> <entry> <queue>'
+--   n     output tokens in the log    nb    n at the latest claim
+--   att   claims                      died  owners that died with it
+--   bad   of these, how many in a row it may have killed
+--   lane, ten                         lane and tenant
+--   cost  estimated tokens in all     out   of these, output tokens
+--   pay   packed request, until ended len   its bytes              dg    its digest
+--   t0    accepted                    t1    first claim            tf    first token
+--   t2    ended                       dl    deadline               mq    end of max_queue_ms or 0
+--   sk    queue                       sid   entry in it
+local function read_record(prefix, rid)
+  local v = redis.pcall('HMGET', prefix .. 'r:' .. rid, 'st', 'ep', 'n', 'w', 'lane', 'ten', 'cost',
+    'out', 'len', 'sk', 'sid', 'att', 'bad', 'nb', 'dl', 'mq', 't0', 't1', 'tf', 'died')
+  if v.err or not v[1] or not v[5] or not v[6] then return nil end
+  return {
+    st = v[1], ep = tonumber(v[2]) or 0, n = tonumber(v[3]) or 0, w = v[4] or '', lane = v[5],
+    ten = v[6], cost = tonumber(v[7]) or 0, out = tonumber(v[8]) or 0, len = tonumber(v[9]) or 0,
+    sk = v[10] or '', sid = v[11] or '', att = tonumber(v[12]) or 0, bad = tonumber(v[13]) or 0,
+    nb = tonumber(v[14]) or 0, dl = tonumber(v[15]) or 0, mq = tonumber(v[16]) or 0,
+    t0 = tonumber(v[17]) or 0, t1 = tonumber(v[18]), tf = tonumber(v[19]),
+    died = tonumber(v[20]) or 0,
+  }
+end
+
+-- A packed End without usage, as protocol.End packs it: cmsgpack leaves no nil in a table.
+local function pack_end(n, state, reason, message)
+  return '\150' .. cmsgpack.pack(-1, n, state, reason, message) .. '\192'
+end
+
+-- Move a virtual time by what an estimate was wrong, but never below what is being served now:
+-- who arrived meanwhile started there, and would wait for the whole difference.
+local function settle(key, member, amount, floor)
+  local score = redis.call('ZSCORE', key, member)
+  if not score then return end
+  local settled = math.max(tonumber(score) + amount, floor or 0)
+  redis.call('ZADD', key, 'XX', settled, member)
+end
+
+-- Put the End into the log. Returns state, reason and packed End, which are others than asked for
+-- if an earlier finish was cut short after it had done this: the log is the truth.
+local function end_log(log, rec, how)
+  local function try(write)
+    local event = how.event or pack_end(rec.n, how.state, how.reason, how.message or '')
+    local wrote = write('XADD', log, rec.n .. '-1', 'e', event)
+    return event, wrote
   end
-  redis.call('HSET', record, 'st', state, 'rsn', reason, 'n', n, 'end', event, 't2', now)
+  local event, wrote = try(redis.pcall)
+  if not is_error(wrote) then return how.state, how.reason, event end
+  if string.find(wrote.err, 'WRONGTYPE', 1, true) then
+    redis.call('DEL', log)
+    event = try(redis.call)
+    return how.state, how.reason, event
+  end
+  local top = redis.call('XREVRANGE', log, '+', '-', 'COUNT', '1')[1]
+  if not top then error(wrote.err) end
+  local count, part = string.match(top[1], '^(%d+)-(%d+)$')
+  if tonumber(count) < rec.n then error(wrote.err) end
+  rec.n = tonumber(count)
+  if part == '0' then
+    -- An append was cut short between the log and the record.
+    event = try(redis.call)
+    return how.state, how.reason, event
+  end
+  local fields = cmsgpack.unpack(top[2][2])
+  return fields[3], fields[4], top[2][2]
+end
+
+-- finish: the only way a request with a record becomes terminal.
+--
+--   rec      from read_record
+--   how      state, reason; optional: event (packed End; else one without usage is packed here
+--            with message), spent (tokens really spent; else estimated from what was published)
+-- Returns the state, see end_log.
+--
+-- Order: log, record, expiry; then what lib/mend.lua can put right while the request is still in
+-- dl; dl last.
+local function finish(prefix, rid, rec, how, now, retention)
+  local record, log = prefix .. 'r:' .. rid, prefix .. 't:' .. rid
+  local state, reason, event = end_log(log, rec, how)
+  redis.call('HSET', record, 'st', state, 'rsn', reason, 'n', rec.n, 'end', event, 't2', now)
+  redis.call('PEXPIRE', record, retention)
+  redis.call('PEXPIRE', log, retention)
   redis.call('HDEL', record, 'pay')
   redis.call('PUBLISH', prefix .. 'c:' .. rid, event)
-  redis.call('ZREM', prefix .. 'dl', rid)
   if rec.st == 'queued' then
     count_queued(prefix, -1, rec.lane, rec.ten, rec.cost, rec.len)
   else
     redis.call('HDEL', prefix .. 'own:' .. rec.w, rid)
   end
-  drop_entry(rec.sk, rec.sid)
+  drop_entry(rec.sk, rec.sid, rec.w)
   redis.call('HINCRBY', prefix .. 'cnt', 'ended:' .. state, 1)
-  redis.call('PEXPIRE', record, retention_ms)
-  redis.call('PEXPIRE', log, retention_ms)
-  -- The tenant was charged an estimate when the request was claimed; settle the difference.
-  if actual >= 0 and rec.st == 'running' then
-    local tenants = prefix .. 'act:' .. rec.lane
-    if redis.call('ZSCORE', tenants, rec.ten) then
-      redis.call('ZINCRBY', tenants, actual - rec.cost, rec.ten)
-    end
+  -- The estimate was charged at the first claim.
+  local spent = how.spent or -1
+  if spent < 0 then spent = rec.cost - rec.out + rec.n end
+  if rec.t1 and spent ~= rec.cost then
+    local wrong = spent - rec.cost
+    local floors = redis.call('HMGET', prefix .. 'vt', rec.lane, '*')
+    settle(prefix .. 'act:' .. rec.lane, rec.ten, wrong, tonumber(floors[1]))
+    settle(prefix .. 'lanes', rec.lane, wrong / (WEIGHT[rec.lane] or 1),
+      tonumber(floors[2]))
   end
+  redis.call('ZREM', prefix .. 'dl', rid)
+  return state
 end
 
-local function read_record(prefix, rid)
-  local v = redis.pcall('HMGET', prefix .. 'r:' .. rid,
-    'st', 'ep', 'n', 'w', 'lane', 'ten', 'cost', 'len', 'sk', 'sid', 'att', 'bad', 'nb', 'pay')
-  if v.err or not v[1] then return nil end
-  return {
-    st = v[1], ep = tonumber(v[2]) or 0, n = tonumber(v[3]) or 0, w = v[4] or '', lane = v[5],
-    ten = v[6], cost = tonumber(v[7]) or 0, len = tonumber(v[8]) or 0, sk = v[9], sid = v[10],
-    att = tonumber(v[11]) or 0, bad = tonumber(v[12]) or 0, nb = tonumber(v[13]) or 0,
-    pay = v[14] or '',
-  }
+-- bury: end a request whose record is gone or no record any more (deleted, evicted, overwritten).
+-- Readers get their End from the log; what else is known of it is in `claim`, the value that
+-- own:<wid> holds, or nil.
+local function bury(prefix, rid, wid, claim, now, retention)
+  local record, log = prefix .. 'r:' .. rid, prefix .. 't:' .. rid
+  local last = redis.pcall('XREVRANGE', log, '+', '-', 'COUNT', '1')
+  if is_error(last) then
+    redis.call('DEL', log)
+    last = {}
+  end
+  local n, part = '0', '0'
+  if last[1] then n, part = string.match(last[1][1], '^(%d+)-(%d+)$') end
+  if part == '0' then
+    local event = pack_end(tonumber(n), 'failed', 'engine_error',
+      'the record of this request was lost in Redis')
+    redis.call('XADD', log, n .. '-1', 'e', event)
+    redis.call('PUBLISH', prefix .. 'c:' .. rid, event)
+    redis.call('HINCRBY', prefix .. 'cnt', 'ended:failed', 1)
+  end
+  redis.call('PEXPIRE', log, retention)
+  redis.call('PEXPIRE', record, retention)
+  if claim then
+    local entry, queue = string.match(claim, '^%d+ (%S+) (.+)$')
+    drop_entry(queue, entry, wid)
+    redis.call('HDEL', prefix .. 'own:' .. wid, rid)
+  end
+  redis.call('ZREM', prefix .. 'dl', rid)
 end

@@ -1,31 +1,44 @@
 -- requeue: a running request goes back to the queues, to be continued by any worker.
 -- Included after finish.lua.
 --
---   blame   '1' if the owner died with it: a request that made no progress since its claim is
---           then a suspect, and ends `dead` once it was blamed max_blames times
+--   blame   true if the owner died with it. If it made no progress since its claim, it may be
+--           what killed the owner: blamed a second time in a row it becomes a suspect, which
+--           workers run one at a time, and blamed max_blames times it ends `dead`. (Not a suspect
+--           at once: everything that waits in a killed worker would be one, and run one by one.)
+--           Progress clears it. After max_attempts dead owners in all it ends `dead` as well.
 --
 -- The epoch rises with the next claim; until then the state alone fences the former owner.
-local function requeue(prefix, rid, rec, blame, now, max_blames, max_attempts, retention_ms)
-  local bad = rec.bad
-  local suspect = false
-  if blame == '1' and rec.n == rec.nb then
-    bad = bad + 1
-    suspect = true
+local SUSPECT_FROM = 2
+local MAX_DEAD_LETTERS = 10000
+
+local function requeue(prefix, rid, rec, blame, now, max_blames, max_attempts, retention)
+  local bad, died = rec.bad, rec.died
+  if rec.n > rec.nb then bad = 0 end
+  if blame then
+    died = died + 1
+    if rec.n == rec.nb then bad = bad + 1 end
   end
   local reason = nil
-  if bad >= max_blames then reason = 'poison' end
-  if rec.att >= max_attempts then reason = 'attempts' end
-  if reason then
-    local message = 'claimed ' .. rec.att .. ' times, blamed for ' .. bad .. ' crashes'
-    redis.call('XADD', prefix .. 'dlq', 'MAXLEN', '~', '10000', '*', 'r', rid, 'why', reason,
-      'att', rec.att, 'lane', rec.lane, 'ten', rec.ten, 'pay', rec.pay)
-    finish(prefix, rid, 'dead', reason, rec.n, '', message, -1, rec, now, retention_ms)
-    return 'dead'
+  if bad >= max_blames then
+    reason = 'poison'
+  elseif died >= max_attempts then
+    reason = 'attempts'
   end
-  drop_entry(rec.sk, rec.sid)
-  local queue = prefix .. (suspect and 'q:?' or 'q:!')
-  local entry = push_entry(queue, rid)
-  redis.call('HSET', prefix .. 'r:' .. rid, 'st', 'queued', 'w', '', 'bad', bad,
+  if reason then
+    local record = prefix .. 'r:' .. rid
+    local kept = redis.call('HMGET', record, 'pay', 'dg')
+    redis.call('XADD', prefix .. 'dlq', 'MAXLEN', '~', MAX_DEAD_LETTERS, '*', 'r', rid,
+      'why', reason, 'att', rec.att, 'bad', bad, 'n', rec.n, 'lane', rec.lane, 'ten', rec.ten,
+      'cost', rec.cost, 'out', rec.out, 'life', rec.dl - rec.t0,
+      'wait', math.max(0, rec.mq - rec.t0), 'dg', kept[2] or '', 'pay', kept[1] or '')
+    local message = died .. ' workers died with it, the last ' .. bad .. ' without progress'
+    return finish(prefix, rid, rec, {state = 'dead', reason = reason, message = message}, now,
+      retention)
+  end
+  drop_entry(rec.sk, rec.sid, rec.w)
+  local queue = prefix .. (bad >= SUSPECT_FROM and 'q:?' or 'q:!')
+  local entry = push_back(queue, rid, rec)
+  redis.call('HSET', prefix .. 'r:' .. rid, 'st', 'queued', 'w', '', 'bad', bad, 'died', died,
     'sk', queue, 'sid', entry)
   redis.call('HDEL', prefix .. 'own:' .. rec.w, rid)
   count_queued(prefix, 1, rec.lane, rec.ten, rec.cost, rec.len)

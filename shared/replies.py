@@ -1,0 +1,280 @@
+"""What the operations of :mod:`.operations` take and give, as typed values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .errors import ProtocolError
+from .protocol import Chunk, Lane, Reason, State, unpack_event
+
+__all__ = [
+    "Append",
+    "AppendStatus",
+    "Bounds",
+    "CancelReply",
+    "Claim",
+    "ClaimReply",
+    "DeadLetter",
+    "RedriveReply",
+    "RetryPolicy",
+    "SubmitReply",
+    "SweepReply",
+    "read_claims",
+    "read_dead_letter",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """What may wait at the door; 0 means no bound.
+
+    Attributes:
+        requests: waiting requests of the shard.
+        tokens: their estimated cost in tokens.
+        bytes: their packed size in bytes.
+        tenant_requests: waiting requests of any one tenant.
+    """
+
+    requests: int = 0
+    tokens: int = 0
+    bytes: int = 0
+    tenant_requests: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetryPolicy:
+    """When a request that keeps losing its worker is given up.
+
+    Attributes:
+        max_blames: workers in a row that may die with it without its making progress.
+        max_attempts: workers in all that may die with it.
+    """
+
+    max_blames: int = 5
+    max_attempts: int = 20
+
+
+@dataclass(frozen=True, slots=True)
+class SubmitReply:
+    """Answer to an accepted submit.
+
+    Attributes:
+        duplicate: the same id and payload were accepted before; nothing was changed.
+        state: its state now.
+        n: output tokens so far.
+        waiting: requests now waiting in the shard; None for a duplicate.
+    """
+
+    duplicate: bool
+    state: State
+    n: int
+    waiting: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class CancelReply:
+    """Answer to a cancel.
+
+    Attributes:
+        changed: this call ended it.
+        state: the terminal state; None if the request is not known.
+    """
+
+    changed: bool
+    state: State | None
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """One request given to a worker. Times are in ms of Redis' clock.
+
+    Attributes:
+        id: the request.
+        epoch: fencing token for every write about it.
+        attempts: claims so far, this one included.
+        suspect: it may have crashed a worker; run one such at a time.
+        payload: the packed request.
+        age_ms: since acceptance.
+        queue_ms: acceptance to first claim.
+        ttft_ms: acceptance to first published token, None if there was none yet.
+        deadline_in_ms: until it expires.
+        n: tokens already published.
+        chunks: these tokens; empty for fresh work.
+    """
+
+    id: str
+    epoch: int
+    attempts: int
+    suspect: bool
+    payload: bytes
+    age_ms: int
+    queue_ms: int
+    ttft_ms: int | None
+    deadline_in_ms: int
+    chunks: tuple[Chunk, ...]
+    n: int = 0
+
+    @property
+    def intact(self) -> bool:
+        """Whether the chunks cover ``[0, n)``; see the class."""
+        at = 0
+        for chunk in self.chunks:
+            if chunk.start != at:
+                return False
+            at = chunk.stop
+        return at == self.n
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimReply:
+    """What :meth:`Operations.claim` brought.
+
+    Attributes:
+        bell: id of the last bell entry; a worker that got nothing waits for a later one.
+        claims: the requests, in the order to serve them.
+    """
+
+    bell: str
+    claims: tuple[Claim, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Append:
+    """Tokens and/or the end of one running request.
+
+    Attributes:
+        id: the request.
+        epoch: from its claim.
+        start: output index of the first token (for a bare end: the count of tokens).
+        count: number of tokens.
+        chunk: packed chunk; empty if count is 0.
+        end: packed end; empty if the request goes on.
+        reason: why it ended, if it did.
+        spent: tokens really spent, if it ended; -1 if unknown.
+    """
+
+    id: str
+    epoch: int
+    start: int
+    count: int
+    chunk: bytes = b""
+    end: bytes = b""
+    reason: Reason | None = None
+    spent: int = -1
+
+
+class AppendStatus:
+    """Statuses of :meth:`Operations.append`."""
+
+    WRITTEN = 0
+    FENCED = 2
+    MISMATCH = 3
+    GONE = 4
+    BROKEN = 9
+
+
+@dataclass(frozen=True, slots=True)
+class SweepReply:
+    """What a sweep did.
+
+    Attributes:
+        expired: requests ended past their deadline or their time in the queue.
+        reaped: requests taken from dead workers.
+        workers: dead workers forgotten.
+        mended: requests found in a state that only a script cut short or a key deleted by hand
+            leaves behind, and put right.
+    """
+
+    expired: int
+    reaped: int
+    workers: int
+    mended: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RedriveReply:
+    """Answer to a redrive.
+
+    Attributes:
+        done: the request is queued again.
+        state: if not done: the state in which its id is in use again; None if there is no such
+            dead letter.
+    """
+
+    done: bool
+    state: State | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeadLetter:
+    """A request that ended ``dead``, kept to be looked at and redriven.
+
+    Attributes:
+        entry: name of this dead letter; what redrive and drop take.
+        id: the request.
+        reason: ``poison`` or ``attempts``.
+        at_ms: when it ended, Redis time in ms since 1970.
+        attempts: how often it was claimed.
+        blames: workers in a row that died with it without its making progress.
+        n: tokens it had published.
+        lane: how urgent it was.
+        tenant: who pays.
+        payload: the packed request.
+    """
+
+    entry: str
+    id: str
+    reason: Reason
+    at_ms: int
+    attempts: int
+    blames: int
+    n: int
+    lane: Lane
+    tenant: str
+    payload: bytes
+
+
+def read_claims(rows: Sequence[Sequence[Any]]) -> tuple[Claim, ...]:
+    """The typed form of the claims in a reply of the script ``claim``."""
+    return tuple(_claim(row) for row in rows)
+
+
+def _claim(row: Sequence[Any]) -> Claim:
+    events = []
+    for _, fields in row[10]:
+        # A damaged entry is a gap, which its own request's `intact` tells; no other may suffer.
+        try:
+            events.append(unpack_event(fields[1]))
+        except ProtocolError:
+            continue
+    return Claim(
+        id=row[0].decode(),
+        epoch=row[1],
+        n=row[2],
+        attempts=row[3],
+        suspect=bool(row[4]),
+        payload=row[5],
+        age_ms=row[6],
+        queue_ms=row[7],
+        ttft_ms=None if row[8] < 0 else row[8],
+        deadline_in_ms=row[9],
+        chunks=tuple(event for event in events if isinstance(event, Chunk)),
+    )
+
+
+def read_dead_letter(entry: bytes, fields: Mapping[bytes, bytes]) -> DeadLetter:
+    """The typed form of an entry of the stream of dead letters."""
+    return DeadLetter(
+        entry=entry.decode(),
+        id=fields[b"r"].decode(),
+        reason=Reason(fields[b"why"].decode()),
+        at_ms=int(entry.partition(b"-")[0]),
+        attempts=int(fields[b"att"]),
+        blames=int(fields[b"bad"]),
+        n=int(fields[b"n"]),
+        lane=Lane(fields[b"lane"].decode()),
+        tenant=fields[b"ten"].decode(),
+        payload=fields[b"pay"],
+    )

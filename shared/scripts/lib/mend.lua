@@ -1,0 +1,37 @@
+-- mend: look at one request that is in dl, and put right what a script cut short or a deleted key
+-- left wrong. Included after requeue.lua. Returns true if there was something.
+--
+-- What must hold: a terminal request has no entry, no owner and is not in dl; a running one is in
+-- own:<w> of a worker with a lease; a queued one has an entry that nobody has read, in a queue
+-- that is served. (Counters are not mended but recounted: see recount.lua.)
+local function mend(prefix, rid, now, max_blames, max_attempts, retention)
+  local rec = read_record(prefix, rid)
+  if not rec then
+    bury(prefix, rid, nil, nil, now, retention)
+    return true
+  end
+  if rec.st == 'running' then
+    local owned = redis.pcall('HEXISTS', prefix .. 'own:' .. rec.w, rid)
+    if owned == 1 and redis.call('ZSCORE', prefix .. 'wl', rec.w) then return false end
+    requeue(prefix, rid, rec, false, now, max_blames, max_attempts, retention)
+    return true
+  end
+  if rec.st ~= 'queued' then
+    redis.call('PEXPIRE', prefix .. 'r:' .. rid, retention)
+    redis.call('PEXPIRE', prefix .. 't:' .. rid, retention)
+    redis.call('HDEL', prefix .. 'r:' .. rid, 'pay')
+    drop_entry(rec.sk, rec.sid, rec.w)
+    if rec.w ~= '' then redis.call('HDEL', prefix .. 'own:' .. rec.w, rid) end
+    redis.call('ZREM', prefix .. 'dl', rid)
+    return true
+  end
+  local fresh = rec.sk ~= prefix .. 'q:!' and rec.sk ~= prefix .. 'q:?'
+  if fresh then join_lane(prefix, rec.lane, rec.ten) end
+  local there = redis.pcall('XRANGE', rec.sk, rec.sid, rec.sid)
+  local read = redis.pcall('XPENDING', rec.sk, GROUP, rec.sid, rec.sid, '1')
+  if not is_error(there) and there[1] and not is_error(read) and not read[1] then return false end
+  drop_entry(rec.sk, rec.sid, '')
+  local entry = push_back(rec.sk, rid, rec)
+  redis.call('HSET', prefix .. 'r:' .. rid, 'sid', entry)
+  return true
+end
