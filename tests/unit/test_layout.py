@@ -27,6 +27,8 @@ THIRD_PARTY = {
     "gpu_worker.model": {
         "jinja2", "numpy", "safetensors", "tokenizers", "torch", "transformers",
     },
+    # The oracle beside our own path: transformers' generate() is what it compares with.
+    "gpu_worker.verify": {"numpy", "torch", "transformers", "typer"},
     "gpu_worker": {"prometheus_client", "redis", "rich", "typer"},
     "kernels": {"torch", "triton"},
     "producer": {"redis", "rich", "typer"},
