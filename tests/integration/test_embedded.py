@@ -128,7 +128,7 @@ def test_server_asks_for_its_password(start_redis: Starter) -> None:
     server = start_redis()
     with (
         redis.Redis(port=server.port) as stranger,
-        pytest.raises(redis.AuthenticationError, match="(?i)authenticat"),
+        pytest.raises(redis.AuthenticationError, match=r"(?i)authenticat"),
     ):
         stranger.get("x")
 

@@ -142,7 +142,7 @@ def test_arrows_between_folders() -> None:
         if of_penstock(item)
         and item.module.split(".")[1] not in SIBLINGS[module.folder] | {module.folder}
     ]
-    assert not wrong
+    assert not wrong, "\n".join(wrong)
 
 
 def test_imports_are_relative_inside_a_folder_and_absolute_across() -> None:
@@ -152,7 +152,7 @@ def test_imports_are_relative_inside_a_folder_and_absolute_across() -> None:
         for item in module.imports
         if of_penstock(item) and item.relative != (item.module.split(".")[1] == module.folder)
     ]
-    assert not wrong
+    assert not wrong, "\n".join(wrong)
 
 
 def test_third_party_packages_stay_in_their_rooms() -> None:
@@ -165,7 +165,7 @@ def test_third_party_packages_stay_in_their_rooms() -> None:
             if not of_penstock(item)
             and item.module.split(".")[0] not in sys.stdlib_module_names | THIRD_PARTY[room]
         ]
-    assert not wrong
+    assert not wrong, "\n".join(wrong)
 
 
 def test_engine_is_pure() -> None:
@@ -182,7 +182,7 @@ def test_engine_is_pure() -> None:
             if item.module.split(".")[0] in NEVER_IN_ENGINE:
                 wrong.append(f"{module.at(item.line)}: {item.module}")
             todo += targets(item)
-    assert not wrong, "reached from gpu_worker/engine"
+    assert not wrong, "reached from gpu_worker/engine:\n" + "\n".join(wrong)
 
 
 def test_no_import_cycles() -> None:
@@ -211,7 +211,7 @@ def test_no_private_name_of_another_module_is_imported() -> None:
         for name in item.names
         if name.startswith("_")
     ]
-    assert not wrong
+    assert not wrong, "\n".join(wrong)
 
 
 def test_a_private_module_is_imported_only_by_its_neighbours() -> None:
@@ -223,7 +223,7 @@ def test_a_private_module_is_imported_only_by_its_neighbours() -> None:
         for target in targets(item)
         if target.rpartition(".")[2].startswith("_") and target.rpartition(".")[0] != module.package
     ]
-    assert not wrong
+    assert not wrong, "\n".join(wrong)
 
 
 def test_no_mutable_state_in_modules() -> None:
@@ -247,7 +247,7 @@ def test_no_mutable_state_in_modules() -> None:
                     for name in names
                     if ast.unparse(name) != "__all__" and not ast.unparse(name).isupper()
                 ]
-    assert not wrong
+    assert not wrong, "\n".join(wrong)
 
 
 def _is_mutable(value: ast.expr) -> bool:
