@@ -177,7 +177,7 @@ class Request:
         elif isinstance(self.prompt[0], int):
             prompt = len(self.prompt)
         else:
-            size = sum(len(m["content"].encode()) for m in self.prompt)  # type: ignore[index]
+            size = sum(len(m["content"].encode()) for m in self.prompt)
             prompt = -(-size // 4)
         return prompt + self.options.max_tokens
 

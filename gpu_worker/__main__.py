@@ -1,0 +1,22 @@
+"""``python -m penstock.gpu_worker``: the worker's commands without the client's program."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from penstock.shared.errors import PenstockError
+
+from .cli import verify
+from .worker_command import worker
+
+if __name__ == "__main__":
+    app = typer.Typer(no_args_is_help=True, add_completion=False)
+    app.command()(worker)
+    app.command()(verify)
+    try:
+        app()
+    except PenstockError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,86 @@
+"""``/metrics``, ``/healthz`` and ``/readyz`` of one worker, served from a thread of their own.
+
+A thread, so that a hung event loop or a long step can not make the answer late: health is a fact
+about the step loop (it ticked recently), not about who answers.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+
+from penstock.shared.errors import ConfigurationError
+
+__all__ = ["HealthServer"]
+
+
+class HealthServer:
+    """Serves until closed.
+
+    Args:
+        host: address to listen on.
+        port: port to listen on; 0 takes a free one.
+        registry: what ``/metrics`` shows.
+        unhealthy: why the worker should be replaced, or None if it is healthy (``/healthz``).
+        unready: why it takes no work now, or None if it does (``/readyz``).
+
+    Raises:
+        ConfigurationError: the address can not be used.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        registry: CollectorRegistry,
+        *,
+        unhealthy: Callable[[], str | None],
+        unready: Callable[[], str | None],
+    ) -> None:
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                if self.path == "/metrics":
+                    self._answer(200, generate_latest(registry), CONTENT_TYPE_LATEST)
+                elif self.path in ("/healthz", "/readyz"):
+                    problem = unhealthy() if self.path == "/healthz" else unready()
+                    body = (problem or "ok") + "\n"
+                    self._answer(503 if problem else 200, body.encode(), "text/plain")
+                else:
+                    self._answer(404, b"try /metrics, /healthz or /readyz\n", "text/plain")
+
+            def _answer(self, status: int, body: bytes, kind: str) -> None:
+                self.send_response(status)
+                self.send_header("Content-Type", kind)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, format: str, *args: object) -> None:
+                """Probes every few seconds are no news."""
+
+        try:
+            self._server = ThreadingHTTPServer((host, port), Handler)
+        except OSError as error:
+            raise ConfigurationError(
+                f"worker.metrics_port = {port}: cannot listen on {host}:{port} "
+                f"({error.strerror}); give another port, 0 for any free one, or off"
+            ) from None
+        self._server.daemon_threads = True
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, name="health", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def port(self) -> int:
+        """The port in use."""
+        return int(self._server.server_address[1])
+
+    def close(self) -> None:
+        """Stop serving."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()

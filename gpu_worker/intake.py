@@ -1,0 +1,111 @@
+"""Claims in: from packed requests to what the engine takes, without holding the step loop.
+
+Payloads are parsed and prompts are tokenised in a small thread pool (the tokenizers library
+releases the interpreter lock). What turns out malformed ends `failed` at once; nothing else is
+harmed by it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+
+from penstock.shared.errors import InvalidRequest
+from penstock.shared.operations import Claim
+from penstock.shared.protocol import Reason, Request
+
+from .engine.requests import EngineRequest
+from .metrics import WorkerMetrics
+from .outbox import Outbox
+
+__all__ = ["Intake"]
+
+_log = logging.getLogger("penstock.intake")
+
+
+class Intake:
+    """Prepares claimed requests.
+
+    Args:
+        encode: turns a prompt (text, ids or chat messages) into token ids; may raise
+            :class:`InvalidRequest`. Runs in ``pool``.
+        add: gives a prepared request to the engine's thread.
+        outbox: opens a ledger per claim, and takes the end of what cannot be prepared.
+        metrics: counts claims.
+        pool: where prompts are tokenised.
+    """
+
+    def __init__(
+        self,
+        encode: Callable[[object], Sequence[int]],
+        add: Callable[[EngineRequest], None],
+        outbox: Outbox,
+        metrics: WorkerMetrics,
+        pool: Executor,
+    ) -> None:
+        self._encode = encode
+        self._add = add
+        self._outbox = outbox
+        self._metrics = metrics
+        self._pool = pool
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def preparing(self) -> int:
+        """Claims that have not reached the engine yet."""
+        return len(self._tasks)
+
+    def accept(self, claims: Sequence[Claim]) -> None:
+        """Take over claims. Returns at once; the engine gets them when they are tokenised."""
+        for claim in claims:
+            self._metrics.claims.inc()
+            if claim.attempts > 1:
+                self._metrics.redeliveries.inc()
+            try:
+                request = Request.unpack(claim.payload)
+            except InvalidRequest as error:
+                self._outbox.open(claim, "unknown")
+                self._refuse(claim.id, error)
+                continue
+            self._outbox.open(claim, request.lane.value)
+            if claim.attempts == 1:
+                self._metrics.queue_time.labels(request.lane.value).observe(claim.queue_ms / 1000)
+            task = asyncio.get_running_loop().create_task(self._prepare(claim, request))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _prepare(self, claim: Claim, request: Request) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            prompt_ids = await loop.run_in_executor(self._pool, self._encode, request.prompt)
+        except InvalidRequest as error:
+            self._refuse(claim.id, error)
+            return
+        except Exception as error:  # a tokenizer's own failure is this request's, not ours
+            _log.exception("tokenisation failed", extra={"request": claim.id})
+            self._outbox.end(claim.id, Reason.ENGINE_ERROR, f"tokenisation failed: {error}")
+            return
+        self._add(
+            EngineRequest(
+                id=claim.id,
+                lane=request.lane,
+                tenant=request.tenant,
+                prompt_ids=tuple(prompt_ids),
+                output_ids=tuple(i for chunk in claim.chunks for i in chunk.token_ids),
+                options=request.options,
+                seed=request.seed,
+                arrival=loop.time() - claim.age_ms / 1000,
+            )
+        )
+
+    def _refuse(self, request_id: str, error: InvalidRequest) -> None:
+        _log.info("refused: %s", error, extra={"request": request_id})
+        self._outbox.end(request_id, Reason.INVALID, str(error))
+
+    async def close(self) -> None:
+        """Give up preparing; who owned the claims must release them."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -1,0 +1,49 @@
+"""What the supervisor tells the engine process, and what that one's exit code tells back."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.shared.settings import Settings
+
+__all__ = ["EXIT_BROKEN", "EXIT_REFUSED", "Launch"]
+
+EXIT_REFUSED = 2
+"""Configuration or model refused: a restart would meet the same."""
+
+EXIT_BROKEN = 70
+"""The engine hangs or broke (EX_SOFTWARE of sysexits.h): restart."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What the supervisor tells the engine process.
+
+    Attributes:
+        settings: the whole tree; ``redis.url`` is resolved.
+        worker_id: unique to this incarnation.
+        ready_file: written when the worker serves; None for none.
+    """
+
+    settings: Settings
+    worker_id: str
+    ready_file: Path | None = None
+
+    def to_line(self) -> bytes:
+        """One line of JSON."""
+        data = {
+            "settings": self.settings.model_dump(mode="json"),
+            "worker_id": self.worker_id,
+            "ready_file": str(self.ready_file) if self.ready_file else None,
+        }
+        return json.dumps(data).encode() + b"\n"
+
+    @classmethod
+    def from_line(cls, line: bytes) -> Launch:
+        """The inverse of :meth:`to_line`."""
+        data = json.loads(line)
+        ready = data["ready_file"]
+        settings = Settings.model_validate(data["settings"])
+        return cls(settings, data["worker_id"], Path(ready) if ready else None)

@@ -1,0 +1,311 @@
+"""The worker's edge to Redis: tokens out, claims in, lease and sweeps, one round trip a step.
+
+An exchange is one pipeline of small scripts: ``append`` for everything the engine produced since
+the last one, ``claim`` when there is room, ``sweep`` every third of a lease. It is sent again
+unchanged until it is answered: appends are idempotent by index, and claims whose reply was lost
+are found by the audit that follows every broken exchange.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from redis.asyncio import Redis
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from penstock.shared.errors import PenstockError
+from penstock.shared.operations import Append, Operations
+from penstock.shared.protocol import Lane
+from penstock.shared.script_loader import Call
+
+from .intake import Intake
+from .metrics import WorkerMetrics
+from .outbox import Outbox
+from .worker import Worker
+
+__all__ = ["Capacity", "Link"]
+
+_log = logging.getLogger("penstock.link")
+
+_APPENDS_PER_CALL = 256
+"""Replies and pushes leave Redis only when a script ends, so one call must stay small."""
+
+_BACKOFF_S = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capacity:
+    """How much a worker takes on.
+
+    Attributes:
+        max_sequences: requests owned at the same time.
+        claim_batch: requests claimed in one exchange at most.
+        block_size: tokens per KV block.
+        lease_ms: how long Redis believes a silent worker alive.
+        heartbeat_ms: how often the lease is renewed when no exchange does it.
+    """
+
+    max_sequences: int
+    claim_batch: int
+    block_size: int
+    lease_ms: int
+    heartbeat_ms: int
+
+
+class Link:
+    """Exchanges with Redis on behalf of one worker.
+
+    Args:
+        redis: connection for exchanges.
+        listener: a connection of its own for the blocking wait on the bell.
+        operations: the scripts of the shard.
+        worker_id: unique to this process; never reused.
+        capacity: see there.
+        worker, outbox, intake, metrics: the worker's other parts.
+        hang_timeout_s: a step that runs longer means that the engine hangs; then nothing is sent
+            any more, so that the lease ends and others take over.
+    """
+
+    def __init__(
+        self,
+        redis: Redis,
+        listener: Redis,
+        operations: Operations,
+        worker_id: str,
+        capacity: Capacity,
+        *,
+        worker: Worker,
+        outbox: Outbox,
+        intake: Intake,
+        metrics: WorkerMetrics,
+        wake: asyncio.Event,
+        hang_timeout_s: float,
+    ) -> None:
+        self._redis = redis
+        self._listener = listener
+        self._operations = operations
+        self._worker_id = worker_id
+        self._capacity = capacity
+        self._worker = worker
+        self._outbox = outbox
+        self._intake = intake
+        self._metrics = metrics
+        self._wake = wake
+        self._hang_timeout_s = hang_timeout_s
+        self._bell = "0-0"
+        self._may_find_work = True
+        self._next_renewal = 0.0
+        self._next_sweep = 0.0
+        self._needs_audit = False
+        self._stopping = False
+
+    def stop(self) -> None:
+        """Claim nothing more, and end :meth:`run` after the present exchange."""
+        self._stopping = True
+        self._wake.set()
+
+    @property
+    def hung(self) -> bool:
+        """Whether the present step has run for longer than any step may."""
+        return self._worker.stuck_for() > self._hang_timeout_s
+
+    async def run(self) -> None:
+        """Exchange until :meth:`stop`, or until the engine hangs or breaks."""
+        async with asyncio.TaskGroup() as tasks:
+            helpers = [tasks.create_task(self._tick()), tasks.create_task(self._hear_bell())]
+            while not (self._stopping or self.hung or self._worker.failure):
+                await self.exchange()
+                await self._wake.wait()
+                self._wake.clear()
+            for helper in helpers:
+                helper.cancel()
+
+    async def exchange(self) -> None:
+        """One round trip, if there is anything to say."""
+        now = time.monotonic()
+        batches = self._take()
+        room = self._room() if self._may_find_work else 0
+        renew = now >= self._next_renewal
+        sweep = now >= self._next_sweep
+        if not (batches or room or renew or sweep):
+            return
+        calls = [self._append(batch) for batch in batches]
+        if room or (renew and not batches):
+            calls.append(self._claim(room))
+        if sweep:
+            calls.append(self._operations.sweep())
+        replies = await self._send(calls)
+        self._next_renewal = now + self._capacity.heartbeat_ms / 1000
+        await self._settle(batches, replies[: len(batches)])
+        if len(calls) > len(batches) + sweep:
+            self._read_claim(replies[len(batches)], room)
+        if sweep:
+            await self._after_sweep(now, replies[-1])
+        if self._needs_audit:
+            await self._audit()
+
+    async def drain(self) -> int:
+        """Publish what is there, then give every request back; returns how many."""
+        while self._outbox.has_pending:
+            await self.exchange()
+        return await self._operations.release_all(self._worker_id, blame=False)
+
+    # -- what goes out --------------------------------------------------------------------------
+
+    def _take(self) -> list[list[Append]]:
+        batches = []
+        while batch := self._outbox.take(_APPENDS_PER_CALL):
+            batches.append(batch)
+        return batches
+
+    def _append(self, batch: Sequence[Append]) -> Call:
+        return self._operations.append(self._worker_id, batch, lease_ms=self._capacity.lease_ms)
+
+    def _room(self) -> int:
+        """How many requests to ask for now.
+
+        Nothing is hoarded: a claimed request that only waits here could be running elsewhere, so
+        more is asked for only while everything claimed before has found its KV blocks.
+        """
+        stats = self._worker.stats
+        if self._stopping or any(stats.waiting.values()) or self._intake.preparing:
+            return 0
+        free = self._capacity.max_sequences - self._outbox.open_requests
+        return max(0, min(self._capacity.claim_batch, free))
+
+    def _claim(self, room: int) -> Call:
+        stats = self._worker.stats
+        free_tokens = (stats.free_blocks + stats.cached_blocks) * self._capacity.block_size
+        return self._operations.claim(
+            self._worker_id,
+            lease_ms=self._capacity.lease_ms,
+            requests=room,
+            tokens=max(1, free_tokens),
+            suspect_ok=self._outbox.suspects == 0,
+        )
+
+    async def _send(self, calls: Sequence[Call]) -> list[Any]:
+        """Send until answered. What to send is fixed: only the outcome is unknown in between."""
+        for attempt in range(1_000_000_000):
+            began = time.perf_counter()
+            try:
+                replies = await self._operations.run(calls)
+            except (RedisConnectionError, RedisTimeoutError, OSError) as error:
+                self._metrics.redis_errors.inc()
+                self._needs_audit = True
+                pause = _BACKOFF_S[min(attempt, len(_BACKOFF_S) - 1)]
+                _log.warning("Redis did not answer (%s); trying again in %g s", error, pause)
+                await asyncio.sleep(pause)
+                continue
+            self._metrics.exchange_seconds.observe(time.perf_counter() - began)
+            return replies
+        raise AssertionError("unreachable")
+
+    # -- what comes back ------------------------------------------------------------------------
+
+    async def _settle(self, batches: Sequence[Sequence[Append]], replies: Sequence[Any]) -> None:
+        for batch, reply in zip(batches, replies, strict=True):
+            if isinstance(reply, ResponseError):
+                # The script as a whole was refused (an ACL, a Redis bug): nothing was written.
+                _log.error("append was refused: %s", reply)
+                self._metrics.redis_errors.inc()
+                ids = tuple(item.id for item in batch)
+                self._outbox.forget(ids)
+                await self._give_up(ids, ids)
+                continue
+            settled = self._outbox.settle(batch, reply[0::2])
+            await self._give_up(settled.lost, settled.mismatched)
+
+    async def _give_up(self, lost: Sequence[str], release: Sequence[str]) -> None:
+        for request_id in lost:
+            self._worker.abort(request_id)
+        if lost:
+            self._may_find_work = True
+        if release:
+            try:
+                await self._operations.release(self._worker_id, release)
+            except (RedisError, PenstockError) as error:
+                # What stays ours in Redis without our knowing is what the audit looks for.
+                _log.warning("could not release: %s", error)
+                self._needs_audit = True
+
+    def _read_claim(self, reply: Any, room: int) -> None:
+        if isinstance(reply, ResponseError):
+            _log.error("claim was refused: %s", reply)
+            self._metrics.redis_errors.inc()
+            return
+        claimed = self._operations.read_claim(reply)
+        if room:
+            self._bell = claimed.bell
+            self._may_find_work = bool(claimed.claims)
+        self._intake.accept(claimed.claims)
+
+    async def _after_sweep(self, now: float, reply: Any) -> None:
+        self._next_sweep = now + min(1.0, self._capacity.lease_ms / 3000)
+        if isinstance(reply, ResponseError):
+            _log.error("sweep was refused: %s", reply)
+            self._metrics.redis_errors.inc()
+            return
+        swept = self._operations.read_sweep(reply)
+        self._metrics.swept.labels("expired").inc(swept.expired)
+        self._metrics.swept.labels("reaped").inc(swept.reaped)
+        if swept.reaped:
+            _log.warning("took %d requests from %d dead workers", swept.reaped, swept.workers)
+        # A suspect, or work left for want of room, rings no bell when its turn comes.
+        self._may_find_work = True
+        # Requests that produce nothing yet (queued prefill) hear of a cancel only if they ask.
+        self._outbox.probe()
+        await self._read_depth()
+
+    async def _read_depth(self) -> None:
+        fields = [f"{kind}:{lane}" for kind in ("requests", "tokens") for lane in Lane]
+        try:
+            # redis-py's stubs give the union of its blocking and its asynchronous client.
+            values = await cast(
+                Awaitable[list[Any]], self._redis.hmget(self._operations.keys.counters, fields)
+            )
+        except (RedisError, OSError):
+            return  # gauges only; the next exchange meets the same error and counts it
+        depths = [int(value or 0) for value in values]
+        for i, lane in enumerate(Lane):
+            self._metrics.queue_requests.labels(lane.value).set(depths[i])
+            self._metrics.queue_tokens.labels(lane.value).set(depths[i + len(Lane)])
+
+    async def _audit(self) -> None:
+        try:
+            orphans = await self._operations.audit(self._worker_id, self._outbox.owned)
+        except (RedisError, PenstockError, OSError):
+            return  # stays due
+        self._needs_audit = False
+        if orphans:
+            _log.warning("gave back %d requests whose claim this worker never received", orphans)
+
+    # -- what wakes an exchange -----------------------------------------------------------------
+
+    async def _tick(self) -> None:
+        interval = self._capacity.heartbeat_ms / 1000
+        while True:
+            await asyncio.sleep(interval)
+            self._wake.set()
+
+    async def _hear_bell(self) -> None:
+        """Waits for new work. Entries that came since the last claim wake it at once."""
+        key = self._operations.keys.bell
+        last = self._bell
+        while True:
+            try:
+                rung = await self._listener.xread({key: last}, count=1, block=1000)
+            except (RedisError, OSError):
+                await asyncio.sleep(0.5)
+                continue
+            if rung:
+                last = rung[0][1][-1][0].decode()
+                self._may_find_work = True
+                self._wake.set()

@@ -1,0 +1,127 @@
+"""The worker's metrics: every name, its labels and its buckets in one place.
+
+Names are a public contract, pinned by a test; docs/metrics.md says what each means and what to do
+when it moves. Base units (seconds, tokens, bytes). Latencies count from *acceptance* of the
+request, so that they contain the queue: what the user feels.
+"""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from .engine.stats import EngineStats
+
+__all__ = ["WorkerMetrics"]
+
+LATENCY_BUCKETS = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 150, 600,
+)  # fmt: skip
+"""From a step on a fast GPU to a request that waited ten minutes."""
+
+ITL_BUCKETS = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 5)
+"""Gaps between tokens; a reader notices from about 0.1 s on."""
+
+STEP_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.5, 5)
+"""One step of the engine, from a small model on a GPU to a long prompt chunk on a CPU."""
+
+COUNT_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+"""Powers of two: tokens or sequences in a step."""
+
+
+class WorkerMetrics:
+    """All metrics of one worker, in a registry of their own."""
+
+    def __init__(self) -> None:
+        registry = CollectorRegistry()
+        self.registry = registry
+
+        def counter(name: str, meaning: str, *labels: str) -> Counter:
+            return Counter(f"penstock_{name}", meaning, labels, registry=registry)
+
+        def gauge(name: str, meaning: str, *labels: str) -> Gauge:
+            return Gauge(f"penstock_{name}", meaning, labels, registry=registry)
+
+        def histogram(
+            name: str, meaning: str, buckets: tuple[float, ...], *labels: str
+        ) -> Histogram:
+            return Histogram(
+                f"penstock_{name}", meaning, labels, buckets=buckets, registry=registry
+            )
+
+        self.requests = counter("requests", "Requests this worker ended", "state", "reason")
+        self.claims = counter("claims", "Requests claimed")
+        self.redeliveries = counter("redeliveries", "Claims of requests that had an owner before")
+        self.append_refusals = counter(
+            "append_refusals", "Writes that Redis refused, by why", "why"
+        )
+        self.orphan_tokens = counter(
+            "orphan_tokens", "Tokens generated for requests that had ended or moved meanwhile"
+        )
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of ended requests")
+        self.cached_prompt_tokens = counter(
+            "cached_prompt_tokens", "Of those, taken from the prefix cache"
+        )
+        self.generation_tokens = counter("generation_tokens", "Tokens published")
+        self.preemptions = counter(
+            "preemptions", "Running sequences put back to wait, by lane and cause", "lane", "cause"
+        )
+        self.preempted_tokens = counter(
+            "preempted_tokens",
+            "Computed tokens given up by preemptions, to be computed again",
+            "lane",
+            "cause",
+        )
+        self.cache_evictions = counter(
+            "prefix_cache_evictions", "Cached KV blocks given away because free ones ran out"
+        )
+        self.step_failures = counter(
+            "step_failures", "Requests that failed inside a model step, alone after isolation"
+        )
+        self.redis_errors = counter("redis_errors", "Round trips to Redis that failed")
+        self.swept = counter("swept_requests", "Requests this worker's sweeps moved", "kind")
+
+        self.ttft = histogram(
+            "time_to_first_token_seconds", "Acceptance to first token", LATENCY_BUCKETS, "lane"
+        )
+        self.queue_time = histogram(
+            "queue_time_seconds", "Acceptance to first claim", LATENCY_BUCKETS, "lane"
+        )
+        self.duration = histogram(
+            "request_duration_seconds", "Acceptance to end", LATENCY_BUCKETS, "lane"
+        )
+        self.itl = histogram("inter_token_latency_seconds", "Gap between tokens", ITL_BUCKETS)
+        self.step_seconds = histogram("step_seconds", "Duration of a model step", STEP_BUCKETS)
+        self.step_tokens = histogram("step_tokens", "Tokens computed in a step", COUNT_BUCKETS)
+        self.step_sequences = histogram("step_sequences", "Sequences in a step", COUNT_BUCKETS)
+        self.exchange_seconds = histogram(
+            "exchange_seconds", "Round trip to Redis with tokens, claims and sweeps", STEP_BUCKETS
+        )
+
+        self.running = gauge("sequences_running", "Sequences with KV blocks", "lane")
+        self.waiting = gauge("sequences_waiting", "Claimed sequences without KV blocks", "lane")
+        self.kv_blocks_total = gauge("kv_blocks_total", "KV blocks in the pool")
+        self.kv_blocks_used = gauge("kv_blocks_used", "KV blocks that sequences hold")
+        self.kv_blocks_cached = gauge("kv_blocks_cached", "Free KV blocks with a reusable prefix")
+        self.queue_requests = gauge("queue_requests", "Requests waiting in the shard", "lane")
+        self.queue_tokens = gauge("queue_tokens", "Estimated tokens waiting in the shard", "lane")
+        self.ready = gauge("ready", "1 after warm-up, 0 while loading or draining")
+        self._seen: EngineStats | None = None
+
+    def show_engine(self, stats: EngineStats) -> None:
+        """Set the gauges to the engine's figures, and raise the counters by what they gained."""
+        for lane, count in stats.running.items():
+            self.running.labels(lane.value).set(count)
+        for lane, count in stats.waiting.items():
+            self.waiting.labels(lane.value).set(count)
+        self.kv_blocks_total.set(stats.num_blocks)
+        self.kv_blocks_used.set(stats.used_blocks)
+        self.kv_blocks_cached.set(stats.cached_blocks)
+        seen, self._seen = self._seen, stats
+        self.cache_evictions.inc(stats.evictions - (seen.evictions if seen else 0))
+        for counter, totals, before in (
+            (self.preemptions, stats.preemptions, seen.preemptions if seen else {}),
+            (self.preempted_tokens, stats.preempted_tokens, seen.preempted_tokens if seen else {}),
+        ):
+            for (lane, cause), total in totals.items():
+                gained = total - before.get((lane, cause), 0)
+                counter.labels(lane.value, cause.value).inc(gained)

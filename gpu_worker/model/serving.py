@@ -1,0 +1,100 @@
+"""Builds the model side of a worker from settings: checkpoint, KV pool, runner, engine limits."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from penstock.gpu_worker.engine.config import EngineConfig
+from penstock.gpu_worker.engine.text import TextStream
+from penstock.shared.settings import EngineSettings, Settings
+
+from .detokenizer import IncrementalDetokenizer
+from .kv_pool import KVPool, blocks_in_budget
+from .loader import LoadedModel, load_model
+from .memory import format_bytes, kv_budget
+from .runner import ModelRunner
+from .tokenizer_io import encode_prompt
+
+__all__ = ["ServingModel", "build_model"]
+
+_log = logging.getLogger("penstock.model")
+
+_CPU_BATCH_TOKENS = 256
+_GPU_BATCH_TOKENS = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class ServingModel:
+    """Everything a worker needs of its model; no part of it is a tensor.
+
+    Attributes:
+        config: limits for the engine.
+        runner: computes plans; warmed up.
+        encode: prompt to token ids; raises ``InvalidRequest``.
+        new_text_stream: an incremental detokeniser of one output, given the prompt's ids.
+        summary: one line for the log.
+    """
+
+    config: EngineConfig
+    runner: ModelRunner
+    encode: Callable[[object], Sequence[int]]
+    new_text_stream: Callable[[tuple[int, ...]], TextStream]
+    summary: str
+
+
+def build_model(settings: Settings) -> ServingModel:
+    """Load the checkpoint, size its KV pool and run it once. Takes seconds to minutes.
+
+    Raises:
+        ModelError: the checkpoint is missing, refused by the load gate, or does not fit.
+        ConfigurationError: a setting does not go with the model or another setting.
+    """
+    if settings.engine.threads is not None:
+        torch.set_num_threads(settings.engine.threads)
+    wanted = settings.model
+    loaded = load_model(
+        wanted.path, dtype=wanted.dtype, device=wanted.device, max_model_len=wanted.max_model_len
+    )
+    config = _engine_config(settings.engine, loaded)
+    pool = KVPool(
+        loaded.geometry, config.num_blocks, config.block_size, loaded.device, loaded.dtype
+    )
+    runner = ModelRunner(loaded, pool)
+    runner.warm_up(max_batch_tokens=config.max_batch_tokens, max_sequences=config.max_sequences)
+    capacity = config.num_blocks * config.block_size
+    summary = (
+        f"{loaded.path.name} in {loaded.dtype} on {loaded.device}, context {loaded.max_model_len}, "
+        f"KV for {capacity} tokens ({format_bytes(pool.num_bytes)})"
+    )
+    return ServingModel(
+        config=config,
+        runner=runner,
+        encode=functools.partial(encode_prompt, loaded.tokenizer),
+        new_text_stream=functools.partial(IncrementalDetokenizer, loaded.tokenizer),
+        summary=summary.replace("torch.", ""),
+    )
+
+
+def _engine_config(settings: EngineSettings, loaded: LoadedModel) -> EngineConfig:
+    on_gpu = loaded.device.type == "cuda"
+    budget = kv_budget(settings.kv_memory, loaded.device)
+    num_blocks = blocks_in_budget(loaded.geometry, settings.block_size, loaded.dtype, budget)
+    # Past the point where every sequence has a whole context, more blocks only cost start-up time.
+    enough = settings.max_sequences * -(-loaded.max_model_len // settings.block_size)
+    default_tokens = _GPU_BATCH_TOKENS if on_gpu else _CPU_BATCH_TOKENS
+    batch_tokens = settings.max_batch_tokens or max(default_tokens, settings.max_sequences)
+    return EngineConfig(
+        block_size=settings.block_size,
+        num_blocks=num_blocks if settings.kv_memory else min(num_blocks, enough),
+        max_batch_tokens=batch_tokens,
+        max_sequences=settings.max_sequences,
+        chunk_size=settings.chunk_size or batch_tokens,
+        max_model_len=loaded.max_model_len,
+        eos_token_ids=loaded.eos_token_ids,
+        prefix_cache=settings.prefix_cache,
+    )

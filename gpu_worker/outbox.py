@@ -1,0 +1,289 @@
+"""Tokens out: what the engine produced and Redis has not confirmed yet.
+
+One :class:`TokenLedger` per owned request holds how far its log is written. The engine's thread
+posts updates; the Redis edge takes everything pending as one batch of appends, sends it (again and
+again, unchanged, until it is answered) and settles the answer. Only one batch is ever in flight,
+so an append can rely on the count and the digest its ledger has confirmed.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from penstock.shared.operations import Append, AppendStatus, Claim
+from penstock.shared.protocol import Chunk, End, Reason, Usage, rolling_digest
+
+from .engine.requests import Finish, Update
+from .metrics import WorkerMetrics
+
+__all__ = ["Outbox", "Settled", "TokenLedger"]
+
+
+@dataclass(slots=True)
+class TokenLedger:
+    """What is known and pending of one owned request.
+
+    Attributes:
+        claim: how this worker got it.
+        lane: its lane, as a metric label.
+        accepted_at: monotonic time in seconds when it was accepted, by Redis' account.
+        confirmed: output tokens that the log holds.
+        digest: rolling digest of those.
+        pending: ids generated since.
+        text: text generated since.
+        finish: the engine ended it, its end is not confirmed yet.
+    """
+
+    claim: Claim
+    lane: str
+    accepted_at: float
+    confirmed: int
+    digest: int
+    ttft_ms: int | None
+    last_token_at: float | None = None
+    pending: list[int] = field(default_factory=list)
+    text: list[str] = field(default_factory=list)
+    finish: Finish | None = None
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """What an answered batch means for the worker.
+
+    Attributes:
+        lost: requests this worker does not own any more; the engine must abort them.
+        mismatched: requests whose log is not where this worker left it (a failover lost its
+            tail); they must be released, so that somebody continues from what the log holds.
+    """
+
+    lost: tuple[str, ...]
+    mismatched: tuple[str, ...]
+
+
+class Outbox:
+    """Pending output of all owned requests.
+
+    Thread-safe: the engine's thread calls :meth:`post`, the Redis edge everything else.
+
+    Args:
+        metrics: counts tokens, latencies and ends as they are confirmed.
+        wake: called, from the engine's thread, when there is something to take.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        metrics: WorkerMetrics,
+        wake: Callable[[], object],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._metrics = metrics
+        self._wake = wake
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._ledgers: dict[str, TokenLedger] = {}
+        self._dirty: dict[str, TokenLedger] = {}
+
+    def __len__(self) -> int:
+        return len(self._ledgers)
+
+    @property
+    def owned(self) -> tuple[str, ...]:
+        """Ids of all owned requests."""
+        with self._lock:
+            return tuple(self._ledgers)
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether there is anything to take."""
+        return bool(self._dirty)
+
+    @property
+    def suspects(self) -> int:
+        """How many owned requests may have crashed a worker before."""
+        with self._lock:
+            return sum(ledger.claim.suspect for ledger in self._ledgers.values())
+
+    @property
+    def open_requests(self) -> int:
+        """Owned requests that the engine has not ended."""
+        with self._lock:
+            return sum(ledger.finish is None for ledger in self._ledgers.values())
+
+    def probe(self) -> None:
+        """Have every open request appear in the next batch, so that lost ones are noticed.
+
+        An append without tokens writes nothing; its status tells whether we still own the request.
+        """
+        with self._lock:
+            for request_id, ledger in self._ledgers.items():
+                self._dirty.setdefault(request_id, ledger)
+
+    def open(self, claim: Claim, lane: str) -> None:
+        """Begin to own a request."""
+        ids = [token for chunk in claim.chunks for token in chunk.token_ids]
+        ledger = TokenLedger(
+            claim=claim,
+            lane=lane,
+            accepted_at=self._clock() - claim.age_ms / 1000,
+            confirmed=len(ids),
+            digest=claim.chunks[-1].digest if claim.chunks else rolling_digest(()),
+            ttft_ms=claim.ttft_ms,
+        )
+        with self._lock:
+            self._ledgers[claim.id] = ledger
+
+    def post(self, updates: Sequence[Update]) -> None:
+        """Take what the engine produced in a step."""
+        posted = False
+        with self._lock:
+            for update in updates:
+                ledger = self._ledgers.get(update.id)
+                if ledger is None or ledger.finish is not None:
+                    # Lost while the step ran: what it cost is waste, and counted as such.
+                    self._metrics.orphan_tokens.inc(len(update.token_ids))
+                    continue
+                ledger.pending += update.token_ids
+                ledger.text.append(update.text)
+                ledger.finish = update.finish
+                ledger.prompt_tokens = update.prompt_tokens
+                ledger.cached_tokens = update.cached_tokens
+                self._dirty[update.id] = ledger
+                posted = True
+        if posted:
+            self._wake()
+
+    def end(self, request_id: str, reason: Reason, message: str) -> None:
+        """End a request that never reached the engine."""
+        finish = Finish(reason, message)
+        self.post(
+            [
+                Update(
+                    id=request_id,
+                    start=0,
+                    token_ids=(),
+                    text="",
+                    finish=finish,
+                    prompt_tokens=0,
+                    cached_tokens=0,
+                )
+            ]
+        )
+
+    def take(self, limit: int) -> list[Append]:
+        """Everything pending of up to ``limit`` requests, as appends; oldest first."""
+        now = self._clock()
+        with self._lock:
+            ids = list(self._dirty)[:limit]
+            return [
+                self._append(request_id, self._dirty.pop(request_id), now) for request_id in ids
+            ]
+
+    def _append(self, request_id: str, ledger: TokenLedger, now: float) -> Append:
+        ids, count = tuple(ledger.pending), len(ledger.pending)
+        ledger.pending.clear()
+        chunk = b""
+        if count:
+            text = "".join(ledger.text)
+            ledger.text.clear()
+            digest = rolling_digest(ids, ledger.digest)
+            chunk = Chunk(ledger.confirmed, ids, text, digest).pack()
+            ledger.digest = digest
+            self._observe_tokens(ledger, count, now)
+        end, spent, reason = b"", -1, None
+        if ledger.finish is not None:
+            reason = ledger.finish.reason
+            n = ledger.confirmed + count
+            spent = ledger.prompt_tokens + n
+            end = End(
+                n=n, reason=reason, message=ledger.finish.message, usage=_usage(ledger, n)
+            ).pack()
+        start = ledger.confirmed
+        ledger.confirmed += count
+        return Append(request_id, ledger.claim.epoch, start, count, chunk, end, reason, spent)
+
+    def _observe_tokens(self, ledger: TokenLedger, count: int, now: float) -> None:
+        metrics = self._metrics
+        if ledger.ttft_ms is None:
+            ledger.ttft_ms = round((now - ledger.accepted_at) * 1000)
+            metrics.ttft.labels(ledger.lane).observe(now - ledger.accepted_at)
+        elif ledger.last_token_at is not None:
+            gap = (now - ledger.last_token_at) / count
+            for _ in range(count):
+                metrics.itl.observe(gap)
+        ledger.last_token_at = now
+
+    def settle(self, items: Sequence[Append], statuses: Sequence[int]) -> Settled:
+        """Take Redis' answer to a batch: ``statuses`` as :meth:`Operations.append` gives them."""
+        lost, mismatched = [], []
+        with self._lock:
+            for item, status in zip(items, statuses, strict=True):
+                ledger = self._ledgers.get(item.id)
+                if ledger is None:
+                    continue
+                if status == AppendStatus.WRITTEN:
+                    self._confirm(item, ledger)
+                elif status == AppendStatus.BROKEN and item.count > 0:
+                    # Its log is not a stream. A bare end puts a new log in its place.
+                    self._metrics.append_refusals.labels("broken").inc()
+                    lost.append(item.id)
+                    ledger.confirmed = item.start
+                    ledger.finish = Finish(
+                        Reason.ENGINE_ERROR, "its token log in Redis holds a value of another type"
+                    )
+                    ledger.pending.clear()
+                    self._dirty[item.id] = ledger
+                else:
+                    self._lose(item, ledger, status)
+                    lost.append(item.id)
+                    if status == AppendStatus.MISMATCH:
+                        mismatched.append(item.id)
+        return Settled(tuple(lost), tuple(mismatched))
+
+    def _confirm(self, item: Append, ledger: TokenLedger) -> None:
+        self._metrics.generation_tokens.inc(item.count)
+        if item.reason is None:
+            return
+        del self._ledgers[item.id]
+        self._dirty.pop(item.id, None)
+        self._metrics.prompt_tokens.inc(ledger.prompt_tokens)
+        self._metrics.cached_prompt_tokens.inc(ledger.cached_tokens)
+        self._metrics.requests.labels(item.reason.state.value, item.reason.value).inc()
+        self._metrics.duration.labels(ledger.lane).observe(self._clock() - ledger.accepted_at)
+
+    def _lose(self, item: Append, ledger: TokenLedger, status: int) -> None:
+        self._metrics.append_refusals.labels(_REFUSALS[status]).inc()
+        self._metrics.orphan_tokens.inc(item.count + len(ledger.pending))
+        del self._ledgers[item.id]
+        self._dirty.pop(item.id, None)
+
+    def forget(self, ids: Sequence[str]) -> None:
+        """Stop owning requests without a word to Redis (after a release)."""
+        with self._lock:
+            for request_id in ids:
+                self._ledgers.pop(request_id, None)
+                self._dirty.pop(request_id, None)
+
+
+def _usage(ledger: TokenLedger, n: int) -> Usage:
+    return Usage(
+        prompt_tokens=ledger.prompt_tokens,
+        output_tokens=n,
+        cached_tokens=ledger.cached_tokens,
+        queue_ms=ledger.claim.queue_ms,
+        ttft_ms=ledger.ttft_ms,
+        attempts=ledger.claim.attempts,
+    )
+
+
+_REFUSALS = {
+    AppendStatus.FENCED: "fenced",
+    AppendStatus.MISMATCH: "mismatch",
+    AppendStatus.GONE: "gone",
+    AppendStatus.BROKEN: "broken",
+}

@@ -1,0 +1,199 @@
+"""The engine process: puts a worker together, runs it, and takes it apart in the right order.
+
+Started by the supervisor with one line of JSON on standard input. Exit codes are the contract
+with it: 0 drained; 2 configuration or model refused, do not restart; anything else, restart.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+
+from penstock.shared.errors import PenstockError
+from penstock.shared.keys import Keys
+from penstock.shared.operations import Operations
+
+from .engine.engine import Engine
+from .health import HealthServer
+from .intake import Intake
+from .launch import EXIT_BROKEN, EXIT_REFUSED, Launch
+from .link import Capacity, Link
+from .logs import configure_logging
+from .metrics import WorkerMetrics
+from .model.serving import ServingModel, build_model
+from .outbox import Outbox
+from .worker import Worker
+
+__all__ = ["main"]
+
+_log = logging.getLogger("penstock.process")
+
+
+def main() -> int:
+    """Run one worker until it is told to drain, hangs or breaks; returns the exit code."""
+    launch = Launch.from_line(sys.stdin.buffer.readline())
+    worker = launch.settings.worker
+    configure_logging(launch.worker_id, level=worker.log_level, form=worker.log_format)
+    try:
+        return asyncio.run(_Process(launch).run())
+    except PenstockError as error:
+        _log.error("%s", error)
+        return EXIT_REFUSED
+
+
+class _Process:
+    """One worker's parts and their life."""
+
+    def __init__(self, launch: Launch) -> None:
+        self._launch = launch
+        self._settings = launch.settings
+        self._metrics = WorkerMetrics()
+        self._state = "loading the model"
+        self._link: Link | None = None
+        self._drain = asyncio.Event()
+
+    async def run(self) -> int:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._ask_to_drain)
+        with self._health() as health:
+            model = await asyncio.to_thread(build_model, self._settings)
+            if self._drain.is_set():
+                return 0
+            return await self._serve(model, health)
+
+    def _ask_to_drain(self) -> None:
+        self._drain.set()
+        if self._link is not None:
+            self._link.stop()
+
+    @contextlib.contextmanager
+    def _health(self) -> Iterator[HealthServer | None]:
+        port = self._settings.worker.metrics_port
+        if port is None:
+            yield None
+            return
+        server = HealthServer(
+            self._settings.worker.metrics_host,
+            port,
+            self._metrics.registry,
+            unhealthy=self._unhealthy,
+            unready=lambda: self._state or self._unhealthy(),
+        )
+        try:
+            yield server
+        finally:
+            server.close()
+
+    def _unhealthy(self) -> str | None:
+        if self._link is not None and self._link.hung:
+            return "the engine hangs: its present step has run for too long"
+        return None
+
+    async def _serve(self, model: ServingModel, health: HealthServer | None) -> int:
+        settings, loop = self._settings, asyncio.get_running_loop()
+        wake = asyncio.Event()
+        outbox = Outbox(self._metrics, lambda: loop.call_soon_threadsafe(wake.set))
+        engine = Engine(model.config, model.new_text_stream)
+        worker = Worker(engine, model.runner, outbox, self._metrics)
+        timeout = settings.redis.socket_timeout_s
+        redis, listener = self._connect(timeout), self._connect(timeout + 2)
+        keys = Keys(settings.queue.model, settings.queue.shard)
+        retention_ms = settings.queue.retention_s * 1000
+        operations = Operations(redis, keys, retention_ms=retention_ms)
+        with ThreadPoolExecutor(2, thread_name_prefix="tokenise") as pool:
+            intake = Intake(model.encode, worker.add, outbox, self._metrics, pool)
+            self._link = link = Link(
+                redis,
+                listener,
+                operations,
+                self._launch.worker_id,
+                Capacity(
+                    max_sequences=settings.engine.max_sequences,
+                    claim_batch=settings.worker.claim_batch,
+                    block_size=settings.engine.block_size,
+                    lease_ms=settings.worker.lease_ms,
+                    heartbeat_ms=settings.worker.heartbeat_interval_ms,
+                ),
+                worker=worker,
+                outbox=outbox,
+                intake=intake,
+                metrics=self._metrics,
+                wake=wake,
+                hang_timeout_s=settings.worker.hang_timeout_s,
+            )
+            worker.start()
+            self._announce(model, health)
+            if self._drain.is_set():
+                link.stop()
+            await link.run()
+            if link.hung or worker.failure is not None:
+                return self._abandon(worker)
+            await self._hand_over(worker, link, intake)
+        await redis.aclose()
+        await listener.aclose()
+        return 0
+
+    def _connect(self, timeout_s: float) -> Redis:
+        url = self._settings.redis.url
+        assert url is not None
+        # Retries are the link's own: it must know when an outcome is unknown.
+        redis: Redis = Redis.from_url(
+            url,
+            socket_timeout=timeout_s,
+            socket_connect_timeout=timeout_s,
+            retry=Retry(NoBackoff(), 0),
+        )
+        return redis  # fmt: skip
+
+    def _announce(self, model: ServingModel, health: HealthServer | None) -> None:
+        self._state = ""
+        self._metrics.ready.set(1)
+        port = health.port if health else None
+        _log.info("ready: %s, metrics on port %s", model.summary, port)
+        if self._launch.ready_file is not None:
+            facts: dict[str, Any] = {"worker_id": self._launch.worker_id, "metrics_port": port}
+            whole = self._launch.ready_file.with_suffix(".part")
+            whole.write_text(json.dumps(facts))
+            whole.rename(self._launch.ready_file)
+
+    async def _hand_over(self, worker: Worker, link: Link, intake: Intake) -> None:
+        """Drain: stop the engine first, so that what it still says is published, then give back.
+
+        The lease is kept by nobody meanwhile, hence the time limit.
+        """
+        self._state = "draining"
+        self._metrics.ready.set(0)
+        timeout = self._settings.worker.drain_timeout_s
+        worker.stop()
+        await intake.close()
+        if not await asyncio.to_thread(worker.join, timeout):
+            _log.warning("the present step outlasts the drain; others take over by the lease")
+        try:
+            released = await asyncio.wait_for(link.drain(), timeout)
+        except (PenstockError, TimeoutError) as error:
+            _log.warning("could not hand over (%s); others take over by the lease", error)
+        else:
+            _log.info("drained: handed over %d requests", released)
+
+    def _abandon(self, worker: Worker) -> int:
+        """The engine hangs or broke. Its thread can not be stopped, so the process must end."""
+        _log.critical("giving up: %s", worker.failure or "the engine hangs")
+        logging.shutdown()
+        os._exit(EXIT_BROKEN)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

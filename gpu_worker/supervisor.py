@@ -1,0 +1,142 @@
+"""``penstock worker``: a small process without torch that keeps one engine process alive.
+
+The moment its child dies, it gives the child's requests back to the queues, so that another
+worker continues them within milliseconds instead of after the lease. It tells a crash (which may
+be a request's fault) from an outside kill (which is not), and restarts with backoff.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from penstock.shared.children import spawn_bound
+from penstock.shared.errors import PenstockError
+from penstock.shared.keys import Keys
+from penstock.shared.operations import Operations
+from penstock.shared.settings import Settings
+
+from .launch import EXIT_REFUSED, Launch
+from .logs import configure_logging
+
+__all__ = ["Supervisor"]
+
+_log = logging.getLogger("penstock.supervisor")
+
+_BACKOFF_S = (0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+_STABLE_S = 60.0
+"""A child that lived this long starts the backoff anew."""
+
+_OUTSIDE_KILLS = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
+"""Signals that somebody sends; a crash raises others. (The kernel's OOM killer sends SIGKILL, too:
+a request that brings it about is stopped by the cap on attempts.)"""
+
+
+class Supervisor:
+    """Runs engine processes, one at a time, until told to stop.
+
+    Args:
+        settings: the whole tree; ``redis.url`` is resolved.
+        ready_file: passed to the engine process.
+    """
+
+    def __init__(self, settings: Settings, ready_file: Path | None = None) -> None:
+        self._settings = settings
+        self._ready_file = ready_file
+        self._stop = asyncio.Event()
+
+    async def run(self) -> int:
+        """Supervise until SIGTERM or SIGINT; returns the exit code.
+
+        0 after a drain; 2 if the engine process refused its configuration or model.
+        """
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop.set)
+        failures = 0
+        while True:
+            worker_id = new_worker_id(self._settings.worker.name)
+            began = time.monotonic()
+            code = await self._run_child(worker_id)
+            if code in (0, EXIT_REFUSED) or self._stop.is_set():
+                return max(0, code)
+            await self._release(worker_id, blame=_is_crash(code))
+            failures = 0 if time.monotonic() - began > _STABLE_S else failures + 1
+            pause = _BACKOFF_S[min(failures, len(_BACKOFF_S) - 1)]
+            _log.error("engine process ended (%s); restarting in %g s", _tell(code), pause)
+            try:
+                await asyncio.wait_for(self._stop.wait(), pause)
+            except TimeoutError:
+                continue
+            return 0
+
+    async def _run_child(self, worker_id: str) -> int:
+        """Start an engine process and wait for its end; its exit code, negative for a signal."""
+        configure_logging(
+            worker_id,
+            level=self._settings.worker.log_level,
+            form=self._settings.worker.log_format,
+        )
+        argv = [sys.executable, "-m", "penstock.gpu_worker.process"]
+        # A session of its own: Ctrl-C reaches the supervisor alone, which then asks for a drain.
+        child = spawn_bound(argv, stdin=subprocess.PIPE, new_session=True)
+        assert child.stdin is not None
+        child.stdin.write(Launch(self._settings, worker_id, self._ready_file).to_line())
+        child.stdin.close()
+        ended = asyncio.create_task(asyncio.to_thread(child.wait))
+        stopped = asyncio.create_task(self._stop.wait())
+        await asyncio.wait({ended, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        if not ended.done():
+            child.terminate()
+            patience = self._settings.worker.drain_timeout_s * 2 + 5
+            done, _ = await asyncio.wait({ended}, timeout=patience)
+            if not done:
+                _log.error("the engine process does not drain; killing it")
+                child.kill()
+        stopped.cancel()
+        code = await ended
+        if self._stop.is_set() and code != 0:
+            await self._release(worker_id, blame=False)
+        return code
+
+    async def _release(self, worker_id: str, *, blame: bool) -> None:
+        settings = self._settings
+        assert settings.redis.url is not None
+        redis = Redis.from_url(settings.redis.url, socket_timeout=settings.redis.socket_timeout_s)
+        keys = Keys(settings.queue.model, settings.queue.shard)
+        operations = Operations(redis, keys, retention_ms=settings.queue.retention_s * 1000)
+        try:
+            count = await operations.release_all(worker_id, blame=blame)
+            _log.warning("gave back %d requests of the dead engine process", count)
+        except (PenstockError, RedisError, OSError) as error:
+            _log.warning("could not give back its requests (%s); the lease will", error)
+        finally:
+            await redis.aclose()
+
+
+def new_worker_id(name: str | None) -> str:
+    """An id for one incarnation: name or host, process, and 32 random bits.
+
+    Never reused: a worker under the id of its dead predecessor would keep that one's lease alive.
+    """
+    base = name or socket.gethostname().split(".")[0]
+    return f"{base}-{os.getpid()}-{secrets.token_hex(4)}"
+
+
+def _is_crash(code: int) -> bool:
+    return code > 0 or -code not in _OUTSIDE_KILLS
+
+
+def _tell(code: int) -> str:
+    return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"

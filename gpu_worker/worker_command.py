@@ -1,0 +1,87 @@
+"""The command ``penstock worker``. Imports no torch: only the engine process needs it."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from penstock.shared.embedded import open_redis
+from penstock.shared.settings import Settings, load_settings
+
+from .supervisor import Supervisor
+
+__all__ = ["worker"]
+
+
+def worker(
+    model: Annotated[
+        str | None,
+        typer.Option(help="Checkpoint directory, or `demo` for the shipped model.", metavar="DIR"),
+    ] = None,
+    name: Annotated[
+        str | None,
+        typer.Option(help="Name the model is served under; producers ask for it."),
+    ] = None,
+    shard: Annotated[int | None, typer.Option(help="Shard of the queue to serve.")] = None,
+    redis: Annotated[str | None, typer.Option(help="Address of the Redis server.")] = None,
+    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.")] = None,
+    max_sequences: Annotated[
+        int | None, typer.Option(help="Sequences that run at the same time.")
+    ] = None,
+    kv_memory: Annotated[
+        str | None, typer.Option(help="Memory for the KV cache, such as 512MiB.")
+    ] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads for the model.")] = None,
+    metrics_port: Annotated[
+        str | None, typer.Option(help="Port of /metrics; 0 for any free one, or off.")
+    ] = None,
+    log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
+    log_format: Annotated[str | None, typer.Option(help="text or json.")] = None,
+    ready_file: Annotated[
+        Path | None,
+        typer.Option(help="Written once the worker serves, with its id and metrics port."),
+    ] = None,
+    config: Annotated[Path | None, typer.Option(help="Settings file in TOML.")] = None,
+) -> None:
+    """Serve a model: pull requests from Redis, publish tokens back.
+
+    Runs until SIGTERM or Ctrl-C, then hands its running requests over to other workers. Every
+    setting can also be given as PENSTOCK_* variable or in a file; see docs/settings.md.
+    """
+    settings = load_settings(
+        {
+            "model.path": model,
+            "queue.model": name,
+            "queue.shard": shard,
+            "redis.url": redis,
+            "model.device": device,
+            "model.dtype": dtype,
+            "engine.max_sequences": max_sequences,
+            "engine.kv_memory": kv_memory,
+            "engine.threads": threads,
+            "worker.metrics_port": metrics_port,
+            "worker.log_level": log_level,
+            "worker.log_format": log_format,
+        },
+        config=config,
+    )
+    if name is None and settings.queue.model == "demo" and settings.model.path != "demo":
+        # A checkpoint of one's own is served under its directory's name, not under the demo's.
+        settings = _with(settings, "queue", model=Path(settings.model.path).resolve().name)
+    with open_redis(settings.redis) as url:
+        if url != settings.redis.url:
+            typer.echo(f"started a Redis server of its own: export REDIS_URL={url}", err=True)
+        served = _with(settings, "redis", url=url)
+        code = asyncio.run(Supervisor(served, ready_file).run())
+    raise typer.Exit(code)
+
+
+def _with(settings: Settings, section: str, **values: object) -> Settings:
+    """Settings with some values of a section replaced, validated anew."""
+    tree = settings.model_dump()
+    tree[section].update(values)
+    return Settings.model_validate(tree)

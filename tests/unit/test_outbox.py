@@ -1,0 +1,191 @@
+"""The outbox: what the engine produced becomes appends whose index and digest always agree."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.gpu_worker.engine.requests import Finish, Update
+from penstock.gpu_worker.metrics import WorkerMetrics
+from penstock.gpu_worker.outbox import Outbox
+from penstock.shared.operations import AppendStatus, Claim
+from penstock.shared.protocol import Chunk, End, Reason, rolling_digest, unpack_event
+
+
+class Clock:
+    """Seconds that pass only when told to."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def metrics() -> WorkerMetrics:
+    return WorkerMetrics()
+
+
+@pytest.fixture
+def outbox(metrics: WorkerMetrics, clock: Clock) -> Outbox:
+    return Outbox(metrics, wake=lambda: None, clock=clock)
+
+
+def claim(request_id: str = "a", *chunks: Chunk, epoch: int = 1) -> Claim:
+    return Claim(
+        id=request_id,
+        epoch=epoch,
+        attempts=1 + bool(chunks),
+        suspect=False,
+        payload=b"",
+        age_ms=500,
+        queue_ms=400,
+        ttft_ms=450 if chunks else None,
+        deadline_in_ms=60_000,
+        chunks=chunks,
+    )
+
+
+def update(
+    ids: tuple[int, ...], text: str = "", finish: Finish | None = None, request_id: str = "a"
+) -> Update:
+    return Update(
+        id=request_id,
+        start=0,
+        token_ids=ids,
+        text=text,
+        finish=finish,
+        prompt_tokens=7,
+        cached_tokens=3,
+    )
+
+
+def sample(metrics: WorkerMetrics, name: str, **labels: str) -> float:
+    return metrics.registry.get_sample_value(f"penstock_{name}", labels) or 0.0
+
+
+def test_updates_between_two_takes_become_one_chunk(outbox: Outbox) -> None:
+    outbox.open(claim(), "normal")
+    outbox.post([update((5,), "He")])
+    outbox.post([update((6, 7), "llo")])
+    (item,) = outbox.take(256)
+    assert (item.start, item.count, item.end) == (0, 3, b"")
+    assert unpack_event(item.chunk) == Chunk(0, (5, 6, 7), "Hello", rolling_digest((5, 6, 7)))
+    assert outbox.take(256) == []
+
+
+def test_chunks_join_by_index_and_digest(outbox: Outbox) -> None:
+    outbox.open(claim(), "normal")
+    outbox.post([update((5,), "x")])
+    first = outbox.take(256)
+    outbox.settle(first, [AppendStatus.WRITTEN])
+    outbox.post([update((6,), "y")])
+    (second,) = outbox.take(256)
+    assert unpack_event(second.chunk) == Chunk(1, (6,), "y", rolling_digest((5, 6)))
+
+
+def test_continued_request_goes_on_after_its_log(outbox: Outbox) -> None:
+    before = Chunk(0, (5, 6), "He", rolling_digest((5, 6)))
+    outbox.open(claim("a", before, epoch=4), "normal")
+    outbox.post([update((7,), "llo")])
+    (item,) = outbox.take(256)
+    assert (item.epoch, item.start) == (4, 2)
+    assert unpack_event(item.chunk) == Chunk(2, (7,), "llo", rolling_digest((5, 6, 7)))
+
+
+def test_end_travels_with_the_last_tokens_and_closes(
+    outbox: Outbox, metrics: WorkerMetrics, clock: Clock
+) -> None:
+    outbox.open(claim(), "critical")
+    clock.now += 1.5
+    outbox.post([update((5,), "x", Finish(Reason.LENGTH))])
+    (item,) = outbox.take(256)
+    end = unpack_event(item.end)
+    assert isinstance(end, End)
+    assert (end.n, end.reason, item.spent) == (1, Reason.LENGTH, 8)
+    assert end.usage is not None
+    assert (end.usage.prompt_tokens, end.usage.cached_tokens) == (7, 3)
+    assert (end.usage.queue_ms, end.usage.ttft_ms) == (400, 2000)
+    assert len(outbox) == 1, "owned until Redis has confirmed the end"
+    outbox.settle([item], [AppendStatus.WRITTEN])
+    assert len(outbox) == 0
+    assert sample(metrics, "requests_total", state="completed", reason="length") == 1
+    assert sample(metrics, "time_to_first_token_seconds_sum", lane="critical") == 2.0
+
+
+def test_repeated_writes_are_counted_once(outbox: Outbox, metrics: WorkerMetrics) -> None:
+    outbox.open(claim(), "normal")
+    outbox.post([update((5,), "x", Finish(Reason.STOP))])
+    batch = outbox.take(256)
+    outbox.settle(batch, [AppendStatus.WRITTEN])
+    outbox.settle(batch, [AppendStatus.WRITTEN])
+    assert sample(metrics, "generation_tokens_total") == 1
+
+
+@pytest.mark.parametrize(
+    ("status", "why"),
+    [
+        (AppendStatus.FENCED, "fenced"),
+        (AppendStatus.GONE, "gone"),
+        (AppendStatus.MISMATCH, "mismatch"),
+    ],
+)
+def test_lost_request_is_dropped_and_its_tokens_are_waste(
+    outbox: Outbox, metrics: WorkerMetrics, status: int, why: str
+) -> None:
+    outbox.open(claim(), "normal")
+    outbox.open(claim("b"), "normal")
+    outbox.post([update((5,), "x"), update((9,), "z", request_id="b")])
+    batch = outbox.take(256)
+    settled = outbox.settle(batch, [status, AppendStatus.WRITTEN])
+    assert settled.lost == ("a",)
+    assert settled.mismatched == (("a",) if status == AppendStatus.MISMATCH else ())
+    outbox.post([update((6,), "late")])
+    assert outbox.take(256) == []
+    assert outbox.owned == ("b",), "a bystander stays"
+    assert sample(metrics, "orphan_tokens_total") == 2
+    assert sample(metrics, "append_refusals_total", why=why) == 1
+
+
+def test_broken_log_ends_its_request_with_a_reason(outbox: Outbox) -> None:
+    outbox.open(claim(), "normal")
+    outbox.post([update((5,), "x")])
+    settled = outbox.settle(outbox.take(256), [AppendStatus.BROKEN])
+    assert settled.lost == ("a",), "the engine must stop"
+    outbox.post([update((6,), "still running when the refusal came")])
+    (item,) = outbox.take(256)
+    end = unpack_event(item.end)
+    assert isinstance(end, End)
+    assert (item.start, item.count, end.n, end.reason) == (0, 0, 0, Reason.ENGINE_ERROR)
+    outbox.settle([item], [AppendStatus.BROKEN])
+    assert len(outbox) == 0, "a record that is broken, too, must not be tried for ever"
+
+
+def test_probe_asks_without_writing(outbox: Outbox) -> None:
+    outbox.open(claim(), "normal")
+    outbox.probe()
+    (item,) = outbox.take(256)
+    assert (item.start, item.count, item.chunk, item.end) == (0, 0, b"", b"")
+    assert outbox.settle([item], [AppendStatus.FENCED]).lost == ("a",)
+
+
+def test_take_is_bounded_and_keeps_the_rest(outbox: Outbox) -> None:
+    for name in "abc":
+        outbox.open(claim(name), "normal")
+        outbox.post([update((1,), name, request_id=name)])
+    assert [item.id for item in outbox.take(2)] == ["a", "b"]
+    assert [item.id for item in outbox.take(2)] == ["c"]
+
+
+def test_request_that_never_reached_the_engine_still_ends(outbox: Outbox) -> None:
+    outbox.open(claim(), "normal")
+    outbox.end("a", Reason.INVALID, "prompt: got nothing")
+    (item,) = outbox.take(256)
+    end = unpack_event(item.end)
+    assert isinstance(end, End)
+    assert (end.n, end.state, end.message) == (0, "failed", "prompt: got nothing")
