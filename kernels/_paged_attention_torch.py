@@ -52,9 +52,15 @@ def paged_attention_torch(
             group.num_sequences, group.query_len, num_kv_heads, num_heads // num_kv_heads, key_dim
         )
         if fused:
-            attended = _fused(grouped, key_cache, value_cache, group, scale)
+            slots = group.slots
+            key = batch.gather("key", key_cache.flatten(0, 1), slots)
+            value = batch.gather("value", value_cache.flatten(0, 1), slots)
+            attended = _fused(grouped, key, value, group, scale)
         else:
-            attended = _explicit(grouped, key_cache, value_cache, group, scale, softcap, sinks)
+            slots = group.head_slots(num_kv_heads)
+            key = batch.gather("key", key_cache.view(-1, key_dim), slots)
+            value = batch.gather("value", value_cache.view(-1, value_dim), slots)
+            attended = _explicit(grouped, key, value, group, scale, softcap, sinks)
         attended = attended.reshape(-1, num_heads, value_dim)
         if whole:
             return attended.contiguous()
@@ -68,14 +74,23 @@ def paged_attention_torch(
     return out
 
 
-def _fused(
-    query: Tensor, key_cache: Tensor, value_cache: Tensor, group: Group, scale: float
-) -> Tensor:
-    """Torch's fused attention of one group: [B, Q, Hkv, G, D] to the same shape."""
+def _fused(query: Tensor, key: Tensor, value: Tensor, group: Group, scale: float) -> Tensor:
+    """Torch's fused attention of one group.
+
+    Args:
+        query: [B, Q, Hkv, G, D].
+        key: [B * L, Hkv, D].
+        value: [B * L, Hkv, D].
+        group: the group.
+        scale: factor on the scores.
+
+    Returns:
+        [B, Q, Hkv, G, D].
+    """
     num_sequences, query_len, num_kv_heads, queries_per_kv, head_dim = query.shape
     gathered = (num_sequences, group.kv_len, num_kv_heads, head_dim)
-    key = key_cache.flatten(0, 1).index_select(0, group.slots).view(gathered).transpose(1, 2)
-    value = value_cache.flatten(0, 1).index_select(0, group.slots).view(gathered).transpose(1, 2)
+    key = key.view(gathered).transpose(1, 2)
+    value = value.view(gathered).transpose(1, 2)
     if num_sequences == 1 and query_len > 1:
         # Key/value heads as the batch, their query heads as the heads: all views, one small mask.
         shape = (num_kv_heads, queries_per_kv, group.kv_len, head_dim)
@@ -99,19 +114,30 @@ def _fused(
 
 def _explicit(
     query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
+    key: Tensor,
+    value: Tensor,
     group: Group,
     scale: float,
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Scores, softmax, product of one group: [B, Q, Hkv, G, Dk] to [B, Q, Hkv, G, Dv]."""
+    """Scores, softmax and product of one group, one after another.
+
+    Args:
+        query: [B, Q, Hkv, G, Dk].
+        key: [B * Hkv * L, Dk].
+        value: [B * Hkv * L, Dv].
+        group: the group.
+        scale: factor on the scores.
+        softcap: bound of the scores, or None.
+        sinks: [Hq], or None.
+
+    Returns:
+        [B, Q, Hkv, G, Dv].
+    """
     num_sequences, query_len, num_kv_heads, queries_per_kv, key_dim = query.shape
-    index = group.head_slots(num_kv_heads)
     shape = (num_sequences * num_kv_heads, group.kv_len, -1)
-    key = key_cache.view(-1, key_dim).index_select(0, index).view(shape)
-    value = value_cache.view(-1, value_cache.shape[-1]).index_select(0, index).view(shape)
+    key, value = key.view(shape), value.view(shape)
     query = query.permute(0, 2, 3, 1, 4)
     bias = group.bias(torch.float32)
     if sinks is not None:

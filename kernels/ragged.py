@@ -57,6 +57,7 @@ class RaggedBatch:
     _groups: dict[tuple[int | None, int], tuple[Group, ...]] = field(
         default_factory=dict, repr=False
     )
+    _scratch: dict[str, Tensor] = field(default_factory=dict, repr=False)
 
     @classmethod
     def from_lists(
@@ -150,6 +151,22 @@ class RaggedBatch:
             )
             self._groups[window, key_bytes] = cached
         return cached
+
+    def gather(self, name: str, source: Tensor, index: Tensor) -> Tensor:
+        """``source[index]`` in scratch memory, overwritten by the next gather of that ``name``.
+
+        The layers of a step gather megabytes each; fresh memory for each would be handed back to
+        the system and faulted in page by page again, at several times the cost of the copy.
+        """
+        needed = index.numel() * (source.numel() // source.shape[0])
+        scratch = self._scratch.get(name)
+        if scratch is None or scratch.numel() < needed or scratch.dtype != source.dtype:
+            # An inference tensor could not be written again outside inference mode.
+            with torch.inference_mode(False):
+                scratch = torch.empty(needed, dtype=source.dtype, device=source.device)
+            self._scratch[name] = scratch
+        out = scratch[:needed].view(-1, *source.shape[1:])
+        return torch.index_select(source, 0, index, out=out)
 
 
 def _validate(
