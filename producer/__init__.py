@@ -1,0 +1,55 @@
+"""What applications use: submit requests to penstock and stream their tokens.
+
+Importing this package brings redis-py and msgpack, and neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+from penstock.shared.errors import (
+    ConfigurationError,
+    IdConflict,
+    InvalidRequest,
+    PenstockError,
+    QueueFull,
+    RedisUnavailable,
+    RequestFailed,
+    StreamDiverged,
+    StreamError,
+    SubmitRefused,
+    UnknownRequest,
+)
+from penstock.shared.operations import CancelReply
+from penstock.shared.protocol import Chunk, End, Lane, Reason, State, Usage
+
+from .client import Producer
+from .results import Result, Status, Submitted
+from .stream import TokenStream
+from .sync import BlockingProducer, BlockingStream
+
+__all__ = [
+    "BlockingProducer",
+    "BlockingStream",
+    "CancelReply",
+    "Chunk",
+    "ConfigurationError",
+    "End",
+    "IdConflict",
+    "InvalidRequest",
+    "Lane",
+    "PenstockError",
+    "Producer",
+    "QueueFull",
+    "Reason",
+    "RedisUnavailable",
+    "RequestFailed",
+    "Result",
+    "State",
+    "Status",
+    "StreamDiverged",
+    "StreamError",
+    "SubmitRefused",
+    "Submitted",
+    "TokenStream",
+    "UnknownRequest",
+    "Usage",
+]

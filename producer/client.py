@@ -1,0 +1,284 @@
+"""The client: submit requests, stream their tokens, fetch results, cancel."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from redis.asyncio import Redis
+
+from penstock.shared.errors import UnknownRequest
+from penstock.shared.fields import integer
+from penstock.shared.keys import Keys
+from penstock.shared.operations import Bounds, CancelReply, Operations
+from penstock.shared.protocol import End, Lane, Reason, Request, State, unpack_event
+
+from .link import Link
+from .log_reader import LogReader
+from .results import Result, Status, Submitted
+from .stream import TokenStream
+from .subscriber import Subscriber
+
+if TYPE_CHECKING:
+    from penstock.shared.settings import Settings
+
+__all__ = ["Producer"]
+
+_MAX_INDEX = 2**31 - 1
+
+
+class Producer:
+    """What an application uses to have text generated. One per process and event loop is enough.
+
+    ::
+
+        async with Producer("redis://localhost:6379") as producer:
+            stream = await producer.generate("The list type", max_tokens=64)
+            async for chunk in stream:
+                print(chunk.text, end="", flush=True)
+
+    Any number of streams share one pub/sub connection, and commands share a few more. While the
+    server cannot be reached, everything is tried again for ``outage_s`` seconds: nothing the
+    client sends does harm when it arrives twice.
+
+    Args:
+        redis: URL of the server; or a ``redis.asyncio.Redis`` without ``decode_responses``, which
+            stays yours to close; None takes the URL from the settings.
+        model: name under which the model is served; None takes it from the settings.
+        shard: shard number; None takes it from the settings.
+        settings: None reads ``REDIS_URL``, ``PENSTOCK_*`` and the settings file. Of interest here
+            are the sections ``redis`` and ``queue``.
+        outage_s: how long, in seconds, a server that was reached once may be away before calls
+            and streams raise :class:`RedisUnavailable`.
+
+    Raises:
+        ConfigurationError: a setting or the address is wrong, or the client decodes responses.
+        InvalidRequest: the model name or the shard is not one.
+        RedisUnavailable: no address is given anywhere.
+    """
+
+    def __init__(
+        self,
+        redis: Redis | str | None = None,
+        *,
+        model: str | None = None,
+        shard: int | None = None,
+        settings: Settings | None = None,
+        outage_s: float = 10.0,
+    ) -> None:
+        # Not at the top: reading settings costs more time than all the rest of the client.
+        from penstock.shared.embedded import require_url
+        from penstock.shared.settings import load_settings
+
+        settings = load_settings() if settings is None else settings
+        queue = settings.queue
+        self._keys = Keys(
+            queue.model if model is None else model, queue.shard if shard is None else shard
+        )
+        self._link = Link(
+            require_url(settings.redis) if redis is None else redis,
+            socket_timeout_s=settings.redis.socket_timeout_s,
+            outage_s=outage_s,
+        )
+        self._operations = Operations(
+            self._link.redis, self._keys, retention_ms=queue.retention_s * 1000
+        )
+        self._bounds = Bounds(
+            requests=queue.max_queued_requests,
+            tokens=queue.max_queued_tokens,
+            bytes=int(queue.max_queued_bytes),
+            tenant_requests=queue.max_tenant_requests,
+        )
+        self._default_deadline_ms = queue.default_deadline_s * 1000
+        self._log = LogReader(self._link, self._keys)
+        self._subscriber = Subscriber(self._link.redis)
+
+    @property
+    def keys(self) -> Keys:
+        """Names of everything this client reads and writes in Redis."""
+        return self._keys
+
+    async def connect(self) -> Self:
+        """Reach the server and check its version; ``async with`` does this.
+
+        Raises:
+            RedisUnavailable: not reachable, access refused, or older than 6.2.
+        """
+        try:
+            await self._link.connect()
+        except BaseException:
+            await self.aclose()
+            raise
+        return self
+
+    async def aclose(self) -> None:
+        """Close all connections. Requests run on; open streams hear nothing more."""
+        await self._subscriber.aclose()
+        await self._link.aclose()
+
+    async def __aenter__(self) -> Self:
+        return await self.connect()
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.aclose()
+
+    async def submit(
+        self,
+        prompt: object,
+        *,
+        id: str | None = None,
+        lane: Lane | str = Lane.NORMAL,
+        tenant: str = "default",
+        **options: Any,
+    ) -> Submitted:
+        """Hand a request in. When this returns, the request will reach one terminal state.
+
+        Args:
+            prompt: text, token ids, or chat messages (maps with ``role`` and ``content``).
+            id: name of your own, which makes the call repeatable: the same id with the same
+                payload runs once. None makes up a new one.
+            lane: urgency: ``critical``, ``normal`` or ``batch``.
+            tenant: who pays.
+            **options: further fields of :class:`~penstock.shared.protocol.Request` and
+                :class:`~penstock.shared.protocol.SamplingOptions`, such as ``max_tokens``.
+
+        Raises:
+            InvalidRequest: a field is unknown, of the wrong type or out of range.
+            QueueFull: a bound at the door is reached; nothing was stored.
+            IdConflict: the id was used for another payload; nothing was stored.
+            RedisUnavailable: see the class.
+        """
+        minted = id is None
+        request = Request.build(
+            id=uuid.uuid4().hex if id is None else id,
+            prompt=prompt,
+            lane=lane,
+            tenant=tenant,
+            **options,
+        )
+        reply = await self._link.call(
+            lambda: self._operations.submit(
+                request, bounds=self._bounds, default_deadline_ms=self._default_deadline_ms
+            )
+        )
+        return Submitted(
+            id=request.id,
+            # An id of our own is a duplicate only of the same call's lost first attempt.
+            duplicate=reply.duplicate and not minted,
+            state=reply.state,
+            n=reply.n,
+            waiting=reply.waiting,
+        )
+
+    def stream(
+        self,
+        id: str,
+        *,
+        from_index: int = 0,
+        from_digest: int | None = None,
+        timeout: float | None = None,
+    ) -> TokenStream:
+        """The output of a request, submitted by whomever, as an asynchronous iterator.
+
+        Nothing is sent before the first chunk is asked for; errors come then, too.
+
+        Args:
+            id: which request.
+            from_index: the first token wanted; see :class:`TokenStream` for what a good one is.
+            from_digest: :attr:`TokenStream.digest` of what was read before, if known.
+            timeout: longest wait for the next chunk in seconds; None waits as long as it takes.
+
+        Raises:
+            InvalidRequest: ``from_index`` is negative or not an integer.
+        """
+        integer("from_index", from_index, 0, _MAX_INDEX)
+        return TokenStream(
+            id,
+            log=self._log,
+            subscriber=self._subscriber,
+            channel=self._keys.channel(id),
+            from_index=from_index,
+            from_digest=from_digest,
+            timeout=timeout,
+        )
+
+    async def generate(
+        self, prompt: object, *, timeout: float | None = None, **fields: Any
+    ) -> TokenStream:
+        """Submit, and return the stream; :attr:`TokenStream.id` names the request.
+
+        Args:
+            prompt: see :meth:`submit`.
+            timeout: see :meth:`stream`.
+            **fields: see :meth:`submit`.
+        """
+        submitted = await self.submit(prompt, **fields)
+        return self.stream(submitted.id, timeout=timeout)
+
+    async def result(self, id: str, *, timeout: float | None = None, check: bool = True) -> Result:
+        """Wait for the end of a request and return all of its output.
+
+        Args:
+            id: which request.
+            timeout: longest wait for the end in seconds; None waits as long as it takes.
+            check: raise unless it was completed; else also a partial output is returned.
+
+        Raises:
+            RequestFailed: it ended in another state than ``completed``.
+            UnknownRequest: no such request.
+            TimeoutError: it did not end within ``timeout``; it runs on.
+            StreamError, RedisUnavailable: see :class:`TokenStream`.
+        """
+        try:
+            async with asyncio.timeout(timeout), self.stream(id) as stream:
+                result = await stream.collect()
+        except TimeoutError:
+            raise TimeoutError(f"request {id!r} did not end within {timeout:g} s") from None
+        return result.check() if check else result
+
+    async def cancel(self, id: str) -> CancelReply:
+        """End a request at once, queued or running. One that has ended stays as it is.
+
+        Raises:
+            UnknownRequest: no such request.
+            RedisUnavailable: see the class.
+        """
+        reply = await self._link.call(lambda: self._operations.cancel(id, Reason.CLIENT))
+        if reply.state is None:
+            raise UnknownRequest(id)
+        return reply
+
+    async def status(self, id: str) -> Status:
+        """What is known of a request now.
+
+        Raises:
+            UnknownRequest: no such request.
+            RedisUnavailable: see the class.
+        """
+        names = ["st", "n", "lane", "ten", "end"]
+
+        async def send() -> list[bytes | None]:
+            record: list[bytes | None] = await self._link.redis.hmget(  # type: ignore[misc]
+                self._keys.request(id), names
+            )
+            return record
+
+        state, n, lane, tenant, packed = await self._link.call(send)
+        if state is None or n is None or lane is None or tenant is None:
+            raise UnknownRequest(id)
+        event = None if packed is None else unpack_event(packed)
+        return Status(
+            id=id,
+            state=State(state.decode()),
+            n=int(n),
+            lane=Lane(lane.decode()),
+            tenant=tenant.decode(),
+            end=event if isinstance(event, End) else None,
+        )

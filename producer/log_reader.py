@@ -1,0 +1,98 @@
+"""Reads one page of a request's log together with its record, in one round trip."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from redis.exceptions import ResponseError
+
+from penstock.shared.errors import ProtocolError, StreamError
+from penstock.shared.keys import Keys
+from penstock.shared.protocol import Chunk, End, State, unpack_event
+from penstock.shared.states import TERMINAL_STATES
+
+from .link import Link
+
+__all__ = ["LogReader", "Page"]
+
+_PAGE = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """A piece of the log and the record as it was just before.
+
+    Attributes:
+        known: the record exists.
+        events: chunks from the entry that ends at the wanted index on, and perhaps the end.
+        more: the log goes on after this page.
+        end: the terminal event according to the record, None if there was none.
+    """
+
+    known: bool
+    events: list[Chunk | End]
+    more: bool
+    end: End | None
+
+
+class LogReader:
+    """Reads logs and records of one shard.
+
+    Args:
+        link: the connection.
+        keys: names of the shard.
+    """
+
+    def __init__(self, link: Link, keys: Keys) -> None:
+        self._link = link
+        self._keys = keys
+
+    async def read(self, request_id: str, index: int) -> Page:
+        """Read from token ``index`` on.
+
+        The record is read before the log: what a terminal record counts must be in the log read
+        after it, unless the log is gone. The first entry may be the chunk that ends at ``index``,
+        whose digest proves that the reader's past is the log's.
+
+        Raises:
+            RedisUnavailable: see :meth:`Link.call`.
+            StreamError: a key of the request is not what it should be.
+        """
+        record, log = self._keys.request(request_id), self._keys.log(request_id)
+
+        async def send() -> list[Any]:
+            pipeline = self._link.redis.pipeline(transaction=False)
+            pipeline.hmget(record, ["st", "end"])
+            pipeline.xrange(log, f"{index}-0", "+", count=_PAGE)
+            replies: list[Any] = await pipeline.execute(raise_on_error=False)
+            return replies
+
+        replies = await self._link.call(send)
+        for reply in replies:
+            if isinstance(reply, ResponseError) and "WRONGTYPE" in str(reply):
+                raise StreamError(f"keys of {request_id!r} were overwritten: {reply}")
+            if isinstance(reply, Exception):
+                raise reply
+        (state, packed_end), entries = replies
+        end = None
+        if (
+            packed_end is not None
+            and state is not None
+            and State(state.decode()) in TERMINAL_STATES
+        ):
+            end = _end(packed_end)
+        events = [event for _, fields in entries for event in _events(fields)]
+        return Page(state is not None, events, len(entries) == _PAGE, end)
+
+
+def _events(fields: dict[bytes, bytes]) -> list[Chunk | End]:
+    """The events of one entry: a chunk in ``d``, the end in ``e``, or both."""
+    return [unpack_event(fields[name]) for name in (b"d", b"e") if name in fields]
+
+
+def _end(packed: bytes) -> End:
+    event = unpack_event(packed)
+    if not isinstance(event, End):
+        raise ProtocolError("end", packed, "a packed End")
+    return event

@@ -1,0 +1,92 @@
+"""What the client answers with: plain values, no connection behind them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.shared.errors import RequestFailed
+from penstock.shared.protocol import End, Lane, Reason, State, Usage
+
+__all__ = ["Result", "Status", "Submitted"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submitted:
+    """Answer to a submit: the request is accepted and will reach exactly one terminal state.
+
+    Attributes:
+        id: the request's id; with it any process may stream, cancel or ask for the result.
+        duplicate: the same id and payload had been accepted before, and nothing was changed.
+        state: its state now: ``queued`` unless it is a duplicate.
+        n: output tokens so far; 0 unless it is a duplicate.
+        waiting: requests now waiting in the shard; None for a duplicate.
+    """
+
+    id: str
+    duplicate: bool
+    state: State
+    n: int
+    waiting: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Status:
+    """What the record of a request says now.
+
+    Attributes:
+        id: the request's id.
+        state: where it is in its life.
+        n: output tokens published so far.
+        lane: urgency it was submitted with.
+        tenant: who pays.
+        end: the terminal event, None while there is none.
+    """
+
+    id: str
+    state: State
+    n: int
+    lane: Lane
+    tenant: str
+    end: End | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """The whole output of a request that has ended.
+
+    Attributes:
+        id: the request's id.
+        text: the output text; partial unless the state is ``completed``.
+        token_ids: the output tokens.
+        end: the terminal event.
+    """
+
+    id: str
+    text: str
+    token_ids: tuple[int, ...]
+    end: End
+
+    @property
+    def state(self) -> State:
+        """The terminal state."""
+        return self.end.state
+
+    @property
+    def reason(self) -> Reason:
+        """Why it ended."""
+        return self.end.reason
+
+    @property
+    def usage(self) -> Usage | None:
+        """What it consumed; None where no worker was involved in the end."""
+        return self.end.usage
+
+    def check(self) -> Result:
+        """This result, if the request was completed.
+
+        Raises:
+            RequestFailed: it ended in another state.
+        """
+        if self.state is not State.COMPLETED:
+            raise RequestFailed(self.id, self.state, self.reason, self.end.message)
+        return self

@@ -1,0 +1,235 @@
+"""A request's output as an asynchronous iterator: every token exactly once, by index.
+
+The log is the truth, the channel a fast copy of it. A stream reads the log first; if the request
+has not ended it subscribes, reads the log again once the subscription stands, and from then on
+takes chunks as they are published. Whenever the channel may have lost something (a gap, a
+reconnection, a buffer that ran over, a second of silence) it goes back to the log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import weakref
+from types import TracebackType
+from typing import Self
+
+from penstock.shared.errors import InvalidRequest, StreamError, UnknownRequest
+from penstock.shared.protocol import Chunk, End, unpack_event
+
+from .log_reader import LogReader
+from .merge import Merger
+from .results import Result
+from .subscriber import Subscriber, Subscription
+
+__all__ = ["TokenStream"]
+
+_SILENCE_S = 1.0
+_LONGEST_SILENCE_S = 4.0
+
+
+class TokenStream:
+    """Chunks of one request, from any index, live or late. Made by :meth:`Producer.stream`.
+
+    ``async for chunk in stream`` hands out chunks in order, without gap or overlap, and ends with
+    the request; then :attr:`end` says how. Use it as an asynchronous context manager, or call
+    :meth:`aclose`, to leave early; a stream that is simply dropped cleans up when it is collected.
+
+    Reading may begin at any index. Chunks are handed out as they were published, so that an index
+    where one of them ended (``chunk.stop``) resumes both tokens and text without a seam. An index
+    within a chunk works, too: the tokens before it are left out, but the chunk's text comes
+    whole, since text cannot be cut by token.
+
+    Args:
+        request_id: which request.
+        log: reads its log.
+        subscriber: the process's one pub/sub connection.
+        channel: name of its channel.
+        from_index: the first token wanted, 0 or more.
+        from_digest: :attr:`digest` of the stream that was read before, if known; tokens which
+            contradict it are then noticed even across the two.
+        timeout: longest wait for the next chunk in seconds; None waits as long as it takes.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        *,
+        log: LogReader,
+        subscriber: Subscriber,
+        channel: str,
+        from_index: int = 0,
+        from_digest: int | None = None,
+        timeout: float | None = None,
+    ) -> None:
+        self._id = request_id
+        self._log = log
+        self._subscriber = subscriber
+        self._channel = channel
+        self._timeout = timeout
+        self._merger = Merger(request_id, from_index, from_digest)
+        self._subscription: Subscription | None = None
+        self._cleanup: weakref.finalize[..., TokenStream] | None = None
+        self._digest = self._merger.digest
+        self._read_log = True
+        self._silence_s = _SILENCE_S
+        self._closed = False  # nothing more will be read
+        self._left = False  # nothing more will be handed out
+
+    @property
+    def id(self) -> str:
+        """The request's id."""
+        return self._id
+
+    @property
+    def index(self) -> int:
+        """One past the last token handed out: where to resume."""
+        return self._merger.ready[0].start if self._merger.ready else self._merger.index
+
+    @property
+    def digest(self) -> int | None:
+        """Rolling digest of all tokens before :attr:`index`; None while it is not known."""
+        return self._digest if self._merger.ready else self._merger.digest
+
+    @property
+    def end(self) -> End | None:
+        """The terminal event, None until the iteration has ended by itself."""
+        return None if self._merger.ready else self._merger.end
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Chunk:
+        """The next chunk.
+
+        Raises:
+            StopAsyncIteration: the request has ended, or the stream was closed.
+            UnknownRequest: no such request.
+            StreamDiverged: the log contradicts tokens that were handed out.
+            StreamError: the log lacks tokens that were not handed out yet.
+            InvalidRequest: the request ended before ``from_index``.
+            RedisUnavailable: see :class:`Producer`.
+            TimeoutError: no chunk within ``timeout``; the iteration may go on after it.
+        """
+        if not self._merger.ready and not self._left:
+            try:
+                async with asyncio.timeout(self._timeout) as limit:
+                    await self._fill(limit)
+            except TimeoutError:
+                message = f"no token of request {self._id!r} within {self._timeout:g} s"
+                raise TimeoutError(message) from None
+            except (StreamError, InvalidRequest):
+                self._close()
+                raise
+        if self._left or not self._merger.ready:
+            raise StopAsyncIteration
+        chunk = self._merger.ready.popleft()
+        self._digest = chunk.digest
+        return chunk
+
+    async def collect(self) -> Result:
+        """Read to the end and return everything from ``from_index`` on, whatever the state."""
+        chunks = [chunk async for chunk in self]
+        if self._merger.end is None:
+            raise StreamError(f"the stream of {self._id!r} was closed before it ended")
+        return Result(
+            id=self._id,
+            text="".join(chunk.text for chunk in chunks),
+            token_ids=tuple(token for chunk in chunks for token in chunk.token_ids),
+            end=self._merger.end,
+        )
+
+    async def aclose(self) -> None:
+        """Leave the stream; the request runs on. Calling it again is harmless."""
+        self._left = True
+        self._close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.aclose()
+
+    async def _fill(self, limit: asyncio.Timeout) -> None:
+        """Wait until there are chunks to hand out, or none will come any more."""
+        while not self._merger.ready and not self._closed:
+            if limit.expired():
+                raise TimeoutError  # its cancellation was swallowed: asyncio.wait_for of 3.11 may
+            if not self._read_log:
+                self._read_log = not await self._take_messages()
+            if self._read_log:
+                # A cancelled read leaves the mark, so that the next one reads the log again.
+                self._read_log = await self._take_page()
+                if not self._read_log and self._subscription is None:
+                    self._subscribe()
+            if self._merger.end is not None:
+                self._close()
+
+    async def _take_messages(self) -> bool:
+        """Merge what the channel brought; False if the log has to be asked."""
+        assert self._subscription is not None
+        if not self._subscription.has_news:
+            try:
+                async with asyncio.timeout(self._silence_s):
+                    await self._subscription.wait()
+            except TimeoutError:
+                self._silence_s = min(2 * self._silence_s, _LONGEST_SILENCE_S)
+                return False
+        self._silence_s = _SILENCE_S
+        messages, behind = self._subscription.take()
+        if behind:
+            return False
+        try:
+            return all(self._merger.add(unpack_event(message)) for message in messages)
+        except (StreamError, InvalidRequest):
+            return False  # anyone may publish; what counts is whether the log says so, too
+
+    async def _take_page(self) -> bool:
+        """Merge a page of the log; True if there is another."""
+        page = await self._log.read(self._id, self._merger.index)
+        before = self._merger.index
+        for event in page.events:
+            if not self._merger.add(event):
+                self._raise_lost(event.start if isinstance(event, Chunk) else event.n)
+        if page.more or self._merger.end is not None:
+            return page.more and self._merger.end is None
+        if page.end is not None and not self._merger.add(page.end):
+            self._raise_lost(page.end.n)
+        if not page.known and self._merger.index == before and self._merger.end is None:
+            raise UnknownRequest(self._id)
+        return False
+
+    def _raise_lost(self, stop: int) -> None:
+        raise StreamError(
+            f"tokens {self._merger.index} to {stop - 1} of request {self._id!r} are no longer in "
+            "its log; it was deleted, or its retention has passed"
+        )
+
+    def _subscribe(self) -> None:
+        if self._merger.end is not None:
+            return
+        self._subscription = self._subscriber.open(self._channel)
+        self._cleanup = weakref.finalize(
+            self, _drop, asyncio.get_running_loop(), self._subscriber, self._subscription
+        )
+        self._cleanup.atexit = False
+
+    def _close(self) -> None:
+        self._closed = True
+        if self._subscription is not None:
+            self._subscriber.close(self._subscription)
+        if self._cleanup is not None:
+            self._cleanup.detach()
+
+
+def _drop(
+    loop: asyncio.AbstractEventLoop, subscriber: Subscriber, subscription: Subscription
+) -> None:
+    # Collection may happen in any thread, and after the loop's end.
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(subscriber.close, subscription)

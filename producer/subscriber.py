@@ -1,0 +1,251 @@
+"""One pub/sub connection for all streams of a process.
+
+The channel is only a fast copy of the log, so this module may lose messages and says so when it
+did: a subscription that missed something is *behind*, and its owner reads the log. A subscription
+is behind whenever the server has confirmed it (what was published before is not on the channel),
+which covers the first subscription and every reconnection alike, and when its buffer ran over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from typing import Any
+
+from redis.asyncio import ConnectionPool, Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from penstock.shared.errors import RedisUnavailable
+
+__all__ = ["Subscriber", "Subscription"]
+
+_log = logging.getLogger(__name__)
+
+_BUFFER = 256
+_PING_AFTER_S = 5.0
+_BACKOFF_S = (0.02, 1.0)
+
+
+class Subscription:
+    """One reader of one channel. Made by :meth:`Subscriber.open`, ended by ``close``.
+
+    Args:
+        channel: the channel's name.
+        behind: whether the reader has to read the log before anything else.
+    """
+
+    __slots__ = ("__weakref__", "_behind", "_error", "_messages", "_news", "channel")
+
+    def __init__(self, channel: bytes, *, behind: bool) -> None:
+        self.channel = channel
+        self._messages: deque[bytes] = deque()
+        self._news = asyncio.Event()
+        self._behind = False
+        self._error: RedisUnavailable | None = None
+        if behind:
+            self.fall_behind()
+
+    @property
+    def has_news(self) -> bool:
+        """Whether :meth:`take` has something to say."""
+        return self._news.is_set()
+
+    async def wait(self) -> None:
+        """Wait until :meth:`take` has something to say."""
+        await self._news.wait()
+
+    def take(self) -> tuple[list[bytes], bool]:
+        """The messages that came since the last call, and whether some may be missing.
+
+        If so, the messages are to be thrown away and the log is to be read.
+
+        Raises:
+            RedisUnavailable: the server refuses the subscription.
+        """
+        if self._error is not None:
+            raise self._error
+        messages, behind = list(self._messages), self._behind
+        self._messages.clear()
+        self._behind = False
+        self._news.clear()
+        return messages, behind
+
+    def push(self, message: bytes) -> None:
+        """Store a message; on overflow all are dropped and the subscription falls behind."""
+        if len(self._messages) >= _BUFFER:
+            self.fall_behind()
+        elif not self._behind:
+            self._messages.append(message)
+            self._news.set()
+
+    def fall_behind(self) -> None:
+        """Drop what is stored and send the reader to the log."""
+        self._messages.clear()
+        self._behind = True
+        self._news.set()
+
+    def fail(self, error: RedisUnavailable) -> None:
+        """Let the reader raise this error."""
+        self._error = error
+        self._news.set()
+
+
+class Subscriber:
+    """Shares one pub/sub connection among any number of subscriptions.
+
+    The connection is made with the first subscription and made again, with growing pauses, when
+    it breaks or stays silent although it was pinged. It is not taken from the client's pool.
+
+    Args:
+        redis: the client whose connection parameters are used.
+
+    Attributes:
+        connections: how often a connection was made.
+    """
+
+    def __init__(self, redis: Redis) -> None:
+        pool = redis.connection_pool
+        # Reconnecting is decided here alone: a retry inside redis-py would be done by whichever
+        # of reader and writer fails first, under the other's feet.
+        parameters = {
+            **pool.connection_kwargs,
+            "retry": Retry(NoBackoff(), 0),
+            "retry_on_error": [],
+            "retry_on_timeout": False,
+            "health_check_interval": 0,
+        }
+        self._pool = ConnectionPool(connection_class=pool.connection_class, **parameters)
+        self._redis = Redis(connection_pool=self._pool)
+        self._readers: dict[bytes, set[Subscription]] = {}
+        self._sent: set[bytes] = set()
+        self._confirmed: set[bytes] = set()
+        self._changed: set[bytes] = set()
+        self._work = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._pause_s = _BACKOFF_S[0]
+        self._closed = False
+        self.connections = 0
+
+    @property
+    def channels(self) -> int:
+        """Channels with at least one reader."""
+        return len(self._readers)
+
+    def open(self, channel: str) -> Subscription:
+        """Subscribe to a channel. Returns at once; the confirmation lets the reader fall behind."""
+        name = channel.encode()
+        subscription = Subscription(name, behind=name in self._confirmed)
+        self._readers.setdefault(name, set()).add(subscription)
+        self._touch(name)
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._run(), name="penstock-subscriber")
+        return subscription
+
+    def close(self, subscription: Subscription) -> None:
+        """End a subscription; the channel's last one unsubscribes it. Again is harmless."""
+        readers = self._readers.get(subscription.channel)
+        if readers is None:
+            return
+        readers.discard(subscription)
+        if not readers:
+            del self._readers[subscription.channel]
+            self._touch(subscription.channel)
+
+    async def aclose(self) -> None:
+        """End the connection; open subscriptions hear nothing more."""
+        # Not by cancelling alone: asyncio.wait_for of Python 3.11, which redis-py sends with, can
+        # swallow a cancellation.
+        self._closed = True
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            await asyncio.wait([task])
+        await self._redis.aclose()
+        await self._pool.aclose()
+
+    def _touch(self, channel: bytes) -> None:
+        self._changed.add(channel)
+        self._work.set()
+
+    async def _run(self) -> None:
+        while not self._closed:
+            try:
+                await self._connect_and_serve()
+            except* (RedisConnectionError, RedisTimeoutError, OSError) as group:
+                _log.warning("pub/sub connection lost: %s", group.exceptions[0])
+            except* Exception as group:
+                _log.exception("pub/sub reader failed")
+                self._fail_unconfirmed(group.exceptions[0])
+            self._confirmed.clear()
+            await asyncio.sleep(self._pause_s)
+            self._pause_s = min(2 * self._pause_s, _BACKOFF_S[1])
+
+    async def _connect_and_serve(self) -> None:
+        while not self._readers:
+            self._work.clear()
+            await self._work.wait()
+        async with self._redis.pubsub() as pubsub:
+            self._changed.clear()
+            self._sent = set(self._readers)
+            await pubsub.subscribe(*self._sent)
+            self.connections += 1
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._read(pubsub))
+                group.create_task(self._write(pubsub))
+
+    async def _write(self, pubsub: Any) -> None:
+        """Bring the server's list of our channels up to date, in one command for many."""
+        while not self._closed:
+            await self._work.wait()
+            self._work.clear()
+            changed, self._changed = self._changed, set()
+            new = [name for name in changed if name in self._readers and name not in self._sent]
+            old = [name for name in changed if name not in self._readers and name in self._sent]
+            if new:
+                self._sent.update(new)
+                await pubsub.subscribe(*new)
+            if old:
+                self._sent.difference_update(old)
+                self._confirmed.difference_update(old)
+                await pubsub.unsubscribe(*old)
+
+    async def _read(self, pubsub: Any) -> None:
+        pinged = False
+        while not self._closed:
+            try:
+                message = await pubsub.get_message(timeout=_PING_AFTER_S)
+            except ResponseError as error:
+                self._fail_unconfirmed(error)
+                continue
+            if message is None:
+                if pinged:
+                    raise RedisConnectionError("no answer to a ping; the connection is dead")
+                await pubsub.ping()
+                pinged = True
+                continue
+            pinged = False
+            kind, channel = message["type"], message["channel"]
+            if kind == "message":
+                for subscription in self._readers.get(channel, ()):
+                    subscription.push(message["data"])
+            elif kind == "subscribe":
+                self._pause_s = _BACKOFF_S[0]
+                self._confirmed.add(channel)
+                for subscription in self._readers.get(channel, ()):
+                    subscription.fall_behind()
+            elif kind == "unsubscribe":
+                self._confirmed.discard(channel)
+
+    def _fail_unconfirmed(self, error: BaseException) -> None:
+        text = f"Redis refuses to subscribe: {error}"
+        if isinstance(error, RedisError) and "NOPERM" in str(error).upper():
+            text += "; the user needs +subscribe and the channels, see docs/protocol.md"
+        for channel, readers in self._readers.items():
+            if channel not in self._confirmed:
+                for subscription in readers:
+                    subscription.fail(RedisUnavailable(text))

@@ -1,0 +1,247 @@
+"""The client for code without an event loop: the same calls, blocking.
+
+A private thread runs the event loop with an ordinary :class:`Producer` in it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import weakref
+from collections.abc import Coroutine, Iterator
+from concurrent.futures import Future
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+from penstock.shared.operations import CancelReply
+from penstock.shared.protocol import Chunk, End, Lane
+
+from .client import Producer
+from .results import Result, Status, Submitted
+from .stream import TokenStream
+
+if TYPE_CHECKING:
+    from penstock.shared.settings import Settings
+
+__all__ = ["BlockingProducer", "BlockingStream"]
+
+_T = TypeVar("_T")
+
+
+class _LoopThread:
+    """An event loop in a daemon thread, stopped by :meth:`stop`."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._last: Coroutine[Any, Any, None] | None = None
+        self._thread = threading.Thread(target=self._work, name="penstock-producer", daemon=True)
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, _T]) -> _T:
+        """Run a coroutine in the loop and wait for it; an interrupt cancels it.
+
+        Raises:
+            RuntimeError: the thread was stopped.
+        """
+        if not self._thread.is_alive():
+            work.close()
+            raise RuntimeError("this producer is closed")
+        future: Future[_T] = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def stop(self, last: Coroutine[Any, Any, None]) -> None:
+        """Cancel everything, run ``last``, end the thread; returns when it has ended."""
+        self._last = last
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        # A forgotten producer may be collected in the very thread that is to end.
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _work(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_forever()
+            self._loop.run_until_complete(self._end())
+        finally:
+            self._loop.close()
+
+    async def _end(self) -> None:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        if self._last is not None:
+            await self._last
+
+
+class BlockingStream(Iterator[Chunk]):
+    """A :class:`TokenStream` as a plain iterator. Made by :meth:`BlockingProducer.stream`."""
+
+    def __init__(self, owner: BlockingProducer, thread: _LoopThread, stream: TokenStream) -> None:
+        self._owner = owner  # kept alive: it closes its connections when it is collected
+        self._thread = thread
+        self._stream = stream
+
+    @property
+    def id(self) -> str:
+        """The request's id."""
+        return self._stream.id
+
+    @property
+    def index(self) -> int:
+        """One past the last token handed out: where to resume."""
+        return self._stream.index
+
+    @property
+    def digest(self) -> int | None:
+        """Rolling digest of all tokens before :attr:`index`; None while it is not known."""
+        return self._stream.digest
+
+    @property
+    def end(self) -> End | None:
+        """The terminal event, None until the iteration has ended by itself."""
+        return self._stream.end
+
+    def __next__(self) -> Chunk:
+        chunk = self._thread.run(_next(self._stream))
+        if chunk is None:
+            raise StopIteration
+        return chunk
+
+    def collect(self) -> Result:
+        """Read to the end and return everything from ``from_index`` on, whatever the state."""
+        return self._thread.run(self._stream.collect())
+
+    def close(self) -> None:
+        """Leave the stream; the request runs on. Calling it again is harmless."""
+        self._thread.run(self._stream.aclose())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+async def _next(stream: TokenStream) -> Chunk | None:
+    return await anext(stream, None)
+
+
+class BlockingProducer:
+    """:class:`Producer` for code without an event loop; may be shared by threads.
+
+    ::
+
+        with BlockingProducer("redis://localhost:6379") as producer:
+            for chunk in producer.generate("The list type", max_tokens=64):
+                print(chunk.text, end="", flush=True)
+
+    It connects at once. Leave the ``with`` block, or call :meth:`close`, to end its thread; it
+    also ends when the object is collected or the interpreter exits.
+
+    Args:
+        redis: URL of the server; None takes it from the settings.
+        model: see :class:`Producer`, like the rest.
+        shard: see ``model``.
+        settings: see ``model``.
+        outage_s: see ``model``.
+
+    Raises:
+        RedisUnavailable: not reachable, access refused, or older than 6.2.
+        ConfigurationError, InvalidRequest: see :class:`Producer`.
+    """
+
+    def __init__(
+        self,
+        redis: str | None = None,
+        *,
+        model: str | None = None,
+        shard: int | None = None,
+        settings: Settings | None = None,
+        outage_s: float = 10.0,
+    ) -> None:
+        self._producer = Producer(
+            redis, model=model, shard=shard, settings=settings, outage_s=outage_s
+        )
+        self._thread = _LoopThread()
+        self._finish = weakref.finalize(self, _finish, self._thread, self._producer)
+        try:
+            self._thread.run(self._producer.connect())
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Close all connections and end the thread. Calling it again is harmless."""
+        self._finish()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def submit(
+        self,
+        prompt: object,
+        *,
+        id: str | None = None,
+        lane: Lane | str = Lane.NORMAL,
+        tenant: str = "default",
+        **options: Any,
+    ) -> Submitted:
+        """See :meth:`Producer.submit`."""
+        return self._thread.run(
+            self._producer.submit(prompt, id=id, lane=lane, tenant=tenant, **options)
+        )
+
+    def stream(
+        self,
+        id: str,
+        *,
+        from_index: int = 0,
+        from_digest: int | None = None,
+        timeout: float | None = None,
+    ) -> BlockingStream:
+        """See :meth:`Producer.stream`."""
+        stream = self._producer.stream(
+            id, from_index=from_index, from_digest=from_digest, timeout=timeout
+        )
+        return BlockingStream(self, self._thread, stream)
+
+    def generate(
+        self, prompt: object, *, timeout: float | None = None, **fields: Any
+    ) -> BlockingStream:
+        """See :meth:`Producer.generate`."""
+        submitted = self.submit(prompt, **fields)
+        return self.stream(submitted.id, timeout=timeout)
+
+    def result(self, id: str, *, timeout: float | None = None, check: bool = True) -> Result:
+        """See :meth:`Producer.result`."""
+        return self._thread.run(self._producer.result(id, timeout=timeout, check=check))
+
+    def cancel(self, id: str) -> CancelReply:
+        """See :meth:`Producer.cancel`."""
+        return self._thread.run(self._producer.cancel(id))
+
+    def status(self, id: str) -> Status:
+        """See :meth:`Producer.status`."""
+        return self._thread.run(self._producer.status(id))
+
+
+def _finish(thread: _LoopThread, producer: Producer) -> None:
+    thread.stop(producer.aclose())

@@ -1,0 +1,197 @@
+"""The client against the real scripts: submit, cancel, status, errors; and its blocking form."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+import redis.asyncio
+from log_writer import LogWriter
+from waiting import wait_until
+
+from penstock.producer import BlockingProducer, Producer
+from penstock.shared.embedded import EmbeddedRedis
+from penstock.shared.errors import (
+    ConfigurationError,
+    IdConflict,
+    InvalidRequest,
+    QueueFull,
+    RedisUnavailable,
+    RequestFailed,
+    UnknownRequest,
+)
+from penstock.shared.protocol import Lane, Reason, Request, State
+from penstock.shared.settings import load_settings
+
+Client = redis.asyncio.Redis
+
+
+@pytest.fixture
+async def producer(any_redis_url: str) -> AsyncIterator[Producer]:
+    async with Producer(any_redis_url) as producer:
+        yield producer
+
+
+async def test_what_is_submitted_is_what_is_stored(producer: Producer, any_redis_url: str) -> None:
+    submitted = await producer.submit(
+        "The list type", id="a.1", lane="critical", tenant="docs", max_tokens=5, stop="\n"
+    )
+    assert (submitted.id, submitted.state, submitted.n) == ("a.1", State.QUEUED, 0)
+    assert (submitted.duplicate, submitted.waiting) == (False, 1)
+    async with Client.from_url(any_redis_url) as client:
+        payload = await client.hget(producer.keys.request("a.1"), "pay")  # type: ignore[misc]
+    assert Request.unpack(payload) == Request.build(
+        id="a.1", prompt="The list type", lane="critical", tenant="docs", max_tokens=5, stop=["\n"]
+    )
+    status = await producer.status("a.1")
+    assert (status.state, status.lane, status.tenant) == (State.QUEUED, Lane.CRITICAL, "docs")
+    assert (status.n, status.end) == (0, None)
+
+
+async def test_the_same_id_runs_once(producer: Producer) -> None:
+    first, *others = await asyncio.gather(*(producer.submit("p", id="same") for _ in range(50)))
+    answers = [first.duplicate, *(other.duplicate for other in others)]
+    assert answers.count(False) == 1
+    with pytest.raises(IdConflict, match="'same' was already submitted"):
+        await producer.submit("another", id="same")
+    ids = {(await producer.submit("p")).id for _ in range(10)}
+    assert len(ids) == 10
+
+
+async def test_bad_requests_are_refused_before_anything_is_sent(producer: Producer) -> None:
+    for wrong in (
+        {"prompt": ""},
+        {"prompt": "x", "max_tokens": 0},
+        {"prompt": "x", "temperature": -1},
+        {"prompt": "x", "lane": "urgent"},
+        {"prompt": "x", "id": ""},
+        {"prompt": "x", "max_token": 5},
+    ):
+        with pytest.raises(InvalidRequest) as caught:
+            await producer.submit(**wrong)  # type: ignore[arg-type]
+        assert caught.value.field == list(wrong)[-1]
+
+
+async def test_a_full_queue(any_redis_url: str) -> None:
+    settings = load_settings({"queue.max_queued_requests": 3})
+    async with Producer(any_redis_url, settings=settings) as producer:
+        for _ in range(3):
+            await producer.submit("x")
+        with pytest.raises(QueueFull) as caught:
+            await producer.submit("x")
+        assert (caught.value.bound, caught.value.limit) == ("requests", 3)
+
+
+async def test_cancel_ends_a_request_and_its_readers_at_once(producer: Producer) -> None:
+    submitted = await producer.submit("x")
+    reading = asyncio.create_task(producer.result(submitted.id))
+    reply = await producer.cancel(submitted.id)
+    assert (reply.changed, reply.state) == (True, State.CANCELLED)
+    with pytest.raises(RequestFailed) as caught:
+        await reading
+    assert (caught.value.state, caught.value.reason) == ("cancelled", "client")
+    result = await producer.result(submitted.id, check=False)
+    assert (result.text, result.token_ids, result.reason) == ("", (), Reason.CLIENT)
+    assert (await producer.cancel(submitted.id)).changed is False
+    end = (await producer.status(submitted.id)).end
+    assert end is not None
+    assert end.reason is Reason.CLIENT
+
+
+async def test_scripts_the_server_forgot_are_sent_again(
+    producer: Producer, any_redis_url: str
+) -> None:
+    async with Client.from_url(any_redis_url) as client:
+        await producer.submit("x")
+        await client.script_flush()
+        assert (await producer.submit("x")).waiting == 2
+
+
+async def test_killed_command_connections_are_invisible(
+    producer: Producer, any_redis_url: str
+) -> None:
+    async with Client.from_url(any_redis_url) as client:
+        for i in range(20):
+            await client.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+            assert (await producer.submit("x", id=f"r{i}")).waiting == i + 1
+
+
+async def test_a_client_of_the_callers_stays_open(any_redis_url: str) -> None:
+    async with Client.from_url(any_redis_url) as client:
+        async with Producer(client) as producer:
+            await producer.submit("x")
+        assert await client.ping()
+    decoding = Client.from_url(any_redis_url, decode_responses=True)
+    with pytest.raises(ConfigurationError, match="without decode_responses"):
+        Producer(decoding)
+
+
+async def test_servers_that_cannot_be_used(start_redis: Callable[..., EmbeddedRedis]) -> None:
+    server = start_redis(password="right")
+    with pytest.raises(RedisUnavailable, match="refuses access") as caught:
+        await Producer(server.url.replace("right", "wrong")).connect()
+    assert "wrong" not in str(caught.value)
+    with pytest.raises(RedisUnavailable, match="refuses access"):
+        await Producer(server.url.replace(":right@", "")).connect()
+    server.stop()
+    began = time.monotonic()
+    with pytest.raises(RedisUnavailable, match="cannot reach Redis at redis://127") as caught:
+        await Producer(server.url).connect()
+    assert time.monotonic() - began < 2
+    assert "right" not in str(caught.value)
+    with pytest.raises(RedisUnavailable, match="no Redis server is configured"):
+        Producer()
+    with pytest.raises(ConfigurationError, match="the Redis address is not one"):
+        Producer("http://localhost")
+
+
+def test_the_blocking_client(redis_url: str) -> None:
+    async def play(request_id: str) -> None:
+        async with Client.from_url(redis_url) as client:
+            writer = await LogWriter(client, request_id).open()
+            for _ in range(10):
+                await writer.append(2)
+            await writer.finish()
+
+    with BlockingProducer(redis_url) as producer:
+        stream = producer.generate("x", timeout=10)
+        worker = threading.Thread(target=lambda: asyncio.run(play(stream.id)))
+        worker.start()
+        text = "".join(chunk.text for chunk in stream)
+        worker.join()
+        assert text == LogWriter.text(0, 20)
+        assert stream.end is not None
+        assert stream.end.n == stream.index == 20
+        assert producer.result(stream.id).text == text
+        assert producer.stream(stream.id, from_index=18).collect().text == LogWriter.text(18, 20)
+        assert producer.status(stream.id).state is State.COMPLETED
+        assert producer.cancel(stream.id).changed is False
+        with producer.stream(stream.id) as early:
+            next(early)
+        assert next(early, None) is None
+        with pytest.raises(UnknownRequest):
+            producer.result("nobody")
+        with pytest.raises(TimeoutError):
+            producer.result(producer.submit("y").id, timeout=0.05)
+    with pytest.raises(RuntimeError, match="closed"):
+        producer.submit("x")
+    producer.close()
+
+
+def test_the_blocking_client_leaves_no_thread(redis_url: str) -> None:
+    def threads() -> list[str]:
+        return [t.name for t in threading.enumerate() if t.name == "penstock-producer"]
+
+    forgotten = BlockingProducer(redis_url)
+    stream = forgotten.generate("x")
+    assert len(threads()) == 1
+    del forgotten, stream
+    gc.collect()
+    wait_until(lambda: not threads(), "the forgotten client's thread has ended")
+    with pytest.raises(RedisUnavailable):
+        BlockingProducer("redis://127.0.0.1:1")
+    assert not threads()
