@@ -138,8 +138,10 @@ def paged_attention_kernel(
         # ieee: fp32 must not silently become tf32.
         scores = tl.dot(q, k, input_precision="ieee") * scale
         if HAS_SOFTCAP:
-            # tanh(x) = 1 - 2 / (exp(2x) + 1), right at both ends though exp overflows.
-            scores = softcap * (1.0 - 2.0 / (tl.exp(2.0 * scores / softcap) + 1.0))
+            # tanh by an exponential that cannot overflow, whatever the sign.
+            decay = tl.exp(-2.0 * tl.abs(scores) / softcap)
+            bounded = softcap * (1.0 - decay) / (1.0 + decay)
+            scores = tl.where(scores < 0.0, -bounded, bounded)
         visible = key_position[None, :] <= position[:, None]
         if HAS_WINDOW:
             visible &= key_position[None, :] > position[:, None] - window

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from penstock.kernels import RaggedBatch
 
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+
 
 @dataclass(frozen=True)
 class Case:
@@ -22,6 +24,20 @@ class Case:
     values: list[Tensor]
 
 
+def make_batch(
+    query_lens: list[int], context_lens: list[int], block_size: int, *, seed: int = 0
+) -> tuple[RaggedBatch, list[list[int]]]:
+    """A batch over shuffled blocks, no two sequences sharing one, and its block tables."""
+    counts = [-(-context // block_size) for context in context_lens]
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(sum(counts) + 3, generator=generator).tolist()
+    tables: list[list[int]] = []
+    for count in counts:
+        tables.append(order[:count])
+        order = order[count:]
+    return RaggedBatch.from_lists(query_lens, context_lens, tables, block_size=block_size), tables
+
+
 def make_case(
     query_lens: list[int],
     context_lens: list[int],
@@ -33,25 +49,18 @@ def make_case(
     block_size: int,
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
-    device: str = "cpu",
 ) -> Case:
     """Random queries, and caches that are NaN wherever no sequence has written."""
+    batch, tables = make_batch(query_lens, context_lens, block_size, seed=seed)
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator).to(dtype)
 
-    counts = [-(-context // block_size) for context in context_lens]
-    num_blocks = sum(counts) + 3
-    order = torch.randperm(num_blocks, generator=generator).tolist()
-    tables: list[list[int]] = []
-    for count in counts:
-        tables.append(order[:count])
-        order = order[count:]
-    key_cache = torch.full((num_blocks, block_size, kv_heads, key_dim), float("nan"), dtype=dtype)
-    value_cache = torch.full(
-        (num_blocks, block_size, kv_heads, value_dim), float("nan"), dtype=dtype
-    )
+    num_blocks = sum(map(len, tables)) + 3
+    shape = (num_blocks, block_size, kv_heads)
+    key_cache = torch.full((*shape, key_dim), float("nan"), dtype=dtype)
+    value_cache = torch.full((*shape, value_dim), float("nan"), dtype=dtype)
     keys, values = [], []
     for context, table in zip(context_lens, tables, strict=True):
         key, value = random(context, kv_heads, key_dim), random(context, kv_heads, value_dim)
@@ -61,11 +70,8 @@ def make_case(
             value_cache[block, offset] = value[position]
         keys.append(key)
         values.append(value)
-    batch = RaggedBatch.from_lists(
-        query_lens, context_lens, tables, block_size=block_size, device=device
-    )
     query = random(sum(query_lens), heads, key_dim)
-    return Case(query.to(device), key_cache.to(device), value_cache.to(device), batch, keys, values)
+    return Case(query, key_cache, value_cache, batch, keys, values)
 
 
 def reference_attention(
@@ -77,7 +83,7 @@ def reference_attention(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """[T, Hq, Dv] in float64, one query token and head at a time."""
-    rows = case.query.cpu().double()
+    rows = case.query.double()
     heads = rows.shape[1]
     out = []
     row = 0
@@ -95,7 +101,7 @@ def reference_attention(
                 if softcap is not None:
                     scores = softcap * torch.tanh(scores / softcap)
                 if sinks is not None:
-                    scores = torch.cat([scores, sinks[head].cpu().double().view(1)])
+                    scores = torch.cat([scores, sinks[head].double().view(1)])
                 weights = torch.softmax(scores, 0)[: len(value)]
                 per_head.append(weights @ value)
             out.append(torch.stack(per_head))

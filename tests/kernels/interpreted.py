@@ -1,0 +1,117 @@
+"""The Triton kernels in Triton's interpreter; run by test_triton.py, in a process of its own.
+
+The interpreter must be asked for before Triton is imported and then holds for the whole process,
+which the other tests' process, where torch or transformers may import Triton, cannot promise.
+About 4 ms per block of keys and program: the cases are small.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from kernels_reference import TOLERANCE, make_batch, make_case, reference_attention
+from torch import Tensor
+
+from penstock.kernels._kv_write_triton import write_kv_triton
+from penstock.kernels._paged_attention_triton import paged_attention_triton
+
+assert os.environ.get("TRITON_INTERPRET") == "1"
+
+# heads, key/value heads, key dim, value dim: none a power of two where it may be none
+GQA = (6, 2, 16, 16)
+MQA = (5, 1, 20, 20)
+MLA = (2, 2, 24, 16)
+WIDE = (34, 2, 8, 8)  # 17 query heads per key/value head: more than the smallest tile
+
+DECODES = ([1, 1, 1], [5, 70, 9])
+PROMPT = ([11], [11])
+DRAFTS = ([4, 4, 4], [19, 4, 30])
+MIXED = ([1, 7, 1, 40, 3], [33, 7, 1, 70, 12])  # the fourth takes several tiles
+
+
+def check(
+    lengths: tuple[list[int], list[int]],
+    geometry: tuple[int, int, int, int],
+    *,
+    dtype: torch.dtype = torch.float32,
+    block_size: int = 5,
+    **given: Any,
+) -> None:
+    heads, kv_heads, key_dim, value_dim = geometry
+    case = make_case(
+        *lengths,
+        heads=heads,
+        kv_heads=kv_heads,
+        key_dim=key_dim,
+        value_dim=value_dim,
+        block_size=block_size,
+        dtype=dtype,
+    )
+    options: dict[str, Any] = {"window": None, "softcap": None, "sinks": None} | given
+    out: Tensor = paged_attention_triton(
+        case.query, case.key_cache, case.value_cache, case.batch, scale=0.3, **options
+    )
+    assert out.dtype == dtype
+    expected = reference_attention(case, scale=0.3, **options)
+    torch.testing.assert_close(out.double(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("geometry", [GQA, MQA, MLA, WIDE])
+@pytest.mark.parametrize("lengths", [DECODES, PROMPT, DRAFTS, MIXED])
+def test_batches_and_geometries(lengths, geometry):
+    check(lengths, geometry)
+
+
+ALL_OPTIONS: dict[str, Any] = {
+    "window": 6,
+    "softcap": 3.0,
+    "sinks": torch.linspace(-3, 5, 6),
+}
+
+
+@pytest.mark.parametrize("lengths", [DECODES, MIXED])
+@pytest.mark.parametrize("name", ALL_OPTIONS)
+def test_one_option(lengths, name):
+    check(lengths, GQA, **{name: ALL_OPTIONS[name]})
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("lengths", [DECODES, MIXED])
+def test_all_options(lengths, dtype):
+    check(lengths, GQA, dtype=dtype, **ALL_OPTIONS)
+
+
+def test_a_window_of_one_token():
+    check(MIXED, MLA, window=1)
+
+
+@pytest.mark.parametrize("block_size", [1, 16, 100])
+def test_block_sizes(block_size):
+    check(MIXED, GQA, block_size=block_size, window=40)
+
+
+def test_a_softcap_far_below_the_scores():
+    check(DECODES, GQA, softcap=0.01)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("dims", [(3, 8, 8), (1, 24, 16), (2, 5, 7)])
+def test_kv_write(dims, dtype):
+    heads, key_dim, value_dim = dims
+    batch, tables = make_batch([1, 9, 4], [8, 9, 15], 5)
+    blocks = sum(map(len, tables)) + 3
+    key = torch.randn(heads, 14, key_dim).to(dtype).transpose(0, 1)
+    value = torch.randn(heads, 14, value_dim).to(dtype).transpose(0, 1)
+    key_cache = torch.full((blocks, 5, heads, key_dim), -7.0, dtype=dtype)
+    value_cache = torch.full((blocks, 5, heads, value_dim), -7.0, dtype=dtype)
+    expected = key_cache.clone().flatten(0, 1), value_cache.clone().flatten(0, 1)
+    for row, slot in enumerate(batch.slots.tolist()):
+        expected[0][slot], expected[1][slot] = key[row], value[row]
+
+    write_kv_triton(key, value, key_cache, value_cache, batch.slots)
+
+    assert torch.equal(key_cache.flatten(0, 1), expected[0])
+    assert torch.equal(value_cache.flatten(0, 1), expected[1])

@@ -1,0 +1,112 @@
+"""The packed layout: slots, positions, groups, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernels_reference import make_batch
+
+from penstock.kernels import RaggedBatch
+from penstock.kernels._groups import GROUP_BYTES, PADDING_BYTES
+
+
+def test_every_row_knows_its_position_and_slot():
+    batch = RaggedBatch.from_lists([1, 3], [6, 3], [[7, 2, 9], [4]], block_size=4)
+
+    assert batch.query_starts.tolist() == [0, 1, 4]
+    assert batch.context_lens.tolist() == [6, 3]
+    # The third block of the first sequence is not reached by its context.
+    assert batch.block_tables.tolist() == [[7, 2], [4, 0]]
+    assert batch.positions.tolist() == [5, 0, 1, 2]
+    assert batch.slots.tolist() == [2 * 4 + 1, 16, 17, 18]
+    assert (batch.num_sequences, batch.num_tokens, batch.max_block) == (2, 4, 7)
+    assert (batch.max_query_len, batch.max_context_len) == (3, 6)
+
+
+def test_dtypes():
+    batch = RaggedBatch.from_lists([2], [2], [[0]], block_size=4)
+
+    assert batch.slots.dtype == batch.positions.dtype == torch.int64
+    assert batch.query_starts.dtype == batch.context_lens.dtype == torch.int32
+    assert batch.block_tables.dtype == torch.int32
+
+
+@pytest.mark.parametrize(
+    ("query_lens", "context_lens", "tables", "block_size", "message"),
+    [
+        ([], [], [], 4, "at least one sequence"),
+        ([1], [1, 2], [[0]], 4, "1, 2 and 1 sequences"),
+        ([1, 0], [1, 4], [[0], [1]], 4, "sequence 1 has query_len 0"),
+        ([5], [4], [[0]], 4, "query_len 5 and context_len 4"),
+        ([1], [5], [[0]], 4, "1 blocks of 4 tokens, too few for its context of 5"),
+        ([1, 1], [1, 1], [[0], [-1]], 4, "table of sequence 1 has a negative block id"),
+        ([1], [1], [[2**31]], 4, "table of sequence 0 is not of int32"),
+        ([1], [1], [[0]], 0, "block_size is 0"),
+    ],
+)
+def test_what_makes_no_batch_is_refused(query_lens, context_lens, tables, block_size, message):
+    with pytest.raises(ValueError, match=message):
+        RaggedBatch.from_lists(query_lens, context_lens, tables, block_size=block_size)
+
+
+sequences = st.lists(
+    st.tuples(st.integers(1, 40), st.integers(0, 900)).map(lambda pair: (pair[0], sum(pair))),
+    min_size=1,
+    max_size=40,
+)
+
+
+@settings(deadline=None)
+@given(
+    sequences=sequences,
+    block_size=st.integers(1, 33),
+    window=st.none() | st.integers(1, 400),
+    key_bytes=st.sampled_from([64, 768, 8192]),
+)
+def test_groups_cover_each_row_once_and_bound_their_padding(
+    sequences, block_size, window, key_bytes
+):
+    query_lens, context_lens = (list(lens) for lens in zip(*sequences, strict=True))
+    batch, tables = make_batch(query_lens, context_lens, block_size)
+    owner = [s for s, query_len in enumerate(query_lens) for _ in range(query_len)]
+
+    seen: list[int] = []
+    for group in batch.groups(window, key_bytes):
+        rows = torch.arange(batch.num_tokens)[group.rows].view(-1, group.query_len)
+        assert len(rows) == group.num_sequences
+        slots = group.slots.view(group.num_sequences, group.kv_len)
+        padding = 0
+        for member, its_rows in enumerate(rows.tolist()):
+            sequence = owner[its_rows[0]]
+            table, context = tables[sequence], context_lens[sequence]
+            first = 0 if window is None else max(0, context - group.query_len - window + 1)
+            expected = [
+                table[position // block_size] * block_size + position % block_size
+                for position in range(first, context)
+            ]
+            padding += group.kv_len - len(expected)
+            expected += expected[-1:] * (group.kv_len - len(expected))
+            assert slots[member].tolist() == expected
+        seen += rows.flatten().tolist()
+        assert padding * key_bytes <= PADDING_BYTES
+        assert group.num_sequences == 1 or len(slots.flatten()) * key_bytes <= GROUP_BYTES
+    assert sorted(seen) == list(range(batch.num_tokens))
+
+
+def test_layers_of_a_step_share_their_groups():
+    batch = RaggedBatch.from_lists([1, 1], [6, 3], [[0, 1], [2]], block_size=4)
+
+    assert batch.groups(None, 64) is batch.groups(None, 64)
+    assert batch.groups(6, 64) is batch.groups(None, 64), "a window of the whole context is inert"
+    assert batch.groups(2, 64) is not batch.groups(None, 64)
+
+
+def test_a_wave_of_equal_decodes_is_one_group_without_a_mask():
+    batch = RaggedBatch.from_lists([1] * 8, [5] * 8, [[i] for i in range(8)], block_size=8)
+
+    (group,) = batch.groups(None, 64)
+    assert (group.num_sequences, group.query_len, group.kv_len) == (8, 1, 5)
+    assert group.rows == slice(0, 8)
+    assert group.bias(torch.float32) is None

@@ -1,0 +1,78 @@
+"""The Triton kernels without a GPU: right in the interpreter, and accepted by the compiler."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.skipif(
+    find_spec("triton") is None, reason="Triton has no wheel for this platform"
+)
+
+ROOT = Path(__file__).parents[2]
+
+
+def program(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.timeout(300)
+def test_kernels_are_right_in_the_interpreter():
+    done = program(
+        "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/kernels/interpreted.py",
+        TRITON_INTERPRET="1", OMP_NUM_THREADS="1",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    summary = re.search(r"(\d+) passed in", done.stdout)
+    assert summary, "tests were left out: " + done.stdout[-500:]
+    assert int(summary[1]) >= 40
+
+
+def compiled(tmp_path: Path, *arguments: str) -> list[dict[str, object]]:
+    done = program("tools/aot_compile.py", "--json", *arguments, TRITON_CACHE_DIR=str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.timeout(300)
+def test_kernels_compile_for_gpus_that_are_not_here(tmp_path):
+    """The variants that differ in code: every option, both phases, uneven dims, odd blocks."""
+    chosen = ["gpt-oss/bf16/ragged", "gemma2/bf16/decode", "odd-block", "kv_write/deepseek-mla"]
+    rows = compiled(tmp_path, *(part for name in chosen for part in ("--match", name)))
+    assert {row["target"] for row in rows} == {"sm_80", "sm_90"}
+    assert len(rows) == 2 * len(chosen)
+    assert all(int(str(row["cubin_bytes"])) > 1000 for row in rows)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_every_variant_compiles(tmp_path):
+    rows = compiled(tmp_path, "--target", "sm_80", "--target", "sm_86", "--target", "sm_90")
+    assert len({row["kernel"] for row in rows}) == len(rows) / 3
+
+
+def test_a_kernel_that_does_not_compile_is_reported():
+    """The check must be able to fail."""
+    source = """
+import sys; sys.path.insert(0, "tools")
+import aot_compile
+variant = aot_compile.kv_write("broken", "fp16", 8, 128, 128)
+variant.constants["KEY_BLOCK"] = 1000
+print(aot_compile.compile_variant(variant, "sm_80")["error"])
+"""
+    done = program("-c", source)
+    assert "power of 2" in done.stdout, done.stdout + done.stderr
