@@ -131,7 +131,7 @@ local function bury(prefix, rid, wid, claim, now, retention)
   redis.call('PEXPIRE', record, retention)
   if claim then
     local entry, queue = string.match(claim, '^%d+ (%S+) (.+)$')
-    drop_entry(queue, entry, wid)
+    if is_entry_of(queue, entry, rid) then drop_entry(queue, entry, wid) end
     redis.call('HDEL', prefix .. 'own:' .. wid, rid)
   end
   redis.call('ZREM', prefix .. 'dl', rid)

@@ -20,17 +20,18 @@ local function mend(prefix, rid, now, max_blames, max_attempts, retention)
     redis.call('PEXPIRE', prefix .. 'r:' .. rid, retention)
     redis.call('PEXPIRE', prefix .. 't:' .. rid, retention)
     redis.call('HDEL', prefix .. 'r:' .. rid, 'pay')
-    drop_entry(rec.sk, rec.sid, rec.w)
+    if is_entry_of(rec.sk, rec.sid, rid) then drop_entry(rec.sk, rec.sid, rec.w) end
     if rec.w ~= '' then redis.call('HDEL', prefix .. 'own:' .. rec.w, rid) end
     redis.call('ZREM', prefix .. 'dl', rid)
     return true
   end
   local fresh = rec.sk ~= prefix .. 'q:!' and rec.sk ~= prefix .. 'q:?'
   if fresh then join_lane(prefix, rec.lane, rec.ten) end
-  local there = redis.pcall('XRANGE', rec.sk, rec.sid, rec.sid)
-  local read = redis.pcall('XPENDING', rec.sk, GROUP, rec.sid, rec.sid, '1')
-  if not is_error(there) and there[1] and not is_error(read) and not read[1] then return false end
-  drop_entry(rec.sk, rec.sid, '')
+  if is_entry_of(rec.sk, rec.sid, rid) then
+    local read = redis.pcall('XPENDING', rec.sk, GROUP, rec.sid, rec.sid, '1')
+    if not is_error(read) and not read[1] then return false end
+    drop_entry(rec.sk, rec.sid, '')
+  end
   local entry = push_back(rec.sk, rid, rec)
   redis.call('HSET', prefix .. 'r:' .. rid, 'sid', entry)
   return true

@@ -27,6 +27,13 @@ local function drop_entry(queue, entry, wid)
   end
 end
 
+-- Whether that entry of that queue is this request's. A queue that was deleted and made anew may
+-- give an id a second time in the same millisecond, so a name found in an old record proves little.
+local function is_entry_of(queue, entry, rid)
+  local there = redis.pcall('XRANGE', queue, entry, entry)
+  return not is_error(there) and there[1] ~= nil and there[1][2][2] == rid
+end
+
 -- Put a request into a queue. Returns the entry's id, or an error reply if the queue is broken.
 local function push_entry(queue, rid, lane, tenant, cost, bytes)
   if redis.call('EXISTS', queue) == 0 then

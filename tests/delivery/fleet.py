@@ -1,0 +1,211 @@
+"""A shard on a real server, and workers that do what they are told, for tests of delivery."""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from delivery.recount import violations
+from redis.asyncio import Redis
+from redis.exceptions import ResponseError
+
+from penstock.shared.keys import Keys
+from penstock.shared.operations import (
+    Append,
+    Bounds,
+    Claim,
+    Operations,
+    RetryPolicy,
+    SubmitReply,
+    SweepReply,
+)
+from penstock.shared.protocol import (
+    Chunk,
+    End,
+    Lane,
+    Reason,
+    Request,
+    SamplingOptions,
+    Usage,
+    rolling_digest,
+    unpack_event,
+)
+from penstock.shared.script_loader import Call, Script, load_script
+
+MINUTE_MS = 60_000
+NO_BOUNDS = Bounds()
+
+
+def token(request_id: str, index: int) -> int:
+    """What every worker generates for a request at an index."""
+    return zlib.crc32(f"{request_id}:{index}".encode()) & 0xFFFF
+
+
+def chunk(request_id: str, start: int, count: int) -> Chunk:
+    ids = [token(request_id, i) for i in range(start + count)]
+    text = "".join(f"{i}." for i in ids[start:])
+    return Chunk(start, tuple(ids[start:]), text, rolling_digest(ids))
+
+
+def request(request_id: str, *, prompt: str = "hi", max_tokens: int = 8, **fields: Any) -> Request:
+    return Request(
+        id=request_id,
+        prompt=prompt,
+        options=SamplingOptions(max_tokens=max_tokens),
+        **fields,
+    )
+
+
+@dataclass
+class Shard:
+    """Operations of one shard, and shortcuts to look into it."""
+
+    redis: Redis
+    retry: RetryPolicy = field(default_factory=RetryPolicy)
+    load: Callable[[str], Script] = load_script
+    keys: Keys = field(default_factory=lambda: Keys("demo"))
+    retention_ms: int = 600_000
+
+    def __post_init__(self) -> None:
+        self.ops = Operations(
+            self.redis, self.keys, retention_ms=self.retention_ms, retry=self.retry, load=self.load
+        )
+
+    def with_retry(self, **values: int) -> Shard:
+        return Shard(self.redis, RetryPolicy(**values), self.load, self.keys, self.retention_ms)
+
+    def with_client(self, redis: Redis) -> Shard:
+        return Shard(redis, self.retry, self.load, self.keys, self.retention_ms)
+
+    def worker(self, name: str, *, lease_ms: int = MINUTE_MS) -> FakeWorker:
+        return FakeWorker(self, name, lease_ms)
+
+    async def call(self, call: Call) -> Any:
+        (reply,) = await self.ops.run([call])
+        if isinstance(reply, ResponseError):
+            raise reply
+        return reply
+
+    async def submit(
+        self, request_id: str, *, bounds: Bounds = NO_BOUNDS, **fields: Any
+    ) -> SubmitReply:
+        return await self.ops.submit(
+            request(request_id, **fields), bounds=bounds, default_deadline_ms=MINUTE_MS
+        )
+
+    async def sweep(self) -> SweepReply:
+        return self.ops.read_sweep(await self.call(self.ops.sweep()))
+
+    async def sweep_until(self, done: Callable[[SweepReply], bool]) -> SweepReply:
+        """Sweep until one sweep answers as wanted; leases and deadlines are a few ms here."""
+        for _ in range(5000):
+            swept = await self.sweep()
+            if done(swept):
+                return swept
+            await asyncio.sleep(0.001)
+        raise AssertionError(f"the last of many sweeps answered {swept}")
+
+    async def reap(self) -> SweepReply:
+        """Sweep until a lease has ended."""
+        return await self.sweep_until(lambda swept: swept.workers > 0)
+
+    async def record(self, request_id: str) -> dict[str, str]:
+        raw: dict[bytes, bytes] = await self.redis.hgetall(self.keys.request(request_id))
+        return {k.decode(): v.decode("latin-1") for k, v in raw.items()}
+
+    async def state(self, request_id: str) -> str:
+        return (await self.record(request_id))["st"]
+
+    async def log(self, request_id: str) -> list[Chunk | End]:
+        entries = await self.redis.xrange(self.keys.log(request_id))
+        return [unpack_event(value) for _, fields in entries for value in fields.values()]
+
+    async def tokens(self, request_id: str) -> list[int]:
+        log = await self.log(request_id)
+        return [i for event in log if isinstance(event, Chunk) for i in event.token_ids]
+
+    async def end(self, request_id: str) -> End:
+        """The one End in a log, which is its last entry."""
+        log = await self.log(request_id)
+        ends = [event for event in log if isinstance(event, End)]
+        assert ends == log[-1:], f"log of {request_id} is {log}"
+        return ends[0]
+
+    async def counter(self, name: str) -> int:
+        return int(await self.redis.hget(self.keys.counters, name) or 0)
+
+    async def now_ms(self) -> int:
+        seconds, micros = await self.redis.time()
+        return int(seconds) * 1000 + int(micros) // 1000
+
+    async def wait_ms(self, milliseconds: int) -> None:
+        """Let time pass on the server's clock."""
+        until = await self.now_ms() + milliseconds
+        while await self.now_ms() <= until:
+            await asyncio.sleep(0.001)
+
+    async def check(self, *, ended: bool = False) -> None:
+        """Every invariant holds."""
+        found = await violations(self.redis, self.keys, token=token, ended=ended)
+        assert not found, "\n".join(found)
+
+
+@dataclass
+class FakeWorker:
+    """Claims and publishes; generates :func:`token`. Keeps what it believes to own."""
+
+    shard: Shard
+    name: str
+    lease_ms: int
+    claims: dict[str, Claim] = field(default_factory=dict)
+
+    def claim_call(
+        self, requests: int = 1, *, tokens: int = 1 << 40, suspect_ok: bool = True
+    ) -> Call:
+        return self.shard.ops.claim(
+            self.name,
+            lease_ms=self.lease_ms,
+            requests=requests,
+            tokens=tokens,
+            suspect_ok=suspect_ok,
+        )
+
+    async def claim(self, requests: int = 1, **options: Any) -> tuple[Claim, ...]:
+        reply = await self.shard.call(self.claim_call(requests, **options))
+        claims = self.shard.ops.read_claim(reply).claims
+        self.claims.update({claim.id: claim for claim in claims})
+        return claims
+
+    async def claim_one(self, **options: Any) -> Claim:
+        (claim,) = await self.claim(1, **options)
+        return claim
+
+    def tokens(self, claim: Claim, start: int, count: int) -> Append:
+        packed = chunk(claim.id, start, count).pack()
+        return Append(claim.id, claim.epoch, start, count, packed)
+
+    def ending(
+        self, claim: Claim, start: int, count: int = 0, *, reason: Reason = Reason.LENGTH,
+        spent: int = -1,
+    ) -> Append:  # fmt: skip
+        end = End(n=start + count, reason=reason, usage=Usage(output_tokens=start + count))
+        packed = chunk(claim.id, start, count).pack() if count else b""
+        return Append(claim.id, claim.epoch, start, count, packed, end.pack(), reason, spent)
+
+    async def send(self, *items: Append) -> list[tuple[int, int]]:
+        """Append; (status, n) of each item."""
+        reply = await self.shard.call(self.append_call(*items))
+        return list(zip(reply[0::2], reply[1::2], strict=True))
+
+    def append_call(self, *items: Append) -> Call:
+        return self.shard.ops.append(self.name, items, lease_ms=self.lease_ms)
+
+    async def send_one(self, item: Append) -> tuple[int, int]:
+        (answer,) = await self.send(item)
+        return answer
+
+
+LANES = tuple(Lane)

@@ -1,0 +1,223 @@
+"""Recounts a shard from its records and says which invariants do not hold.
+
+What holds after every operation, and what a storm must leave behind: counters equal a
+recount, every request is in exactly the places its state says, logs are gapless and end once,
+nothing but the documented keys lives for ever.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from redis.asyncio import Redis
+
+from penstock.shared.keys import GROUP, Keys
+from penstock.shared.protocol import Chunk, End, rolling_digest, unpack_event
+from penstock.shared.states import TERMINAL_STATES
+
+TERMINAL = {state.value for state in TERMINAL_STATES}
+
+FOREVER = ("act:critical", "act:normal", "act:batch", "lanes", "vt", "wl", "cnt", "bell", "dlq")
+"""Keys without expiry that may be left when no request waits or runs."""
+
+WHILE_ALIVE = ("dl", "q:", "own:")
+"""Keys without expiry that are there only as long as requests wait or run."""
+
+
+@dataclass
+class Facts:
+    """Everything a shard holds."""
+
+    records: dict[str, dict[str, str]] = field(default_factory=dict)
+    logs: dict[str, list[tuple[str, Chunk | End]]] = field(default_factory=dict)
+    entries: dict[tuple[str, str], tuple[str, str | None]] = field(default_factory=dict)
+    """(queue, entry) to (request, consumer it is pending for)."""
+    owned: dict[str, tuple[str, int]] = field(default_factory=dict)
+    lived_for_ever: list[str] = field(default_factory=list)
+
+
+async def read_facts(redis: Redis, keys: Keys, found: list[str]) -> Facts:
+    facts = Facts()
+    async for raw in redis.scan_iter(match=keys.prefix.replace("{", "\\{") + "*", count=1000):
+        key = raw.decode()
+        name = key.removeprefix(keys.prefix)
+        if await redis.pttl(key) == -1:
+            facts.lived_for_ever.append(name)
+        if name.startswith("r:"):
+            values: dict[bytes, bytes] = await redis.hgetall(key)
+            facts.records[name[2:]] = {
+                k.decode(): v.decode("latin-1") for k, v in values.items() if k != b"pay"
+            }
+            facts.records[name[2:]]["has_pay"] = str(b"pay" in values)
+        elif name.startswith("t:"):
+            facts.logs[name[2:]] = [
+                (entry.decode(), unpack_event(next(iter(fields.values()))))
+                for entry, fields in await redis.xrange(key)
+            ]
+        elif name.startswith("own:"):
+            for rid, claim in (await redis.hgetall(key)).items():
+                if rid.decode() in facts.owned:
+                    found.append(f"{rid!r} has two owners")
+                facts.owned[rid.decode()] = (name[4:], int(claim.split()[0]))
+        elif name.startswith("q:"):
+            await _read_queue(redis, key, name, facts, found)
+    return facts
+
+
+async def _read_queue(redis: Redis, key: str, name: str, facts: Facts, found: list[str]) -> None:
+    rows = await redis.xpending_range(key, GROUP, "-", "+", 1_000_000)
+    pending = {row["message_id"]: row["consumer"] for row in rows}
+    entries = await redis.xrange(key)
+    if not entries:
+        found.append(f"{name} is empty and was not deleted")
+    for entry, fields in entries:
+        consumer = pending.pop(entry, None)
+        reader = None if consumer is None else consumer.decode()
+        facts.entries[name, entry.decode()] = (fields[b"r"].decode(), reader)
+    found.extend(f"{name}: pending entry {entry!r} is not in the stream" for entry in pending)
+    found += [
+        f"{name}: consumer {consumer['name']!r} stayed and has nothing pending"
+        for consumer in await redis.xinfo_consumers(key, GROUP)
+        if not consumer["pending"]
+    ]
+
+
+async def violations(
+    redis: Redis,
+    keys: Keys,
+    *,
+    token: Callable[[str, int], int] | None = None,
+    ended: bool = False,
+) -> list[str]:
+    """What does not hold now; empty if all is well.
+
+    Args:
+        redis: a client without ``decode_responses``.
+        keys: of the shard.
+        token: the right output token of a request at an index, where that is known.
+        ended: nothing waits or runs any more.
+    """
+    found: list[str] = []
+    facts = await read_facts(redis, keys, found)
+    await _check_counters(redis, keys, facts, found)
+    await _check_places(redis, keys, facts, found)
+    _check_logs(facts, found, token)
+    found += [
+        f"{name} never expires"
+        for name in facts.lived_for_ever
+        if name not in FOREVER and (ended or not name.startswith(WHILE_ALIVE))
+    ]
+    if ended:
+        found += [
+            f"{rid} has not ended" for rid, r in facts.records.items() if r["st"] not in TERMINAL
+        ]
+    return found
+
+
+async def _check_counters(redis: Redis, keys: Keys, facts: Facts, found: list[str]) -> None:
+    right: Counter[str] = Counter()
+    for record in facts.records.values():
+        if record["st"] == "queued":
+            lane, cost = record["lane"], int(record["cost"])
+            right.update({"requests": 1, "tokens": cost, "bytes": int(record["len"])})
+            right.update({f"requests:{lane}": 1, f"tokens:{lane}": cost})
+            right[f"tenant:{record['ten']}"] += 1
+    counters = {k.decode(): int(v) for k, v in (await redis.hgetall(keys.counters)).items()}
+    found += [
+        f"counter {name} is {counters.get(name)}, recounted {right[name]}"
+        for name in right.keys() | counters.keys()
+        if not name.startswith("ended:") and counters.get(name, 0) != right[name]
+    ]
+    found += [
+        f"counter {n} stays at 0" for n, v in counters.items() if n.startswith("tenant:") and not v
+    ]
+
+
+async def _check_places(redis: Redis, keys: Keys, facts: Facts, found: list[str]) -> None:
+    deadlines = {
+        k.decode(): int(v) for k, v in await redis.zrange(keys.deadlines, 0, -1, withscores=True)
+    }
+    leases = {k.decode() for k in await redis.zrange(keys.leases, 0, -1)}
+    for rid, record in facts.records.items():
+        state, at = record["st"], (record["sk"].removeprefix(keys.prefix), record["sid"])
+        if state in TERMINAL:
+            # A queue made anew may give an entry's name a second time, to another request.
+            in_queue = facts.entries.get(at, (None, None))[0] == rid
+            if rid in deadlines or rid in facts.owned or in_queue:
+                found.append(f"{rid} is {state} and still in a queue, owned, or in dl")
+            if record["has_pay"] == "True":
+                found.append(f"{rid} is {state} and kept its payload")
+            continue
+        waits = int(record["mq"]) if "t1" not in record and int(record["mq"]) else 1 << 60
+        if deadlines.pop(rid, None) != min(waits, int(record["dl"])):
+            found.append(f"{rid} is {state} and its deadline is not in dl")
+        entry = facts.entries.pop(at, None)
+        reader = record["w"] if state == "running" else None
+        if entry != (rid, reader):
+            found.append(f"{rid} is {state}, its entry in {at[0]} is {entry}, wanted for {reader}")
+        if state == "queued":
+            await _check_served(redis, keys, rid, record, at[0], found)
+            if rid in facts.owned:
+                found.append(f"{rid} waits and is owned by {facts.owned[rid]}")
+        elif facts.owned.pop(rid, None) != (record["w"], int(record["ep"])):
+            found.append(f"{rid} runs on {record['w']} and is not in its own:")
+        elif record["w"] not in leases:
+            found.append(f"{rid} runs on {record['w']}, which has no lease")
+    found += [
+        f"dl holds {rid}, which does not wait or run"
+        for rid in deadlines
+        if rid not in facts.records
+    ]
+    found += [f"{place} holds {what}, which is not there" for place, what in facts.entries.items()]
+    found += [f"{owner} owns {rid}, which does not run" for rid, owner in facts.owned.items()]
+
+
+async def _check_served(
+    redis: Redis, keys: Keys, rid: str, record: dict[str, str], queue: str, found: list[str]
+) -> None:
+    if queue in ("q:!", "q:?"):
+        return
+    lane = record["lane"]
+    if queue != f"q:{lane}:{record['ten']}":
+        found.append(f"{rid} waits in {queue}, which is not its own")
+    if await redis.zscore(f"{keys.prefix}act:{lane}", record["ten"]) is None:
+        found.append(f"{rid} waits and its tenant is not served")
+    if await redis.zscore(keys.lanes, lane) is None:
+        found.append(f"{rid} waits and its lane is not served")
+
+
+def _check_logs(facts: Facts, found: list[str], token: Callable[[str, int], int] | None) -> None:
+    for rid, log in facts.logs.items():
+        ids: list[int] = []
+        last: End | None = None
+        for entry, event in log:
+            if last is not None:
+                found.append(f"log of {rid}: {entry} comes after the end")
+            if isinstance(event, End):
+                last = event
+                if entry != f"{event.n}-1" or event.n != len(ids):
+                    found.append(f"log of {rid}: end {event} at {entry} after {len(ids)} tokens")
+                continue
+            if event.start != len(ids) or entry != f"{event.stop}-0":
+                found.append(f"log of {rid}: {entry} holds [{event.start}, {event.stop})")
+            ids.extend(event.token_ids)
+            if event.digest != rolling_digest(ids):
+                found.append(f"log of {rid}: wrong digest at {entry}")
+        if token and ids != [token(rid, i) for i in range(len(ids))]:
+            found.append(f"log of {rid}: tokens are not the ones generated")
+        record = facts.records.get(rid)
+        if record is None:
+            if last is None:
+                found.append(f"log of {rid} has no record and no end")
+        elif record["st"] in TERMINAL:
+            if last is None or (last.state, last.reason, last.n) != (
+                record["st"], record["rsn"], int(record["n"]),
+            ):  # fmt: skip
+                found.append(f"log of {rid} ends with {last}, the record with {record['st']}")
+        elif last is not None or int(record["n"]) != len(ids):
+            found.append(f"log of {rid} has {len(ids)} tokens, end {last}; record n={record['n']}")
+    for rid, record in facts.records.items():
+        if rid not in facts.logs and (record["st"] in TERMINAL or int(record["n"])):
+            found.append(f"{rid} is {record['st']} with n={record['n']} and has no log")
