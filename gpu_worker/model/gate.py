@@ -24,7 +24,14 @@ from .geometry import KVGeometry, ProbeResult
 from .kv_pool import KVPool
 from .packing import Piece, Rows, forward_logits, pack
 
-__all__ = ["check_attention", "check_config", "check_numbers", "check_probe", "unsupported"]
+__all__ = [
+    "check_attention",
+    "check_config",
+    "check_numbers",
+    "check_probe",
+    "trial_logits",
+    "unsupported",
+]
 
 log = logging.getLogger(__name__)
 
@@ -184,6 +191,28 @@ def check_numbers(
         model.config,
         f"its logits over the paged pool differ from its own forward by up to {worst:.2g} "
         f"(relative; allowed {tolerance:g} in {str(model.dtype).removeprefix('torch.')})",
+    )
+
+
+@torch.inference_mode()
+def trial_logits(
+    model: Any, context: ForwardContext, geometry: KVGeometry, vocab_size: int
+) -> Tensor:
+    """Logits of a fixed short input through the paged attention, ``[rows, vocab]``.
+
+    Rows of a step with many tokens and of one with a single token, which take different code.
+    """
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, vocab_size, (PROBE_TOKENS,), generator=generator).tolist()
+    last = len(ids) - 1
+    blocks = list(range(-(-len(ids) // BLOCK_SIZE)))
+    pool = KVPool(geometry, len(blocks), BLOCK_SIZE, model.device, model.dtype)
+    steps = (Piece(ids[:last], 0, blocks, Rows.ALL), Piece(ids[last:], last, blocks, Rows.ALL))
+    return torch.cat(
+        [
+            forward_logits(model, context, pool, pack([piece], BLOCK_SIZE, model.device))
+            for piece in steps
+        ]
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 import weakref
@@ -31,6 +32,7 @@ from .attention import PagedAttention, register, unregister
 from .forward_context import ForwardContext
 from .geometry import KVGeometry, probe_geometry
 from .memory import available_bytes, format_bytes
+from .patches import prepack_linears
 
 __all__ = ["DEMO", "LoadedModel", "load_model"]
 
@@ -98,6 +100,7 @@ def load_model(
     dtype: str = "auto",
     device: str = "auto",
     max_model_len: int | None = None,
+    prepack: bool = True,
 ) -> LoadedModel:
     """Load a checkpoint of transformers from a local directory.
 
@@ -112,6 +115,7 @@ def load_model(
         device: ``cpu``, ``cuda``, ``cuda:1`` ... or ``auto``: CUDA if there is one.
         max_model_len: prompt and output tokens of one sequence, at most; None takes what the model
             was made for.
+        prepack: on CPU, lay the weights of linear layers out for oneDNN once and for all.
 
     Raises:
         ConfigurationError: ``dtype``, ``device`` or ``max_model_len`` cannot be had.
@@ -131,8 +135,10 @@ def load_model(
         context_length = _context_length(config, max_model_len)
         tokenizer = _load_tokenizer(folder)
         model = _load_weights(folder, config, _pick_dtype(dtype, config, target), target)
-        loaded = _attach(model, config, target)
-    context, attention_name, geometry, vocab_size = loaded
+        context, attention_name, geometry, vocab_size = _attach(model, config, target)
+    if prepack and target.type == "cpu":
+        trial = functools.partial(gate.trial_logits, model, context, geometry, vocab_size)
+        prepack_linears(model, trial, available_bytes(target) // 8)
     result = LoadedModel(
         model=model,
         tokenizer=tokenizer,
