@@ -262,7 +262,7 @@ class Producer:
             UnknownRequest: no such request.
             RedisUnavailable: see the class.
         """
-        names = ["st", "n", "lane", "ten", "end"]
+        names = ["st", "n", "lane", "ten", "end", "t0", "t1", "tf", "t2"]
 
         async def send() -> list[bytes | None]:
             record: list[bytes | None] = await self._link.redis.hmget(  # type: ignore[misc]
@@ -270,10 +270,11 @@ class Producer:
             )
             return record
 
-        state, n, lane, tenant, packed = await self._link.call(send)
+        state, n, lane, tenant, packed, *times = await self._link.call(send)
         if state is None or n is None or lane is None or tenant is None:
             raise UnknownRequest(id)
         event = None if packed is None else unpack_event(packed)
+        accepted, claimed, first_token, ended = (None if t is None else int(t) for t in times)
         return Status(
             id=id,
             state=State(state.decode()),
@@ -281,4 +282,8 @@ class Producer:
             lane=Lane(lane.decode()),
             tenant=tenant.decode(),
             end=event if isinstance(event, End) else None,
+            accepted_at=accepted,
+            claimed_at=claimed,
+            first_token_at=first_token,
+            ended_at=ended,
         )

@@ -31,7 +31,7 @@ class Submitted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
-    """What the record of a request says now.
+    """What the record of a request says now. Times are in ms of Redis' clock, None if not yet.
 
     Attributes:
         id: the request's id.
@@ -40,6 +40,10 @@ class Status:
         lane: urgency it was submitted with.
         tenant: who pays.
         end: the terminal event, None while there is none.
+        accepted_at: when it was submitted.
+        claimed_at: when a worker first took it.
+        first_token_at: when its first token was published.
+        ended_at: when it ended.
     """
 
     id: str
@@ -48,6 +52,17 @@ class Status:
     lane: Lane
     tenant: str
     end: End | None
+    accepted_at: int | None
+    claimed_at: int | None
+    first_token_at: int | None
+    ended_at: int | None
+
+    @property
+    def mean_itl_ms(self) -> float | None:
+        """Mean inter-token latency of an ended request in ms; None below two tokens."""
+        if self.first_token_at is None or self.ended_at is None or self.n < 2:
+            return None
+        return (self.ended_at - self.first_token_at) / (self.n - 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

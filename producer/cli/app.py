@@ -1,0 +1,159 @@
+"""Puts the commands together and turns every expected error into one line and an exit code.
+
+Exit codes: 0 done; 1 the request ended, and not with ``completed``, or a check failed; 2 nothing
+was done because something is wrong with the input or the surroundings; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from penstock.shared.errors import ConfigurationError, PenstockError, RequestFailed
+
+from . import requests
+from .demo import demo
+from .output import make_encodable, one_line
+
+__all__ = ["main"]
+
+COMMANDS_GROUP = "penstock.commands"
+"""Entry points of further commands; the worker's package adds its own here."""
+
+_WORKER_PACKAGES = frozenset(
+    {"jinja2", "prometheus_client", "safetensors", "tokenizers", "torch", "transformers"}
+)
+
+
+class _Commands(TyperGroup):
+    """The client's commands, and those that other installed packages add by entry point.
+
+    An added command is imported when it is asked for, so that ``penstock submit`` does not pay
+    for the worker's imports.
+    """
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        names = super().list_commands(ctx)
+        return names + [name for name in sorted(_entry_points()) if name not in names]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        command = super().get_command(ctx, cmd_name)
+        if command is None and cmd_name in _entry_points():
+            command = _load_command(_entry_points()[cmd_name])
+        return command
+
+
+def _entry_points() -> dict[str, importlib.metadata.EntryPoint]:
+    return {point.name: point for point in importlib.metadata.entry_points(group=COMMANDS_GROUP)}
+
+
+def _load_command(point: importlib.metadata.EntryPoint) -> Any:
+    single = typer.Typer(add_completion=False)
+    try:
+        single.command(point.name)(point.load())
+    except ModuleNotFoundError as error:
+        missing = _missing_extra(error)
+        if missing is None:
+            raise
+        single.command(
+            point.name,
+            help="(not installed: pip install 'penstock\\[worker]')",
+            context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+            add_help_option=False,
+        )(_refusing(missing))
+    return typer.main.get_command(single)
+
+
+def _refusing(error: PenstockError) -> Any:
+    def refuse() -> None:
+        raise error
+
+    return refuse
+
+
+def _missing_extra(error: ModuleNotFoundError) -> ConfigurationError | None:
+    """What to say of a missing package of the worker; None if it is another one."""
+    package = (error.name or "").partition(".")[0]
+    if package not in _WORKER_PACKAGES:
+        return None
+    return ConfigurationError(
+        f"this command needs the package {package}, which is not installed: "
+        "pip install 'penstock[worker]'"
+    )
+
+
+app = typer.Typer(
+    cls=_Commands,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="LLM inference over Redis: durable queues, exactly-once token streams.",
+)
+app.command()(demo)
+app.command()(requests.submit)
+app.command()(requests.stream)
+app.command()(requests.result)
+app.command()(requests.cancel)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        try:
+            version = importlib.metadata.version("penstock")
+        except importlib.metadata.PackageNotFoundError:
+            version = "(not installed)"
+        typer.echo(f"penstock {version}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    context: typer.Context,
+    _: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the program with these arguments, or the process's own; returns the exit code."""
+    make_encodable(sys.stdout, sys.stderr)
+    try:
+        code = app(args=arguments, prog_name="penstock", standalone_mode=False)
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:
+        message, code = _explain(error)
+        if message is None:
+            raise
+        sys.stdout.flush()
+        print(f"error: {one_line(message)}", file=sys.stderr)
+    return code if isinstance(code, int) else 0
+
+
+def _explain(error: Exception) -> tuple[str | None, int]:
+    """The line for an expected error and its exit code; None for a bug."""
+    if isinstance(error, RequestFailed | TimeoutError):
+        return str(error), 1
+    if isinstance(error, PenstockError):
+        return str(error), 2
+    if isinstance(error, ModuleNotFoundError):
+        missing = _missing_extra(error)
+        return (str(missing) if missing else None), 2
+    if isinstance(error, RuntimeError) and type(error).__name__ == "Abort":
+        return "interrupted", 130  # how older releases of typer tell of Ctrl-C
+    # Typer's errors about the command line, whose classes moved between its releases.
+    if hasattr(error, "format_message"):
+        context = getattr(error, "ctx", None)
+        where = context.command_path if context is not None else "penstock"
+        return f"{error.format_message()} (see '{where} --help')", 2
+    return None, 1

@@ -1,0 +1,70 @@
+"""Options that several commands share, and what becomes of them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from penstock.shared.errors import InvalidRequest
+from penstock.shared.settings import Settings, load_settings
+
+__all__ = [
+    "ConfigOption",
+    "JsonOption",
+    "ModelOption",
+    "RedisOption",
+    "ShardOption",
+    "client_settings",
+    "read_prompt",
+]
+
+RedisOption = Annotated[
+    str | None,
+    typer.Option(metavar="URL", help="Address of the Redis server; default: REDIS_URL."),
+]
+ModelOption = Annotated[
+    str | None, typer.Option(metavar="NAME", help="Name the model is served under; default: demo.")
+]
+ShardOption = Annotated[int | None, typer.Option(help="Shard of the queue; default: 0.")]
+ConfigOption = Annotated[
+    Path | None, typer.Option(help="Settings file; default: penstock.toml, if there is one.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Write JSON for scripts.")]
+
+
+def client_settings(
+    redis: str | None, model: str | None, shard: int | None, config: Path | None
+) -> Settings:
+    """The settings with these flags in force.
+
+    Raises:
+        ConfigurationError: a setting is wrong.
+    """
+    flags = {"redis.url": redis, "queue.model": model, "queue.shard": shard}
+    return load_settings(flags, config=config)
+
+
+def read_prompt(argument: str, *, chat: bool) -> str | list[dict[str, str]]:
+    """The prompt of the command line: the argument, or all of standard input for ``-``.
+
+    Raises:
+        InvalidRequest: standard input is not UTF-8.
+    """
+    text = argument
+    if argument == "-":
+        data = sys.stdin.buffer.read()
+        try:
+            text = data.decode("utf-8")
+        except UnicodeDecodeError as error:
+            where = data[max(0, error.start - 8) : error.end + 8]
+            allowed = f"UTF-8 text; byte {error.start} of standard input is not"
+            raise InvalidRequest("prompt", where, allowed) from None
+    return [{"role": "user", "content": text}] if chat else text
+
+
+def given(**values: Any) -> dict[str, Any]:
+    """Those that were given: None and empty lists leave the protocol's default in force."""
+    return {name: value for name, value in values.items() if value is not None and value != []}

@@ -1,0 +1,156 @@
+"""How commands talk: text for people, JSON for scripts, and nothing that could hurt a terminal."""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
+from typing import Any, TextIO
+
+from penstock.shared.protocol import Chunk, End, Usage
+
+from ..results import Result, Submitted
+
+__all__ = [
+    "TextWriter",
+    "chunk_facts",
+    "end_facts",
+    "make_encodable",
+    "one_line",
+    "printable",
+    "result_facts",
+    "submitted_facts",
+    "summary",
+    "waiting",
+    "write_json",
+    "write_note",
+]
+
+# A model's text may hold anything, escape sequences included: show control characters as the
+# pictures Unicode has for them.
+_PICTURES = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"}
+_PICTURES |= {0x7F: 0x2421} | dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
+
+
+def printable(text: str) -> str:
+    """Text that moves no cursor and sets no colour."""
+    return text.translate(_PICTURES)
+
+
+def one_line(text: str) -> str:
+    """The same on one line, as error messages are."""
+    return printable(" ".join(text.split()))
+
+
+def make_encodable(*streams: TextIO) -> None:
+    """Let a terminal without UTF-8 show question marks, rather than end a command."""
+    for stream in streams:
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
+            reconfigure(errors="replace")
+
+
+def write_json(facts: dict[str, Any]) -> None:
+    """One object on one line of standard output, at once."""
+    sys.stdout.write(json.dumps(facts) + "\n")
+    sys.stdout.flush()
+
+
+def write_note(text: str) -> None:
+    """A line for a person, on standard error, so that output in a pipe stays output."""
+    sys.stdout.flush()
+    if sys.stderr.isatty():
+        text = f"\x1b[2m{text}\x1b[0m"
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()
+
+
+class TextWriter:
+    """Writes a stream's text to standard output as it comes.
+
+    In a pipe the text passes unchanged; a terminal gets it without control characters. A line
+    that the text leaves open is ended by :meth:`close`.
+    """
+
+    def __init__(self) -> None:
+        self._terminal = sys.stdout.isatty()
+        self._open = False
+
+    def write(self, text: str) -> None:
+        """Write a piece of text."""
+        if text:
+            self._open = not text.endswith("\n")
+            sys.stdout.write(printable(text) if self._terminal else text)
+            sys.stdout.flush()
+
+    def close(self) -> None:
+        """End the last line."""
+        if self._open:
+            self._open = False
+            sys.stdout.write("\n")
+            sys.stdout.flush()
+
+
+def waiting(text: str) -> AbstractContextManager[Any]:
+    """A sign of life on the terminal while nothing else can be shown; nothing in a pipe."""
+    if not sys.stderr.isatty():
+        return nullcontext()
+    from rich.console import Console
+
+    return Console(stderr=True).status(text)
+
+
+def submitted_facts(submitted: Submitted) -> dict[str, Any]:
+    """The JSON form."""
+    return asdict(submitted)
+
+
+def chunk_facts(request_id: str, chunk: Chunk) -> dict[str, Any]:
+    """The JSON form."""
+    return {
+        "event": "chunk",
+        "id": request_id,
+        "start": chunk.start,
+        "token_ids": list(chunk.token_ids),
+        "text": chunk.text,
+    }
+
+
+def end_facts(request_id: str, end: End) -> dict[str, Any]:
+    """The JSON form."""
+    return {"event": "end", "id": request_id, **_end(end)}
+
+
+def result_facts(result: Result) -> dict[str, Any]:
+    """The JSON form."""
+    return {
+        "id": result.id,
+        "text": result.text,
+        "token_ids": list(result.token_ids),
+        **_end(result.end),
+    }
+
+
+def _end(end: End) -> dict[str, Any]:
+    return {
+        "n": end.n,
+        "state": end.state.value,
+        "reason": end.reason.value,
+        "message": end.message,
+        "usage": None if end.usage is None else asdict(end.usage),
+    }
+
+
+def summary(end: End) -> str:
+    """What a person wants to know of a completed request, on one line."""
+    usage = end.usage or Usage(output_tokens=end.n)
+    parts = [
+        f"{end.state} ({end.reason})",
+        f"{usage.prompt_tokens} prompt + {usage.output_tokens} output tokens",
+    ]
+    if usage.queue_ms is not None:
+        parts.append(f"queue {usage.queue_ms} ms")
+    if usage.ttft_ms is not None:
+        parts.append(f"first token {usage.ttft_ms} ms")
+    return ", ".join(parts)
