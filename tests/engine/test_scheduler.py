@@ -179,6 +179,15 @@ def test_the_victim_is_the_least_urgent_and_of_these_the_one_with_least_work() -
     }
 
 
+def test_least_work_counts_before_last_admitted() -> None:
+    bench = Bench(num_blocks=4, block_size=2)
+    bench.add("a", 2)
+    short, long = bench.add("short", 1), bench.add("long", 3)
+    bench.step()
+    assert bench.step() == {"a": 1, "long": 1}
+    assert (short.num_preemptions, long.num_preemptions) == (1, 0)
+
+
 def test_of_equal_victims_the_one_admitted_last() -> None:
     bench = Bench(num_blocks=3, block_size=2)
     bench.add("a", 2)
@@ -209,18 +218,19 @@ def test_a_preempted_sequence_keeps_its_tokens_and_comes_back_first_in_its_lane(
     assert second.token_ids[3:] == [7]
     assert (second.num_computed_tokens, second.block_table) == (0, [])
     bench.finish(first)
-    assert bench.step() == {"b": 4, "c": 1}
+    assert list(bench.step().items()) == [("b", 4), ("c", 1)]
     assert second.token_ids[3:] == [7, 7]
 
 
 def test_no_admission_in_a_step_that_preempted() -> None:
     bench = Bench(num_blocks=5, block_size=2)
     bench.add("a", 2)
-    bench.add("b", 8)
+    bench.add("b", 8, Lane.BATCH)
     bench.step()
     bench.add("c", 1)
-    assert bench.step() == {"a": 1}  # b's blocks are free, and c would fit
+    assert bench.step() == {"a": 1}  # b's blocks are free, and c is the first in line
     assert bench.blocks.num_available == 3
+    assert bench.step() == {"a": 1, "c": 1}
 
 
 @pytest.mark.parametrize(("num_preemptions", "num_blocks"), [(0, 4), (1, 6), (2, 6)])
@@ -249,16 +259,19 @@ def test_thrash_is_bounded_by_the_guard() -> None:
     assert sum(bench.scheduler.preemptions.values()) <= 32 // 8
 
 
-def test_hits_are_counted_and_kept_over_preemption() -> None:
-    bench = Bench(prefix_cache=True)
-    first = bench.add("a", 9)
+def test_hits_are_counted_at_every_admission_and_kept_of_the_first() -> None:
+    bench = Bench(prefix_cache=True, block_size=2, num_blocks=5)
+    bench.add("a", 4)
     bench.step()
-    same = Sequence(id="b", prompt_ids=first.token_ids[:9], options=SamplingOptions())
-    bench.live.add(same)
-    bench.scheduler.add(same)
-    assert bench.step() == {"a": 1, "b": 1}
-    assert same.num_cached_tokens == 8
-    assert (bench.scheduler.prefix_query_tokens, bench.scheduler.prefix_hit_tokens) == (18, 8)
+    again = bench.add("b", 4)
+    again.token_ids = [7, 7, 7, 7]
+    bench.step()
+    assert bench.step() == {"a": 1}
+    assert (again.num_preemptions, again.num_cached_tokens) == (1, 0)
+    bench.finish(next(iter(bench.live - {again})))
+    assert bench.step() == {"b": 1}  # its own published blocks
+    assert again.num_cached_tokens == 0
+    assert (bench.scheduler.prefix_query_tokens, bench.scheduler.prefix_hit_tokens) == (13, 4)
 
 
 def test_a_finished_sequence_is_gone_wherever_it_was() -> None:
