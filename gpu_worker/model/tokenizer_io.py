@@ -35,6 +35,11 @@ def encode_prompt(tokenizer: Any, prompt: object, *, vocab_size: int | None = No
         ids = _check_ids(prompt, len(tokenizer) if vocab_size is None else vocab_size)
     if not ids:
         raise InvalidRequest("prompt", prompt, "a prompt that has at least one token")
+    if vocab_size is not None and max(ids) >= vocab_size:
+        # A tokenizer may have words that were added after the model was made.
+        word = tokenizer.convert_ids_to_tokens(max(ids))
+        allowed = f"a prompt without {word!r}, which this model has no embedding for"
+        raise InvalidRequest("prompt", prompt, allowed)
     return ids
 
 

@@ -58,6 +58,13 @@ def test_a_bad_id_is_named_with_its_position(tokenizer, bad):
     assert caught.value.field == "prompt[2]"
 
 
+def test_a_word_the_model_has_no_embedding_for_is_named(tokenizer):
+    tokenizer.add_tokens(["<new>"])
+    assert encode_prompt(tokenizer, "a <new>", vocab_size=259)[-1] == 258
+    with pytest.raises(InvalidRequest, match="without '<new>', which this model has no embedding"):
+        encode_prompt(tokenizer, "a <new>", vocab_size=258)
+
+
 @pytest.mark.parametrize("empty", [[], (), ""])
 def test_a_prompt_without_tokens_is_refused(tokenizer, empty):
     tokenizer.backend_tokenizer.post_processor = processors.ByteLevel()

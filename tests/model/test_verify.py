@@ -1,0 +1,478 @@
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from model.families import REFUSED, VOCAB_SIZE, WINDOW
+from rich.console import Console
+
+from penstock.gpu_worker.model import attention, load_model, sampler
+from penstock.gpu_worker.model.loader import LoadedModel
+from penstock.gpu_worker.verify import (
+    Check,
+    Report,
+    VerifyOptions,
+    greedy,
+    verification,
+    verify_model,
+)
+from penstock.gpu_worker.verify.greedy import Greedy
+from penstock.gpu_worker.verify.inputs import default_prompts, gather_inputs, text_windows
+from penstock.gpu_worker.verify.reference import Reference
+from penstock.gpu_worker.verify_display import show_report
+from penstock.shared.errors import ConfigurationError, ModelNotFound, UnsupportedModel
+
+Checkpoint = Callable[[str], Path]
+Verify = Callable[..., Report]
+
+FAMILIES = [
+    "llama",
+    "qwen2",
+    "qwen3",
+    "mistral",
+    "gemma2",
+    "gemma3_text",
+    "phi3",
+    "olmo2",
+    "cohere2",
+    "gpt2",
+    "opt",
+    "mixtral",
+    "gpt_oss",
+    "deepseek_v3",
+]
+
+
+@pytest.fixture(scope="module")
+def verify(tmp_path_factory: pytest.TempPathFactory) -> Verify:
+    """`verify_model` on few prompts and a short text."""
+    text = tmp_path_factory.mktemp("text") / "text.txt"
+    text.write_text("The water runs through the pipe, and the wheel turns.\n" * 4)
+
+    def run(folder: Path, **changes: Any) -> Report:
+        options: dict[str, Any] = {
+            "prompts_count": 6,
+            "max_tokens": 12,
+            "text_file": text,
+            "context": 64,
+            "device": "cpu",
+            "threads": 1,
+        }
+        return verify_model(VerifyOptions(model=str(folder), **{**options, **changes}))
+
+    return run
+
+
+# --- models that must pass, and models that must be refused ----------------------------------
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_families_give_here_what_they_give_in_transformers(
+    verify: Verify, checkpoint: Checkpoint, model_type: str
+) -> None:
+    report = verify(checkpoint(model_type))
+    figures = report.figures
+    assert report.ok, report
+    assert figures["tokens_compared"] == 2 * 6 * 12
+    assert figures["tokens_equal"] + figures["tokens_tied"] == figures["tokens_compared"]
+    assert 0 < figures["max_rel_logit_diff"] <= 1e-4
+    assert figures["perplexity"] == pytest.approx(figures["perplexity_transformers"], rel=1e-4)
+    # What was verified is mixed batches, preemption and the prefix cache, not only a lone prompt.
+    assert figures["mixed_steps"] > 0
+    assert figures["widest_step"] > 2
+    assert figures["preemptions"] > 0
+    assert figures["prefix_hit_tokens"] > 0
+    assert figures["longest_sequence"] > 2 * WINDOW
+
+
+def test_the_demo_model_passes(verify: Verify) -> None:
+    report = verify(Path("demo"), prompts_count=4, max_tokens=8, text_file=None, context=256)
+    assert report.ok, report
+    assert report.figures["tokens_equal"] == 2 * 4 * 8
+
+
+def test_another_seed_verifies_on_other_prompts_and_the_same_seed_on_the_same(
+    verify: Verify,
+    checkpoint: Checkpoint,
+) -> None:
+    folder = checkpoint("llama")
+    first, again, other = (verify(folder, seed=seed, prompts_count=3).figures for seed in (5, 5, 6))
+    assert {**first, "seconds": 0} == {**again, "seconds": 0}
+    assert first["perplexity"] == pytest.approx(other["perplexity"], rel=1e-6)
+    assert first["steps"] != other["steps"]
+
+
+def test_half_precision_has_limits_of_its_own(verify: Verify, checkpoint: Checkpoint) -> None:
+    report = verify(checkpoint("llama"), dtype="bfloat16")
+    assert report.ok, report
+    assert {check.name for check in report.checks} == {
+        "median_rel_logit_diff",
+        "perplexity_rel_diff",
+    }
+    assert report.figures["median_rel_logit_diff"] > 1e-4  # so the wider limits are needed
+    assert any("bfloat16 equal tokens are reported but not required" in n for n in report.notes)
+
+
+@pytest.mark.parametrize("model_type", REFUSED)
+def test_families_the_gate_refuses_are_not_verified(
+    verify: Verify, checkpoint: Checkpoint, model_type: str
+) -> None:
+    with pytest.raises(UnsupportedModel, match="is not supported"):
+        verify(checkpoint(model_type))
+
+
+def test_a_missing_model_is_named(verify: Verify, tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFound, match="nowhere"):
+        verify(tmp_path / "nowhere")
+
+
+def test_defaults_of_the_checkpoint_for_generation_play_no_part(
+    verify: Verify, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    """EOS and penalties in generation_config.json would end or bend the reference."""
+    folder = tmp_path / "model"
+    shutil.copytree(checkpoint("qwen2"), folder)
+    settings = {"eos_token_id": list(range(VOCAB_SIZE)), "repetition_penalty": 5.0}
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    report = verify(folder, prompts_count=4)
+    assert report.ok, report
+    assert report.figures["tokens_equal"] == 2 * 4 * 12
+
+
+# --- bugs that must be found ------------------------------------------------------------------
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+def in_attention(change: Callable[[dict[str, Any]], None]) -> Plant:
+    def plant(monkeypatch: pytest.MonkeyPatch) -> None:
+        right = attention.paged_attention
+
+        def wrong(*args: Any, **kwargs: Any) -> Any:
+            change(kwargs)
+            return right(*args, **kwargs)
+
+        monkeypatch.setattr(attention, "paged_attention", wrong)
+
+    return plant
+
+
+def lose_some_kv(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = attention.write_kv
+
+    def wrong(key: Any, value: Any, key_cache: Any, value_cache: Any, slots: Any) -> None:
+        if len(slots) > 1:  # a lone decode is stored, the last token of every other step is not
+            right(key[:-1], value[:-1], key_cache, value_cache, slots[:-1])
+        else:
+            right(key, value, key_cache, value_cache, slots)
+
+    monkeypatch.setattr(attention, "write_kv", wrong)
+
+
+def shift_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = LoadedModel.__getattribute__
+
+    def wrong(self: LoadedModel, name: str) -> Any:
+        value = right(self, name)
+        if name != "model":
+            return value
+        return lambda *args, position_ids, **kwargs: value(
+            *args, position_ids=position_ids + 1, **kwargs
+        )
+
+    monkeypatch.setattr(LoadedModel, "__getattribute__", wrong)
+
+
+def second_best_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(self: Any, logits: torch.Tensor, batch: Any) -> torch.Tensor:
+        best = logits.topk(2, dim=-1)
+        close = best.values[:, 0] - best.values[:, 1] < 0.05 * best.values[:, 0]
+        return torch.where(close, best.indices[:, 1], best.indices[:, 0])
+
+    monkeypatch.setattr(sampler.Sampler, "sample", wrong)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "plant", "found_by"),
+    [
+        ("gemma2", in_attention(lambda kw: kw.update(softcap=None)), "max_rel_logit_diff"),
+        ("mistral", in_attention(lambda kw: kw.update(window=None)), "max_rel_logit_diff"),
+        ("mistral", in_attention(lambda kw: kw.update(window=WINDOW + 1)), "max_rel_logit_diff"),
+        ("gpt_oss", in_attention(lambda kw: kw.update(sinks=None)), "max_rel_logit_diff"),
+        ("granite", in_attention(lambda kw: kw.update(scale=0.25)), "max_rel_logit_diff"),
+        ("llama", lose_some_kv, "max_rel_logit_diff"),
+        ("gpt2", shift_positions, "max_rel_logit_diff"),
+        ("llama", second_best_token, "tokens_mismatched"),
+    ],
+    ids=["softcap", "window", "window off by one", "sinks", "scale", "kv", "positions", "sampler"],
+)
+def test_planted_bugs_are_found(
+    verify: Verify,
+    checkpoint: Checkpoint,
+    monkeypatch: pytest.MonkeyPatch,
+    model_type: str,
+    plant: Plant,
+    found_by: str,
+) -> None:
+    right = verification.Reference
+
+    def after_loading(loaded: LoadedModel) -> Reference:
+        # The load gate would refuse some of these bugs at once; here verify must find them.
+        reference = right(loaded)
+        plant(monkeypatch)
+        return reference
+
+    monkeypatch.setattr(verification, "Reference", after_loading)
+    report = verify(checkpoint(model_type), prompts_count=4)
+    assert not report.ok
+    assert found_by in {check.name for check in report.checks if not check.ok}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_logits_that_are_no_numbers_fail(
+    verify: Verify, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    right = verification.compare_greedy
+
+    def then_poison(loaded: LoadedModel, *rest: Any) -> Greedy:
+        result = right(loaded, *rest)
+        loaded.model.lm_head.register_forward_hook(lambda *_: _[2].fill_(math.nan))
+        return result
+
+    monkeypatch.setattr(verification, "compare_greedy", then_poison)
+    report = verify(checkpoint("llama"), prompts_count=2, dtype=dtype)
+    assert not any(check.ok for check in report.checks if check.name != "tokens_mismatched")
+    assert "NaN" not in json.dumps(report.as_json(), allow_nan=False)
+
+
+# --- ties and mismatches ------------------------------------------------------------------------
+
+
+class FixedLogits:
+    """A reference whose logits of the next token are always the same."""
+
+    def __init__(self, *logits: float) -> None:
+        self.row = torch.tensor([logits])
+
+    def logits(self, token_ids: Any) -> torch.Tensor:
+        return self.row.expand(len(token_ids), -1)
+
+
+@pytest.mark.parametrize(
+    ("ours", "counts"),
+    [
+        ([0, 1, 2], (3, 3, 0, 0)),
+        ([0, 1, 3], (3, 2, 1, 0)),  # 2 and 3 are alike
+        ([0, 3, 2], (3, 1, 0, 1)),  # 1 and 3 are not
+        ([3, 1, 2], (3, 0, 0, 1)),
+        ([0, 1], (3, 2, 0, 1)),  # ended early
+    ],
+)
+def test_a_tie_is_told_from_a_mismatch_and_counts_as_neither(
+    ours: list[int], counts: tuple[int, ...]
+) -> None:
+    result = Greedy([(9, 0, 1, 2)])
+    reference: Any = FixedLogits(5.0, 7.0, 10.0, 10.0 - 5e-5)
+    greedy._compare(result, reference, 0, 1, ours, [0, 1, 2])
+    assert (result.compared, result.equal, result.tied, result.mismatched) == counts
+    assert len(result.notes) == (counts[1] != 3)
+
+
+def test_a_tie_in_the_middle_ends_the_comparison_of_its_prompt() -> None:
+    result = Greedy([(9, 2, 1, 1)])
+    reference: Any = FixedLogits(5.0, 7.0, 10.0, 10.0)
+    greedy._compare(result, reference, 0, 1, [3, 0, 0], [2, 1, 1])
+    assert (result.compared, result.equal, result.tied, result.mismatched) == (1, 0, 1, 0)
+    (note,) = result.notes
+    assert "prompt 1, output token 0: 3 here, 2 in transformers" in note
+    assert note.endswith("a tie")
+
+
+# --- prompts and text ---------------------------------------------------------------------------
+
+
+@given(num_tokens=st.integers(2, 300), length=st.integers(2, 80))
+def test_windows_score_each_token_once_with_half_a_window_before_it(
+    num_tokens: int, length: int
+) -> None:
+    scored: list[int] = []
+    for begin, end, first in text_windows(num_tokens, length):
+        assert 0 <= begin < first < end <= num_tokens
+        assert end - begin <= length
+        assert begin == 0 or first - begin >= length // 2
+        scored += range(first, end)
+    assert scored == list(range(1, num_tokens))
+
+
+def test_default_prompts_suit_a_vocabulary_without_text(checkpoint: Checkpoint) -> None:
+    class OnlyIds:
+        def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+            return {"input_ids": []}
+
+    prompts = default_prompts(OnlyIds(), 50, 8, 20, random.Random(0))
+    assert len(prompts) == 8
+    assert all(1 <= len(prompt) <= 20 for prompt in prompts)
+    assert max(max(prompt) for prompt in prompts) < 50
+    assert prompts[3][: len(prompts[2])] == prompts[2]
+
+
+@pytest.fixture(scope="module")
+def llama(checkpoint: Checkpoint) -> LoadedModel:
+    return load_model(checkpoint("llama"), device="cpu")
+
+
+def gather(loaded: LoadedModel, **changes: Any) -> Any:
+    options = {"prompts_file": None, "prompts_count": 2, "text_file": None, "max_tokens": 8}
+    return gather_inputs(loaded, **{**options, "seed": 0, **changes})
+
+
+def test_prompts_and_text_are_read_from_files(llama: LoadedModel, tmp_path: Path) -> None:
+    lines, table, text = tmp_path / "p.txt", tmp_path / "p.jsonl", tmp_path / "t.txt"
+    lines.write_text("One\n\n  Größe\n", encoding="utf-8")
+    table.write_text('"One"\n[5, 6, 7]\n', encoding="utf-8")
+    text.write_text("ab", encoding="utf-8")
+    inputs = gather(llama, prompts_file=lines, text_file=text)
+    assert [llama.tokenizer.decode(ids) for ids in inputs.prompts] == ["One", "  Größe"]
+    assert llama.tokenizer.decode(inputs.text_ids) == "ab"
+    assert gather(llama, prompts_file=table).prompts == (inputs.prompts[0], (5, 6, 7))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("p.txt", None, r"--prompts: cannot read .*p\.txt: No such file"),
+        ("p.txt", b"\xff\xfe", r"--prompts: .*p\.txt is not UTF-8 \(byte 0\); convert it"),
+        ("p.txt", b"\n \n", r"--prompts: .*p\.txt has no prompts; give one per line"),
+        ("p.txt", b"ok\n" + b"a" * 300, r"line 2: 300 tokens; allowed: at most 248, .* shorten it"),
+        ("p.jsonl", b"{", r"p\.jsonl, line 1: not JSON"),
+        ("p.jsonl", b"[1, 300]", r"line 1: prompt\[1\]: got 300; allowed: .* 0 to 299"),
+        ("p.jsonl", b"3", r"line 1: prompt: got 3; allowed: text, token ids or chat messages"),
+        ("p.jsonl", b'[{"role": "user", "content": "x"}]', r"line 1: .* no chat template"),
+    ],
+)
+def test_bad_prompt_files_are_refused_with_the_line(
+    llama: LoadedModel, tmp_path: Path, name: str, content: bytes | None, says: str
+) -> None:
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigurationError, match=says):
+        gather(llama, prompts_file=tmp_path / name)
+
+
+def test_bad_texts_are_refused(llama: LoadedModel, tmp_path: Path) -> None:
+    (tmp_path / "t").write_text("a")
+    with pytest.raises(ConfigurationError, match=r"--text: .* has 1 token; give at least two"):
+        gather(llama, text_file=tmp_path / "t")
+    with pytest.raises(ConfigurationError, match="--text: cannot read"):
+        gather(llama, text_file=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"max_tokens": 0}, "--max-tokens: got 0; allowed: 1 or more"),
+        ({"prompts_count": 0}, "--prompts-count: got 0; allowed: 1 or more"),
+        ({"context": 1}, "--context: got 1; allowed: 2 or more"),
+        ({"seed": -1}, "--seed: got -1; allowed: 0 or more"),
+        ({"threads": 0}, "--threads: got 0; allowed: 1 or more"),
+        ({"prompts_file": Path("x"), "prompts_count": 2}, "leave one of the two out"),
+        ({"dtype": "float8"}, "dtype: got 'float8'"),
+        ({"device": "tpu"}, "device: got 'tpu'"),
+        ({"max_tokens": 256}, "--max-tokens: got 256; allowed: below 256"),
+    ],
+)
+def test_bad_options_are_refused(
+    verify: Verify, checkpoint: Checkpoint, changes: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=says):
+        verify(checkpoint("llama"), **changes)
+
+
+def test_a_window_that_no_sequence_crossed_is_noted(
+    verify: Verify, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text("[5, 6]\n[7]\n")
+    folder = checkpoint("mistral")
+    report = verify(folder, prompts_file=prompts, prompts_count=None, max_tokens=3, context=5)
+    assert report.ok
+    assert any(f"window of {WINDOW} tokens was not crossed" in note for note in report.notes)
+    assert not verify(folder, prompts_count=1).notes
+
+
+# --- the report and the command line --------------------------------------------------------------
+
+
+def test_checks_hold_up_to_their_limit_and_never_for_nan() -> None:
+    assert Check("x", 1e-4, 1e-4).ok
+    assert not Check("x", 1.1e-4, 1e-4).ok
+    assert not Check("x", math.nan, 1e-4).ok
+    report = Report("m", {"x": math.nan, "y": 2}, (Check("x", math.inf, 1.0), Check("y", 2, 3)))
+    assert not report.ok
+    assert report.as_json() == {
+        "figures": {"x": None, "y": 2},
+        "checks": [
+            {"name": "x", "value": None, "limit": 1.0, "ok": False},
+            {"name": "y", "value": 2, "limit": 3, "ok": True},
+        ],
+        "notes": [],
+    }
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+@pytest.mark.parametrize("ok", [False, True])
+def test_the_table_is_plain_where_it_is_piped(terminal: bool, ok: bool) -> None:
+    out = StringIO()
+    report = Report("m[1]", {"x": 2e-6}, (Check("x", 2e-6, 1e-4 if ok else 1e-9),), ("a [note]",))
+    show_report(report, Console(file=out, force_terminal=terminal, width=80))
+    text = out.getvalue()
+    assert ("\x1b[" in text) == terminal
+    assert terminal or text.isascii()
+    assert "m[1]" in text
+    assert "2e-06" in text
+    assert "note: a [note]" in text
+    assert ("NOT verified: x above the limit" in text) != ok
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "penstock.gpu_worker", "verify", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def test_command_prints_one_json_object(checkpoint: Checkpoint) -> None:
+    arguments = ["--model", str(checkpoint("llama")), "--prompts-count", "3", "--max-tokens", "6"]
+    run = command(*arguments, "--context", "32", "--json")
+    assert run.returncode == 0, run.stderr
+    assert run.stderr == ""
+    found = json.loads(run.stdout)
+    assert {"tokens_compared", "tokens_equal", "max_rel_logit_diff", "perplexity"} <= set(
+        found["figures"]
+    )
+    assert found["figures"]["tokens_equal"] == found["figures"]["tokens_compared"] == 36
+    assert all(check["ok"] for check in found["checks"])
+
+
+def test_command_refuses_with_one_line_and_exit_code_2(checkpoint: Checkpoint) -> None:
+    run = command("--model", str(checkpoint("bloom")), "--json")
+    assert run.returncode == 2
+    assert run.stdout == ""
+    assert len(run.stderr.splitlines()) == 1
+    assert "model type bloom) is not supported" in run.stderr
