@@ -29,6 +29,7 @@ __all__ = [
     "check_config",
     "check_numbers",
     "check_probe",
+    "context_limit",
     "trial_logits",
     "unsupported",
 ]
@@ -93,6 +94,28 @@ def check_config(config: Any) -> None:
         raise unsupported(
             config, f"{count} of its {len(layer_types)} layers are of type {', '.join(foreign)}"
         )
+
+
+def context_limit(config: Any) -> int | None:
+    """Longest context in which a token's result is its sequence's own; None where it always is.
+
+    LongRoPE (Ding et al., 2024, "LongRoPE: Extending LLM Context Window Beyond 2 Million Tokens")
+    has two sets of frequencies. transformers takes the long one for a whole forward if any
+    position in it lies past the original context. Of a packed step that would be the tokens of
+    all sequences, and of a long prompt in chunks only those of its last chunks.
+    """
+    text = config.get_text_config(decoder=True)
+    rope = getattr(text, "rope_parameters", None) or {}
+    # Either one set of parameters, or one for each type of layer.
+    sets = [rope, *(value for value in rope.values() if isinstance(value, dict))]
+    limits = [
+        int(parameters["original_max_position_embeddings"])
+        for parameters in sets
+        if parameters.get("rope_type") == "longrope"
+    ]
+    longest = getattr(text, "max_position_embeddings", None)
+    limit = min(limits, default=None)
+    return None if limit is None or (longest is not None and longest <= limit) else limit
 
 
 def check_attention(model: Any) -> None:
@@ -237,7 +260,8 @@ def _probe_length(model: Any, geometry: KVGeometry) -> int:
     # Two sequences by two paths, two operations per parameter and token.
     affordable = min(int(budget / (8 * max(parameters, 1))), PROBE_LIMIT)
     text = model.config.get_text_config(decoder=True)
-    affordable = min(affordable, int(getattr(text, "max_position_embeddings", None) or affordable))
+    for limit in (getattr(text, "max_position_embeddings", None), context_limit(model.config)):
+        affordable = min(affordable, limit or affordable)
     length = PROBE_TOKENS
     for window in geometry.windows:
         if window + 2 * BLOCK_SIZE <= affordable:

@@ -51,6 +51,11 @@ LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 """Nothing is downloaded and no code of a checkpoint runs. To leave the second out would not refuse
 such code but ask, on standard input, whether to run it."""
 
+LONGROPE_LIMIT = (
+    "this model's LongRoPE turns all tokens of a step by other frequencies as soon as one of them "
+    "lies past that position, so a longer sequence would change the output of others"
+)
+
 REMEDY = "give a directory with config.json, *.safetensors and tokenizer files, or 'demo'"
 
 
@@ -230,18 +235,25 @@ def _context_length(config: Any, wanted: int | None) -> int:
     if wanted is not None and wanted < 1:
         raise ConfigurationError(f"max_model_len: got {wanted}; allowed: an integer from 1")
     text = config.get_text_config(decoder=True)
-    longest = getattr(text, "max_position_embeddings", None)
-    if longest is None:
-        if wanted is None:
+    longest, limit = getattr(text, "max_position_embeddings", None), gate.context_limit(config)
+    if wanted is None:
+        if longest is None:
             raise ConfigurationError(
                 "max_model_len: the model's configuration names no context length; set it"
             )
+        wanted = limit or int(longest)
+        if wanted < longest:
+            log.warning("context held to %d of %d tokens: %s", wanted, longest, LONGROPE_LIMIT)
         return wanted
-    if wanted is not None and wanted > longest:
+    if longest is not None and wanted > longest:
         raise ConfigurationError(
             f"max_model_len: got {wanted}; allowed: at most {longest}, the model's context length"
         )
-    return int(longest if wanted is None else wanted)
+    if limit is not None and wanted > limit:
+        raise ConfigurationError(
+            f"max_model_len: got {wanted}; allowed: at most {limit}: {LONGROPE_LIMIT}"
+        )
+    return wanted
 
 
 def _load_tokenizer(folder: Path) -> Any:

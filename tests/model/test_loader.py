@@ -7,6 +7,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -229,8 +230,32 @@ def test_weights_larger_than_memory_are_refused_before_they_are_read(
     refuse(copy, InsufficientMemory, r"take 195.3 KiB as float32 .* has 97.7 KiB available")
 
 
-def test_no_context_length_in_the_configuration(tmp_path: Path) -> None:
-    folder = save_family("llama", tmp_path)
-    edit_config(folder, max_position_embeddings=None)
-    # transformers falls back to the family's default, which is then what the model announces.
-    assert load_model(folder, max_model_len=64).max_model_len == 64
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0] * 8,
+    "long_factor": [4.0] * 8,
+    "original_max_position_embeddings": 32,
+}
+
+
+def test_longrope_is_held_to_the_context_in_which_sequences_do_not_meet(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = save_family(
+        "phi3", tmp_path, rope_parameters=LONGROPE, original_max_position_embeddings=32
+    )
+    assert load_model(folder, device="cpu").max_model_len == 32
+    assert "context held to 32 of 256 tokens: this model's LongRoPE" in caplog.text
+    assert load_model(folder, device="cpu", max_model_len=20).max_model_len == 20
+    with pytest.raises(
+        ConfigurationError, match=r"max_model_len: got 33; allowed: at most 32: this"
+    ):
+        load_model(folder, max_model_len=33)
+
+
+def test_a_configuration_without_a_context_length_needs_one() -> None:
+    config = SimpleNamespace(get_text_config=lambda decoder: SimpleNamespace())
+    assert loader_module._context_length(config, 64) == 64
+    with pytest.raises(ConfigurationError, match="names no context length; set it"):
+        loader_module._context_length(config, None)
