@@ -213,7 +213,8 @@ class Operations:
             RedisUnavailable: the reply is the server's refusal.
         """
         accepted("sweep", reply)
-        return SweepReply(*reply)
+        *counts, error = reply
+        return SweepReply(*counts, error=error.decode(errors="replace"))
 
     async def release_all(self, worker_id: str, *, blame: bool) -> int:
         """Give back everything a worker owns and forget the worker; returns how many."""
@@ -348,6 +349,6 @@ def script_error(name: str, error: ResponseError) -> PenstockError:
             "Redis is at maxmemory and accepts no new work; wait until requests end, or raise "
             "maxmemory"
         )
-    if "NOPERM" in text or "ACL" in text:
+    if any(word in text for word in ("NOPERM", "ACL", "can't run this command")):
         return RedisUnavailable(f"Redis denies a command of {name}: {text}; see docs/protocol.md")
     return RedisUnavailable(f"Redis refused {name}: {text}")

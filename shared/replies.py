@@ -185,12 +185,16 @@ class SweepReply:
         workers: dead workers forgotten.
         mended: requests found in a state that only a script cut short or a key deleted by hand
             leaves behind, and put right.
+        failed: requests that the sweep could not handle, and will try again.
+        error: why, for the last of them.
     """
 
     expired: int
     reaped: int
     workers: int
     mended: int = 0
+    failed: int = 0
+    error: str = ""
 
 
 @dataclass(frozen=True, slots=True)

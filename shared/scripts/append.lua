@@ -35,17 +35,17 @@ end
 
 -- Put the chunk into the log. Returns false if the log can not take it.
 local function log_chunk(log, id, chunk)
-  if not is_error(redis.pcall('XADD', log, id, 'd', chunk)) then return true end
+  if attempt('equal or smaller', 'XADD', log, id, 'd', chunk) then return true end
   -- An earlier call may have been cut short after its first write.
-  local there = redis.pcall('XRANGE', log, id, id)
-  return not is_error(there) and there[1] ~= nil and there[1][2][2] == chunk
+  local there = attempt(nil, 'XRANGE', log, id, id)
+  return there ~= nil and there[1] ~= nil and there[1][2][2] == chunk
 end
 
 local function write(i, item)
   local rid, epoch, start, count = item[1], item[2], item[3], item[4]
   local record, log = KEYS[3 + 2 * i], KEYS[4 + 2 * i]
-  local v = redis.pcall('HMGET', record, 'st', 'ep', 'n', 'w', 'rsn', 'dl')
-  if v.err then
+  local v = attempt(nil, 'HMGET', record, 'st', 'ep', 'n', 'w', 'rsn', 'dl')
+  if not v then
     lose(rid)
     return 9, 0
   end
@@ -79,9 +79,8 @@ local function write(i, item)
     return 3, n
   end
   if item[6] ~= '' then
-    local state = finish(prefix, rid, read_record(prefix, rid),
+    finish(prefix, rid, read_record(prefix, rid),
       {state = item[7], reason = item[8], event = item[6], spent = item[9]}, now, retention)
-    if state ~= item[7] then return 2, n end
   end
   return 0, n
 end

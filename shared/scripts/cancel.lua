@@ -13,7 +13,5 @@ allow_oom(prefix)
 local rec = read_record(prefix, rid)
 if not rec then return {'unknown'} end
 if rec.st ~= 'queued' and rec.st ~= 'running' then return {'ended', rec.st} end
-local state = finish(prefix, rid, rec, {state = 'cancelled', reason = ARGV[3]}, now_ms(),
-  tonumber(ARGV[4]))
-if state ~= 'cancelled' then return {'ended', state} end
+finish(prefix, rid, rec, {state = 'cancelled', reason = ARGV[3]}, now_ms(), tonumber(ARGV[4]))
 return {'cancelled', rec.n}

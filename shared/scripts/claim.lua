@@ -37,10 +37,11 @@ end
 -- Read the next entry of a queue: its id and fields as a table, or nil.
 local function take(queue)
   if redis.call('EXISTS', queue) == 0 then return nil end
-  local got = redis.pcall('XREADGROUP', 'GROUP', GROUP, wid, 'COUNT', '1', 'STREAMS', queue, '>')
-  if is_error(got) then
-    if not string.find(got.err, 'NOGROUP', 1, true) then return nil end
-    redis.call('XGROUP', 'CREATE', queue, GROUP, '0')
+  local got = attempt('NOGROUP', 'XREADGROUP', 'GROUP', GROUP, wid, 'COUNT', '1', 'STREAMS', queue,
+    '>')
+  if got == nil then
+    -- Not a stream, or one that somebody made without a group.
+    if not attempt(nil, 'XGROUP', 'CREATE', queue, GROUP, '0') then return nil end
     got = redis.call('XREADGROUP', 'GROUP', GROUP, wid, 'COUNT', '1', 'STREAMS', queue, '>')
   end
   if not got then
@@ -69,8 +70,8 @@ end
 
 -- The log of a request to be continued, and whether it holds n tokens; the log is the truth.
 local function read_log(rid, rec)
-  local log = redis.pcall('XRANGE', prefix .. 't:' .. rid, '-', '+')
-  if is_error(log) or #log == 0 then return log, rec.n == 0 and not is_error(log) end
+  local log = attempt(nil, 'XRANGE', prefix .. 't:' .. rid, '-', '+')
+  if not log or #log == 0 then return log, log and rec.n == 0 end
   local count = tonumber(string.match(log[#log][1], '^(%d+)-'))
   if count < rec.n then return log, false end
   rec.n = count
@@ -99,8 +100,6 @@ local function adopt(queue, entry, values, suspect)
     if not whole then
       return fail(rid, rec, 'failed', 'engine_error', 'the log of this request was lost in Redis')
     end
-    -- A finish was cut short: this one goes through, with the state of the End that is there.
-    if #log > 0 and log[#log][2][1] == 'e' then return fail(rid, rec, 'failed', 'engine_error') end
   end
   local epoch, t1 = rec.ep + 1, rec.t1 or now
   redis.call('HSET', KEYS[9], rid, epoch .. ' ' .. entry .. ' ' .. queue)

@@ -13,17 +13,22 @@
 --       7 bell  stream   8 vt  hash
 --       and, found while running: own:<wid>, r:<id>, t:<id> and queues of what is swept
 -- ARGV  1 prefix   2 max_blames   3 max_attempts   4 retention_ms
--- Reply {expired, requests taken from dead workers, dead workers, mended}
+-- Reply {expired, requests taken from dead workers, dead workers, mended, failed, last error}
 local prefix, retention = ARGV[1], tonumber(ARGV[4])
 local max_blames, max_attempts = tonumber(ARGV[2]), tonumber(ARGV[3])
 local MAX_EXPIRED, MAX_WORKERS, MAX_REAPED, MAX_MENDED = 64, 4, 128, 32
+local RETRY_MS = 100
 allow_oom(prefix)
 local now = now_ms()
+
+local failed, why = 0, ''
 
 -- One request's trouble is not the others'. Returns nil if the work failed.
 local function guarded(work, ...)
   local ran, result = pcall(work, ...)
   if ran then return result end
+  failed = failed + 1
+  why = type(result) == 'table' and result.err or tostring(result)
   return nil
 end
 
@@ -47,8 +52,8 @@ local expired = 0
 for _, rid in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now, 'LIMIT', 0, MAX_EXPIRED)) do
   local done = guarded(expire, rid)
   if done then expired = expired + 1 end
-  -- What fails is tried again in a second, or it would keep those behind it waiting.
-  if done == nil then redis.call('ZADD', KEYS[1], 'XX', now + 1000, rid) end
+  -- What fails is tried again later, or it would keep those behind it waiting.
+  if done == nil then redis.call('ZADD', KEYS[1], 'XX', now + RETRY_MS, rid) end
 end
 
 local function reap(wid, owned, rid, claim)
@@ -67,8 +72,7 @@ end
 local reaped, workers = 0, 0
 for _, wid in ipairs(redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', now, 'LIMIT', 0, MAX_WORKERS)) do
   local owned = prefix .. 'own:' .. wid
-  local claims = redis.pcall('HGETALL', owned)
-  if is_error(claims) then claims = {} end
+  local claims = attempt(nil, 'HGETALL', owned) or {}
   local left = false
   for i = 1, #claims, 2 do
     if reaped >= MAX_REAPED then left = true break end
@@ -93,4 +97,4 @@ for i = 1, #scanned[2], 2 do
 end
 redis.call('HSET', KEYS[8], 'scan', scanned[1])
 if reaped + mended > 0 then ring(prefix) end
-return {expired, reaped, workers, mended}
+return {expired, reaped, workers, mended, failed, why}

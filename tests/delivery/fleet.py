@@ -147,9 +147,11 @@ class Shard:
         while await self.now_ms() <= until:
             await asyncio.sleep(0.001)
 
-    async def check(self, *, ended: bool = False) -> None:
-        """Every invariant holds."""
-        found = await violations(self.redis, self.keys, token=token, ended=ended)
+    async def check(self, *, ended: bool = False, stale_entries: bool = False) -> None:
+        """Every invariant holds; see :func:`violations`."""
+        found = await violations(
+            self.redis, self.keys, token=token, ended=ended, stale_entries=stale_entries
+        )
         assert not found, "\n".join(found)
 
 

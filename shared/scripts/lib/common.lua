@@ -34,6 +34,16 @@ local function is_error(reply)
   return type(reply) == 'table' and reply.err ~= nil
 end
 
+-- Run a command that may meet a key of a wrong type (or `also`, another error's code). Then nil is
+-- returned. Every other error is raised: that a command is denied does not mean that a key is lost.
+local function attempt(also, ...)
+  local reply = redis.pcall(...)
+  if not is_error(reply) then return reply end
+  if string.find(reply.err, 'WRONGTYPE', 1, true) then return nil end
+  if also and string.find(reply.err, also, 1, true) then return nil end
+  error(reply.err)
+end
+
 -- The counters of waiting work; sign is +1 when a request starts to wait, -1 when it stops.
 local function count_queued(prefix, sign, lane, tenant, cost, bytes)
   local cnt = prefix .. 'cnt'

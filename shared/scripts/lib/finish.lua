@@ -14,9 +14,9 @@
 --   t2    ended                       dl    deadline               mq    end of max_queue_ms or 0
 --   sk    queue                       sid   entry in it
 local function read_record(prefix, rid)
-  local v = redis.pcall('HMGET', prefix .. 'r:' .. rid, 'st', 'ep', 'n', 'w', 'lane', 'ten', 'cost',
+  local v = attempt(nil, 'HMGET', prefix .. 'r:' .. rid, 'st', 'ep', 'n', 'w', 'lane', 'ten', 'cost',
     'out', 'len', 'sk', 'sid', 'att', 'bad', 'nb', 'dl', 'mq', 't0', 't1', 'tf', 'died')
-  if v.err or not v[1] or not v[5] or not v[6] then return nil end
+  if not v or not v[1] or not v[5] or not v[6] then return nil end
   return {
     st = v[1], ep = tonumber(v[2]) or 0, n = tonumber(v[3]) or 0, w = v[4] or '', lane = v[5],
     ten = v[6], cost = tonumber(v[7]) or 0, out = tonumber(v[8]) or 0, len = tonumber(v[9]) or 0,
@@ -41,33 +41,20 @@ local function settle(key, member, amount, floor)
   redis.call('ZADD', key, 'XX', settled, member)
 end
 
--- Put the End into the log. Returns state, reason and packed End, which are others than asked for
--- if an earlier finish was cut short after it had done this: the log is the truth.
-local function end_log(log, rec, how)
-  local function try(write)
-    local event = how.event or pack_end(rec.n, how.state, how.reason, how.message or '')
-    local wrote = write('XADD', log, rec.n .. '-1', 'e', event)
-    return event, wrote
-  end
-  local event, wrote = try(redis.pcall)
-  if not is_error(wrote) then return how.state, how.reason, event end
-  if string.find(wrote.err, 'WRONGTYPE', 1, true) then
-    redis.call('DEL', log)
-    event = try(redis.call)
-    return how.state, how.reason, event
-  end
-  local top = redis.call('XREVRANGE', log, '+', '-', 'COUNT', '1')[1]
-  if not top then error(wrote.err) end
-  local count, part = string.match(top[1], '^(%d+)-(%d+)$')
-  if tonumber(count) < rec.n then error(wrote.err) end
-  rec.n = tonumber(count)
-  if part == '0' then
-    -- An append was cut short between the log and the record.
-    event = try(redis.call)
-    return how.state, how.reason, event
-  end
-  local fields = cmsgpack.unpack(top[2][2])
-  return fields[3], fields[4], top[2][2]
+-- The token count of a log, and whether it has its End. Whatever else has its name gives way.
+local function log_top(log)
+  local last = attempt(nil, 'XREVRANGE', log, '+', '-', 'COUNT', '1')
+  if not last then redis.call('DEL', log) end
+  if not last or not last[1] then return 0, false end
+  local n, part = string.match(last[1][1], '^(%d+)-(%d+)$')
+  return tonumber(n), part == '1'
+end
+
+-- Put the End into a log and publish it. (A log that somebody else wrote into may not take it;
+-- the record has it too.)
+local function log_end(prefix, rid, n, event)
+  attempt('equal or smaller', 'XADD', prefix .. 't:' .. rid, n .. '-1', 'e', event)
+  redis.call('PUBLISH', prefix .. 'c:' .. rid, event)
 end
 
 -- finish: the only way a request with a record becomes terminal.
@@ -75,25 +62,30 @@ end
 --   rec      from read_record
 --   how      state, reason; optional: event (packed End; else one without usage is packed here
 --            with message), spent (tokens really spent; else estimated from what was published)
--- Returns the state, see end_log.
 --
--- Order: log, record, expiry; then what lib/mend.lua can put right while the request is still in
--- dl; dl last.
+-- Order: the record, which fences its owner at once; then what lib/mend.lua can complete from the
+-- record while the request is still in dl; dl last.
 local function finish(prefix, rid, rec, how, now, retention)
   local record, log = prefix .. 'r:' .. rid, prefix .. 't:' .. rid
-  local state, reason, event = end_log(log, rec, how)
-  redis.call('HSET', record, 'st', state, 'rsn', reason, 'n', rec.n, 'end', event, 't2', now)
+  local top = log_top(log)
+  if top > rec.n then
+    -- An append was cut short between the log and the record.
+    if how.event then error('the log of ' .. rid .. ' holds more tokens than its owner knows') end
+    rec.n = top
+  end
+  local event = how.event or pack_end(rec.n, how.state, how.reason, how.message or '')
+  redis.call('HSET', record, 'st', how.state, 'rsn', how.reason, 'n', rec.n, 'end', event, 't2', now)
+  log_end(prefix, rid, rec.n, event)
   redis.call('PEXPIRE', record, retention)
   redis.call('PEXPIRE', log, retention)
   redis.call('HDEL', record, 'pay')
-  redis.call('PUBLISH', prefix .. 'c:' .. rid, event)
   if rec.st == 'queued' then
     count_queued(prefix, -1, rec.lane, rec.ten, rec.cost, rec.len)
   else
     redis.call('HDEL', prefix .. 'own:' .. rec.w, rid)
   end
   drop_entry(rec.sk, rec.sid, rec.w)
-  redis.call('HINCRBY', prefix .. 'cnt', 'ended:' .. state, 1)
+  redis.call('HINCRBY', prefix .. 'cnt', 'ended:' .. how.state, 1)
   -- The estimate was charged at the first claim.
   local spent = how.spent or -1
   if spent < 0 then spent = rec.cost - rec.out + rec.n end
@@ -105,7 +97,6 @@ local function finish(prefix, rid, rec, how, now, retention)
       tonumber(floors[2]))
   end
   redis.call('ZREM', prefix .. 'dl', rid)
-  return state
 end
 
 -- bury: end a request whose record is gone or no record any more (deleted, evicted, overwritten).
@@ -113,18 +104,10 @@ end
 -- own:<wid> holds, or nil.
 local function bury(prefix, rid, wid, claim, now, retention)
   local record, log = prefix .. 'r:' .. rid, prefix .. 't:' .. rid
-  local last = redis.pcall('XREVRANGE', log, '+', '-', 'COUNT', '1')
-  if is_error(last) then
-    redis.call('DEL', log)
-    last = {}
-  end
-  local n, part = '0', '0'
-  if last[1] then n, part = string.match(last[1][1], '^(%d+)-(%d+)$') end
-  if part == '0' then
-    local event = pack_end(tonumber(n), 'failed', 'engine_error',
-      'the record of this request was lost in Redis')
-    redis.call('XADD', log, n .. '-1', 'e', event)
-    redis.call('PUBLISH', prefix .. 'c:' .. rid, event)
+  local n, ended = log_top(log)
+  if not ended then
+    log_end(prefix, rid, n, pack_end(n, 'failed', 'engine_error',
+      'the record of this request was lost in Redis'))
     redis.call('HINCRBY', prefix .. 'cnt', 'ended:failed', 1)
   end
   redis.call('PEXPIRE', log, retention)

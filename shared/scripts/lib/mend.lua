@@ -11,28 +11,37 @@ local function mend(prefix, rid, now, max_blames, max_attempts, retention)
     return true
   end
   if rec.st == 'running' then
-    local owned = redis.pcall('HEXISTS', prefix .. 'own:' .. rec.w, rid)
+    local owned = attempt(nil, 'HEXISTS', prefix .. 'own:' .. rec.w, rid)
     if owned == 1 and redis.call('ZSCORE', prefix .. 'wl', rec.w) then return false end
     requeue(prefix, rid, rec, false, now, max_blames, max_attempts, retention)
     return true
   end
+  local record, log = prefix .. 'r:' .. rid, prefix .. 't:' .. rid
   if rec.st ~= 'queued' then
-    redis.call('PEXPIRE', prefix .. 'r:' .. rid, retention)
-    redis.call('PEXPIRE', prefix .. 't:' .. rid, retention)
-    redis.call('HDEL', prefix .. 'r:' .. rid, 'pay')
+    local _, ended = log_top(log)
+    if not ended then log_end(prefix, rid, rec.n, redis.call('HGET', record, 'end')) end
+    redis.call('PEXPIRE', record, retention)
+    redis.call('PEXPIRE', log, retention)
+    redis.call('HDEL', record, 'pay')
     if is_entry_of(rec.sk, rec.sid, rid) then drop_entry(rec.sk, rec.sid, rec.w) end
-    if rec.w ~= '' then redis.call('HDEL', prefix .. 'own:' .. rec.w, rid) end
+    if rec.w ~= '' then
+      forget_consumer(rec.sk, rec.w)
+      redis.call('HDEL', prefix .. 'own:' .. rec.w, rid)
+    end
     redis.call('ZREM', prefix .. 'dl', rid)
     return true
+  end
+  if redis.call('PTTL', record) == -1 then
+    redis.call('PEXPIREAT', record, rec.dl + retention + ABANDONED_MS)
   end
   local fresh = rec.sk ~= prefix .. 'q:!' and rec.sk ~= prefix .. 'q:?'
   if fresh then join_lane(prefix, rec.lane, rec.ten) end
   if is_entry_of(rec.sk, rec.sid, rid) then
-    local read = redis.pcall('XPENDING', rec.sk, GROUP, rec.sid, rec.sid, '1')
-    if not is_error(read) and not read[1] then return false end
-    drop_entry(rec.sk, rec.sid, '')
+    local read = attempt('NOGROUP', 'XPENDING', rec.sk, GROUP, rec.sid, rec.sid, '1')
+    if read and not read[1] then return false end
+    drop_entry(rec.sk, rec.sid, read and read[1][2])
   end
   local entry = push_back(rec.sk, rid, rec)
-  redis.call('HSET', prefix .. 'r:' .. rid, 'sid', entry)
+  redis.call('HSET', record, 'sid', entry)
   return true
 end

@@ -8,17 +8,15 @@
 -- A consumer lives in a group for as long as it has pending entries there and no longer, or the
 -- names of all workers there ever were would pile up in queues that never empty.
 local function forget_consumer(queue, wid)
-  local pending = redis.pcall('XPENDING', queue, GROUP, '-', '+', '1', wid)
-  if not is_error(pending) and #pending == 0 then
-    redis.pcall('XGROUP', 'DELCONSUMER', queue, GROUP, wid)
-  end
+  local pending = attempt('NOGROUP', 'XPENDING', queue, GROUP, '-', '+', '1', wid)
+  if pending and #pending == 0 then redis.call('XGROUP', 'DELCONSUMER', queue, GROUP, wid) end
 end
 
 -- Take an entry out of its queue for good: XACK alone would leave it in the stream. The queue
 -- goes with its last entry. A queue that is no stream any more holds nothing to take out.
 local function drop_entry(queue, entry, wid)
   if not queue or queue == '' then return end
-  if is_error(redis.pcall('XACK', queue, GROUP, entry)) then return end
+  if not attempt(nil, 'XACK', queue, GROUP, entry) then return end
   redis.call('XDEL', queue, entry)
   if redis.call('XLEN', queue) == 0 then
     redis.call('DEL', queue)
@@ -30,8 +28,8 @@ end
 -- Whether that entry of that queue is this request's. A queue that was deleted and made anew may
 -- give an id a second time in the same millisecond, so a name found in an old record proves little.
 local function is_entry_of(queue, entry, rid)
-  local there = redis.pcall('XRANGE', queue, entry, entry)
-  return not is_error(there) and there[1] ~= nil and there[1][2][2] == rid
+  local there = attempt(nil, 'XRANGE', queue, entry, entry)
+  return there ~= nil and there[1] ~= nil and there[1][2][2] == rid
 end
 
 -- Put a request into a queue. Returns the entry's id, or an error reply if the queue is broken.

@@ -32,8 +32,8 @@ local function requeue(prefix, rid, rec, blame, now, max_blames, max_attempts, r
       'cost', rec.cost, 'out', rec.out, 'life', rec.dl - rec.t0,
       'wait', math.max(0, rec.mq - rec.t0), 'dg', kept[2] or '', 'pay', kept[1] or '')
     local message = died .. ' workers died with it, the last ' .. bad .. ' without progress'
-    return finish(prefix, rid, rec, {state = 'dead', reason = reason, message = message}, now,
-      retention)
+    finish(prefix, rid, rec, {state = 'dead', reason = reason, message = message}, now, retention)
+    return
   end
   drop_entry(rec.sk, rec.sid, rec.w)
   local queue = prefix .. (bad >= SUSPECT_FROM and 'q:?' or 'q:!')
@@ -42,5 +42,4 @@ local function requeue(prefix, rid, rec, blame, now, max_blames, max_attempts, r
     'sk', queue, 'sid', entry)
   redis.call('HDEL', prefix .. 'own:' .. rec.w, rid)
   count_queued(prefix, 1, rec.lane, rec.ten, rec.cost, rec.len)
-  return 'queued'
 end
