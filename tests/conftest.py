@@ -13,6 +13,10 @@ from penstock.shared.embedded import EmbeddedRedis, ServerBinary, find_servers
 
 SERVERS = find_servers()
 
+# Test models are tiny, and tests run beside worker processes: more threads than one only wait for
+# each other, and on two cores a spinning thread pool slows its neighbours several times over.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 
 @pytest.fixture(autouse=True)
 def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:

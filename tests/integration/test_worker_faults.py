@@ -1,0 +1,279 @@
+"""Workers that die, stall, drain or lose their connection: every stream stays whole."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import redis
+import redis.asyncio
+from waiting import is_running, wait_until
+from workers import WorkerFactory, WorkerProcess
+
+from penstock.producer import Producer, Result
+from penstock.shared.children import spawn_bound
+from penstock.shared.embedded import EmbeddedRedis, find_server
+from penstock.shared.keys import Keys
+
+KEYS = Keys("demo")
+TOKENS = 120
+PROMPTS = ("The list type", "def parse(", "Return the name of", "class Queue", "A file object")
+
+
+async def submit_all(producer: Producer) -> list[str]:
+    """Long seeded requests, greedy and sampled, that always run to ``TOKENS`` tokens."""
+    ids = []
+    for number, prompt in enumerate(PROMPTS):
+        request_id = f"r{number}"
+        await producer.submit(
+            prompt,
+            id=request_id,
+            max_tokens=TOKENS,
+            temperature=0.0 if number % 2 else 0.9,
+            seed=number,
+            ignore_eos=True,
+        )
+        ids.append(request_id)
+    return ids
+
+
+async def read_all(producer: Producer, ids: Sequence[str]) -> list[Result]:
+    """Live readers of all streams at once; a gap or a repeat raises inside the reader."""
+    return list(await asyncio.gather(*(producer.stream(i).collect() for i in ids)))
+
+
+Output = tuple[tuple[int, ...], str]
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> list[Output]:
+    """What an undisturbed worker gives."""
+
+    async def run(url: str) -> list[Output]:
+        async with Producer(url) as producer:
+            results = await read_all(producer, await submit_all(producer))
+        return [(result.token_ids, result.text) for result in results]
+
+    with EmbeddedRedis() as server:
+        workers = WorkerFactory(server.url, tmp_path_factory.mktemp("undisturbed"))
+        try:
+            workers.engine("undisturbed")
+            return asyncio.run(run(server.url))
+        finally:
+            workers.close()
+
+
+async def owned_by(redis_url: str, worker: WorkerProcess, ids: Sequence[str]) -> set[str]:
+    async with redis.asyncio.Redis.from_url(redis_url) as client:
+        owners = {i: (await client.hget(KEYS.request(i), "w")).decode() for i in ids}
+    return {i for i, owner in owners.items() if owner == worker.worker_id}
+
+
+async def busiest(
+    redis_url: str, workers: Sequence[WorkerProcess], ids: Sequence[str]
+) -> tuple[WorkerProcess, set[str]]:
+    """The worker that owns the most, and what it owns."""
+    shares = [(worker, await owned_by(redis_url, worker, ids)) for worker in workers]
+    return max(shares, key=lambda share: len(share[1]))
+
+
+async def wait_for_tokens(redis_url: str, ids: Sequence[str], count: int) -> None:
+    """Until every request has ``count`` tokens in its log."""
+    async with redis.asyncio.Redis.from_url(redis_url) as client:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            counts = [int(await client.hget(KEYS.request(i), "n") or 0) for i in ids]
+            if min(counts) >= count:
+                return
+            await asyncio.sleep(0.005)
+    pytest.fail(f"not {count} tokens each: {counts}")
+
+
+def check_whole(results: Sequence[Result], expected: Sequence[Output]) -> None:
+    assert [(r.token_ids, r.text) for r in results] == list(expected)
+    assert {r.end.n for r in results} == {TOKENS}
+
+
+async def check_nothing_left(redis_url: str) -> None:
+    """Nothing waits, nothing is owned, and only the documented constant keys have no TTL."""
+    async with redis.asyncio.Redis.from_url(redis_url) as client:
+        counters = await client.hgetall(KEYS.counters)
+        waiting = {k: v for k, v in counters.items() if not k.startswith(b"ended:")}
+        assert all(int(value) == 0 for value in waiting.values()), waiting
+        assert await client.zcard(KEYS.deadlines) == 0
+        constant = {KEYS.lanes, KEYS.floors, KEYS.leases, KEYS.counters, KEYS.bell}
+        async for key in client.scan_iter():
+            name = key.decode()
+            if name not in constant and not name.startswith(f"{KEYS.prefix}act:"):
+                assert await client.pttl(key) > 0, name
+
+
+async def test_streams_continue_when_a_machine_is_lost(
+    redis_url: str, workers: WorkerFactory, expected: list[Output]
+) -> None:
+    pair = [workers.engine(name, worker__lease_ms=600) for name in ("one", "two")]
+    async with Producer(redis_url) as producer:
+        ids = await submit_all(producer)
+        readers = asyncio.create_task(read_all(producer, ids))
+        await wait_for_tokens(redis_url, ids, 10)
+        victim, orphans = await busiest(redis_url, pair, ids)
+        victim.kill()
+        results = await asyncio.wait_for(readers, 60)
+        late = await read_all(producer, ids)
+    check_whole(results, expected)
+    check_whole(late, expected)
+    assert {r.id for r in results if r.usage and r.usage.attempts == 2} == orphans
+    (survivor,) = (worker for worker in pair if worker is not victim)
+    assert survivor.metric("redeliveries_total") == len(orphans) > 0
+    await check_nothing_left(redis_url)
+
+
+async def test_stalled_owner_can_write_nothing(
+    redis_url: str, workers: WorkerFactory, expected: list[Output]
+) -> None:
+    pair = [workers.engine(name, worker__lease_ms=600) for name in ("one", "two")]
+    async with Producer(redis_url) as producer:
+        ids = await submit_all(producer)
+        readers = asyncio.create_task(read_all(producer, ids))
+        await wait_for_tokens(redis_url, ids, 5)
+        stalled, orphans = await busiest(redis_url, pair, ids)
+        stalled.signal(signal.SIGSTOP)
+        await wait_for_tokens(redis_url, ids, 20)
+        stalled.signal(signal.SIGCONT)
+        results = await asyncio.wait_for(readers, 60)
+        check_whole(results, expected)
+        check_whole(await read_all(producer, ids), expected)
+    refusals = "append_refusals_total"
+    wait_until(lambda: stalled.metric(refusals) >= len(orphans) > 0, "the zombie was refused")
+    wait_until(lambda: stalled.metric("kv_blocks_used") == 0, "the zombie stopped computing")
+    await check_nothing_left(redis_url)
+
+
+async def test_drain_hands_over_and_loses_nothing(
+    redis_url: str, workers: WorkerFactory, expected: list[Output]
+) -> None:
+    pair = [workers.supervised(name) for name in ("one", "two")]
+    async with Producer(redis_url) as producer:
+        ids = await submit_all(producer)
+        readers = asyncio.create_task(read_all(producer, ids))
+        await wait_for_tokens(redis_url, ids, 5)
+        leaver, moved = await busiest(redis_url, pair, ids)
+        began = time.monotonic()
+        assert await asyncio.to_thread(leaver.terminate) == 0
+        assert time.monotonic() - began < 5
+        results = await asyncio.wait_for(readers, 60)
+    check_whole(results, expected)
+    assert {r.id for r in results if r.usage and r.usage.attempts == 2} == moved
+    async with redis.asyncio.Redis.from_url(redis_url) as client:
+        blames = [int(await client.hget(KEYS.request(i), "bad") or 0) for i in ids]
+    assert blames == [0] * len(ids), "a drain is nobody's fault"
+    await check_nothing_left(redis_url)
+
+
+async def test_supervisor_gives_a_dead_childs_work_back_at_once(
+    redis_url: str, workers: WorkerFactory, expected: list[Output]
+) -> None:
+    long_lease = {"PENSTOCK_WORKER__LEASE_MS": "60000"}
+    pair = [workers.supervised(name, **long_lease) for name in ("one", "two")]
+    async with Producer(redis_url) as producer:
+        ids = await submit_all(producer)
+        readers = asyncio.create_task(read_all(producer, ids))
+        await wait_for_tokens(redis_url, ids, 5)
+        victim, orphans = await busiest(redis_url, pair, ids)
+        (child,) = victim.children()
+        os.kill(child, signal.SIGKILL)
+        results = await asyncio.wait_for(readers, 50)  # below the lease
+    check_whole(results, expected)
+    assert {r.id for r in results if r.usage and r.usage.attempts == 2} == orphans
+    wait_until(
+        lambda: [pid for pid in victim.children() if pid != child], "a new engine process", 20
+    )
+    await check_nothing_left(redis_url)
+
+
+async def test_engine_process_ends_with_its_supervisor(workers: WorkerFactory) -> None:
+    worker = workers.supervised("only")
+    (child,) = worker.children()
+    worker.kill()
+    wait_until(lambda: not is_running(child), "the engine process ended with its supervisor")
+
+
+async def test_broken_connections_are_invisible(
+    redis_url: str, workers: WorkerFactory, expected: list[Output]
+) -> None:
+    workers.engine("only")
+    async with (
+        Producer(redis_url) as producer,
+        redis.asyncio.Redis.from_url(redis_url) as client,
+    ):
+        ids = await submit_all(producer)
+        readers = asyncio.create_task(read_all(producer, ids))
+        cut = {"normal": 0, "pubsub": 0}
+        for step in range(5, 60, 5):
+            await wait_for_tokens(redis_url, ids, step)
+            for kind in cut:
+                cut[kind] += await client.execute_command("CLIENT", "KILL", "TYPE", kind)
+            await client.script_flush()
+        results = await asyncio.wait_for(readers, 60)
+    check_whole(results, expected)
+    assert {r.usage.attempts for r in results if r.usage} == {1}
+    assert cut["normal"] >= 11, "the worker's connection was there to be cut each time"
+    assert cut["pubsub"] >= 1
+    await check_nothing_left(redis_url)
+
+
+async def test_redis_killed_and_restarted_with_its_log(tmp_path: Path) -> None:
+    port = free_port()
+    server = start_durable_redis(port, tmp_path)
+    url = f"redis://127.0.0.1:{port}"
+    workers = WorkerFactory(url, tmp_path)
+    try:
+        workers.engine("only", worker__lease_ms=5000)
+        async with Producer(url) as producer:
+            ids = await submit_all(producer)
+            readers = asyncio.create_task(read_all(producer, ids))
+            await wait_for_tokens(url, ids, 20)
+            server.kill()
+            server.wait(10)
+            server = start_durable_redis(port, tmp_path)
+            results = await asyncio.wait_for(readers, 60)
+            late = await read_all(producer, ids)
+        assert [r.end.n for r in results] == [TOKENS] * len(ids)
+        assert [r.token_ids for r in late] == [r.token_ids for r in results]
+        await check_nothing_left(url)
+    finally:
+        workers.close()
+        server.kill()
+        server.wait(10)
+
+
+def start_durable_redis(port: int, folder: Path) -> subprocess.Popen[bytes]:
+    """A server of the test's own that comes back on the same port with the same data."""
+    options = (
+        f"--port {port} --bind 127.0.0.1 --appendonly yes --appendfsync everysec --dir {folder}"
+    )
+    argv = [find_server().path, "--save", "", *options.split()]
+    process = spawn_bound(argv, stdout=subprocess.DEVNULL)
+    with redis.Redis(port=port) as client:
+        wait_until(lambda: _answers(client), "Redis is up")
+    return process
+
+
+def _answers(client: redis.Redis) -> bool:
+    try:
+        return bool(client.ping())
+    except redis.ConnectionError:  # also: still loading
+        return False
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
