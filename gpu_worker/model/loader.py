@@ -6,40 +6,37 @@ import functools
 import logging
 import time
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import logging as transformers_logging
 
 from penstock.shared.errors import (
     ConfigurationError,
     InsufficientMemory,
-    ModelError,
-    ModelNotFound,
     PenstockError,
-    UnsupportedModel,
 )
 
 from . import gate
 from .attention import PagedAttention, register, unregister
+from .checkpoint import (
+    DEMO,
+    find_checkpoint,
+    load_config,
+    load_tokenizer,
+    load_weights,
+    one_line,
+    quiet,
+)
 from .forward_context import ForwardContext
 from .geometry import KVGeometry, probe_geometry
-from .memory import available_bytes, format_bytes
+from .memory import available_bytes
 from .patches import prepack_linears
 
 __all__ = ["DEMO", "LoadedModel", "load_model"]
 
 log = logging.getLogger(__name__)
-
-DEMO = "demo"
-"""Names the model that is shipped with penstock."""
 
 DTYPES = {
     "float32": torch.float32,
@@ -47,16 +44,10 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
 }
 
-LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-"""Nothing is downloaded and no code of a checkpoint runs. To leave the second out would not refuse
-such code but ask, on standard input, whether to run it."""
-
 LONGROPE_LIMIT = (
     "this model's LongRoPE turns all tokens of a step by other frequencies as soon as one of them "
     "lies past that position, so a longer sequence would change the output of others"
 )
-
-REMEDY = "give a directory with config.json, *.safetensors and tokenizer files, or 'demo'"
 
 
 @dataclass(eq=False)
@@ -130,16 +121,16 @@ def load_model(
         ModelError: the checkpoint is damaged or incomplete.
     """
     begin = time.perf_counter()
-    folder = _find(path)
+    folder = find_checkpoint(path)
     target = _pick_device(device)
     if dtype != "auto" and dtype not in DTYPES:
         raise ConfigurationError(f"dtype: got {dtype!r}; allowed: auto, {', '.join(DTYPES)}")
-    with _quiet():
-        config = _load_config(folder)
+    with quiet():
+        config = load_config(folder)
         gate.check_config(config)
         context_length = _context_length(config, max_model_len)
-        tokenizer = _load_tokenizer(folder)
-        model = _load_weights(folder, config, _pick_dtype(dtype, config, target), target)
+        tokenizer = load_tokenizer(folder)
+        model = load_weights(folder, config, _pick_dtype(dtype, config, target), target)
         context, attention_name, geometry, vocab_size = _attach(model, config, target)
     if prepack and target.type == "cpu":
         trial = functools.partial(gate.trial_logits, model, context, geometry, vocab_size)
@@ -171,26 +162,6 @@ def load_model(
     return result
 
 
-def _find(path: str | Path) -> Path:
-    if str(path) == DEMO:
-        folder = Path(str(files("penstock.gpu_worker") / "demo_model" / "target"))
-        if not (folder / "config.json").is_file():
-            raise ModelNotFound(
-                f"the demo model is missing from this installation ({folder}); reinstall penstock, "
-                "or train it with tools/train_demo_model.py"
-            )
-        return folder
-    folder = Path(path).expanduser()
-    if not folder.is_dir():
-        what = "is a file" if folder.exists() else "does not exist"
-        raise ModelNotFound(
-            f"model directory {str(path)!r} {what}; {REMEDY} (models are never downloaded)"
-        )
-    if not (folder / "config.json").is_file():
-        raise ModelNotFound(f"model directory {str(path)!r} has no config.json; {REMEDY}")
-    return folder
-
-
 def _pick_device(device: str) -> torch.device:
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -216,21 +187,6 @@ def _pick_dtype(dtype: str, config: Any, device: torch.device) -> torch.dtype | 
     return "auto"
 
 
-def _load_config(folder: Path) -> Any:
-    try:
-        return AutoConfig.from_pretrained(folder, **LOCAL)
-    except Exception as error:
-        text = _one_line(error)
-        if "does not recognize this architecture" in text or "contains custom code" in text:
-            raise UnsupportedModel(
-                f"the model in {folder} is of a type that the installed transformers does not "
-                f"know without running code of the checkpoint ({text}); {gate.REMEDY}"
-            ) from error
-        raise ModelError(
-            f"{folder / 'config.json'} cannot be read: {text}; copy the checkpoint again"
-        ) from error
-
-
 def _context_length(config: Any, wanted: int | None) -> int:
     if wanted is not None and wanted < 1:
         raise ConfigurationError(f"max_model_len: got {wanted}; allowed: an integer from 1")
@@ -254,88 +210,6 @@ def _context_length(config: Any, wanted: int | None) -> int:
             f"max_model_len: got {wanted}; allowed: at most {limit}: {LONGROPE_LIMIT}"
         )
     return wanted
-
-
-def _load_tokenizer(folder: Path) -> Any:
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, **LOCAL)
-    except Exception as error:
-        raise ModelNotFound(
-            f"no usable tokenizer in {folder}: {_one_line(error)}; copy the checkpoint's "
-            "tokenizer files (tokenizer.json, tokenizer_config.json) there"
-        ) from error
-    if len(tokenizer) == 0:
-        raise ModelNotFound(
-            f"the tokenizer in {folder} has an empty vocabulary; copy the checkpoint's tokenizer "
-            "files (tokenizer.json, tokenizer_config.json) there"
-        )
-    return tokenizer
-
-
-def _load_weights(folder: Path, config: Any, dtype: torch.dtype | str, device: torch.device) -> Any:
-    _check_memory(folder, dtype, config, device)
-    quantised = getattr(config, "quantization_config", None) is not None
-    model: Any
-    report: Any
-    try:
-        model, report = AutoModelForCausalLM.from_pretrained(  # type: ignore[misc]
-            folder,
-            config=config,
-            dtype=dtype,
-            output_loading_info=True,
-            # Quantisers place their packed weights themselves.
-            **({"device_map": {"": device}} if quantised else {}),
-            **LOCAL,
-        )
-        if not quantised:
-            model.to(device)
-    except torch.OutOfMemoryError as error:
-        raise InsufficientMemory(
-            f"the weights in {folder} do not fit on {device} ({_one_line(error)}); use a smaller "
-            "dtype, a quantised checkpoint or a larger device"
-        ) from error
-    except Exception as error:
-        raise _weights_error(folder, error) from error
-    missing = sorted(report["missing_keys"])
-    if missing:
-        shown = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
-        raise ModelError(
-            f"the checkpoint in {folder} lacks {len(missing)} weights ({shown}); copy it again, "
-            "all its files"
-        )
-    model.eval().requires_grad_(False)
-    return model
-
-
-def _weights_error(folder: Path, error: Exception) -> ModelError:
-    text = _one_line(error)
-    if isinstance(error, SafetensorError):
-        return ModelError(f"a weights file in {folder} is damaged ({text}); copy it again")
-    if isinstance(error, OSError):
-        return ModelNotFound(f"no weights in {folder}: {text}; {REMEDY}")
-    if isinstance(error, ImportError):
-        return ModelError(f"the model in {folder} needs a package that is not installed: {text}")
-    if "ignore_mismatched_sizes" in text:
-        text = "weights have other shapes than config.json says"
-    return ModelError(f"the checkpoint in {folder} cannot be loaded: {text}; copy it again")
-
-
-def _check_memory(
-    folder: Path, dtype: torch.dtype | str, config: Any, device: torch.device
-) -> None:
-    """Refuse before the system's out-of-memory killer does, where the size can be told."""
-    stored = getattr(config, "dtype", None)
-    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    if not isinstance(dtype, torch.dtype) or not isinstance(stored, torch.dtype):
-        return
-    needed = size * dtype.itemsize // stored.itemsize
-    available = available_bytes(device)
-    if needed > available:
-        raise InsufficientMemory(
-            f"the weights in {folder} take {format_bytes(needed)} as "
-            f"{str(dtype).removeprefix('torch.')} and {device} has {format_bytes(available)} "
-            "available; use a smaller dtype (bfloat16), a smaller model or a larger machine"
-        )
 
 
 def _attach(
@@ -366,7 +240,7 @@ def _attach(
         if name is not None:
             unregister(name)
         log.debug("trial step failed", exc_info=True)
-        raise gate.unsupported(config, f"a trial step fails ({_one_line(error)})") from error
+        raise gate.unsupported(config, f"a trial step fails ({one_line(error)})") from error
     return context, name, probe.geometry, probe.vocab_size
 
 
@@ -379,23 +253,3 @@ def _eos_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
             return frozenset([ids] if isinstance(ids, int) else map(int, ids))
     log.warning("the model names no end-of-text token: only max_tokens and stop rules end output")
     return frozenset()
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Hold transformers' progress bars and reports back: what matters is raised or logged here."""
-    verbosity = transformers_logging.get_verbosity()
-    bars = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.set_verbosity(logging.CRITICAL)
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(verbosity)
-        if bars:
-            transformers_logging.enable_progress_bar()
-
-
-def _one_line(error: BaseException) -> str:
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 300 else text[:297] + "..."

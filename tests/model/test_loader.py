@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from penstock.gpu_worker.model import LoadedModel, load_model
+from penstock.gpu_worker.model import checkpoint as checkpoint_module
 from penstock.gpu_worker.model import loader as loader_module
 from penstock.shared.errors import (
     ConfigurationError,
@@ -225,7 +226,7 @@ def test_settings_that_cannot_be_had(
 def test_weights_larger_than_memory_are_refused_before_they_are_read(
     copy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loader_module, "available_bytes", lambda device: 100_000)
+    monkeypatch.setattr(checkpoint_module, "available_bytes", lambda device: 100_000)
     (copy / "model.safetensors").write_bytes(b"x" * 200_000)
     refuse(copy, InsufficientMemory, r"take 195.3 KiB as float32 .* has 97.7 KiB available")
 

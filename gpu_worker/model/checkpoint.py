@@ -1,0 +1,209 @@
+"""Reads a checkpoint of transformers from a directory; whatever is wrong with it is said in a line.
+
+transformers reports the same fault as this or that exception, or only as a warning while it makes
+weights up; here every fault becomes one of the errors in ``penstock.shared.errors``.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+from penstock.shared.errors import (
+    InsufficientMemory,
+    ModelError,
+    ModelNotFound,
+    UnsupportedModel,
+)
+
+from . import gate
+from .memory import available_bytes, format_bytes
+
+__all__ = [
+    "DEMO",
+    "find_checkpoint",
+    "load_config",
+    "load_tokenizer",
+    "load_weights",
+    "one_line",
+    "quiet",
+]
+
+DEMO = "demo"
+"""Names the model that is shipped with penstock."""
+
+LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+"""Nothing is downloaded and no code of a checkpoint runs. To leave the second out would not refuse
+such code but ask, on standard input, whether to run it."""
+
+REMEDY = "give a directory with config.json, *.safetensors and tokenizer files, or 'demo'"
+
+
+def find_checkpoint(path: str | Path) -> Path:
+    """The directory that ``path`` names; ``"demo"`` names the model that is shipped here.
+
+    Raises:
+        ModelNotFound: there is none, or it holds no config.json.
+    """
+    if str(path) == DEMO:
+        folder = Path(str(files("penstock.gpu_worker") / "demo_model" / "target"))
+        if not (folder / "config.json").is_file():
+            raise ModelNotFound(
+                f"the demo model is missing from this installation ({folder}); reinstall penstock, "
+                "or train it with tools/train_demo_model.py"
+            )
+        return folder
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        what = "is a file" if folder.exists() else "does not exist"
+        raise ModelNotFound(
+            f"model directory {str(path)!r} {what}; {REMEDY} (models are never downloaded)"
+        )
+    if not (folder / "config.json").is_file():
+        raise ModelNotFound(f"model directory {str(path)!r} has no config.json; {REMEDY}")
+    return folder
+
+
+def load_config(folder: Path) -> Any:
+    """The configuration in ``folder``.
+
+    Raises:
+        ModelError: it cannot be read.
+        UnsupportedModel: transformers does not know its model type.
+    """
+    try:
+        return AutoConfig.from_pretrained(folder, **LOCAL)
+    except Exception as error:
+        text = one_line(error)
+        if "does not recognize this architecture" in text or "contains custom code" in text:
+            raise UnsupportedModel(
+                f"the model in {folder} is of a type that the installed transformers does not "
+                f"know without running code of the checkpoint ({text}); {gate.REMEDY}"
+            ) from error
+        raise ModelError(
+            f"{folder / 'config.json'} cannot be read: {text}; copy the checkpoint again"
+        ) from error
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The tokenizer in ``folder``.
+
+    Raises:
+        ModelNotFound: there is none, it is damaged, or it knows no token.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, **LOCAL)
+    except Exception as error:
+        raise ModelNotFound(
+            f"no usable tokenizer in {folder}: {one_line(error)}; copy the checkpoint's "
+            "tokenizer files (tokenizer.json, tokenizer_config.json) there"
+        ) from error
+    if len(tokenizer) == 0:
+        raise ModelNotFound(
+            f"the tokenizer in {folder} has an empty vocabulary; copy the checkpoint's tokenizer "
+            "files (tokenizer.json, tokenizer_config.json) there"
+        )
+    return tokenizer
+
+
+def load_weights(folder: Path, config: Any, dtype: torch.dtype | str, device: torch.device) -> Any:
+    """The model in ``folder`` with its weights, on ``device``, in eval mode and without gradients.
+
+    Raises:
+        ModelNotFound: there are no weights.
+        ModelError: they are damaged, incomplete or of other shapes than the configuration says.
+        InsufficientMemory: they do not fit.
+    """
+    _check_memory(folder, dtype, config, device)
+    quantised = getattr(config, "quantization_config", None) is not None
+    model: Any
+    report: Any
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(  # type: ignore[misc]
+            folder,
+            config=config,
+            dtype=dtype,
+            output_loading_info=True,
+            # Quantisers place their packed weights themselves.
+            **({"device_map": {"": device}} if quantised else {}),
+            **LOCAL,
+        )
+        if not quantised:
+            model.to(device)
+    except torch.OutOfMemoryError as error:
+        raise InsufficientMemory(
+            f"the weights in {folder} do not fit on {device} ({one_line(error)}); use a smaller "
+            "dtype, a quantised checkpoint or a larger device"
+        ) from error
+    except Exception as error:
+        raise _weights_error(folder, error) from error
+    missing = sorted(report["missing_keys"])
+    if missing:
+        shown = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
+        raise ModelError(
+            f"the checkpoint in {folder} lacks {len(missing)} weights ({shown}); copy it again, "
+            "all its files"
+        )
+    model.eval().requires_grad_(False)
+    return model
+
+
+def _weights_error(folder: Path, error: Exception) -> ModelError:
+    text = one_line(error)
+    if isinstance(error, SafetensorError):
+        return ModelError(f"a weights file in {folder} is damaged ({text}); copy it again")
+    if isinstance(error, OSError):
+        return ModelNotFound(f"no weights in {folder}: {text}; {REMEDY}")
+    if isinstance(error, ImportError):
+        return ModelError(f"the model in {folder} needs a package that is not installed: {text}")
+    if "ignore_mismatched_sizes" in text:
+        text = "weights have other shapes than config.json says"
+    return ModelError(f"the checkpoint in {folder} cannot be loaded: {text}; copy it again")
+
+
+def _check_memory(
+    folder: Path, dtype: torch.dtype | str, config: Any, device: torch.device
+) -> None:
+    """Refuse before the system's out-of-memory killer does, where the size can be told."""
+    stored = getattr(config, "dtype", None)
+    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    if not isinstance(dtype, torch.dtype) or not isinstance(stored, torch.dtype):
+        return
+    needed = size * dtype.itemsize // stored.itemsize
+    available = available_bytes(device)
+    if needed > available:
+        raise InsufficientMemory(
+            f"the weights in {folder} take {format_bytes(needed)} as "
+            f"{str(dtype).removeprefix('torch.')} and {device} has {format_bytes(available)} "
+            "available; use a smaller dtype (bfloat16), a smaller model or a larger machine"
+        )
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Hold transformers' progress bars and reports back: what matters is raised or logged here."""
+    verbosity = transformers_logging.get_verbosity()
+    bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity(logging.CRITICAL)
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if bars:
+            transformers_logging.enable_progress_bar()
+
+
+def one_line(error: BaseException) -> str:
+    """The message of ``error`` in one line of bounded length."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 300 else text[:297] + "..."
