@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -178,14 +179,12 @@ def test_one_batch_serves_inside_and_outside_inference_mode():
     assert torch.equal(run(case, softcap=3.0), inside[1])
 
 
-def test_layers_of_different_geometry_share_a_batch():
+def test_layers_of_different_geometry_and_dtype_share_a_batch():
     """Heads and head sizes may differ per layer (Gemma 3n): scratch memory must not mix them up."""
     wide, narrow = some_case("everything", "gqa"), some_case("everything", "mla")
-    for case in (narrow, wide, narrow):
-        other = Case(
-            case.query, case.key_cache, case.value_cache, wide.batch, case.keys, case.values
-        )
-        check(other)
+    half = some_case("everything", "mla", torch.bfloat16)
+    for case in (narrow, wide, half, narrow):
+        check(replace(case, batch=wide.batch))
 
 
 @pytest.mark.parametrize(
