@@ -213,8 +213,8 @@ class Operations:
             RedisUnavailable: the reply is the server's refusal.
         """
         accepted("sweep", reply)
-        *counts, error = reply
-        return SweepReply(*counts, error=error.decode(errors="replace"))
+        expired, reaped, workers, mended, failed, error = reply
+        return SweepReply(expired, reaped, workers, mended, failed, error.decode(errors="replace"))
 
     async def release_all(self, worker_id: str, *, blame: bool) -> int:
         """Give back everything a worker owns and forget the worker; returns how many."""

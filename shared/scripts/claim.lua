@@ -45,7 +45,8 @@ local function take(queue)
     got = redis.call('XREADGROUP', 'GROUP', GROUP, wid, 'COUNT', '1', 'STREAMS', queue, '>')
   end
   if not got then
-    -- Reading made us a consumer; an empty stream is what a script cut short left behind.
+    -- From Redis 7.2 on, reading nothing makes a consumer, too. An empty stream is what a script
+    -- cut short left behind.
     drop_entry(queue, '0-1', wid)
     return nil
   end

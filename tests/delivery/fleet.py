@@ -77,6 +77,9 @@ class Shard:
     def with_retry(self, **values: int) -> Shard:
         return Shard(self.redis, RetryPolicy(**values), self.load, self.keys, self.retention_ms)
 
+    def with_retention(self, milliseconds: int) -> Shard:
+        return Shard(self.redis, self.retry, self.load, self.keys, milliseconds)
+
     def with_client(self, redis: Redis) -> Shard:
         return Shard(redis, self.retry, self.load, self.keys, self.retention_ms)
 

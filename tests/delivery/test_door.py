@@ -59,7 +59,7 @@ async def test_another_payload_under_the_same_id_is_a_conflict(crowd: Shard) -> 
 
 
 async def test_an_id_is_free_again_after_its_retention(shard: Shard) -> None:
-    short = Shard(shard.redis, retention_ms=1)
+    short = shard.with_retention(1)
     await short.submit("x", prompt="one")
     worker = short.worker("a")
     claim = await worker.claim_one()
@@ -212,6 +212,15 @@ async def test_reaping_runs_at_maxmemory(shard: Shard) -> None:
     await shard.wait_ms(2)
     await fill_up(shard)
     assert (await shard.reap()).reaped == 1
+    await shard.check()
+
+
+async def test_a_death_at_maxmemory_keeps_its_letter(shard: Shard) -> None:
+    await fill_up(shard)
+    deadly = shard.with_retry(max_blames=1)
+    claim = await deadly.worker("b").claim_one()
+    assert await deadly.ops.release_all("b", blame=True) == 1
+    assert (await shard.ops.dead_letters())[0].id == claim.id
     await shard.check()
 
 

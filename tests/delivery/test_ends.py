@@ -87,7 +87,7 @@ async def test_ends_are_published(shard: Shard) -> None:
         await channel.subscribe(shard.keys.channel("x"))
         assert (await channel.get_message(timeout=5))["type"] == "subscribe"
         await shard.ops.cancel("x")
-        message = await channel.get_message(timeout=5)
+        message = await channel.get_message(timeout=1)
     event = unpack_event(message["data"])
     assert isinstance(event, End)
     assert event == await shard.end("x")
@@ -168,7 +168,7 @@ async def test_a_sweep_is_bounded_and_the_next_goes_on(shard: Shard) -> None:
 
 
 async def test_records_and_logs_expire_with_their_retention(shard: Shard) -> None:
-    brief = Shard(shard.redis, retention_ms=5)
+    brief = shard.with_retention(5)
     worker = brief.worker("a")
     for i in range(4):
         await brief.submit(f"x{i}")

@@ -1,0 +1,284 @@
+"""Scripts with one guard taken out each, and the test that must notice.
+
+A random storm does not see most of these: the two guards of `append` cover for each other almost
+everywhere. So every guard has a directed test, and every directed test has its mutant.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from delivery import (
+    test_damage,
+    test_door,
+    test_ends,
+    test_fairness,
+    test_guards,
+    test_lost_workers,
+)
+from delivery.fleet import Shard
+
+from penstock.shared.operations import SCRIPTS
+from penstock.shared.script_loader import Script, load_script
+
+DirectedTest = Callable[[Shard], Awaitable[None]]
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A change to the source of one script, or of all that include the changed part.
+
+    Attributes:
+        name: what is missing.
+        old: text that occurs exactly once in each script that is changed.
+        new: what stands there instead.
+        test: fails on the mutant, and passes on the script as it is.
+        script: the one to change; None for all in which the text occurs.
+    """
+
+    name: str
+    old: str
+    new: str
+    test: DirectedTest
+    script: str | None = None
+
+    def load(self, name: str) -> Script:
+        """Load a script, changed if this mutant changes it."""
+        script = load_script(name)
+        if self.script not in (None, name) or self.old not in script.source:
+            return script
+        if script.source.count(self.old) != 1:
+            raise ValueError(f"{self.name}: {self.old!r} is not unique in {name}.lua")
+        source = script.source.replace(self.old, self.new)
+        digest = hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest()
+        return Script(name, source, digest)
+
+    @property
+    def changes(self) -> list[str]:
+        """Names of the scripts it changes."""
+        return [name for name in SCRIPTS if self.load(name) != load_script(name)]
+
+
+def without_oom(script: str, test: DirectedTest) -> Mutant:
+    """The script is refused at maxmemory."""
+    return Mutant(f"{script} without allow_oom", "\nallow_oom(prefix)\n", "\n", test, script)
+
+
+FENCE = "if tonumber(v[2]) ~= epoch or v[4] ~= wid then return 2, n end"
+LEASE = "now + tonumber(ARGV[3]), wid)"
+END_ANSWER = "if v[5] == item[8] and item[6] ~= '' and n == start + count then return 0, n end"
+
+MUTANTS = (
+    # append: the two guards, and what makes its repeat harmless
+    Mutant(
+        "epoch not compared", FENCE, "if v[4] ~= wid then return 2, n end",
+        test_guards.test_epoch_fences_a_worker_that_claimed_its_own_request_again,
+    ),
+    Mutant(
+        "owner not compared", FENCE, "if tonumber(v[2]) ~= epoch then return 2, n end",
+        test_guards.test_owner_is_compared_too,
+    ),
+    Mutant(
+        "no fence at all", FENCE, "",
+        test_guards.test_zombie_is_fenced_in_its_successors_prefill,
+    ),
+    Mutant(
+        "state not looked at", "if v[1] ~= 'running' then", "if false then",
+        test_guards.test_terminal_state_fences_its_own_owner, "append",
+    ),
+    Mutant(
+        "index of chunks not compared", "if n ~= start then return 3, n end", "",
+        test_guards.test_index_refuses_gap_overlap_and_early_end,
+    ),
+    Mutant(
+        "index of ends not compared", "elseif n ~= start + count then", "elseif false then",
+        test_guards.test_index_refuses_gap_overlap_and_early_end,
+    ),
+    Mutant(
+        "repeated chunk refused", "if count > 0 and n ~= start + count then", "if count > 0 then",
+        test_guards.test_repeat_after_a_lost_reply_changes_nothing,
+    ),
+    Mutant(
+        "repeated end refused", END_ANSWER, "",
+        test_guards.test_repeat_of_a_bare_end_changes_nothing,
+    ),
+    Mutant(
+        "any end taken for the repeat", END_ANSWER, END_ANSWER.replace("v[5] == item[8]", "true"),
+        test_guards.test_repeat_of_a_bare_end_changes_nothing,
+    ),
+    Mutant(
+        "append renews no lease", "redis.call('ZADD', KEYS[1], " + LEASE, "",
+        test_guards.test_every_step_renews_the_lease, "append",
+    ),
+    Mutant(
+        "lost record not ended", "if claim then bury(prefix", "if false then bury(prefix",
+        test_damage.test_deleted_record_of_a_running_request, "append",
+    ),
+    Mutant(
+        "one item's error is the call's", "local ran, status, n = pcall(write, i, items[i])",
+        "local ran, status, n = true, write(i, items[i])",
+        test_damage.test_malformed_item_hurts_no_other,
+    ),
+    # claim
+    Mutant(
+        "claim renews no lease", "redis.call('ZADD', KEYS[8], " + LEASE, "",
+        test_guards.test_every_step_renews_the_lease, "claim",
+    ),
+    Mutant(
+        "acknowledged with the claim", "if not rec.t1 and rec.mq > 0 then redis.call('ZADD'",
+        "drop_entry(queue, entry, wid)\n  if not rec.t1 and rec.mq > 0 then redis.call('ZADD'",
+        test_guards.test_end_acknowledges_and_deletes_the_entry, "claim",
+    ),
+    Mutant(
+        "past deadline handed out", "if rec.dl <= now then return", "if false then return",
+        test_ends.test_claim_hands_out_nothing_past_its_deadline, "claim",
+    ),
+    Mutant(
+        "time in the queue not compared", "if not rec.t1 and rec.mq > 0 and rec.mq <= now then",
+        "if false then", test_ends.test_claim_hands_out_nothing_past_its_deadline, "claim",
+    ),
+    Mutant(
+        "time in the queue counts on", "if not rec.t1 and rec.mq > 0 and rec.mq <= now then",
+        "if rec.mq > 0 and rec.mq <= now then",
+        test_ends.test_time_in_the_queue_counts_until_the_first_claim_only, "claim",
+    ),
+    Mutant(
+        "lost log continued", "if not log or #log == 0 then return log, log and rec.n == 0 end",
+        "if not log or #log == 0 then return log, true end",
+        test_damage.test_log_lost_before_a_continuation, "claim",
+    ),
+    Mutant(
+        "all suspects at once", "seeks_suspect = false\n", "\n",
+        test_lost_workers.test_suspects_are_handed_out_one_at_a_time, "claim",
+    ),
+    Mutant(
+        "equal lanes by name", "(row_time == time and row_weight > weight)", "false",
+        test_fairness.test_the_most_urgent_lane_goes_first_from_a_standstill, "claim",
+    ),
+    Mutant(
+        "lanes pay without their weight", "lane_time + cost / weight", "lane_time + cost",
+        test_fairness.test_lanes_share_8_4_1, "claim",
+    ),
+    Mutant(
+        "tenants pay by request", "tonumber(first[2]) + cost", "tonumber(first[2]) + 1",
+        test_fairness.test_tenants_share_by_tokens_and_not_by_requests, "claim",
+    ),
+    Mutant(
+        "no bell for another look", "if turns >= MAX_TURNS and #claims == 0 then ring(prefix) end",
+        "", test_fairness.test_a_thousand_idle_tenants_hide_nobody, "claim",
+    ),
+    Mutant(
+        "virtual time as text", "redis.call('HSET', KEYS[4], '*', lane_time)",
+        "redis.call('HSET', KEYS[4], '*', tostring(lane_time))",
+        test_fairness.test_virtual_times_keep_their_digits, "claim",
+    ),
+    # submit and fairness at the door
+    Mutant(
+        "idle tenant keeps its old time", "'NX', floors[1] or 0, tenant)", "'NX', 0, tenant)",
+        test_fairness.test_a_returning_tenant_can_not_claim_its_idle_time,
+    ),
+    Mutant(
+        "idle lane keeps its old time", "'NX', floors[2] or 0, lane)", "'NX', 0, lane)",
+        test_fairness.test_a_returning_lane_can_not_claim_its_idle_time,
+    ),
+    Mutant(
+        "one more than the bound", "+ adds[i] > limit then", "+ adds[i] > limit + 1 then",
+        test_door.test_the_bound_per_tenant_is_each_tenants_own,
+    ),
+    Mutant(
+        "old log kept", "redis.call('DEL', record, log)", "redis.call('DEL', record)",
+        test_door.test_an_id_is_free_again_after_its_retention,
+    ),
+    Mutant(
+        "submit runs at maxmemory", "local prefix, rid, tenant = ARGV[1], ARGV[2], ARGV[4]\n",
+        "local prefix, rid, tenant = ARGV[1], ARGV[2], ARGV[4]\nallow_oom(prefix)\n",
+        test_door.test_submit_is_refused_at_maxmemory_and_stores_nothing,
+    ),
+    # finish
+    Mutant(
+        "end not acknowledged", "drop_entry(rec.sk, rec.sid, rec.w)\n  redis.call('HINCRBY'",
+        "redis.call('HINCRBY'", test_guards.test_end_acknowledges_and_deletes_the_entry,
+    ),
+    Mutant(
+        "acknowledged and not deleted", "redis.call('XDEL', queue, entry)\n", "\n",
+        test_guards.test_end_acknowledges_and_deletes_the_entry,
+    ),
+    Mutant(
+        "dead consumers stay", "    forget_consumer(queue, wid)\n", "\n",
+        test_lost_workers.test_dead_workers_leave_no_consumers_in_a_queue_that_never_empties,
+    ),
+    Mutant(
+        "log never expires", "redis.call('PEXPIRE', log, retention)\n  redis.call('HDEL'",
+        "redis.call('HDEL'", test_ends.test_records_and_logs_expire_with_their_retention,
+    ),
+    Mutant(
+        "end not published", "redis.call('PUBLISH', prefix .. 'c:' .. rid, event)", "",
+        test_ends.test_ends_are_published,
+    ),
+    Mutant(
+        "refund below what is served", "math.max(tonumber(score) + amount, floor or 0)",
+        "tonumber(score) + amount", test_fairness.test_a_flood_of_overestimates_gives_no_head_start,
+    ),
+    Mutant(
+        "estimates not settled", "if rec.t1 and spent ~= rec.cost then", "if false then",
+        test_fairness.test_an_underestimate_is_paid_later,
+    ),
+    # release, requeue, sweep
+    Mutant(
+        "no audit", "(mode == 'only') == (named[rid] == true)", "mode == 'only' and named[rid]",
+        test_guards.test_audit_gives_back_a_claim_whose_reply_was_lost,
+    ),
+    Mutant(
+        "lease not forgotten", "redis.call('ZREM', KEYS[2], wid)\nend", "end",
+        test_lost_workers.test_release_of_some_and_of_all_but_some, "release",
+    ),
+    Mutant(
+        "dead workers not looked for", "redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', now,",
+        "redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', -1,",
+        test_lost_workers.test_a_sweep_of_a_big_worker_is_bounded_and_goes_on, "sweep",
+    ),
+    Mutant(
+        "deadlines not looked for", "redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now,",
+        "redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', -1,",
+        test_ends.test_a_sweep_is_bounded_and_the_next_goes_on, "sweep",
+    ),
+    Mutant(
+        "nothing mended", "\n  if guarded(mend, prefix", "\n  if false and guarded(mend, prefix",
+        test_damage.test_deleted_ownership_gives_the_request_to_others, "sweep",
+    ),
+    Mutant(
+        "no suspects", "local SUSPECT_FROM = 2", "local SUSPECT_FROM = 99",
+        test_lost_workers.test_suspects_are_handed_out_one_at_a_time,
+    ),
+    Mutant(
+        "suspect at once", "local SUSPECT_FROM = 2", "local SUSPECT_FROM = 1",
+        test_lost_workers.test_one_crash_makes_no_suspect_of_what_waited_there,
+    ),
+    Mutant(
+        "blame in spite of progress", "if rec.n == rec.nb then bad = bad + 1 end", "bad = bad + 1",
+        test_lost_workers.test_progress_clears_of_blame,
+    ),
+    Mutant(
+        "blame for a drain", "  if blame then\n", "  if true then\n",
+        test_lost_workers.test_draining_is_nobodys_fault,
+    ),
+    Mutant(
+        "poison never ends", "if bad >= max_blames then", "if false then",
+        test_lost_workers.test_poison_ends_dead_and_bystanders_do_not,
+    ),
+    Mutant(
+        "attempts without end", "elseif died >= max_attempts then", "elseif false then",
+        test_lost_workers.test_progress_with_every_crash_ends_at_the_cap,
+    ),
+    Mutant(
+        "redrive over a living request", "if state and state ~= 'dead' then", "if false then",
+        test_lost_workers.test_redrive_of_what_is_not_there_or_in_use, "redrive",
+    ),
+    without_oom("append", test_door.test_append_runs_at_maxmemory),
+    without_oom("claim", test_door.test_claim_runs_at_maxmemory),
+    without_oom("cancel", test_door.test_cancel_runs_at_maxmemory),
+    without_oom("release", test_door.test_a_death_at_maxmemory_keeps_its_letter),
+    without_oom("sweep", test_door.test_sweep_runs_at_maxmemory),
+)  # fmt: skip

@@ -1,0 +1,217 @@
+"""Who is served when: lanes 8:4:1, tenants by tokens, nobody starves, idle time is not saved up."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from delivery.fleet import FakeWorker, Shard
+
+from penstock.shared.protocol import Lane
+
+LANES = {"critical": 8, "normal": 4, "batch": 1}
+
+
+async def pull(worker: FakeWorker, count: int) -> list[str]:
+    """Claim one after the other, finish each as it was estimated; the ids in their order."""
+    order = []
+    for _ in range(count):
+        claims = await worker.claim(1)
+        if not claims:
+            break
+        order.append(claims[0].id)
+        await worker.send(worker.ending(claims[0], 0, spent=cost(claims[0].id)))
+    return order
+
+
+def cost(request_id: str) -> int:
+    """Tokens of the estimate: `max_tokens` is in the id."""
+    return int(request_id.rpartition(":")[2])
+
+
+async def queue(
+    shard: Shard, name: str, count: int, *, tokens: int = 100, lane: Lane = Lane.NORMAL
+) -> None:
+    """Requests of the tenant ``name``, each estimated at ``tokens``."""
+    for i in range(count):
+        await shard.submit(
+            f"{name}:{lane.value}:{i}:{tokens}",
+            tenant=name, lane=lane, max_tokens=tokens - 1, prompt="p",
+        )  # fmt: skip
+
+
+def served(order: list[str]) -> Counter[str]:
+    """Tokens by tenant."""
+    tokens: Counter[str] = Counter()
+    for request_id in order:
+        tokens[request_id.partition(":")[0]] += cost(request_id)
+    return tokens
+
+
+async def test_a_flood_does_not_delay_others(newest_shard: Shard) -> None:
+    """A queues 2000, then B and C 50 each: they are served as if A had 50, too."""
+    shard = newest_shard
+    await queue(shard, "A", 2000)
+    await queue(shard, "B", 50)
+    await queue(shard, "C", 50)
+    order = await pull(shard.worker("w"), 150)
+    assert [request_id[0] for request_id in order] == list("ABC" * 50)
+    assert {request_id[0] for request_id in await pull(shard.worker("w"), 30)} == {"A"}
+    await shard.check()
+
+
+async def test_tenants_share_by_tokens_and_not_by_requests(shard: Shard) -> None:
+    """Of all prefixes of the pull order, no two busy tenants are further apart than one request."""
+    await queue(shard, "A", 300, tokens=50)
+    await queue(shard, "B", 100, tokens=200)
+    await queue(shard, "C", 60, tokens=450)
+    order = await pull(shard.worker("w"), 200)
+    for end in range(1, len(order) + 1):
+        tokens = served(order[:end])
+        shares = [tokens[name] for name in "ABC"]
+        assert max(shares) - min(shares) <= 450
+
+
+async def lanes_share(shard: Shard, queued: int) -> None:
+    """At every pull, each lane has had its share of the pulls so far, to within one."""
+    for lane in Lane:
+        await queue(shard, "t", queued, lane=lane)
+    order = await pull(shard.worker("w"), queued * 13 // 8)
+    for end in range(13, len(order) + 1):
+        pulled = Counter(request_id.split(":")[1] for request_id in order[:end])
+        for lane, weight in LANES.items():
+            assert abs(pulled[lane] - end * weight / 13) <= 1 + weight / 13, (end, pulled)
+    await shard.check()
+
+
+async def test_lanes_share_8_4_1(shard: Shard) -> None:
+    await lanes_share(shard, 48)
+
+
+async def test_lanes_of_500_share_8_4_1(newest_shard: Shard) -> None:
+    await lanes_share(newest_shard, 500)
+
+
+async def test_the_most_urgent_lane_goes_first_from_a_standstill(shard: Shard) -> None:
+    for lane in reversed(Lane):
+        await queue(shard, "t", 1, lane=lane)
+    order = await pull(shard.worker("w"), 3)
+    assert [request_id.split(":")[1] for request_id in order] == ["critical", "normal", "batch"]
+
+
+async def test_urgent_work_overtakes_a_long_queue(shard: Shard) -> None:
+    await queue(shard, "bulk", 500, lane=Lane.BATCH)
+    await pull(shard.worker("w"), 100)
+    await queue(shard, "human", 3, lane=Lane.CRITICAL)
+    order = await pull(shard.worker("w"), 4)
+    assert [request_id.split(":")[0] for request_id in order].count("human") == 3
+
+
+@pytest.mark.parametrize("lane_of_b", [Lane.NORMAL, Lane.BATCH])
+async def test_nobody_starves_under_a_stream_of_others(shard: Shard, lane_of_b: Lane) -> None:
+    """B's one request waits, while A always has more queued and C, D, ... arrive."""
+    worker = shard.worker("w")
+    await queue(shard, "A", 20, lane=Lane.CRITICAL)
+    await pull(worker, 10)
+    await queue(shard, "B", 1, lane=lane_of_b)
+    order: list[str] = []
+    for turn in range(40):
+        await queue(shard, f"A{turn}", 1, lane=Lane.CRITICAL)
+        order += await pull(worker, 1)
+    assert [request_id[0] for request_id in order].index("B") <= 20
+
+
+async def test_a_returning_tenant_can_not_claim_its_idle_time(shard: Shard) -> None:
+    worker = shard.worker("w")
+    await queue(shard, "A", 200)
+    await queue(shard, "B", 10)
+    await pull(worker, 120)
+    await queue(shard, "B", 80, tokens=101)
+    order = await pull(worker, 60)
+    tokens = served(order)
+    assert abs(tokens["A"] - tokens["B"]) <= 2 * 101, tokens
+
+
+async def test_a_returning_lane_can_not_claim_its_idle_time(shard: Shard) -> None:
+    worker = shard.worker("w")
+    await queue(shard, "t", 300, lane=Lane.BATCH)
+    await queue(shard, "t", 5, lane=Lane.CRITICAL)
+    await pull(worker, 150)
+    await queue(shard, "t", 200, lane=Lane.CRITICAL, tokens=104)
+    order = await pull(worker, 90)
+    pulled = Counter(request_id.split(":")[1] for request_id in order)
+    assert 9 <= pulled["batch"] <= 12, pulled
+
+
+async def test_a_flood_of_overestimates_gives_no_head_start(shard: Shard) -> None:
+    """A claimed 100 requests of 8000 tokens and used 10 of each; B came in between."""
+    worker = shard.worker("w")
+    await queue(shard, "A", 100, tokens=8000)
+    claims = await worker.claim(100)
+    await queue(shard, "B", 50)
+    await worker.send(*(worker.ending(claim, 0, spent=10) for claim in claims))
+    await queue(shard, "A", 50)
+    order = await pull(worker, 40)
+    tokens = served(order)
+    assert abs(tokens["A"] - tokens["B"]) <= 200, tokens
+
+
+async def test_an_underestimate_is_paid_later(shard: Shard) -> None:
+    worker = shard.worker("w")
+    await queue(shard, "A", 10)
+    await queue(shard, "B", 30)
+    (claim,) = await worker.claim(1)
+    assert claim.id.startswith("A")
+    await worker.send(worker.ending(claim, 0, spent=1000))
+    order = await pull(worker, 9)
+    assert served(order)["B"] >= 900
+
+
+async def test_a_cancelled_request_pays_for_what_it_published(shard: Shard) -> None:
+    """Estimated at 2000, cancelled after 8: its tenant goes on as if it had asked for 8."""
+    worker = shard.worker("w")
+    await queue(shard, "A", 1, tokens=2000)
+    await queue(shard, "B", 40)
+    claim = await worker.claim_one()
+    await worker.send(worker.tokens(claim, 0, 8))
+    await pull(worker, 4)
+    await queue(shard, "A", 20)
+    await shard.ops.cancel(claim.id)
+    assert 7 <= Counter(i[0] for i in await pull(worker, 16))["A"] <= 9
+
+
+async def test_virtual_times_keep_their_digits(shard: Shard) -> None:
+    """After years: Lua's own tostring would round these to a hundred."""
+    start = 2**52 + 1.0
+    for key, member in ((shard.keys.tenants(Lane.NORMAL), "A"), (shard.keys.lanes, "normal")):
+        await shard.redis.zadd(key, {member: start})
+    await queue(shard, "A", 1, tokens=11)
+    await shard.worker("w").claim_one()
+    assert await shard.redis.zscore(shard.keys.tenants(Lane.NORMAL), "A") == start + 11
+    floors = await shard.redis.hgetall(shard.keys.floors)
+    assert {float(floors[name]) for name in (b"normal", b"*")} == {start}
+    await queue(shard, "B", 1, tokens=11)
+    assert await shard.redis.zscore(shard.keys.tenants(Lane.NORMAL), "B") == start
+
+
+async def test_a_thousand_idle_tenants_hide_nobody(shard: Shard) -> None:
+    """A claim looks at a bounded number of them, and rings for another look if that was all."""
+    names = {f"idle{i}": 0.0 for i in range(1500)}
+    await shard.redis.zadd(shard.keys.tenants(Lane.NORMAL), names)
+    await queue(shard, "zoe", 1)
+    await shard.redis.zadd(shard.keys.tenants(Lane.NORMAL), {"zoe": 1})
+    worker = shard.worker("w")
+    bell = (await shard.redis.xrevrange(shard.keys.bell))[0][0]
+    assert await worker.claim(1) == ()
+    assert await shard.redis.xread({shard.keys.bell: bell})
+    assert len(await worker.claim(1)) == 1
+
+
+async def test_a_claim_stops_at_its_budget_of_tokens(shard: Shard) -> None:
+    await queue(shard, "A", 10)
+    worker = shard.worker("w")
+    assert len(await worker.claim(10, tokens=250)) == 3
+    assert len(await worker.claim(10, tokens=1)) == 1
+    assert len(await worker.claim(10, tokens=0)) == 0
+    assert len(await worker.claim(0)) == 0
+    await shard.check()
