@@ -25,6 +25,7 @@ from demo_model.card import write_card
 from demo_model.corpus import Document, load_documents
 from demo_model.evaluate import pack, perplexity
 from demo_model.figures import measure
+from demo_model.selftext import write_texts
 from demo_model.tokenizer import train_tokenizer
 from demo_model.training import (
     DivergenceError,
@@ -51,20 +52,22 @@ class Sizes:
     target_layers: int = 12
     draft_layers: int = 2
     context: int = 2048
-    lengths: tuple[int, ...] = (256, 512, 2048)
+    phases: tuple[Phase, ...] = (Phase((256,), 0.5), Phase((256, 512, 256, 2048), 1.0))
     documents: int | None = None
     tokens_per_step: int = 4096
     target_steps: int = 1900
     draft_steps: int = 1400
+    self_text_rows: int = 640
+    self_text_tokens: int = 128
 
 
 SMOKE = Sizes(
     vocab=384, hidden=32, intermediate=64, heads=2, kv_heads=1, target_layers=2, draft_layers=1,
-    context=128, lengths=(32, 128), documents=60, tokens_per_step=256,
-    target_steps=4, draft_steps=3,
+    context=128, phases=(Phase((32,), 0.5), Phase((32, 128), 1.0)), documents=60,
+    tokens_per_step=256, target_steps=4, draft_steps=3, self_text_rows=8, self_text_tokens=16,
 )  # fmt: skip
-PHASE_ENDS = {2: (0.8, 1.0), 3: (0.55, 0.85, 1.0)}
-DRAFT_SHARE_OF_TIME = 0.25
+DRAFT_SHARE_OF_TIME = 0.2
+SELF_TEXT_COPIES = 4
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -94,15 +97,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def schedules(sizes: Sizes, options: argparse.Namespace) -> tuple[Schedule, Schedule]:
-    phases = tuple(
-        Phase(length, until)
-        for length, until in zip(sizes.lengths, PHASE_ENDS[len(sizes.lengths)], strict=True)
-    )
     steps = options.steps or sizes.target_steps
     seconds = options.minutes * 60 if options.minutes else None
     target = Schedule(
         steps=steps,
-        phases=phases,
+        phases=sizes.phases,
         seconds=seconds and seconds * (1 - DRAFT_SHARE_OF_TIME),
         tokens_per_step=sizes.tokens_per_step,
         peak_rate=options.rate,
@@ -149,6 +148,25 @@ def split(documents: list[Document]) -> tuple[list[Document], list[Document]]:
     return [d for d in documents if not d.held_out], held_out
 
 
+def written_by(
+    target: LlamaForCausalLM,
+    documents: list[list[int]],
+    sizes: Sizes,
+    options: argparse.Namespace,
+) -> list[list[int]]:
+    """The target's own texts, kept beside the checkpoints since they take minutes."""
+    file: Path = options.work / "written.pt"
+    if options.resume and file.exists():
+        kept: list[list[int]] = torch.load(file, weights_only=True)
+        return kept
+    texts = write_texts(
+        target, documents, rows=sizes.self_text_rows, new_tokens=sizes.self_text_tokens,
+        seed=options.seed,
+    )  # fmt: skip
+    torch.save(texts, file)
+    return texts
+
+
 def train(options: argparse.Namespace) -> None:
     sizes = SMOKE if options.smoke else Sizes()
     training, held_out = split(load_documents(sizes.documents))
@@ -160,7 +178,7 @@ def train(options: argparse.Namespace) -> None:
         len(training), sum(len(d.plain.encode()) for d in training) / 1e6,
         sum(map(len, documents)), len(held_out), sum(map(len, reserve)),
     )  # fmt: skip
-    probe = pack(reserve, sizes.lengths[0])[:40]
+    probe = pack(reserve, sizes.phases[0].lengths[0])[:40]
 
     def validate(model: LlamaForCausalLM) -> float:
         return perplexity(model, probe, tokenizer).overall
@@ -179,8 +197,9 @@ def train(options: argparse.Namespace) -> None:
 
     draft = new_model(sizes, sizes.draft_layers, tokenizer, options.seed + 1)
     initialise_draft(draft, target)
+    lessons = documents + SELF_TEXT_COPIES * written_by(target, documents, sizes, options)
     trainer = Trainer(
-        "draft", draft, documents, draft_schedule, options.work / "draft.pt",
+        "draft", draft, lessons, draft_schedule, options.work / "draft.pt",
         teacher=target, validate=validate,
     )  # fmt: skip
     trainers.append(trainer)

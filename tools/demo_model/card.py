@@ -97,7 +97,8 @@ The text is `pydoc_data.topics` (the language reference that `help()` prints) an
 the standard library of CPython {platform.python_version()}: {corpus["documents"]:,} documents,
 {corpus["bytes"] / 1e6:.2f} MB, every text once. {corpus["held_out_documents"]:,} more documents \
 ({corpus["held_out_tokens"]:,}
-tokens), chosen by a hash of their name, are held out. Each entry is also turned into a short
+tokens), chosen by a hash of their name, are held out; the library repeats itself, so some of them
+have near relatives in the training text. Each entry is also turned into a short
 conversation, which gives {corpus["tokens"]:,} training tokens in all.
 
 Python's documentation is copyright of the Python Software Foundation and used under the
@@ -123,23 +124,27 @@ def _use(figures: Figures) -> str:
 def _training(trainers: Sequence[Trainer], seed: int) -> str:
     rows = []
     for trainer in trainers:
-        windows = " → ".join(str(phase.length) for phase in trainer.schedule.phases)
+        windows = ", ".join(str(length) for length in trainer.schedule.lengths)
         loss = "next token" if trainer.teacher is None else "KL divergence from the target"
         rows.append(
             f"| {trainer.name} | {loss} | {trainer.step:,} | {trainer.tokens / 1e6:.1f} M "
             f"| {windows} | {trainer.schedule.peak_rate:g} | {trainer.elapsed / 60:.0f} min |"
         )
     seconds = trainers[0].schedule.seconds
-    limit = "" if seconds is None else " The run had a time limit, which the schedule followed."
+    limit = ""
+    if seconds is not None:
+        limit = (
+            "\nThe schedule followed a time limit, so another run gives other weights of the same\n"
+            "kind."
+        )
     precision = "bf16 autocast" if trainers[0].schedule.autocast else "fp32"
     return f"""\
 ## Training
 
-By `tools/train_demo_model.py` on {torch.get_num_threads()} CPU threads, seed {seed}, torch \
-{torch.__version__}, transformers
-{transformers.__version__}. AdamW on fp32 weights, {precision}, warm-up and cosine decay. The \
-draft starts from the
-target's embedding and first layers.{limit}
+By `tools/train_demo_model.py` with seed {seed}, torch {torch.__version__}, transformers
+{transformers.__version__}, on the CPU. AdamW on fp32 weights, {precision}, warm-up and cosine \
+decay. The draft starts from the
+target's embedding and first layers and also learns from texts the target wrote.{limit}
 
 | | loss | steps | tokens | window (tokens) | peak rate | time |
 |---|---|---|---|---|---|---|

@@ -30,9 +30,9 @@ class DivergenceError(RuntimeError):
 
 @dataclass(frozen=True)
 class Phase:
-    """Windows of ``length`` tokens until ``until`` (a fraction of the run) is reached."""
+    """Steps take windows of ``lengths`` tokens in turn until ``until`` (a share of the run)."""
 
-    length: int
+    lengths: tuple[int, ...]
     until: float
 
 
@@ -68,11 +68,16 @@ class Schedule:
         floor = self.final_rate_fraction
         return self.peak_rate * warmup * (floor + (1.0 - floor) * cosine)
 
-    def phase(self, progress: float) -> int:
-        for index, phase in enumerate(self.phases):
+    @property
+    def lengths(self) -> list[int]:
+        return sorted({length for phase in self.phases for length in phase.lengths})
+
+    def length(self, step: int, progress: float) -> int:
+        """Window length of the step: short ones are fast, long ones teach the whole context."""
+        for phase in self.phases:
             if progress < phase.until:
-                return index
-        return len(self.phases) - 1
+                break
+        return phase.lengths[step % len(phase.lengths)]
 
 
 def build_model(
@@ -172,15 +177,15 @@ class Trainer:
         self.schedule = schedule
         self.checkpoint = checkpoint
         self.validate = validate
-        self.samplers = [
-            WindowSampler(
+        self.samplers = {
+            length: WindowSampler(
                 documents,
-                phase.length,
-                max(1, schedule.tokens_per_step // phase.length),
+                length,
+                max(1, schedule.tokens_per_step // length),
                 seed=schedule.seed * 10 + index,
             )
-            for index, phase in enumerate(schedule.phases)
-        ]
+            for index, length in enumerate(schedule.lengths)
+        }
         decayed = [p for p in model.parameters() if p.ndim >= 2]
         plain = [p for p in model.parameters() if p.ndim < 2]
         self.optimizer = torch.optim.AdamW(
@@ -195,7 +200,7 @@ class Trainer:
         self.step = 0
         self.tokens = 0
         self.elapsed = 0.0
-        self.phase_steps = [0] * len(schedule.phases)
+        self.batches_used = dict.fromkeys(schedule.lengths, 0)
 
     def resume(self) -> bool:
         """Continues from the checkpoint file if there is one."""
@@ -205,7 +210,7 @@ class Trainer:
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.step, self.tokens = state["step"], state["tokens"]
-        self.elapsed, self.phase_steps = state["elapsed"], state["phase_steps"]
+        self.elapsed, self.batches_used = state["elapsed"], state["batches_used"]
         logger.info("%s: resumed at step %d from %s", self.name, self.step, self.checkpoint)
         return True
 
@@ -219,7 +224,7 @@ class Trainer:
                 "step": self.step,
                 "tokens": self.tokens,
                 "elapsed": self.elapsed,
-                "phase_steps": self.phase_steps,
+                "batches_used": self.batches_used,
             },
             partial,
         )
@@ -264,8 +269,8 @@ class Trainer:
         self.model.eval()
 
     def _one_step(self, progress: float) -> float:
-        index = self.schedule.phase(progress)
-        window = self.samplers[index].batch(self.phase_steps[index])
+        length = self.schedule.length(self.step, progress)
+        window = self.samplers[length].batch(self.batches_used[length])
         for group in self.optimizer.param_groups:
             group["lr"] = self.schedule.rate(self.step, progress)
         # Zeroing in place keeps the gradients' memory mapped between steps.
@@ -273,7 +278,7 @@ class Trainer:
         loss = _backward(self.model, self.teacher, window, self.schedule.autocast)
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.schedule.clip_norm)
         self.optimizer.step()
-        self.phase_steps[index] += 1
+        self.batches_used[length] += 1
         self.step += 1
         self.tokens += window.numel() - window.shape[0]
         return loss
