@@ -24,16 +24,18 @@ from redis.backoff import NoBackoff
 from penstock.shared.errors import PenstockError
 from penstock.shared.keys import Keys
 from penstock.shared.operations import Operations
+from penstock.shared.settings import Settings
 
 from .engine.engine import Engine
 from .health import HealthServer
 from .intake import Intake
 from .launch import EXIT_BROKEN, EXIT_REFUSED, Launch
-from .link import Capacity, Link
 from .logs import configure_logging
 from .metrics import WorkerMetrics
-from .model.serving import ServingModel, build_model
 from .outbox import Outbox
+from .redis_edge import Capacity, RedisEdge
+from .serving import ServingModel
+from .synthetic import SYNTHETIC, build_synthetic
 from .worker import Worker
 
 __all__ = ["main"]
@@ -53,6 +55,15 @@ def main() -> int:
         return EXIT_REFUSED
 
 
+def _build(settings: Settings) -> ServingModel:
+    """Load the model. Its packages are imported here, since they take seconds themselves."""
+    if settings.model.path == SYNTHETIC:
+        return build_synthetic(settings)
+    from .model.serving import build_model
+
+    return build_model(settings)
+
+
 class _Process:
     """One worker's parts and their life."""
 
@@ -61,7 +72,7 @@ class _Process:
         self._settings = launch.settings
         self._metrics = WorkerMetrics()
         self._state = "loading the model"
-        self._link: Link | None = None
+        self._edge: RedisEdge | None = None
         self._drain = asyncio.Event()
 
     async def run(self) -> int:
@@ -69,15 +80,15 @@ class _Process:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._ask_to_drain)
         with self._health() as health:
-            model = await asyncio.to_thread(build_model, self._settings)
+            model = await asyncio.to_thread(_build, self._settings)
             if self._drain.is_set():
                 return 0
             return await self._serve(model, health)
 
     def _ask_to_drain(self) -> None:
         self._drain.set()
-        if self._link is not None:
-            self._link.stop()
+        if self._edge is not None:
+            self._edge.stop()
 
     @contextlib.contextmanager
     def _health(self) -> Iterator[HealthServer | None]:
@@ -98,7 +109,7 @@ class _Process:
             server.close()
 
     def _unhealthy(self) -> str | None:
-        if self._link is not None and self._link.hung:
+        if self._edge is not None and self._edge.hung:
             return "the engine hangs: its present step has run for too long"
         return None
 
@@ -115,7 +126,7 @@ class _Process:
         operations = Operations(redis, keys, retention_ms=retention_ms)
         with ThreadPoolExecutor(2, thread_name_prefix="tokenise") as pool:
             intake = Intake(model.encode, worker.add, outbox, self._metrics, pool)
-            self._link = link = Link(
+            self._edge = edge = RedisEdge(
                 redis,
                 listener,
                 operations,
@@ -137,11 +148,11 @@ class _Process:
             worker.start()
             self._announce(model, health)
             if self._drain.is_set():
-                link.stop()
-            await link.run()
-            if link.hung or worker.failure is not None:
+                edge.stop()
+            await edge.run()
+            if edge.hung or worker.failure is not None:
                 return self._abandon(worker)
-            await self._hand_over(worker, link, intake)
+            await self._hand_over(worker, edge, intake)
         await redis.aclose()
         await listener.aclose()
         return 0
@@ -169,7 +180,7 @@ class _Process:
             whole.write_text(json.dumps(facts))
             whole.rename(self._launch.ready_file)
 
-    async def _hand_over(self, worker: Worker, link: Link, intake: Intake) -> None:
+    async def _hand_over(self, worker: Worker, edge: RedisEdge, intake: Intake) -> None:
         """Drain: stop the engine first, so that what it still says is published, then give back.
 
         The lease is kept by nobody meanwhile, hence the time limit.
@@ -182,7 +193,7 @@ class _Process:
         if not await asyncio.to_thread(worker.join, timeout):
             _log.warning("the present step outlasts the drain; others take over by the lease")
         try:
-            released = await asyncio.wait_for(link.drain(), timeout)
+            released = await asyncio.wait_for(edge.drain(), timeout)
         except (PenstockError, TimeoutError) as error:
             _log.warning("could not hand over (%s); others take over by the lease", error)
         else:

@@ -29,6 +29,7 @@ from penstock.shared.settings import Settings
 
 from .launch import EXIT_REFUSED, Launch
 from .logs import configure_logging
+from .redis_check import check_redis
 
 __all__ = ["Supervisor"]
 
@@ -60,10 +61,16 @@ class Supervisor:
         """Supervise until SIGTERM or SIGINT; returns the exit code.
 
         0 after a drain; 2 if the engine process refused its configuration or model.
+
+        Raises:
+            RedisUnavailable: the server does not answer or is not fit; see :func:`check_redis`.
         """
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop.set)
+        redis = self._settings.redis
+        assert redis.url is not None
+        await check_redis(redis.url, timeout_s=redis.socket_timeout_s)
         failures = 0
         while True:
             worker_id = new_worker_id(self._settings.worker.name)

@@ -168,11 +168,9 @@ class Engine:
         """
         self._land(plan)
         finish = Finish(reason, message)
-        updates: list[Update] = []
-        for sequence in (span.sequence for span in plan.spans):
-            if sequence.status is not SequenceStatus.FINISHED:
-                updates.append(self._end(sequence, finish))
-        return updates
+        sequences = [span.sequence for span in plan.spans]
+        alive = [s for s in sequences if s.status is not SequenceStatus.FINISHED]
+        return [self._end(sequence, finish) for sequence in alive]
 
     def stats(self) -> EngineStats:
         """Counts of now and totals since the start, in O(1)."""

@@ -70,12 +70,12 @@ class Scheduler:
 
     def schedule(self) -> Plan | None:
         """Plan the next step; None if there is nothing to do."""
-        draft = _Draft(self._config.max_batch_tokens)
-        all_kept = self._continue_running(draft)
+        step = _Step(self._config.max_batch_tokens)
+        all_kept = self._continue_running(step)
         # Thrash guard, part 1: what was just taken from one is not given to another.
         if all_kept:
-            self._admit_waiting(draft)
-        return Plan(tuple(draft.spans), tuple(draft.copies)) if draft.spans else None
+            self._admit_waiting(step)
+        return Plan(tuple(step.spans), tuple(step.copies)) if step.spans else None
 
     def running(self) -> Iterator[Sequence]:
         """The running sequences, in the order of service."""
@@ -88,7 +88,7 @@ class Scheduler:
             return len(self._running[lane])
         return sum(map(len, self._running.values()))
 
-    def _continue_running(self, draft: _Draft) -> bool:
+    def _continue_running(self, step: _Step) -> bool:
         """Plan what runs; False if some sequence had to be preempted."""
         queue = list(self.running())
         all_kept = True
@@ -102,16 +102,16 @@ class Scheduler:
             num_tokens = min(
                 sequence.num_tokens - sequence.num_computed_tokens,
                 self._config.chunk_size,
-                draft.budget - num_behind,
+                step.budget - num_behind,
             )
             stop = sequence.num_computed_tokens + num_tokens
-            if not self._blocks.try_reserve(sequence, stop, draft.copies):
+            if not self._blocks.try_reserve(sequence, stop, step.copies):
                 all_kept = False
                 if not self._make_room(
-                    sequence, stop, queue[len(queue) - num_behind :], draft.copies
+                    sequence, stop, queue[len(queue) - num_behind :], step.copies
                 ):
                     continue
-            draft.add(sequence, num_tokens)
+            step.add(sequence, num_tokens)
         return all_kept
 
     def _make_room(
@@ -142,13 +142,13 @@ class Scheduler:
         del self._running[sequence.lane][sequence]
         self._blocks.release(sequence)
 
-    def _admit_waiting(self, draft: _Draft) -> None:
+    def _admit_waiting(self, step: _Step) -> None:
         """Admit in the policy's order until a budget is used up or the first in line does not fit.
 
         A sequence is admitted when all tokens it has now fit beside the watermark, and gets blocks
         for them at once; how far it will grow is not known, and not reserved for.
         """
-        while draft.budget and self.num_running() < self._config.max_sequences:
+        while step.budget and self.num_running() < self._config.max_sequences:
             sequence = self._policy.peek()
             if sequence is None or not self._blocks.try_admit(sequence, self._spare(sequence)):
                 return
@@ -161,7 +161,7 @@ class Scheduler:
             if sequence.num_preemptions == 0:
                 sequence.num_cached_tokens = min(num_cached, sequence.num_prompt_tokens)
             num_missing = num_tokens - num_cached
-            draft.add(sequence, min(num_missing, self._config.chunk_size, draft.budget))
+            step.add(sequence, min(num_missing, self._config.chunk_size, step.budget))
 
     def _spare(self, sequence: Sequence) -> int:
         """Blocks that must be left over when ``sequence`` is admitted."""
@@ -196,8 +196,8 @@ class Scheduler:
         self._blocks.check_integrity(running)
 
 
-class _Draft:
-    """A plan in the making, and what is left of the token budget."""
+class _Step:
+    """The step being planned, and what is left of its token budget."""
 
     __slots__ = ("budget", "copies", "spans")
 

@@ -15,7 +15,7 @@ from .geometry import KVGeometry, LayerGeometry
 from .memory import format_bytes
 
 if TYPE_CHECKING:
-    from penstock.gpu_worker.engine.plan import BlockCopy
+    from ..engine.plan import BlockCopy
 
 __all__ = ["KVPool", "LayerPool", "blocks_in_budget", "bytes_per_block"]
 

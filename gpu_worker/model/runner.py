@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from penstock.gpu_worker.engine.plan import Plan, Span, StepOutput
-
+from ..engine.plan import Plan, Span, StepOutput
 from .kv_pool import KVPool
 from .packing import Piece, Rows, forward_logits, pack
 from .sampler import Sampler, SamplingBatch

@@ -1,18 +1,16 @@
-"""Builds the model side of a worker from settings: checkpoint, KV pool, runner, engine limits."""
+"""Builds what a worker serves from settings: checkpoint, KV pool, runner, engine limits."""
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 
-from penstock.gpu_worker.engine.config import EngineConfig
-from penstock.gpu_worker.engine.text import TextStream
 from penstock.shared.settings import EngineSettings, Settings
 
+from ..engine.config import EngineConfig
+from ..serving import ServingModel
 from .detokenizer import IncrementalDetokenizer
 from .kv_pool import KVPool, blocks_in_budget
 from .loader import LoadedModel, load_model
@@ -20,31 +18,12 @@ from .memory import format_bytes, kv_budget
 from .runner import ModelRunner
 from .tokenizer_io import encode_prompt
 
-__all__ = ["ServingModel", "build_model"]
+__all__ = ["build_model"]
 
 _log = logging.getLogger("penstock.model")
 
 _CPU_BATCH_TOKENS = 256
 _GPU_BATCH_TOKENS = 2048
-
-
-@dataclass(frozen=True, slots=True)
-class ServingModel:
-    """Everything a worker needs of its model; no part of it is a tensor.
-
-    Attributes:
-        config: limits for the engine.
-        runner: computes plans; warmed up.
-        encode: prompt to token ids; raises ``InvalidRequest``.
-        new_text_stream: an incremental detokeniser of one output, given the prompt's ids.
-        summary: one line for the log.
-    """
-
-    config: EngineConfig
-    runner: ModelRunner
-    encode: Callable[[object], Sequence[int]]
-    new_text_stream: Callable[[tuple[int, ...]], TextStream]
-    summary: str
 
 
 def build_model(settings: Settings) -> ServingModel:

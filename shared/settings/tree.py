@@ -320,7 +320,8 @@ class ModelSettings(_Section):
     path: str = _setting(
         "demo",
         "Directory of a Hugging Face checkpoint with safetensors weights; `demo` is the small "
-        "model that comes with penstock. Nothing is downloaded.",
+        "model that comes with penstock. Nothing is downloaded. `synthetic` is no model: a worker "
+        "that gives tokens by a hash, for load tests and fault storms.",
         min_length=1,
     )
     device: Literal["auto", "cpu", "cuda"] = _setting(
@@ -339,6 +340,14 @@ class ModelSettings(_Section):
         none="auto",
         ge=1,
         le=16_777_216,
+    )
+
+    synthetic_step_ms: float = _setting(
+        2.0,
+        "How long a step of `synthetic` takes at least.",
+        unit="ms",
+        ge=0,
+        le=60_000,
     )
 
 

@@ -30,9 +30,9 @@ from .metrics import WorkerMetrics
 from .outbox import Outbox
 from .worker import Worker
 
-__all__ = ["Capacity", "Link"]
+__all__ = ["Capacity", "RedisEdge"]
 
-_log = logging.getLogger("penstock.link")
+_log = logging.getLogger("penstock.edge")
 
 _APPENDS_PER_CALL = 256
 """Replies and pushes leave Redis only when a script ends, so one call must stay small."""
@@ -59,7 +59,7 @@ class Capacity:
     heartbeat_ms: int
 
 
-class Link:
+class RedisEdge:
     """Exchanges with Redis on behalf of one worker.
 
     Args:

@@ -1,0 +1,46 @@
+"""Looks at the server once, before a worker starts: reachable, new enough, and not forgetful."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from redis.asyncio import Redis
+from redis.exceptions import AuthenticationError, NoPermissionError, RedisError
+
+from penstock.shared.embedded import check_server
+from penstock.shared.errors import RedisUnavailable
+from penstock.shared.settings import redact_url
+
+__all__ = ["check_redis"]
+
+
+async def check_redis(url: str, *, timeout_s: float) -> None:
+    """Refuse a server on which penstock's promises would not hold.
+
+    Raises:
+        RedisUnavailable: it does not answer, refuses access, is older than 6.2, or evicts keys
+            when its memory is full (an accepted request could vanish).
+    """
+    redis: Redis = Redis.from_url(url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s)
+    try:
+        facts: dict[str, Any] = await redis.info()
+    except NoPermissionError:
+        return  # a restricted user: what it may not see can not be checked
+    except AuthenticationError as error:
+        raise RedisUnavailable(
+            f"Redis at {redact_url(url)} refuses access: {error}; check user and password"
+        ) from None
+    except (RedisError, OSError) as error:
+        raise RedisUnavailable(
+            f"cannot reach Redis at {redact_url(url)}: {error}; start the server, or set "
+            "REDIS_URL or --redis to its address"
+        ) from None
+    finally:
+        await redis.aclose()
+    check_server(str(facts["redis_version"]))
+    policy = facts.get("maxmemory_policy", "noeviction")
+    if policy != "noeviction":
+        raise RedisUnavailable(
+            f"Redis at {redact_url(url)} has maxmemory-policy {policy}, which may evict accepted "
+            "requests; set it to noeviction (CONFIG SET maxmemory-policy noeviction)"
+        )

@@ -1,0 +1,31 @@
+"""What a worker needs of its model, in terms that know no tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from .engine.config import EngineConfig
+from .engine.text import TextStream
+from .worker import Runner
+
+__all__ = ["ServingModel"]
+
+
+@dataclass(frozen=True, slots=True)
+class ServingModel:
+    """A model that is ready to serve.
+
+    Attributes:
+        config: limits for the engine.
+        runner: computes plans; warmed up.
+        encode: prompt (text, ids or messages) to token ids; raises ``InvalidRequest``.
+        new_text_stream: an incremental detokeniser of one output, given the prompt's ids.
+        summary: one line for the log.
+    """
+
+    config: EngineConfig
+    runner: Runner
+    encode: Callable[[object], Sequence[int]]
+    new_text_stream: Callable[[tuple[int, ...]], TextStream]
+    summary: str

@@ -1,0 +1,118 @@
+"""``--model synthetic``: a worker without a model, for load tests and fault storms.
+
+Everything but the arithmetic is the real worker: protocol, scheduler, block manager, stop rules.
+The next token is a hash of (seed, index, last token), so that a stream which was continued by
+another worker can be checked against what an undisturbed one would have given. It starts in a
+fraction of a second and imports no torch.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+import zlib
+from collections.abc import Sequence
+
+from penstock.shared.errors import InvalidRequest
+from penstock.shared.settings import Settings
+
+from .engine.config import EngineConfig
+from .engine.plan import Plan, StepOutput
+from .serving import ServingModel
+
+__all__ = ["SYNTHETIC", "SyntheticRunner", "build_synthetic", "synthetic_tokens"]
+
+SYNTHETIC = "synthetic"
+"""The model path that names it."""
+
+_CONTEXT = 1 << 16
+_FIRST_LETTER, _LETTERS = 97, 26
+
+
+def next_token(seed: int, index: int, last: int) -> int:
+    """The token at an output index: a lower-case letter's code point."""
+    return _FIRST_LETTER + zlib.crc32(struct.pack("<QII", seed, index, last)) % _LETTERS
+
+
+def synthetic_tokens(seed: int, prompt_ids: Sequence[int], count: int) -> tuple[int, ...]:
+    """What an undisturbed worker generates: ``count`` token ids."""
+    tokens: list[int] = []
+    for index in range(count):
+        last = tokens[-1] if tokens else prompt_ids[-1]
+        tokens.append(next_token(seed, index, last))
+    return tuple(tokens)
+
+
+class SyntheticRunner:
+    """Samples by hash; a step takes at least ``step_s`` seconds."""
+
+    def __init__(self, step_s: float) -> None:
+        self._step_s = step_s
+
+    def run(self, plan: Plan) -> StepOutput:
+        """One token per span that samples."""
+        if self._step_s:
+            time.sleep(self._step_s)
+        return StepOutput(
+            tuple(
+                (
+                    next_token(
+                        span.sequence.seed,
+                        span.sequence.num_output_tokens,
+                        span.sequence.token_ids[-1],
+                    ),
+                )
+                if span.samples
+                else ()
+                for span in plan.spans
+            )
+        )
+
+
+class _Letters:
+    """Detokeniser: a token id is a code point."""
+
+    def __init__(self, prompt_ids: tuple[int, ...]) -> None:
+        del prompt_ids  # a code point has no context
+
+    def feed(self, token_id: int) -> str:
+        return chr(token_id)
+
+    def flush(self) -> str:
+        return ""
+
+
+def _encode(prompt: object) -> Sequence[int]:
+    if isinstance(prompt, str):
+        return [ord(character) for character in prompt]
+    assert isinstance(prompt, tuple)
+    if isinstance(prompt[0], int):
+        for index, token in enumerate(prompt):
+            if token > 0x10FFFF:
+                raise InvalidRequest(f"prompt[{index}]", token, "a Unicode code point")
+        return prompt
+    return [ord(character) for message in prompt for character in message["content"] + "\n"]
+
+
+def build_synthetic(settings: Settings) -> ServingModel:
+    """A ``ServingModel`` whose steps take ``model.synthetic_step_ms``."""
+    engine = settings.engine
+    batch_tokens = engine.max_batch_tokens or max(2048, engine.max_sequences)
+    step_ms = settings.model.synthetic_step_ms
+    config = EngineConfig(
+        block_size=engine.block_size,
+        num_blocks=max(1, (1 << 20) // engine.block_size),
+        max_batch_tokens=batch_tokens,
+        max_sequences=engine.max_sequences,
+        chunk_size=engine.chunk_size or batch_tokens,
+        max_model_len=settings.model.max_model_len or _CONTEXT,
+        eos_token_ids=frozenset(),
+        prefix_cache=engine.prefix_cache,
+    )
+    return ServingModel(
+        config=config,
+        runner=SyntheticRunner(step_ms / 1000),
+        encode=_encode,
+        new_text_stream=_Letters,
+        summary=f"no model: synthetic tokens, {step_ms:g} ms a step",
+    )
