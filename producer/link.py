@@ -114,8 +114,16 @@ class Link:
             pause_s = min(2 * pause_s, longest_pause_s)
 
     async def _attempt(self, send: Callable[[], Awaitable[_T]]) -> _T:
+        task = asyncio.current_task()
+        assert task is not None
         async with self._places:
-            return await send()
+            cancelled_before = task.cancelling()
+            reply = await send()
+        # redis-py sends within asyncio.wait_for, which in Python 3.11 swallows a cancellation
+        # that comes just when the sending is done: the caller would go on for ever.
+        if task.cancelling() > cancelled_before:
+            raise asyncio.CancelledError
+        return reply
 
     async def aclose(self) -> None:
         """Close the connections, if they are our own."""

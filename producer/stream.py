@@ -113,8 +113,8 @@ class TokenStream:
         """
         if not self._merger.ready and not self._left:
             try:
-                async with asyncio.timeout(self._timeout) as limit:
-                    await self._fill(limit)
+                async with asyncio.timeout(self._timeout):
+                    await self._fill()
             except TimeoutError:
                 message = f"no token of request {self._id!r} within {self._timeout:g} s"
                 raise TimeoutError(message) from None
@@ -155,11 +155,9 @@ class TokenStream:
     ) -> None:
         await self.aclose()
 
-    async def _fill(self, limit: asyncio.Timeout) -> None:
+    async def _fill(self) -> None:
         """Wait until there are chunks to hand out, or none will come any more."""
         while not self._merger.ready and not self._closed:
-            if limit.expired():
-                raise TimeoutError  # its cancellation was swallowed: asyncio.wait_for of 3.11 may
             if not self._read_log:
                 self._read_log = not await self._take_messages()
             if self._read_log:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from rich import box
-from rich.console import Console, Group
+from rich.console import Console, ConsoleOptions
 from rich.live import Live
 from rich.spinner import Spinner
 from rich.table import Table
@@ -24,8 +24,6 @@ __all__ = ["JsonView", "LiveView", "PlainView", "make_view"]
 _LANE_STYLES = {Lane.CRITICAL: "bold red", Lane.NORMAL: "cyan", Lane.BATCH: "dim"}
 _STATE_STYLES = {State.QUEUED: "dim", State.RUNNING: "yellow", State.COMPLETED: "green"}
 _PIPE_WIDTH = 110
-_FIXED_WIDTH = 40
-"""Cells that the columns before the text take in the live view, padding included."""
 
 
 class PlainView:
@@ -89,30 +87,28 @@ class LiveView(PlainView):
     @contextmanager
     def streaming(self, rows: Sequence[Row]) -> Iterator[None]:
         """See :class:`PlainView`."""
-        with Live(get_renderable=lambda: self._side_by_side(rows), console=self.console):
+        with Live(get_renderable=lambda: self.side_by_side(rows), console=self.console):
             yield
 
     def ended(self, row: Row) -> None:
         """See :class:`PlainView`; the live rows show it already."""
 
-    def _side_by_side(self, rows: Sequence[Row]) -> Group:
+    def side_by_side(self, rows: Sequence[Row]) -> Table:
+        """The picture of this moment: a line per request, with the end of its text."""
         table = Table(box=box.SIMPLE_HEAD, expand=True, padding=(0, 1))
         for name, width in (("lane", 8), ("tenant", 6), ("state", 9)):
             table.add_column(name, width=width, no_wrap=True)
         table.add_column("tokens", width=6, justify="right")
         table.add_column("text", ratio=1, no_wrap=True)
-        room = max(20, self.console.width - _FIXED_WIDTH)
         for row in rows:
-            prompt = _shown_prompt(row)
-            tail = _flat(row.text)[-max(0, room - len(prompt)) :]
             table.add_row(
                 Text(row.lane.value, style=_LANE_STYLES[row.lane]),
                 row.tenant,
                 Text(row.state.value, style=_STATE_STYLES.get(row.state, "red")),
                 str(row.tokens),
-                Text.assemble((prompt, "bold"), tail),
+                _Growing(_shown_prompt(row), _flat(row.text)),
             )
-        return Group(table)
+        return table
 
 
 class JsonView(PlainView):
@@ -138,6 +134,19 @@ def make_view(*, json: bool) -> PlainView:
     if sys.stdout.isatty():
         return LiveView(Console(highlight=False))
     return PlainView(Console(highlight=False, width=_PIPE_WIDTH))
+
+
+class _Growing:
+    """A prompt and as much of the end of its continuation as there is room for."""
+
+    def __init__(self, prompt: str, text: str) -> None:
+        self._prompt = prompt
+        self._text = text
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        room = max(0, options.max_width - len(self._prompt))
+        tail = self._text[-room:] if room else ""
+        yield Text.assemble((self._prompt, "bold"), tail, no_wrap=True, overflow="ellipsis")
 
 
 def _flat(text: str) -> str:

@@ -1,0 +1,282 @@
+"""The commands against a real server and a worker process that needs no model."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import redis
+from waiting import is_running, wait_until
+
+from penstock.producer.cli import main
+from penstock.producer.cli.demo import run_demo
+from penstock.producer.cli.demo_view import JsonView, PlainView, make_view
+from penstock.shared.children import spawn_bound
+from penstock.shared.errors import PenstockError
+from penstock.shared.keys import Keys
+from penstock.shared.settings import load_settings
+
+TESTS = Path(__file__).resolve().parents[1]
+WORKER = [sys.executable, str(TESTS / "scripted_worker.py")]
+KEYS = Keys("demo")
+
+
+@pytest.fixture
+def environment(redis_url: str) -> dict[str, str]:
+    return {**os.environ, "REDIS_URL": redis_url, "PYTHONPATH": str(TESTS)}
+
+
+@pytest.fixture
+def worker(environment: dict[str, str], tmp_path: Path) -> Iterator[None]:
+    ready = tmp_path / "ready.json"
+    process = spawn_bound([*WORKER, "--ready-file", str(ready)], env=environment)
+    wait_until(ready.exists, "the scripted worker is ready", 30)
+    yield
+    process.kill()
+    process.wait()
+
+
+@dataclass
+class Done:
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+Run = Callable[..., Done]
+
+
+@pytest.fixture
+def penstock(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Run:
+    """Run the program in this process."""
+    monkeypatch.setenv("REDIS_URL", redis_url)
+
+    def run(*arguments: str, stdin: bytes = b"") -> Done:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
+        code = main(arguments)
+        return Done(code, *capsys.readouterr())
+
+    return run
+
+
+def output(count: int) -> str:
+    return "".join(f"<{i}>" for i in range(count))
+
+
+@pytest.mark.usefixtures("worker")
+def test_submit_shows_the_text_and_nothing_else_in_a_pipe(penstock: Run) -> None:
+    done = penstock("submit", "hello", "--max-tokens", "6", "--lane", "critical")
+    assert (done.returncode, done.stdout) == (0, output(6) + "\n")
+    assert done.stderr == (
+        "completed (length), 3 prompt + 6 output tokens, queue 1 ms, first token 2 ms\n"
+    )
+    from_stdin = penstock("submit", "-", "--max-tokens", "2", stdin="grüße\n".encode())
+    assert (from_stdin.returncode, from_stdin.stdout) == (0, output(2) + "\n")
+
+
+@pytest.mark.usefixtures("worker")
+def test_submit_streams_json_lines(penstock: Run) -> None:
+    done = penstock("submit", "hello", "--max-tokens", "3", "--id", "a", "--json", "--chat")
+    assert done.returncode == 0
+    assert done.stderr == ""
+    first, *chunks, last = [json.loads(line) for line in done.stdout.splitlines()]
+    assert first == {
+        "event": "submitted", "id": "a", "duplicate": False, "state": "queued", "n": 0,
+        "waiting": 1,
+    }  # fmt: skip
+    assert [chunk["event"] for chunk in chunks] == ["chunk"] * len(chunks)
+    assert [t for chunk in chunks for t in chunk["token_ids"]] == [0, 1, 2]
+    assert "".join(chunk["text"] for chunk in chunks) == output(3)
+    assert last == {
+        "event": "end", "id": "a", "n": 3, "state": "completed", "reason": "length", "message": "",
+        "usage": {
+            "prompt_tokens": 3, "output_tokens": 3, "cached_tokens": 0, "queue_ms": 1,
+            "ttft_ms": 2, "attempts": 1,
+        },
+    }  # fmt: skip
+
+
+@pytest.mark.usefixtures("worker")
+def test_submit_now_and_read_later(penstock: Run) -> None:
+    submitted = penstock("submit", "hello", "--max-tokens", "5", "--no-stream")
+    assert submitted.returncode == 0
+    request_id = submitted.stdout.strip()
+    assert penstock("result", request_id).stdout == output(5) + "\n"
+    result = json.loads(penstock("result", request_id, "--json").stdout)
+    assert (result["id"], result["text"], result["state"]) == (request_id, output(5), "completed")
+    assert result["token_ids"] == list(range(5))
+    assert penstock("stream", request_id, "--from-index", "3").stdout == "<3><4>\n"
+    again = penstock("cancel", request_id)
+    assert (again.returncode, again.stdout) == (0, "was already completed\n")
+
+
+@pytest.mark.usefixtures("worker")
+@pytest.mark.parametrize("command", ["submit", "stream", "result"])
+def test_a_request_that_failed_gives_exit_code_1(penstock: Run, command: str) -> None:
+    done = penstock("submit", "please fail", "--id", "x", "--max-tokens", "2")
+    if command != "submit":
+        done = penstock(command, "x")
+    assert done.returncode == 1
+    assert done.stdout == output(2) + "\n"
+    message = "error: request 'x' ended failed (engine_error): as the test wished\n"
+    assert done.stderr == message
+    as_json = penstock(*(("result", "x") if command == "submit" else (command, "x")), "--json")
+    assert as_json.returncode == 1
+    assert json.loads(as_json.stdout.splitlines()[-1])["reason"] == "engine_error"
+
+
+def test_cancel_and_timeout_without_any_worker(penstock: Run) -> None:
+    submitted = json.loads(penstock("submit", "x", "--no-stream", "--json").stdout)
+    assert submitted["state"] == "queued"
+    for command in ("result", "stream"):
+        waited = penstock(command, submitted["id"], "--timeout", "0.1")
+        assert waited.returncode == 1
+        assert waited.stderr == (f"error: request '{submitted['id']}' did not end within 0.1 s\n")
+    done = json.loads(penstock("cancel", submitted["id"], "--json").stdout)
+    assert done == {"id": submitted["id"], "state": "cancelled", "changed": True}
+    unknown = penstock("cancel", "nobody")
+    assert unknown.returncode == 2
+    assert unknown.stderr.startswith("error: request 'nobody' is not known")
+
+
+def test_ctrl_c_cancels_what_submit_shows(environment: dict[str, str], redis_url: str) -> None:
+    argv = [sys.executable, "-m", "penstock.producer.cli", "submit", "x", "--id", "mine"]
+    with (
+        program(argv, environment) as process,
+        redis.Redis.from_url(redis_url) as client,
+    ):
+        wait_until(lambda: client.pubsub_channels(), "the command follows its request", 30)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=20)
+        assert (process.returncode, out, err) == (130, b"", b"cancelled mine\n")
+        assert client.hget(KEYS.request("mine"), "st") == b"cancelled"
+
+
+@pytest.mark.usefixtures("worker")
+def test_a_reader_that_leaves_the_pipe(environment: dict[str, str]) -> None:
+    command = f"{sys.executable} -m penstock.producer.cli submit x --max-tokens 3000 --json"
+    done = subprocess.run(
+        ["bash", "-c", f"{command} | head -n 1"],
+        capture_output=True, env=environment, timeout=60, check=False,
+    )  # fmt: skip
+    assert json.loads(done.stdout)["event"] == "submitted"
+    assert b"Traceback" not in done.stderr
+
+
+def test_the_demo_in_json(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(TESTS))
+    assert run_demo(load_settings(), make_view(json=True), WORKER) == 0
+    facts = json.loads(capsys.readouterr().out)
+    figures, requests = facts["figures"], facts["requests"]
+    assert figures["requests"] == figures["completed"] == len(requests) == 12
+    assert figures["output_tokens"] == sum(r["output_tokens"] for r in requests)
+    assert 1 <= figures["mean_batch"] <= 4
+    assert (figures["kv_blocks_peak"], figures["kv_blocks_total"]) == (7, 100)
+    assert {(r["lane"], r["tenant"]) for r in requests} == {
+        (lane, tenant) for lane in ("critical", "normal", "batch") for tenant in ("app", "docs")
+    }
+    for request in requests:
+        assert request["text"] == output(request["output_tokens"])
+        assert (request["state"], request["reason"]) == ("completed", "length")
+        assert request["mean_itl_ms"] > 0
+
+
+def test_the_demo_in_a_pipe(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], redis_url: str
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(TESTS))
+    settings = load_settings({"redis.url": redis_url})
+    assert run_demo(settings, make_view(json=False), WORKER) == 0
+    out = capsys.readouterr().out
+    assert "using the configured Redis" in out
+    assert "\x1b" not in out
+    assert "12 of 12 completed" in out
+    assert "KV peak 7 of 100 blocks (7.0 %)" in out
+    assert out.count("completed   ") == 12  # a line as each ends
+    with redis.Redis.from_url(redis_url) as client:
+        assert client.client_list(_type="pubsub") == []
+
+
+def test_a_demo_whose_worker_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(TESTS))
+    view = JsonView(make_view(json=True).console)
+    with pytest.raises(PenstockError, match="exit code 2: no such model"):
+        run_demo(load_settings(), view, [*WORKER, "--refuse"])
+
+
+def test_a_demo_whose_worker_dies(monkeypatch: pytest.MonkeyPatch, redis_url: str) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(TESTS))
+    settings = load_settings({"redis.url": redis_url})
+    with pytest.raises(PenstockError, match="exit code 1: out of luck"):
+        run_demo(settings, PlainView(make_view(json=True).console), [*WORKER, "--die-after", "20"])
+    with redis.Redis.from_url(redis_url) as client:
+        states = [client.hget(key, "st") for key in client.scan_iter(KEYS.request("*"))]
+        assert len(states) == 12
+        assert set(states) <= {b"cancelled", b"completed"}
+
+
+DEMO = """
+import sys
+from penstock.producer.cli import demo, main
+demo.worker_command = lambda model: {worker!r}
+sys.exit(main(["demo"]))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_an_ended_demo_leaves_nothing_running(
+    environment: dict[str, str], number: signal.Signals
+) -> None:
+    del environment["REDIS_URL"]
+    # No request ends: the worker takes none.
+    code = DEMO.format(worker=[*WORKER, "--sequences", "0"])
+    with program([sys.executable, "-c", code], environment) as process:
+        assert process.stdout is not None
+        seen = b""
+        while b"12 requests" not in seen:
+            line = process.stdout.readline()
+            assert line, f"the demo ended: {seen!r}"
+            seen += line
+        children = children_of(process.pid)
+        assert len(children) == 2  # a Redis server and a worker
+        process.send_signal(number)
+        _, err = process.communicate(timeout=20)
+        assert process.returncode == (-9 if number == signal.SIGKILL else 130)
+        assert err == b""
+    wait_until(lambda: not any(map(is_running, children)), "server and worker have ended")
+
+
+@contextlib.contextmanager
+def program(argv: list[str], environment: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+    with spawn_bound(
+        argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, new_session=True
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def children_of(pid: int) -> list[int]:
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parent = int(stat.read_text().rpartition(")")[2].split()[1])
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if parent == pid:
+            found.append(int(stat.parent.name))
+    return found
