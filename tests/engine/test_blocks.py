@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 from engine.fakes import FakeKV, tags
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -286,4 +286,9 @@ class BlockMachine(RuleBasedStateMachine):
 
 
 TestBlockMachine = BlockMachine.TestCase
-TestBlockMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestBlockMachine.settings = settings(
+    max_examples=150,
+    stateful_step_count=40,
+    deadline=None,  # a busy machine is no finding
+    suppress_health_check=[HealthCheck.too_slow],
+)

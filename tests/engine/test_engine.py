@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import pytest
 from engine.fakes import EOS, FakeRunner, PieceStream, Result, config, request, solo
 
-from penstock.gpu_worker.engine import Engine, EngineRequest, Plan, StepOutput, Update
+from penstock.gpu_worker.engine import Engine, EngineRequest, Finish, Plan, StepOutput, Update
 from penstock.shared.errors import IntegrityError, InvalidRequest
 from penstock.shared.protocol import Lane, Reason
 
@@ -339,6 +339,22 @@ def test_a_failed_step_ends_its_own_sequences_and_no_other() -> None:
     assert update.finish.message == "NaN in layer 3"
     eng.check_integrity()
     assert [u.id for u in give(eng, {"c": 1})] == ["c"]
+
+
+def test_one_failure_in_a_step_ends_that_request_alone() -> None:
+    eng = engine()
+    for id in "abc":
+        eng.add(request(id, [1] * 9))
+    plan = eng.schedule()
+    assert plan is not None
+    eng.abort("c")
+    failure = Finish(Reason.OUT_OF_MEMORY, "too large")
+    output = StepOutput(((1,), (), ()), failures={1: failure, 2: failure})
+    first, second = eng.collect(plan, output)
+    assert (first.id, first.token_ids, first.finish) == ("a", (1,), None)
+    assert (second.id, second.start, second.token_ids, second.finish) == ("b", 0, (), failure)
+    eng.check_integrity()
+    assert [u.id for u in give(eng, {"a": 1})] == ["a"]
 
 
 def test_what_a_failed_step_computed_is_not_shared() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from engine.fakes import EOS, FakeRunner, PieceStream, Result, config, request, solo
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -13,6 +13,7 @@ from penstock.gpu_worker.engine import (
     Engine,
     EngineConfig,
     EngineRequest,
+    Finish,
     Plan,
     Sequence,
     SequenceStatus,
@@ -150,11 +151,20 @@ class EngineMachine(RuleBasedStateMachine):
         updates = self.engine.fail(plan, Reason.ENGINE_ERROR, "injected")
         assert [u.id for u in updates] == [span.sequence.id for span in plan.spans]
         for update in updates:
-            log = self.live[update.id]
-            log.publish(update)
-            assert log.reason is Reason.ENGINE_ERROR
-            self.check_published(log)
-            self.forget(log)
+            self.publish_failure(update)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def step_with_one_failure(self, data: st.DataObject) -> None:
+        plan = self.plan()
+        assert plan is not None
+        output, index = self.runner.run(plan), data.draw(st.integers(0, len(plan.spans) - 1))
+        failures = {index: Finish(Reason.ENGINE_ERROR, "injected")}
+        for update in self.engine.collect(plan, replace(output, failures=failures)):
+            if update.id == plan.spans[index].sequence.id:
+                self.publish_failure(update)
+            else:
+                self.publish(update)
 
     @invariant()
     def everything_adds_up(self) -> None:
@@ -252,6 +262,13 @@ class EngineMachine(RuleBasedStateMachine):
             self.forget(log)
             self.ended.append(log)
 
+    def publish_failure(self, update: Update) -> None:
+        log = self.live[update.id]
+        log.publish(update)
+        assert (update.token_ids, log.reason) == ((), Reason.ENGINE_ERROR)
+        self.check_published(log)
+        self.forget(log)
+
     def check_published(self, log: Log) -> None:
         """What was published of an unfinished request is the begin of what it gives alone."""
         whole = solo(log.request, self.config)
@@ -267,7 +284,12 @@ class EngineMachine(RuleBasedStateMachine):
 
 
 TestEngineMachine = EngineMachine.TestCase
-TestEngineMachine.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
+TestEngineMachine.settings = settings(
+    max_examples=150,
+    stateful_step_count=50,
+    deadline=None,  # a busy machine is no finding
+    suppress_health_check=[HealthCheck.too_slow],
+)
 
 
 def test_the_model_reaches_every_end() -> None:

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.gpu_worker.engine.free_list import FreeList
@@ -12,6 +12,7 @@ def test_starts_with_all_blocks_in_order() -> None:
     assert len(FreeList(4)) == 4
 
 
+@settings(deadline=None)
 @given(st.integers(1, 6), st.data())
 def test_behaves_like_a_list(num_blocks: int, data: st.DataObject) -> None:
     free, model = FreeList(num_blocks), list(range(num_blocks))

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.gpu_worker.engine import Sequence
@@ -16,6 +16,7 @@ def sequence(token_ids: list[int], table: list[int], salt: bytes = b"") -> Seque
     return seq
 
 
+@settings(deadline=None)
 @given(first=short_ids, second=short_ids, salts=st.tuples(st.booleans(), st.booleans()))
 def test_matches_exactly_the_common_full_blocks(
     first: list[int], second: list[int], salts: tuple[bool, bool]

@@ -2,13 +2,13 @@ from __future__ import annotations
 
 import pytest
 from engine.fakes import cut
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.gpu_worker.engine import StopMatcher
 
-letters = st.text(alphabet="abc", max_size=40)
-stop_lists = st.lists(st.text(alphabet="abc", min_size=1, max_size=5), max_size=4)
+letters = st.text(alphabet="ab", max_size=40)
+stop_lists = st.lists(st.text(alphabet="ab", min_size=1, max_size=5), max_size=4)
 
 
 def feed_all(matcher: StopMatcher, pieces: list[str]) -> list[str]:
@@ -22,6 +22,7 @@ def split_texts(draw: st.DrawFn) -> list[str]:
     return [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
 
 
+@settings(deadline=None)
 @given(stops=stop_lists, pieces=split_texts())
 def test_cuts_where_find_cuts_whatever_the_split(stops: list[str], pieces: list[str]) -> None:
     matcher = StopMatcher(stops)
@@ -32,6 +33,7 @@ def test_cuts_where_find_cuts_whatever_the_split(stops: list[str], pieces: list[
     assert (matcher.matched is None) == (before is None)
 
 
+@settings(deadline=None)
 @given(stops=stop_lists, pieces=split_texts())
 def test_holds_back_exactly_the_longest_suffix_that_may_begin_a_stop_string(
     stops: list[str], pieces: list[str]
@@ -48,6 +50,7 @@ def test_holds_back_exactly_the_longest_suffix_that_may_begin_a_stop_string(
         assert released == seen[: len(seen) - held]
 
 
+@settings(deadline=None)
 @given(stops=stop_lists, pieces=split_texts())
 def test_the_match_names_the_stop_string_that_ends_the_text(
     stops: list[str], pieces: list[str]
@@ -66,6 +69,8 @@ def test_the_match_names_the_stop_string_that_ends_the_text(
         (["stop"], ["a st", "ill"], ["a ", "still"]),  # a false alarm comes back whole
         (["stop"], ["sstop"], ["s"]),  # begins inside a failed begin
         (["aab"], ["a", "a", "a", "b"], ["", "", "a", ""]),  # overlaps itself
+        (["aaab", "ac"], ["aaac"], ["aa"]),  # begins two failed begins later
+        (["xab", "a"], ["xac"], ["x"]),  # stands inside a failed begin
         (["abcd", "bc"], ["abcd"], ["a"]),  # complete first, not begun first
         (["abcd", "bc"], ["ab", "xbc"], ["", "abx"]),
         (["abc", "bc"], ["abc"], [""]),  # complete together: the longer
