@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 import random
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -47,30 +45,34 @@ class Comparison:
 
     Attributes:
         differences: of each token's logits: ``max|ours - theirs| / max|theirs|``.
+        errors: of our logits against those of the same weights in float32, in the same measure.
+        errors_reference: of transformers' logits. Both are empty without such an exact reference.
         scored: tokens whose likelihood was summed.
         nll: sum of their negative log-likelihoods by our path, in nats.
         nll_reference: the same by transformers.
     """
 
     differences: list[float] = field(default_factory=list)
+    errors: list[float] = field(default_factory=list)
+    errors_reference: list[float] = field(default_factory=list)
     scored: int = 0
     nll: float = 0.0
     nll_reference: float = 0.0
 
-    @property
-    def largest(self) -> float:
-        """The largest difference; infinite if a logit is not a number."""
-        return max(map(_or_infinite, self.differences))
-
-    @property
-    def median(self) -> float:
-        """The median difference."""
-        return statistics.median(map(_or_infinite, self.differences))
+    def add(self, other: Comparison) -> None:
+        """Count also what ``other`` has compared."""
+        self.differences += other.differences
+        self.errors += other.errors
+        self.errors_reference += other.errors_reference
+        self.scored += other.scored
+        self.nll += other.nll
+        self.nll_reference += other.nll_reference
 
 
 def compare_logits(
     loaded: LoadedModel,
     reference: Reference,
+    exact: Reference | None,
     passages: Sequence[Passage],
     rng: random.Random,
     *,
@@ -82,6 +84,7 @@ def compare_logits(
     Args:
         loaded: the model.
         reference: the same by transformers: one plain forward per passage.
+        exact: the same in float32, where the model is in half precision.
         passages: the tokens.
         rng: draws chunks, mixes and blocks.
         longest_chunk: query tokens of one passage in one step, at most.
@@ -97,7 +100,7 @@ def compare_logits(
     result = Comparison()
     while waiting or running:
         while waiting and len(running) < _WIDTH:
-            running.append(_Running.start(waiting.pop(), reference, free, len(waiting)))
+            running.append(_Running.start(waiting.pop(), reference, exact, free))
         chosen = rng.sample(running, rng.randint(1, len(running)))
         spans = [one.next_span(rng.randint(1, longest_chunk)) for one in chosen]
         rows, first = runner.logits(spans), 0
@@ -118,15 +121,21 @@ class _Running:
     passage: Passage
     sequence: EngineSequence
     expected: Tensor
+    exact: Tensor | None
 
     @classmethod
     def start(
-        cls, passage: Passage, reference: Reference, free: list[int], number: int
+        cls, passage: Passage, reference: Reference, exact: Reference | None, free: list[int]
     ) -> _Running:
         options = SamplingOptions(temperature=0.0)
-        sequence = EngineSequence(id=str(number), prompt_ids=passage.token_ids, options=options)
+        sequence = EngineSequence(id="passage", prompt_ids=passage.token_ids, options=options)
         sequence.block_table = [free.pop() for _ in range(-(-sequence.num_tokens // _BLOCK_SIZE))]
-        return cls(passage, sequence, reference.logits(passage.token_ids))
+        return cls(
+            passage,
+            sequence,
+            reference.logits(passage.token_ids),
+            None if exact is None else exact.logits(passage.token_ids),
+        )
 
     def next_span(self, num_tokens: int) -> Span:
         start = self.sequence.num_computed_tokens
@@ -137,9 +146,11 @@ class _Running:
 def _compare(ours: Tensor, one: _Running, result: Comparison) -> None:
     start = one.sequence.num_computed_tokens
     theirs = one.expected[start : start + len(ours)]
-    difference = (ours - theirs).abs().amax(dim=-1)
-    size = theirs.abs().amax(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
-    result.differences += (difference / size).tolist()
+    result.differences += _differences(ours, theirs)
+    if one.exact is not None:
+        exact = one.exact[start : start + len(ours)]
+        result.errors += _differences(ours, exact)
+        result.errors_reference += _differences(theirs, exact)
     if one.passage.score_from is None:
         return
     # The row of position p gives the likelihood of the token at p + 1.
@@ -154,10 +165,14 @@ def _compare(ours: Tensor, one: _Running, result: Comparison) -> None:
     result.nll_reference += _nll(theirs[part], targets)
 
 
+def _differences(found: Tensor, expected: Tensor) -> list[float]:
+    """``max|found - expected| / max|expected|`` of each row; infinite where it is not a number."""
+    difference = (found - expected).abs().amax(dim=-1)
+    size = expected.abs().amax(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
+    ratios: list[float] = (difference / size).nan_to_num(nan=torch.inf, posinf=torch.inf).tolist()
+    return ratios
+
+
 def _nll(logits: Tensor, targets: Tensor) -> float:
     """Sum over rows of the negative log-likelihood of ``targets``, in float64."""
     return float(torch.nn.functional.cross_entropy(logits.double(), targets, reduction="sum"))
-
-
-def _or_infinite(difference: float) -> float:
-    return math.inf if math.isnan(difference) else difference

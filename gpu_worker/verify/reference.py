@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,32 +14,28 @@ from transformers.utils import logging as transformers_logging
 
 from ..model.loader import LoadedModel
 
-__all__ = ["Reference"]
+__all__ = ["Reference", "load_reference"]
 
 
 class Reference:
-    """A second load of a checkpoint, by transformers alone: eager attention, one sequence a time.
+    """A model by transformers alone: eager attention, one sequence at a time.
 
     Args:
-        loaded: the model it will be compared with; gives path, dtype and device.
+        model: of transformers; its defaults for generation are cleared.
+        device: where it lies.
+        quantised: whether its weights are packed.
     """
 
-    def __init__(self, loaded: LoadedModel) -> None:
-        quantised = getattr(loaded.model.config, "quantization_config", None) is not None
-        with _quiet():
-            model: Any = AutoModelForCausalLM.from_pretrained(
-                loaded.path,
-                dtype=loaded.dtype,
-                attn_implementation="eager",
-                local_files_only=True,
-                **({"device_map": {"": loaded.device}} if quantised else {}),
-            )
-        if not quantised:
-            model.to(loaded.device)
+    def __init__(self, model: Any, device: torch.device, *, quantised: bool) -> None:
         # The checkpoint's own defaults (penalties, EOS) would be filled in for what is None below.
         model.generation_config = GenerationConfig()
-        self._model = model.eval().requires_grad_(False)
-        self._device = loaded.device
+        self.quantised = quantised
+        self._model = model
+        self._device = device
+
+    def exact(self) -> Reference:
+        """The same weights, which must not be quantised, computed in float32."""
+        return Reference(copy.deepcopy(self._model).float(), self._device, quantised=False)
 
     @torch.inference_mode()
     def generate(self, prompt_ids: Sequence[int], max_tokens: int) -> list[int]:
@@ -65,6 +62,22 @@ class Reference:
 
     def _tensor(self, token_ids: Sequence[int]) -> Tensor:
         return torch.tensor([list(token_ids)], device=self._device)
+
+
+def load_reference(loaded: LoadedModel) -> Reference:
+    """Load the checkpoint of ``loaded`` a second time, in the same dtype, on the same device."""
+    quantised = getattr(loaded.model.config, "quantization_config", None) is not None
+    with _quiet():
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            loaded.path,
+            dtype=loaded.dtype,
+            attn_implementation="eager",
+            local_files_only=True,
+            **({"device_map": {"": loaded.device}} if quantised else {}),
+        )
+    if not quantised:
+        model.to(loaded.device)
+    return Reference(model.eval().requires_grad_(False), loaded.device, quantised=quantised)
 
 
 @contextmanager

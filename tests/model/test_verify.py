@@ -119,11 +119,27 @@ def test_half_precision_has_limits_of_its_own(verify: Verify, checkpoint: Checkp
     report = verify(checkpoint("llama"), dtype="bfloat16")
     assert report.ok, report
     assert {check.name for check in report.checks} == {
-        "median_rel_logit_diff",
+        "logit_error_ratio",
         "perplexity_rel_diff",
     }
-    assert report.figures["median_rel_logit_diff"] > 1e-4  # so the wider limits are needed
+    assert report.figures["max_rel_logit_diff"] > 1e-3  # so other limits are needed
+    assert 0.5 < report.figures["logit_error_ratio"] < 1.5
     assert any("bfloat16 equal tokens are reported but not required" in n for n in report.notes)
+
+
+def test_a_bug_is_found_in_half_precision_too(
+    verify: Verify, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = verification.load_reference
+
+    def after_loading(loaded: LoadedModel) -> Reference:
+        in_attention(lambda kw: kw.update(window=WINDOW + 1))(monkeypatch)
+        return right(loaded)
+
+    monkeypatch.setattr(verification, "load_reference", after_loading)
+    report = verify(checkpoint("mistral"), dtype="bfloat16", prompts_count=3)
+    assert not report.ok
+    assert report.figures["logit_error_ratio"] > 5
 
 
 @pytest.mark.parametrize("model_type", REFUSED)
@@ -227,7 +243,7 @@ def test_planted_bugs_are_found(
     plant: Plant,
     found_by: str,
 ) -> None:
-    right = verification.Reference
+    right = verification.load_reference
 
     def after_loading(loaded: LoadedModel) -> Reference:
         # The load gate would refuse some of these bugs at once; here verify must find them.
@@ -235,7 +251,7 @@ def test_planted_bugs_are_found(
         plant(monkeypatch)
         return reference
 
-    monkeypatch.setattr(verification, "Reference", after_loading)
+    monkeypatch.setattr(verification, "load_reference", after_loading)
     report = verify(checkpoint(model_type), prompts_count=4)
     assert not report.ok
     assert found_by in {check.name for check in report.checks if not check.ok}
