@@ -84,8 +84,7 @@ class ModelRunner:
         size, blocks = self.pool.block_size, range(self.pool.num_blocks)
         longest = min(max_batch_tokens, self.loaded.max_model_len, size * len(blocks))
         prefill = Piece([0] * longest, 0, blocks[: -(-longest // size)], Rows.LAST)
-        width = min(max_sequences, max_batch_tokens, len(blocks))
-        decode = [Piece([0], size - 1, [block], Rows.LAST) for block in blocks[:width]]
+        decode = self._decode_pieces(min(max_sequences, max_batch_tokens))
         for pieces in ([prefill], decode, decode[:1]):
             self._forward(pieces)
         if self.loaded.device.type == "cuda":
@@ -93,6 +92,24 @@ class ModelRunner:
         seconds = time.perf_counter() - begin
         log.info("warm-up took %.2f s", seconds)
         return seconds
+
+    @torch.inference_mode()
+    def time_decode(self, num_sequences: int, *, repeats: int = 5) -> float:
+        """Seconds of a decode step of ``num_sequences`` short sequences: the least of some tries.
+
+        It writes to the pool, like :meth:`warm_up`.
+        """
+        pieces = self._decode_pieces(num_sequences)
+        seconds = []
+        for _ in range(repeats):
+            begin = time.perf_counter()
+            self._forward(pieces)
+            seconds.append(time.perf_counter() - begin)
+        return min(seconds)
+
+    def _decode_pieces(self, num_sequences: int) -> list[Piece]:
+        size, blocks = self.pool.block_size, range(self.pool.num_blocks)
+        return [Piece([0], size - 1, [block], Rows.LAST) for block in blocks[:num_sequences]]
 
     def _forward(self, pieces: Sequence[Piece]) -> Tensor:
         step = pack(pieces, self.pool.block_size, self.loaded.device)

@@ -306,7 +306,8 @@ class EngineSettings(_Section):
     )
     threads: int | None = _setting(
         None,
-        "CPU threads for the model's arithmetic. `auto` leaves it to PyTorch: one per core.",
+        "CPU threads for the model's arithmetic. `auto` times a decode step at start and takes one "
+        "per core if that is clearly faster than a single one, which it is not for small models.",
         unit="threads",
         none="auto",
         ge=1,
