@@ -52,7 +52,8 @@ def verify(
     ] = "float32",
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ... or auto.")] = "auto",
     threads: Annotated[
-        int | None, typer.Option(help="CPU threads for both; torch's choice by default.")
+        int | None,
+        typer.Option(help="CPU threads; by default one for a small model, else torch's choice."),
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object: figures, checks, notes.")
@@ -60,8 +61,8 @@ def verify(
 ) -> None:
     """Prove that a checkpoint gives here what it gives in transformers.
 
-    Loads it twice, here and in transformers, and compares greedy tokens in random batch mixes,
-    logits, and the perplexity of a text. Exit code 0: all checks hold; 1: one does not; 2: the
+    Loads it twice, here and in transformers (so it takes the memory of two), and compares greedy
+    tokens in random batch mixes, logits, and the perplexity of a text. Exit code 0: all checks hold; 1: one does not; 2: the
     input is wrong, or this model is not supported.
     """
     from .verify import VerifyOptions, verify_model

@@ -46,6 +46,10 @@ _SHOWN = 6
 _NO_ERROR = 1e-9
 """Below any rounding: keeps a ratio of errors defined."""
 
+_SMALL = 30_000_000
+"""Parameters of a model whose operations end before a second thread wakes; on a machine that others
+use, too, threads that wait for each other made it 20 times slower."""
+
 _LOWEST = (("prompts_count", 1), ("max_tokens", 1), ("context", 2), ("seed", 0), ("threads", 1))
 
 
@@ -64,7 +68,7 @@ class VerifyOptions:
         seed: of prompts, chunkings and mixes.
         dtype: as in :func:`penstock.gpu_worker.model.load_model`.
         device: as there.
-        threads: CPU threads; None leaves them as they are.
+        threads: CPU threads; None takes one for a small model and torch's choice for others.
     """
 
     model: str
@@ -119,12 +123,18 @@ def verify_model(options: VerifyOptions, progress: Progress = lambda *_: None) -
     progress("loading for penstock", 0, 0)
     try:
         loaded = load_model(options.model, dtype=options.dtype, device=options.device)
+        if options.threads is None and _is_small(loaded):
+            torch.set_num_threads(1)
         try:
             return _verify(loaded, options, progress, begin)
         finally:
             loaded.close()
     finally:
         torch.set_num_threads(threads)
+
+
+def _is_small(loaded: LoadedModel) -> bool:
+    return sum(parameter.numel() for parameter in loaded.model.parameters()) < _SMALL
 
 
 def _verify(
