@@ -62,8 +62,8 @@ def verify(
     """Prove that a checkpoint gives here what it gives in transformers.
 
     Loads it twice, here and in transformers (so it takes the memory of two), and compares greedy
-    tokens in random batch mixes, logits, and the perplexity of a text. Exit code 0: all checks hold; 1: one does not; 2: the
-    input is wrong, or this model is not supported.
+    tokens in random batch mixes, logits, and the perplexity of a text. Exit code 0: all checks
+    hold; 1: one does not; 2: the input is wrong, or this model is not supported.
     """
     from .verify import VerifyOptions, verify_model
 

@@ -134,7 +134,8 @@ def verify_model(options: VerifyOptions, progress: Progress = lambda *_: None) -
 
 
 def _is_small(loaded: LoadedModel) -> bool:
-    return sum(parameter.numel() for parameter in loaded.model.parameters()) < _SMALL
+    size: int = sum(parameter.numel() for parameter in loaded.model.parameters())
+    return size < _SMALL
 
 
 def _verify(
