@@ -235,11 +235,10 @@ class Subscriber:
                     subscription.push(message["data"])
             elif kind == "subscribe":
                 self._pause_s = _BACKOFF_S[0]
-                self._confirmed.add(channel)
+                if channel in self._sent:  # not since unsubscribed
+                    self._confirmed.add(channel)
                 for subscription in self._readers.get(channel, ()):
                     subscription.fall_behind()
-            elif kind == "unsubscribe":
-                self._confirmed.discard(channel)
 
     def _fail_unconfirmed(self, error: BaseException) -> None:
         text = f"Redis refuses to subscribe: {error}"

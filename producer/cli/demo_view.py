@@ -144,8 +144,10 @@ class _Growing:
         self._text = text
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
-        room = max(0, options.max_width - len(self._prompt))
-        tail = self._text[-room:] if room else ""
+        room = options.max_width - len(self._prompt)
+        tail = self._text
+        if len(tail) > room:
+            tail = "… " + tail[len(tail) - max(0, room - 2) :]
         yield Text.assemble((self._prompt, "bold"), tail, no_wrap=True, overflow="ellipsis")
 
 
