@@ -25,6 +25,7 @@ from penstock.shared.errors import PenstockError
 from penstock.shared.keys import Keys
 from penstock.shared.operations import Operations
 from penstock.shared.settings import Settings
+from penstock.shared.synthetic import SYNTHETIC
 
 from .engine.engine import Engine
 from .health import HealthServer
@@ -35,7 +36,7 @@ from .metrics import WorkerMetrics
 from .outbox import Outbox
 from .redis_edge import Capacity, RedisEdge
 from .serving import ServingModel
-from .synthetic import SYNTHETIC, build_synthetic
+from .synthetic import build_synthetic
 from .worker import Worker
 
 __all__ = ["main"]

@@ -8,39 +8,20 @@ fraction of a second and imports no torch.
 
 from __future__ import annotations
 
-import struct
 import time
-import zlib
 from collections.abc import Sequence
 
 from penstock.shared.errors import InvalidRequest
 from penstock.shared.settings import Settings
+from penstock.shared.synthetic import next_token
 
 from .engine.config import EngineConfig
 from .engine.plan import Plan, StepOutput
 from .serving import ServingModel
 
-__all__ = ["SYNTHETIC", "SyntheticRunner", "build_synthetic", "synthetic_tokens"]
-
-SYNTHETIC = "synthetic"
-"""The model path that names it."""
+__all__ = ["SyntheticRunner", "build_synthetic"]
 
 _CONTEXT = 1 << 16
-_FIRST_LETTER, _LETTERS = 97, 26
-
-
-def next_token(seed: int, index: int, last: int) -> int:
-    """The token at an output index: a lower-case letter's code point."""
-    return _FIRST_LETTER + zlib.crc32(struct.pack("<QII", seed, index, last)) % _LETTERS
-
-
-def synthetic_tokens(seed: int, prompt_ids: Sequence[int], count: int) -> tuple[int, ...]:
-    """What an undisturbed worker generates: ``count`` token ids."""
-    tokens: list[int] = []
-    for index in range(count):
-        last = tokens[-1] if tokens else prompt_ids[-1]
-        tokens.append(next_token(seed, index, last))
-    return tuple(tokens)
 
 
 class SyntheticRunner:

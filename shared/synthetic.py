@@ -1,0 +1,38 @@
+"""The tokens of ``--model synthetic``: a pure function of seed, index and the token before.
+
+Workers generate by it and fault storms check by it, so it belongs to neither: a stream that was
+continued by another worker must be what an undisturbed one would have given.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Sequence
+
+__all__ = ["SYNTHETIC", "next_token", "synthetic_tokens"]
+
+SYNTHETIC = "synthetic"
+"""The model path that names it."""
+
+_FIRST_LETTER, _LETTERS = 97, 26
+
+
+def next_token(seed: int, index: int, last: int) -> int:
+    """The token at an output index: a lower-case letter's code point.
+
+    Args:
+        seed: the request's seed in force.
+        index: the output index.
+        last: the token before it; for index 0 the prompt's last one.
+    """
+    return _FIRST_LETTER + zlib.crc32(struct.pack("<QII", seed, index, last)) % _LETTERS
+
+
+def synthetic_tokens(seed: int, prompt_ids: Sequence[int], count: int) -> tuple[int, ...]:
+    """What an undisturbed worker generates: ``count`` token ids."""
+    tokens: list[int] = []
+    for index in range(count):
+        last = tokens[-1] if tokens else prompt_ids[-1]
+        tokens.append(next_token(seed, index, last))
+    return tuple(tokens)
