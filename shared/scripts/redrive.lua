@@ -16,7 +16,7 @@ local state = redis.call('HGET', KEYS[2], 'st')
 if state and state ~= 'dead' then return {'busy', state} end
 local refused = enqueue(ARGV[1], f.r, {
   lane = f.lane, tenant = f.ten, payload = f.pay, digest = f.dg, cost = tonumber(f.cost),
-  out = tonumber(f.out), life = tonumber(f.life), wait = tonumber(f.wait),
+  out = tonumber(f.out), life = tonumber(f.life), wait = tonumber(f.wait), epoch = tonumber(f.ep),
 }, now_ms(), tonumber(ARGV[3]))
 if refused then return redis.error_reply(refused.err) end
 redis.call('XDEL', KEYS[1], ARGV[2])

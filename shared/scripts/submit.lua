@@ -41,7 +41,7 @@ end
 
 local refused = enqueue(prefix, rid, {
   lane = ARGV[3], tenant = tenant, payload = ARGV[5], digest = ARGV[6], cost = cost,
-  out = tonumber(ARGV[8]), life = tonumber(ARGV[9]), wait = tonumber(ARGV[10]),
+  out = tonumber(ARGV[8]), life = tonumber(ARGV[9]), wait = tonumber(ARGV[10]), epoch = 0,
 }, now_ms(), tonumber(ARGV[11]))
 if refused then return redis.error_reply(refused.err) end
 return {'ok', (tonumber(used[1]) or 0) + 1}

@@ -233,6 +233,19 @@ async def test_redrive_starts_a_new_life(shard: Shard) -> None:
     await shard.check(ended=True)
 
 
+async def test_an_owner_in_the_former_life_is_fenced_in_the_next(shard: Shard) -> None:
+    """The same worker even: it stalled, was given up, woke up, and claimed the redriven request."""
+    worker = shard.worker("w")
+    await bury(shard, "x")
+    (letter,) = await shard.ops.dead_letters()
+    await shard.ops.redrive(letter.entry)
+    claim = await worker.claim_one()
+    old = worker.tokens(claim, 0, 1)
+    old = type(old)(old.id, 1, old.start, old.count, old.chunk)
+    assert await worker.send_one(old) == (2, 0)
+    assert await worker.send_one(worker.tokens(claim, 0, 1)) == (0, 1)
+
+
 async def test_redrive_of_what_is_not_there_or_in_use(shard: Shard) -> None:
     entry = await bury(shard, "x")
     reply = await shard.ops.redrive("1-1")

@@ -24,9 +24,9 @@ from penstock.shared.protocol import Lane, Reason
 T = TypeVar("T")
 
 WORKERS = ("w0", "w1", "w2")
-IDS = [f"x{i}" for i in range(8)]
+IDS = [f"x{i}" for i in range(4)]
 RETRY = RetryPolicy(max_blames=3, max_attempts=6)
-BOUNDS = Bounds(requests=6, tenant_requests=4)
+BOUNDS = Bounds(requests=3, tenant_requests=2)
 LONG_AGO = 1
 
 
@@ -212,6 +212,23 @@ class Delivery(RuleBasedStateMachine):
         for rid in owned:
             self.model.give_back(rid, blame=blame)
 
+    @rule(old=st.sampled_from(WORKERS), new=st.sampled_from(WORKERS), blame=st.booleans())
+    def hand_over(self, old: str, new: str, blame: bool) -> None:
+        """One worker's requests are claimed by another, or by itself, while it still runs them."""
+        self.release_all(old, blame)
+        self.claim(new, 4, False)
+
+    @rule(rid=st.sampled_from(IDS))
+    def retention_passes(self, rid: str) -> None:
+        """Its id is free again. (No worker stalls for that long.)"""
+        request = self.model.requests.get(rid)
+        if request is not None and request.state not in ("queued", "running"):
+            del self.model.requests[rid]
+            keys = self.shard.keys
+            self.run(self.client.delete(keys.request(rid), keys.log(rid)))
+            self.believed = [held for held in self.believed if held[1].id != rid]
+            self.sent = [sent for sent in self.sent if sent[1].id != rid]
+
     @rule(name=st.sampled_from(WORKERS), ids=st.sets(st.sampled_from(IDS), max_size=3))
     def release_some(self, name: str, ids: set[str]) -> None:
         owned = [rid for rid in self.owned_by(name) if rid in ids]
@@ -286,7 +303,7 @@ def test_any_sequence_of_operations_keeps_the_promises(redis_url: str) -> None:
         run_state_machine_as_test(
             machine_class,
             settings=settings(
-                max_examples=120,
+                max_examples=80,
                 stateful_step_count=40,
                 deadline=None,
                 suppress_health_check=list(HealthCheck),

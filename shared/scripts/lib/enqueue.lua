@@ -2,7 +2,7 @@
 -- must not run allow_oom, so that at maxmemory the first write refuses it as a whole.
 --
 --   req   lane, tenant, payload, digest, cost, out, life (ms to the deadline), wait (ms it may
---         queue, 0: no bound)
+--         queue, 0: no bound), epoch (claims in a former life, whose owners stay fenced)
 -- Returns nil, or an error reply; then nothing was stored.
 
 local function enqueue(prefix, rid, req, now, retention)
@@ -19,7 +19,7 @@ local function enqueue(prefix, rid, req, now, retention)
   if is_error(entry) then return entry end
   redis.call('ZADD', prefix .. 'dl', leaves > 0 and math.min(deadline, leaves) or deadline, rid)
   redis.call('DEL', record, log)
-  redis.call('HSET', record, 'st', 'queued', 'ep', 0, 'n', 0, 'att', 0, 'bad', 0,
+  redis.call('HSET', record, 'st', 'queued', 'ep', req.epoch, 'n', 0, 'att', 0, 'bad', 0,
     'lane', req.lane, 'ten', req.tenant, 'pay', req.payload, 'len', bytes, 'dg', req.digest,
     'cost', req.cost, 'out', req.out, 'dl', deadline, 'mq', leaves, 't0', now, 'sk', queue,
     'sid', entry)
