@@ -1,28 +1,30 @@
-"""What travels over Redis: ``Request`` in, ``Chunk`` and ``End`` out. Typed, validated, msgpack.
+"""What travels over Redis: ``Request`` in, ``Chunk`` and ``End`` out. Typed and validated.
 
-Any msgpack library can speak this; docs/protocol.md describes it for other languages. Strings
-are msgpack *str*, never *bin* (Redis' own Lua reader of msgpack does not know *bin*).
+Chunk and End live in :mod:`.events`. Any msgpack library can speak this; docs/protocol.md
+describes it for other languages. Strings are msgpack *str*, never *bin* (Redis' own Lua reader of
+msgpack does not know *bin*).
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
-import struct
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from enum import StrEnum
+from typing import Any, TypeVar
 
 import msgpack
 
 from . import fields as check
 from .errors import InvalidRequest, ProtocolError
-from .states import Lane, Reason, State
+from .events import Chunk, End, Usage, rolling_digest, unpack_event, unpack_msgpack
+from .states import Answer, Lane, Reason, State
 
 __all__ = [
     "MAX_PAYLOAD_BYTES",
     "PROTOCOL_VERSION",
+    "Answer",
     "Chunk",
     "End",
     "Lane",
@@ -47,12 +49,12 @@ MAX_STOP_BYTES = 256
 MAX_STOP_TOKENS = 64
 MAX_WAIT_MS = 7 * 24 * 3600 * 1000
 
+_Member = TypeVar("_Member", bound=StrEnum)
+
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}")
 _ID_ALLOWED = "1 to 128 characters of A-Z a-z 0-9 _ . : -, starting with a letter or digit"
 _TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _TENANT_ALLOWED = "1 to 64 characters of A-Z a-z 0-9 _ . -, starting with a letter or digit"
-
-END_MARK = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +120,7 @@ class Request:
             the queue's settings.
         max_queue_ms: from acceptance, how long it may wait for a worker, in ms; None: no bound
             but the deadline.
+        answer: form of its chunks and its end in the log and on the channel.
 
     Raises:
         InvalidRequest: a field is missing, unknown, of the wrong type or out of range.
@@ -130,12 +133,14 @@ class Request:
     options: SamplingOptions = field(default_factory=SamplingOptions)
     deadline_ms: int | None = None
     max_queue_ms: int | None = None
+    answer: Answer = Answer.MSGPACK
 
     def __post_init__(self) -> None:
         put = object.__setattr__
         check.name("id", self.id, _ID, _ID_ALLOWED)
         check.name("tenant", self.tenant, _TENANT, _TENANT_ALLOWED)
-        put(self, "lane", _lane(self.lane))
+        put(self, "lane", _member("lane", self.lane, Lane))
+        put(self, "answer", _member("answer", self.answer, Answer))
         put(self, "prompt", _prompt(self.prompt))
         if not isinstance(self.options, SamplingOptions):
             raise InvalidRequest("options", self.options, "SamplingOptions")
@@ -209,7 +214,7 @@ class Request:
         """
         if len(payload) > MAX_PAYLOAD_BYTES:
             raise ProtocolError("payload", f"{len(payload)} bytes", f"<= {MAX_PAYLOAD_BYTES} bytes")
-        wire = _unpack("payload", payload)
+        wire = unpack_msgpack("payload", payload)
         if not isinstance(wire, dict) or not all(isinstance(key, str) for key in wire):
             raise ProtocolError("payload", wire, "a msgpack map with string keys")
         version = wire.pop("v", None)
@@ -227,15 +232,17 @@ _REQUEST_DEFAULTS = {
     "tenant": "default",
     "deadline_ms": None,
     "max_queue_ms": None,
+    "answer": Answer.MSGPACK,
 }
 _OPTION_DEFAULTS = {f.name: f.default for f in fields(SamplingOptions)}
 
 
-def _lane(value: object) -> Lane:
+def _member(field: str, value: object, members: type[_Member]) -> _Member:
     try:
-        return Lane(value)  # type: ignore[arg-type]
+        return members(value)  # type: ignore[arg-type]
     except ValueError:
-        raise InvalidRequest("lane", value, " or ".join(lane.value for lane in Lane)) from None
+        allowed = " or ".join(member.value for member in members)
+        raise InvalidRequest(field, value, allowed) from None
 
 
 def _prompt(value: object) -> str | tuple[int, ...] | tuple[dict[str, str], ...]:
@@ -258,129 +265,3 @@ def _message(where: str, value: object) -> dict[str, str]:
             f"{where}.content", value["content"], MAX_PAYLOAD_BYTES, empty_ok=True
         ),
     }
-
-
-def rolling_digest(token_ids: Sequence[int], digest: int = 0) -> int:
-    """CRC-32 (ISO 3309) of the ids as little-endian unsigned 32-bit words, chained.
-
-    Args:
-        token_ids: the ids to add.
-        digest: the digest of the ids before them; 0 for none.
-    """
-    return zlib.crc32(struct.pack(f"<{len(token_ids)}I", *token_ids), digest)
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """Tokens of one request that were published together. Never empty.
-
-    Attributes:
-        start: index of the first token in the request's output.
-        token_ids: the tokens; the chunk covers indexes ``[start, stop)``.
-        text: what they add to the output text. May be empty (half a character, or held back as
-            the possible begin of a stop string) and comes with a later chunk then.
-        digest: :func:`rolling_digest` of all output ids up to and including this chunk.
-    """
-
-    start: int
-    token_ids: tuple[int, ...]
-    text: str
-    digest: int
-
-    @property
-    def stop(self) -> int:
-        """One past the index of the last token: also the count in the log's entry id."""
-        return self.start + len(self.token_ids)
-
-    def pack(self) -> bytes:
-        """Msgpack ``[start, [ids...], text, digest]``."""
-        packed: bytes = msgpack.packb((self.start, self.token_ids, self.text, self.digest))
-        return packed
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Usage:
-    """What a request consumed and how long its stages took.
-
-    Attributes:
-        prompt_tokens: tokens of the prompt.
-        output_tokens: tokens published.
-        cached_tokens: prompt tokens whose KV was reused and not computed.
-        queue_ms: acceptance to first claim, in ms of Redis' clock.
-        ttft_ms: acceptance to first published token, in ms; None if there was none.
-        attempts: how many workers claimed it.
-    """
-
-    prompt_tokens: int = 0
-    output_tokens: int = 0
-    cached_tokens: int = 0
-    queue_ms: int | None = None
-    ttft_ms: int | None = None
-    attempts: int = 0
-
-
-_USAGE_NAMES = tuple(f.name for f in fields(Usage))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class End:
-    """The one terminal event of a request.
-
-    Attributes:
-        n: number of output tokens; the log holds indexes ``[0, n)``.
-        reason: why it ended; its :attr:`Reason.state` is the terminal state.
-        message: detail for a person; empty for ``completed``.
-        usage: None where no worker was involved in the end (cancel, expiry).
-    """
-
-    n: int
-    reason: Reason
-    message: str = ""
-    usage: Usage | None = None
-
-    @property
-    def state(self) -> State:
-        """The terminal state."""
-        return self.reason.state
-
-    def pack(self) -> bytes:
-        """Msgpack ``[-1, n, state, reason, message, usage map or nil]``."""
-        usage = None
-        if self.usage is not None:
-            pairs = ((name, getattr(self.usage, name)) for name in _USAGE_NAMES)
-            usage = {name: value for name, value in pairs if value is not None}
-        packed: bytes = msgpack.packb(
-            (END_MARK, self.n, self.state.value, self.reason.value, self.message, usage)
-        )
-        return packed
-
-
-def unpack_event(data: bytes) -> Chunk | End:
-    """The chunk or end in one log entry or one channel message.
-
-    Raises:
-        ProtocolError: the bytes are neither.
-    """
-    wire = _unpack("event", data)
-    try:
-        if wire[0] == END_MARK:
-            _, n, state, reason_name, message, usage = wire[:6]
-            reason = Reason(reason_name)
-            if reason.state != state:
-                raise ProtocolError("event.state", state, f"{reason.state} for reason {reason}")
-            known = {k: v for k, v in (usage or {}).items() if k in _USAGE_NAMES}
-            return End(n=n, reason=reason, message=message, usage=Usage(**known) if usage else None)
-        start, token_ids, text, digest = wire[:4]
-        return Chunk(int(start), tuple(token_ids), text, int(digest))
-    except (TypeError, ValueError, IndexError, KeyError, AttributeError) as error:
-        allowed = "[start, [ids], text, digest] or [-1, n, state, reason, message, usage]"
-        raise ProtocolError("event", wire, allowed) from error
-
-
-def _unpack(where: str, data: bytes) -> Any:
-    try:
-        return msgpack.unpackb(data, raw=False, strict_map_key=True)
-    except UnicodeDecodeError:
-        raise ProtocolError(where, data, "msgpack whose strings are valid UTF-8") from None
-    except (msgpack.UnpackException, ValueError) as error:
-        raise ProtocolError(where, data, f"one msgpack value ({error})") from None

@@ -1,10 +1,10 @@
-"""The closed sets of the protocol: lanes, states and the reasons a request can end with."""
+"""The closed sets of the protocol: lanes, states, reasons to end, forms of an answer."""
 
 from __future__ import annotations
 
 from enum import StrEnum
 
-__all__ = ["LANE_WEIGHTS", "TERMINAL_STATES", "Lane", "Reason", "State"]
+__all__ = ["LANE_WEIGHTS", "TERMINAL_STATES", "Answer", "Lane", "Reason", "State"]
 
 
 class Lane(StrEnum):
@@ -46,6 +46,13 @@ TERMINAL_STATES = frozenset(
 )
 
 
+class Answer(StrEnum):
+    """The form in which a request's chunks and its end are written."""
+
+    MSGPACK = "msgpack"
+    JSON = "json"
+
+
 class Reason(StrEnum):
     """Why a request ended. Closed: every exit path uses exactly one of these."""
 
@@ -56,6 +63,8 @@ class Reason(StrEnum):
 
     INVALID = "invalid"
     """The worker found the request malformed (only possible past the client's own checks)."""
+    QUEUE_FULL = "queue_full"
+    """It came through the plain door, and a bound on what may wait was reached."""
     PROMPT_TOO_LONG = "prompt_too_long"
     """The prompt leaves no room for a single token in the model's context or KV pool."""
     OUT_OF_MEMORY = "out_of_memory"
@@ -88,6 +97,7 @@ _STATE_OF = {
     Reason.STOP: State.COMPLETED,
     Reason.LENGTH: State.COMPLETED,
     Reason.INVALID: State.FAILED,
+    Reason.QUEUE_FULL: State.FAILED,
     Reason.PROMPT_TOO_LONG: State.FAILED,
     Reason.OUT_OF_MEMORY: State.FAILED,
     Reason.ENGINE_ERROR: State.FAILED,

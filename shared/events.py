@@ -1,0 +1,180 @@
+"""What comes back over Redis: ``Chunk`` and ``End``, as msgpack or, if a request asks for it, JSON.
+
+Both forms say the same; which one it is tells the first byte. A JSON event is an object and begins
+with ``{``, a msgpack one is an array and never does.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import msgpack
+
+from .errors import ProtocolError
+from .states import Answer, Reason, State
+
+__all__ = ["Chunk", "End", "Usage", "rolling_digest", "unpack_event", "unpack_msgpack"]
+
+END_MARK = -1
+
+
+def rolling_digest(token_ids: Sequence[int], digest: int = 0) -> int:
+    """CRC-32 (ISO 3309) of the ids as little-endian unsigned 32-bit words, chained.
+
+    Args:
+        token_ids: the ids to add.
+        digest: the digest of the ids before them; 0 for none.
+    """
+    return zlib.crc32(struct.pack(f"<{len(token_ids)}I", *token_ids), digest)
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens of one request that were published together. Never empty.
+
+    Attributes:
+        start: index of the first token in the request's output.
+        token_ids: the tokens; the chunk covers indexes ``[start, stop)``.
+        text: what they add to the output text. May be empty (half a character, or held back as
+            the possible begin of a stop string) and comes with a later chunk then.
+        digest: :func:`rolling_digest` of all output ids up to and including this chunk.
+    """
+
+    start: int
+    token_ids: tuple[int, ...]
+    text: str
+    digest: int
+
+    @property
+    def stop(self) -> int:
+        """One past the index of the last token: also the count in the log's entry id."""
+        return self.start + len(self.token_ids)
+
+    def pack(self, answer: Answer = Answer.MSGPACK) -> bytes:
+        """Msgpack ``[start, [ids...], text, digest]``, or a JSON object of the same."""
+        if answer is Answer.JSON:
+            return _json(
+                {"start": self.start, "ids": self.token_ids, "text": self.text,
+                 "digest": self.digest}
+            )  # fmt: skip
+        packed: bytes = msgpack.packb((self.start, self.token_ids, self.text, self.digest))
+        return packed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """What a request consumed and how long its stages took.
+
+    Attributes:
+        prompt_tokens: tokens of the prompt.
+        output_tokens: tokens published.
+        cached_tokens: prompt tokens whose KV was reused and not computed.
+        queue_ms: acceptance to first claim, in ms of Redis' clock.
+        ttft_ms: acceptance to first published token, in ms; None if there was none.
+        attempts: how many workers claimed it.
+    """
+
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    cached_tokens: int = 0
+    queue_ms: int | None = None
+    ttft_ms: int | None = None
+    attempts: int = 0
+
+
+_USAGE_NAMES = tuple(f.name for f in fields(Usage))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class End:
+    """The one terminal event of a request.
+
+    Attributes:
+        n: number of output tokens; the log holds indexes ``[0, n)``.
+        reason: why it ended; its :attr:`Reason.state` is the terminal state.
+        message: detail for a person; empty for ``completed``.
+        usage: None where no worker was involved in the end (cancel, expiry).
+    """
+
+    n: int
+    reason: Reason
+    message: str = ""
+    usage: Usage | None = None
+
+    @property
+    def state(self) -> State:
+        """The terminal state."""
+        return self.reason.state
+
+    def pack(self, answer: Answer = Answer.MSGPACK) -> bytes:
+        """Msgpack ``[-1, n, state, reason, message, usage map or nil]``, or a JSON object."""
+        usage = None
+        if self.usage is not None:
+            pairs = ((name, getattr(self.usage, name)) for name in _USAGE_NAMES)
+            usage = {name: value for name, value in pairs if value is not None}
+        if answer is Answer.JSON:
+            return _json(
+                {"end": True, "n": self.n, "state": self.state.value, "reason": self.reason.value,
+                 "message": self.message, "usage": usage}
+            )  # fmt: skip
+        packed: bytes = msgpack.packb(
+            (END_MARK, self.n, self.state.value, self.reason.value, self.message, usage)
+        )
+        return packed
+
+
+def unpack_event(data: bytes) -> Chunk | End:
+    """The chunk or end in one log entry or one channel message, in either form.
+
+    Raises:
+        ProtocolError: the bytes are neither.
+    """
+    try:
+        wire = _read_json(data) if data[:1] == b"{" else unpack_msgpack("event", data)
+        if wire[0] == END_MARK:
+            return _end(*wire[1:6])
+        start, token_ids, text, digest = wire[:4]
+        return Chunk(int(start), tuple(token_ids), text, int(digest))
+    except (TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
+        allowed = "[start, [ids], text, digest] or [-1, n, state, reason, message, usage]"
+        raise ProtocolError("event", data, f"{allowed}, or their JSON objects") from error
+
+
+def _end(n: int, state: str, reason_name: str, message: str, usage: Any) -> End:
+    reason = Reason(reason_name)
+    if reason.state != state:
+        raise ProtocolError("event.state", state, f"{reason.state} for reason {reason}")
+    known = {k: v for k, v in (usage or {}).items() if k in _USAGE_NAMES}
+    return End(n=n, reason=reason, message=message, usage=Usage(**known) if usage else None)
+
+
+def _read_json(data: bytes) -> tuple[Any, ...]:
+    """A JSON event in the order of the msgpack form."""
+    wire: Mapping[str, Any] = json.loads(data)
+    if wire.get("end") is True:
+        names = ("n", "state", "reason", "message", "usage")
+        return (END_MARK, *(wire[name] for name in names))
+    return tuple(wire[name] for name in ("start", "ids", "text", "digest"))
+
+
+def _json(event: Mapping[str, Any]) -> bytes:
+    return json.dumps(event, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+def unpack_msgpack(where: str, data: bytes) -> Any:
+    """One msgpack value from bytes from anywhere.
+
+    Raises:
+        ProtocolError: they are not one; the message begins with ``where``.
+    """
+    try:
+        return msgpack.unpackb(data, raw=False, strict_map_key=True)
+    except UnicodeDecodeError:
+        raise ProtocolError(where, data, "msgpack whose strings are valid UTF-8") from None
+    except (msgpack.UnpackException, ValueError) as error:
+        raise ProtocolError(where, data, f"one msgpack value ({error})") from None
