@@ -176,7 +176,7 @@ def run_isolated(runner: Runner, plan: Plan) -> StepOutput:
         Tokens of the spans that could be computed, and the failures of the others.
     """
     try:
-        output = runner.run(plan)
+        return runner.run(plan)
     except Exception as error:
         if len(plan.spans) == 1:
             _log.error("a request fails in the model: %s", error, exc_info=error)
@@ -186,14 +186,6 @@ def run_isolated(runner: Runner, plan: Plan) -> StepOutput:
         rest = run_isolated(runner, Plan(plan.spans[middle:]))
         failures = {middle + index: finish for index, finish in rest.failures.items()}
         return StepOutput(first.token_ids + rest.token_ids, {**first.failures, **failures})
-    # The sampler marks a row whose logits are not numbers; that is its request's failure alone.
-    invalid = {i: _NO_DISTRIBUTION for i, ids in enumerate(output.token_ids) if -1 in ids}
-    return StepOutput(output.token_ids, invalid) if invalid else output
-
-
-_NO_DISTRIBUTION = Finish(
-    Reason.ENGINE_ERROR, "the model's logits for the next token are not numbers (NaN)"
-)
 
 
 def _reason(error: Exception) -> Reason:

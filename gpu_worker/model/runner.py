@@ -10,10 +10,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from penstock.shared.protocol import Reason
+
 from ..engine.plan import Plan, Span, StepOutput
+from ..engine.requests import Finish
 from .kv_pool import KVPool
 from .packing import Piece, Rows, forward_logits, pack
-from .sampler import Sampler, SamplingBatch
+from .sampler import INVALID_TOKEN, Sampler, SamplingBatch
 
 if TYPE_CHECKING:
     from .loader import LoadedModel
@@ -21,6 +24,10 @@ if TYPE_CHECKING:
 __all__ = ["ModelRunner"]
 
 log = logging.getLogger(__name__)
+
+_NO_DISTRIBUTION = Finish(
+    Reason.ENGINE_ERROR, "the model's logits for the next token are no numbers (NaN or infinite)"
+)
 
 
 class ModelRunner:
@@ -36,13 +43,15 @@ class ModelRunner:
         self.loaded = loaded
         self.pool = pool
         self._sampler = Sampler() if sampler is None else sampler
+        self._batch: SamplingBatch | None = None
 
     @torch.inference_mode()
     def run(self, plan: Plan) -> StepOutput:
         """Copy the plan's blocks, compute its spans and sample where they end a sequence.
 
         Returns:
-            For each span the tokens sampled; empty where it does not sample.
+            For each span the tokens sampled; empty where it does not sample, and where the logits
+            are no numbers, which is a failure of that span alone.
         """
         self.pool.copy_blocks(plan.copies)
         logits = self._forward(
@@ -51,10 +60,15 @@ class ModelRunner:
         sampling = [span.sequence for span in plan.spans if span.samples]
         if not sampling:
             return StepOutput(tuple(() for _ in plan.spans))
-        batch = SamplingBatch.from_sequences(sampling, self.loaded.device)
+        self._batch = SamplingBatch.from_sequences(sampling, self.loaded.device, self._batch)
         # The step's one wait for the device: everything before only queues work on it.
-        sampled = iter(self._sampler.sample(logits, batch).tolist())
-        return StepOutput(tuple((next(sampled),) if span.samples else () for span in plan.spans))
+        sampled = iter(self._sampler.sample(logits, self._batch).tolist())
+        tokens = [next(sampled) if span.samples else None for span in plan.spans]
+        failed = {i: _NO_DISTRIBUTION for i, token in enumerate(tokens) if token == INVALID_TOKEN}
+        return StepOutput(
+            tuple(() if token is None or token == INVALID_TOKEN else (token,) for token in tokens),
+            failed,
+        )
 
     @torch.inference_mode()
     def logits(self, spans: Sequence[Span], *, last_only: bool = False) -> Tensor:

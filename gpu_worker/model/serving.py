@@ -48,6 +48,8 @@ def build_model(settings: Settings) -> ServingModel:
     runner.warm_up(max_batch_tokens=config.max_batch_tokens, max_sequences=config.max_sequences)
     if settings.engine.threads is None and loaded.device.type == "cpu":
         _choose_threads(runner)
+    # A fast tokenizer sets up its truncation at the first call, which two threads must not share.
+    loaded.tokenizer("warm-up")
     capacity = config.num_blocks * config.block_size
     summary = (
         f"{loaded.path.name} in {loaded.dtype} on {loaded.device}, context {loaded.max_model_len}, "
@@ -56,7 +58,7 @@ def build_model(settings: Settings) -> ServingModel:
     return ServingModel(
         config=config,
         runner=runner,
-        encode=functools.partial(encode_prompt, loaded.tokenizer),
+        encode=functools.partial(encode_prompt, loaded.tokenizer, vocab_size=loaded.vocab_size),
         new_text_stream=functools.partial(IncrementalDetokenizer, loaded.tokenizer),
         summary=summary.replace("torch.", ""),
     )

@@ -13,7 +13,7 @@ from model.families import VOCAB_SIZE
 from penstock.gpu_worker.engine.plan import BlockCopy, Plan, Span
 from penstock.gpu_worker.engine.sequence import Sequence
 from penstock.gpu_worker.model import KVPool, LoadedModel, ModelRunner
-from penstock.shared.protocol import SamplingOptions
+from penstock.shared.protocol import Reason, SamplingOptions
 
 Loaded = Callable[[str], LoadedModel]
 Oracle = Callable[[str], Any]
@@ -116,6 +116,24 @@ def test_logits_of_all_rows_and_of_the_last(runner: ModelRunner, oracle: Oracle)
     torch.testing.assert_close(found, torch.cat(expected), rtol=1e-4, atol=1e-4)
     last = runner.logits([whole(one), whole(two)], last_only=True)
     torch.testing.assert_close(last, torch.stack([e[-1] for e in expected]), rtol=1e-4, atol=1e-4)
+
+
+def test_logits_that_are_no_numbers_fail_their_span_alone(
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sequences = [make_sequence(seed, 4, [seed]) for seed in range(3)]
+    expected = runner.run(Plan(tuple(whole(sequence) for sequence in sequences)))
+    real = runner._forward
+
+    def poisoned(pieces: Any) -> torch.Tensor:
+        logits = real(pieces)
+        logits[1] = torch.nan
+        return logits
+
+    monkeypatch.setattr(runner, "_forward", poisoned)
+    output = runner.run(Plan(tuple(whole(sequence) for sequence in sequences)))
+    assert output.token_ids == (expected.token_ids[0], (), expected.token_ids[2])
+    assert {i: finish.reason for i, finish in output.failures.items()} == {1: Reason.ENGINE_ERROR}
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma3n_text", "deepseek_v3"])
