@@ -7,7 +7,7 @@ Redis Cluster and one script may touch them together. Scale Redis by shards, wor
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from .errors import InvalidRequest
 from .states import Lane
@@ -34,6 +34,8 @@ class Keys:
 
     model: str
     shard: int = 0
+    prefix: str = field(init=False, repr=False, compare=False)
+    """What every name of this shard begins with: ``ps:{model.shard}:``."""
 
     def __post_init__(self) -> None:
         if not _MODEL.fullmatch(self.model):
@@ -41,11 +43,7 @@ class Keys:
             raise InvalidRequest("model", self.model, allowed)
         if self.shard < 0:
             raise InvalidRequest("shard", self.shard, "an integer, 0 or more")
-
-    @property
-    def prefix(self) -> str:
-        """What every name of this shard begins with: ``ps:{model.shard}:``."""
-        return f"ps:{{{self.model}.{self.shard}}}:"
+        object.__setattr__(self, "prefix", f"ps:{{{self.model}.{self.shard}}}:")
 
     def request(self, request_id: str) -> str:
         """Hash: the record of one request."""
