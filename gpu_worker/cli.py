@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from .verify_display import show_progress, show_report
+from penstock.shared.report_view import show_progress, show_report
 
 __all__ = ["verify"]
 
@@ -84,5 +84,10 @@ def verify(
     if as_json:
         typer.echo(json.dumps(report.as_json(), indent=2, allow_nan=False))
     else:
-        show_report(report)
+        show_report(
+            report,
+            title=f"penstock verify: {report.subject}",
+            passed="verified: this model gives here what it gives in transformers",
+            failed="NOT verified: {names} above the limit; do not serve it",
+        )
     raise typer.Exit(0 if report.ok else 1)

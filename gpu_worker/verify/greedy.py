@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from penstock.shared.report import Number
+
 from ..model.loader import LoadedModel
 from .mixes import Mix, generate_mixed
 from .reference import Reference
-from .report import Number
 
 __all__ = ["Greedy", "compare_greedy"]
 

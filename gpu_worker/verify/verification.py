@@ -13,13 +13,13 @@ from pathlib import Path
 import torch
 
 from penstock.shared.errors import ConfigurationError
+from penstock.shared.report import Check, Number, Report
 
 from ..model.loader import LoadedModel, load_model
 from .forced import Comparison, Passage, compare_logits
 from .greedy import Greedy, compare_greedy
 from .inputs import Inputs, gather_inputs, text_windows
 from .reference import Reference, load_reference
-from .report import Check, Number, Report
 
 __all__ = ["Progress", "VerifyOptions", "verify_model"]
 

@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from model.families import REFUSED, VOCAB_SIZE, WINDOW
-from rich.console import Console
 
 from penstock.gpu_worker.model import attention, load_model, sampler
 from penstock.gpu_worker.model.loader import LoadedModel
 from penstock.gpu_worker.verify import (
-    Check,
-    Report,
     VerifyOptions,
     greedy,
     verification,
@@ -32,8 +28,8 @@ from penstock.gpu_worker.verify import (
 from penstock.gpu_worker.verify.greedy import Greedy
 from penstock.gpu_worker.verify.inputs import default_prompts, gather_inputs, text_windows
 from penstock.gpu_worker.verify.reference import Reference
-from penstock.gpu_worker.verify_display import show_report
 from penstock.shared.errors import ConfigurationError, ModelNotFound, UnsupportedModel
+from penstock.shared.report import Report
 
 Checkpoint = Callable[[str], Path]
 Verify = Callable[..., Report]
@@ -430,37 +426,6 @@ def test_a_window_that_no_sequence_crossed_is_noted(
 
 
 # --- the report and the command line --------------------------------------------------------------
-
-
-def test_checks_hold_up_to_their_limit_and_never_for_nan() -> None:
-    assert Check("x", 1e-4, 1e-4).ok
-    assert not Check("x", 1.1e-4, 1e-4).ok
-    assert not Check("x", math.nan, 1e-4).ok
-    report = Report("m", {"x": math.nan, "y": 2}, (Check("x", math.inf, 1.0), Check("y", 2, 3)))
-    assert not report.ok
-    assert report.as_json() == {
-        "figures": {"x": None, "y": 2},
-        "checks": [
-            {"name": "x", "value": None, "limit": 1.0, "ok": False},
-            {"name": "y", "value": 2, "limit": 3, "ok": True},
-        ],
-        "notes": [],
-    }
-
-
-@pytest.mark.parametrize("terminal", [False, True])
-@pytest.mark.parametrize("ok", [False, True])
-def test_the_table_is_plain_where_it_is_piped(terminal: bool, ok: bool) -> None:
-    out = StringIO()
-    report = Report("m[1]", {"x": 2e-6}, (Check("x", 2e-6, 1e-4 if ok else 1e-9),), ("a [note]",))
-    show_report(report, Console(file=out, force_terminal=terminal, width=80))
-    text = out.getvalue()
-    assert ("\x1b[" in text) == terminal
-    assert terminal or text.isascii()
-    assert "m[1]" in text
-    assert "2e-06" in text
-    assert "note: a [note]" in text
-    assert ("NOT verified: x above the limit" in text) != ok
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:

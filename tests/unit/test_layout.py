@@ -32,6 +32,7 @@ THIRD_PARTY = {
     "gpu_worker": {"prometheus_client", "redis", "rich", "typer"},
     "kernels": {"torch", "triton"},
     "producer": {"redis", "rich", "typer"},
+    "shared.report_view": {"rich"},
     "shared": {"msgpack", "pydantic", "redis"},
 }  # fmt: skip
 SIBLINGS = {

@@ -1,8 +1,13 @@
-"""What a verification found: figures, checks with their limits, and notes for a person."""
+"""What a measurement or a verification found: figures, checks with their limits, and notes.
+
+Every command that measures prints the same form: for people a table (see :mod:`.report_view`),
+for scripts one JSON object, and exit code 0 only if all checks hold.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 __all__ = ["Check", "Number", "Report"]
@@ -12,48 +17,57 @@ Number = int | float
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A figure that must not be above its limit.
+    """A figure with a limit.
 
     Attributes:
         name: of the figure.
         value: what was found; NaN never passes.
-        limit: the largest value that passes.
+        limit: the largest value that passes, or the smallest.
+        at_least: whether it is the smallest.
     """
 
     name: str
     value: Number
     limit: Number
+    at_least: bool = False
 
     @property
     def ok(self) -> bool:
         """Whether the check holds."""
-        return self.value <= self.limit
+        return self.value >= self.limit if self.at_least else self.value <= self.limit
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The outcome of one verification.
+    """The outcome of one run.
 
     Attributes:
-        model: what was verified.
+        subject: what was looked at.
         figures: flat, name -> number.
         checks: all of them must hold.
         notes: what the figures do not tell, one sentence each.
+        spread: least and greatest value, for figures that are medians of several rounds.
     """
 
-    model: str
-    figures: dict[str, Number]
+    subject: str
+    figures: Mapping[str, Number]
     checks: tuple[Check, ...]
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
+    spread: Mapping[str, tuple[Number, Number]] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
         """Whether every check holds."""
         return all(check.ok for check in self.checks)
 
+    @property
+    def failed(self) -> tuple[str, ...]:
+        """Names of the checks that do not hold."""
+        return tuple(check.name for check in self.checks if not check.ok)
+
     def as_json(self) -> dict[str, object]:
         """For ``json.dumps``; a figure that is not finite becomes null, as JSON has no NaN."""
-        return {
+        facts: dict[str, object] = {
             "figures": {name: _finite(value) for name, value in self.figures.items()},
             "checks": [
                 {
@@ -66,6 +80,11 @@ class Report:
             ],
             "notes": list(self.notes),
         }
+        if self.spread:
+            facts["spread"] = {
+                name: [_finite(low), _finite(high)] for name, (low, high) in self.spread.items()
+            }
+        return facts
 
 
 def _finite(value: Number) -> Number | None:
