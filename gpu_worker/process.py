@@ -150,8 +150,7 @@ class _Process:
             self._announce(model, health)
             if self._drain.is_set():
                 edge.stop()
-            await edge.run()
-            if edge.hung or worker.failure is not None:
+            if not await edge.run():
                 return self._abandon(worker)
             await self._hand_over(worker, edge, intake)
         await redis.aclose()

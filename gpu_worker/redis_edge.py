@@ -116,16 +116,26 @@ class RedisEdge:
         """Whether the present step has run for longer than any step may."""
         return self._worker.stuck_for() > self._hang_timeout_s
 
-    async def run(self) -> None:
-        """Exchange until :meth:`stop`, or until the engine hangs or breaks."""
+    async def run(self) -> bool:
+        """Exchange until :meth:`stop`, or until the engine hangs or breaks.
+
+        Returns:
+            True if it was stopped; False if the engine can not go on and must be replaced.
+        """
         async with asyncio.TaskGroup() as tasks:
             helpers = [tasks.create_task(self._tick()), tasks.create_task(self._hear_bell())]
-            while not (self._stopping or self.hung or self._worker.failure):
+            works = True
+            while works and not self._stopping:
                 await self.exchange()
                 await self._wake.wait()
                 self._wake.clear()
+                works = not self.hung and self._worker.failure is None
+            # Some cancellations are lost inside redis-py on Python 3.11 (asyncio.wait_for); then
+            # the flag ends the listener when its read returns.
+            self._stopping = True
             for helper in helpers:
                 helper.cancel()
+        return works
 
     async def exchange(self) -> None:
         """One round trip, if there is anything to say."""
@@ -299,7 +309,7 @@ class RedisEdge:
         """Waits for new work. Entries that came since the last claim wake it at once."""
         key = self._operations.keys.bell
         last = self._bell
-        while True:
+        while not self._stopping:
             try:
                 rung = await self._listener.xread({key: last}, count=1, block=1000)
             except (RedisError, OSError):
