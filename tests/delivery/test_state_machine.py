@@ -267,8 +267,9 @@ class Delivery(RuleBasedStateMachine):
             return
         request.past_due = True
         keys = self.shard.keys
-        self.run(self.client.hset(keys.request(rid), "dl", LONG_AGO))
-        self.run(self.client.zadd(keys.deadlines, {rid: LONG_AGO}))
+        just_now = self.run(self.shard.now_ms()) - 1
+        self.run(self.client.hset(keys.request(rid), "dl", just_now))
+        self.run(self.client.zadd(keys.deadlines, {rid: just_now}))
 
     def owned_by(self, name: str) -> list[str]:
         running = self.model.in_state("running")
