@@ -93,6 +93,7 @@ class BlockManager:
         sequence.block_table.extend(prefix)
         sequence.block_table.extend([self._take() for _ in range(num_fresh)])
         sequence.num_computed_tokens = len(prefix) * self.block_size
+        sequence.num_writable_tokens = len(sequence.block_table) * self.block_size
         sequence.num_published_blocks = len(prefix)
         return True
 
@@ -112,6 +113,7 @@ class BlockManager:
         index, offset = divmod(sequence.num_computed_tokens, self.block_size)
         unshare = offset != 0 and self._ref_counts[table[index]] > 1
         if num_fresh <= 0 and not unshare:
+            sequence.num_writable_tokens = len(table) * self.block_size
             return True
         if max(num_fresh, 0) + unshare > len(self._unused):
             return False
@@ -120,6 +122,7 @@ class BlockManager:
             self._drop(table[index])
             table[index] = copies[-1].target
         table.extend([self._take() for _ in range(num_fresh)])
+        sequence.num_writable_tokens = len(table) * self.block_size
         return True
 
     def publish(self, sequence: Sequence) -> None:
@@ -142,6 +145,7 @@ class BlockManager:
             self._share(block)
         child.block_table = parent.block_table[:num_shared]
         child.num_computed_tokens = parent.num_computed_tokens
+        parent.num_writable_tokens = child.num_writable_tokens = 0
         child.num_published_blocks = parent.num_published_blocks
         child.block_digests = parent.block_digests[: parent.num_published_blocks]
 
@@ -155,6 +159,7 @@ class BlockManager:
             self._drop(block)
         sequence.block_table.clear()
         sequence.num_computed_tokens = 0
+        sequence.num_writable_tokens = 0
         sequence.num_published_blocks = 0
 
     def _take(self) -> int:
@@ -216,6 +221,12 @@ class BlockManager:
         _require(num_computed <= sequence.num_tokens, f"{sequence}: computed more than it has")
         _require(len(table) >= self.blocks_for(num_computed), f"{sequence}: {table} is too short")
         num_full = num_computed // self.block_size
+        writable = sequence.num_writable_tokens
+        _require(writable <= len(table) * self.block_size, f"{sequence}: {writable=}")
+        if writable > num_computed:
+            own = table[num_full : self.blocks_for(writable)]
+            shared = [block for block in own if self._ref_counts[block] > 1]
+            _require(not shared, f"{sequence} may write up to {writable}, but shares {shared}")
         _require(sequence.num_published_blocks <= num_full, f"{sequence}: published too early")
         for block in table[num_full:]:
             hit = self._cache is not None and block in self._cache

@@ -53,6 +53,7 @@ class Engine:
         self._blocks = BlockManager(
             config.num_blocks, config.block_size, prefix_cache=config.prefix_cache
         )
+        self._pool_tokens = config.num_blocks * config.block_size
         self._scheduler = Scheduler(config, self._blocks, self._policy)
         self._outputs: dict[str, Output] = {}
         self._in_flight: Plan | None = None
@@ -95,7 +96,8 @@ class Engine:
             output = Output(sequence, self._detokenizer(request.prompt_ids), self._config)
             finish = _replay(output, request.output_ids) or self._too_large(sequence)
         if finish is not None:
-            return _update(sequence, len(request.output_ids), (), "", finish)
+            num_tokens = sequence.num_prompt_tokens + len(request.output_ids)
+            return _update(sequence, num_tokens, (), "", finish)
         self._outputs[sequence.id] = output
         self._scheduler.add(sequence)
         return None
@@ -140,21 +142,27 @@ class Engine:
         if len(output.token_ids) != len(plan.spans):
             raise IntegrityError(f"{len(output.token_ids)} outputs for {len(plan.spans)} spans")
         updates: list[Update] = []
+        num_computed = num_sampled = 0
+        finished, failures, size = SequenceStatus.FINISHED, output.failures, self._config.block_size
         for index, (span, token_ids) in enumerate(zip(plan.spans, output.token_ids, strict=True)):
-            sequence = span.sequence
-            if sequence.status is SequenceStatus.FINISHED:
+            sequence, num_tokens = span.sequence, span.num_tokens
+            if sequence.status is finished:
                 continue  # aborted while the step ran
-            if index in output.failures:
-                updates.append(self._end(sequence, output.failures[index]))
+            if failures and index in failures:
+                updates.append(self._end(sequence, failures[index]))
                 continue
             if len(token_ids) != span.samples:
                 raise IntegrityError(f"{sequence}: {span.samples=}, but got {token_ids}")
-            sequence.num_computed_tokens = span.start + span.num_tokens
-            self._blocks.publish(sequence)
-            self._num_computed_tokens += span.num_tokens
+            stop = sequence.num_computed_tokens = span.start + num_tokens
+            if num_tokens > 1 or stop % size == 0:  # else it has filled no block
+                self._blocks.publish(sequence)
+            num_computed += num_tokens
             if token_ids:
-                updates.append(self._append(sequence, token_ids[0]))
+                num_sampled += 1
+                updates.append(self._append(sequence, token_ids))
         self._num_steps += 1
+        self._num_computed_tokens += num_computed
+        self._num_output_tokens += num_sampled
         return updates
 
     def fail(self, plan: Plan, reason: Reason, message: str) -> list[Update]:
@@ -200,21 +208,19 @@ class Engine:
         """
         self._scheduler.check_integrity({output.sequence for output in self._outputs.values()})
 
-    def _append(self, sequence: Sequence, token_id: int) -> Update:
-        output, start = self._outputs[sequence.id], sequence.num_output_tokens
-        text, finish = output.append(token_id)
-        self._num_output_tokens += 1
-        if finish is None:
+    def _append(self, sequence: Sequence, token_ids: tuple[int, ...]) -> Update:
+        output, num_tokens = self._outputs[sequence.id], len(sequence.token_ids)
+        text, finish = output.append(token_ids[0])
+        if finish is None and num_tokens >= self._pool_tokens:
             finish = self._too_large(sequence)
-            if finish is not None:
-                text += output.flush()
+            text += output.flush()
         if finish is not None:
             self._remove(sequence)
-        return _update(sequence, start, (token_id,), text, finish)
+        return _update(sequence, num_tokens, token_ids, text, finish)
 
     def _end(self, sequence: Sequence, finish: Finish) -> Update:
         self._remove(sequence)
-        return _update(sequence, sequence.num_output_tokens, (), "", finish)
+        return _update(sequence, sequence.num_tokens, (), "", finish)
 
     def _remove(self, sequence: Sequence) -> None:
         del self._outputs[sequence.id]
@@ -239,12 +245,12 @@ class Engine:
         """The end of a sequence whose next token the pool could not give, even were it alone."""
         num_blocks, size = self._blocks.num_blocks, self._blocks.block_size
         num_tokens = sequence.num_tokens
-        if num_tokens <= num_blocks * size:
+        if num_tokens <= self._pool_tokens:
             return None
         num_needed = self._blocks.blocks_for(num_tokens)
         message = (
             f"{num_tokens} tokens need {num_needed} KV blocks of {size} tokens; the pool has "
-            f"{num_blocks} ({num_blocks * size} tokens): raise the KV memory budget or ask for less"
+            f"{num_blocks} ({self._pool_tokens} tokens): raise the KV memory budget or ask for less"
         )
         return Finish(Reason.OUT_OF_MEMORY, message)
 
@@ -259,14 +265,17 @@ def _replay(output: Output, token_ids: tuple[int, ...]) -> Finish | None:
 
 
 def _update(
-    sequence: Sequence, start: int, token_ids: tuple[int, ...], text: str, finish: Finish | None
+    sequence: Sequence, at: int, token_ids: tuple[int, ...], text: str, finish: Finish | None
 ) -> Update:
+    """What the tokens of ``sequence`` from index ``at`` on, prompt included, add to its output."""
+    prompt_tokens = sequence.num_prompt_tokens
+    # By position: keywords would double the time this takes, and it is done for every token.
     return Update(
-        id=sequence.id,
-        start=start,
-        token_ids=token_ids,
-        text=text,
-        finish=finish,
-        prompt_tokens=sequence.num_prompt_tokens,
-        cached_tokens=sequence.num_cached_tokens,
+        sequence.id,
+        at - prompt_tokens,
+        token_ids,
+        text,
+        finish,
+        prompt_tokens,
+        sequence.num_cached_tokens,
     )

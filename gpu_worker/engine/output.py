@@ -29,34 +29,39 @@ class Output:
     had, including whether it has ended.
     """
 
+    __slots__ = ("_full", "_matcher", "_stop_ids", "_stream", "sequence")
+
     def __init__(self, sequence: Sequence, stream: TextStream, config: EngineConfig) -> None:
         options = sequence.options
         self.sequence = sequence
         self._stream = stream
-        self._matcher = StopMatcher(options.stop)
-        self._max_tokens = min(
-            options.max_tokens, config.max_model_len - sequence.num_prompt_tokens
-        )
-        self._stop_ids = frozenset(options.stop_token_ids)
-        if not options.ignore_eos:
-            self._stop_ids |= config.eos_token_ids
+        self._matcher = StopMatcher(options.stop) if options.stop else None
+        # Prompt and output tokens at which the output is as long as it may be.
+        self._full = min(sequence.num_prompt_tokens + options.max_tokens, config.max_model_len)
+        self._stop_ids = frozenset() if options.ignore_eos else config.eos_token_ids
+        if options.stop_token_ids:
+            self._stop_ids = self._stop_ids.union(options.stop_token_ids)
 
     def append(self, token_id: int) -> tuple[str, Finish | None]:
         """Add the next output token; return the text it adds, and the end if this is it."""
-        sequence, matcher = self.sequence, self._matcher
-        sequence.token_ids.append(token_id)
+        token_ids, matcher = self.sequence.token_ids, self._matcher
+        token_ids.append(token_id)
         if token_id in self._stop_ids:
             return self.flush(), _STOP
-        text = matcher.feed(self._stream.feed(token_id))
-        if matcher.matched is not None:
-            return text, _STOP
-        if sequence.num_output_tokens < self._max_tokens:
+        text = self._stream.feed(token_id)
+        if matcher is not None:
+            text = matcher.feed(text)
+            if matcher.matched is not None:
+                return text, _STOP
+        if len(token_ids) < self._full:
             return text, None
         text += self.flush()
         # Half a character that is released only now may complete a stop string.
-        return text, _LENGTH if matcher.matched is None else _STOP
+        return text, _STOP if matcher is not None and matcher.matched is not None else _LENGTH
 
     def flush(self) -> str:
         """Release the text held back by the detokeniser and the stop matcher."""
-        text = self._matcher.feed(self._stream.flush())
-        return text + self._matcher.flush()
+        text = self._stream.flush()
+        if self._matcher is None:
+            return text
+        return self._matcher.feed(text) + self._matcher.flush()

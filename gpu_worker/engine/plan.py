@@ -11,7 +11,9 @@ from .sequence import Sequence
 __all__ = ["BlockCopy", "Plan", "Span", "StepOutput"]
 
 
-@dataclass(frozen=True, slots=True)
+# Never changed once made. Not frozen, because one is made for every token, and setting the fields
+# of a frozen one costs four times as much.
+@dataclass(slots=True)
 class Span:
     """The tokens of one sequence that one step computes.
 

@@ -42,7 +42,8 @@ class Finish:
     message: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+# Never changed once made; not frozen for the same reason as `Span`.
+@dataclass(slots=True)
 class Update:
     """What one step added to one request. The one with ``finish`` is the request's last.
 

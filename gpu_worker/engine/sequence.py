@@ -46,6 +46,8 @@ class Sequence:
             admitted, instead of being computed.
         block_table: block numbers; position ``p`` lives in block ``block_table[p // block_size]``
             at offset ``p % block_size``.
+        num_writable_tokens: positions ``[num_computed_tokens, num_writable_tokens)`` lie in blocks
+            that are this sequence's alone, so it may write there; kept by the block manager.
         block_digests: chained content digests of the first full blocks (see ``prefix_cache``).
         num_published_blocks: leading blocks that were already offered to the prefix cache.
         num_preemptions: how often it lost its blocks.
@@ -64,6 +66,7 @@ class Sequence:
         "num_preemptions",
         "num_prompt_tokens",
         "num_published_blocks",
+        "num_writable_tokens",
         "options",
         "rank",
         "seed",
@@ -97,6 +100,7 @@ class Sequence:
         self.num_prompt_tokens = len(self.token_ids)
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0
+        self.num_writable_tokens = 0
         self.num_preemptions = 0
         self.block_table: list[int] = []
         self.block_digests: list[bytes] = []
