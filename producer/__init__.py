@@ -8,6 +8,7 @@ from __future__ import annotations
 from penstock.shared.errors import (
     ConfigurationError,
     IdConflict,
+    IdInUse,
     InvalidRequest,
     PenstockError,
     QueueFull,
@@ -16,12 +17,14 @@ from penstock.shared.errors import (
     StreamDiverged,
     StreamError,
     SubmitRefused,
+    UnknownDeadLetter,
     UnknownRequest,
 )
-from penstock.shared.operations import CancelReply
+from penstock.shared.operations import CancelReply, DeadLetter
 from penstock.shared.protocol import Chunk, End, Lane, Reason, State, Usage
 
 from .client import Producer
+from .dead_letters import DeadLetters
 from .results import Result, Status, Submitted
 from .stream import TokenStream
 from .sync import BlockingProducer, BlockingStream
@@ -32,8 +35,11 @@ __all__ = [
     "CancelReply",
     "Chunk",
     "ConfigurationError",
+    "DeadLetter",
+    "DeadLetters",
     "End",
     "IdConflict",
+    "IdInUse",
     "InvalidRequest",
     "Lane",
     "PenstockError",
@@ -50,6 +56,7 @@ __all__ = [
     "SubmitRefused",
     "Submitted",
     "TokenStream",
+    "UnknownDeadLetter",
     "UnknownRequest",
     "Usage",
 ]

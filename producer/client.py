@@ -15,6 +15,7 @@ from penstock.shared.keys import Keys
 from penstock.shared.operations import Bounds, CancelReply, Operations
 from penstock.shared.protocol import End, Lane, Reason, Request, State, unpack_event
 
+from .dead_letters import DeadLetters
 from .link import Link
 from .log_reader import LogReader
 from .results import Result, Status, Submitted
@@ -99,6 +100,11 @@ class Producer:
     def keys(self) -> Keys:
         """Names of everything this client reads and writes in Redis."""
         return self._keys
+
+    @property
+    def dead_letters(self) -> DeadLetters:
+        """Requests that were given up, to be looked at and run again."""
+        return DeadLetters(self._link, self._operations)
 
     async def connect(self) -> Self:
         """Reach the server and check its version; ``async with`` does this.

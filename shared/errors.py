@@ -13,7 +13,9 @@
     │   └── ProtocolError           bytes on the wire are not our protocol
     ├── SubmitRefused
     │   ├── QueueFull               a bound at the door was reached; retry later
-    │   └── IdConflict              this id was used for another payload
+    │   ├── IdConflict              this id was used for another payload
+    │   └── IdInUse                 a dead letter's id is that of another request by now
+    ├── UnknownDeadLetter           no dead letter of that name
     ├── StreamError
     │   ├── UnknownRequest          never submitted, or its retention has passed
     │   └── StreamDiverged          the log contradicts what this reader already saw
@@ -29,6 +31,7 @@ from __future__ import annotations
 __all__ = [
     "ConfigurationError",
     "IdConflict",
+    "IdInUse",
     "InsufficientMemory",
     "IntegrityError",
     "InvalidRequest",
@@ -42,6 +45,7 @@ __all__ = [
     "StreamDiverged",
     "StreamError",
     "SubmitRefused",
+    "UnknownDeadLetter",
     "UnknownRequest",
     "UnsupportedModel",
 ]
@@ -134,6 +138,35 @@ class IdConflict(SubmitRefused):
             "use a new id, or send exactly the same request to get the first one's stream"
         )
         self.request_id = request_id
+
+
+class IdInUse(SubmitRefused):
+    """A dead letter cannot be redriven: its id belongs to another request by now.
+
+    Attributes:
+        request_id: the id in question.
+        state: the state of the request that has it.
+    """
+
+    def __init__(self, request_id: str, state: str) -> None:
+        super().__init__(
+            f"the id {request_id!r} is in use: a request of that name is {state}; "
+            "redrive the dead letter when that one has ended and its retention has passed"
+        )
+        self.request_id = request_id
+        self.state = state
+
+
+class UnknownDeadLetter(PenstockError):
+    """There is no dead letter of that name: never was, redriven, dropped, or pushed out by newer.
+
+    Attributes:
+        name: what was asked for.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"no dead letter {name!r}; `penstock dlq list` shows those there are")
+        self.name = name
 
 
 class StreamError(PenstockError):

@@ -18,6 +18,7 @@ from penstock.shared.errors import ConfigurationError, PenstockError, RequestFai
 
 from . import requests
 from .demo import demo
+from .dlq import dlq
 from .output import make_encodable, one_line
 
 __all__ = ["main"]
@@ -98,6 +99,7 @@ app.command()(requests.submit)
 app.command()(requests.stream)
 app.command()(requests.result)
 app.command()(requests.cancel)
+app.add_typer(dlq, name="dlq")
 
 
 def _version(wanted: bool) -> None:
