@@ -18,7 +18,7 @@ from penstock.shared.protocol import Reason, Request
 
 from .engine.requests import EngineRequest
 from .metrics import WorkerMetrics
-from .outbox import Outbox
+from .outbox import Outbox, run_name
 
 __all__ = ["Intake"]
 
@@ -67,7 +67,7 @@ class Intake:
                 request = Request.unpack(claim.payload)
             except InvalidRequest as error:
                 self._outbox.open(claim, "unknown")
-                self._refuse(claim.id, error)
+                self._refuse(claim, error)
                 continue
             self._outbox.open(claim, request.lane.value)
             if claim.attempts == 1:
@@ -81,15 +81,17 @@ class Intake:
         try:
             prompt_ids = await loop.run_in_executor(self._pool, self._encode, request.prompt)
         except InvalidRequest as error:
-            self._refuse(claim.id, error)
+            self._refuse(claim, error)
             return
         except Exception as error:  # a tokenizer's own failure is this request's, not ours
             _log.exception("tokenisation failed", extra={"request": claim.id})
-            self._outbox.end(claim.id, Reason.ENGINE_ERROR, f"tokenisation failed: {error}")
+            self._outbox.end(claim, Reason.ENGINE_ERROR, f"tokenisation failed: {error}")
             return
+        if not self._outbox.owns(claim):
+            return  # lost meanwhile; its abort has gone ahead of it
         self._add(
             EngineRequest(
-                id=claim.id,
+                id=run_name(claim.id, claim.epoch),
                 lane=request.lane,
                 tenant=request.tenant,
                 prompt_ids=tuple(prompt_ids),
@@ -100,9 +102,9 @@ class Intake:
             )
         )
 
-    def _refuse(self, request_id: str, error: InvalidRequest) -> None:
-        _log.info("refused: %s", error, extra={"request": request_id})
-        self._outbox.end(request_id, Reason.INVALID, str(error))
+    def _refuse(self, claim: Claim, error: InvalidRequest) -> None:
+        _log.info("refused: %s", error, extra={"request": claim.id})
+        self._outbox.end(claim, Reason.INVALID, str(error))
 
     async def close(self) -> None:
         """Give up preparing; who owned the claims must release them."""

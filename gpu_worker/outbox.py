@@ -19,7 +19,16 @@ from penstock.shared.protocol import Chunk, End, Reason, Usage, rolling_digest
 from .engine.requests import Finish, Update
 from .metrics import WorkerMetrics
 
-__all__ = ["Outbox", "Settled", "TokenLedger"]
+__all__ = ["Outbox", "Settled", "TokenLedger", "run_name"]
+
+
+def run_name(request_id: str, epoch: int) -> str:
+    """What a request is called in the engine: a name of this claim and no other.
+
+    A worker that lost a request may be given it again while the engine still computes a step for
+    the claim before. What comes of that step is not the new claim's: it has other indexes.
+    """
+    return f"{request_id}#{epoch}"
 
 
 @dataclass(slots=True)
@@ -28,6 +37,7 @@ class TokenLedger:
 
     Attributes:
         claim: how this worker got it.
+        run: its name in the engine, see :func:`run_name`.
         lane: its lane, as a metric label.
         accepted_at: monotonic time in seconds when it was accepted, by Redis' account.
         confirmed: output tokens that the log holds.
@@ -38,6 +48,7 @@ class TokenLedger:
     """
 
     claim: Claim
+    run: str
     lane: str
     accepted_at: float
     confirmed: int
@@ -56,7 +67,7 @@ class Settled:
     """What an answered batch means for the worker.
 
     Attributes:
-        lost: requests this worker does not own any more; the engine must abort them.
+        lost: runs of requests this worker does not own any more; the engine must abort them.
         mismatched: requests whose log is not where this worker left it (a failover lost its
             tail); they must be released, so that somebody continues from what the log holds.
     """
@@ -129,6 +140,7 @@ class Outbox:
         ids = [token for chunk in claim.chunks for token in chunk.token_ids]
         ledger = TokenLedger(
             claim=claim,
+            run=run_name(claim.id, claim.epoch),
             lane=lane,
             accepted_at=self._clock() - claim.age_ms / 1000,
             confirmed=len(ids),
@@ -138,13 +150,20 @@ class Outbox:
         with self._lock:
             self._ledgers[claim.id] = ledger
 
+    def owns(self, claim: Claim) -> bool:
+        """Whether that very claim still is this worker's, as far as it knows."""
+        with self._lock:
+            ledger = self._ledgers.get(claim.id)
+            return ledger is not None and ledger.claim.epoch == claim.epoch
+
     def post(self, updates: Sequence[Update]) -> None:
-        """Take what the engine produced in a step."""
+        """Take what the engine produced in a step; updates carry the names of runs."""
         posted = False
         with self._lock:
             for update in updates:
-                ledger = self._ledgers.get(update.id)
-                if ledger is None or ledger.finish is not None:
+                request_id = update.id.rpartition("#")[0]
+                ledger = self._ledgers.get(request_id)
+                if ledger is None or ledger.run != update.id or ledger.finish is not None:
                     # Lost while the step ran: what it cost is waste, and counted as such.
                     self._metrics.orphan_tokens.inc(len(update.token_ids))
                     continue
@@ -153,18 +172,18 @@ class Outbox:
                 ledger.finish = update.finish
                 ledger.prompt_tokens = update.prompt_tokens
                 ledger.cached_tokens = update.cached_tokens
-                self._dirty[update.id] = ledger
+                self._dirty[request_id] = ledger
                 posted = True
         if posted:
             self._wake()
 
-    def end(self, request_id: str, reason: Reason, message: str) -> None:
+    def end(self, claim: Claim, reason: Reason, message: str) -> None:
         """End a request that never reached the engine."""
         finish = Finish(reason, message)
         self.post(
             [
                 Update(
-                    id=request_id,
+                    id=run_name(claim.id, claim.epoch),
                     start=0,
                     token_ids=(),
                     text="",
@@ -231,7 +250,7 @@ class Outbox:
                 elif status == AppendStatus.BROKEN and item.count > 0:
                     # Its log is not a stream. A bare end puts a new log in its place.
                     self._metrics.append_refusals.labels("broken").inc()
-                    lost.append(item.id)
+                    lost.append(ledger.run)
                     ledger.confirmed = item.start
                     ledger.finish = Finish(
                         Reason.ENGINE_ERROR, "its token log in Redis holds a value of another type"
@@ -240,7 +259,7 @@ class Outbox:
                     self._dirty[item.id] = ledger
                 else:
                     self._lose(item, ledger, status)
-                    lost.append(item.id)
+                    lost.append(ledger.run)
                     if status == AppendStatus.MISMATCH:
                         mismatched.append(item.id)
         return Settled(tuple(lost), tuple(mismatched))

@@ -27,7 +27,7 @@ from penstock.shared.script_loader import Call
 
 from .intake import Intake
 from .metrics import WorkerMetrics
-from .outbox import Outbox
+from .outbox import Outbox, run_name
 from .worker import Worker
 
 __all__ = ["Capacity", "RedisEdge"]
@@ -228,14 +228,14 @@ class RedisEdge:
                 self._metrics.redis_errors.inc()
                 ids = tuple(item.id for item in batch)
                 self._outbox.forget(ids)
-                await self._give_up(ids, ids)
+                await self._give_up([run_name(item.id, item.epoch) for item in batch], ids)
                 continue
             settled = self._outbox.settle(batch, reply[0::2])
             await self._give_up(settled.lost, settled.mismatched)
 
     async def _give_up(self, lost: Sequence[str], release: Sequence[str]) -> None:
-        for request_id in lost:
-            self._worker.abort(request_id)
+        for run in lost:
+            self._worker.abort(run)
         if lost:
             self._may_find_work = True
         if release:

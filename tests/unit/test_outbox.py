@@ -52,10 +52,10 @@ def claim(request_id: str = "a", *chunks: Chunk, epoch: int = 1) -> Claim:
 
 
 def update(
-    ids: tuple[int, ...], text: str = "", finish: Finish | None = None, request_id: str = "a"
+    ids: tuple[int, ...], text: str = "", finish: Finish | None = None, run: str = "a#1"
 ) -> Update:
     return Update(
-        id=request_id,
+        id=run,
         start=0,
         token_ids=ids,
         text=text,
@@ -92,7 +92,7 @@ def test_chunks_join_by_index_and_digest(outbox: Outbox) -> None:
 def test_continued_request_goes_on_after_its_log(outbox: Outbox) -> None:
     before = Chunk(0, (5, 6), "He", rolling_digest((5, 6)))
     outbox.open(claim("a", before, epoch=4), "normal")
-    outbox.post([update((7,), "llo")])
+    outbox.post([update((7,), "llo", run="a#4")])
     (item,) = outbox.take(256)
     assert (item.epoch, item.start) == (4, 2)
     assert unpack_event(item.chunk) == Chunk(2, (7,), "llo", rolling_digest((5, 6, 7)))
@@ -140,10 +140,10 @@ def test_lost_request_is_dropped_and_its_tokens_are_waste(
 ) -> None:
     outbox.open(claim(), "normal")
     outbox.open(claim("b"), "normal")
-    outbox.post([update((5,), "x"), update((9,), "z", request_id="b")])
+    outbox.post([update((5,), "x"), update((9,), "z", run="b#1")])
     batch = outbox.take(256)
     settled = outbox.settle(batch, [status, AppendStatus.WRITTEN])
-    assert settled.lost == ("a",)
+    assert settled.lost == ("a#1",)
     assert settled.mismatched == (("a",) if status == AppendStatus.MISMATCH else ())
     outbox.post([update((6,), "late")])
     assert outbox.take(256) == []
@@ -152,11 +152,31 @@ def test_lost_request_is_dropped_and_its_tokens_are_waste(
     assert sample(metrics, "append_refusals_total", why=why) == 1
 
 
+def test_a_step_for_the_claim_before_is_not_the_new_claims(
+    outbox: Outbox, metrics: WorkerMetrics
+) -> None:
+    """Lost and claimed again within one exchange, while the engine was in the middle of a step."""
+    outbox.open(claim(epoch=1), "normal")
+    outbox.post([update((5,), "x")])
+    outbox.settle(outbox.take(256), [AppendStatus.FENCED])
+    again = claim(epoch=2)
+    outbox.open(again, "normal")
+    outbox.post([update((6,), "stale", run="a#1")])
+    outbox.end(claim(epoch=1), Reason.INVALID, "stale, too")
+    assert outbox.take(256) == []
+    assert sample(metrics, "orphan_tokens_total") == 2
+    assert outbox.owns(again)
+    assert not outbox.owns(claim(epoch=1))
+    outbox.post([update((5,), "x", run="a#2")])
+    (item,) = outbox.take(256)
+    assert (item.epoch, item.start, item.count) == (2, 0, 1)
+
+
 def test_broken_log_ends_its_request_with_a_reason(outbox: Outbox) -> None:
     outbox.open(claim(), "normal")
     outbox.post([update((5,), "x")])
     settled = outbox.settle(outbox.take(256), [AppendStatus.BROKEN])
-    assert settled.lost == ("a",), "the engine must stop"
+    assert settled.lost == ("a#1",), "the engine must stop"
     outbox.post([update((6,), "still running when the refusal came")])
     (item,) = outbox.take(256)
     end = unpack_event(item.end)
@@ -171,20 +191,20 @@ def test_probe_asks_without_writing(outbox: Outbox) -> None:
     outbox.probe()
     (item,) = outbox.take(256)
     assert (item.start, item.count, item.chunk, item.end) == (0, 0, b"", b"")
-    assert outbox.settle([item], [AppendStatus.FENCED]).lost == ("a",)
+    assert outbox.settle([item], [AppendStatus.FENCED]).lost == ("a#1",)
 
 
 def test_take_is_bounded_and_keeps_the_rest(outbox: Outbox) -> None:
     for name in "abc":
         outbox.open(claim(name), "normal")
-        outbox.post([update((1,), name, request_id=name)])
+        outbox.post([update((1,), name, run=f"{name}#1")])
     assert [item.id for item in outbox.take(2)] == ["a", "b"]
     assert [item.id for item in outbox.take(2)] == ["c"]
 
 
 def test_request_that_never_reached_the_engine_still_ends(outbox: Outbox) -> None:
     outbox.open(claim(), "normal")
-    outbox.end("a", Reason.INVALID, "prompt: got nothing")
+    outbox.end(claim(), Reason.INVALID, "prompt: got nothing")
     (item,) = outbox.take(256)
     end = unpack_event(item.end)
     assert isinstance(end, End)

@@ -123,10 +123,10 @@ def test_loop_serves_while_it_isolates_and_aborts() -> None:
     for name in ("good", "poisoned", "aborted"):
         outbox.open(claim(name), "normal")
     worker.start()
-    worker.add(request("good", (97,), max_tokens=20))
-    worker.add(request("poisoned", (POISON,)))
-    worker.add(request("aborted", (98,), max_tokens=200))
-    worker.abort("aborted")
+    worker.add(request("good#1", (97,), max_tokens=20))
+    worker.add(request("poisoned#1", (POISON,)))
+    worker.add(request("aborted#1", (98,), max_tokens=200))
+    worker.abort("aborted#1")
     ended = {}
 
     def drain() -> bool:
