@@ -5,7 +5,7 @@
 --
 -- The counters are right as long as every script runs to its end. An operator runs this after a
 -- command was denied by an ACL or keys were deleted by hand. Not bounded: it looks at every
--- request that has not ended, about 4 us each, during which Redis serves nobody else.
+-- request that has not ended, about 10 us each, during which Redis serves nobody else.
 --
 -- KEYS  1 dl  zset   2 cnt  hash      and the records r:<id> of all members of dl
 -- ARGV  1 prefix
