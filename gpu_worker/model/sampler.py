@@ -1,7 +1,7 @@
 """From logits to tokens, for the whole batch at once.
 
-Greedy rows take the first of the largest logits. The others go through temperature, top-k and
-top-p, in this order (that of transformers' ``generate``), and are picked by inverting the
+Greedy rows take the first of the largest logits. The others go through temperature, top-k, top-p
+and min-p, in this order (that of transformers' ``generate``), and are picked by inverting the
 cumulative distribution at a counter-based random number.
 
 Probabilities are held as **integers**: ``trunc(exp((logit - largest) / temperature) * 2**s)``, with
@@ -16,6 +16,7 @@ is that a token less likely than ``2**-s`` times the most likely one is never dr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -51,7 +52,7 @@ class Sampleable(Protocol):
 
     @property
     def options(self) -> SamplingOptions:
-        """Temperature, top-k and top-p are used."""
+        """All but what ends the output is used."""
 
     @property
     def seed(self) -> int:
@@ -64,17 +65,19 @@ class Sampleable(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Filters:
-    """Top-k and top-p of ``R`` rows, each of which has one or both.
+    """Top-k, top-p and min-p of ``R`` rows, each of which has at least one of them.
 
     Attributes:
         top_k: int64 ``[R]``, 0 for all.
         top_p: float64 ``[R]``, 1 for all.
+        log_min_p: float32 ``[R]``, -inf for all; None if it is so in every row.
         widest_k: the largest of ``top_k``.
         any_without_k: whether one of ``top_k`` is 0.
     """
 
     top_k: Tensor
     top_p: Tensor
+    log_min_p: Tensor | None
     widest_k: int
     any_without_k: bool
 
@@ -86,15 +89,21 @@ class _Filters:
             return None
         top_k = [option.top_k for option in options]
         top_p = [option.top_p for option in options]
+        min_p = [option.min_p for option in options]
+        logs = [math.log(p) if p > 0 else -math.inf for p in min_p]
         return cls(
             torch.tensor(top_k, device=device),
             torch.tensor(top_p, dtype=torch.float64, device=device),
+            torch.tensor(logs, dtype=torch.float32, device=device) if any(min_p) else None,
             max(top_k),
             min(top_k) == 0,
         )
 
     def of(self, rows: Tensor | slice) -> _Filters:
-        return _Filters(self.top_k[rows], self.top_p[rows], self.widest_k, self.any_without_k)
+        log_min_p = None if self.log_min_p is None else self.log_min_p[rows]
+        return _Filters(
+            self.top_k[rows], self.top_p[rows], log_min_p, self.widest_k, self.any_without_k
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +113,7 @@ class _Group:
     Attributes:
         rows: int64 ``[R]``, positions in the batch.
         temperature: float32 ``[R, 1]``, positive.
-        filters: None if no row has top-k or top-p.
+        filters: None if no row has top-k, top-p or min-p.
         bits: int64 ``[R]``, this step's random bits.
     """
 
@@ -216,7 +225,7 @@ def _members(sequences: Sequence[Sampleable], device: torch.device) -> tuple[_Me
 
 
 def _narrows(options: SamplingOptions) -> bool:
-    return options.top_k > 0 or options.top_p < 1
+    return options.top_k > 0 or options.top_p < 1 or options.min_p > 0
 
 
 class Sampler:
@@ -286,7 +295,7 @@ def _draw_filtered(scores: Tensor, filters: _Filters, bits: Tensor, width: int) 
 
 @dataclass(frozen=True, slots=True)
 class _Ranking:
-    """The most likely tokens of each row after top-k and top-p.
+    """The most likely tokens of each row after top-k, top-p and min-p.
 
     Attributes:
         ids: int64 ``[R, W]``, most likely first, of equals the lowest id first.
@@ -306,7 +315,8 @@ def _rank(scores: Tensor, filters: _Filters, width: int) -> _Ranking:
     """Ranks the ``width`` most likely tokens and filters them.
 
     Top-k keeps what is at least the k-th largest, so tokens that tie with it stay. Top-p keeps the
-    shortest prefix of the ranking whose weight reaches ``top_p`` of what top-k left.
+    shortest prefix of the ranking whose weight reaches ``top_p`` of what top-k left. Min-p then
+    compares with the most likely token, which all of them keep and whose score is 0.
     """
     vocab_size = scores.shape[1]
     values, ids = _most_likely(scores, width)
@@ -326,7 +336,12 @@ def _rank(scores: Tensor, filters: _Filters, width: int) -> _Ranking:
     cut = values.gather(1, kept.sum(dim=-1, keepdim=True) - 1)
     # The last value seen may tie with tokens that were not: only what is above it is known whole.
     edge = torch.where(limits_k, kth.squeeze(1), cut.squeeze(1)) > values[:, -1]
-    return _Ranking(ids, weights.masked_fill_(~kept, 0), edge & (through[:, -1] >= reach))
+    covered = edge & (through[:, -1] >= reach)
+    if filters.log_min_p is not None:
+        kept &= values >= filters.log_min_p.unsqueeze(1)
+        # Without top-k the whole that top-p is a share of is known, whatever was not looked at.
+        covered |= ~limits_k & (values[:, -1] < filters.log_min_p)
+    return _Ranking(ids, weights.masked_fill_(~kept, 0), covered)
 
 
 def _most_likely(scores: Tensor, width: int) -> tuple[Tensor, Tensor]:

@@ -59,6 +59,9 @@ def submit(
     temperature: Annotated[float | None, typer.Option(help="0 is greedy [1].")] = None,
     top_k: Annotated[int | None, typer.Option(help="Keep the k likeliest tokens [all].")] = None,
     top_p: Annotated[float | None, typer.Option(help="Keep this probability mass [1].")] = None,
+    min_p: Annotated[
+        float | None, typer.Option(help="Drop tokens this much less likely than the best [0].")
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Same seed, same tokens [from id].")] = None,
     stop: Annotated[
         list[str] | None, typer.Option(help="End before this text; may be repeated.")
@@ -93,6 +96,7 @@ def submit(
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
+        min_p=min_p,
         seed=seed,
         stop=stop,
         deadline_ms=deadline_ms,

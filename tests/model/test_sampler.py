@@ -7,7 +7,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from penstock.gpu_worker.model import sampler as sampler_module
 from penstock.gpu_worker.model.random_numbers import (
@@ -129,12 +134,9 @@ def test_all_greedy_prepares_nothing():
 def kept(logits: torch.Tensor, options: SamplingOptions) -> torch.Tensor:
     """Which tokens can be drawn: what the ranking gives a weight, bool [V]."""
     scores = (logits - logits.max()).div(options.temperature).unsqueeze(0)
-    filters = sampler_module._Filters(
-        torch.tensor([options.top_k]),
-        torch.tensor([options.top_p], dtype=torch.float64),
-        options.top_k,
-        options.top_k == 0,
-    )
+    filters = sampler_module._Filters.from_options([options], logits.device)
+    if filters is None:
+        return torch.ones(len(logits), dtype=torch.bool)
     width = min(max(options.top_k + 1, 256), len(logits))
     ranking = sampler_module._rank(scores, filters, width)
     if not bool(ranking.covered.all()):
@@ -153,7 +155,25 @@ MIXES = [
     {"temperature": 1.0, "top_p": 1e-9},
     {"temperature": 1.0, "top_k": 1},
     {"temperature": 1.0, "top_k": 2**31 - 1},
+    {"temperature": 1.0, "min_p": 0.1},
+    {"temperature": 2.5, "min_p": 1e-3},  # wider than the first look of 256 candidates
+    {"temperature": 1.0, "min_p": 1.0},
+    {"temperature": 1.5, "top_k": 30, "top_p": 0.9, "min_p": 0.05},
+    {"temperature": 2.0, "top_p": 0.99, "min_p": 0.02},
 ]
+
+
+def warp(logits: torch.Tensor, chosen: SamplingOptions) -> tuple[torch.Tensor, torch.Tensor]:
+    """What transformers makes of logits ``[1, V]``: before top-p, and in the end."""
+    warped = TemperatureLogitsWarper(chosen.temperature)(None, logits)  # type: ignore[arg-type]
+    if chosen.top_k:
+        warped = TopKLogitsWarper(chosen.top_k)(None, warped)  # type: ignore[arg-type]
+    before_top_p = warped
+    if chosen.top_p < 1:
+        warped = TopPLogitsWarper(chosen.top_p)(None, warped)  # type: ignore[arg-type]
+    if chosen.min_p > 0:
+        warped = MinPLogitsWarper(chosen.min_p)(None, warped)  # type: ignore[arg-type]
+    return before_top_p, warped
 
 
 @pytest.mark.parametrize("options", MIXES, ids=str)
@@ -161,18 +181,15 @@ MIXES = [
 def test_filters_keep_what_transformers_keeps(options, seed):
     chosen = SamplingOptions(**options)
     logits = random_logits(1, 2000, seed)
-    warped = TemperatureLogitsWarper(chosen.temperature)(None, logits)  # type: ignore[arg-type]
-    if chosen.top_k:
-        warped = TopKLogitsWarper(chosen.top_k)(None, warped)  # type: ignore[arg-type]
-    before_top_p = warped
-    if chosen.top_p < 1:
-        warped = TopPLogitsWarper(chosen.top_p)(None, warped)  # type: ignore[arg-type]
+    before_top_p, warped = warp(logits, chosen)
     ours, theirs = kept(logits[0], chosen), warped[0] > -math.inf
-    # Their sums are in float32: a token may differ only where its mass meets top_p to 1e-5.
+    # Their sums are in float32: a token may differ only where its mass meets top_p to 1e-5, or
+    # where its share of the most likely token's probability meets min_p to 1e-5 of that.
     for token in (ours != theirs).nonzero().flatten().tolist():
         probabilities = before_top_p[0].double().softmax(-1)
         before = float(probabilities[probabilities > probabilities[token]].sum())
-        assert abs(before - chosen.top_p) < 1e-5
+        share = float(probabilities[token] / probabilities.max())
+        assert abs(before - chosen.top_p) < 1e-5 or abs(share - chosen.min_p) < 1e-5 * share
     assert bool(ours[logits[0].argmax()])
 
 
@@ -181,6 +198,9 @@ def test_the_comparison_with_transformers_can_fail():
     theirs = TopPLogitsWarper(0.9)(None, logits)[0] > -math.inf  # type: ignore[arg-type]
     ours = kept(logits[0], SamplingOptions(top_p=0.8))
     assert int(theirs.sum()) != int(ours.sum())
+    _, theirs = warp(logits, SamplingOptions(min_p=0.1))
+    ours = kept(logits[0], SamplingOptions(min_p=0.2))
+    assert int((theirs[0] > -math.inf).sum()) != int(ours.sum())
 
 
 def test_top_k_keeps_ties_and_top_p_breaks_them_by_id():
@@ -271,6 +291,7 @@ _options = st.builds(
     temperature=st.sampled_from([0.0, 0.3, 1.0, 1.7]),
     top_k=st.sampled_from([0, 1, 7, 300]),
     top_p=st.sampled_from([1.0, 0.9, 0.1, 0.999]),
+    min_p=st.sampled_from([0.0, 0.0, 0.2, 1e-4]),
 )
 _rows = st.lists(
     st.builds(Row, _options, st.integers(0, 2**63 - 1), st.integers(0, 2**17)),
@@ -335,7 +356,15 @@ def chi_square_quantile(degrees: int, z: float = 3.0902) -> float:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"temperature": 0.8}, {"top_k": 10}, {"top_p": 0.7}, {"top_k": 20, "top_p": 0.9}],
+    [
+        {},
+        {"temperature": 0.8},
+        {"top_k": 10},
+        {"top_p": 0.7},
+        {"top_k": 20, "top_p": 0.9},
+        {"min_p": 0.1},
+        {"top_k": 20, "top_p": 0.9, "min_p": 0.15},
+    ],
     ids=str,
 )
 def test_drawn_frequencies_follow_the_distribution(options):
@@ -346,11 +375,7 @@ def test_drawn_frequencies_follow_the_distribution(options):
     counts = torch.bincount(
         torch.tensor(sample(logits.expand(draws, -1), rows)), minlength=60
     ).double()
-    warped = TemperatureLogitsWarper(chosen.temperature)(None, logits)  # type: ignore[arg-type]
-    if chosen.top_k:
-        warped = TopKLogitsWarper(chosen.top_k)(None, warped)  # type: ignore[arg-type]
-    if chosen.top_p < 1:
-        warped = TopPLogitsWarper(chosen.top_p)(None, warped)  # type: ignore[arg-type]
+    _, warped = warp(logits, chosen)
     expected = warped[0].double().softmax(-1) * draws
     possible = expected > 0
     assert float(counts[~possible].sum()) == 0
