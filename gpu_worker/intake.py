@@ -69,7 +69,7 @@ class Intake:
                 self._outbox.open(claim, "unknown")
                 self._refuse(claim, error)
                 continue
-            self._outbox.open(claim, request.lane.value)
+            self._outbox.open(claim, request.lane.value, request.answer)
             if claim.attempts == 1:
                 self._metrics.queue_time.labels(request.lane.value).observe(claim.queue_ms / 1000)
             task = asyncio.get_running_loop().create_task(self._prepare(claim, request))

@@ -77,6 +77,9 @@ class WorkerMetrics:
         self.step_failures = counter(
             "step_failures", "Requests that failed inside a model step, alone after isolation"
         )
+        self.door_entries = counter(
+            "door_entries", "Entries taken in at the plain door, by verdict", "verdict"
+        )
         self.redis_errors = counter("redis_errors", "Round trips to Redis that failed")
         self.swept = counter("swept_requests", "Requests this worker's sweeps moved", "kind")
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from penstock.shared.operations import Append, AppendStatus, Claim
-from penstock.shared.protocol import Chunk, End, Reason, Usage, rolling_digest
+from penstock.shared.protocol import Answer, Chunk, End, Reason, Usage, rolling_digest
 
 from .engine.requests import Finish, Update
 from .metrics import WorkerMetrics
@@ -45,6 +45,7 @@ class TokenLedger:
         pending: ids generated since.
         text: text generated since.
         finish: the engine ended it, its end is not confirmed yet.
+        answer: form of its chunks and its end.
     """
 
     claim: Claim
@@ -58,6 +59,7 @@ class TokenLedger:
     pending: list[int] = field(default_factory=list)
     text: list[str] = field(default_factory=list)
     finish: Finish | None = None
+    answer: Answer = Answer.MSGPACK
     prompt_tokens: int = 0
     cached_tokens: int = 0
 
@@ -70,10 +72,13 @@ class Settled:
         lost: runs of requests this worker does not own any more; the engine must abort them.
         mismatched: requests whose log is not where this worker left it (a failover lost its
             tail); they must be released, so that somebody continues from what the log holds.
+        broken: a write met a broken key or a denied command; Redis may still count a request that
+            is lost here as this worker's, so an audit is due.
     """
 
     lost: tuple[str, ...]
     mismatched: tuple[str, ...]
+    broken: bool = False
 
 
 class Outbox:
@@ -135,7 +140,7 @@ class Outbox:
             for request_id, ledger in self._ledgers.items():
                 self._dirty.setdefault(request_id, ledger)
 
-    def open(self, claim: Claim, lane: str) -> None:
+    def open(self, claim: Claim, lane: str, answer: Answer = Answer.MSGPACK) -> None:
         """Begin to own a request."""
         ids = [token for chunk in claim.chunks for token in chunk.token_ids]
         ledger = TokenLedger(
@@ -146,6 +151,7 @@ class Outbox:
             confirmed=len(ids),
             digest=claim.chunks[-1].digest if claim.chunks else rolling_digest(()),
             ttft_ms=claim.ttft_ms,
+            answer=answer,
         )
         with self._lock:
             self._ledgers[claim.id] = ledger
@@ -211,7 +217,7 @@ class Outbox:
             text = "".join(ledger.text)
             ledger.text.clear()
             digest = rolling_digest(ids, ledger.digest)
-            chunk = Chunk(ledger.confirmed, ids, text, digest).pack()
+            chunk = Chunk(ledger.confirmed, ids, text, digest).pack(ledger.answer)
             ledger.digest = digest
             self._observe_tokens(ledger, count, now)
         end, spent, reason = b"", -1, None
@@ -221,7 +227,7 @@ class Outbox:
             spent = ledger.prompt_tokens + n
             end = End(
                 n=n, reason=reason, message=ledger.finish.message, usage=_usage(ledger, n)
-            ).pack()
+            ).pack(ledger.answer)
         start = ledger.confirmed
         ledger.confirmed += count
         return Append(request_id, ledger.claim.epoch, start, count, chunk, end, reason, spent)
@@ -262,7 +268,7 @@ class Outbox:
                     lost.append(ledger.run)
                     if status == AppendStatus.MISMATCH:
                         mismatched.append(item.id)
-        return Settled(tuple(lost), tuple(mismatched))
+        return Settled(tuple(lost), tuple(mismatched), AppendStatus.BROKEN in statuses)
 
     def _confirm(self, item: Append, ledger: TokenLedger) -> None:
         self._metrics.generation_tokens.inc(item.count)

@@ -21,12 +21,14 @@ from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
+from penstock.shared.door_operations import DoorOperations
 from penstock.shared.errors import PenstockError
 from penstock.shared.keys import Keys
-from penstock.shared.operations import Operations
+from penstock.shared.operations import Bounds, Operations
 from penstock.shared.settings import Settings
 from penstock.shared.synthetic import SYNTHETIC
 
+from .door import Door
 from .engine.engine import Engine
 from .health import HealthServer
 from .intake import Intake
@@ -146,16 +148,45 @@ class _Process:
                 wake=wake,
                 hang_timeout_s=settings.worker.hang_timeout_s,
             )
+            door = self._door(retention_ms, edge)
             worker.start()
             self._announce(model, health)
             if self._drain.is_set():
                 edge.stop()
+            door.start()
             if not await edge.run():
                 return self._abandon(worker)
+            await door.close()
             await self._hand_over(worker, edge, intake)
         await redis.aclose()
         await listener.aclose()
         return 0
+
+    def _door(self, retention_ms: int, edge: RedisEdge) -> Door:
+        settings = self._settings
+        # A sweep's interval: entries of a dead worker wait no longer than its requests do.
+        interval_s = min(1.0, settings.worker.lease_ms / 3000)
+        redis = self._connect(settings.redis.socket_timeout_s + interval_s)
+        operations = DoorOperations(
+            redis,
+            Keys(settings.queue.model, settings.queue.shard),
+            retention_ms=retention_ms,
+            bounds=Bounds(
+                requests=settings.queue.max_queued_requests,
+                tokens=settings.queue.max_queued_tokens,
+                bytes=int(settings.queue.max_queued_bytes),
+                tenant_requests=settings.queue.max_tenant_requests,
+            ),
+            default_deadline_ms=settings.queue.default_deadline_s * 1000,
+        )
+        return Door(
+            redis,
+            operations,
+            self._launch.worker_id,
+            metrics=self._metrics,
+            admitted=edge.expect_work,
+            interval_s=interval_s,
+        )
 
     def _connect(self, timeout_s: float) -> Redis:
         url = self._settings.redis.url

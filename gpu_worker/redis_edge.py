@@ -116,6 +116,11 @@ class RedisEdge:
         """Whether the present step has run for longer than any step may."""
         return self._worker.stuck_for() > self._hang_timeout_s
 
+    def expect_work(self) -> None:
+        """There is something to claim: do it at once, without waiting for the bell."""
+        self._may_find_work = True
+        self._wake.set()
+
     async def run(self) -> bool:
         """Exchange until :meth:`stop`, or until the engine hangs or breaks.
 
@@ -231,6 +236,7 @@ class RedisEdge:
                 await self._give_up([run_name(item.id, item.epoch) for item in batch], ids)
                 continue
             settled = self._outbox.settle(batch, reply[0::2])
+            self._needs_audit |= settled.broken
             await self._give_up(settled.lost, settled.mismatched)
 
     async def _give_up(self, lost: Sequence[str], release: Sequence[str]) -> None:
@@ -268,6 +274,8 @@ class RedisEdge:
         self._metrics.swept.labels("reaped").inc(swept.reaped)
         if swept.reaped:
             _log.warning("took %d requests from %d dead workers", swept.reaped, swept.workers)
+        if swept.failed:
+            _log.error("a sweep could not mend %d requests: %s", swept.failed, swept.error)
         # A suspect, or work left for want of room, rings no bell when its turn comes.
         self._may_find_work = True
         # Requests that produce nothing yet (queued prefill) hear of a cancel only if they ask.
@@ -317,5 +325,4 @@ class RedisEdge:
                 continue
             if rung:
                 last = rung[0][1][-1][0].decode()
-                self._may_find_work = True
-                self._wake.set()
+                self.expect_work()

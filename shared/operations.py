@@ -123,7 +123,7 @@ class Operations:
             hashlib.sha256(payload).digest()[:16], request.cost_estimate,
             request.options.max_tokens, request.deadline_ms or default_deadline_ms,
             request.max_queue_ms or 0, self._retention_ms, bounds.requests, bounds.tokens,
-            bounds.bytes, bounds.tenant_requests,
+            bounds.bytes, bounds.tenant_requests, request.answer.value,
         )  # fmt: skip
         reply = await self._one(Call(self._scripts["submit"], names, args))
         verdict = reply[0]

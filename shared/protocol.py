@@ -34,6 +34,8 @@ __all__ = [
     "SamplingOptions",
     "State",
     "Usage",
+    "check_id",
+    "check_tenant",
     "rolling_digest",
     "unpack_event",
 ]
@@ -89,8 +91,8 @@ class Request:
 
     def __post_init__(self) -> None:
         put = object.__setattr__
-        check.name("id", self.id, _ID, _ID_ALLOWED)
-        check.name("tenant", self.tenant, _TENANT, _TENANT_ALLOWED)
+        check_id(self.id)
+        check_tenant(self.tenant)
         put(self, "lane", _member("lane", self.lane, Lane))
         put(self, "answer", _member("answer", self.answer, Answer))
         put(self, "prompt", _prompt(self.prompt))
@@ -187,6 +189,24 @@ _REQUEST_DEFAULTS = {
     "answer": Answer.MSGPACK,
 }
 _OPTION_DEFAULTS = {f.name: f.default for f in fields(SamplingOptions)}
+
+
+def check_id(value: object) -> str:
+    """A request id.
+
+    Raises:
+        InvalidRequest: it is not one.
+    """
+    return check.name("id", value, _ID, _ID_ALLOWED)
+
+
+def check_tenant(value: object) -> str:
+    """A tenant's name.
+
+    Raises:
+        InvalidRequest: it is not one.
+    """
+    return check.name("tenant", value, _TENANT, _TENANT_ALLOWED)
 
 
 def _member(field: str, value: object, members: type[_Member]) -> _Member:

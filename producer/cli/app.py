@@ -19,6 +19,7 @@ from penstock.shared.errors import ConfigurationError, PenstockError, RequestFai
 from . import requests
 from .demo import demo
 from .dlq import dlq
+from .door import door
 from .output import make_encodable, one_line
 
 __all__ = ["main"]
@@ -100,6 +101,7 @@ app.command()(requests.stream)
 app.command()(requests.result)
 app.command()(requests.cancel)
 app.add_typer(dlq, name="dlq")
+app.add_typer(door, name="door")
 
 
 def _version(wanted: bool) -> None:

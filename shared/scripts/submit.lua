@@ -16,32 +16,15 @@
 --       7 cost in tokens (estimate)   8 output tokens in it   9 deadline_ms
 --       10 max_queue_ms, 0: none   11 retention_ms
 --       12..15 bounds, 0: none: requests, tokens, bytes, requests per tenant
+--       16 'json' if the log is to be JSON; may be left out
 -- Reply {'ok', waiting requests}
 --       {'dup', state, n}          same id, same payload: nothing was changed
 --       {'conflict'}               same id, other payload
 --       {'full', bound, limit}     nothing was stored
 local prefix, rid, tenant = ARGV[1], ARGV[2], ARGV[4]
-local cost = tonumber(ARGV[7])
-
-local known = redis.call('HMGET', KEYS[1], 'dg', 'st', 'n')
-if known[2] then
-  if known[1] ~= ARGV[6] then return {'conflict'} end
-  return {'dup', known[2], tonumber(known[3]) or 0}
-end
-
-local used = redis.call('HMGET', KEYS[8], 'requests', 'tokens', 'bytes', 'tenant:' .. tenant)
-local bounds = {'requests', 'tokens', 'bytes', 'tenant_requests'}
-local adds = {1, cost, string.len(ARGV[5]), 1}
-for i = 1, 4 do
-  local limit = tonumber(ARGV[11 + i])
-  if limit > 0 and (tonumber(used[i]) or 0) + adds[i] > limit then
-    return {'full', bounds[i], limit}
-  end
-end
-
-local refused = enqueue(prefix, rid, {
-  lane = ARGV[3], tenant = tenant, payload = ARGV[5], digest = ARGV[6], cost = cost,
+return accept(prefix, rid, {
+  lane = ARGV[3], tenant = tenant, payload = ARGV[5], digest = ARGV[6], cost = tonumber(ARGV[7]),
   out = tonumber(ARGV[8]), life = tonumber(ARGV[9]), wait = tonumber(ARGV[10]), epoch = 0,
-}, now_ms(), tonumber(ARGV[11]))
-if refused then return redis.error_reply(refused.err) end
-return {'ok', (tonumber(used[1]) or 0) + 1}
+  answer = ARGV[16],
+}, {tonumber(ARGV[12]), tonumber(ARGV[13]), tonumber(ARGV[14]), tonumber(ARGV[15])}, now_ms(),
+  tonumber(ARGV[11]))

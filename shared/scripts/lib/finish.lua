@@ -13,9 +13,10 @@
 --   t0    accepted                    t1    first claim            tf    first token
 --   t2    ended                       dl    deadline               mq    end of max_queue_ms or 0
 --   sk    queue                       sid   entry in it
+--   ans   'json' if log and channel hold JSON; else not there, and they hold msgpack
 local function read_record(prefix, rid)
   local v = attempt(nil, 'HMGET', prefix .. 'r:' .. rid, 'st', 'ep', 'n', 'w', 'lane', 'ten', 'cost',
-    'out', 'len', 'sk', 'sid', 'att', 'bad', 'nb', 'dl', 'mq', 't0', 't1', 'tf', 'died')
+    'out', 'len', 'sk', 'sid', 'att', 'bad', 'nb', 'dl', 'mq', 't0', 't1', 'tf', 'died', 'ans')
   if not v or not v[1] or not v[5] or not v[6] then return nil end
   return {
     st = v[1], ep = tonumber(v[2]) or 0, n = tonumber(v[3]) or 0, w = v[4] or '', lane = v[5],
@@ -23,12 +24,17 @@ local function read_record(prefix, rid)
     sk = v[10] or '', sid = v[11] or '', att = tonumber(v[12]) or 0, bad = tonumber(v[13]) or 0,
     nb = tonumber(v[14]) or 0, dl = tonumber(v[15]) or 0, mq = tonumber(v[16]) or 0,
     t0 = tonumber(v[17]) or 0, t1 = tonumber(v[18]), tf = tonumber(v[19]),
-    died = tonumber(v[20]) or 0,
+    died = tonumber(v[20]) or 0, json = v[21] == 'json',
   }
 end
 
--- A packed End without usage, as protocol.End packs it: cmsgpack leaves no nil in a table.
-local function pack_end(n, state, reason, message)
+-- A packed End without usage, as events.End packs it: cmsgpack leaves no nil in a table, and cjson
+-- no order.
+local function pack_end(n, state, reason, message, json)
+  if json then
+    return '{"end":true,"n":' .. n .. ',"state":"' .. state .. '","reason":"' .. reason ..
+      '","message":' .. cjson.encode(message) .. ',"usage":null}'
+  end
   return '\150' .. cmsgpack.pack(-1, n, state, reason, message) .. '\192'
 end
 
@@ -41,13 +47,14 @@ local function settle(key, member, amount, floor)
   redis.call('ZADD', key, 'XX', settled, member)
 end
 
--- The token count of a log, and whether it has its End. Whatever else has its name gives way.
+-- The token count of a log, whether it has its End, and whether it is JSON. Whatever else has its
+-- name gives way.
 local function log_top(log)
   local last = attempt(nil, 'XREVRANGE', log, '+', '-', 'COUNT', '1')
   if not last then redis.call('DEL', log) end
-  if not last or not last[1] then return 0, false end
+  if not last or not last[1] then return 0, false, false end
   local n, part = string.match(last[1][1], '^(%d+)-(%d+)$')
-  return tonumber(n), part == '1'
+  return tonumber(n), part == '1', string.sub(last[1][2][2] or '', 1, 1) == '{'
 end
 
 -- Put the End into a log and publish it. (A log that somebody else wrote into may not take it;
@@ -73,7 +80,8 @@ local function finish(prefix, rid, rec, how, now, retention)
     if how.event then error('the log of ' .. rid .. ' holds more tokens than its owner knows') end
     rec.n = top
   end
-  local event = how.event or pack_end(rec.n, how.state, how.reason, how.message or '')
+  local event = how.event or pack_end(rec.n, how.state, how.reason, how.message or '',
+    rec.json)
   redis.call('HSET', record, 'st', how.state, 'rsn', how.reason, 'n', rec.n, 'end', event, 't2', now)
   log_end(prefix, rid, rec.n, event)
   redis.call('PEXPIRE', record, retention)
@@ -104,10 +112,10 @@ end
 -- own:<wid> holds, or nil.
 local function bury(prefix, rid, wid, claim, now, retention)
   local record, log = prefix .. 'r:' .. rid, prefix .. 't:' .. rid
-  local n, ended = log_top(log)
+  local n, ended, json = log_top(log)
   if not ended then
     log_end(prefix, rid, n, pack_end(n, 'failed', 'engine_error',
-      'the record of this request was lost in Redis'))
+      'the record of this request was lost in Redis', json))
     redis.call('HINCRBY', prefix .. 'cnt', 'ended:failed', 1)
   end
   redis.call('PEXPIRE', log, retention)

@@ -1,0 +1,111 @@
+"""``penstock door list | add | remove``: tenants with an intake stream of their own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Annotated, TypeVar
+
+import typer
+
+from penstock.shared.door_operations import DoorOperations
+from penstock.shared.embedded import require_url
+from penstock.shared.keys import Keys
+from penstock.shared.settings import Settings
+
+from ..link import Link
+from .options import (
+    ConfigOption,
+    JsonOption,
+    ModelOption,
+    RedisOption,
+    ShardOption,
+    client_settings,
+)
+from .output import printable, write_json, write_note
+
+__all__ = ["door"]
+
+_T = TypeVar("_T")
+
+door = typer.Typer(
+    no_args_is_help=False,
+    help="Tenants with an intake stream of their own, for clients that an ACL confines to it.",
+)
+
+TenantArgument = Annotated[
+    str, typer.Argument(help="Name of the tenant: A-Z a-z 0-9 _ -", show_default=False)
+]
+
+
+@door.callback(invoke_without_command=True)
+def _group(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+@door.command("list")
+def list_doors(
+    json: JsonOption = False,
+    redis: RedisOption = None,
+    model: ModelOption = None,
+    shard: ShardOption = None,
+    config: ConfigOption = None,
+) -> None:
+    """Show the tenants that have one."""
+    settings = client_settings(redis, model, shard, config)
+    tenants = asyncio.run(_run(settings, lambda doors: doors.doors()))
+    if json:
+        write_json({"tenants": list(tenants)})
+        return
+    for tenant in tenants:
+        typer.echo(printable(tenant))
+
+
+@door.command()
+def add(
+    tenant: TenantArgument,
+    json: JsonOption = False,
+    redis: RedisOption = None,
+    model: ModelOption = None,
+    shard: ShardOption = None,
+    config: ConfigOption = None,
+) -> None:
+    """Have workers read a tenant's intake stream."""
+    settings = client_settings(redis, model, shard, config)
+    changed = asyncio.run(_run(settings, lambda doors: doors.add_door(tenant)))
+    _tell(settings, tenant, changed, json, "is read from now on" if changed else "is read already")
+
+
+@door.command()
+def remove(
+    tenant: TenantArgument,
+    json: JsonOption = False,
+    redis: RedisOption = None,
+    model: ModelOption = None,
+    shard: ShardOption = None,
+    config: ConfigOption = None,
+) -> None:
+    """Have workers read a tenant's intake stream no more; what is in it stays there."""
+    settings = client_settings(redis, model, shard, config)
+    changed = asyncio.run(_run(settings, lambda doors: doors.remove_door(tenant)))
+    _tell(settings, tenant, changed, json, "is read no more" if changed else "was not read")
+
+
+def _tell(settings: Settings, tenant: str, changed: bool, json: bool, what: str) -> None:
+    stream = Keys(settings.queue.model, settings.queue.shard).intake(tenant)
+    if json:
+        write_json({"tenant": tenant, "stream": stream, "changed": changed})
+    else:
+        write_note(f"{printable(stream)} {what}")
+
+
+async def _run(settings: Settings, do: Callable[[DoorOperations], Awaitable[_T]]) -> _T:
+    link = Link(require_url(settings.redis), socket_timeout_s=settings.redis.socket_timeout_s)
+    try:
+        await link.connect()
+        keys = Keys(settings.queue.model, settings.queue.shard)
+        operations = DoorOperations(link.redis, keys)
+        return await link.call(lambda: do(operations))
+    finally:
+        await link.aclose()
