@@ -201,7 +201,6 @@ _READERS: Mapping[str, Callable[[str, str], Any]] = MappingProxyType(
         "max_tokens": _as_integer,
         "messages": _as_messages,
         "min_p": _as_number,
-        "min_p": _as_number,
         "prompt": _as_text,
         "prompt_ids": _as_ids,
         "seed": _as_integer,
