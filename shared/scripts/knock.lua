@@ -54,11 +54,11 @@ local function look_at(tenant)
   if not attempt('NOGROUP', 'XPENDING', intake, GROUP) then
     return attempt(nil, 'XGROUP', 'CREATE', intake, GROUP, '0', 'MKSTREAM') ~= nil
   end
+  -- Our own first: what is taken over joins them.
+  take_over(tenant, intake, wid)
   for _, reader in ipairs(redis.call('XINFO', 'CONSUMERS', intake, GROUP)) do
     local name = reader[2]
-    if name == wid then
-      take_over(tenant, intake, name)
-    elseif not is_alive(name) then
+    if name ~= wid and not is_alive(name) then
       take_over(tenant, intake, name)
       forget_consumer(intake, name)
     end

@@ -7,6 +7,7 @@ nothing but the documented keys lives for ever.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,7 +20,9 @@ from penstock.shared.states import TERMINAL_STATES
 
 TERMINAL = {state.value for state in TERMINAL_STATES}
 
-FOREVER = ("act:critical", "act:normal", "act:batch", "lanes", "vt", "wl", "cnt", "bell", "dlq")
+FOREVER = re.compile(
+    "act:(critical|normal|batch)|lanes|vt|wl|cnt|bell|dlq|doors|in(:[A-Za-z0-9_-]+)?"
+)
 """Keys without expiry that may be left when no request waits or runs."""
 
 WHILE_ALIVE = ("dl", "q:", "own:")
@@ -110,7 +113,7 @@ async def violations(
     found += [
         f"{name} never expires"
         for name in facts.lived_for_ever
-        if name not in FOREVER and (ended or not name.startswith(WHILE_ALIVE))
+        if not FOREVER.fullmatch(name) and (ended or not name.startswith(WHILE_ALIVE))
     ]
     if ended:
         found += [
