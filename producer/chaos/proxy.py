@@ -1,0 +1,250 @@
+"""A TCP proxy on loopback that does to connections what networks do to them.
+
+It sits between Redis and whoever is to suffer. Faults are done to the connections that are open at
+that moment; later ones are sound, so that a client which connects anew recovers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Self
+
+__all__ = ["Proxy"]
+
+_READ = 1 << 16
+_NARROW = 4096
+"""Buffers of a narrow proxy in bytes, so that what is not read piles up in the server."""
+
+_CUT_SHOWS_S = 1.0
+"""What was on its way comes before the end of a connection that the server cut in a pause."""
+
+
+@dataclass(eq=False)
+class _Pipe:
+    """One connection: the client's side, the server's side, and what is being done to it.
+
+    Times are those of the event loop, in seconds.
+    """
+
+    client: tuple[asyncio.StreamReader, asyncio.StreamWriter]
+    server: tuple[asyncio.StreamReader, asyncio.StreamWriter]
+    deaf_until: float = 0.0  # half-open: nothing arrives on either side
+    late_until: float = 0.0  # what the client sends is held back
+    paused_until: float = 0.0  # nothing is read from the server
+    delay_s: float = 0.0
+    cut_on: bytes | None = None  # drop the reply to a request that holds this
+    cutting: bool = False
+    tasks: list[asyncio.Task[None]] = field(default_factory=list)
+
+    def abort(self) -> None:
+        """End both sides with a reset."""
+        for _, writer in (self.client, self.server):
+            sock = writer.get_extra_info("socket")
+            with contextlib.suppress(OSError, AttributeError):
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            writer.transport.abort()
+
+
+class Proxy:
+    """Forwards connections to one server until told to do worse.
+
+    Args:
+        host: the server's address.
+        port: the server's port.
+        narrow: keep buffers so small that a pause is felt by the server at once.
+
+    Attributes:
+        port: where it listens on 127.0.0.1, once started.
+        connections: how many it accepted.
+        resets: connections ended with a reset.
+        cuts: replies dropped after the server had executed the request.
+        server_cuts: paused connections that the server ended.
+    """
+
+    def __init__(self, host: str, port: int, *, narrow: bool = False) -> None:
+        self._upstream = (host, port)
+        self._narrow = narrow
+        self._pipes: set[_Pipe] = set()
+        self._server: asyncio.Server | None = None
+        self._handlers: set[asyncio.Task[None]] = set()
+        self.port = 0
+        self.connections = 0
+        self.resets = 0
+        self.cuts = 0
+        self.server_cuts = 0
+
+    async def __aenter__(self) -> Self:
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        self.port = self._server.sockets[0].getsockname()[1]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._server is not None
+        self._server.close()
+        for pipe in list(self._pipes):
+            pipe.abort()
+        for task in list(self._handlers):
+            task.cancel()
+        await asyncio.gather(*self._handlers, return_exceptions=True)
+
+    @property
+    def open(self) -> int:
+        """Connections that are open now."""
+        return len(self._pipes)
+
+    # -- what can be done ------------------------------------------------------------------------
+
+    def reset(self, chosen: Callable[[], bool] = lambda: True) -> int:
+        """Reset open connections; returns how many."""
+        pipes = self._choose(chosen)
+        for pipe in pipes:
+            pipe.abort()
+        self.resets += len(pipes)
+        return len(pipes)
+
+    def deafen(self, seconds: float, chosen: Callable[[], bool] = lambda: True) -> int:
+        """Half-open: both ends believe the connection up, and nothing arrives any more."""
+        pipes = self._choose(chosen)
+        for pipe in pipes:
+            pipe.deaf_until = _now() + seconds
+        return len(pipes)
+
+    def hold_back(self, seconds: float, chosen: Callable[[], bool] = lambda: True) -> int:
+        """Deliver what clients send only after this time, even if they have given up by then."""
+        pipes = self._choose(chosen)
+        for pipe in pipes:
+            pipe.late_until = _now() + seconds
+        return len(pipes)
+
+    def delay(self, seconds: float, chosen: Callable[[], bool] = lambda: True) -> int:
+        """Add latency in both directions, for the rest of the connection's life."""
+        pipes = self._choose(chosen)
+        for pipe in pipes:
+            pipe.delay_s = seconds
+        return len(pipes)
+
+    def cut_reply(self, holding: bytes, chosen: Callable[[], bool] = lambda: True) -> int:
+        """Have the reply to the next request that holds these bytes dropped, with a reset.
+
+        The server has executed it, and the client cannot know.
+        """
+        pipes = self._choose(chosen)
+        for pipe in pipes:
+            pipe.cut_on = holding
+        return len(pipes)
+
+    def pause(self, seconds: float, chosen: Callable[[], bool] = lambda: True) -> int:
+        """Read nothing from the server, as a client does that is too slow for what it asked."""
+        pipes = self._choose(chosen)
+        for pipe in pipes:
+            pipe.paused_until = _now() + seconds
+        return len(pipes)
+
+    def heal(self) -> None:
+        """Take back what has been done to connections that still are open."""
+        for pipe in self._pipes:
+            pipe.deaf_until = pipe.late_until = pipe.paused_until = pipe.delay_s = 0.0
+            pipe.cut_on = None
+
+    def _choose(self, chosen: Callable[[], bool]) -> list[_Pipe]:
+        return [pipe for pipe in list(self._pipes) if chosen()]
+
+    # -- forwarding ------------------------------------------------------------------------------
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._handlers.add(task)
+        task.add_done_callback(self._handlers.discard)
+        self.connections += 1
+        try:
+            server = await self._connect()
+        except OSError:
+            writer.transport.abort()
+            return
+        pipe = _Pipe((reader, writer), server)
+        self._pipes.add(pipe)
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._send_up(pipe))
+                group.create_task(self._send_down(pipe))
+        except* (OSError, EOFError):
+            pass
+        finally:
+            self._pipes.discard(pipe)
+            for _, side in (pipe.client, pipe.server):
+                side.close()
+
+    async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        if not self._narrow:
+            return await asyncio.open_connection(*self._upstream)
+        sock = socket.socket()
+        try:
+            sock.setblocking(False)
+            # The sender sizes its buffer by the segment: both must be small to be full soon.
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _NARROW)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, 1024)
+            await asyncio.get_running_loop().sock_connect(sock, self._upstream)
+            return await asyncio.open_connection(sock=sock, limit=_NARROW)
+        except BaseException:
+            sock.close()
+            raise
+
+    async def _send_up(self, pipe: _Pipe) -> None:
+        """From the client to the server."""
+        reader, writer = pipe.client[0], pipe.server[1]
+        while data := await reader.read(_READ):
+            if pipe.cut_on is not None and pipe.cut_on in data:
+                pipe.cutting = True
+            await _wait_until(lambda: pipe.late_until)
+            await _sleep(pipe.delay_s)
+            if _now() >= pipe.deaf_until:
+                writer.write(data)
+                await writer.drain()
+        # In a half-open connection the server does not hear of the client's end either.
+        await _wait_until(lambda: pipe.deaf_until)
+        raise EOFError
+
+    async def _send_down(self, pipe: _Pipe) -> None:
+        """From the server to the client."""
+        reader, writer = pipe.server[0], pipe.client[1]
+        resumed_at = -_CUT_SHOWS_S
+        while True:
+            if pipe.paused_until > _now():
+                await _wait_until(lambda: pipe.paused_until)
+                resumed_at = _now()
+            try:
+                data = await reader.read(_READ)
+            except OSError:
+                data = b""
+            if not data:
+                self.server_cuts += _now() - resumed_at < _CUT_SHOWS_S
+                raise EOFError
+            if pipe.cutting:
+                self.cuts += 1
+                pipe.abort()
+                raise EOFError
+            await _sleep(pipe.delay_s)
+            if _now() >= pipe.deaf_until:
+                writer.write(data)
+                await writer.drain()
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+async def _sleep(seconds: float) -> None:
+    if seconds:
+        await asyncio.sleep(seconds)
+
+
+async def _wait_until(when: Callable[[], float]) -> None:
+    # The time may be taken back meanwhile, so there is no event to wait for.
+    while (left := when() - _now()) > 0:  # noqa: ASYNC110
+        await asyncio.sleep(min(left, 0.1))

@@ -1,0 +1,258 @@
+"""The Redis server of a storm: one of its own that can be killed, or somebody's on loopback.
+
+The own server keeps an append-only file with ``appendfsync always``: what it has acknowledged is
+in the file, whenever it is killed. With ``everysec`` a write may be put off for up to two seconds
+while the disk is busy, and a kill then loses what clients were told; no client can repair that,
+so it would be counted as our fault.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import secrets
+import socket
+import subprocess
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit, urlunsplit
+
+from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
+
+from penstock.shared.children import spawn_bound
+from penstock.shared.embedded import find_server
+from penstock.shared.errors import ConfigurationError, RedisUnavailable
+
+__all__ = ["OwnServer", "Server", "given_server", "through"]
+
+_START_TIMEOUT_S = 60.0
+_PUBSUB_LIMIT = "pubsub 131072 65536 1"
+"""Output buffer of a subscriber, in bytes, and how long it may stay above the softer bound."""
+
+
+class Server:
+    """A server that may be used but not killed.
+
+    Args:
+        url: its address.
+
+    Attributes:
+        url: the same.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self._before: list[tuple[str, str]] = []
+
+    @property
+    def host(self) -> str:
+        """Host of the address."""
+        return urlsplit(self.url).hostname or "127.0.0.1"
+
+    @property
+    def port(self) -> int:
+        """Port of the address."""
+        return urlsplit(self.url).port or 6379
+
+    def client(self, timeout_s: float = 2.0) -> Redis:
+        """A client past all proxies; commands are not tried again."""
+        client: Redis = Redis.from_url(
+            self.url, socket_timeout=timeout_s, retry=Retry(NoBackoff(), 0)
+        )
+        return client
+
+    async def command(self, *words: str) -> Any:
+        """Run one command.
+
+        Raises:
+            RedisUnavailable: the server does not answer, or refuses.
+        """
+        client = self.client()
+        try:
+            return await client.execute_command(*words)  # type: ignore[no-untyped-call]
+        except (RedisError, OSError) as error:
+            raise RedisUnavailable(f"Redis refused {' '.join(words[:2])}: {error}") from error
+        finally:
+            await client.aclose()
+
+    async def limit_subscribers(self) -> None:
+        """Let the server cut subscribers that read too slowly much sooner than by default.
+
+        Raises:
+            RedisUnavailable: the server does not let itself be configured.
+        """
+        name = "client-output-buffer-limit"
+        values = await self.command("CONFIG", "GET", name)
+        before = values[name] if isinstance(values, dict) else values[1]
+        text = before.decode() if isinstance(before, bytes) else str(before)
+        self._before.append((name, text))
+        await self.command("CONFIG", "SET", name, _PUBSUB_LIMIT)
+
+    async def restore(self) -> None:
+        """Take back what was configured."""
+        while self._before:
+            name, value = self._before.pop()
+            await self.command("CONFIG", "SET", name, value)
+
+
+@contextlib.asynccontextmanager
+async def given_server(url: str) -> AsyncIterator[Server]:
+    """Somebody's server, for the time of the block.
+
+    Raises:
+        ConfigurationError: its address is not on loopback.
+        RedisUnavailable: it does not answer.
+    """
+    _check_loopback(url)
+    server = Server(url)
+    await server.command("PING")
+    try:
+        yield server
+    finally:
+        with contextlib.suppress(RedisUnavailable):
+            await server.restore()
+
+
+def _check_loopback(url: str) -> None:
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    with contextlib.suppress(ValueError):
+        if parts.scheme == "redis" and (
+            host == "localhost" or ipaddress.ip_address(host).is_loopback
+        ):
+            return
+    raise ConfigurationError(
+        f"a storm runs on this machine alone: {host or url!r} is not a loopback address; "
+        "give redis://127.0.0.1:PORT, or no --redis for a server of its own"
+    )
+
+
+class OwnServer(Server):
+    """A server that is started here and may be killed.
+
+    Args:
+        folder: where its data is; the caller removes it.
+
+    Attributes:
+        kills: how often it was killed.
+        down_s: seconds it was away in all.
+        longest_down_s: the longest time without it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._password = secrets.token_urlsafe(18)
+        super().__init__(f"redis://:{self._password}@127.0.0.1:{_free_port()}/0")
+        self._binary = find_server()
+        self._folder = folder
+        self._process: subprocess.Popen[bytes] | None = None
+        self.kills = 0
+        self.down_s = 0.0
+        self.longest_down_s = 0.0
+
+    async def __aenter__(self) -> OwnServer:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        try:
+            await self._start()
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._end()
+
+    async def kill_and_restart(self, pause_s: float) -> None:
+        """Kill it without notice; after a pause start it on its port with its data.
+
+        Raises:
+            RedisUnavailable: it does not come back.
+        """
+        began = time.monotonic()
+        self.kills += 1
+        self._end()
+        try:
+            await asyncio.sleep(pause_s)
+        finally:
+            await self._start()
+        gone = time.monotonic() - began
+        self.down_s += gone
+        self.longest_down_s = max(self.longest_down_s, gone)
+
+    @property
+    def running(self) -> bool:
+        """Whether its process runs."""
+        return self._process is not None and self._process.poll() is None
+
+    def _end(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    async def _start(self) -> None:
+        with (self._folder / "redis.log").open("ab") as log:
+            self._process = process = spawn_bound(
+                [self._binary.path, "-"],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                cwd=self._folder,
+                new_session=True,
+            )
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError), process.stdin as pipe:
+            pipe.write(self._configuration().encode())
+        client = self.client(timeout_s=1.0)
+        deadline = time.monotonic() + _START_TIMEOUT_S
+        try:
+            while time.monotonic() < deadline and process.poll() is None:
+                try:
+                    facts: dict[str, Any] = await client.info("server")
+                    if int(facts["process_id"]) == process.pid:
+                        return
+                except (RedisError, OSError):
+                    await asyncio.sleep(0.01)  # not up yet, or still reading its file
+        finally:
+            await client.aclose()
+        tail = (self._folder / "redis.log").read_text(errors="replace").splitlines()[-5:]
+        raise RedisUnavailable(f"the storm's Redis server did not start: {' | '.join(tail)}")
+
+    def _configuration(self) -> str:
+        return "\n".join(
+            [
+                "bind 127.0.0.1",
+                "protected-mode yes",
+                f"port {self.port}",
+                "daemonize no",
+                'save ""',
+                "maxmemory-policy noeviction",
+                "appendonly yes",
+                "appendfsync always",
+                f"client-output-buffer-limit {_PUBSUB_LIMIT}",
+                f"requirepass {self._password}",
+                "",
+            ]
+        )
+
+    async def limit_subscribers(self) -> None:
+        """It is configured so from the start."""
+
+
+def through(url: str, port: int) -> str:
+    """The address with another loopback port in it: a proxy's."""
+    parts = urlsplit(url)
+    user, at, _ = parts.netloc.rpartition("@")
+    return urlunsplit(parts._replace(netloc=f"{user}{at}127.0.0.1:{port}"))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
