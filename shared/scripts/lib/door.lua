@@ -10,10 +10,11 @@ local function is_waiting(intake, entry)
   return there ~= nil and there[1] ~= nil
 end
 
--- The stream stays when it is empty: workers wait on it.
+-- Deleted first: what is pending and gone, a knock acknowledges; what is there and acknowledged,
+-- nobody would read again. The stream stays when it is empty: workers wait on it.
 local function take_out(intake, entry)
-  attempt(nil, 'XACK', intake, GROUP, entry)
   attempt(nil, 'XDEL', intake, entry)
+  attempt(nil, 'XACK', intake, GROUP, entry)
 end
 
 -- When an entry was added, by the server's clock: its name says so. Nobody gains time by a name

@@ -1,0 +1,177 @@
+"""Commands denied in the middle of the door's scripts, and scripts with a guard taken out."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Awaitable, Callable
+
+import pytest
+from delivery.test_denied_commands import deny, heal, refused
+from door import test_admission
+from door.plain import PlainDoor
+from redis.asyncio import Redis
+
+from penstock.shared.door_operations import DOOR_SCRIPTS
+from penstock.shared.script_loader import Script, load_script
+
+
+def commands(script: str) -> list[str]:
+    """Every command that a script names, directly or through ``attempt``."""
+    source = load_script(script).source
+    found = re.findall(r"(?:redis\.p?call\(|attempt\([^,]+, )'([A-Z]+)'", source)
+    return sorted({name.lower() for name in found} - {"time"})
+
+
+CASES = [(script, command) for script in DOOR_SCRIPTS for command in commands(script)]
+
+
+@pytest.mark.parametrize(("script", "command"), CASES)
+async def test_a_denied_command(
+    newest_door: PlainDoor, redis_url: str, script: str, command: str
+) -> None:
+    """Whatever is cut short where, the next look puts right, and nothing happens twice."""
+    door = newest_door
+    if script != "knock":
+        await door.lease("w")
+        await door.knock("w")
+    await door.add(id="good", prompt="Hi", max_tokens=8)
+    await door.add(id="bad", prompt="")
+    await deny(door.shard, command)
+    async with Redis.from_url(redis_url.replace("//", "//limited:pw@")) as limited:
+        hindered = PlainDoor(limited)
+        if script == "knock":
+            await refused(hindered.knock("w"))
+        else:
+            good, bad = await door.read("w")
+            await refused(hindered.settle(good if script == "admit" else bad))
+    for _ in range(2):
+        await door.take_in()
+    await heal(door.shard)
+    assert await door.left() == (0, 0)
+    await door.shard.check(stale_entries=True)
+    worker = door.shard.worker("w")
+    (claim,) = await worker.claim(9)
+    assert claim.id == "good"
+    await worker.send(worker.ending(claim, 0, 2))
+    assert len(await door.shard.log("bad")) == 1
+    await door.shard.check(ended=True, stale_entries=True)
+
+
+Test = Callable[[PlainDoor], Awaitable[None]]
+
+MUTANTS: dict[str, tuple[str, str, Test]] = {
+    "acts on what is gone": (
+        "if not is_waiting(KEYS[1], entry) then",
+        "if false then",
+        test_admission.test_an_entry_is_acted_on_once,
+    ),
+    "refuses what is gone": (
+        "if is_waiting(KEYS[1], entry) then",
+        "if true then",
+        test_admission.test_an_entry_is_acted_on_once,
+    ),
+    "stays in the stream": (
+        "attempt(nil, 'XDEL', intake, entry)",
+        "",
+        test_admission.test_an_entry_becomes_what_submit_makes,
+    ),
+    "stays pending": (
+        "attempt(nil, 'XACK', intake, GROUP, entry)",
+        "",
+        test_admission.test_an_entry_becomes_what_submit_makes,
+    ),
+    "answers into another's request": (
+        "if redis.call('EXISTS', prefix .. 'r:' .. rid) == 0 then\n      redis.call('DEL'",
+        "if true then\n      redis.call('DEL'",
+        test_admission.test_an_id_in_use_is_not_touched_and_the_answer_is_elsewhere,
+    ),
+    "answers stay for ever": (
+        "redis.call('PEXPIRE', prefix .. 't:' .. rid, retention)",
+        "",
+        test_admission.test_a_refusal_is_an_end_like_any_other,
+    ),
+    "time from when a worker looked": (
+        "return math.min(now, tonumber(string.match(entry, '^%d+')))",
+        "return now",
+        test_admission.test_time_counts_from_when_the_entry_was_added,
+    ),
+    "time of its own making": (
+        "return math.min(now, tonumber(string.match(entry, '^%d+')))",
+        "return tonumber(string.match(entry, '^%d+'))",
+        test_admission.test_time_counts_from_when_the_entry_was_added,
+    ),
+    "late ones are queued": (
+        "if added + life <= now and",
+        "if false and",
+        test_admission.test_a_name_from_the_dawn_of_time_is_late,
+    ),
+    "no bounds": (
+        "tonumber(ARGV[15])",
+        "0",
+        test_admission.test_bounds_are_never_exceeded_by_one_with_two_workers,
+    ),
+    "refused at maxmemory": (
+        "\nallow_oom(prefix)\n",
+        "\n",
+        test_admission.test_it_runs_at_maxmemory,
+    ),
+    "the dead keep their entries": (
+        "if name ~= wid and not is_alive(name) then",
+        "if false then",
+        test_admission.test_a_worker_killed_between_reading_and_acting,
+    ),
+    "the living are robbed": (
+        "return lease and tonumber(lease) > now",
+        "return false",
+        test_admission.test_entries_of_a_living_worker_are_left_to_it,
+    ),
+    "lost replies stay lost": (
+        "  take_over(tenant, intake, wid)\n",
+        "",
+        test_admission.test_entries_of_a_living_worker_are_left_to_it,
+    ),
+    "the dead stay consumers": (
+        "      forget_consumer(intake, name)\n",
+        "",
+        test_admission.test_a_worker_killed_between_reading_and_acting,
+    ),
+    "only what comes after the first worker": (
+        "'CREATE', intake, GROUP, '0', 'MKSTREAM'",
+        "'CREATE', intake, GROUP, '$', 'MKSTREAM'",
+        test_admission.test_entries_added_before_there_was_a_worker,
+    ),
+    "trimmed entries stay pending": (
+        "      redis.call('XACK', intake, GROUP, row[1])\n",
+        "",
+        test_admission.test_entries_trimmed_after_they_were_read,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MUTANTS, ids=lambda name: name.replace(" ", "-"))
+async def test_mutant_is_noticed(newest_door: PlainDoor, name: str) -> None:
+    old, new, test = MUTANTS[name]
+    changed = []
+
+    def load(script: str) -> Script:
+        original = load_script(script)
+        if script not in DOOR_SCRIPTS or old not in original.source:
+            return original
+        assert original.source.count(old) == 1, f"{old!r} is not unique in {script}"
+        changed.append(script)
+        source = original.source.replace(old, new)
+        digest = hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest()
+        return Script(script, source, digest)
+
+    mutated = PlainDoor(newest_door.redis, load=load)
+    assert changed, f"{old!r} occurs in no script any more"
+    survived = False
+    try:
+        await test(mutated)
+        survived = True
+    except (Exception, pytest.fail.Exception):  # however the test fails, it has noticed
+        pass
+    finally:
+        await newest_door.redis.config_set("maxmemory", 0)
+    assert not survived, f"{test.__name__} passes with {changed} changed"
