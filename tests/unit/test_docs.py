@@ -17,6 +17,7 @@ import typer
 
 from penstock.gpu_worker.cli import verify
 from penstock.gpu_worker.metrics import WorkerMetrics
+from penstock.gpu_worker.simulate.command import simulate
 from penstock.gpu_worker.worker_command import worker
 from penstock.producer.cli.app import app
 from penstock.shared.door_operations import DOOR_SCRIPTS
@@ -427,6 +428,7 @@ def _commands() -> dict[str, set[str]]:
     """Commands of the program and their flags."""
     added = typer.Typer()
     added.command()(worker)
+    added.command()(simulate)
     added.command()(verify)
     found: dict[str, set[str]] = {}
     for group in (typer.main.get_command(app), typer.main.get_command(added)):

@@ -29,6 +29,7 @@ THIRD_PARTY = {
     },
     # The oracle beside our own path: transformers' generate() is what it compares with.
     "gpu_worker.verify": {"numpy", "torch", "transformers", "typer"},
+    "gpu_worker.simulate": {"matplotlib", "rich", "typer"},
     "gpu_worker": {"prometheus_client", "redis", "rich", "typer"},
     "kernels": {"torch", "triton"},
     "producer": {"redis", "rich", "typer"},

@@ -1,0 +1,35 @@
+"""A fleet in virtual time: the real engine and the real order of claims, without a device.
+
+Read in this order: ``workload`` (what is asked), ``cost`` (how long a step takes), ``lanes`` (who
+is next), ``node`` (one worker), ``fleet`` (who gets what, and the clock), ``measures``,
+``scenario`` (one run), ``command`` and ``plot``.
+"""
+
+from .cost import HARDWARE, MODELS, ConstantCost, CostModel, Hardware, ModelShape, Roofline
+from .fleet import Dispatch, Run
+from .lanes import FairQueue
+from .measures import ServiceLevel
+from .scenario import Outcome, Scenario, simulate
+from .workload import Generator, Lengths, SimRequest, read_trace, write_trace
+
+__all__ = [
+    "HARDWARE",
+    "MODELS",
+    "ConstantCost",
+    "CostModel",
+    "Dispatch",
+    "FairQueue",
+    "Generator",
+    "Hardware",
+    "Lengths",
+    "ModelShape",
+    "Outcome",
+    "Roofline",
+    "Run",
+    "Scenario",
+    "ServiceLevel",
+    "SimRequest",
+    "read_trace",
+    "simulate",
+    "write_trace",
+]

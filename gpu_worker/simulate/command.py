@@ -1,0 +1,178 @@
+"""The command ``penstock simulate``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import typer
+
+from penstock.shared.errors import ConfigurationError
+from penstock.shared.protocol import Lane
+from penstock.shared.report_view import show_progress
+
+from .comparison import Comparison, compare, report
+from .cost import HARDWARE, MODELS, ConstantCost, CostModel, Roofline, calibrated, read_metrics
+from .fleet import Dispatch
+from .measures import ServiceLevel
+from .plot import plot, require_matplotlib
+from .view import show
+from .workload import Lengths, write_trace
+
+__all__ = ["simulate"]
+
+_Value = TypeVar("_Value")
+
+
+def simulate(
+    workers: Annotated[str, typer.Option(help="Sizes of the fleet, such as 8,64.")] = "8",
+    dispatch: Annotated[
+        str, typer.Option(help="Of pull, round-robin, least-loaded.")
+    ] = "pull,round-robin,least-loaded",
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="Requests as JSON lines: arrival, prompt_len, output_len, ..."),
+    ] = None,
+    requests: Annotated[
+        int, typer.Option(help="Requests to draw, where there is no trace.")
+    ] = 2000,
+    rate: Annotated[float, typer.Option(help="Requests per second.")] = 20.0,
+    per_worker: Annotated[
+        bool, typer.Option("--per-worker", help="Requests and rate are for each worker.")
+    ] = False,
+    burstiness: Annotated[
+        float, typer.Option(help="Variation of the time between requests; 1 is Poisson.")
+    ] = 1.0,
+    prompt: Annotated[
+        str, typer.Option(help="Lengths of prompts: const:N, uniform:A:B, exp:M, lognormal:M:S.")
+    ] = "lognormal:512:1:max=8192",
+    output: Annotated[
+        str, typer.Option(help="Lengths of outputs, likewise.")
+    ] = "lognormal:128:1:max=2048",
+    lanes: Annotated[
+        str, typer.Option(help="Mix of lanes, by weight.")
+    ] = "critical=1,normal=4,batch=1",
+    tenants: Annotated[str, typer.Option(help="Mix of tenants, by weight.")] = "a=1,b=1",
+    hardware: Annotated[str, typer.Option(help="Device: h200, a100 or cpu.")] = "h200",
+    model: Annotated[str, typer.Option(help="Shape of the model: 7b, 70b or demo.")] = "7b",
+    step_ms: Annotated[
+        float | None, typer.Option(help="Every step takes this long, whatever the device.")
+    ] = None,
+    calibrate: Annotated[
+        Path | None,
+        typer.Option(help="A scrape of a worker's /metrics: scale step times to its mean step."),
+    ] = None,
+    context: Annotated[
+        int, typer.Option(help="Mean context of a sequence in that run, in tokens.")
+    ] = 512,
+    max_sequences: Annotated[str, typer.Option(help="Of a worker; several compare.")] = "64",
+    chunk_size: Annotated[
+        str, typer.Option(help="Prompt tokens of a sequence in a step, or all; several compare.")
+    ] = "all",
+    kv_blocks: Annotated[
+        str, typer.Option(help="KV blocks of a worker, or all that fit; several compare.")
+    ] = "all",
+    max_batch_tokens: Annotated[int, typer.Option(help="Token budget of a step.")] = 2048,
+    block_size: Annotated[int, typer.Option(help="Tokens per KV block.")] = 16,
+    exchange_ms: Annotated[float, typer.Option(help="One round trip with Redis.")] = 1.0,
+    claim_batch: Annotated[int, typer.Option(help="Most requests claimed at once.")] = 16,
+    slo_ttft_ms: Annotated[float, typer.Option(help="Good is a first token within this.")] = 1000.0,
+    slo_itl_ms: Annotated[float, typer.Option(help="And further ones this far apart.")] = 50.0,
+    seed: Annotated[int, typer.Option(help="Of everything drawn.")] = 0,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object: figures, checks, notes.")
+    ] = False,
+    picture: Annotated[
+        Path | None, typer.Option("--plot", help="Write a PNG; needs penstock[plot].")
+    ] = None,
+    save_trace: Annotated[
+        Path | None, typer.Option(help="Write the requests of the first fleet as a trace.")
+    ] = None,
+) -> None:
+    """Compare ways to run a fleet, in virtual time.
+
+    The real scheduler and the real order of claims serve drawn or recorded requests; how long a
+    step takes is a model of the device. Exit code 0: every request ended once with its tokens;
+    1: not so, which is a bug; 2: the input is wrong.
+    """
+    if picture is not None:
+        require_matplotlib()
+    comparison = Comparison(
+        workers=_list("--workers", workers, int),
+        dispatch=_list("--dispatch", dispatch, Dispatch),
+        max_sequences=_list("--max-sequences", max_sequences, int),
+        chunk_sizes=_list("--chunk-size", chunk_size, _int_or_all),
+        kv_blocks=_list("--kv-blocks", kv_blocks, _int_or_all),
+        cost=_cost(hardware, model, step_ms, calibrate, context),
+        trace=trace,
+        requests=requests,
+        rate=rate,
+        per_worker=per_worker,
+        burstiness=burstiness,
+        prompt=Lengths(prompt),
+        output=Lengths(output),
+        lanes=_mix("--lanes", lanes, Lane),
+        tenants=_mix("--tenants", tenants, str),
+        max_batch_tokens=max_batch_tokens,
+        block_size=block_size,
+        exchange_s=exchange_ms / 1000,
+        claim_batch=claim_batch,
+        level=ServiceLevel(ttft_s=slo_ttft_ms / 1000, itl_s=slo_itl_ms / 1000),
+        seed=seed,
+    )
+    if save_trace is not None:
+        write_trace(comparison.workload(comparison.workers[0]), save_trace)
+    with show_progress() as progress:
+        outcomes = compare(comparison, progress)
+    found = report(outcomes)
+    if picture is not None:
+        plot(outcomes, picture)
+    if as_json:
+        typer.echo(json.dumps(found.as_json(), indent=2, allow_nan=False))
+    else:
+        show(outcomes, found)
+    raise typer.Exit(0 if found.ok else 1)
+
+
+def _cost(
+    hardware: str, model: str, step_ms: float | None, scrape: Path | None, context: int
+) -> CostModel:
+    if step_ms is not None:
+        if not 0 < step_ms < 1e6:
+            raise ConfigurationError(f"--step-ms is {step_ms}; allowed: above 0, below 1000000")
+        return ConstantCost(step_ms / 1000)
+    if hardware not in HARDWARE:
+        raise ConfigurationError(f"--hardware is {hardware!r}; known: {', '.join(HARDWARE)}")
+    if model not in MODELS:
+        raise ConfigurationError(f"--model is {model!r}; known: {', '.join(MODELS)}")
+    if context < 1:
+        raise ConfigurationError(f"--context is {context}; allowed: 1 or more tokens")
+    cost = Roofline(HARDWARE[hardware], MODELS[model])
+    return cost if scrape is None else calibrated(cost, read_metrics(scrape), context)
+
+
+def _list(flag: str, text: str, kind: Callable[[str], _Value]) -> tuple[_Value, ...]:
+    try:
+        values = tuple(kind(part.strip()) for part in text.split(","))
+    except ValueError as error:
+        raise ConfigurationError(f"{flag} is {text!r}: {error}") from None
+    if len(set(values)) < len(values):
+        raise ConfigurationError(f"{flag} is {text!r}: a value stands there twice")
+    return values
+
+
+def _int_or_all(text: str) -> int | None:
+    return None if text == "all" else int(text)
+
+
+def _mix(flag: str, text: str, kind: Callable[[str], _Value]) -> dict[_Value, float]:
+    mix: dict[_Value, float] = {}
+    for part in text.split(","):
+        name, equals, weight = part.strip().partition("=")
+        try:
+            mix[kind(name)] = float(weight) if equals else 1.0
+        except ValueError as error:
+            raise ConfigurationError(f"{flag} is {text!r}: {error}") from None
+    return mix

@@ -1,0 +1,129 @@
+"""The order in which ``claim`` hands out waiting requests, in plain Python.
+
+A model of ``shared/scripts/claim.lua`` (with ``lib/queue.lua`` and ``lib/finish.lua``) as far as it
+decides who is next: lanes by virtual time with weights 8:4:1, tenants inside a lane by virtual time
+in tokens, start-time fair queueing (Goyal, Vin, Cheng, 1997). A test plays the same submissions,
+claims and ends against the script on a real Redis and compares the order.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+
+from penstock.shared.protocol import Lane
+from penstock.shared.states import LANE_WEIGHTS
+
+from .workload import SimRequest
+
+__all__ = ["FairQueue"]
+
+
+class FairQueue:
+    """Waiting requests of one shard. O(log tenants) per operation."""
+
+    def __init__(self) -> None:
+        self._lanes: dict[Lane, float] = {}
+        self._tenants: dict[Lane, _Scores] = {lane: _Scores() for lane in Lane}
+        self._served: dict[Lane | None, float] = {}  # the hash `vt`; None is its field `*`
+        self._queues: dict[tuple[Lane, str], deque[SimRequest]] = {}
+        self._num_waiting = 0
+
+    def __len__(self) -> int:
+        return self._num_waiting
+
+    def push(self, request: SimRequest) -> None:
+        """A request is accepted. Who comes back from idle starts at what is served now."""
+        lane, tenant = request.lane, request.tenant
+        tenants = self._tenants[lane]
+        if tenant not in tenants:
+            tenants.put(tenant, self._served.get(lane, 0.0))
+        self._lanes.setdefault(lane, self._served.get(None, 0.0))
+        self._queues.setdefault((lane, tenant), deque()).append(request)
+        self._num_waiting += 1
+
+    def claim(self, requests: int, tokens: int) -> list[SimRequest]:
+        """The next ones: at most ``requests``, and no more once ``tokens`` are used up."""
+        claims: list[SimRequest] = []
+        while len(claims) < requests and tokens > 0:
+            request = self._next()
+            if request is None:
+                break
+            tokens -= request.cost_estimate
+            claims.append(request)
+        return claims
+
+    def settle(self, request: SimRequest) -> None:
+        """A request ended: its lane and tenant were charged the estimate, and get the rest back.
+
+        Never below what is being served now, or who arrived meanwhile would wait for it all.
+        """
+        wrong = request.tokens - request.cost_estimate
+        if not wrong:
+            return
+        lane, tenant, served = request.lane, request.tenant, self._served
+        tenants = self._tenants[lane]
+        if tenant in tenants:
+            tenants.put(tenant, max(tenants.score(tenant) + wrong, served.get(lane, 0.0)))
+        if lane in self._lanes:
+            settled = self._lanes[lane] + wrong / LANE_WEIGHTS[lane]
+            self._lanes[lane] = max(settled, served.get(None, 0.0))
+
+    def _next(self) -> SimRequest | None:
+        while self._lanes:
+            # The smallest virtual time; of equals the most urgent.
+            lane = min(self._lanes, key=lambda lane: (self._lanes[lane], -LANE_WEIGHTS[lane]))
+            time = self._served[None] = self._lanes[lane]
+            tenants = self._tenants[lane]
+            first = tenants.first()
+            if first is None:
+                del self._lanes[lane]
+                continue
+            score, tenant = first
+            self._served[lane] = score
+            queue = self._queues.get((lane, tenant))
+            if queue is None:
+                tenants.remove(tenant)
+                continue
+            request = queue.popleft()
+            if not queue:
+                del self._queues[lane, tenant]
+            self._num_waiting -= 1
+            cost = request.cost_estimate
+            tenants.put(tenant, score + cost)
+            self._lanes[lane] = time + cost / LANE_WEIGHTS[lane]
+            return request
+        return None
+
+
+class _Scores:
+    """A sorted set: names by score, of equal scores by name, as Redis orders them."""
+
+    def __init__(self) -> None:
+        self._scores: dict[str, float] = {}
+        # May hold what no longer counts: an entry counts if it has the name's present score.
+        self._heap: list[tuple[float, str]] = []
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._scores
+
+    def score(self, name: str) -> float:
+        return self._scores[name]
+
+    def put(self, name: str, score: float) -> None:
+        self._scores[name] = score
+        heapq.heappush(self._heap, (score, name))
+        if len(self._heap) > 64 + 4 * len(self._scores):
+            self._heap = [(score, name) for name, score in self._scores.items()]
+            heapq.heapify(self._heap)
+
+    def remove(self, name: str) -> None:
+        del self._scores[name]
+
+    def first(self) -> tuple[float, str] | None:
+        while self._heap:
+            score, name = self._heap[0]
+            if self._scores.get(name) == score:
+                return score, name
+            heapq.heappop(self._heap)
+        return None

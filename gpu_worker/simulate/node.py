@@ -1,0 +1,215 @@
+"""One simulated worker: the real engine, with a cost model in place of a device."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from functools import cache
+from typing import Protocol
+
+from penstock.shared.protocol import SamplingOptions
+
+from ..engine.config import EngineConfig
+from ..engine.engine import Engine
+from ..engine.plan import Plan, StepOutput
+from ..engine.requests import EngineRequest
+from .cost import CostModel, Work
+from .measures import Recorder
+from .workload import SimRequest
+
+__all__ = ["EngineNode", "Load", "Node"]
+
+
+@dataclass(slots=True)
+class Load:
+    """What a worker knows of itself as of its last step, and decides by what to claim.
+
+    Attributes:
+        waiting: requests in the engine that found no KV blocks yet.
+        free_tokens: tokens for which there are KV blocks.
+    """
+
+    waiting: int
+    free_tokens: int
+
+
+class Node(Protocol):
+    """A worker as the fleet sees it.
+
+    ``begin`` and ``complete`` alternate while there is work: the fleet lets the time pass between.
+
+    Attributes:
+        open: requests delivered that have not ended.
+        load: as of the last step.
+        steps, spans, output_tokens, preemptions: totals.
+    """
+
+    open: int
+    load: Load
+    steps: int
+    spans: int
+
+    def deliver(self, requests: list[SimRequest]) -> None:
+        """Requests have come over the wire; the next step sees them."""
+
+    def begin(self, now: float) -> float | None:
+        """Start a step: the time at which it will end, or None if there is nothing to do."""
+
+    def complete(self, now: float) -> list[SimRequest]:
+        """The step's end has come; returns the requests that ended with it."""
+
+    @property
+    def output_tokens(self) -> int:
+        """Tokens sampled."""
+
+    @property
+    def preemptions(self) -> int:
+        """Sequences that lost their blocks."""
+
+    def check_integrity(self) -> None:
+        """Raise ``IntegrityError`` if the worker's books are wrong."""
+
+
+class _Silence:
+    """A detokeniser that makes no text: nobody reads it."""
+
+    def feed(self, token_id: int) -> str:
+        del token_id
+        return ""
+
+    def flush(self) -> str:
+        return ""
+
+
+_SILENCE = _Silence()
+_TOKEN = (0,)
+_NOTHING: tuple[int, ...] = ()
+
+
+@dataclass(slots=True)
+class _Open:
+    """A request under way: when its first and its latest token came; -1 before."""
+
+    request: SimRequest
+    first: float = -1.0
+    last: float = -1.0
+
+
+class EngineNode:
+    """A worker with the engine, scheduler, policy and block manager that serve in production.
+
+    Args:
+        config: of the engine.
+        cost: how long its steps take.
+        recorder: is told of every token.
+    """
+
+    def __init__(self, config: EngineConfig, cost: CostModel, recorder: Recorder) -> None:
+        self._engine = Engine(config, lambda _: _SILENCE)
+        self._block_size = config.block_size
+        self._cost = cost
+        self._recorder = recorder
+        self._inbox: deque[SimRequest] = deque()
+        self._open: dict[str, _Open] = {}
+        self._refused: list[SimRequest] = []
+        self._plan: Plan | None = None
+        self._previous = -1.0  # end of the last step
+        self.open = 0
+        self.load = Load(0, config.num_blocks * config.block_size)
+        self.steps = 0
+        self.spans = 0
+
+    def deliver(self, requests: list[SimRequest]) -> None:
+        """They wait for the next step."""
+        self._inbox.extend(requests)
+        self.open += len(requests)
+
+    def begin(self, now: float) -> float | None:
+        """Pull the inbox and plan, as ``Worker`` does."""
+        while self._inbox:
+            self._add(self._inbox.popleft(), now)
+        plan = self._plan = self._engine.schedule()
+        if plan is None:
+            # Refusals are published, too, although no step runs.
+            return now if self._refused else None
+        self.steps += 1
+        self.spans += len(plan.spans)
+        return now + self._cost.seconds(Work.of(plan))
+
+    def complete(self, now: float) -> list[SimRequest]:
+        """Sample a token for every span that gets one, and record it."""
+        ended, self._refused = self._refused, []
+        if self._plan is not None:
+            output = StepOutput(
+                tuple([_TOKEN if span.samples else _NOTHING for span in self._plan.spans])
+            )
+            self._record(self._plan, output, ended, now)
+        stats = self._engine.stats()
+        self.load.waiting = sum(stats.waiting.values())
+        self.load.free_tokens = (stats.free_blocks + stats.cached_blocks) * self._block_size
+        self.open -= len(ended)
+        self._previous = now
+        return ended
+
+    def _record(self, plan: Plan, output: StepOutput, ended: list[SimRequest], now: float) -> None:
+        recorder, requests, previous = self._recorder, self._open, self._previous
+        steady = [0] * len(recorder.gaps)  # sequences that also got a token in the step before
+        for update in self._engine.collect(plan, output):
+            entry = requests[update.id]
+            request = entry.request
+            if update.token_ids:
+                if entry.last == previous:
+                    steady[request.rank] += 1
+                elif entry.last < 0:
+                    entry.first = now
+                    recorder.first_token(request, now)
+                else:
+                    recorder.gaps[request.rank].add(now - entry.last)
+                entry.last = now
+            if update.finish is not None:
+                del requests[update.id]
+                ended.append(request)
+                if update.token_ids and update.start + 1 == request.output_len:
+                    recorder.end(request, entry.first, now)
+                else:
+                    recorder.refuse(request, now)
+        for rank, count in enumerate(steady):
+            if count:
+                recorder.gaps[rank].add(now - previous, count)
+
+    def _add(self, request: SimRequest, now: float) -> None:
+        refusal = self._engine.add(
+            EngineRequest(
+                id=request.id,
+                lane=request.lane,
+                tenant=request.tenant,
+                prompt_ids=(0,) * request.prompt_len,
+                options=_options(request.output_len),
+                seed=0,
+                arrival=request.arrival,
+            )
+        )
+        if refusal is None:
+            self._open[request.id] = _Open(request)
+        else:
+            self._refused.append(request)
+            self._recorder.refuse(request, now)
+
+    @property
+    def output_tokens(self) -> int:
+        """The engine's own count."""
+        return self._engine.stats().output_tokens
+
+    @property
+    def preemptions(self) -> int:
+        """The engine's own count."""
+        return sum(self._engine.stats().preemptions.values())
+
+    def check_integrity(self) -> None:
+        """Recount the engine's blocks and queues."""
+        self._engine.check_integrity()
+
+
+@cache
+def _options(output_len: int) -> SamplingOptions:
+    return SamplingOptions(max_tokens=output_len, ignore_eos=True)
