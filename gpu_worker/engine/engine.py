@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import repeat
 
 from penstock.shared.errors import IntegrityError, InvalidRequest
 from penstock.shared.protocol import Lane, Reason
@@ -96,8 +97,7 @@ class Engine:
             output = Output(sequence, self._detokenizer(request.prompt_ids), self._config)
             finish = _replay(output, request.output_ids) or self._too_large(sequence)
         if finish is not None:
-            num_tokens = sequence.num_prompt_tokens + len(request.output_ids)
-            return _update(sequence, num_tokens, (), "", finish)
+            return _bare_end(sequence, len(request.output_ids), finish)
         self._outputs[sequence.id] = output
         self._scheduler.add(sequence)
         return None
@@ -139,27 +139,33 @@ class Engine:
             IntegrityError: plan and output do not belong together.
         """
         self._land(plan)
-        if len(output.token_ids) != len(plan.spans):
-            raise IntegrityError(f"{len(output.token_ids)} outputs for {len(plan.spans)} spans")
+        spans, failures = plan.spans, output.failures
+        if len(output.token_ids) != len(spans):
+            raise IntegrityError(f"{len(output.token_ids)} outputs for {len(spans)} spans")
         updates: list[Update] = []
         num_computed = num_sampled = 0
-        finished, failures, size = SequenceStatus.FINISHED, output.failures, self._config.block_size
-        for index, (span, token_ids) in enumerate(zip(plan.spans, output.token_ids, strict=True)):
+        finished, outputs = SequenceStatus.FINISHED, self._outputs
+        block_size, pool_tokens = self._config.block_size, self._pool_tokens
+        ends = map(failures.get, range(len(spans))) if failures else repeat(None)
+        for span, token_ids, failure in zip(spans, output.token_ids, ends, strict=False):
             sequence, num_tokens = span.sequence, span.num_tokens
             if sequence.status is finished:
                 continue  # aborted while the step ran
-            if failures and index in failures:
-                updates.append(self._end(sequence, failures[index]))
+            if failure is not None:
+                updates.append(self._end(sequence, failure))
                 continue
             if len(token_ids) != span.samples:
                 raise IntegrityError(f"{sequence}: {span.samples=}, but got {token_ids}")
             stop = sequence.num_computed_tokens = span.start + num_tokens
-            if num_tokens > 1 or stop % size == 0:  # else it has filled no block
+            if num_tokens > 1 or stop % block_size == 0:  # else it has filled no block
                 self._blocks.publish(sequence)
             num_computed += num_tokens
             if token_ids:
                 num_sampled += 1
-                updates.append(self._append(sequence, token_ids))
+                update = outputs[sequence.id].append(token_ids)
+                if update.finish is not None or len(sequence.token_ids) > pool_tokens:
+                    self._finish(sequence, update)
+                updates.append(update)
         self._num_steps += 1
         self._num_computed_tokens += num_computed
         self._num_output_tokens += num_sampled
@@ -208,19 +214,16 @@ class Engine:
         """
         self._scheduler.check_integrity({output.sequence for output in self._outputs.values()})
 
-    def _append(self, sequence: Sequence, token_ids: tuple[int, ...]) -> Update:
-        output, num_tokens = self._outputs[sequence.id], len(sequence.token_ids)
-        text, finish = output.append(token_ids[0])
-        if finish is None and num_tokens >= self._pool_tokens:
-            finish = self._too_large(sequence)
-            text += output.flush()
-        if finish is not None:
-            self._remove(sequence)
-        return _update(sequence, num_tokens, token_ids, text, finish)
+    def _finish(self, sequence: Sequence, update: Update) -> None:
+        """The sequence ends with this update: by its own rules, or because the pool is full."""
+        if update.finish is None:
+            update.finish = self._too_large(sequence)
+            update.text += self._outputs[sequence.id].flush()
+        self._remove(sequence)
 
     def _end(self, sequence: Sequence, finish: Finish) -> Update:
         self._remove(sequence)
-        return _update(sequence, sequence.num_tokens, (), "", finish)
+        return _bare_end(sequence, sequence.num_output_tokens, finish)
 
     def _remove(self, sequence: Sequence) -> None:
         del self._outputs[sequence.id]
@@ -258,24 +261,13 @@ class Engine:
 def _replay(output: Output, token_ids: tuple[int, ...]) -> Finish | None:
     """Bring an output to where another worker left it; its text was published with its tokens."""
     for token_id in token_ids:
-        _, finish = output.append(token_id)
-        if finish is not None:
-            return finish
+        update = output.append((token_id,))
+        if update.finish is not None:
+            return update.finish
     return None
 
 
-def _update(
-    sequence: Sequence, at: int, token_ids: tuple[int, ...], text: str, finish: Finish | None
-) -> Update:
-    """What the tokens of ``sequence`` from index ``at`` on, prompt included, add to its output."""
-    prompt_tokens = sequence.num_prompt_tokens
-    # By position: keywords would double the time this takes, and it is done for every token.
-    return Update(
-        sequence.id,
-        at - prompt_tokens,
-        token_ids,
-        text,
-        finish,
-        prompt_tokens,
-        sequence.num_cached_tokens,
-    )
+def _bare_end(sequence: Sequence, start: int, finish: Finish) -> Update:
+    """The end of a sequence without further tokens."""
+    num_cached = sequence.num_cached_tokens
+    return Update(sequence.id, start, (), "", finish, sequence.num_prompt_tokens, num_cached)

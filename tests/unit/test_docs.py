@@ -168,7 +168,9 @@ def test_states_and_reasons_are_the_closed_set() -> None:
 
 
 def test_request_fields_and_their_defaults() -> None:
-    documented = {code(row[0]): row[3] for row in table(PROTOCOL, "Field", "Type", "Range")}
+    rows = table(PROTOCOL, "Field", "Type", "Range")
+    documented = {code(row[0]): row[3] for row in rows}
+    assert len(documented) == len(rows), "a field stands there twice"
     names = {f.name for f in fields(Request)} | {f.name for f in fields(SamplingOptions)}
     assert documented.keys() == names - {"options"} | {"v"}
     words = {"none": (), "no bound": None, "the door's setting": None, "derived from the id": None}
