@@ -5,7 +5,7 @@ from __future__ import annotations
 from penstock.shared.protocol import Reason
 
 from .config import EngineConfig
-from .requests import Finish
+from .requests import Finish, Update
 from .sequence import Sequence
 from .text import StopMatcher, TextStream
 
@@ -29,35 +29,48 @@ class Output:
     had, including whether it has ended.
     """
 
-    __slots__ = ("_full", "_matcher", "_stop_ids", "_stream", "sequence")
+    __slots__ = ("_full", "_matcher", "_prompt_tokens", "_stop_ids", "_stream", "sequence")
 
     def __init__(self, sequence: Sequence, stream: TextStream, config: EngineConfig) -> None:
         options = sequence.options
         self.sequence = sequence
         self._stream = stream
         self._matcher = StopMatcher(options.stop) if options.stop else None
+        self._prompt_tokens = sequence.num_prompt_tokens
         # Prompt and output tokens at which the output is as long as it may be.
         self._full = min(sequence.num_prompt_tokens + options.max_tokens, config.max_model_len)
         self._stop_ids = frozenset() if options.ignore_eos else config.eos_token_ids
         if options.stop_token_ids:
             self._stop_ids = self._stop_ids.union(options.stop_token_ids)
 
-    def append(self, token_id: int) -> tuple[str, Finish | None]:
-        """Add the next output token; return the text it adds, and the end if this is it."""
-        token_ids, matcher = self.sequence.token_ids, self._matcher
-        token_ids.append(token_id)
+    def append(self, token_ids: tuple[int, ...]) -> Update:
+        """Add the next output token, one id; what it adds, and the end if this is it."""
+        (token_id,) = token_ids
+        sequence, matcher, finish = self.sequence, self._matcher, None
+        known = sequence.token_ids
+        start = len(known) - self._prompt_tokens
+        known.append(token_id)
         if token_id in self._stop_ids:
-            return self.flush(), _STOP
-        text = self._stream.feed(token_id)
-        if matcher is not None:
-            text = matcher.feed(text)
-            if matcher.matched is not None:
-                return text, _STOP
-        if len(token_ids) < self._full:
-            return text, None
-        text += self.flush()
-        # Half a character that is released only now may complete a stop string.
-        return text, _STOP if matcher is not None and matcher.matched is not None else _LENGTH
+            text, finish = self.flush(), _STOP
+        else:
+            text = self._stream.feed(token_id)
+            if matcher is not None:
+                text = matcher.feed(text)
+                finish = _STOP if matcher.matched is not None else None
+            if finish is None and len(known) >= self._full:
+                text += self.flush()
+                # Half a character that is released only now may complete a stop string.
+                finish = _STOP if matcher is not None and matcher.matched is not None else _LENGTH
+        # By position: keywords would double the time this takes, and it is done for every token.
+        return Update(
+            sequence.id,
+            start,
+            token_ids,
+            text,
+            finish,
+            self._prompt_tokens,
+            sequence.num_cached_tokens,
+        )
 
     def flush(self) -> str:
         """Release the text held back by the detokeniser and the stop matcher."""

@@ -92,7 +92,7 @@ class Scheduler:
         """Plan what runs; False if some sequence had to be preempted."""
         queue = [sequence for sequences in self._running.values() for sequence in sequences]
         all_kept = True
-        num_behind = len(queue)
+        spans, budget, num_behind = step.spans, step.budget, len(queue)
         for sequence in queue:
             num_behind -= 1
             if not all_kept and sequence.status is not SequenceStatus.RUNNING:
@@ -103,10 +103,10 @@ class Scheduler:
             num_tokens = len(sequence.token_ids) - start
             if num_tokens == 1 and start < sequence.num_writable_tokens:
                 # What nearly all do in nearly every step, without a call.
-                step.spans.append(Span(sequence, start, 1, True))
-                step.budget -= 1
+                spans.append(Span(sequence, start, 1, True))
+                budget -= 1
                 continue
-            num_tokens = min(num_tokens, self._config.chunk_size, step.budget - num_behind)
+            num_tokens = min(num_tokens, self._config.chunk_size, budget - num_behind)
             stop = start + num_tokens
             if not self._blocks.try_reserve(sequence, stop, step.copies):
                 all_kept = False
@@ -114,7 +114,9 @@ class Scheduler:
                     sequence, stop, queue[len(queue) - num_behind :], step.copies
                 ):
                     continue
-            step.add(sequence, num_tokens)
+            spans.append(Span(sequence, start, num_tokens, stop == sequence.num_tokens))
+            budget -= num_tokens
+        step.budget = budget
         return all_kept
 
     def _make_room(
