@@ -19,6 +19,7 @@ from penstock.shared.errors import ConfigurationError, PenstockError, RequestFai
 from . import requests
 from .demo import demo
 from .dlq import dlq
+from .doctor import doctor
 from .door import door
 from .output import make_encodable, one_line
 
@@ -100,6 +101,7 @@ app.command()(requests.submit)
 app.command()(requests.stream)
 app.command()(requests.result)
 app.command()(requests.cancel)
+app.command()(doctor)
 app.add_typer(dlq, name="dlq")
 app.add_typer(door, name="door")
 

@@ -8,10 +8,10 @@
 -- request that has not ended, about 10 us each, during which Redis serves nobody else.
 --
 -- KEYS  1 dl  zset   2 cnt  hash      and the records r:<id> of all members of dl
--- ARGV  1 prefix
+-- ARGV  1 prefix   2 'look' to count only and change nothing; may be left out
 -- Reply {waiting requests, counters that were wrong}
-local prefix = ARGV[1]
-allow_oom(prefix)
+local prefix, repairs = ARGV[1], ARGV[2] ~= 'look'
+if repairs then allow_oom(prefix) end
 local right = {requests = 0, tokens = 0, bytes = 0}
 local function add(field, amount) right[field] = (right[field] or 0) + amount end
 for _, rid in ipairs(redis.call('ZRANGE', KEYS[1], '0', '-1')) do
@@ -25,24 +25,22 @@ for _, rid in ipairs(redis.call('ZRANGE', KEYS[1], '0', '-1')) do
     add('tenant:' .. rec.ten, 1)
   end
 end
-local wrong = 0
+local waiting, wrong = right.requests, 0
 local counters = redis.call('HGETALL', KEYS[2])
 for i = 1, #counters, 2 do
   local field, value = counters[i], tonumber(counters[i + 1])
   if string.sub(field, 1, 6) ~= 'ended:' then
     if value ~= (right[field] or 0) then wrong = wrong + 1 end
-    if right[field] then
+    if repairs and right[field] then
       redis.call('HSET', KEYS[2], field, right[field])
-      right[field] = nil
-    else
+    elseif repairs then
       redis.call('HDEL', KEYS[2], field)
     end
+    right[field] = nil
   end
 end
-local waiting = 0
 for field, value in pairs(right) do
   if value ~= 0 then wrong = wrong + 1 end
-  redis.call('HSET', KEYS[2], field, value)
+  if repairs then redis.call('HSET', KEYS[2], field, value) end
 end
-waiting = tonumber(redis.call('HGET', KEYS[2], 'requests'))
 return {waiting, wrong}
