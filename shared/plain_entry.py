@@ -186,23 +186,40 @@ def _as_ids(name: str, value: str) -> list[Any]:
     return _as_list(name, value, int)
 
 
+def _as_map(name: str, value: str) -> dict[str, Any]:
+    try:
+        read = json.loads(value)
+    except (ValueError, RecursionError):
+        read = None
+    if not isinstance(read, dict):
+        raise InvalidRequest(name, value, 'a JSON object such as {"42":-1.5}')
+    return read
+
+
 _ARRAYS = MappingProxyType(
     {dict: ' such as [{"role":"user","content":"Hello"}]', int: " of integers"}
 )
 
 _READERS: Mapping[str, Callable[[str, str], Any]] = MappingProxyType(
     {
+        "allowed_token_ids": _as_ids,
         "answer": _as_text,
+        "banned_token_ids": _as_ids,
         "deadline_ms": _as_integer,
+        "frequency_penalty": _as_number,
         "id": _as_text,
         "ignore_eos": _as_flag,
         "lane": _as_text,
+        "logit_bias": _as_map,
         "max_queue_ms": _as_integer,
         "max_tokens": _as_integer,
         "messages": _as_messages,
         "min_p": _as_number,
+        "min_tokens": _as_integer,
+        "presence_penalty": _as_number,
         "prompt": _as_text,
         "prompt_ids": _as_ids,
+        "repetition_penalty": _as_number,
         "seed": _as_integer,
         "stop": _as_text,
         "stop_json": _as_list,

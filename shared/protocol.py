@@ -152,6 +152,9 @@ class Request:
                 value = getattr(owner, name)
                 if value != default:
                     wire[name] = value
+        if self.options.logit_bias:
+            # Map keys are strings on this wire, as in JSON.
+            wire["logit_bias"] = {str(i): bias for i, bias in self.options.logit_bias.items()}
         packed: bytes = msgpack.packb(wire)
         if len(packed) > MAX_PAYLOAD_BYTES:
             allowed = f"a request of at most {MAX_PAYLOAD_BYTES} bytes; this one has {len(packed)}"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from . import fields as check
+from .errors import InvalidRequest
 
 __all__ = ["SamplingOptions"]
 
@@ -12,6 +14,14 @@ MAX_TOKENS = 1 << 17
 MAX_STOP_STRINGS = 16
 MAX_STOP_BYTES = 256
 MAX_STOP_TOKENS = 64
+MAX_BIASES = 300
+MAX_LISTED_TOKENS = 4096
+
+_PENALTIES = (
+    ("repetition_penalty", 0.1, 10.0),
+    ("presence_penalty", -2.0, 2.0),
+    ("frequency_penalty", -2.0, 2.0),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +37,17 @@ class SamplingOptions:
         min_p: of what top-k and top-p left, keep tokens at least this many times as likely as the
             most likely one, in [0, 1] (Nguyen et al., 2024, "Turning Up the Heat: Min-p Sampling
             for Creative and Coherent LLM Outputs").
+        repetition_penalty: for tokens of prompt and output, divides positive logits and multiplies
+            the others, 0.1 to 10; above 1 makes repetition less likely (Keskar et al., 2019,
+            "CTRL").
+        presence_penalty: subtracted from the logits of tokens in the output, -2 to 2.
+        frequency_penalty: the same, times the number of times they are there, -2 to 2.
+        logit_bias: up to 300 token ids and what is added to their logits, -100 to 100. Ids may be
+            written as decimal text, as JSON does; None for none.
+        allowed_token_ids: the only ids that may be chosen, up to 4096; none: all may.
+        banned_token_ids: up to 4096 ids that are never chosen.
+        min_tokens: as long as the output has fewer tokens, no id that would end it is chosen; a
+            stop string may still end it.
         seed: 0 to 2**63 - 1; None derives it from the request id, so that a request that is
             continued by another worker draws the same random numbers.
         stop: up to 16 strings; output text ends before the first that appears.
@@ -42,6 +63,13 @@ class SamplingOptions:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
+    allowed_token_ids: tuple[int, ...] = ()
+    banned_token_ids: tuple[int, ...] = ()
+    min_tokens: int = 0
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -54,6 +82,18 @@ class SamplingOptions:
         check.integer("top_k", self.top_k, 0, 2**31 - 1)
         put(self, "top_p", check.number("top_p", self.top_p, 0.0, 1.0, open_low=True))
         put(self, "min_p", check.number("min_p", self.min_p, 0.0, 1.0))
+        for name, low, high in _PENALTIES:
+            put(self, name, check.number(name, getattr(self, name), low, high))
+        put(self, "logit_bias", _biases(self.logit_bias))
+        for name in ("allowed_token_ids", "banned_token_ids"):
+            ids = check.token_ids(name, getattr(self, name), MAX_LISTED_TOKENS, empty_ok=True)
+            put(self, name, ids)
+        if self.allowed_token_ids and not set(self.allowed_token_ids).difference(
+            self.banned_token_ids
+        ):
+            allowed = "at least one id that is not in banned_token_ids, too"
+            raise InvalidRequest("allowed_token_ids", self.allowed_token_ids, allowed)
+        check.integer("min_tokens", self.min_tokens, 0, self.max_tokens)
         if self.seed is not None:
             check.integer("seed", self.seed, 0, 2**63 - 1)
         put(self, "stop", check.strings("stop", self.stop, MAX_STOP_STRINGS, MAX_STOP_BYTES))
@@ -62,3 +102,26 @@ class SamplingOptions:
         )
         put(self, "stop_token_ids", stop_ids)
         check.flag("ignore_eos", self.ignore_eos)
+
+    def ending_ids(self, eos_token_ids: frozenset[int]) -> frozenset[int]:
+        """The token ids that end the output, given those that end a text of the model."""
+        ids = frozenset() if self.ignore_eos else eos_token_ids
+        return ids.union(self.stop_token_ids) if self.stop_token_ids else ids
+
+
+def _biases(value: object) -> dict[int, float] | None:
+    """Token ids and biases by ascending id, so that equal maps have equal packed forms."""
+    allowed = f"a map of at most {MAX_BIASES} token ids to numbers from -100 to 100"
+    if value is None:
+        return None
+    if not isinstance(value, Mapping) or len(value) > MAX_BIASES:
+        raise InvalidRequest("logit_bias", value, allowed)
+    biases: dict[int, float] = {}
+    for key, bias in value.items():
+        where = f"logit_bias[{key}]"
+        decimal = isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 10
+        token_id = check.integer(where, int(key) if decimal else key, 0, 2**31 - 1)
+        if token_id in biases:
+            raise InvalidRequest(where, key, "each token id once")
+        biases[token_id] = check.number(where, bias, -100.0, 100.0)
+    return dict(sorted(biases.items())) or None

@@ -26,6 +26,7 @@ class EngineConfig:
         eos_token_ids: ids that end the output, unless a request ignores them. They and
             ``max_model_len`` must be the same on all workers of a model, so that a request that is
             continued elsewhere ends where it would have ended.
+        vocab_size: token ids are below it; None: requests may name any.
         prefix_cache: reuse the blocks of equal prefixes.
         salt_by_tenant: only requests of the same tenant share prefixes. Costs hits; hides from one
             tenant, by time to first token, what others have asked.
@@ -43,6 +44,7 @@ class EngineConfig:
     chunk_size: int
     max_model_len: int
     eos_token_ids: frozenset[int]
+    vocab_size: int | None = None
     prefix_cache: bool = True
     salt_by_tenant: bool = False
     watermark: float = 0.01

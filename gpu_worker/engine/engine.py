@@ -10,6 +10,7 @@ from penstock.shared.protocol import Lane, Reason
 
 from .blocks import BlockManager
 from .config import EngineConfig
+from .options_check import refuse_options
 from .output import Output
 from .plan import Plan, StepOutput
 from .policies import LaneFcfs, Policy
@@ -72,8 +73,9 @@ class Engine:
 
         Returns:
             None if it was taken. If it ends at once, its only update, without tokens: it can never
-            fit (``prompt_too_long``, ``out_of_memory``), or what was published of it already
-            satisfies a stop rule and only the end was missing.
+            fit (``prompt_too_long``, ``out_of_memory``), its options name tokens that the model
+            does not have (``invalid``), or what was published of it already satisfies a stop rule
+            and only the end was missing.
 
         Raises:
             InvalidRequest: the id is in the engine already, or the prompt is empty.
@@ -92,7 +94,7 @@ class Engine:
             arrival=request.arrival,
             cache_salt=request.tenant.encode() if self._config.salt_by_tenant else b"",
         )
-        finish = self._prompt_too_long(sequence)
+        finish = self._prompt_too_long(sequence) or refuse_options(request.options, self._config)
         if finish is None:
             output = Output(sequence, self._detokenizer(request.prompt_ids), self._config)
             finish = _replay(output, request.output_ids) or self._too_large(sequence)

@@ -60,7 +60,9 @@ class ModelRunner:
         sampling = [span.sequence for span in plan.spans if span.samples]
         if not sampling:
             return StepOutput(tuple(() for _ in plan.spans))
-        self._batch = SamplingBatch.from_sequences(sampling, self.loaded.device, self._batch)
+        self._batch = SamplingBatch.from_sequences(
+            sampling, self.loaded.device, self._batch, eos_token_ids=self.loaded.eos_token_ids
+        )
         # The step's one wait for the device: everything before only queues work on it.
         sampled = iter(self._sampler.sample(logits, self._batch).tolist())
         tokens = [next(sampled) if span.samples else None for span in plan.spans]

@@ -99,5 +99,6 @@ def _engine_config(settings: EngineSettings, loaded: LoadedModel) -> EngineConfi
         chunk_size=settings.chunk_size or batch_tokens,
         max_model_len=loaded.max_model_len,
         eos_token_ids=loaded.eos_token_ids,
+        vocab_size=loaded.vocab_size,
         prefix_cache=settings.prefix_cache,
     )

@@ -62,6 +62,16 @@ def submit(
     min_p: Annotated[
         float | None, typer.Option(help="Drop tokens this much less likely than the best [0].")
     ] = None,
+    repetition_penalty: Annotated[
+        float | None, typer.Option(help="Over 1: repeat less of prompt and output [1].")
+    ] = None,
+    presence_penalty: Annotated[
+        float | None, typer.Option(help="Over 0: fewer tokens that the output has [0].")
+    ] = None,
+    frequency_penalty: Annotated[
+        float | None, typer.Option(help="The same, times how often it has them [0].")
+    ] = None,
+    min_tokens: Annotated[int | None, typer.Option(help="Output tokens at least [0].")] = None,
     seed: Annotated[int | None, typer.Option(help="Same seed, same tokens [from id].")] = None,
     stop: Annotated[
         list[str] | None, typer.Option(help="End before this text; may be repeated.")
@@ -97,6 +107,10 @@ def submit(
         top_k=top_k,
         top_p=top_p,
         min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        min_tokens=min_tokens,
         seed=seed,
         stop=stop,
         deadline_ms=deadline_ms,

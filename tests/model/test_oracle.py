@@ -114,7 +114,12 @@ def generated(oracle: Oracle) -> Callable[[str], Expected]:
     return get
 
 
-def serve(model: LoadedModel, mode: Mode, expected: Expected) -> tuple[Expected, EngineStats]:
+GREEDY = SamplingOptions(temperature=0.0, max_tokens=OUTPUT_TOKENS)
+
+
+def serve(
+    model: LoadedModel, mode: Mode, expected: Expected, options: SamplingOptions = GREEDY
+) -> tuple[Expected, EngineStats]:
     """All prompts through the engine at once, arriving in pairs while others run."""
     config = EngineConfig(
         block_size=BLOCK_SIZE,
@@ -124,6 +129,7 @@ def serve(model: LoadedModel, mode: Mode, expected: Expected) -> tuple[Expected,
         chunk_size=mode.chunk_size,
         max_model_len=model.max_model_len,
         eos_token_ids=model.eos_token_ids,
+        vocab_size=model.vocab_size,
         prefix_cache=mode.prefix_cache,
     )
     engine = Engine(config, lambda ids: IncrementalDetokenizer(model.tokenizer, ids))
@@ -131,7 +137,6 @@ def serve(model: LoadedModel, mode: Mode, expected: Expected) -> tuple[Expected,
     runner = ModelRunner(model, pool)
     outputs = {f"r{i}": list(expected[prompt][: mode.resumed]) for i, prompt in enumerate(PROMPTS)}
     arrivals = iter(enumerate(PROMPTS))
-    options = SamplingOptions(temperature=0.0, max_tokens=OUTPUT_TOKENS)
     lanes = itertools.cycle(Lane)
     ended: dict[str, Reason] = {}
     while len(ended) < len(PROMPTS):

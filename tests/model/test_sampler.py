@@ -14,6 +14,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from penstock.gpu_worker.model import drawing
 from penstock.gpu_worker.model import sampler as sampler_module
 from penstock.gpu_worker.model.random_numbers import (
     philox4x32,
@@ -134,13 +135,13 @@ def test_all_greedy_prepares_nothing():
 def kept(logits: torch.Tensor, options: SamplingOptions) -> torch.Tensor:
     """Which tokens can be drawn: what the ranking gives a weight, bool [V]."""
     scores = (logits - logits.max()).div(options.temperature).unsqueeze(0)
-    filters = sampler_module._Filters.from_options([options], logits.device)
+    filters = drawing.Filters.from_options([options], logits.device)
     if filters is None:
         return torch.ones(len(logits), dtype=torch.bool)
     width = min(max(options.top_k + 1, 256), len(logits))
-    ranking = sampler_module._rank(scores, filters, width)
+    ranking = drawing.rank(scores, filters, width)
     if not bool(ranking.covered.all()):
-        ranking = sampler_module._rank(scores, filters, len(logits))
+        ranking = drawing.rank(scores, filters, len(logits))
     mask = torch.zeros(len(logits), dtype=torch.bool)
     mask[ranking.ids[ranking.weights > 0]] = True
     return mask
@@ -251,7 +252,7 @@ def test_widening_the_look_does_not_change_the_outcome(monkeypatch, options):
     logits = random_logits(12, 3000, 6)
     rows = [row(seed=i, **options) for i in range(12)]
     narrow = sample(logits, rows)
-    monkeypatch.setattr(sampler_module, "_CANDIDATES", 3000)  # sorts at once
+    monkeypatch.setattr(drawing, "_CANDIDATES", 3000)  # sorts at once
     assert sample(logits, rows) == narrow
 
 
@@ -314,7 +315,7 @@ def test_slices_do_not_change_the_outcome(monkeypatch):
     logits = random_logits(40, 257, 2)
     rows = [row(seed=i, top_p=(1.0, 0.8)[i % 2]) for i in range(40)]
     whole = sample(logits, rows)
-    monkeypatch.setattr(sampler_module, "_SLICE_ELEMENTS", {"cpu": 3 * 257})
+    monkeypatch.setattr(drawing, "_SLICE_ELEMENTS", {"cpu": 3 * 257})
     assert sample(logits, rows) == whole
 
 

@@ -1,0 +1,204 @@
+"""What options do to logits before temperature.
+
+The order of operations, here and in :mod:`.drawing`, is that of transformers' ``generate``:
+
+1. ``logit_bias`` is added (``SequenceBiasLogitsProcessor``),
+2. ``repetition_penalty`` divides what is positive and multiplies what is not, for tokens of prompt
+   and output (``RepetitionPenaltyLogitsProcessor``; Keskar et al., 2019, "CTRL"),
+3. ``frequency_penalty`` times the token's count in the output and ``presence_penalty`` once, if it
+   is in the output, are subtracted (not in transformers; as OpenAI defines them),
+4. ``banned_token_ids`` (``NoBadWordsLogitsProcessor``), the ids that would end the output before it
+   has ``min_tokens`` (``MinNewTokensLengthLogitsProcessor``), and all but ``allowed_token_ids``
+   (``PrefixConstrainedLogitsProcessor``) become -inf,
+5. temperature, 6. top-k, 7. top-p, 8. min-p; or, for temperature 0, the largest.
+
+All of it is element by element in float32, each operation rounded once: a row's values depend on
+that row alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from penstock.shared.protocol import SamplingOptions
+
+from .token_history import TokenHistory, Tokens
+
+__all__ = ["LogitsProcessors", "Processable", "processes"]
+
+
+class Processable(Tokens, Protocol):
+    """What is read of a sequence."""
+
+    @property
+    def options(self) -> SamplingOptions:
+        """Those named above are used."""
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Index of the token that is to be chosen."""
+
+
+def processes(options: SamplingOptions) -> bool:
+    """Whether logits must be changed before temperature."""
+    return _counts(options) or bool(
+        options.logit_bias
+        or options.banned_token_ids
+        or options.allowed_token_ids
+        or options.min_tokens
+    )
+
+
+def _counts(options: SamplingOptions) -> bool:
+    return options.repetition_penalty != 1 or _subtracts(options)
+
+
+def _subtracts(options: SamplingOptions) -> bool:
+    return options.presence_penalty != 0 or options.frequency_penalty != 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """Single logits, each at most once: of row ``rows[i]`` that of token ``ids[i]``."""
+
+    rows: Tensor
+    ids: Tensor
+
+    @classmethod
+    def of(cls, ids_of_rows: Iterable[tuple[int, Iterable[int]]], device: torch.device) -> _Places:
+        pairs = [(row, token_id) for row, ids in ids_of_rows for token_id in set(ids)]
+        rows = torch.tensor([row for row, _ in pairs], dtype=torch.int64, device=device)
+        ids = torch.tensor([token_id for _, token_id in pairs], dtype=torch.int64, device=device)
+        return cls(rows, ids)
+
+    def mask(self, scores: Tensor) -> None:
+        scores[self.rows, self.ids] = -math.inf
+
+
+class LogitsProcessors:
+    """The processors of ``P`` rows. Its tensors are made once and serve while the rows stay.
+
+    Args:
+        sequences: one per row.
+        device: where the logits are.
+        eos_token_ids: ids that end an output, unless its request ignores them.
+        previous: the history of an earlier batch, whose counts of tokens are taken over.
+
+    Attributes:
+        history: the tokens of the rows that have penalties.
+    """
+
+    def __init__(
+        self,
+        sequences: Sequence[Processable],
+        device: torch.device,
+        eos_token_ids: frozenset[int] = frozenset(),
+        previous: TokenHistory | None = None,
+    ) -> None:
+        self._device = device
+        self._sequences = tuple(sequences)
+        self._eos_token_ids = eos_token_ids
+        self._bias = self._biases()
+        counted = self._rows(_counts)
+        self.history = TokenHistory([sequences[row] for row in counted], device, previous)
+        slots = {row: slot for slot, row in enumerate(counted)}
+        repeating = self._rows(lambda o: o.repetition_penalty != 1)
+        subtracting = self._rows(_subtracts)
+        self._repetition = self._penalties(repeating, slots, "repetition_penalty")
+        self._frequency = self._penalties(subtracting, slots, "frequency_penalty")
+        self._presence = self._penalties(subtracting, slots, "presence_penalty")
+        self._banned = self._places("banned_token_ids")
+        self._allowed = self._places("allowed_token_ids")
+        self._restricted = self._tensor(self._rows(lambda o: bool(o.allowed_token_ids)))
+        self._kept_open = self._rows(lambda o: o.min_tokens > 0)
+        self._open_now: list[int] = []
+        self._ending: _Places | None = None
+
+    def apply(self, logits: Tensor) -> Tensor:
+        """The logits that temperature and filters are for.
+
+        Args:
+            logits: ``[P, V]`` in any float type; float32 is changed in place.
+
+        Returns:
+            float32 ``[P, V]``.
+        """
+        scores = logits.float()
+        if self._bias is not None:
+            places, bias = self._bias
+            scores[places.rows, places.ids] += bias
+        if self._repetition is not None or self._frequency is not None:
+            self._penalise(scores, self.history.table(scores.shape[1]))
+        if self._banned is not None:
+            self._banned.mask(scores)
+        ending = self._ends_too_early()
+        if ending is not None:
+            ending.mask(scores)
+        if self._allowed is not None:
+            kept = scores[self._allowed.rows, self._allowed.ids]
+            scores.index_fill_(0, self._restricted, -math.inf)
+            scores[self._allowed.rows, self._allowed.ids] = kept
+        return scores
+
+    def _penalise(self, scores: Tensor, table: Tensor) -> None:
+        if self._repetition is not None:
+            rows, slots, penalty = self._repetition
+            part = scores[rows]
+            penalised = torch.where(part < 0, part * penalty, part / penalty)
+            scores[rows] = torch.where(table[slots] > 0, penalised, part)
+        if self._frequency is not None and self._presence is not None:
+            rows, slots, frequency = self._frequency
+            counts = table[slots] >> 1
+            part = scores[rows].sub_(counts * frequency)
+            scores[rows] = part.sub_((counts > 0) * self._presence[2])
+
+    def _ends_too_early(self) -> _Places | None:
+        """Ids that may not come yet; made anew only when a row reaches its ``min_tokens``."""
+        if not self._kept_open:
+            return None
+        too_short = [
+            row
+            for row in self._kept_open
+            if self._sequences[row].num_output_tokens < self._sequences[row].options.min_tokens
+        ]
+        if too_short != self._open_now:
+            ending = [(row, self._sequences[row].options) for row in too_short]
+            ids = [(row, options.ending_ids(self._eos_token_ids)) for row, options in ending]
+            self._ending = _Places.of(ids, self._device) if ids else None
+            self._open_now = too_short
+        return self._ending
+
+    def _rows(self, has: Callable[[SamplingOptions], bool]) -> list[int]:
+        return [row for row, sequence in enumerate(self._sequences) if has(sequence.options)]
+
+    def _tensor(self, rows: list[int]) -> Tensor:
+        return torch.tensor(rows, dtype=torch.int64, device=self._device)
+
+    def _places(self, field: str) -> _Places | None:
+        lists = [(r, getattr(s.options, field)) for r, s in enumerate(self._sequences)]
+        return _Places.of(lists, self._device) if any(ids for _, ids in lists) else None
+
+    def _biases(self) -> tuple[_Places, Tensor] | None:
+        maps = [(row, s.options.logit_bias or {}) for row, s in enumerate(self._sequences)]
+        if not any(bias for _, bias in maps):
+            return None
+        pairs = [(row, token_id, bias) for row, of in maps for token_id, bias in of.items()]
+        rows, ids, values = zip(*pairs, strict=True)
+        places = _Places(self._tensor(list(rows)), self._tensor(list(ids)))
+        return places, torch.tensor(values, dtype=torch.float32, device=self._device)
+
+    def _penalties(
+        self, rows: list[int], slots: dict[int, int], field: str
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Rows, where their counts are, and their penalties ``[.., 1]``."""
+        if not rows:
+            return None
+        values = [getattr(self._sequences[row].options, field) for row in rows]
+        penalties = torch.tensor(values, dtype=torch.float32, device=self._device).unsqueeze(1)
+        return self._tensor(rows), self._tensor([slots[row] for row in rows]), penalties

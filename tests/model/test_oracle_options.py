@@ -1,0 +1,61 @@
+"""Options that change logits, through the whole engine: token for token as ``generate`` does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from model.test_oracle import MODES, OUTPUT_TOKENS, PROMPTS, Expected, serve
+
+from penstock.gpu_worker.model import LoadedModel
+from penstock.shared.protocol import SamplingOptions
+
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "penalty": ({"repetition_penalty": 1.5}, {"repetition_penalty": 1.5}),
+    "all": (
+        {
+            "repetition_penalty": 1.3,
+            "logit_bias": {5: 0.3, 8: -2.0},
+            "banned_token_ids": (9, 11),
+            "min_tokens": OUTPUT_TOKENS,
+        },
+        {
+            "repetition_penalty": 1.3,
+            "sequence_bias": [[[5], 0.3], [[8], -2.0]],
+            "bad_words_ids": [[9], [11]],
+            "min_new_tokens": OUTPUT_TOKENS,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("mode", ["chunks", "prefix-cache", "preempted", "resumed"])
+@pytest.mark.parametrize("case", CASES)
+def test_tokens_are_those_of_generate(
+    loaded: Callable[[str], LoadedModel], oracle: Callable[[str], Any], case: str, mode: str
+) -> None:
+    ours, theirs = CASES[case]
+    expected, plain = generate(oracle("llama"), theirs), generate(oracle("llama"), {})
+    assert expected != plain
+    options = SamplingOptions(temperature=0.0, max_tokens=OUTPUT_TOKENS, **ours)
+    found, stats = serve(loaded("llama"), MODES[mode], expected, options)
+    assert found == expected
+    assert bool(sum(stats.preemptions.values())) == MODES[mode].starved
+
+
+def generate(model: Any, options: dict[str, Any]) -> Expected:
+    return {
+        prompt: tuple(
+            model.generate(
+                torch.tensor([prompt]),
+                attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+                do_sample=False,
+                max_new_tokens=OUTPUT_TOKENS,
+                pad_token_id=0,
+                **options,
+            )[0, len(prompt) :].tolist()
+        )
+        for prompt in PROMPTS
+    }
