@@ -6,7 +6,7 @@ import ast
 import json
 import re
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -427,17 +427,22 @@ def test_tests_that_are_named_exist(page: Path) -> None:
 
 
 def _commands() -> dict[str, set[str]]:
-    """Commands of the program and their flags."""
+    """Commands of the program and their flags; a group has those of all its commands."""
     added = typer.Typer()
     added.command()(worker)
-    added.command()(simulate)
     added.command()(verify)
     found: dict[str, set[str]] = {}
     for group in (typer.main.get_command(app), typer.main.get_command(added)):
         for name, command in group.commands.items():  # type: ignore[attr-defined]
-            opts: Sequence[str] = [o for p in command.params for o in (*p.opts, *p.secondary_opts)]
-            found[name] = {"--help", *(o for o in opts if o.startswith("--"))}
+            found[name] = {"--help", *_flags(command)}
     return found
+
+
+def _flags(command: Any) -> Iterator[str]:
+    for parameter in command.params:
+        yield from (*parameter.opts, *parameter.secondary_opts)
+    for inner in getattr(command, "commands", {}).values():
+        yield from _flags(inner)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
