@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import json
 import re
 import subprocess
+import tomllib
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -15,10 +17,7 @@ import msgpack
 import pytest
 import typer
 
-from penstock.gpu_worker.cli import verify
 from penstock.gpu_worker.metrics import WorkerMetrics
-from penstock.gpu_worker.simulate.command import simulate
-from penstock.gpu_worker.worker_command import worker
 from penstock.producer.cli.app import app
 from penstock.shared.door_operations import DOOR_SCRIPTS
 from penstock.shared.errors import InvalidRequest
@@ -428,9 +427,11 @@ def test_tests_that_are_named_exist(page: Path) -> None:
 
 def _commands() -> dict[str, set[str]]:
     """Commands of the program and their flags; a group has those of all its commands."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     added = typer.Typer()
-    added.command()(worker)
-    added.command()(verify)
+    for name, place in project["entry-points"]["penstock.commands"].items():
+        module, _, function = place.partition(":")
+        added.command(name)(getattr(importlib.import_module(module), function))
     found: dict[str, set[str]] = {}
     for group in (typer.main.get_command(app), typer.main.get_command(added)):
         for name, command in group.commands.items():  # type: ignore[attr-defined]
