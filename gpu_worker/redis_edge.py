@@ -167,10 +167,21 @@ class RedisEdge:
             await self._audit()
 
     async def drain(self) -> int:
-        """Publish what is there, then give every request back; returns how many."""
+        """Publish what is there, then give every request back; returns how many.
+
+        Tried until the server answers: who drains must set the time limit.
+
+        Raises:
+            RedisUnavailable: the server refuses.
+        """
         while self._outbox.has_pending:
             await self.exchange()
-        return await self._operations.release_all(self._worker_id, blame=False)
+        for attempt in range(1_000_000_000):
+            try:
+                return await self._operations.release_all(self._worker_id, blame=False)
+            except (RedisConnectionError, RedisTimeoutError, OSError) as error:
+                await self._pause(attempt, error)
+        raise AssertionError("unreachable")
 
     # -- what goes out --------------------------------------------------------------------------
 
@@ -213,15 +224,18 @@ class RedisEdge:
             try:
                 replies = await self._operations.run(calls)
             except (RedisConnectionError, RedisTimeoutError, OSError) as error:
-                self._metrics.redis_errors.inc()
                 self._needs_audit = True
-                pause = _BACKOFF_S[min(attempt, len(_BACKOFF_S) - 1)]
-                _log.warning("Redis did not answer (%s); trying again in %g s", error, pause)
-                await asyncio.sleep(pause)
+                await self._pause(attempt, error)
                 continue
             self._metrics.exchange_seconds.observe(time.perf_counter() - began)
             return replies
         raise AssertionError("unreachable")
+
+    async def _pause(self, attempt: int, error: Exception) -> None:
+        self._metrics.redis_errors.inc()
+        pause = _BACKOFF_S[min(attempt, len(_BACKOFF_S) - 1)]
+        _log.warning("Redis did not answer (%s); trying again in %g s", error, pause)
+        await asyncio.sleep(pause)
 
     # -- what comes back ------------------------------------------------------------------------
 

@@ -108,7 +108,9 @@ async def check_nothing_left(redis_url: str) -> None:
         waiting = {k: v for k, v in counters.items() if not k.startswith(b"ended:")}
         assert all(int(value) == 0 for value in waiting.values()), waiting
         assert await client.zcard(KEYS.deadlines) == 0
-        constant = {KEYS.lanes, KEYS.floors, KEYS.leases, KEYS.counters, KEYS.bell}
+        constant = {
+            KEYS.lanes, KEYS.floors, KEYS.leases, KEYS.counters, KEYS.bell, KEYS.intake(),
+        }  # fmt: skip
         async for key in client.scan_iter():
             name = key.decode()
             if name not in constant and not name.startswith(f"{KEYS.prefix}act:"):
