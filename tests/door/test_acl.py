@@ -1,0 +1,243 @@
+"""The ACL templates on real servers: what must work works, what must be denied is denied."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+from redis.exceptions import NoPermissionError, ResponseError
+from workers import WorkerFactory
+
+from penstock.shared.keys import Keys
+
+ROOT = Path(__file__).resolve().parents[2]
+ACL = ROOT / "deploy" / "acl"
+KEYS = Keys("demo")
+
+
+def render(*arguments: str) -> list[str]:
+    command = [str(ACL / "render"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+
+
+class Server:
+    """A server with the users of the templates."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.admin = redis.Redis.from_url(url, decode_responses=True)
+        self.version: str = self.admin.info("server")["redis_version"]
+        self.old = self.version.startswith("6.")
+        template = "tenant-6.2.acl" if self.old else "tenant-7.acl"
+        for tenant in ("acme", "rival"):
+            self.admin.sadd(KEYS.doors, tenant)
+            rules = render(template, tenant, f"{tenant}-pw", tenant)
+            self.admin.execute_command("ACL SETUSER", *rules)
+        self.admin.execute_command("ACL SETUSER", *render("worker.acl", "worker", "pw", "-"))
+
+    def url_of(self, user: str, password: str) -> str:
+        return self.url.replace("//", f"//{user}:{password}@")
+
+    def close(self) -> None:
+        self.admin.execute_command("ACL DELUSER", "acme", "rival", "worker")
+        self.admin.close()
+
+
+@pytest.fixture
+def server(any_redis_url: str) -> Iterator[Server]:
+    server = Server(any_redis_url)
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def acme(server: Server) -> Iterator[redis.Redis]:
+    with redis.Redis.from_url(
+        server.url_of("acme", "acme-pw"), decode_responses=True, protocol=2
+    ) as client:
+        yield client
+
+
+def test_a_confined_producer_asks_and_reads(
+    server: Server, acme: redis.Redis, tmp_path: Path
+) -> None:
+    """And the worker that answers has no more rights than its template gives."""
+    workers = WorkerFactory(server.url_of("worker", "pw"), tmp_path)
+    try:
+        worker = workers.engine("w", model__path="synthetic", model__synthetic_step_ms=5)
+        pubsub = acme.pubsub()
+        pubsub.subscribe(KEYS.channel("acme.1"))
+        assert pubsub.get_message(timeout=5)
+        ask = {"id": "acme.1", "prompt": "Hi", "max_tokens": 4, "answer": "json"}
+        acme.xadd(KEYS.intake("acme"), ask)
+        message: Any = None
+        while message is None or "end" not in message:
+            message = json.loads(pubsub.get_message(timeout=10)["data"])
+        assert message["state"] == "completed"
+        pubsub.close()
+        assert acme.xlen(KEYS.log("acme.1")) == 5
+        entry = acme.xadd(KEYS.intake("acme"), {"prompt": "Hi", "answer": "json", "max_tokens": 0})
+        ((_, ((_, refusal),)),) = acme.xread({KEYS.log(f"acme.{entry}"): "0-0"}, block=10_000)
+        assert json.loads(refusal["e"])["reason"] == "invalid"
+        assert len(acme.xrange(KEYS.log("acme.1"))) == 5
+        assert server.admin.hget(KEYS.request("acme.1"), "ten") == "acme"
+        # A forged tenant, and an id of the other tenant's: refused where only acme can read it.
+        for forged in ({"tenant": "rival"}, {"id": "rival.1"}):
+            entry = acme.xadd(KEYS.intake("acme"), {"prompt": "Hi", "answer": "json", **forged})
+            ((_, ((_, refusal),)),) = acme.xread({KEYS.log(f"acme.{entry}"): "0-0"}, block=10_000)
+            assert json.loads(refusal["e"])["reason"] == "invalid"
+        assert not server.admin.exists(KEYS.request("rival.1"), KEYS.log("rival.1"))
+        assert worker.terminate() == 0
+        assert "NOPERM" not in worker.log.read_text()
+        assert not re.search(r"\b(error|warning)\b", worker.log.read_text()), worker.log.read_text()
+    finally:
+        workers.close()
+
+
+OWN, RIVAL = KEYS.log("acme.1"), KEYS.log("rival.1")
+
+DENIED: list[tuple[object, ...]] = [
+    ("XADD", KEYS.intake("rival"), "*", "prompt", "Hi"),
+    ("XADD", KEYS.intake(), "*", "prompt", "Hi"),
+    ("XADD", KEYS.intake("acme2"), "*", "prompt", "Hi"),
+    ("XADD", RIVAL, "*", "d", "x"),
+    ("XADD", KEYS.bell, "*", "b", "1"),
+    ("XRANGE", RIVAL, "-", "+"),
+    ("XREAD", "STREAMS", RIVAL, "0"),
+    ("XREAD", "STREAMS", OWN, RIVAL, "0", "0"),
+    ("XRANGE", KEYS.log("acme2.1"), "-", "+"),
+    ("XRANGE", KEYS.log("acme"), "-", "+"),
+    ("XRANGE", KEYS.intake("rival"), "-", "+"),
+    ("XRANGE", KEYS.intake(), "-", "+"),
+    ("XRANGE", "ps:{demo.1}:t:acme.1", "-", "+"),
+    ("XREADGROUP", "GROUP", "g", "me", "STREAMS", KEYS.intake("acme"), ">"),
+    ("XGROUP", "CREATE", KEYS.intake("acme"), "h", "$"),
+    ("XACK", KEYS.intake("acme"), "g", "0-1"),
+    ("XDEL", KEYS.intake("acme"), "0-1"),
+    ("XTRIM", KEYS.intake("acme"), "MAXLEN", 0),
+    ("XINFO", "STREAM", KEYS.intake("acme")),
+    ("HGETALL", KEYS.request("acme.1")),
+    ("HSET", KEYS.request("acme.1"), "st", "completed"),
+    ("GET", "x"),
+    ("SET", OWN, "x"),
+    ("DEL", OWN),
+    ("UNLINK", OWN),
+    ("EXPIRE", OWN, 1),
+    ("RENAME", OWN, "x"),
+    ("COPY", RIVAL, OWN),
+    ("DUMP", OWN),
+    ("SMEMBERS", KEYS.doors),
+    ("SADD", KEYS.doors, "evil"),
+    ("KEYS", "*"),
+    ("SCAN", "0"),
+    ("RANDOMKEY",),
+    ("DBSIZE",),
+    ("SELECT", 1),
+    ("FLUSHALL",),
+    ("FLUSHDB",),
+    ("CONFIG", "GET", "*"),
+    ("CONFIG", "SET", "maxmemory", 1),
+    ("EVAL", "return 1", 0),
+    ("EVALSHA", "0" * 40, 0),
+    ("SCRIPT", "FLUSH"),
+    ("PUBLISH", KEYS.channel("acme.1"), "x"),
+    ("SUBSCRIBE", KEYS.channel("rival.1")),
+    ("SUBSCRIBE", "anything"),
+    ("PSUBSCRIBE", "*"),
+    ("PSUBSCRIBE", KEYS.channel("acme.*")),
+    ("PUBSUB", "CHANNELS"),
+    ("ACL", "LIST"),
+    ("CLIENT", "LIST"),
+    ("CLIENT", "KILL", "TYPE", "normal"),
+    ("CLIENT", "PAUSE", 1000),
+    ("MONITOR",),
+    ("INFO",),
+    ("SHUTDOWN", "NOSAVE"),
+    ("REPLICAOF", "NO", "ONE"),
+    ("SAVE",),
+    ("MULTI",),
+    ("WATCH", OWN),
+    ("BLPOP", OWN, 1),
+    ("MODULE", "LIST"),
+]
+DENIED_SINCE_7 = [
+    ("XADD", OWN, "*", "d", "x"),
+    ("XRANGE", KEYS.intake("acme"), "-", "+"),
+    ("XREAD", "STREAMS", KEYS.intake("acme"), "0"),
+    ("FUNCTION", "LIST"),
+    ("SSUBSCRIBE", KEYS.channel("acme.1")),
+]
+
+
+def test_what_a_confined_producer_must_not_do(server: Server, acme: redis.Redis) -> None:
+    server.admin.xadd(OWN, {"d": "x"}, id="1-0")
+    server.admin.xadd(RIVAL, {"d": "x"}, id="1-0")
+    server.admin.xgroup_create(KEYS.intake("acme"), "g", mkstream=True)
+    allowed = []
+    for command in [*DENIED, *([] if server.old else DENIED_SINCE_7)]:
+        try:
+            reply = acme.execute_command(*command)
+        except NoPermissionError:
+            continue
+        except ResponseError as error:
+            reply = error
+        allowed.append((command, reply))
+    assert not allowed
+    assert server.admin.xlen(OWN) == server.admin.xlen(RIVAL) == 1
+
+
+def test_the_holes_that_are_stated_are_there(server: Server, acme: redis.Redis) -> None:
+    """Documented, so a server that closes one should be noticed."""
+    intake = KEYS.intake("acme")
+    for _ in range(3):
+        acme.xadd(intake, {"prompt": "Hi"})
+    acme.execute_command("XADD", intake, "MAXLEN", 0, "*", "prompt", "Hi")
+    assert server.admin.xlen(intake) == 0
+    page = (ROOT / "docs" / "plain-door.md").read_text("utf-8")
+    assert "MAXLEN 0" in page
+    if server.old:
+        assert acme.xadd(OWN, {"d": "x"})
+
+
+def test_users_of_the_templates_reach_no_other_shard(server: Server) -> None:
+    with redis.Redis.from_url(server.url_of("worker", "pw")) as worker:
+        assert worker.hset(KEYS.counters, "x", "1") == 1
+        for key in ("ps:{demo.1}:cnt", "cnt", "ps:{other.0}:cnt"):
+            with pytest.raises(NoPermissionError):
+                worker.hset(key, "x", "1")
+        for command in ("FLUSHALL", "KEYS *", "CONFIG GET *", "SCRIPT FLUSH", "ACL LIST"):
+            with pytest.raises(NoPermissionError):
+                worker.execute_command(*command.split())
+
+
+def test_the_workers_rules_have_every_command_of_every_script() -> None:
+    rules = set(render("worker.acl", "w", "pw", "-"))
+    for path in (ROOT / "shared" / "scripts").rglob("*.lua"):
+        pattern = r"(?:redis\.p?call\(|attempt\([^,]+,)\s*'([A-Z]+)'"
+        for name in re.findall(pattern, path.read_text("utf-8")):
+            assert f"+{name.lower()}" in rules, f"{path.name} needs {name}"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("tenant-7.acl", "n", "pw", "*"),
+        ("tenant-7.acl", "n", "pw", "a.b"),
+        ("tenant-7.acl", "n", "pw", "acme* ~*"),
+        ("tenant-7.acl", "n", "pw +@all", "acme"),
+        ("tenant-7.acl", "n", "pw", "acme", "*"),
+        ("tenant-7.acl", "n", "pw", ""),
+        ("tenant-7.acl", "n"),
+    ],
+)
+def test_render_refuses_what_would_open_more(arguments: tuple[str, ...]) -> None:
+    with pytest.raises(subprocess.CalledProcessError) as failure:
+        render(*arguments)
+    assert failure.value.returncode == 2
+    assert not failure.value.stdout
