@@ -72,6 +72,10 @@ class Intake:
             self._outbox.open(claim, request.lane.value, request.answer)
             if claim.attempts == 1:
                 self._metrics.queue_time.labels(request.lane.value).observe(claim.queue_ms / 1000)
+            if not claim.intact:
+                message = f"its token log in Redis does not hold all of its {claim.n} tokens"
+                self._outbox.end(claim, Reason.ENGINE_ERROR, message)
+                continue
             task = asyncio.get_running_loop().create_task(self._prepare(claim, request))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)

@@ -92,7 +92,8 @@ class IncrementalDetokenizer:
         text = self._end_byte_run()
         self._ids.append(token_id)
         before, self._text = self._text, self._decode(self._ids)
-        if self._text == before and not self._decode([token_id]):
+        # Twice, because decoders strip one space at the begin, which may be all a token is.
+        if self._text == before and not self._decode([token_id, token_id]):
             self._ids.pop()  # a special token, or no token at all: it must not fill the window
             return text
         text += self._release(self._pending())

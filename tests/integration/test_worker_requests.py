@@ -191,6 +191,26 @@ async def test_broken_log_key_hurts_only_its_request(
     assert status.end.reason is Reason.ENGINE_ERROR
 
 
+async def test_request_with_a_hole_in_its_log_ends_and_is_not_continued(
+    redis_url: str, workers: WorkerFactory
+) -> None:
+    async with Producer(redis_url) as own, redis.asyncio.Redis.from_url(redis_url) as server:
+        first = workers.engine("first", worker__lease_ms=300, model__path="synthetic")
+        submitted = await own.submit("a", max_tokens=5000)
+        while int(await server.hget(KEYS.request(submitted.id), "n") or 0) < 20:
+            await asyncio.sleep(0.005)
+        first.kill()
+        (entry, _), *_ = await server.xrange(KEYS.log(submitted.id), count=1)
+        await server.xdel(KEYS.log(submitted.id), entry)
+        workers.engine("second", model__path="synthetic")
+        async with asyncio.timeout(20):
+            while (await own.status(submitted.id)).end is None:
+                await asyncio.sleep(0.01)
+        end = (await own.status(submitted.id)).end
+    assert end is not None
+    assert (end.reason, "does not hold all" in end.message) == (Reason.ENGINE_ERROR, True)
+
+
 async def test_deleted_record_frees_the_engine(
     producer: Producer, client: redis.asyncio.Redis, worker: WorkerProcess
 ) -> None:
