@@ -75,7 +75,10 @@ def simulate(
         str, typer.Option(help="KV blocks of a worker, or all that fit; several compare.")
     ] = "all",
     max_batch_tokens: Annotated[int, typer.Option(help="Token budget of a step.")] = 2048,
-    block_size: Annotated[int, typer.Option(help="Tokens per KV block.")] = 16,
+    block_size: Annotated[
+        int | None,
+        typer.Option(help="Tokens per KV block; 16 if not given, more in a large fleet."),
+    ] = None,
     exchange_ms: Annotated[float, typer.Option(help="One round trip with Redis.")] = 1.0,
     claim_batch: Annotated[int, typer.Option(help="Most requests claimed at once.")] = 16,
     slo_ttft_ms: Annotated[float, typer.Option(help="Good is a first token within this.")] = 1000.0,

@@ -20,6 +20,9 @@ from .workload import Generator, Lengths, SimRequest, read_trace
 
 __all__ = ["Comparison", "compare", "report"]
 
+_MOST_BLOCKS = 1 << 22
+"""KV blocks of a whole fleet: about 100 bytes of this machine's memory each."""
+
 _CONSTANT_COST_TOKENS = 1 << 20
 """KV pool of a device of which nothing is known but its step time."""
 
@@ -36,7 +39,8 @@ class Comparison:
         requests, rate: how many and how fast, if they are drawn.
         per_worker: requests and rate are for each worker.
         burstiness, prompt, output, lanes, tenants: see :class:`Generator`.
-        max_batch_tokens, block_size: of the engine.
+        max_batch_tokens, block_size: of the engine. A block size of None is 16, or larger in a
+            fleet so large that it would need too much memory.
         exchange_s, claim_batch, level, seed: see :class:`Scenario`.
     """
 
@@ -56,7 +60,7 @@ class Comparison:
     lanes: dict[Lane, float]
     tenants: dict[str, float]
     max_batch_tokens: int
-    block_size: int
+    block_size: int | None
     exchange_s: float
     claim_batch: int
     level: ServiceLevel
@@ -78,7 +82,7 @@ class Comparison:
                 requests=self.workload(workers),
                 workers=workers,
                 dispatch=dispatch,
-                config=self._config(sequences, chunk, blocks),
+                config=self._config(workers, sequences, chunk, blocks),
                 cost=self.cost,
                 level=self.level,
                 exchange_s=self.exchange_s,
@@ -127,25 +131,40 @@ class Comparison:
             parts.append(f"kv{blocks or 'all'}")
         return "_".join(parts)
 
-    def _config(self, sequences: int, chunk: int | None, blocks: int | None) -> EngineConfig:
+    def _config(
+        self, workers: int, sequences: int, chunk: int | None, blocks: int | None
+    ) -> EngineConfig:
         budget = max(self.max_batch_tokens, sequences)
         roofline = self.cost if isinstance(self.cost, Roofline) else None
+        size = self.block_size
+        if size is None:
+            size = self._block_size(workers) if blocks is None else 16
+        elif size < 1:
+            raise ConfigurationError(f"block_size is {size}; allowed: 1 or more")
         if blocks is None:
-            blocks = (
-                roofline.kv_blocks(self.block_size)
-                if roofline is not None
-                else max(1, _CONSTANT_COST_TOKENS // self.block_size)
-            )
+            blocks = self._blocks_that_fit(size)
         return EngineConfig(
-            block_size=self.block_size,
+            block_size=size,
             num_blocks=blocks,
             max_batch_tokens=budget,
             max_sequences=sequences,
-            chunk_size=chunk or budget,
+            chunk_size=budget if chunk is None else chunk,
             max_model_len=roofline.model.context if roofline else _CONSTANT_COST_TOKENS,
             eos_token_ids=frozenset(),
             prefix_cache=False,  # all prompts are made of one token: they would all hit
         )
+
+    def _blocks_that_fit(self, block_size: int) -> int:
+        if isinstance(self.cost, Roofline):
+            return self.cost.kv_blocks(block_size)
+        return max(1, _CONSTANT_COST_TOKENS // block_size)
+
+    def _block_size(self, workers: int) -> int:
+        """16 tokens, or so many more that the books of all pools fit into memory."""
+        size = 16
+        while workers * self._blocks_that_fit(size) > _MOST_BLOCKS:
+            size *= 2
+        return size
 
 
 def compare(

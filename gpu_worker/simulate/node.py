@@ -113,7 +113,7 @@ class EngineNode:
         self._open: dict[str, _Open] = {}
         self._refused: list[SimRequest] = []
         self._plan: Plan | None = None
-        self._previous = -1.0  # end of the last step
+        self._previous = -2.0  # end of the last step; never what an entry begins with
         self.open = 0
         self.load = Load(0, config.num_blocks * config.block_size)
         self.steps = 0

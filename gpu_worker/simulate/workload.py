@@ -7,6 +7,7 @@ memory than those that are under way.
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -95,7 +96,7 @@ class Lengths:
             return lambda rng: max(1, min(most, round(rng.expovariate(rate))))
         sigma = values[1]
         # The mean of a log-normal is exp(mu + sigma^2 / 2).
-        factor = values[0] / pow(2.718281828459045, sigma * sigma / 2)
+        factor = values[0] / math.exp(sigma * sigma / 2)
         return lambda rng: max(1, min(most, round(factor * rng.lognormvariate(0.0, sigma))))
 
     def _parse(self) -> tuple[str, list[float], int]:
@@ -110,6 +111,8 @@ class Lengths:
             elif kind == "uniform":
                 most = int(parts[1])
             values = [float(part) for part in parts]
+            if not all(map(math.isfinite, values)):
+                raise ValueError
         except (ValueError, IndexError):
             raise self._error() from None
         if len(values) != counts.get(kind) or not 0 < most <= _MOST:
