@@ -14,7 +14,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from penstock.shared.operations import Append, AppendStatus, Claim
-from penstock.shared.protocol import Answer, Chunk, End, Reason, Usage, rolling_digest
+from penstock.shared.protocol import (
+    Answer,
+    Chunk,
+    End,
+    Reason,
+    TokenLogprobs,
+    Usage,
+    rolling_digest,
+)
 
 from .engine.requests import Finish, Update
 from .metrics import WorkerMetrics
@@ -43,6 +51,7 @@ class TokenLedger:
         confirmed: output tokens that the log holds.
         digest: rolling digest of those.
         pending: ids generated since.
+        logprobs: one per pending id if the request asks for them, else empty.
         text: text generated since.
         finish: the engine ended it, its end is not confirmed yet.
         answer: form of its chunks and its end.
@@ -57,6 +66,7 @@ class TokenLedger:
     ttft_ms: int | None
     last_token_at: float | None = None
     pending: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
     text: list[str] = field(default_factory=list)
     finish: Finish | None = None
     answer: Answer = Answer.MSGPACK
@@ -174,6 +184,7 @@ class Outbox:
                     self._metrics.orphan_tokens.inc(len(update.token_ids))
                     continue
                 ledger.pending += update.token_ids
+                ledger.logprobs += update.logprobs
                 ledger.text.append(update.text)
                 ledger.finish = update.finish
                 ledger.prompt_tokens = update.prompt_tokens
@@ -217,7 +228,9 @@ class Outbox:
             text = "".join(ledger.text)
             ledger.text.clear()
             digest = rolling_digest(ids, ledger.digest)
-            chunk = Chunk(ledger.confirmed, ids, text, digest).pack(ledger.answer)
+            logprobs = tuple(ledger.logprobs)
+            ledger.logprobs.clear()
+            chunk = Chunk(ledger.confirmed, ids, text, digest, logprobs).pack(ledger.answer)
             ledger.digest = digest
             self._observe_tokens(ledger, count, now)
         end, spent, reason = b"", -1, None
@@ -262,6 +275,7 @@ class Outbox:
                         Reason.ENGINE_ERROR, "its token log in Redis holds a value of another type"
                     )
                     ledger.pending.clear()
+                    ledger.logprobs.clear()
                     self._dirty[item.id] = ledger
                 else:
                     self._lose(item, ledger, status)

@@ -185,7 +185,11 @@ def run_isolated(runner: Runner, plan: Plan) -> StepOutput:
         first = run_isolated(runner, Plan(plan.spans[:middle]))
         rest = run_isolated(runner, Plan(plan.spans[middle:]))
         failures = {middle + index: finish for index, finish in rest.failures.items()}
-        return StepOutput(first.token_ids + rest.token_ids, {**first.failures, **failures})
+        return StepOutput(
+            first.token_ids + rest.token_ids,
+            {**first.failures, **failures},
+            {**first.logprobs, **rest.logprobs},
+        )
 
 
 def _reason(error: Exception) -> Reason:

@@ -73,7 +73,10 @@ class Merger:
             chunk = event
             if known:
                 text = self._cut(event)
-                chunk = replace(event, start=self.index, token_ids=fresh, text=text)
+                logprobs = event.logprobs[known:]
+                chunk = replace(
+                    event, start=self.index, token_ids=fresh, text=text, logprobs=logprobs
+                )
             self.ready.append(chunk)
             self.index = event.stop
             self._text_length += len(chunk.text)

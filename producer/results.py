@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock.shared.errors import RequestFailed
-from penstock.shared.protocol import End, Lane, Reason, State, Usage
+from penstock.shared.protocol import End, Lane, Reason, State, TokenLogprobs, Usage
 
 __all__ = ["Result", "Status", "Submitted"]
 
@@ -74,12 +74,14 @@ class Result:
         text: the output text; partial unless the state is ``completed``.
         token_ids: the output tokens.
         end: the terminal event.
+        logprobs: one per token if the request asked for them, else empty.
     """
 
     id: str
     text: str
     token_ids: tuple[int, ...]
     end: End
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
     @property
     def state(self) -> State:

@@ -137,6 +137,7 @@ class TokenStream:
             text="".join(chunk.text for chunk in chunks),
             token_ids=tuple(token for chunk in chunks for token in chunk.token_ids),
             end=self._merger.end,
+            logprobs=tuple(entry for chunk in chunks for entry in chunk.logprobs),
         )
 
     async def aclose(self) -> None:

@@ -11,14 +11,22 @@ import struct
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgpack
 
 from .errors import ProtocolError
 from .states import Answer, Reason, State
 
-__all__ = ["Chunk", "End", "Usage", "rolling_digest", "unpack_event", "unpack_msgpack"]
+__all__ = [
+    "Chunk",
+    "End",
+    "TokenLogprobs",
+    "Usage",
+    "rolling_digest",
+    "unpack_event",
+    "unpack_msgpack",
+]
 
 END_MARK = -1
 
@@ -33,6 +41,22 @@ def rolling_digest(token_ids: Sequence[int], digest: int = 0) -> int:
     return zlib.crc32(struct.pack(f"<{len(token_ids)}I", *token_ids), digest)
 
 
+class TokenLogprobs(NamedTuple):
+    """How likely the model itself held one output token and its rivals.
+
+    Natural logarithms of the probabilities that the model's logits give, before temperature and
+    anything else that options do; float32.
+
+    Attributes:
+        logprob: of the token.
+        top: the most likely tokens and theirs, most likely first, the token among them or not.
+            As many as were asked for, unless fewer have any probability.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """Tokens of one request that were published together. Never empty.
@@ -43,12 +67,14 @@ class Chunk:
         text: what they add to the output text. May be empty (half a character, or held back as
             the possible begin of a stop string) and comes with a later chunk then.
         digest: :func:`rolling_digest` of all output ids up to and including this chunk.
+        logprobs: one per token if the request asked for them, else empty.
     """
 
     start: int
     token_ids: tuple[int, ...]
     text: str
     digest: int
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
     @property
     def stop(self) -> int:
@@ -56,13 +82,22 @@ class Chunk:
         return self.start + len(self.token_ids)
 
     def pack(self, answer: Answer = Answer.MSGPACK) -> bytes:
-        """Msgpack ``[start, [ids...], text, digest]``, or a JSON object of the same."""
+        """Msgpack ``[start, [ids...], text, digest]``, or a JSON object of the same.
+
+        With logprobs a fifth element: ``[[logprob, [[id, logprob]...]]...]``, or ``logprobs``.
+        """
         if answer is Answer.JSON:
+            more = {"logprobs": self.logprobs} if self.logprobs else {}
             return _json(
                 {"start": self.start, "ids": self.token_ids, "text": self.text,
-                 "digest": self.digest}
+                 "digest": self.digest, **more}
             )  # fmt: skip
-        packed: bytes = msgpack.packb((self.start, self.token_ids, self.text, self.digest))
+        wire = (self.start, self.token_ids, self.text, self.digest)
+        packed: bytes
+        if self.logprobs:
+            packed = msgpack.packb((*wire, self.logprobs), use_single_float=True)
+        else:
+            packed = msgpack.packb(wire)
         return packed
 
 
@@ -139,10 +174,22 @@ def unpack_event(data: bytes) -> Chunk | End:
         if wire[0] == END_MARK:
             return _end(*wire[1:6])
         start, token_ids, text, digest = wire[:4]
-        return Chunk(int(start), tuple(token_ids), text, int(digest))
+        logprobs = _logprobs(wire[4], len(token_ids)) if len(wire) > 4 else ()
+        return Chunk(int(start), tuple(token_ids), text, int(digest), logprobs)
     except (TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
         allowed = "[start, [ids], text, digest] or [-1, n, state, reason, message, usage]"
         raise ProtocolError("event", data, f"{allowed}, or their JSON objects") from error
+
+
+def _logprobs(wire: Any, num_tokens: int) -> tuple[TokenLogprobs, ...]:
+    if not wire:  # nil or empty: none
+        return ()
+    if len(wire) != num_tokens:
+        raise ValueError("logprobs of another number of tokens")
+    return tuple(
+        TokenLogprobs(float(logprob), tuple((int(i), float(other)) for i, other in top))
+        for logprob, top in wire
+    )
 
 
 def _end(n: int, state: str, reason_name: str, message: str, usage: Any) -> End:
@@ -159,7 +206,8 @@ def _read_json(data: bytes) -> tuple[Any, ...]:
     if wire.get("end") is True:
         names = ("n", "state", "reason", "message", "usage")
         return (END_MARK, *(wire[name] for name in names))
-    return tuple(wire[name] for name in ("start", "ids", "text", "digest"))
+    chunk = tuple(wire[name] for name in ("start", "ids", "text", "digest"))
+    return (*chunk, wire.get("logprobs"))
 
 
 def _json(event: Mapping[str, Any]) -> bytes:

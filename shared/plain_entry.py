@@ -211,6 +211,7 @@ _READERS: Mapping[str, Callable[[str, str], Any]] = MappingProxyType(
         "ignore_eos": _as_flag,
         "lane": _as_text,
         "logit_bias": _as_map,
+        "logprobs": _as_integer,
         "max_queue_ms": _as_integer,
         "max_tokens": _as_integer,
         "messages": _as_messages,

@@ -18,7 +18,7 @@ import msgpack
 
 from . import fields as check
 from .errors import InvalidRequest, ProtocolError
-from .events import Chunk, End, Usage, rolling_digest, unpack_event, unpack_msgpack
+from .events import Chunk, End, TokenLogprobs, Usage, rolling_digest, unpack_event, unpack_msgpack
 from .sampling_options import SamplingOptions
 from .states import Answer, Lane, Reason, State
 
@@ -33,6 +33,7 @@ __all__ = [
     "Request",
     "SamplingOptions",
     "State",
+    "TokenLogprobs",
     "Usage",
     "check_id",
     "check_tenant",

@@ -16,6 +16,7 @@ MAX_STOP_BYTES = 256
 MAX_STOP_TOKENS = 64
 MAX_BIASES = 300
 MAX_LISTED_TOKENS = 4096
+MAX_LOGPROBS = 20
 
 _PENALTIES = (
     ("repetition_penalty", 0.1, 10.0),
@@ -48,6 +49,9 @@ class SamplingOptions:
         banned_token_ids: up to 4096 ids that are never chosen.
         min_tokens: as long as the output has fewer tokens, no id that would end it is chosen; a
             stop string may still end it.
+        logprobs: report the logarithms of the probabilities of each output token and of so many
+            most likely ones, 0 to 20, as the model gives them, before all other options; None for
+            no report.
         seed: 0 to 2**63 - 1; None derives it from the request id, so that a request that is
             continued by another worker draws the same random numbers.
         stop: up to 16 strings; output text ends before the first that appears.
@@ -70,6 +74,7 @@ class SamplingOptions:
     allowed_token_ids: tuple[int, ...] = ()
     banned_token_ids: tuple[int, ...] = ()
     min_tokens: int = 0
+    logprobs: int | None = None
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -94,6 +99,8 @@ class SamplingOptions:
             allowed = "at least one id that is not in banned_token_ids, too"
             raise InvalidRequest("allowed_token_ids", self.allowed_token_ids, allowed)
         check.integer("min_tokens", self.min_tokens, 0, self.max_tokens)
+        if self.logprobs is not None:
+            check.integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         if self.seed is not None:
             check.integer("seed", self.seed, 0, 2**63 - 1)
         put(self, "stop", check.strings("stop", self.stop, MAX_STOP_STRINGS, MAX_STOP_BYTES))

@@ -168,6 +168,10 @@ class Engine:
                 if update.finish is not None or len(sequence.token_ids) > pool_tokens:
                     self._finish(sequence, update)
                 updates.append(update)
+        if output.logprobs:
+            for update in updates:
+                if update.token_ids and update.id in output.logprobs:
+                    update.logprobs = (output.logprobs[update.id],)
         self._num_steps += 1
         self._num_computed_tokens += num_computed
         self._num_output_tokens += num_sampled

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from penstock.shared.protocol import TokenLogprobs
+
 from .requests import Finish
 from .sequence import Sequence
 
@@ -75,7 +77,9 @@ class StepOutput:
             span does not sample.
         failures: by index of span, why its request must end; that span's tokens are not looked at.
             One request's failure leaves the others of the step alone.
+        logprobs: by id of sequence, of the tokens of those that ask for them.
     """
 
     token_ids: tuple[tuple[int, ...], ...]
     failures: Mapping[int, Finish] = field(default_factory=dict)
+    logprobs: Mapping[str, TokenLogprobs] = field(default_factory=dict)

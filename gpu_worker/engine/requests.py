@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.shared.protocol import Lane, Reason, SamplingOptions
+from penstock.shared.protocol import Lane, Reason, SamplingOptions, TokenLogprobs
 
 __all__ = ["EngineRequest", "Finish", "Update"]
 
@@ -56,6 +56,7 @@ class Update:
         finish: why it ended, or None if it goes on.
         prompt_tokens: tokens of the prompt.
         cached_tokens: prompt tokens taken from the prefix cache.
+        logprobs: one per token if the request asks for them, else empty.
     """
 
     id: str
@@ -65,3 +66,4 @@ class Update:
     finish: Finish | None
     prompt_tokens: int
     cached_tokens: int
+    logprobs: tuple[TokenLogprobs, ...] = ()

@@ -23,7 +23,17 @@ from penstock.shared.protocol import SamplingOptions
 
 from .random_numbers import BITS, scaled_draw
 
-__all__ = ["Filters", "Group", "draw", "integer_weights", "most_likely", "narrows", "rank"]
+__all__ = [
+    "Filters",
+    "Group",
+    "draw",
+    "integer_weights",
+    "most_likely",
+    "narrows",
+    "rank",
+    "rows_at_once",
+    "weight_shift",
+]
 
 _CANDIDATES = 256
 """Most likely tokens looked at first for top-p; rows they do not cover are looked at again."""
@@ -105,8 +115,7 @@ class Group:
 
     def slices(self, vocab_size: int) -> Iterator[Group]:
         """The group in parts of bounded size."""
-        size = _SLICE_ELEMENTS.get(self.rows.device.type, _SLICE_ELEMENTS_ELSEWHERE)
-        step = max(1, size // vocab_size)
+        step = _rows_of(self.rows.device, vocab_size)
         for start in range(0, self.rows.numel(), step):
             part = slice(start, start + step)
             filters = None if self.filters is None else self.filters.of(part)
@@ -125,10 +134,24 @@ def draw(logits: Tensor, largest: Tensor, valid: Tensor, group: Group) -> Tensor
     return _draw_filtered(scores, group.filters, group.bits, width)
 
 
+def rows_at_once(logits: Tensor) -> int:
+    """How many rows of ``[N, V]`` to work on at a time."""
+    return _rows_of(logits.device, logits.shape[1])
+
+
+def _rows_of(device: torch.device, vocab_size: int) -> int:
+    size = _SLICE_ELEMENTS.get(device.type, _SLICE_ELEMENTS_ELSEWHERE)
+    return max(1, size // vocab_size)
+
+
+def weight_shift(vocab_size: int) -> int:
+    """The integer weight of a score of 0 is 2 to this."""
+    return BITS - vocab_size.bit_length()
+
+
 def integer_weights(scores: Tensor, vocab_size: int) -> Tensor:
     """Integer weights of scores whose row's largest is 0; the scores are used up."""
-    shift = BITS - vocab_size.bit_length()
-    return scores.exp_().mul_(2.0**shift).to(torch.int64)
+    return scores.exp_().mul_(2.0 ** weight_shift(vocab_size)).to(torch.int64)
 
 
 def _invert(weights: Tensor, bits: Tensor) -> Tensor:

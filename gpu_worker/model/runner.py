@@ -63,13 +63,16 @@ class ModelRunner:
         self._batch = SamplingBatch.from_sequences(
             sampling, self.loaded.device, self._batch, eos_token_ids=self.loaded.eos_token_ids
         )
+        chosen = self._sampler.sample(logits, self._batch)
+        report = self._sampler.report(logits, self._batch, chosen)
         # The step's one wait for the device: everything before only queues work on it.
-        sampled = iter(self._sampler.sample(logits, self._batch).tolist())
+        sampled = iter(chosen.tolist())
         tokens = [next(sampled) if span.samples else None for span in plan.spans]
         failed = {i: _NO_DISTRIBUTION for i, token in enumerate(tokens) if token == INVALID_TOKEN}
         return StepOutput(
             tuple(() if token is None or token == INVALID_TOKEN else (token,) for token in tokens),
             failed,
+            {} if report is None else {sampling[i].id: of for i, of in report.by_row().items()},
         )
 
     @torch.inference_mode()

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from .drawing import Filters, Group, draw, narrows
 from .logits_processors import LogitsProcessors, Processable, processes
+from .logprobs import LogprobRows, Logprobs
 from .random_numbers import uniform_bits
 
 __all__ = ["INVALID_TOKEN", "Sampleable", "Sampler", "SamplingBatch"]
@@ -83,6 +84,7 @@ class SamplingBatch:
         members: the rows that are not greedy, by the work they need; empty for an all-greedy batch.
         groups: the same with this step's random numbers.
         processed: the rows whose logits are changed first, which are in no group; None without any.
+        reported: the rows whose log-probabilities are asked for; None without any.
     """
 
     sequences: tuple[Sampleable, ...]
@@ -90,6 +92,7 @@ class SamplingBatch:
     members: tuple[_Members, ...]
     groups: tuple[Group, ...]
     processed: _Processed | None
+    reported: LogprobRows | None
 
     @classmethod
     def from_sequences(
@@ -111,14 +114,15 @@ class SamplingBatch:
         """
         device = torch.device(device)
         if previous is not None and previous.is_of(sequences, device):
-            members, processed = previous.members, previous.processed
+            members, processed, reported = previous.members, previous.processed, previous.reported
             if processed is not None:
                 processed = replace(processed, groups=_draws(processed.members))
         else:
             members = _members(sequences, device, processes_too=False)
             before = None if previous is None else previous.processed
             processed = _Processed.of(sequences, device, eos_token_ids, before)
-        return cls(tuple(sequences), device, members, _draws(members), processed)
+            reported = LogprobRows.of([sequence.options for sequence in sequences], device)
+        return cls(tuple(sequences), device, members, _draws(members), processed, reported)
 
     def is_of(self, sequences: Sequence[Sampleable], device: torch.device) -> bool:
         """Whether the batch is of these very sequences in this order, on this device."""
@@ -205,6 +209,10 @@ class Sampler:
             # A model's NaN stays one, even if its token was forbidden.
             tokens[rows] = picked.masked_fill_(tokens[rows] == INVALID_TOKEN, INVALID_TOKEN)
         return tokens
+
+    def report(self, logits: Tensor, batch: SamplingBatch, tokens: Tensor) -> Logprobs | None:
+        """The log-probabilities of what :meth:`sample` gave, where they are asked for."""
+        return None if batch.reported is None else batch.reported.compute(logits, tokens)
 
 
 def _pick(logits: Tensor, groups: Sequence[Group]) -> Tensor:

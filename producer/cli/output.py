@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from typing import Any, TextIO
 
-from penstock.shared.protocol import Chunk, End, Usage
+from penstock.shared.protocol import Chunk, End, TokenLogprobs, Usage
 
 from ..results import Result, Submitted
 
@@ -114,6 +115,7 @@ def chunk_facts(request_id: str, chunk: Chunk) -> dict[str, Any]:
         "start": chunk.start,
         "token_ids": list(chunk.token_ids),
         "text": chunk.text,
+        **_logprobs(chunk.logprobs),
     }
 
 
@@ -128,8 +130,15 @@ def result_facts(result: Result) -> dict[str, Any]:
         "id": result.id,
         "text": result.text,
         "token_ids": list(result.token_ids),
+        **_logprobs(result.logprobs),
         **_end(result.end),
     }
+
+
+def _logprobs(logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
+    if not logprobs:
+        return {}
+    return {"logprobs": [{"logprob": of.logprob, "top": of.top} for of in logprobs]}
 
 
 def _end(end: End) -> dict[str, Any]:

@@ -72,6 +72,9 @@ def submit(
         float | None, typer.Option(help="The same, times how often it has them [0].")
     ] = None,
     min_tokens: Annotated[int | None, typer.Option(help="Output tokens at least [0].")] = None,
+    logprobs: Annotated[
+        int | None, typer.Option(help="With --json: report so many likeliest tokens each [none].")
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Same seed, same tokens [from id].")] = None,
     stop: Annotated[
         list[str] | None, typer.Option(help="End before this text; may be repeated.")
@@ -111,6 +114,7 @@ def submit(
         presence_penalty=presence_penalty,
         frequency_penalty=frequency_penalty,
         min_tokens=min_tokens,
+        logprobs=logprobs,
         seed=seed,
         stop=stop,
         deadline_ms=deadline_ms,

@@ -25,7 +25,7 @@ from penstock.gpu_worker.engine.sequence import Sequence
 from penstock.gpu_worker.engine.stats import EngineStats
 from penstock.gpu_worker.model import KVPool, LoadedModel, ModelRunner
 from penstock.gpu_worker.model.detokenizer import IncrementalDetokenizer
-from penstock.shared.protocol import Lane, Reason, SamplingOptions
+from penstock.shared.protocol import Lane, Reason, SamplingOptions, TokenLogprobs
 
 Loaded = Callable[[str], LoadedModel]
 Oracle = Callable[[str], Any]
@@ -118,9 +118,16 @@ GREEDY = SamplingOptions(temperature=0.0, max_tokens=OUTPUT_TOKENS)
 
 
 def serve(
-    model: LoadedModel, mode: Mode, expected: Expected, options: SamplingOptions = GREEDY
+    model: LoadedModel,
+    mode: Mode,
+    expected: Expected,
+    options: SamplingOptions = GREEDY,
+    logprobs: dict[tuple[int, ...], list[TokenLogprobs]] | None = None,
 ) -> tuple[Expected, EngineStats]:
-    """All prompts through the engine at once, arriving in pairs while others run."""
+    """All prompts through the engine at once, arriving in pairs while others run.
+
+    ``logprobs`` takes those that were reported.
+    """
     config = EngineConfig(
         block_size=BLOCK_SIZE,
         num_blocks=mode.num_blocks,
@@ -162,6 +169,8 @@ def serve(
         for update in engine.collect(plan, runner.run(plan)):
             assert update.start == len(outputs[update.id])
             outputs[update.id] += update.token_ids
+            if logprobs is not None:
+                logprobs.setdefault(PROMPTS[int(update.id[1:])], []).extend(update.logprobs)
             if update.finish is not None:
                 ended[update.id] = update.finish.reason
         engine.check_integrity()

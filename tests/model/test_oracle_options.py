@@ -10,7 +10,7 @@ import torch
 from model.test_oracle import MODES, OUTPUT_TOKENS, PROMPTS, Expected, serve
 
 from penstock.gpu_worker.model import LoadedModel
-from penstock.shared.protocol import SamplingOptions
+from penstock.shared.protocol import SamplingOptions, TokenLogprobs
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "penalty": ({"repetition_penalty": 1.5}, {"repetition_penalty": 1.5}),
@@ -59,3 +59,29 @@ def generate(model: Any, options: dict[str, Any]) -> Expected:
         )
         for prompt in PROMPTS
     }
+
+
+@pytest.mark.parametrize("mode", ["chunks", "preempted", "resumed"])
+def test_logprobs_are_those_of_the_models_own_logits(
+    loaded: Callable[[str], LoadedModel], oracle: Callable[[str], Any], mode: str
+) -> None:
+    """Whatever was done to the logits before a token was chosen, and after preemptions."""
+    expected = generate(oracle("llama"), CASES["all"][1])
+    options = SamplingOptions(
+        temperature=0.0, max_tokens=OUTPUT_TOKENS, logprobs=3, **CASES["all"][0]
+    )
+    logprobs: dict[tuple[int, ...], list[TokenLogprobs]] = {}
+    found, _ = serve(loaded("llama"), MODES[mode], expected, options, logprobs)
+    assert found == expected
+    for prompt in PROMPTS:
+        output = expected[prompt][MODES[mode].resumed :]
+        with torch.inference_mode():
+            ids = torch.tensor([[*prompt, *expected[prompt]]])
+            logits = oracle("llama")(input_ids=ids, use_cache=False).logits[0]
+        rows = logits[-len(output) - 1 : -1].double().log_softmax(-1)
+        assert len(logprobs[prompt]) == len(output)
+        for token, row, reported in zip(output, rows, logprobs[prompt], strict=True):
+            assert reported.logprob == pytest.approx(float(row[token]), abs=1e-4)
+            values, likely = row.topk(3)
+            assert [i for i, _ in reported.top] == likely.tolist()
+            assert [v for _, v in reported.top] == pytest.approx(values.tolist(), abs=1e-4)

@@ -34,6 +34,9 @@ from penstock.shared.protocol import Request, SamplingOptions
         ("banned_token_ids", [1] * 4096, [-1]),
         ("min_tokens", 256, 257),  # more than max_tokens
         ("min_tokens", 0, -1),
+        ("logprobs", 20, 21),
+        ("logprobs", 0, -1),
+        ("logprobs", None, True),
     ],
 )
 def test_ranges(field: str, good: Any, bad: Any) -> None:
@@ -59,6 +62,7 @@ def test_options_survive_the_wire() -> None:
         allowed_token_ids=[1, 2, 300],
         banned_token_ids=[3],
         min_tokens=4,
+        logprobs=0,
     )
     assert Request.unpack(request.pack()) == request
     assert msgpack.unpackb(request.pack())["logit_bias"] == {"2": 0.5, "300": -100.0}

@@ -1,0 +1,72 @@
+"""Sampling options through Redis and a worker, there and back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+from workers import WorkerFactory, WorkerProcess
+
+from penstock.producer import Producer, Reason, Result, State
+from penstock.shared.embedded import EmbeddedRedis
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[EmbeddedRedis]:
+    with EmbeddedRedis() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def worker(
+    server: EmbeddedRedis, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[WorkerProcess]:
+    factory = WorkerFactory(server.url, tmp_path_factory.mktemp("worker"))
+    yield factory.engine("only", engine__max_sequences=8)
+    factory.close()
+
+
+@pytest.fixture
+async def producer(server: EmbeddedRedis, worker: WorkerProcess) -> AsyncIterator[Producer]:
+    async with Producer(server.url) as producer:
+        yield producer
+
+
+async def result_of(producer: Producer, **options: Any) -> Result:
+    submitted = await producer.submit("The list type", **{"temperature": 0, **options})
+    return await asyncio.wait_for(producer.stream(submitted.id).collect(), 60)
+
+
+async def test_options_reach_the_sampler_alone_and_together(producer: Producer) -> None:
+    options: list[dict[str, Any]] = [
+        {"max_tokens": 12},
+        {"max_tokens": 12, "allowed_token_ids": [300, 301, 302]},
+        {"max_tokens": 12, "repetition_penalty": 1.8, "min_tokens": 12},
+        {"max_tokens": 12, "temperature": 1.5, "seed": 4, "min_p": 0.1, "frequency_penalty": 0.7},
+        {"max_tokens": 12, "logit_bias": {"310": 100}},
+    ]
+    together = await asyncio.gather(*(result_of(producer, **chosen) for chosen in options))
+    alone = [await result_of(producer, **chosen) for chosen in options]
+    assert [r.token_ids for r in together] == [r.token_ids for r in alone]
+    assert set(together[1].token_ids) <= {300, 301, 302}
+    assert len(together[2].token_ids) == 12
+    assert set(together[4].token_ids) == {310}
+    assert together[0].logprobs == ()
+
+
+@pytest.mark.parametrize("answer", ["msgpack", "json"])
+async def test_logprobs_come_with_the_tokens(producer: Producer, answer: str) -> None:
+    result = await result_of(producer, max_tokens=9, logprobs=4, answer=answer)
+    assert len(result.logprobs) == len(result.token_ids) == 9
+    for token, report in zip(result.token_ids, result.logprobs, strict=True):
+        assert len(report.top) == 4
+        assert report.top[0] == (token, report.logprob)  # greedy: the most likely of all
+        assert report.logprob < 0
+
+
+async def test_unknown_tokens_are_refused_by_the_name_of_their_field(producer: Producer) -> None:
+    result = await result_of(producer, banned_token_ids=[5, 10**6])
+    assert (result.state, result.reason) == (State.FAILED, Reason.INVALID)
+    assert result.end.message.startswith("banned_token_ids[1]: got 1000000; allowed: a token id")
