@@ -47,7 +47,7 @@ class Processable(Tokens, Protocol):
 
 def processes(options: SamplingOptions) -> bool:
     """Whether logits must be changed before temperature."""
-    return _counts(options) or bool(
+    return _penalises(options) or bool(
         options.logit_bias
         or options.banned_token_ids
         or options.allowed_token_ids
@@ -55,12 +55,12 @@ def processes(options: SamplingOptions) -> bool:
     )
 
 
-def _counts(options: SamplingOptions) -> bool:
-    return options.repetition_penalty != 1 or _subtracts(options)
-
-
-def _subtracts(options: SamplingOptions) -> bool:
-    return options.presence_penalty != 0 or options.frequency_penalty != 0
+def _penalises(options: SamplingOptions) -> bool:
+    return (
+        options.repetition_penalty != 1
+        or options.presence_penalty != 0
+        or options.frequency_penalty != 0
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,14 +105,12 @@ class LogitsProcessors:
         self._sequences = tuple(sequences)
         self._eos_token_ids = eos_token_ids
         self._bias = self._biases()
-        counted = self._rows(_counts)
+        counted = self._rows(_penalises)
         self.history = TokenHistory([sequences[row] for row in counted], device, previous)
-        slots = {row: slot for slot, row in enumerate(counted)}
-        repeating = self._rows(lambda o: o.repetition_penalty != 1)
-        subtracting = self._rows(_subtracts)
-        self._repetition = self._penalties(repeating, slots, "repetition_penalty")
-        self._frequency = self._penalties(subtracting, slots, "frequency_penalty")
-        self._presence = self._penalties(subtracting, slots, "presence_penalty")
+        self._counted = self._tensor(counted) if counted else None
+        self._repetition = self._penalties(counted, "repetition_penalty")
+        self._frequency = self._penalties(counted, "frequency_penalty")
+        self._presence = self._penalties(counted, "presence_penalty")
         self._banned = self._places("banned_token_ids")
         self._allowed = self._places("allowed_token_ids")
         self._restricted = self._tensor(self._rows(lambda o: bool(o.allowed_token_ids)))
@@ -133,8 +131,8 @@ class LogitsProcessors:
         if self._bias is not None:
             places, bias = self._bias
             scores[places.rows, places.ids] += bias
-        if self._repetition is not None or self._frequency is not None:
-            self._penalise(scores, self.history.table(scores.shape[1]))
+        if self._counted is not None:
+            self._penalise(scores, self._counted)
         if self._banned is not None:
             self._banned.mask(scores)
         ending = self._ends_too_early()
@@ -146,17 +144,19 @@ class LogitsProcessors:
             scores[self._allowed.rows, self._allowed.ids] = kept
         return scores
 
-    def _penalise(self, scores: Tensor, table: Tensor) -> None:
-        if self._repetition is not None:
-            rows, slots, penalty = self._repetition
-            part = scores[rows]
-            penalised = torch.where(part < 0, part * penalty, part / penalty)
-            scores[rows] = torch.where(table[slots] > 0, penalised, part)
-        if self._frequency is not None and self._presence is not None:
-            rows, slots, frequency = self._frequency
-            counts = table[slots] >> 1
-            part = scores[rows].sub_(counts * frequency)
-            scores[rows] = part.sub_((counts > 0) * self._presence[2])
+    def _penalise(self, scores: Tensor, counted: Tensor) -> None:
+        """Touches what has occurred, a thousandth of a large vocabulary, and nothing else."""
+        vocab_size = scores.shape[1]
+        table, places = self.history.now(vocab_size)
+        slots, ids = places // vocab_size, places % vocab_size
+        rows = counted[slots]
+        values, repetition = scores[rows, ids], self._repetition[slots]
+        values = torch.where(values < 0, values * repetition, values / repetition)
+        counts = table.view(-1)[places] >> 1
+        values -= counts * self._frequency[slots]
+        values -= (counts > 0) * self._presence[slots]
+        # A place that comes twice gets the same value twice.
+        scores[rows, ids] = values
 
     def _ends_too_early(self) -> _Places | None:
         """Ids that may not come yet; made anew only when a row reaches its ``min_tokens``."""
@@ -193,12 +193,6 @@ class LogitsProcessors:
         places = _Places(self._tensor(list(rows)), self._tensor(list(ids)))
         return places, torch.tensor(values, dtype=torch.float32, device=self._device)
 
-    def _penalties(
-        self, rows: list[int], slots: dict[int, int], field: str
-    ) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Rows, where their counts are, and their penalties ``[.., 1]``."""
-        if not rows:
-            return None
+    def _penalties(self, rows: list[int], field: str) -> Tensor:
         values = [getattr(self._sequences[row].options, field) for row in rows]
-        penalties = torch.tensor(values, dtype=torch.float32, device=self._device).unsqueeze(1)
-        return self._tensor(rows), self._tensor([slots[row] for row in rows]), penalties
+        return torch.tensor(values, dtype=torch.float32, device=self._device)

@@ -46,22 +46,28 @@ class TokenHistory:
         self._sequences = tuple(sequences)
         self._device = device
         self._counted = [0] * len(self._sequences)
+        self._places: Tensor | None = None
         self._table: Tensor | None = None
         if previous is not None:
             self._table, self._counted = previous.hand_over(self._sequences)
 
-    def table(self, vocab_size: int) -> Tensor:
+    def now(self, vocab_size: int) -> tuple[Tensor, Tensor]:
         """The counts now.
 
         Returns:
-            int32 ``[H, V]``. Bit 0: the prompt has the token. The bits above it: how often the
-            output has it. To be read before the next call, which changes it.
+            The table, int32 ``[H, V]``, to be read before the next call, which changes it. Bit 0:
+            the prompt has the token; the bits above it: how often the output has it. And where it
+            is not 0: places in the flat table, int64 ``[M]``; each at least once.
         """
         if self._table is None or self._table.shape[1] != vocab_size:
             self._counted = [0] * len(self._sequences)
-            self._table = self._empty(len(self._sequences), vocab_size)
-        self._catch_up(self._table)
-        return self._table
+            self._table, self._places = self._empty(len(self._sequences), vocab_size), None
+        fresh = self._catch_up(self._table)
+        if self._places is None:  # looked for once per batch; then it is known what comes
+            self._places = self._table.view(-1).nonzero().squeeze(1)
+        elif fresh is not None:
+            self._places = torch.cat((self._places, fresh))
+        return self._table, self._places
 
     def hand_over(self, sequences: Sequence[Tokens]) -> tuple[Tensor | None, list[int]]:
         """A table for other sequences, and how many tokens of each it has counted.
@@ -86,7 +92,8 @@ class TokenHistory:
     def _tensor(self, values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self._device)
 
-    def _catch_up(self, table: Tensor) -> None:
+    def _catch_up(self, table: Tensor) -> Tensor | None:
+        """Count what is new; the places of new output tokens, if any."""
         vocab_size = table.shape[1]
         fresh: list[int] = []  # positions in the flat table
         for row, sequence in enumerate(self._sequences):
@@ -98,9 +105,11 @@ class TokenHistory:
                 prompt = self._tensor(token_ids[:begin])
                 table[row].index_fill_(0, prompt, 1)
             fresh += [row * vocab_size + token_id for token_id in token_ids[begin:]]
-        if fresh:
-            places = self._tensor(fresh)
-            # Whole numbers: the sum is the same in whatever order a device adds.
-            twos = torch.full_like(places, 2, dtype=table.dtype)
-            table.view(-1).scatter_add_(0, places, twos)
         self._counted = [len(sequence.token_ids) for sequence in self._sequences]
+        if not fresh:
+            return None
+        places = self._tensor(fresh)
+        # Whole numbers: the sum is the same in whatever order a device adds.
+        twos = torch.full_like(places, 2, dtype=table.dtype)
+        table.view(-1).scatter_add_(0, places, twos)
+        return places

@@ -42,7 +42,8 @@ def test_tokens_are_those_of_generate(
     options = SamplingOptions(temperature=0.0, max_tokens=OUTPUT_TOKENS, **ours)
     found, stats = serve(loaded("llama"), MODES[mode], expected, options)
     assert found == expected
-    assert bool(sum(stats.preemptions.values())) == MODES[mode].starved
+    if MODES[mode].starved:
+        assert sum(stats.preemptions.values()) > 0
 
 
 def generate(model: Any, options: dict[str, Any]) -> Expected:
