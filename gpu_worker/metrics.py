@@ -10,6 +10,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from .engine.stats import EngineStats
+from .tally import TallyHistogram
 
 __all__ = ["WorkerMetrics"]
 
@@ -92,7 +93,9 @@ class WorkerMetrics:
         self.duration = histogram(
             "request_duration_seconds", "Acceptance to end", LATENCY_BUCKETS, "lane"
         )
-        self.itl = histogram("inter_token_latency_seconds", "Gap between tokens", ITL_BUCKETS)
+        self.itl = TallyHistogram(
+            "penstock_inter_token_latency_seconds", "Gap between tokens", ITL_BUCKETS, registry
+        )
         self.step_seconds = histogram("step_seconds", "Duration of a model step", STEP_BUCKETS)
         self.step_tokens = histogram("step_tokens", "Tokens computed in a step", COUNT_BUCKETS)
         self.step_sequences = histogram("step_sequences", "Sequences in a step", COUNT_BUCKETS)

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from penstock.shared.events import ChunkPacker
 from penstock.shared.operations import Append, AppendStatus, Claim
 from penstock.shared.protocol import (
     Answer,
@@ -67,7 +69,7 @@ class TokenLedger:
     last_token_at: float | None = None
     pending: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    text: list[str] = field(default_factory=list)
+    text: str = ""
     finish: Finish | None = None
     answer: Answer = Answer.MSGPACK
     prompt_tokens: int = 0
@@ -112,8 +114,10 @@ class Outbox:
         self._wake = wake
         self._clock = clock
         self._lock = threading.Lock()
-        self._ledgers: dict[str, TokenLedger] = {}
-        self._dirty: dict[str, TokenLedger] = {}
+        self._packer = ChunkPacker()
+        self._ledgers: dict[str, TokenLedger] = {}  # by request
+        self._runs: dict[str, TokenLedger] = {}  # the same by run
+        self._dirty: dict[str, TokenLedger] = {}  # those with something to say, by run
 
     def __len__(self) -> int:
         return len(self._ledgers)
@@ -135,11 +139,12 @@ class Outbox:
         with self._lock:
             return sum(ledger.claim.suspect for ledger in self._ledgers.values())
 
-    @property
-    def open_requests(self) -> int:
-        """Owned requests that the engine has not ended."""
+    def open_requests(self) -> Counter[str]:
+        """Owned requests that the engine has not ended, by lane."""
         with self._lock:
-            return sum(ledger.finish is None for ledger in self._ledgers.values())
+            return Counter(
+                ledger.lane for ledger in self._ledgers.values() if ledger.finish is None
+            )
 
     def probe(self) -> None:
         """Have every open request appear in the next batch, so that lost ones are noticed.
@@ -147,24 +152,24 @@ class Outbox:
         An append without tokens writes nothing; its status tells whether we still own the request.
         """
         with self._lock:
-            for request_id, ledger in self._ledgers.items():
-                self._dirty.setdefault(request_id, ledger)
+            for run, ledger in self._runs.items():
+                self._dirty.setdefault(run, ledger)
 
     def open(self, claim: Claim, lane: str, answer: Answer = Answer.MSGPACK) -> None:
         """Begin to own a request."""
-        ids = [token for chunk in claim.chunks for token in chunk.token_ids]
         ledger = TokenLedger(
             claim=claim,
             run=run_name(claim.id, claim.epoch),
             lane=lane,
             accepted_at=self._clock() - claim.age_ms / 1000,
-            confirmed=len(ids),
+            confirmed=claim.n,
             digest=claim.chunks[-1].digest if claim.chunks else rolling_digest(()),
             ttft_ms=claim.ttft_ms,
             answer=answer,
         )
         with self._lock:
-            self._ledgers[claim.id] = ledger
+            self._drop(claim.id)
+            self._ledgers[claim.id] = self._runs[ledger.run] = ledger
 
     def owns(self, claim: Claim) -> bool:
         """Whether that very claim still is this worker's, as far as it knows."""
@@ -175,21 +180,23 @@ class Outbox:
     def post(self, updates: Sequence[Update]) -> None:
         """Take what the engine produced in a step; updates carry the names of runs."""
         posted = False
+        runs, dirty = self._runs, self._dirty
         with self._lock:
             for update in updates:
-                request_id = update.id.rpartition("#")[0]
-                ledger = self._ledgers.get(request_id)
-                if ledger is None or ledger.run != update.id or ledger.finish is not None:
+                run = update.id
+                ledger = runs.get(run)
+                if ledger is None or ledger.finish is not None:
                     # Lost while the step ran: what it cost is waste, and counted as such.
                     self._metrics.orphan_tokens.inc(len(update.token_ids))
                     continue
                 ledger.pending += update.token_ids
-                ledger.logprobs += update.logprobs
-                ledger.text.append(update.text)
+                if update.logprobs:
+                    ledger.logprobs += update.logprobs
+                ledger.text += update.text
                 ledger.finish = update.finish
                 ledger.prompt_tokens = update.prompt_tokens
                 ledger.cached_tokens = update.cached_tokens
-                self._dirty[request_id] = ledger
+                dirty[run] = ledger
                 posted = True
         if posted:
             self._wake()
@@ -214,58 +221,60 @@ class Outbox:
     def take(self, limit: int) -> list[Append]:
         """Everything pending of up to ``limit`` requests, as appends; oldest first."""
         now = self._clock()
+        gaps: dict[float, int] = {}
         with self._lock:
-            ids = list(self._dirty)[:limit]
-            return [
-                self._append(request_id, self._dirty.pop(request_id), now) for request_id in ids
-            ]
+            runs = list(self._dirty)[:limit]
+            items = [self._append(self._dirty.pop(run), now, gaps) for run in runs]
+        if gaps:
+            self._metrics.itl.observe(gaps)
+        return items
 
-    def _append(self, request_id: str, ledger: TokenLedger, now: float) -> Append:
-        ids, count = tuple(ledger.pending), len(ledger.pending)
-        ledger.pending.clear()
-        chunk = b""
+    def _append(self, ledger: TokenLedger, now: float, gaps: dict[float, int]) -> Append:
+        claim, start, count = ledger.claim, ledger.confirmed, len(ledger.pending)
+        chunk = end = b""
+        reason, spent = None, -1
         if count:
-            text = "".join(ledger.text)
-            ledger.text.clear()
-            digest = rolling_digest(ids, ledger.digest)
-            logprobs = tuple(ledger.logprobs)
-            ledger.logprobs.clear()
-            chunk = Chunk(ledger.confirmed, ids, text, digest, logprobs).pack(ledger.answer)
-            ledger.digest = digest
-            self._observe_tokens(ledger, count, now)
-        end, spent, reason = b"", -1, None
+            chunk = self._chunk(ledger)
+            ledger.confirmed += count
+            if ledger.last_token_at is not None:
+                gap = (now - ledger.last_token_at) / count
+                gaps[gap] = gaps.get(gap, 0) + count
+            elif ledger.ttft_ms is None:
+                ledger.ttft_ms = round((now - ledger.accepted_at) * 1000)
+                self._metrics.ttft.labels(ledger.lane).observe(now - ledger.accepted_at)
+            ledger.last_token_at = now
         if ledger.finish is not None:
-            reason = ledger.finish.reason
-            n = ledger.confirmed + count
+            reason, n = ledger.finish.reason, ledger.confirmed
             spent = ledger.prompt_tokens + n
             end = End(
                 n=n, reason=reason, message=ledger.finish.message, usage=_usage(ledger, n)
             ).pack(ledger.answer)
-        start = ledger.confirmed
-        ledger.confirmed += count
-        return Append(request_id, ledger.claim.epoch, start, count, chunk, end, reason, spent)
+        return Append(claim.id, claim.epoch, start, count, chunk, end, reason, spent)
 
-    def _observe_tokens(self, ledger: TokenLedger, count: int, now: float) -> None:
-        metrics = self._metrics
-        if ledger.ttft_ms is None:
-            ledger.ttft_ms = round((now - ledger.accepted_at) * 1000)
-            metrics.ttft.labels(ledger.lane).observe(now - ledger.accepted_at)
-        elif ledger.last_token_at is not None:
-            gap = (now - ledger.last_token_at) / count
-            for _ in range(count):
-                metrics.itl.observe(gap)
-        ledger.last_token_at = now
+    def _chunk(self, ledger: TokenLedger) -> bytes:
+        """What is pending of a request, packed; nothing of it is pending any more."""
+        ids, text, start = ledger.pending, ledger.text, ledger.confirmed
+        ledger.pending, ledger.text = [], ""
+        digest = ledger.digest = rolling_digest(ids, ledger.digest)
+        if ledger.answer is Answer.MSGPACK and not ledger.logprobs:
+            return self._packer.pack(start, ids, text, digest)
+        logprobs = tuple(ledger.logprobs)
+        ledger.logprobs.clear()
+        return Chunk(start, tuple(ids), text, digest, logprobs).pack(ledger.answer)
 
     def settle(self, items: Sequence[Append], statuses: Sequence[int]) -> Settled:
         """Take Redis' answer to a batch: ``statuses`` as :meth:`Operations.append` gives them."""
-        lost, mismatched = [], []
+        lost, mismatched, written = [], [], 0
+        ledgers = self._ledgers
         with self._lock:
             for item, status in zip(items, statuses, strict=True):
-                ledger = self._ledgers.get(item.id)
+                ledger = ledgers.get(item.id)
                 if ledger is None:
                     continue
-                if status == AppendStatus.WRITTEN:
-                    self._confirm(item, ledger)
+                if status == 0:  # AppendStatus.WRITTEN
+                    written += item.count
+                    if item.reason is not None:
+                        self._close(item.reason, ledger)
                 elif status == AppendStatus.BROKEN and item.count > 0:
                     # Its log is not a stream. A bare end puts a new log in its place.
                     self._metrics.append_refusals.labels("broken").inc()
@@ -276,37 +285,39 @@ class Outbox:
                     )
                     ledger.pending.clear()
                     ledger.logprobs.clear()
-                    self._dirty[item.id] = ledger
+                    self._dirty[ledger.run] = ledger
                 else:
                     self._lose(item, ledger, status)
                     lost.append(ledger.run)
                     if status == AppendStatus.MISMATCH:
                         mismatched.append(item.id)
+        self._metrics.generation_tokens.inc(written)
         return Settled(tuple(lost), tuple(mismatched), AppendStatus.BROKEN in statuses)
 
-    def _confirm(self, item: Append, ledger: TokenLedger) -> None:
-        self._metrics.generation_tokens.inc(item.count)
-        if item.reason is None:
-            return
-        del self._ledgers[item.id]
-        self._dirty.pop(item.id, None)
+    def _close(self, reason: Reason, ledger: TokenLedger) -> None:
+        """Its end is written: count it, and own it no longer."""
+        self._drop(ledger.claim.id)
         self._metrics.prompt_tokens.inc(ledger.prompt_tokens)
         self._metrics.cached_prompt_tokens.inc(ledger.cached_tokens)
-        self._metrics.requests.labels(item.reason.state.value, item.reason.value).inc()
+        self._metrics.requests.labels(reason.state.value, reason.value).inc()
         self._metrics.duration.labels(ledger.lane).observe(self._clock() - ledger.accepted_at)
 
     def _lose(self, item: Append, ledger: TokenLedger, status: int) -> None:
         self._metrics.append_refusals.labels(_REFUSALS[status]).inc()
         self._metrics.orphan_tokens.inc(item.count + len(ledger.pending))
-        del self._ledgers[item.id]
-        self._dirty.pop(item.id, None)
+        self._drop(item.id)
 
     def forget(self, ids: Sequence[str]) -> None:
         """Stop owning requests without a word to Redis (after a release)."""
         with self._lock:
             for request_id in ids:
-                self._ledgers.pop(request_id, None)
-                self._dirty.pop(request_id, None)
+                self._drop(request_id)
+
+    def _drop(self, request_id: str) -> None:
+        ledger = self._ledgers.pop(request_id, None)
+        if ledger is not None:
+            del self._runs[ledger.run]
+            self._dirty.pop(ledger.run, None)
 
 
 def _usage(ledger: TokenLedger, n: int) -> Usage:

@@ -181,14 +181,18 @@ class Operations:
         names: list[str | bytes] = [
             keys.leases, keys.owned(worker_id), keys.deadlines, keys.counters,
         ]  # fmt: skip
+        # Names are put together here and not asked of `keys`, since calls cost more than names.
+        record, log = keys.request(""), keys.log("")
         rows = []
         for item in items:
-            names += (keys.request(item.id), keys.log(item.id))
-            reason = item.reason
-            state = reason.state.value if reason else ""
+            request_id, reason = item.id, item.reason
+            names += (record + request_id, log + request_id)
+            state = reason_name = ""
+            if reason is not None:
+                state, reason_name = reason.state.value, reason.value
             rows.append(
-                (item.id, item.epoch, item.start, item.count, item.chunk, item.end, state,
-                 reason.value if reason else "", item.spent)
+                (request_id, item.epoch, item.start, item.count, item.chunk, item.end, state,
+                 reason_name, item.spent)
             )  # fmt: skip
         # Redis' Lua reader knows msgpack's old raw type only: str and bytes go the same way.
         blob = msgpack.packb(rows, use_bin_type=False)

@@ -140,7 +140,9 @@ class ClaimReply:
     claims: tuple[Claim, ...]
 
 
-@dataclass(frozen=True, slots=True)
+# Never changed once made. Not frozen, because one is made for nearly every token, and setting the
+# fields of a frozen one costs several times as much.
+@dataclass(slots=True)
 class Append:
     """Tokens and/or the end of one running request.
 

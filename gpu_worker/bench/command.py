@@ -1,0 +1,108 @@
+"""The command ``penstock bench`` and its parts; what a part needs is imported when it runs."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+from penstock.shared.report import Report
+from penstock.shared.report_view import show_progress, show_report
+
+__all__ = ["bench"]
+
+bench = typer.Typer(
+    no_args_is_help=True,
+    help="Measure this machine: scheduler, queue and engine, against limits and alternatives.",
+)
+
+
+@bench.callback()
+def _group() -> None:
+    """Makes it a group however few its commands are."""
+
+
+_Json = Annotated[
+    bool, typer.Option("--json", help="Print one JSON object: figures, checks, notes, spread.")
+]
+_Rounds = Annotated[int, typer.Option(help="Rounds; a figure is the median over them.")]
+
+
+@bench.command("scheduler")
+def scheduler(
+    running: Annotated[
+        str, typer.Option(help="Numbers of running sequences, with commas.")
+    ] = "8,64,256,1024",
+    waiting: Annotated[
+        str, typer.Option(help="Numbers of waiting requests, with commas.")
+    ] = "0,10000,100000",
+    rounds: _Rounds = 5,
+    steps: Annotated[int, typer.Option(help="Steps in a round.")] = 60,
+    as_json: _Json = False,
+) -> None:
+    """Host time of one step, without a model: schedule() and collect().
+
+    Needs neither Redis nor torch.
+    """
+    from .scheduler import SchedulerOptions, bench_scheduler
+
+    options = SchedulerOptions(
+        running=_counts("--running", running),
+        waiting=_counts("--waiting", waiting),
+        rounds=rounds,
+        steps=steps,
+    )
+    with show_progress() as progress:
+        report = bench_scheduler(options, progress)
+    _finish(report, as_json)
+
+
+@bench.command("queue")
+def queue(
+    redis: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="A server to measure; by default one is started.",
+            show_default=False,
+        ),
+    ] = None,
+    rounds: _Rounds = 5,
+    steps: Annotated[int, typer.Option(help="Steps of 256 tokens in a round.")] = 250,
+    submits: Annotated[int, typer.Option(help="Requests to an idle worker in a round.")] = 200,
+    seconds: Annotated[float, typer.Option(help="Time of streaming in a round.")] = 2.0,
+    queued: Annotated[int, typer.Option(help="Requests in the long queue.")] = 10_000,
+    as_json: _Json = False,
+) -> None:
+    """The way through Redis, without a model: CPU, round trips, latencies, memory, shares."""
+    from .queue import QueueOptions, bench_queue
+
+    options = QueueOptions(
+        redis=redis, rounds=rounds, steps=steps, submits=submits, seconds=seconds, queued=queued
+    )
+    with show_progress() as progress:
+        report = bench_queue(options, progress)
+    _finish(report, as_json)
+
+
+def _counts(option: str, text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise typer.BadParameter(
+            f"got {text!r}; allowed: whole numbers with commas between", param_hint=option
+        ) from None
+
+
+def _finish(report: Report, as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(report.as_json(), indent=2, allow_nan=False))
+    else:
+        show_report(
+            report,
+            title=f"penstock bench {report.subject}",
+            passed="all limits hold",
+            failed="NOT within its limit: {names}",
+        )
+    raise typer.Exit(0 if report.ok else 1)
