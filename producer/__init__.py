@@ -21,7 +21,7 @@ from penstock.shared.errors import (
     UnknownRequest,
 )
 from penstock.shared.operations import CancelReply, DeadLetter
-from penstock.shared.protocol import Chunk, End, Lane, Reason, State, Usage
+from penstock.shared.protocol import Chunk, End, Lane, Reason, State, TokenLogprobs, Usage
 
 from .client import Producer
 from .dead_letters import DeadLetters
@@ -55,6 +55,7 @@ __all__ = [
     "StreamError",
     "SubmitRefused",
     "Submitted",
+    "TokenLogprobs",
     "TokenStream",
     "UnknownDeadLetter",
     "UnknownRequest",

@@ -39,9 +39,7 @@ class Output:
         self._prompt_tokens = sequence.num_prompt_tokens
         # Prompt and output tokens at which the output is as long as it may be.
         self._full = min(sequence.num_prompt_tokens + options.max_tokens, config.max_model_len)
-        self._stop_ids = frozenset() if options.ignore_eos else config.eos_token_ids
-        if options.stop_token_ids:
-            self._stop_ids = self._stop_ids.union(options.stop_token_ids)
+        self._stop_ids = options.ending_ids(config.eos_token_ids)
 
     def append(self, token_ids: tuple[int, ...]) -> Update:
         """Add the next output token, one id; what it adds, and the end if this is it."""

@@ -8,7 +8,14 @@ from penstock.gpu_worker.engine.requests import Finish, Update
 from penstock.gpu_worker.metrics import WorkerMetrics
 from penstock.gpu_worker.outbox import Outbox
 from penstock.shared.operations import AppendStatus, Claim
-from penstock.shared.protocol import Chunk, End, Reason, rolling_digest, unpack_event
+from penstock.shared.protocol import (
+    Chunk,
+    End,
+    Reason,
+    TokenLogprobs,
+    rolling_digest,
+    unpack_event,
+)
 
 
 class Clock:
@@ -77,6 +84,21 @@ def test_updates_between_two_takes_become_one_chunk(outbox: Outbox) -> None:
     assert (item.start, item.count, item.end) == (0, 3, b"")
     assert unpack_event(item.chunk) == Chunk(0, (5, 6, 7), "Hello", rolling_digest((5, 6, 7)))
     assert outbox.take(256) == []
+
+
+def test_logprobs_travel_with_their_tokens(outbox: Outbox) -> None:
+    reports = [TokenLogprobs(-float(i), ((i, -0.5),)) for i in range(3)]
+    outbox.open(claim(), "normal")
+    for i, report in enumerate(reports):
+        step = update((i,), "x")
+        step.logprobs = (report,)
+        outbox.post([step])
+        if i:
+            (item,) = outbox.take(256)
+            outbox.settle([item], [AppendStatus.WRITTEN])
+            chunk = unpack_event(item.chunk)
+            assert isinstance(chunk, Chunk)
+            assert chunk.logprobs == tuple(reports[:2] if i == 1 else reports[2:])
 
 
 def test_chunks_join_by_index_and_digest(outbox: Outbox) -> None:
