@@ -18,6 +18,7 @@ from penstock.shared.protocol import End, Lane, Reason, Request, State, unpack_e
 from .dead_letters import DeadLetters
 from .link import Link
 from .log_reader import LogReader
+from .presence import Presence
 from .results import Result, Status, Submitted
 from .stream import TokenStream
 from .subscriber import Subscriber
@@ -95,6 +96,7 @@ class Producer:
         self._default_deadline_ms = queue.default_deadline_s * 1000
         self._log = LogReader(self._link, self._keys)
         self._subscriber = Subscriber(self._link.redis)
+        self._presence = Presence(self._link, self._operations, grace_ms=queue.reader_grace_ms)
 
     @property
     def keys(self) -> Keys:
@@ -121,6 +123,7 @@ class Producer:
 
     async def aclose(self) -> None:
         """Close all connections. Requests run on; open streams hear nothing more."""
+        await self._presence.aclose()
         await self._subscriber.aclose()
         await self._link.aclose()
 
@@ -209,6 +212,7 @@ class Producer:
             id,
             log=self._log,
             subscriber=self._subscriber,
+            presence=self._presence,
             channel=self._keys.channel(id),
             from_index=from_index,
             from_digest=from_digest,

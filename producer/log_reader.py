@@ -9,7 +9,7 @@ from redis.exceptions import ResponseError
 
 from penstock.shared.errors import ProtocolError, StreamError
 from penstock.shared.keys import Keys
-from penstock.shared.protocol import Chunk, End, State, unpack_event
+from penstock.shared.protocol import Chunk, End, OnDisconnect, State, unpack_event
 from penstock.shared.states import TERMINAL_STATES
 
 from .link import Link
@@ -28,12 +28,14 @@ class Page:
         events: chunks from the entry that ends at the wanted index on, and perhaps the end.
         more: the log goes on after this page.
         end: the terminal event according to the record, None if there was none.
+        needs_reader: it is to be cancelled when its last reader has left.
     """
 
     known: bool
     events: list[Chunk | End]
     more: bool
     end: End | None
+    needs_reader: bool
 
 
 class LogReader:
@@ -63,7 +65,7 @@ class LogReader:
 
         async def send() -> list[Any]:
             pipeline = self._link.redis.pipeline(transaction=False)
-            pipeline.hmget(record, ["st", "end"])
+            pipeline.hmget(record, ["st", "end", "od"])
             pipeline.xrange(log, f"{index}-0", "+", count=_PAGE)
             replies: list[Any] = await pipeline.execute(raise_on_error=False)
             return replies
@@ -74,7 +76,7 @@ class LogReader:
                 raise StreamError(f"keys of {request_id!r} were overwritten: {reply}")
             if isinstance(reply, Exception):
                 raise reply
-        (state, packed_end), entries = replies
+        (state, packed_end, on_disconnect), entries = replies
         end = None
         if (
             packed_end is not None
@@ -83,7 +85,8 @@ class LogReader:
         ):
             end = _end(packed_end)
         events = [event for _, fields in entries for event in _events(fields)]
-        return Page(state is not None, events, len(entries) == _PAGE, end)
+        needs_reader = on_disconnect == OnDisconnect.CANCEL.value.encode()
+        return Page(state is not None, events, len(entries) == _PAGE, end, needs_reader)
 
 
 def _events(fields: dict[bytes, bytes]) -> list[Chunk | End]:

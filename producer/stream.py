@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import weakref
+from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
@@ -19,6 +21,7 @@ from penstock.shared.protocol import Chunk, End, unpack_event
 
 from .log_reader import LogReader
 from .merge import Merger
+from .presence import Attendance, Presence
 from .results import Result
 from .subscriber import Subscriber, Subscription
 
@@ -44,6 +47,7 @@ class TokenStream:
         request_id: which request.
         log: reads its log.
         subscriber: the process's one pub/sub connection.
+        presence: tells Redis that requests which need a reader have one.
         channel: name of its channel.
         from_index: the first token wanted, 0 or more.
         from_digest: :attr:`digest` of the stream that was read before, if known; tokens which
@@ -57,6 +61,7 @@ class TokenStream:
         *,
         log: LogReader,
         subscriber: Subscriber,
+        presence: Presence,
         channel: str,
         from_index: int = 0,
         from_digest: int | None = None,
@@ -65,13 +70,16 @@ class TokenStream:
         self._id = request_id
         self._log = log
         self._subscriber = subscriber
+        self._presence = presence
         self._channel = channel
         self._timeout = timeout
         self._merger = Merger(request_id, from_index, from_digest)
         self._subscription: Subscription | None = None
+        self._leave: Callable[[], None] | None = None
         self._cleanup: weakref.finalize[..., TokenStream] | None = None
         self._digest = self._merger.digest
         self._read_log = True
+        self._needs_reader = False
         self._silence_s = _SILENCE_S
         self._closed = False  # nothing more will be read
         self._left = False  # nothing more will be handed out
@@ -191,6 +199,7 @@ class TokenStream:
     async def _take_page(self) -> bool:
         """Merge a page of the log; True if there is another."""
         page = await self._log.read(self._id, self._merger.index)
+        self._needs_reader = page.needs_reader
         before = self._merger.index
         for event in page.events:
             if not self._merger.add(event):
@@ -213,22 +222,29 @@ class TokenStream:
         if self._merger.end is not None:
             return
         self._subscription = self._subscriber.open(self._channel)
-        self._cleanup = weakref.finalize(
-            self, _drop, asyncio.get_running_loop(), self._subscriber, self._subscription
-        )
+        # Bound to none of the stream's own methods, which would keep the stream alive.
+        leave = functools.partial(self._subscriber.close, self._subscription)
+        if self._needs_reader:
+            attendance = self._presence.attend(self._id)
+            leave = functools.partial(_leave, leave, self._presence, attendance)
+        self._leave = leave
+        self._cleanup = weakref.finalize(self, _drop, asyncio.get_running_loop(), leave)
         self._cleanup.atexit = False
 
     def _close(self) -> None:
         self._closed = True
-        if self._subscription is not None:
-            self._subscriber.close(self._subscription)
+        if self._leave is not None:
+            self._leave()
         if self._cleanup is not None:
             self._cleanup.detach()
 
 
-def _drop(
-    loop: asyncio.AbstractEventLoop, subscriber: Subscriber, subscription: Subscription
-) -> None:
+def _leave(unsubscribe: Callable[[], None], presence: Presence, attendance: Attendance) -> None:
+    unsubscribe()
+    presence.leave(attendance)
+
+
+def _drop(loop: asyncio.AbstractEventLoop, leave: Callable[[], None]) -> None:
     # Collection may happen in any thread, and after the loop's end.
     with contextlib.suppress(RuntimeError):
-        loop.call_soon_threadsafe(subscriber.close, subscription)
+        loop.call_soon_threadsafe(leave)

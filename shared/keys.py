@@ -100,6 +100,11 @@ class Keys:
         return f"{self.prefix}dl"
 
     @property
+    def readers(self) -> str:
+        """Sorted set: ids of requests that need a reader, by when the last one counts as gone."""
+        return f"{self.prefix}rd"
+
+    @property
     def counters(self) -> str:
         """Hash: queued requests, tokens, bytes (total, per lane, per tenant), ends by state."""
         return f"{self.prefix}cnt"

@@ -52,7 +52,9 @@ __all__ = [
 ]
 
 
-SCRIPTS = ("append", "cancel", "claim", "recount", "redrive", "release", "submit", "sweep")
+SCRIPTS = (
+    "append", "attend", "cancel", "claim", "recount", "redrive", "release", "submit", "sweep",
+)  # fmt: skip
 """Names of the scripts: those of ``scripts/`` that are not included by others."""
 
 _RETRY_AFTER_MS = 1000
@@ -124,6 +126,7 @@ class Operations:
             request.options.max_tokens, request.deadline_ms or default_deadline_ms,
             request.max_queue_ms or 0, self._retention_ms, bounds.requests, bounds.tokens,
             bounds.bytes, bounds.tenant_requests, request.answer.value,
+            request.on_disconnect.value,
         )  # fmt: skip
         reply = await self._one(Call(self._scripts["submit"], names, args))
         verdict = reply[0]
@@ -148,6 +151,25 @@ class Operations:
         if reply[0] == b"cancelled":
             return CancelReply(True, State.CANCELLED)
         return CancelReply(False, None if reply[0] == b"unknown" else State(reply[1].decode()))
+
+    async def attend(self, ids: Sequence[str], *, grace_ms: int) -> list[bool]:
+        """Say that these requests have a reader, who will say so again within the grace.
+
+        Args:
+            ids: at most 256.
+            grace_ms: how long to believe it.
+
+        Returns:
+            For each, whether it matters: False if it has ended, or goes on without readers.
+
+        Raises:
+            RedisUnavailable: the server refuses.
+        """
+        keys = self._keys
+        names = (keys.readers, *(keys.request(id) for id in ids))
+        args: tuple[str | int, ...] = (keys.prefix, grace_ms, *ids)
+        reply = await self._one(Call(self._scripts["attend"], names, args))
+        return [bool(matters) for matters in reply]
 
     def claim(
         self, worker_id: str, *, lease_ms: int, requests: int, tokens: int, suspect_ok: bool
@@ -204,7 +226,7 @@ class Operations:
         keys, retry = self._keys, self._retry
         names = (
             keys.deadlines, keys.leases, keys.continued, keys.suspects, keys.counters,
-            keys.dead_letters, keys.bell, keys.floors,
+            keys.dead_letters, keys.bell, keys.floors, keys.readers,
         )  # fmt: skip
         args = (keys.prefix, retry.max_blames, retry.max_attempts, self._retention_ms)
         return Call(self._scripts["sweep"], names, args)
@@ -217,8 +239,9 @@ class Operations:
             RedisUnavailable: the reply is the server's refusal.
         """
         accepted("sweep", reply)
-        expired, reaped, workers, mended, failed, error = reply
-        return SweepReply(expired, reaped, workers, mended, failed, error.decode(errors="replace"))
+        expired, reaped, workers, mended, failed, error, left = reply
+        why = error.decode(errors="replace")
+        return SweepReply(expired, reaped, workers, mended, failed, why, left)
 
     async def release_all(self, worker_id: str, *, blame: bool) -> int:
         """Give back everything a worker owns and forget the worker; returns how many."""

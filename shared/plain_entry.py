@@ -217,6 +217,7 @@ _READERS: Mapping[str, Callable[[str, str], Any]] = MappingProxyType(
         "messages": _as_messages,
         "min_p": _as_number,
         "min_tokens": _as_integer,
+        "on_disconnect": _as_text,
         "presence_penalty": _as_number,
         "prompt": _as_text,
         "prompt_ids": _as_ids,

@@ -20,7 +20,7 @@ from . import fields as check
 from .errors import InvalidRequest, ProtocolError
 from .events import Chunk, End, TokenLogprobs, Usage, rolling_digest, unpack_event, unpack_msgpack
 from .sampling_options import SamplingOptions
-from .states import Answer, Lane, Reason, State
+from .states import Answer, Lane, OnDisconnect, Reason, State
 
 __all__ = [
     "MAX_PAYLOAD_BYTES",
@@ -29,6 +29,7 @@ __all__ = [
     "Chunk",
     "End",
     "Lane",
+    "OnDisconnect",
     "Reason",
     "Request",
     "SamplingOptions",
@@ -76,6 +77,8 @@ class Request:
         max_queue_ms: from acceptance, how long it may wait for a worker, in ms; None: no bound
             but the deadline.
         answer: form of its chunks and its end in the log and on the channel.
+        on_disconnect: ``cancel`` ends it when no reader has been there for a grace period. That
+            counts from when the first one came: until then it waits and runs like any other.
 
     Raises:
         InvalidRequest: a field is missing, unknown, of the wrong type or out of range.
@@ -89,6 +92,7 @@ class Request:
     deadline_ms: int | None = None
     max_queue_ms: int | None = None
     answer: Answer = Answer.MSGPACK
+    on_disconnect: OnDisconnect = OnDisconnect.CONTINUE
 
     def __post_init__(self) -> None:
         put = object.__setattr__
@@ -96,6 +100,7 @@ class Request:
         check_tenant(self.tenant)
         put(self, "lane", _member("lane", self.lane, Lane))
         put(self, "answer", _member("answer", self.answer, Answer))
+        put(self, "on_disconnect", _member("on_disconnect", self.on_disconnect, OnDisconnect))
         put(self, "prompt", _prompt(self.prompt))
         if not isinstance(self.options, SamplingOptions):
             raise InvalidRequest("options", self.options, "SamplingOptions")
@@ -191,6 +196,7 @@ _REQUEST_DEFAULTS = {
     "deadline_ms": None,
     "max_queue_ms": None,
     "answer": Answer.MSGPACK,
+    "on_disconnect": OnDisconnect.CONTINUE,
 }
 _OPTION_DEFAULTS = {f.name: f.default for f in fields(SamplingOptions)}
 

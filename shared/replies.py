@@ -189,6 +189,7 @@ class SweepReply:
             leaves behind, and put right.
         failed: requests that the sweep could not handle, and will try again.
         error: why, for the last of them.
+        left: requests cancelled because all their readers had left.
     """
 
     expired: int
@@ -197,6 +198,7 @@ class SweepReply:
     mended: int = 0
     failed: int = 0
     error: str = ""
+    left: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-__all__ = ["LANE_WEIGHTS", "TERMINAL_STATES", "Answer", "Lane", "Reason", "State"]
+__all__ = [
+    "LANE_WEIGHTS",
+    "TERMINAL_STATES",
+    "Answer",
+    "Lane",
+    "OnDisconnect",
+    "Reason",
+    "State",
+]
 
 
 class Lane(StrEnum):
@@ -51,6 +59,13 @@ class Answer(StrEnum):
 
     MSGPACK = "msgpack"
     JSON = "json"
+
+
+class OnDisconnect(StrEnum):
+    """What becomes of a request when its last reader has left."""
+
+    CONTINUE = "continue"
+    CANCEL = "cancel"
 
 
 class Reason(StrEnum):

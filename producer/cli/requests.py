@@ -86,6 +86,9 @@ def submit(
     max_queue_ms: Annotated[
         int | None, typer.Option(help="Longest wait for a worker, in ms.")
     ] = None,
+    on_disconnect: Annotated[
+        str | None, typer.Option(help="When no reader is left: cancel or continue [continue].")
+    ] = None,
     stream: Annotated[
         bool, typer.Option("--stream/--no-stream", help="Show the output, or print the id only.")
     ] = True,
@@ -119,6 +122,7 @@ def submit(
         stop=stop,
         deadline_ms=deadline_ms,
         max_queue_ms=max_queue_ms,
+        on_disconnect=on_disconnect,
         ignore_eos=ignore_eos or None,
     )
     request = read_prompt(prompt, chat=chat)

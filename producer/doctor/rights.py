@@ -27,7 +27,7 @@ from .patient import Patient, is_denial
 __all__ = ["ROLES", "Rights", "look_at_rights", "needed_commands"]
 
 ROLES: Mapping[str, tuple[str, ...]] = {
-    "producer": ("submit", "cancel"),
+    "producer": ("submit", "cancel", "attend"),
     "worker": ("claim", "append", "sweep", "release", *DOOR_SCRIPTS),
 }
 """The scripts each role runs."""

@@ -24,7 +24,7 @@ _MOST_RECOUNTED = 20_000
 _SCAN = 1000
 
 LASTING = ("act:critical", "act:normal", "act:batch", "lanes", "vt", "wl", "cnt", "bell", "dlq",
-           "dl", "doors", "in")  # fmt: skip
+           "dl", "rd", "doors", "in")  # fmt: skip
 """Keys without expiry by design."""
 
 LASTING_PREFIXES = ("q:", "own:", "in:")

@@ -16,6 +16,7 @@
 --       5 lane   6 tenant   7 payload   8 digest of the payload   9 cost in tokens (estimate)
 --       10 output tokens in it   11 deadline_ms   12 max_queue_ms, 0: none   13 retention_ms
 --       14 'json' if answers are to be JSON   15..18 bounds, as in submit
+--       19 'cancel' if it is to end when its last reader has left
 -- Reply {verdict, id answered}: 'ok', 'dup' (nothing changed), 'conflict', 'full' or 'late' (it
 --       got an End), 'broken' (so did it: a key of its own is of a wrong type), 'gone' (another
 --       worker was first)
@@ -40,7 +41,7 @@ local function judge()
   local verdict = accept(prefix, rid, {
     lane = ARGV[5], tenant = ARGV[6], payload = ARGV[7], digest = ARGV[8],
     cost = tonumber(ARGV[9]), out = tonumber(ARGV[10]), life = life, wait = tonumber(ARGV[12]),
-    epoch = 0, answer = ARGV[14],
+    epoch = 0, answer = ARGV[14], on_disconnect = ARGV[19],
   }, {tonumber(ARGV[15]), tonumber(ARGV[16]), tonumber(ARGV[17]), tonumber(ARGV[18])}, added,
     retention)
   if is_error(verdict) then

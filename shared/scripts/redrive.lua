@@ -17,7 +17,7 @@ if state and state ~= 'dead' then return {'busy', state} end
 local refused = enqueue(ARGV[1], f.r, {
   lane = f.lane, tenant = f.ten, payload = f.pay, digest = f.dg, cost = tonumber(f.cost),
   out = tonumber(f.out), life = tonumber(f.life), wait = tonumber(f.wait), epoch = tonumber(f.ep),
-  answer = f.ans,
+  answer = f.ans, on_disconnect = f.od,
 }, now_ms(), tonumber(ARGV[3]))
 if refused then return redis.error_reply(refused.err) end
 redis.call('XDEL', KEYS[1], ARGV[2])

@@ -5,19 +5,23 @@
 --@include lib/mend.lua
 -- sweep: what time alone must bring about. Any worker may run it at any time; runs at maxmemory.
 --
--- Requests past their deadline end `expired`; requests of workers whose lease ended go back to
--- the queues; and some requests in turn are looked at for what a script cut short or a deleted
+-- Requests past their deadline end `expired`; requests that all readers have left, and that asked
+-- for it, end `cancelled`; requests of workers whose lease ended go back to the queues; and some requests in turn are looked at for what a script cut short or a deleted
 -- key left wrong. Bounded per call, so that it never holds the server.
 --
 -- KEYS  1 dl  zset   2 wl  zset   3 q:!  stream   4 q:?  stream   5 cnt  hash   6 dlq  stream
---       7 bell  stream   8 vt  hash
+--       7 bell  stream   8 vt  hash   9 rd  zset
 --       and, found while running: own:<wid>, r:<id>, t:<id> and queues of what is swept
 -- ARGV  1 prefix   2 max_blames   3 max_attempts   4 retention_ms
--- Reply {expired, requests taken from dead workers, dead workers, mended, failed, last error}
+-- Reply {expired, requests taken from dead workers, dead workers, mended, failed, last error,
+--        cancelled because their readers left}
 local prefix, retention = ARGV[1], tonumber(ARGV[4])
 local max_blames, max_attempts = tonumber(ARGV[2]), tonumber(ARGV[3])
-local MAX_EXPIRED, MAX_WORKERS, MAX_REAPED, MAX_MENDED = 64, 4, 128, 32
+local MAX_EXPIRED, MAX_LEFT, MAX_WORKERS, MAX_REAPED, MAX_MENDED = 64, 64, 4, 128, 32
 local RETRY_MS = 100
+-- Sweeps come at least every second. A longer pause is an outage, of the server or of all workers,
+-- in which readers could not say that they are there: after it they get time to.
+local OUTAGE_MS, REPRIEVE_MS = 3000, 15000
 allow_oom(prefix)
 local now = now_ms()
 
@@ -56,6 +60,30 @@ for _, rid in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now, 'LIMIT', 
   if done == nil then redis.call('ZADD', KEYS[1], 'XX', now + RETRY_MS, rid) end
 end
 
+-- A request that nobody has said to be reading for as long as its last reader's grace.
+local function leave(rid)
+  local rec = read_record(prefix, rid)
+  if rec and rec.needs_reader and (rec.st == 'queued' or rec.st == 'running') then
+    finish(prefix, rid, rec, {state = 'cancelled', reason = 'disconnected'}, now, retention)
+    return true
+  end
+  redis.call('ZREM', KEYS[9], rid)
+  return false
+end
+
+local times = redis.call('HMGET', KEYS[8], 'scan', 'swept', 'reprieve')
+local reprieve = tonumber(times[3]) or 0
+if now - (tonumber(times[2]) or now) > OUTAGE_MS then reprieve = now + REPRIEVE_MS end
+local left = 0
+if now >= reprieve then
+  local lapsed = attempt(nil, 'ZRANGEBYSCORE', KEYS[9], '-inf', now, 'LIMIT', 0, MAX_LEFT) or {}
+  for _, rid in ipairs(lapsed) do
+    local done = guarded(leave, rid)
+    if done then left = left + 1 end
+    if done == nil then redis.call('ZADD', KEYS[9], 'XX', now + RETRY_MS, rid) end
+  end
+end
+
 local function reap(wid, owned, rid, claim)
   local rec = read_record(prefix, rid)
   if not rec then
@@ -87,14 +115,13 @@ for _, wid in ipairs(redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', now, 'LIMIT', 
 end
 
 local mended = 0
-local scanned = redis.call('ZSCAN', KEYS[1], redis.call('HGET', KEYS[8], 'scan') or '0', 'COUNT',
-  MAX_MENDED)
+local scanned = redis.call('ZSCAN', KEYS[1], times[1] or '0', 'COUNT', MAX_MENDED)
 for i = 1, #scanned[2], 2 do
   local rid = scanned[2][i]
   if guarded(mend, prefix, rid, now, max_blames, max_attempts, retention) then
     mended = mended + 1
   end
 end
-redis.call('HSET', KEYS[8], 'scan', scanned[1])
+redis.call('HSET', KEYS[8], 'scan', scanned[1], 'swept', now, 'reprieve', reprieve)
 if reaped + mended > 0 then ring(prefix) end
-return {expired, reaped, workers, mended, failed, why}
+return {expired, reaped, workers, mended, failed, why, left}

@@ -143,6 +143,15 @@ class QueueSettings(_Section):
         ge=1,
         le=_WEEK_S,
     )
+    reader_grace_ms: int = _setting(
+        10_000,
+        "How long a reader that has fallen silent is believed to be there, for requests with "
+        "`on_disconnect` `cancel`. Readers say so three times as often. It is the reader's "
+        "setting; of several readers the latest end counts.",
+        unit="ms",
+        ge=100,
+        le=3_600_000,
+    )
     default_deadline_s: int = _setting(
         600,
         "Time after which a request that names no deadline of its own expires, counted from its "

@@ -17,6 +17,7 @@ from delivery import (
     test_fairness,
     test_guards,
     test_lost_workers,
+    test_readers,
 )
 from delivery.fleet import Shard
 
@@ -225,6 +226,51 @@ MUTANTS = (
         "estimates not settled", "if rec.t1 and spent ~= rec.cost then", "if false then",
         test_fairness.test_an_underestimate_is_paid_later,
     ),
+    # attend, and the sweep's part of it
+    Mutant(
+        "readers not looked for", "if now >= reprieve then", "if false then",
+        test_readers.test_a_running_request_ends_when_its_reader_has_left, "sweep",
+    ),
+    Mutant(
+        "no time after an outage", "> OUTAGE_MS then", "> 1e15 then",
+        test_readers.test_after_an_outage_readers_get_time_to_come_back, "sweep",
+    ),
+    Mutant(
+        "cancelled without having asked for it", "if rec and rec.needs_reader and (",
+        "if rec and (", test_readers.test_others_go_on_without_readers, "sweep",
+    ),
+    Mutant(
+        "cancelled although ended",
+        "rec.needs_reader and (rec.st == 'queued' or rec.st == 'running')", "rec.needs_reader",
+        test_readers.test_a_request_that_finished_meanwhile_stays_finished, "sweep",
+    ),
+    Mutant(
+        "reader's return not noted", "'GT', now + grace", "'NX', now + grace",
+        test_readers.test_a_reader_that_comes_back_in_time, "attend",
+    ),
+    Mutant(
+        "last word of any reader counts", "'GT', now + grace", "now + grace",
+        test_readers.test_of_two_readers_the_one_that_stays_counts, "attend",
+    ),
+    Mutant(
+        "ended requests attended", "v[2] == 'cancel' and (v[1] == 'queued' or v[1] == 'running')",
+        "v[2] == 'cancel'", test_readers.test_a_request_that_finished_meanwhile_stays_finished,
+        "attend",
+    ),
+    Mutant(
+        "every request attended", "v and v[2] == 'cancel' and", "v and",
+        test_readers.test_others_go_on_without_readers, "attend",
+    ),
+    Mutant(
+        "readers outlive their request", "if rec.needs_reader then attempt(nil, 'ZREM'",
+        "if false then attempt(nil, 'ZREM'",
+        test_readers.test_a_request_that_finished_meanwhile_stays_finished, "append",
+    ),
+    Mutant(
+        "readers forgotten by a redrive", "on_disconnect = f.od", "on_disconnect = nil",
+        test_readers.test_a_handover_and_a_redrive_keep_it, "redrive",
+    ),
+    without_oom("attend", test_readers.test_attend_runs_at_maxmemory),
     # release, requeue, sweep
     Mutant(
         "no audit", "(mode == 'only') == (named[rid] == true)", "mode == 'only' and named[rid]",

@@ -25,7 +25,7 @@ FOREVER = re.compile(
 )
 """Keys without expiry that may be left when no request waits or runs."""
 
-WHILE_ALIVE = ("dl", "q:", "own:")
+WHILE_ALIVE = ("dl", "rd", "q:", "own:")
 """Keys without expiry that are there only as long as requests wait or run."""
 
 

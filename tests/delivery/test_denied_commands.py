@@ -53,13 +53,15 @@ class Scene:
             await shard.submit(f"fresh{i}", lane=list(Lane)[i])
         await shard.submit("late", deadline_ms=1)
         await shard.submit("bored", max_queue_ms=1)
+        await shard.submit("left", on_disconnect="cancel")
+        await shard.ops.attend(["left"], grace_ms=1)
         await shard.wait_ms(2)
         await shard.check()
 
 
 ACCEPTED = (
     "crashed", "suspect", "stalled", "running", "bare", "ending", "orphan", "released", "fresh0",
-    "fresh1", "fresh2",
+    "fresh1", "fresh2", "left",
 )  # fmt: skip
 
 
@@ -86,6 +88,10 @@ async def cancel_queued(scene: Scene, shard: Shard) -> object:
     return await shard.ops.cancel("fresh1")
 
 
+async def attend(scene: Scene, shard: Shard) -> object:
+    return await shard.ops.attend(["left", "running"], grace_ms=1000)
+
+
 async def claim(scene: Scene, shard: Shard) -> object:
     return await shard.call(shard.worker("b").claim_call(9))
 
@@ -106,6 +112,7 @@ async def redrive(scene: Scene, shard: Shard) -> object:
 OPERATIONS: dict[Operation, str] = {
     append: "append",
     submit: "submit",
+    attend: "attend",
     cancel_running: "cancel",
     cancel_queued: "cancel",
     claim: "claim",

@@ -220,7 +220,7 @@ def test_keys_are_those_of_the_code() -> None:
     built = {
         keys.request("<id>"), keys.log("<id>"), keys.channel("<id>"), keys.continued,
         keys.suspects, keys.lanes, keys.floors, keys.leases, keys.owned("<worker>"),
-        keys.deadlines, keys.counters, keys.bell, keys.dead_letters,
+        keys.deadlines, keys.readers, keys.counters, keys.bell, keys.dead_letters,
         keys.queue(Lane.NORMAL, "<tenant>"), keys.tenants(Lane.NORMAL), keys.doors,
         keys.intake(), keys.intake("<tenant>"),
     }  # fmt: skip

@@ -14,9 +14,11 @@
 --   t2    ended                       dl    deadline               mq    end of max_queue_ms or 0
 --   sk    queue                       sid   entry in it
 --   ans   'json' if log and channel hold JSON; else not there, and they hold msgpack
+--   od    'cancel' if it ends when its last reader has left, see attend.lua; else not there
 local function read_record(prefix, rid)
   local v = attempt(nil, 'HMGET', prefix .. 'r:' .. rid, 'st', 'ep', 'n', 'w', 'lane', 'ten', 'cost',
-    'out', 'len', 'sk', 'sid', 'att', 'bad', 'nb', 'dl', 'mq', 't0', 't1', 'tf', 'died', 'ans')
+    'out', 'len', 'sk', 'sid', 'att', 'bad', 'nb', 'dl', 'mq', 't0', 't1', 'tf', 'died', 'ans',
+    'od')
   if not v or not v[1] or not v[5] or not v[6] then return nil end
   return {
     st = v[1], ep = tonumber(v[2]) or 0, n = tonumber(v[3]) or 0, w = v[4] or '', lane = v[5],
@@ -24,7 +26,7 @@ local function read_record(prefix, rid)
     sk = v[10] or '', sid = v[11] or '', att = tonumber(v[12]) or 0, bad = tonumber(v[13]) or 0,
     nb = tonumber(v[14]) or 0, dl = tonumber(v[15]) or 0, mq = tonumber(v[16]) or 0,
     t0 = tonumber(v[17]) or 0, t1 = tonumber(v[18]), tf = tonumber(v[19]),
-    died = tonumber(v[20]) or 0, json = v[21] == 'json',
+    died = tonumber(v[20]) or 0, json = v[21] == 'json', needs_reader = v[22] == 'cancel',
   }
 end
 
@@ -104,6 +106,7 @@ local function finish(prefix, rid, rec, how, now, retention)
     settle(prefix .. 'lanes', rec.lane, wrong / (WEIGHT[rec.lane] or 1),
       tonumber(floors[2]))
   end
+  if rec.needs_reader then attempt(nil, 'ZREM', prefix .. 'rd', rid) end
   redis.call('ZREM', prefix .. 'dl', rid)
 end
 

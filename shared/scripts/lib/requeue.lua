@@ -29,8 +29,9 @@ local function requeue(prefix, rid, rec, blame, now, max_blames, max_attempts, r
     local kept = redis.call('HMGET', record, 'pay', 'dg')
     redis.call('XADD', prefix .. 'dlq', 'MAXLEN', '~', MAX_DEAD_LETTERS, '*', 'r', rid,
       'why', reason, 'ep', rec.ep, 'att', rec.att, 'bad', bad, 'n', rec.n, 'lane', rec.lane,
-      'ten', rec.ten, 'ans', rec.json and 'json' or '', 'cost', rec.cost, 'out', rec.out, 'life', rec.dl - rec.t0,
-      'wait', math.max(0, rec.mq - rec.t0), 'dg', kept[2] or '', 'pay', kept[1] or '')
+      'ten', rec.ten, 'ans', rec.json and 'json' or '', 'od', rec.needs_reader and 'cancel' or '',
+      'cost', rec.cost, 'out', rec.out, 'life', rec.dl - rec.t0, 'wait', math.max(0, rec.mq - rec.t0),
+      'dg', kept[2] or '', 'pay', kept[1] or '')
     local message = died .. ' workers died with it, the last ' .. bad .. ' without progress'
     finish(prefix, rid, rec, {state = 'dead', reason = reason, message = message}, now, retention)
     return
