@@ -34,7 +34,7 @@ def require_matplotlib() -> None:
 
 
 def plot(outcomes: list[Outcome], path: Path) -> None:
-    """Write p99 TTFT, p99 end to end and the share of good answers as bars, by size of the fleet.
+    """Write p99 TTFT, p99 end to end and goodput per worker as bars, by size of the fleet.
 
     Args:
         outcomes: of scenarios that differ in workers and dispatch; further settings make further
@@ -55,7 +55,10 @@ def plot(outcomes: list[Outcome], path: Path) -> None:
     panels: list[tuple[str, Callable[[Outcome], float]]] = [
         ("p99 time to first token (s)", lambda outcome: outcome.total.ttft.quantile(0.99)),
         ("p99 end to end (s)", lambda outcome: outcome.total.e2e.quantile(0.99)),
-        ("good answers (%)", lambda outcome: 100 * outcome.total.good / outcome.total.ended),
+        (
+            "goodput (requests/s per worker)",
+            lambda outcome: outcome.goodput / outcome.scenario.workers,
+        ),
     ]
     for axes, (title, value) in zip(figure.subplots(1, len(panels)), panels, strict=True):
         width = 0.8 / len(kinds)

@@ -105,3 +105,18 @@ def test_a_plot_without_matplotlib_is_refused_before_the_work(
     result = call("--requests", "100000000", "--plot", str(tmp_path / "x.png"))
     assert isinstance(result.exception, ConfigurationError)
     assert "pip install 'penstock[plot]'" in str(result.exception)
+
+
+def test_a_plot_is_a_small_png(tmp_path: Path) -> None:
+    path = tmp_path / "plot.png"
+    found = figures("--workers", "1,2", "--plot", str(path), "--kv-blocks", "500")
+    assert found["pull_w2_requests"] == 40
+    picture = path.read_bytes()
+    assert picture.startswith(b"\x89PNG")
+    assert 5_000 < len(picture) < 200_000
+
+
+def test_a_plot_into_nowhere_is_refused(tmp_path: Path) -> None:
+    result = call(*SMALL, "--dispatch", "pull", "--plot", str(tmp_path / "none" / "plot.png"))
+    assert isinstance(result.exception, ConfigurationError)
+    assert "cannot be written" in str(result.exception)
