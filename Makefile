@@ -33,8 +33,10 @@ check: install ## Lint, formatting, types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: install ## Measure the engine on this machine
-	$(BIN)/python benchmarks/engine.py $(ARGS)
+bench: install ## Measure engine, scheduler and queue on this machine
+	$(BIN)/penstock bench engine $(ARGS)
+	$(BIN)/penstock bench scheduler $(ARGS)
+	$(BIN)/penstock bench queue $(ARGS)
 
 faults: install ## Run the fault tests in their long form
 	$(BIN)/pytest tests/faults -m "" --timeout 3600 $(ARGS)

@@ -18,8 +18,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from redis.asyncio import Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 
 from penstock.shared.door_operations import DoorOperations
 from penstock.shared.errors import PenstockError
@@ -28,8 +26,10 @@ from penstock.shared.operations import Bounds, Operations
 from penstock.shared.settings import Settings
 from penstock.shared.synthetic import SYNTHETIC
 
+from .connection import connect
 from .door import Door
 from .engine.engine import Engine
+from .garbage import calm_collector
 from .health import HealthServer
 from .intake import Intake
 from .launch import EXIT_BROKEN, EXIT_REFUSED, Launch
@@ -154,8 +154,9 @@ class _Process:
             if self._drain.is_set():
                 edge.stop()
             door.start()
-            if not await edge.run():
-                return self._abandon(worker)
+            with calm_collector():
+                if not await edge.run():
+                    return self._abandon(worker)
             await door.close()
             await self._hand_over(worker, edge, intake)
         await redis.aclose()
@@ -191,14 +192,7 @@ class _Process:
     def _connect(self, timeout_s: float) -> Redis:
         url = self._settings.redis.url
         assert url is not None
-        # Retries are the link's own: it must know when an outcome is unknown.
-        redis: Redis = Redis.from_url(
-            url,
-            socket_timeout=timeout_s,
-            socket_connect_timeout=timeout_s,
-            retry=Retry(NoBackoff(), 0),
-        )
-        return redis  # fmt: skip
+        return connect(url, timeout_s=timeout_s)
 
     def _announce(self, model: ServingModel, health: HealthServer | None) -> None:
         self._state = ""

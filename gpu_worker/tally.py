@@ -9,7 +9,6 @@ from threading import Lock
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
-from prometheus_client.utils import floatToGoString
 
 __all__ = ["TallyHistogram"]
 
@@ -55,7 +54,7 @@ class TallyHistogram(Collector):
         rows, sum_so_far = [], 0
         for bound, count in zip((*self._bounds, float("inf")), counts, strict=True):
             sum_so_far += count
-            rows.append((floatToGoString(bound), sum_so_far))
+            rows.append((repr(bound) if bound < float("inf") else "+Inf", sum_so_far))
         family = HistogramMetricFamily(self._name, self._meaning)
         family.add_metric((), rows, total)
         yield family

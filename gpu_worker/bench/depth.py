@@ -37,7 +37,7 @@ async def measure_depth(url: str, keys: Keys, rounds: Rounds, *, queued: int) ->
         await submit_all(operations, requests[1:], at_once=32)
         submits_per_s = (queued - 1) / (time.perf_counter() - began)
         memory = (await redis.info("memory"))["used_memory"] - before
-        claims_ms = []
+        claims_ms: list[float] = []
         while await _claim(operations, _CLAIM, claims_ms):
             pass
     rounds.add("bytes_per_queued_request", memory / (queued - 1))

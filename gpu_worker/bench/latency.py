@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 
 from redis.asyncio import Redis
@@ -34,7 +34,11 @@ async def measure_claims(url: str, keys: Keys, rounds: Rounds, *, submits: int) 
     async with WorkerSide(url, keys, requests=4096, claimed=note) as side, _serving(side):
         peer = Peer("submit", url=url, model=keys.model, count=submits, pause_ms=_PAUSE_MS)
         began: dict[str, int] = await peer.answer()
-        await _until(lambda: began.keys() <= claimed.keys())
+
+        async def all_claimed() -> bool:
+            return began.keys() <= claimed.keys()
+
+        await _until(all_claimed)
     took_ms = [(claimed[request_id] - at) / 1e6 for request_id, at in began.items()]
     rounds.add("submit_to_claim_ms_p50", percentile(took_ms, 50))
     rounds.add("submit_to_claim_ms_p99", percentile(took_ms, 99))
@@ -59,8 +63,11 @@ async def measure_tokens(
         await side.claim_all(_STREAMS)
         peer = Peer("subscribe", url=url, model=keys.model, ids=ids, tokens=_STREAMS * steps)
         last = keys.channel(ids[-1])
-        while dict(await observer.pubsub_numsub(last))[last.encode()] == 0:
-            await asyncio.sleep(0.01)
+
+        async def subscribed() -> bool:
+            return bool(dict(await observer.pubsub_numsub(last))[last.encode()])
+
+        await _until(subscribed)
         async with _serving(side):
             begin = asyncio.get_running_loop().time()
             for step in range(steps):
@@ -85,8 +92,7 @@ async def _serving(side: WorkerSide) -> AsyncIterator[None]:
         await side.edge.drain()
 
 
-async def _until(holds: object, timeout_s: float = 10.0) -> None:
-    assert callable(holds)
+async def _until(holds: Callable[[], Awaitable[bool]], timeout_s: float = 30.0) -> None:
     async with asyncio.timeout(timeout_s):
-        while not holds():
+        while not await holds():  # noqa: ASYNC110 - it happens in another process
             await asyncio.sleep(0.005)

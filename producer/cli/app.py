@@ -58,7 +58,11 @@ def _entry_points() -> dict[str, importlib.metadata.EntryPoint]:
 def _load_command(point: importlib.metadata.EntryPoint) -> Any:
     single = typer.Typer(add_completion=False)
     try:
-        single.command(point.name)(point.load())
+        found = point.load()
+        if isinstance(found, typer.Typer):  # a command with commands of its own
+            found.info.name = point.name
+            return typer.main.get_command(found)
+        single.command(point.name)(found)
     except ModuleNotFoundError as error:
         missing = _missing_extra(error)
         if missing is None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
+import typer
 from rich.console import Console
 
 from penstock.producer.cli import main
@@ -178,12 +179,19 @@ def test_other_packages_add_commands(penstock: Run, added: Callable[..., None]) 
     def import_torch() -> None:
         raise ModuleNotFoundError("No module named 'torch'", name="torch")
 
-    added(measure=measure, refuse=refuse, late=import_torch)
+    group = typer.Typer(help="Measure much.")
+    group.command("one")(measure)
+    group.command("other")(refuse)
+
+    added(measure=measure, refuse=refuse, late=import_torch, group=group)
     listed = penstock("--help").out
     assert "measure" in listed
+    assert "Measure much." in listed
     assert "Measure something." in listed
     done = penstock("measure", "--size", "4")
     assert (done.code, done.out) == (4, "size 4\n")
+    assert penstock("group", "one", "--size", "5").out == "size 5\n"
+    check_error(penstock("group", "other"), "this architecture is unknown")
     check_error(penstock("refuse"), "this architecture is unknown")
     check_error(penstock("late"), r"this command needs the package torch, .*penstock\[worker\]'")
 

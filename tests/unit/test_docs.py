@@ -16,8 +16,10 @@ from typing import Any
 import msgpack
 import pytest
 import typer
+from prometheus_client.metrics import MetricWrapperBase
 
 from penstock.gpu_worker.metrics import WorkerMetrics
+from penstock.gpu_worker.tally import TallyHistogram
 from penstock.producer.cli.app import app
 from penstock.shared.door_operations import DOOR_SCRIPTS
 from penstock.shared.errors import InvalidRequest
@@ -124,10 +126,10 @@ def test_metric_names_types_and_labels() -> None:
     metrics = WorkerMetrics()
     exported = {}
     for metric in vars(metrics).values():
-        if hasattr(metric, "_labelnames"):
+        if isinstance(metric, MetricWrapperBase | TallyHistogram):
             (family,) = metric.describe()
             name = f"{family.name}_total" if family.type == "counter" else family.name
-            exported[name] = (family.type, metric._labelnames)
+            exported[name] = (family.type, getattr(metric, "_labelnames", ()))
     assert exported == METRIC_NAMES
     collected = {
         f"{family.name}_total" if family.type == "counter" else family.name
@@ -430,8 +432,12 @@ def _commands() -> dict[str, set[str]]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     added = typer.Typer()
     for name, place in project["entry-points"]["penstock.commands"].items():
-        module, _, function = place.partition(":")
-        added.command(name)(getattr(importlib.import_module(module), function))
+        module, _, attribute = place.partition(":")
+        command = getattr(importlib.import_module(module), attribute)
+        if isinstance(command, typer.Typer):
+            added.add_typer(command, name=name)
+        else:
+            added.command(name)(command)
     found: dict[str, set[str]] = {}
     for group in (typer.main.get_command(app), typer.main.get_command(added)):
         for name, command in group.commands.items():  # type: ignore[attr-defined]

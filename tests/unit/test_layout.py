@@ -23,6 +23,8 @@ MOST_LINES = 400
 
 # Packages beyond the standard library and penstock itself that a folder may name, first match wins.
 THIRD_PARTY = {
+    # Beside transformers' generate() its figures are set.
+    "gpu_worker.bench": {"redis", "torch", "transformers", "typer"},
     "gpu_worker.engine": set(),
     "gpu_worker.model": {
         "jinja2", "numpy", "safetensors", "tokenizers", "torch", "transformers",
@@ -30,7 +32,7 @@ THIRD_PARTY = {
     # The oracle beside our own path: transformers' generate() is what it compares with.
     "gpu_worker.verify": {"numpy", "torch", "transformers", "typer"},
     "gpu_worker.simulate": {"matplotlib", "rich", "typer"},
-    "gpu_worker": {"prometheus_client", "redis", "rich", "typer"},
+    "gpu_worker": {"hiredis", "prometheus_client", "redis", "rich", "typer"},
     "kernels": {"torch", "triton"},
     "producer": {"redis", "rich", "typer"},
     "shared.report_view": {"rich"},
