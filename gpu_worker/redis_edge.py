@@ -59,6 +59,22 @@ class Capacity:
     heartbeat_ms: int
 
 
+@dataclass(frozen=True, slots=True)
+class Room:
+    """How many more requests a worker can run, and of which lanes.
+
+    Attributes:
+        requests: how many.
+        least_urgent: of this lane, and of all more urgent ones.
+    """
+
+    requests: int
+    least_urgent: Lane
+
+
+_NO_ROOM = Room(0, Lane.CRITICAL)
+
+
 class RedisEdge:
     """Exchanges with Redis on behalf of one worker.
 
@@ -100,7 +116,7 @@ class RedisEdge:
         self._wake = wake
         self._hang_timeout_s = hang_timeout_s
         self._bell = "0-0"
-        self._may_find_work = True
+        self._searched = -1
         self._next_renewal = 0.0
         self._next_sweep = 0.0
         self._needs_audit = False
@@ -118,7 +134,7 @@ class RedisEdge:
 
     def expect_work(self) -> None:
         """There is something to claim: do it at once, without waiting for the bell."""
-        self._may_find_work = True
+        self._searched = -1
         self._wake.set()
 
     async def run(self) -> bool:
@@ -146,13 +162,13 @@ class RedisEdge:
         """One round trip, if there is anything to say."""
         now = time.monotonic()
         batches = self._take()
-        room = self._room() if self._may_find_work else 0
+        room = self._room()
         renew = now >= self._next_renewal
         sweep = now >= self._next_sweep
-        if not (batches or room or renew or sweep):
+        if not (batches or room.requests or renew or sweep):
             return
         calls = [self._append(batch) for batch in batches]
-        if room or (renew and not batches):
+        if room.requests or (renew and not batches):
             calls.append(self._claim(room))
         if sweep:
             calls.append(self._operations.sweep())
@@ -194,27 +210,38 @@ class RedisEdge:
     def _append(self, batch: Sequence[Append]) -> Call:
         return self._operations.append(self._worker_id, batch, lease_ms=self._capacity.lease_ms)
 
-    def _room(self) -> int:
-        """How many requests to ask for now.
+    def _room(self) -> Room:
+        """What to ask for now.
+
+        Sequences only keep those from running that are not more urgent, since the engine lets
+        urgent work displace the rest. So for each lane, those at least as urgent count; the least
+        urgent lane for which a sequence is left is what to ask for.
 
         Nothing is hoarded: a claimed request that only waits here could be running elsewhere, so
-        more is asked for only while everything claimed before has found its KV blocks.
+        more is asked for only while everything as urgent that was claimed before runs.
         """
-        stats = self._worker.stats
-        if self._stopping or any(stats.waiting.values()) or self._intake.preparing:
-            return 0
-        free = self._capacity.max_sequences - self._outbox.open_requests
-        return max(0, min(self._capacity.claim_batch, free))
+        waiting = self._worker.stats.waiting
+        if self._stopping or self._intake.preparing or self._searched == Lane.BATCH.rank:
+            return _NO_ROOM
+        room, owned, owned_by_lane = _NO_ROOM, 0, self._outbox.open_requests()
+        for lane in sorted(Lane, key=lambda lane: lane.rank):
+            owned += owned_by_lane[lane.value]
+            free = min(self._capacity.claim_batch, self._capacity.max_sequences - owned)
+            if free <= 0 or waiting.get(lane, 0):
+                break
+            room = Room(free, lane)
+        return room if room.least_urgent.rank > self._searched else _NO_ROOM
 
-    def _claim(self, room: int) -> Call:
+    def _claim(self, room: Room) -> Call:
         stats = self._worker.stats
         free_tokens = (stats.free_blocks + stats.cached_blocks) * self._capacity.block_size
         return self._operations.claim(
             self._worker_id,
             lease_ms=self._capacity.lease_ms,
-            requests=room,
+            requests=room.requests,
             tokens=max(1, free_tokens),
             suspect_ok=self._outbox.suspects == 0,
+            least_urgent=room.least_urgent,
         )
 
     async def _send(self, calls: Sequence[Call]) -> list[Any]:
@@ -257,7 +284,7 @@ class RedisEdge:
         for run in lost:
             self._worker.abort(run)
         if lost:
-            self._may_find_work = True
+            self._searched = -1
         if release:
             try:
                 await self._operations.release(self._worker_id, release)
@@ -266,15 +293,15 @@ class RedisEdge:
                 _log.warning("could not release: %s", error)
                 self._needs_audit = True
 
-    def _read_claim(self, reply: Any, room: int) -> None:
+    def _read_claim(self, reply: Any, room: Room) -> None:
         if isinstance(reply, ResponseError):
             _log.error("claim was refused: %s", reply)
             self._metrics.redis_errors.inc()
             return
         claimed = self._operations.read_claim(reply)
-        if room:
+        if room.requests:
             self._bell = claimed.bell
-            self._may_find_work = bool(claimed.claims)
+            self._searched = -1 if claimed.claims else room.least_urgent.rank
         self._intake.accept(claimed.claims)
 
     async def _after_sweep(self, now: float, reply: Any) -> None:
@@ -292,7 +319,7 @@ class RedisEdge:
         if swept.failed:
             _log.error("a sweep could not mend %d requests: %s", swept.failed, swept.error)
         # A suspect, or work left for want of room, rings no bell when its turn comes.
-        self._may_find_work = True
+        self._searched = -1
         # Requests that produce nothing yet (queued prefill) hear of a cancel only if they ask.
         self._outbox.probe()
         await self._read_depth()

@@ -172,9 +172,20 @@ class Operations:
         return [bool(matters) for matters in reply]
 
     def claim(
-        self, worker_id: str, *, lease_ms: int, requests: int, tokens: int, suspect_ok: bool
+        self,
+        worker_id: str,
+        *,
+        lease_ms: int,
+        requests: int,
+        tokens: int,
+        suspect_ok: bool,
+        least_urgent: Lane = Lane.BATCH,
     ) -> Call:
-        """Ask for up to ``requests`` requests of about ``tokens`` tokens; renews the lease."""
+        """Ask for up to ``requests`` requests of about ``tokens`` tokens; renews the lease.
+
+        With another ``least_urgent`` than ``batch`` only fresh work of that lane and of those
+        before it is given.
+        """
         keys = self._keys
         names = (
             keys.continued, keys.suspects, keys.lanes, keys.floors, keys.tenants(Lane.CRITICAL),
@@ -183,7 +194,7 @@ class Operations:
         )  # fmt: skip
         args = (
             keys.prefix, worker_id, lease_ms, requests, tokens, int(suspect_ok),
-            self._retention_ms,
+            self._retention_ms, least_urgent.value,
         )  # fmt: skip
         return Call(self._scripts["claim"], names, args)
 

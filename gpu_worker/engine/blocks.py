@@ -71,6 +71,16 @@ class BlockManager:
         """Blocks that hold ``num_tokens`` tokens."""
         return -(-num_tokens // self.block_size)
 
+    def can_admit(self, sequence: Sequence, spare: int, gained: int = 0) -> bool:
+        """Whether :meth:`try_admit` would succeed if ``gained`` more blocks were available."""
+        num_available = self.num_available + gained
+        if num_available <= spare:  # the last token always needs a block of its own
+            return False
+        prefix = self._cache.match(sequence) if self._cache is not None else []
+        num_fresh = self.blocks_for(sequence.num_tokens) - len(prefix)
+        num_revived = sum(self._ref_counts[block] == 0 for block in prefix)
+        return num_fresh + num_revived + spare <= num_available
+
     def try_admit(self, sequence: Sequence, spare: int) -> bool:
         """Give a sequence without blocks room for all tokens it has, prefix hits included.
 

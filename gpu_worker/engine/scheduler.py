@@ -24,7 +24,8 @@ class Scheduler:
     Iteration-level scheduling (Orca, Yu et al., 2022) with chunked prefill mixed into decodes
     (Sarathi-Serve, Agrawal et al., 2024).
 
-    Each step first continues what runs, then admits what waits. Running sequences are served in
+    Each step first lets urgent work that waits take the place of less urgent work that runs, then
+    continues what runs, then admits what waits. Running sequences are served in
     the *order of service*: by lane, and inside a lane as they were admitted. When KV is short, a
     sequence may take blocks only from those behind it in that order. Three things follow:
 
@@ -71,6 +72,7 @@ class Scheduler:
     def schedule(self) -> Plan | None:
         """Plan the next step; None if there is nothing to do."""
         step = _Step(self._config.max_batch_tokens)
+        self._displace_less_urgent()
         all_kept = self._continue_running(step)
         # Thrash guard, part 1: what was just taken from one is not given to another.
         if all_kept:
@@ -87,6 +89,38 @@ class Scheduler:
         if lane is not None:
             return len(self._running[lane])
         return sum(map(len, self._running.values()))
+
+    def _displace_less_urgent(self) -> None:
+        """Preempt for the first in line if it is more urgent than what stands in its way.
+
+        Before anything is planned, and all or nothing: nobody is preempted for a sequence that
+        could not be admitted even then.
+        """
+        head = self._policy.peek()
+        victims = [] if head is None else self._running_behind(head.rank)
+        if head is None or not victims:
+            return
+        has_slot = self.num_running() < self._config.max_sequences
+        # Blocks that victims share with others are counted though they may not become available;
+        # then the head waits for another step, behind nobody less urgent.
+        freed, chosen = 0, 0
+        while not ((has_slot or chosen) and self._blocks.can_admit(head, self._spare(head), freed)):
+            if chosen == len(victims):
+                return
+            freed += len(victims[chosen].block_table)
+            chosen += 1
+        for victim in victims[:chosen]:
+            self._preempt(victim, PreemptionCause.URGENT)
+
+    def _running_behind(self, rank: int) -> list[Sequence]:
+        """What runs in lanes behind ``rank``: last in lane first, then the least work lost."""
+        behind = [
+            sequence
+            for lane, sequences in self._running.items()
+            if lane.rank > rank
+            for sequence in reversed(sequences)
+        ]
+        return sorted(behind, key=lambda s: (-s.rank, s.num_computed_tokens))
 
     def _continue_running(self, step: _Step) -> bool:
         """Plan what runs; False if some sequence had to be preempted."""

@@ -16,6 +16,8 @@ class PreemptionCause(enum.StrEnum):
 
     EARLIER = "earlier"
     """A sequence before it in the order of service (more urgent, or admitted earlier) needed KV."""
+    URGENT = "urgent"
+    """Waiting work of a more urgent lane took its place or its KV."""
     YIELDED = "yielded"
     """It needed KV itself, and there was none but with sequences before it."""
 

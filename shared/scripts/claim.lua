@@ -12,6 +12,8 @@
 --       and, found while running: q:<lane>:<tenant>, r:<id>, t:<id> of the claimed requests
 -- ARGV  1 prefix   2 worker id   3 lease_ms   4 requests wanted   5 tokens wanted
 --       6 '1' if the worker runs no suspect now   7 retention_ms
+--       8 the least urgent lane to claim from: 'batch' for all; with another one, only fresh work
+--         of this lane and those before it, for a worker that would displace less urgent work
 -- Reply {now, last bell id, claims}; a claim is
 --       {id, epoch, n, attempts, suspect, payload, accepted ms ago, ms queued before the first
 --        claim, ms from acceptance to first token or -1, ms to the deadline, log}
@@ -115,13 +117,16 @@ local function adopt(queue, entry, values, suspect)
   return rec.cost
 end
 
-while wants_more() do
+local all_lanes = ARGV[8] == 'batch'
+local least_weight = WEIGHT[ARGV[8]]
+
+while all_lanes and wants_more() do
   local entry, values = take(KEYS[1])
   if not entry then break end
   budget = budget - (adopt(KEYS[1], entry, values, 0) or 0)
 end
 
-local seeks_suspect = ARGV[6] == '1'
+local seeks_suspect = all_lanes and ARGV[6] == '1'
 while seeks_suspect and wants_more() do
   local entry, values = take(KEYS[2])
   if not entry then break end
@@ -132,13 +137,14 @@ while seeks_suspect and wants_more() do
   end
 end
 
--- The lane with the smallest virtual time; of equals the most urgent.
+-- The wanted lane with the smallest virtual time; of equals the most urgent.
 local function next_lane()
   local rows = redis.call('ZRANGE', KEYS[3], '0', '-1', 'WITHSCORES')
   local name, time, weight
   for i = 1, #rows, 2 do
     local row_time, row_weight = tonumber(rows[i + 1]), WEIGHT[rows[i]] or 1
-    if not name or row_time < time or (row_time == time and row_weight > weight) then
+    local first = not name or row_time < time or (row_time == time and row_weight > weight)
+    if row_weight >= least_weight and first then
       name, time, weight = rows[i], row_time, row_weight
     end
   end
@@ -149,7 +155,7 @@ while wants_more() do
   local lane, lane_time, weight = next_lane()
   if not lane then break end
   -- The smallest virtual time is what is being served now: a newcomer starts there.
-  redis.call('HSET', KEYS[4], '*', lane_time)
+  if all_lanes then redis.call('HSET', KEYS[4], '*', lane_time) end
   local tenants = prefix .. 'act:' .. lane
   local first = redis.call('ZRANGE', tenants, '0', '0', 'WITHSCORES')
   if #first == 0 then

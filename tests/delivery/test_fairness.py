@@ -107,6 +107,29 @@ async def test_urgent_work_overtakes_a_long_queue(shard: Shard) -> None:
     assert [request_id.split(":")[0] for request_id in order].count("human") == 3
 
 
+async def test_a_full_worker_may_ask_for_more_urgent_work_alone(shard: Shard) -> None:
+    """Continued, suspect and less urgent work stays for workers that have room for it."""
+    for lane in Lane:
+        await queue(shard, "t", 2, lane=lane)
+    await shard.worker("drained").claim(1)
+    await shard.ops.release_all("drained", blame=False)
+    full = shard.worker("full")
+    reply = await shard.call(
+        shard.ops.claim(
+            full.name,
+            lease_ms=60_000,
+            requests=10,
+            tokens=10_000,
+            suspect_ok=True,
+            least_urgent=Lane.NORMAL,
+        )
+    )
+    lanes = [claim.id.split(":")[1] for claim in shard.ops.read_claim(reply).claims]
+    assert sorted(lanes) == ["critical", "normal", "normal"], "one critical is to be continued"
+    rest = await pull(shard.worker("free"), 10)
+    assert [request_id.split(":")[1] for request_id in rest] == ["critical", "batch", "batch"]
+
+
 @pytest.mark.parametrize("lane_of_b", [Lane.NORMAL, Lane.BATCH])
 async def test_nobody_starves_under_a_stream_of_others(shard: Shard, lane_of_b: Lane) -> None:
     """B's one request waits, while A always has more queued and C, D, ... arrive."""

@@ -227,17 +227,18 @@ class EngineMachine(RuleBasedStateMachine):
         for sequence in planned:
             self.seen[sequence.id] = sequence
         # Who ran before either advances or was preempted, and then for somebody at least as urgent:
-        # nobody less urgent than a victim goes on, and no waiting one takes its place.
+        # nobody less urgent than a victim goes on, and only more urgent ones take its place.
         victims = [s for s in before.running if s not in planned]
         num_preempted = sum(self.engine.stats().preemptions.values()) - before.preemptions
         assert len(victims) == num_preempted
         for victim in victims:
             assert victim.status is SequenceStatus.WAITING
             assert all(s.rank <= victim.rank for s in planned)
-        assert not victims or set(planned) <= set(before.running)
-        # One always advances who was first before, so somebody always comes to an end.
+        admitted = set(planned) - set(before.running)
+        assert all(s.rank < victim.rank for s in admitted for victim in victims)
+        # One always advances who is as urgent as the first before, so somebody always ends.
         if before.running:
-            assert any(s.rank == min(r.rank for r in before.running) for s in planned)
+            assert any(s.rank <= min(r.rank for r in before.running) for s in planned)
 
     def check_admissions(self, admitted: list[Sequence]) -> None:
         """Lane by lane, and inside a lane in the order of arrival."""

@@ -18,6 +18,7 @@ from penstock.producer import Producer, Reason, Result, State
 from penstock.shared.embedded import EmbeddedRedis
 from penstock.shared.keys import Keys
 from penstock.shared.protocol import Request
+from penstock.shared.synthetic import synthetic_tokens
 
 KEYS = Keys("demo")
 DEMO = Path(str(resources.files("penstock.gpu_worker") / "demo_model" / "target"))
@@ -159,6 +160,35 @@ async def test_cancel_stops_the_engine(producer: Producer, worker: WorkerProcess
         wait_until, lambda: worker.metric("kv_blocks_used") == 0, "the blocks were freed"
     )
     assert (await producer.cancel(submitted.id)).changed is False
+
+
+async def test_urgent_request_does_not_wait_for_running_batch_work(
+    redis_url: str, workers: WorkerFactory
+) -> None:
+    """All sequences of the only worker are taken by long batch work; it gives way and completes."""
+    worker = workers.engine(
+        "only",
+        model__path="synthetic",
+        model__synthetic_step_ms=5.0,
+        engine__max_sequences=2,
+        worker__lease_ms=60_000,  # no sweep comes to its help
+    )
+    prompt = "x"
+    async with Producer(redis_url) as own, redis.asyncio.Redis.from_url(redis_url) as server:
+        batch = [
+            await own.submit(prompt, lane="batch", max_tokens=400, seed=seed) for seed in range(3)
+        ]
+        while await server.zcard(KEYS.deadlines) and not await server.exists(KEYS.log(batch[1].id)):
+            await asyncio.sleep(0.005)
+        urgent = await own.submit(prompt, lane="critical", max_tokens=20, seed=9)
+        first = await end_of(own, urgent.id)
+        states = [(await own.status(one.id)).end for one in batch]
+        assert states == [None] * 3, "batch work was far from its end"
+        results = [await end_of(own, one.id) for one in batch]
+    assert first.end.n == 20
+    expected = [synthetic_tokens(seed, [ord(prompt)], 400) for seed in range(3)]
+    assert [result.token_ids for result in results] == expected
+    assert worker.metric("preemptions_total") >= 1
 
 
 async def test_deadline_ends_a_running_request(producer: Producer, worker: WorkerProcess) -> None:
