@@ -12,6 +12,7 @@ from penstock.shared.protocol import SamplingOptions
 from ..engine.config import EngineConfig
 from ..engine.engine import Engine
 from ..engine.plan import Plan, StepOutput
+from ..engine.policies import Policy
 from ..engine.requests import EngineRequest
 from .cost import CostModel, Work
 from .measures import Recorder
@@ -102,10 +103,17 @@ class EngineNode:
         config: of the engine.
         cost: how long its steps take.
         recorder: is told of every token.
+        policy: order of admission; None takes the engine's own.
     """
 
-    def __init__(self, config: EngineConfig, cost: CostModel, recorder: Recorder) -> None:
-        self._engine = Engine(config, lambda _: _SILENCE)
+    def __init__(
+        self,
+        config: EngineConfig,
+        cost: CostModel,
+        recorder: Recorder,
+        policy: Policy | None = None,
+    ) -> None:
+        self._engine = Engine(config, lambda _: _SILENCE, policy)
         self._block_size = config.block_size
         self._cost = cost
         self._recorder = recorder

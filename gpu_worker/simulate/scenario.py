@@ -9,6 +9,7 @@ from penstock.shared.protocol import Lane
 from penstock.shared.report import Check, Number
 
 from ..engine.config import EngineConfig
+from ..engine.policies import Policy
 from .cost import CostModel
 from .fleet import Dispatch, Fleet, Run, dispatcher
 from .measures import LaneFigures, Recorder, ServiceLevel
@@ -35,6 +36,7 @@ class Scenario:
         exchange_s: one round trip with Redis.
         claim_batch: requests claimed in one exchange at most.
         seed: of who hears the bell first.
+        policy: makes a worker's order of admission; None takes the engine's own.
     """
 
     name: str
@@ -47,6 +49,7 @@ class Scenario:
     exchange_s: float = 1e-3
     claim_batch: int = 16
     seed: int = 0
+    policy: Callable[[], Policy] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +131,13 @@ def simulate(scenario: Scenario, progress: Callable[[int], None] | None = None) 
     """
     recorder = Recorder(scenario.level, scenario.exchange_s / 2)
     nodes: list[Node] = [
-        EngineNode(scenario.config, scenario.cost, recorder) for _ in range(scenario.workers)
+        EngineNode(
+            scenario.config,
+            scenario.cost,
+            recorder,
+            None if scenario.policy is None else scenario.policy(),
+        )
+        for _ in range(scenario.workers)
     ]
     requests = scenario.requests if progress is None else _told(scenario.requests, progress)
     fleet = Fleet(nodes, requests, scenario.exchange_s)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 from simulate.fleets import LEVEL, drawn, engine, fixed, scenario
 
+from penstock.gpu_worker.engine import LaneFcfs, Sequence
 from penstock.gpu_worker.simulate import (
     ConstantCost,
     Dispatch,
@@ -195,3 +196,27 @@ def test_a_thousand_workers_share_a_burst() -> None:
         scenario(requests, workers=1000, config=engine(max_sequences=1, num_blocks=8))
     )
     assert outcome.total.e2e.quantile(1.0) == pytest.approx(0.001 + 0.05 + 0.0005)
+
+
+class ShortestFirst(LaneFcfs):
+    """A policy made for these tests: the one with the fewest tokens to give is admitted first."""
+
+    def peek(self) -> Sequence | None:
+        return min(self, key=lambda sequence: sequence.options.max_tokens, default=None)
+
+
+def test_the_policy_decides_inside_a_worker() -> None:
+    """Short ones wait less behind long ones, if they are let pass."""
+    requests = [fixed(0.0, id=f"{output}", output=output) for output in range(20, 0, -1)]
+    means = [
+        simulate(
+            scenario(
+                requests, workers=1, dispatch=Dispatch.ROUND_ROBIN, policy=policy,
+                config=engine(max_sequences=1),
+            )
+        ).total.e2e.mean
+        for policy in (None, ShortestFirst)
+    ]  # fmt: skip
+    # The longest has begun when the others come. Then 1, 2, ... 19 steps follow, or 19, 18, ... 1.
+    steps = [sum(k * k for k in range(1, 21)), 20 * 20 + sum(k * (20 - k) for k in range(1, 20))]
+    assert means == pytest.approx([0.01 * total / 20 + 0.001 for total in steps])
