@@ -1,0 +1,52 @@
+"""docs/plain-door.md says what is."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from penstock.shared.door_operations import MAX_DOORS
+from penstock.shared.plain_entry import Admission, Entry, Refusal, read_entry
+from penstock.shared.protocol import MAX_PAYLOAD_BYTES, Answer, Reason, unpack_event
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "plain-door.md").read_text("utf-8")
+
+
+def table(*head: str) -> list[list[str]]:
+    block = PAGE.partition("| " + " | ".join(head) + " |\n")[2].partition("\n\n")[0]
+    rows = [line.strip("|").split(" | ") for line in block.splitlines()[1:]]
+    assert rows
+    return [[cell.strip() for cell in row] for row in rows]
+
+
+def test_every_field_is_in_the_table_with_a_value_that_is_accepted() -> None:
+    documented = []
+    for names, _, sample in table("Field", "Form", "Such as"):
+        for name in re.findall(r"`(\w+)`", names):
+            documented.append(name)
+            fields = {"prompt": "Hi"} if name not in ("prompt_ids", "messages", "prompt") else {}
+            fields[name] = sample.strip("`")
+            parts = [part.encode() for pair in fields.items() for part in pair]
+            verdict = read_entry(Entry(None, "1-1", parts))
+            assert isinstance(verdict, Admission), (name, verdict)
+    verdict = read_entry(Entry(None, "1-1", [b"prompt", b"Hi", b"colour", b"red"]))
+    assert isinstance(verdict, Refusal)
+    known = verdict.message.partition("one of the fields ")[2].split(", ")
+    assert sorted(documented) == known
+
+
+@pytest.mark.parametrize("row", table("Event", "Form"), ids=lambda row: row[0])
+def test_events_are_what_a_reader_takes(row: list[str]) -> None:
+    event = row[1].strip("`").encode()
+    assert unpack_event(event).pack(Answer.JSON) == event
+    assert json.loads(event)
+
+
+def test_reasons_and_bounds_exist() -> None:
+    reasons = {row[0].strip("`") for row in table("Reason", "When")}
+    assert reasons <= {reason.value for reason in Reason}
+    assert f"{MAX_PAYLOAD_BYTES:,} bytes in all" in PAGE
+    assert f"{MAX_DOORS:,} tenants' streams" in PAGE
