@@ -58,6 +58,39 @@ def scheduler(
     _finish(report, as_json)
 
 
+@bench.command("engine")
+def engine(
+    model: Annotated[
+        str, typer.Option(help="Directory of a checkpoint, or 'demo' for the model shipped here.")
+    ] = "demo",
+    batches: Annotated[str, typer.Option(help="Batch sizes, with commas.")] = "1,4,16,32",
+    tokens: Annotated[int, typer.Option(help="Output tokens of a sequence, at most.")] = 64,
+    rounds: _Rounds = 5,
+    requests: Annotated[int, typer.Option(help="Requests of a trace of mixed lengths.")] = 96,
+    slots: Annotated[int, typer.Option(help="Sequences at the same time in a trace.")] = 16,
+    threads: Annotated[
+        int | None,
+        typer.Option(help="CPU threads; by default each side has the number that suits it."),
+    ] = None,
+    as_json: _Json = False,
+) -> None:
+    """A real model on this CPU: against transformers' generate, and through Redis."""
+    from .engine import EngineOptions, bench_engine
+
+    options = EngineOptions(
+        model=model,
+        batches=_counts("--batches", batches),
+        tokens=tokens,
+        rounds=rounds,
+        requests=requests,
+        slots=slots,
+        threads=threads,
+    )
+    with show_progress() as progress:
+        report = bench_engine(options, progress)
+    _finish(report, as_json)
+
+
 @bench.command("queue")
 def queue(
     redis: Annotated[

@@ -1,0 +1,172 @@
+"""The engine with a real model: against transformers, and with Redis against without."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from penstock.shared.embedded import EmbeddedRedis
+from penstock.shared.errors import ConfigurationError
+from penstock.shared.keys import Keys
+from penstock.shared.report import Report
+from penstock.shared.settings import Settings, load_settings
+
+from ..garbage import calm_collector
+from .generation import EngineSide, TransformersSide
+from .rounds import Machine, Progress, Rounds, percentile
+from .through_redis import run_through_redis, worker_process
+from .traces import Trace, mixed_trace, requests_of, uniform_trace
+
+__all__ = ["EngineOptions", "bench_engine"]
+
+_PROMPT = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """What to measure.
+
+    Attributes:
+        model: a checkpoint's directory, or ``demo``.
+        batches: sequences that run together.
+        tokens: output tokens of each sequence; of a trace, the most that one has.
+        rounds: measurements of each kind.
+        requests: requests of a trace of mixed lengths.
+        slots: sequences that run at the same time in a trace.
+        threads: CPU threads of both sides; None lets each have the number that suits it.
+    """
+
+    model: str = "demo"
+    batches: Sequence[int] = (1, 4, 16, 32)
+    tokens: int = 64
+    rounds: int = 5
+    requests: int = 96
+    slots: int = 16
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.batches or min(self.batches) < 1:
+            got = list(self.batches)
+            raise ConfigurationError(f"--batches: got {got}; allowed: 1 or more")
+        for name in ("tokens", "rounds", "requests", "slots"):
+            if getattr(self, name) < 1:
+                raise ConfigurationError(f"--{name}: got {getattr(self, name)}; allowed: 1 or more")
+
+
+def bench_engine(options: EngineOptions, progress: Progress = lambda *_: None) -> Report:
+    """Tokens per second, in float32 on CPU, and what the way through Redis takes of them.
+
+    Raises:
+        ModelError: the model cannot be loaded.
+        RedisUnavailable: no server can be started.
+    """
+    threads = torch.get_num_threads()
+    try:
+        return asyncio.run(_bench(options, progress))
+    finally:
+        torch.set_num_threads(threads)
+
+
+async def _bench(options: EngineOptions, progress: Progress) -> Report:
+    settings = load_settings(
+        {
+            "model.path": options.model,
+            "model.device": "cpu",
+            "model.dtype": "float32",
+            "queue.model": "bench",
+            "engine.max_sequences": max(options.slots, *options.batches),
+            "engine.threads": options.threads,
+            # Prompts are random, but a prefix kept from the round before would be a gift.
+            "engine.prefix_cache": False,
+            "worker.metrics_port": "off",
+            "worker.log_level": "error",
+        }
+    )
+    progress("loading", 0, 0)
+    ours = EngineSide(settings)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    choice = {options.threads} if options.threads else {1, cores or 1}
+    theirs = TransformersSide(options.model, sorted(choice))
+    rounds, rng = Rounds(), random.Random(0)
+    stages, done = options.rounds * (len(options.batches) + 3), 0
+    machine = Machine()
+    with calm_collector():
+        for batch in options.batches:
+            shape = {"count": batch, "prompt": _PROMPT, "tokens": options.tokens}
+            for _ in range(options.rounds):
+                trace = uniform_trace(rng, theirs.vocab_size, **shape)
+                _compare(ours, theirs, rounds, trace, batch, f"{batch}")
+                done += 1
+                progress(f"batch of {batch}", done, stages)
+        for _ in range(options.rounds):
+            trace = _mixed(options, rng, theirs)
+            _compare(ours, theirs, rounds, trace, options.slots, "mixed")
+            done += 1
+            progress("mixed lengths", done, stages)
+        await _measure_redis(options, settings, ours, theirs, rounds, rng, (done, stages), progress)
+    notes = (
+        ours.summary,
+        f"{_threads(ours.threads)} for the engine, {_threads(theirs.threads)} for transformers"
+        + ("" if options.threads else ", each the faster of 1 and all cores"),
+    )
+    return rounds.report("engine", machine, at_most=[("redis_cost_percent", 3)], notes=notes)
+
+
+def _threads(count: int) -> str:
+    return f"{count} CPU thread{'s' if count > 1 else ''}"
+
+
+def _mixed(options: EngineOptions, rng: random.Random, side: TransformersSide) -> Trace:
+    return mixed_trace(rng, side.vocab_size, count=options.requests, tokens=options.tokens)
+
+
+def _compare(
+    ours: EngineSide, theirs: TransformersSide, rounds: Rounds, trace: Trace, slots: int, name: str
+) -> None:
+    """The same trace by both, in one round."""
+    tokens = sum(item.max_tokens for item in trace)
+    seconds, steps = ours.run(trace, slots)
+    their_seconds = theirs.run(trace, slots)
+    rounds.add(f"tokens_per_s_{name}", tokens / seconds)
+    rounds.add(f"step_ms_{name}", 1e3 * percentile(steps, 50))
+    rounds.add(f"transformers_tokens_per_s_{name}", tokens / their_seconds)
+    rounds.add(f"speedup_{name}", their_seconds / seconds)
+
+
+async def _measure_redis(
+    options: EngineOptions,
+    settings: Settings,
+    ours: EngineSide,
+    theirs: TransformersSide,
+    rounds: Rounds,
+    rng: random.Random,
+    count: tuple[int, int],
+    progress: Progress,
+) -> None:
+    """The same trace by a worker process through Redis and by the engine here, alternating."""
+    done, stages = count
+    tree = settings.model_dump()
+    tree["engine"].update(threads=ours.threads, max_sequences=options.slots)
+    keys = Keys("bench")
+    async with EmbeddedRedis() as server:
+        tree["redis"].update(url=server.url)
+        async with worker_process(Settings.model_validate(tree)):
+            await run_through_redis(
+                server.url, keys, requests_of(_mixed(options, rng, theirs), "warm")
+            )
+            for index in range(options.rounds):
+                trace = _mixed(options, rng, theirs)
+                tokens = sum(item.max_tokens for item in trace)
+                seconds, _ = ours.run(trace, options.slots)
+                requests = requests_of(trace, f"round-{index}")
+                redis_seconds = await run_through_redis(server.url, keys, requests)
+                rounds.add("tokens_per_s_in_process", tokens / seconds)
+                rounds.add("tokens_per_s_through_redis", tokens / redis_seconds)
+                rounds.add("redis_cost_percent", 100 * (redis_seconds / seconds - 1))
+                done += 2
+                progress("through Redis", done, stages)
