@@ -78,6 +78,9 @@ def chaos(
     lease_ms: Annotated[
         int, typer.Option(min=200, max=60_000, help="Lease of the workers in ms.")
     ] = 800,
+    logs: Annotated[
+        Path | None, typer.Option(help="Directory to keep the workers' logs in.")
+    ] = None,
     stall: Annotated[
         bool,
         typer.Option("--stall", help="No storm: measure how long a kill stops a stream."),
@@ -121,6 +124,7 @@ def chaos(
                 model=model if model in ("synthetic", "demo") else str(Path(model).resolve()),
                 redis=redis,
                 lease_ms=lease_ms,
+                logs=None if logs is None else logs.resolve(),
             )
             report = report_storm(_run(Storm(options, show).run()))
             passed = f"every promise held (seed {options.seed})"

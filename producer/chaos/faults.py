@@ -21,6 +21,10 @@ __all__ = ["FaultMaker"]
 _RESTART_PAUSE_S = (0.0, 0.6)
 _FLUSH_TIMEOUT_S = 5.0
 
+_PATIENCE_S = 2.0
+_MOST_WAITING = 6
+"""How long, and how many at a time, faults wait for a worker that can be hurt."""
+
 
 class FaultMaker:
     """Does what the schedule says to the parts of a storm.
@@ -55,6 +59,7 @@ class FaultMaker:
         self._lease_s = lease_s
         self._digests = [load_script(name).digest.encode() for name in SCRIPTS]
         self._restart: asyncio.Task[None] | None = None
+        self._waiting: set[asyncio.Task[None]] = set()
         self._done: Counter[str] = Counter()
         self.skipped: Counter[Fault] = Counter()
 
@@ -73,7 +78,11 @@ class FaultMaker:
         """Have one fault happen now, to a victim that is drawn."""
         happened = False
         if fault in (Fault.KILL, Fault.STOP, Fault.DRAIN):
-            happened = self._hurt_worker(fault, rng)
+            happened = len(self._waiting) < _MOST_WAITING
+            if happened:
+                task = asyncio.create_task(self._hurt_when_possible(fault, rng))
+                self._waiting.add(task)
+                task.add_done_callback(self._waiting.discard)
         elif fault is Fault.REDIS_KILL:
             happened = self._kill_server(rng)
         elif fault is Fault.FLUSH:
@@ -89,6 +98,9 @@ class FaultMaker:
         Raises:
             RedisUnavailable: it did not come back.
         """
+        for task in list(self._waiting):
+            task.cancel()
+        await asyncio.gather(*self._waiting, return_exceptions=True)
         for proxy in (self._workers, self._clients, self._slow):
             proxy.heal()
         if self._restart is not None:
@@ -122,6 +134,15 @@ class FaultMaker:
 
     # -- kinds -----------------------------------------------------------------------------------
 
+    async def _hurt_when_possible(self, fault: Fault, rng: random.Random) -> None:
+        """Hurt a worker as soon as there is one to be hurt; others must be left to go on."""
+        until = asyncio.get_running_loop().time() + _PATIENCE_S
+        while not self._hurt_worker(fault, rng):
+            if asyncio.get_running_loop().time() > until:
+                self.skipped[fault] += 1
+                return
+            await asyncio.sleep(0.03)
+
     def _hurt_worker(self, fault: Fault, rng: random.Random) -> bool:
         machine = self._fleet.pick(rng)
         if machine is None:
@@ -152,9 +173,9 @@ class FaultMaker:
 
     def _hurt_connections(self, fault: Fault, rng: random.Random) -> bool:
         if fault is Fault.SLOW_READERS:
-            paused = self._slow.pause(rng.uniform(1.5, 3.0))
-            self._done["slow"] += paused
-            return paused > 0
+            choked = self._slow.choke(rng.uniform(2.0, 5.0))
+            self._done["slow"] += choked
+            return choked > 0
         proxy = rng.choice((self._workers, self._workers, self._clients))
         share = rng.choice((0.2, 0.5, 1.0))
 

@@ -241,17 +241,12 @@ class Fleet:
         ]
 
     def crashes(self) -> list[str]:
-        """What workers wrote of ends that nobody brought about."""
-        found = []
-        for machine in self._all:
-            lines = machine.log.read_text(errors="replace").splitlines()
-            found += [
-                f"{machine.name}: {line}"
-                for line in lines
-                if "Traceback" in line or "ended (exit code" in line or "ended (signal" in line
-                if "SIGKILL" not in line
-            ]
-        return found
+        """What workers wrote of ends and errors that nobody brought about."""
+        return [
+            f"{machine.name}: {complaint}"
+            for machine in self._all
+            for complaint in _complaints(machine.log.read_text(errors="replace").splitlines())
+        ]
 
     # -- inside ----------------------------------------------------------------------------------
 
@@ -330,3 +325,21 @@ class Fleet:
 def _tail(log: Path) -> str:
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     return lines[-1] if lines else "(nothing)"
+
+
+def _complaints(lines: list[str]) -> list[str]:
+    """Ends of the engine process but by SIGKILL, and what every traceback ends with."""
+    found = []
+    frame: str | None = None
+    for line in lines:
+        text = line.lstrip(" |+-")  # the margin of exception groups
+        if "Traceback (most recent call last)" in text:
+            frame = ""
+        elif frame is not None and text.startswith("File "):
+            frame = text  # the last one is nearest to the cause
+        elif frame and text and line.rstrip() == text:
+            found.append(f"{text} ({frame})")
+            frame = None
+        if "engine process ended (" in line and "SIGKILL" not in line:
+            found.append(line)
+    return found

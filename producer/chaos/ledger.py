@@ -34,6 +34,9 @@ class Invariant(StrEnum):
     USAGE_ONCE = "I6_usage_once"
     """Usage is recorded once, with the right numbers."""
 
+    CLIENTS_SOUND = "clients_sound"
+    """Clients ride out every outage."""
+
     WORKERS_SOUND = "workers_sound"
     """No worker breaks by itself, and a drain ends well."""
 

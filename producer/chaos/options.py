@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 from penstock.shared.errors import ConfigurationError
 from penstock.shared.settings import Settings, environment_name
@@ -33,6 +34,7 @@ class StormOptions:
         lease_ms: how long a silent worker is believed alive.
         step_ms: how long a step of the synthetic model takes.
         pace: how many times as often as usual faults happen.
+        logs: directory in which the workers' logs are kept; None to throw them away.
     """
 
     seconds: float = 30.0
@@ -46,6 +48,7 @@ class StormOptions:
     lease_ms: int = 800
     step_ms: float = 20.0
     pace: float = 1.0
+    logs: Path | None = None
 
     def __post_init__(self) -> None:
         if self.redis is not None and Fault.REDIS_KILL in self.faults:

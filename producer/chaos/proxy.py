@@ -20,6 +20,12 @@ _READ = 1 << 16
 _NARROW = 4096
 """Buffers of a narrow proxy in bytes, so that what is not read piles up in the server."""
 
+_FIRST_MOMENTS_S = 0.3
+"""Enough to log in and to subscribe."""
+
+_SILENT_S = 30.0
+"""Longer than any client waits for a reply."""
+
 _CUT_SHOWS_S = 1.0
 """What was on its way comes before the end of a connection that the server cut in a pause."""
 
@@ -35,10 +41,12 @@ class _Pipe:
     server: tuple[asyncio.StreamReader, asyncio.StreamWriter]
     deaf_until: float = 0.0  # half-open: nothing arrives on either side
     late_until: float = 0.0  # what the client sends is held back
-    paused_until: float = 0.0  # nothing is read from the server
+    paused_from: float = 0.0  # nothing is read from the server from here on ...
+    paused_until: float = 0.0  # ... to here
     delay_s: float = 0.0
     cut_on: bytes | None = None  # drop the reply to a request that holds this
     cutting: bool = False
+    silently: bool = False
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
     def abort(self) -> None:
@@ -72,6 +80,7 @@ class Proxy:
         self._pipes: set[_Pipe] = set()
         self._server: asyncio.Server | None = None
         self._handlers: set[asyncio.Task[None]] = set()
+        self._choked_until = 0.0
         self.port = 0
         self.connections = 0
         self.resets = 0
@@ -128,25 +137,35 @@ class Proxy:
             pipe.delay_s = seconds
         return len(pipes)
 
-    def cut_reply(self, holding: bytes, chosen: Callable[[], bool] = lambda: True) -> int:
-        """Have the reply to the next request that holds these bytes dropped, with a reset.
+    def cut_reply(
+        self,
+        holding: bytes,
+        chosen: Callable[[], bool] = lambda: True,
+        *,
+        silently: bool = False,
+    ) -> int:
+        """Have the reply to the next request that holds these bytes dropped.
 
-        The server has executed it, and the client cannot know.
+        The server has executed it, and the client cannot know: the connection is reset then, or,
+        ``silently``, just says nothing any more.
         """
         pipes = self._choose(chosen)
         for pipe in pipes:
-            pipe.cut_on = holding
+            pipe.cut_on, pipe.silently = holding, silently
         return len(pipes)
 
-    def pause(self, seconds: float, chosen: Callable[[], bool] = lambda: True) -> int:
-        """Read nothing from the server, as a client does that is too slow for what it asked."""
-        pipes = self._choose(chosen)
-        for pipe in pipes:
-            pipe.paused_until = _now() + seconds
-        return len(pipes)
+    def choke(self, seconds: float) -> int:
+        """Read nothing from the server, as a client does that is too slow for what it asked.
+
+        Connections are reset first, and those that follow are not read after their first moments:
+        for one that has carried much, the kernel has made buffers that take in all of the pause.
+        """
+        self._choked_until = _now() + seconds
+        return self.reset()
 
     def heal(self) -> None:
         """Take back what has been done to connections that still are open."""
+        self._choked_until = 0.0
         for pipe in self._pipes:
             pipe.deaf_until = pipe.late_until = pipe.paused_until = pipe.delay_s = 0.0
             pipe.cut_on = None
@@ -168,6 +187,9 @@ class Proxy:
             writer.transport.abort()
             return
         pipe = _Pipe((reader, writer), server)
+        if _now() < self._choked_until:
+            pipe.paused_from = _now() + _FIRST_MOMENTS_S
+            pipe.paused_until = self._choked_until
         self._pipes.add(pipe)
         try:
             async with asyncio.TaskGroup() as group:
@@ -175,6 +197,8 @@ class Proxy:
                 group.create_task(self._send_down(pipe))
         except* (OSError, EOFError):
             pass
+        except* asyncio.CancelledError:
+            pass  # the proxy closes; asyncio's server would report it as an error
         finally:
             self._pipes.discard(pipe)
             for _, side in (pipe.client, pipe.server):
@@ -215,7 +239,7 @@ class Proxy:
         reader, writer = pipe.server[0], pipe.client[1]
         resumed_at = -_CUT_SHOWS_S
         while True:
-            if pipe.paused_until > _now():
+            if pipe.paused_from <= _now() < pipe.paused_until:
                 await _wait_until(lambda: pipe.paused_until)
                 resumed_at = _now()
             try:
@@ -227,8 +251,11 @@ class Proxy:
                 raise EOFError
             if pipe.cutting:
                 self.cuts += 1
-                pipe.abort()
-                raise EOFError
+                if not pipe.silently:
+                    pipe.abort()
+                    raise EOFError
+                pipe.cutting, pipe.cut_on = False, None
+                pipe.deaf_until = _now() + _SILENT_S
             await _sleep(pipe.delay_s)
             if _now() >= pipe.deaf_until:
                 writer.write(data)

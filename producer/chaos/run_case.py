@@ -8,12 +8,10 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from penstock.shared.errors import IdConflict
-from penstock.shared.keys import Keys
 from penstock.shared.protocol import State
 
-from ..client import Producer
-from ..link import Link
 from .ledger import Invariant, Ledger
+from .parts import Parts
 from .readers import Reading, read_jumping, read_returning, read_straight
 from .verdict import judge
 from .workload import Case, changed_payload, request_fields
@@ -27,28 +25,16 @@ class CaseRunner:
     """Runs cases and has them judged.
 
     Args:
-        client: submits, cancels and reads, through a proxy.
-        slow_client: reads, through a proxy that stops reading now and then.
-        link: past all proxies, for the record.
-        keys: of the shard.
+        parts: of the storm.
         ledger: takes counts and findings.
         late_ms: how long after its deadline a request may end, as of now.
     """
 
-    def __init__(
-        self,
-        client: Producer,
-        slow_client: Producer,
-        link: Link,
-        keys: Keys,
-        ledger: Ledger,
-        *,
-        late_ms: Callable[[], int],
-    ) -> None:
-        self._client = client
-        self._slow_client = slow_client
-        self._link = link
-        self._keys = keys
+    def __init__(self, parts: Parts, ledger: Ledger, *, late_ms: Callable[[], int]) -> None:
+        self._client = parts.client
+        self._slow_client = parts.slow_client
+        self._link = parts.link
+        self._keys = parts.keys
         self._ledger = ledger
         self._late_ms = late_ms
 

@@ -47,8 +47,8 @@ class Fault(StrEnum):
 ALL_FAULTS = frozenset(Fault)
 
 _MEAN_GAP_S = {
-    Fault.KILL: 0.55,
-    Fault.STOP: 0.55,
+    Fault.KILL: 0.85,
+    Fault.STOP: 0.85,
     Fault.DRAIN: 6.0,
     Fault.RESET: 0.6,
     Fault.CUT: 0.5,

@@ -32,7 +32,7 @@ from penstock.shared.errors import ConfigurationError, RedisUnavailable
 __all__ = ["OwnServer", "Server", "given_server", "through"]
 
 _START_TIMEOUT_S = 60.0
-_PUBSUB_LIMIT = "pubsub 131072 65536 1"
+_PUBSUB_LIMIT = "pubsub 32768 16384 1"
 """Output buffer of a subscriber, in bytes, and how long it may stay above the softer bound."""
 
 

@@ -7,34 +7,29 @@ import contextlib
 import random
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from redis.exceptions import RedisError
 
-from penstock.shared.errors import PenstockError, RedisUnavailable
-from penstock.shared.keys import Keys
+from penstock.shared.errors import RedisUnavailable
 from penstock.shared.operations import Operations
 
-from ..client import Producer
-from ..link import Link
+from .aftermath import look, send_home
 from .faults import FaultMaker
 from .fleet import Fleet
 from .ledger import Invariant, Ledger
-from .options import StormOptions, storm_settings, worker_arguments, worker_environment
-from .proxy import Proxy
-from .recount import recount
+from .options import StormOptions
+from .parts import Parts, open_parts
 from .run_case import CaseRunner
 from .schedule import Fault, draw_schedule
-from .server import OwnServer, Server, given_server, through
 from .workload import Oracle, RecordedOracle, SyntheticOracle, Workload
 
 __all__ = ["Storm", "StormResult"]
 
 _RECOUNT_EVERY_S = 1.0
 _SETTLE_S = 90.0
-_OUTAGE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,22 +47,6 @@ class StormResult:
     ledger: Ledger
     counts: dict[str, float]
     seconds: float
-
-
-@dataclass
-class _Parts:
-    """Everything that runs during a storm."""
-
-    server: Server
-    keys: Keys
-    workers_proxy: Proxy
-    clients_proxy: Proxy
-    slow_proxy: Proxy
-    fleet: Fleet
-    client: Producer
-    slow_client: Producer
-    link: Link
-    tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
 
 class Storm:
@@ -88,6 +67,7 @@ class Storm:
         self._ledger = Ledger()
         self._began = 0.0
         self._submitted = 0
+        self._cases: set[asyncio.Task[None]] = set()
 
     async def run(self) -> StormResult:
         """Run it to its end. Whatever happens, nothing it started is left.
@@ -99,7 +79,7 @@ class Storm:
         """
         began = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="penstock-chaos-") as name:
-            async with self._open(Path(name)) as parts:
+            async with open_parts(self._options, Path(name)) as parts:
                 oracle = await self._prepare(parts)
                 maker = FaultMaker(
                     parts.server,
@@ -110,85 +90,47 @@ class Storm:
                     lease_s=self._options.lease_ms / 1000,
                 )
                 await self._rage(parts, oracle, maker)
-                await self._settle(parts)
-                await self._look(parts)
+                self._show("the last requests have ended; sending the workers home", 0, 0)
+                await send_home(parts, self._ledger)
+                self._show("recounting", 0, 0)
+                await look(parts, self._ledger, exclusive=self._options.redis is None)
         return StormResult(self._options, self._ledger, maker.figures(), time.monotonic() - began)
 
-    # -- putting together ------------------------------------------------------------------------
-
-    @contextlib.asynccontextmanager
-    async def _open(self, folder: Path) -> AsyncIterator[_Parts]:
-        options = self._options
-        async with contextlib.AsyncExitStack() as stack:
-            server: Server
-            if options.redis is None:
-                server = await stack.enter_async_context(OwnServer(folder / "redis"))
-            else:
-                server = await stack.enter_async_context(given_server(options.redis))
-            if Fault.SLOW_READERS in options.faults:
-                await server.limit_subscribers()
-            workers_proxy, clients_proxy, slow_proxy = [
-                await stack.enter_async_context(Proxy(server.host, server.port, narrow=narrow))
-                for narrow in (False, False, True)
-            ]
-            settings = storm_settings(options)
-            fleet = Fleet(
-                options.workers,
-                worker_arguments(settings),
-                worker_environment(settings, through(server.url, workers_proxy.port)),
-                folder / "workers",
-            )
-            await stack.enter_async_context(fleet)
-            client, slow_client = [
-                Producer(through(server.url, proxy.port), settings=settings, outage_s=_OUTAGE_S)
-                for proxy in (clients_proxy, slow_proxy)
-            ]
-            stack.push_async_callback(client.aclose)
-            stack.push_async_callback(slow_client.aclose)
-            link = Link(server.url, socket_timeout_s=2.0, outage_s=_OUTAGE_S)
-            stack.push_async_callback(link.aclose)
-            keys = Keys(settings.queue.model, settings.queue.shard)
-            if options.redis is not None:
-                stack.push_async_callback(_remove_keys, link, keys)
-            yield _Parts(
-                server=server,
-                keys=keys,
-                workers_proxy=workers_proxy,
-                clients_proxy=clients_proxy,
-                slow_proxy=slow_proxy,
-                fleet=fleet,
-                client=client,
-                slow_client=slow_client,
-                link=link,
-            )
-
-    async def _prepare(self, parts: _Parts) -> Oracle:
+    async def _prepare(self, parts: Parts) -> Oracle:
         """The right outputs: by function, or read from workers that nothing is done to."""
         options = self._options
         if options.model == "synthetic":
             return SyntheticOracle(options.tokens)
         oracle = RecordedOracle(options.tokens)
         self._show("recording undisturbed outputs", 0, 0)
-        await oracle.record(parts.client)
+        await oracle.record(parts.client, self._ledger)
         return oracle
 
     # -- the storm -------------------------------------------------------------------------------
 
-    async def _rage(self, parts: _Parts, oracle: Oracle, maker: FaultMaker) -> None:
+    async def _rage(self, parts: Parts, oracle: Oracle, maker: FaultMaker) -> None:
         options = self._options
         typical_s = options.tokens * 0.7 * options.step_ms / 1000
         workload = Workload(
             oracle, options.seed, typical_s, slow=Fault.SLOW_READERS in options.faults
         )
         runner = CaseRunner(
-            parts.client,
-            parts.slow_client,
-            parts.link,
-            parts.keys,
+            parts,
             self._ledger,
             late_ms=lambda: options.lease_ms + 3000 + 2 * int(1000 * maker.longest_outage_s),
         )
         self._began = time.monotonic()
+        try:
+            await self._run_tasks(parts, workload, runner, maker)
+        except ExceptionGroup as group:
+            raise _causes(group)[0] from None
+        finally:
+            for task in self._cases:
+                task.cancel()
+
+    async def _run_tasks(
+        self, parts: Parts, workload: Workload, runner: CaseRunner, maker: FaultMaker
+    ) -> None:
         async with asyncio.TaskGroup() as group:
             background = [
                 group.create_task(self._watch_fleet(parts.fleet)),
@@ -196,23 +138,24 @@ class Storm:
                 group.create_task(self._tell(maker)),
             ]
             await asyncio.gather(
-                self._load(parts, workload, runner),
+                self._load(workload, runner),
                 self._hurt(maker),
             )
-            await self._wait_for_ends(parts)
+            await self._wait_for_ends()
             for task in background:
                 task.cancel()
 
-    async def _load(self, parts: _Parts, workload: Workload, runner: CaseRunner) -> None:
+    async def _load(self, workload: Workload, runner: CaseRunner) -> None:
         places = asyncio.Semaphore(self._options.in_flight)
 
         async def one(number: int) -> None:
             try:
                 await runner.run(workload.case(number))
-            except PenstockError as error:
-                self._ledger.violated(
-                    Invariant.ONE_END, f"c{number}", f"{type(error).__name__}: {error}"
-                )
+            except Exception as error:  # whatever it is, the client should have dealt with it
+                for cause in _causes(error):
+                    self._ledger.violated(
+                        Invariant.CLIENTS_SOUND, f"c{number}", f"{type(cause).__name__}: {cause}"
+                    )
             finally:
                 places.release()
 
@@ -220,8 +163,8 @@ class Storm:
             await places.acquire()
             task = asyncio.create_task(one(self._submitted), name=f"c{self._submitted}")
             self._submitted += 1
-            parts.tasks.add(task)
-            task.add_done_callback(parts.tasks.discard)
+            self._cases.add(task)
+            task.add_done_callback(self._cases.discard)
 
     async def _hurt(self, maker: FaultMaker) -> None:
         options = self._options
@@ -237,7 +180,7 @@ class Storm:
             fleet.replace_ended()
             await asyncio.sleep(0.1)
 
-    async def _recount_often(self, parts: _Parts) -> None:
+    async def _recount_often(self, parts: Parts) -> None:
         """Have the server compare its counters with the records, in one atomic script."""
         operations = Operations(parts.link.redis, parts.keys)
         while True:
@@ -261,12 +204,12 @@ class Storm:
             )
             await asyncio.sleep(0.25)
 
-    async def _wait_for_ends(self, parts: _Parts) -> None:
+    async def _wait_for_ends(self) -> None:
         """Until every request has ended; those that do not are violations."""
         deadline = time.monotonic() + _SETTLE_S
-        while parts.tasks and time.monotonic() < deadline:
-            await asyncio.wait(parts.tasks, timeout=0.5)
-        late = list(parts.tasks)
+        while self._cases and time.monotonic() < deadline:
+            await asyncio.wait(self._cases, timeout=0.5)
+        late = list(self._cases)
         for task in late:
             self._ledger.violated(
                 Invariant.ONE_END,
@@ -276,42 +219,9 @@ class Storm:
             task.cancel()
         await asyncio.gather(*late, return_exceptions=True)
 
-    # -- after the storm -------------------------------------------------------------------------
 
-    async def _settle(self, parts: _Parts) -> None:
-        """Let the leases of lost workers end, then send the others home."""
-        self._show("the last requests have ended; sending the workers home", 0, 0)
-        await parts.fleet.wait_until_ready()
-        living = {machine.worker_id for machine in parts.fleet.machines}
-        deadline = time.monotonic() + _SETTLE_S
-        leases: set[str | None] = set()
-        while time.monotonic() < deadline:
-            names = await parts.link.redis.zrange(parts.keys.leases, 0, -1)
-            leases = {name.decode() for name in names}
-            if leases <= living:
-                break
-            await asyncio.sleep(0.05)
-        for name in leases - living:
-            self._ledger.violated(Invariant.COUNTERS, str(name), "is gone and keeps its lease")
-        await parts.fleet.finish()
-
-    async def _look(self, parts: _Parts) -> None:
-        self._show("recounting", 0, 0)
-        await recount(
-            parts.link.redis, parts.keys, self._ledger, exclusive=self._options.redis is None
-        )
-        for complaint in parts.fleet.complaints:
-            self._ledger.violated(Invariant.WORKERS_SOUND, "fleet", complaint)
-        for crash in parts.fleet.crashes():
-            self._ledger.violated(Invariant.WORKERS_SOUND, "fleet", crash)
-
-
-async def _remove_keys(link: Link, keys: Keys) -> None:
-    names = [name async for name in link.redis.scan_iter(match=_literal(keys.prefix) + "*")]
-    for at in range(0, len(names), 500):
-        await link.redis.unlink(*names[at : at + 500])
-
-
-def _literal(prefix: str) -> str:
-    """A prefix as a pattern: braces mean themselves."""
-    return "".join(f"\\{c}" if c in "*?[]\\{}" else c for c in prefix)
+def _causes(error: Exception) -> list[Exception]:
+    """The errors a group consists of; the error itself if it is no group."""
+    if not isinstance(error, ExceptionGroup):
+        return [error]
+    return [cause for part in error.exceptions for cause in _causes(part)]

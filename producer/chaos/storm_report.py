@@ -74,4 +74,6 @@ def _least(options: StormOptions) -> dict[str, int]:
     if full and options.seconds >= _LONG_S:
         least["worker_kills_and_stops"] = int(options.seconds * _HURT_PER_S)
         least["migrated"] = int(options.seconds * _MIGRATED_PER_S)
+    if Fault.SLOW_READERS in options.faults and options.seconds >= _LONG_S:
+        least["slow_reader_cuts"] = 1
     return least
