@@ -224,6 +224,14 @@ def test_top_p_over_ties_wider_than_the_candidates():
     assert int(kept(logits, SamplingOptions(top_k=10)).sum()) == 700
 
 
+def test_top_p_counts_ties_of_top_k_that_min_p_drops():
+    logits = torch.full((3000,), -3.0)
+    logits[100], logits[200] = 0.0, -0.5
+    # Top-p keeps both of the whole that top-k left, but one of what the first 256 candidates show.
+    options = SamplingOptions(top_k=5, top_p=0.05, min_p=0.1)
+    assert kept(logits, options).nonzero().flatten().tolist() == [100, 200]
+
+
 EXTREMES = [0, 1, 2**61, 2**62 - 2, 2**62 - 1]
 
 
