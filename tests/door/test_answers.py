@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import statistics
 import time
 from typing import Any
@@ -11,7 +12,8 @@ import pytest
 import redis
 from delivery.fleet import Shard, chunk
 from door.plain import PlainDoor
-from workers import WorkerFactory
+from waiting import wait_until
+from workers import WorkerFactory, WorkerProcess
 
 from penstock.producer import Producer
 from penstock.shared.keys import Keys
@@ -130,6 +132,49 @@ def test_a_json_stream_goes_on_after_its_worker_was_killed(
     for id in unseen:
         assert client.events(id)[-1]["state"] == "completed"
     assert client.redis.xlen(KEYS.intake()) == 0
+
+
+def stop_with_entries_in_hand(first: WorkerProcess, client: PlainClient, ids: list[str]) -> None:
+    """Stop a worker's process when the server has given it entries, and before it sees them."""
+
+    def has_some() -> bool:
+        first.signal(signal.SIGSTOP)
+        # All at once: a waiting reader is served after the transaction.
+        pipeline = client.redis.pipeline(transaction=True)
+        for id in ids:
+            fields = {"id": id, "prompt": "Hi", "max_tokens": "3", "answer": "json"}
+            pipeline.xadd(KEYS.intake(), fields)
+        pipeline.execute()
+        if client.redis.xpending(KEYS.intake(), "g")["pending"]:
+            return True
+        # It was not waiting just then. What it will find is the same again: nothing runs twice.
+        first.signal(signal.SIGCONT)
+        return False
+
+    wait_until(has_some, "entries in the hand of a stopped worker")
+
+
+@pytest.mark.parametrize("fate", ["killed", "only stopped"])
+def test_a_worker_process_lost_between_reading_and_acting(
+    any_workers: WorkerFactory, client: PlainClient, fate: str
+) -> None:
+    settings = {**SYNTHETIC, "model__synthetic_step_ms": 1, "worker__lease_ms": 500}
+    first = any_workers.engine("first", **settings)
+    client.events(client.ask(max_tokens=1))
+    ids = [f"x{i}" for i in range(30)]
+    stop_with_entries_in_hand(first, client, ids)
+    if fate == "killed":
+        first.kill()
+    any_workers.engine("second", **settings)
+    for id in ids:
+        assert client.events(id)[-1]["state"] == "completed"
+    if fate == "only stopped":
+        first.signal(signal.SIGCONT)
+        wait_until(lambda: first.metric("door_entries_total") >= 30, "it has acted, too late")
+    for id in ids:
+        assert len(ids_of(client.events(id))) == 3
+    assert client.redis.hget(KEYS.counters, "ended:completed") == "31"
+    wait_until(lambda: client.redis.xlen(KEYS.intake()) == 0, "the stream is empty")
 
 
 def test_latency_of_a_plain_request_to_an_idle_worker(
