@@ -20,9 +20,9 @@ from redis.exceptions import RedisError, ResponseError
 from penstock.shared.door_operations import Admitted, DoorOperations
 from penstock.shared.errors import PenstockError
 from penstock.shared.keys import GROUP
-from penstock.shared.operations import accepted
 from penstock.shared.plain_entry import Admission, Entry, Refusal, read_entry, refused
 from penstock.shared.protocol import Reason
+from penstock.shared.replies import accepted
 from penstock.shared.script_loader import run_calls, run_commands
 
 from .metrics import WorkerMetrics

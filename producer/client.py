@@ -52,6 +52,10 @@ class Producer:
         shard: shard number; None takes it from the settings.
         settings: None reads ``REDIS_URL``, ``PENSTOCK_*`` and the settings file. Of interest here
             are the sections ``redis`` and ``queue``.
+        inbox: have the output of what is submitted here published together, in one channel of this
+            client's, instead of one channel per request. For gateways: a step of a worker is
+            one message then, however many of its requests are read here. Who reads such a
+            request elsewhere gets the messages of all and drops the others.
         outage_s: how long, in seconds, a server that was reached once may be away before calls
             and streams raise :class:`RedisUnavailable`.
 
@@ -68,6 +72,7 @@ class Producer:
         model: str | None = None,
         shard: int | None = None,
         settings: Settings | None = None,
+        inbox: bool = False,
         outage_s: float = 10.0,
     ) -> None:
         # Not at the top: reading settings costs more time than all the rest of the client.
@@ -93,6 +98,7 @@ class Producer:
             bytes=int(queue.max_queued_bytes),
             tenant_requests=queue.max_tenant_requests,
         )
+        self._inbox = uuid.uuid4().hex if inbox else ""
         self._default_deadline_ms = queue.default_deadline_s * 1000
         self._log = LogReader(self._link, self._keys)
         self._subscriber = Subscriber(self._link.redis)
@@ -174,7 +180,10 @@ class Producer:
         )
         reply = await self._link.call(
             lambda: self._operations.submit(
-                request, bounds=self._bounds, default_deadline_ms=self._default_deadline_ms
+                request,
+                bounds=self._bounds,
+                default_deadline_ms=self._default_deadline_ms,
+                inbox=self._inbox,
             )
         )
         return Submitted(
@@ -213,7 +222,7 @@ class Producer:
             log=self._log,
             subscriber=self._subscriber,
             presence=self._presence,
-            channel=self._keys.channel(id),
+            keys=self._keys,
             from_index=from_index,
             from_digest=from_digest,
             timeout=timeout,

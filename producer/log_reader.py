@@ -29,6 +29,7 @@ class Page:
         more: the log goes on after this page.
         end: the terminal event according to the record, None if there was none.
         needs_reader: it is to be cancelled when its last reader has left.
+        inbox: in whose channel it is published; None: in its own.
     """
 
     known: bool
@@ -36,6 +37,7 @@ class Page:
     more: bool
     end: End | None
     needs_reader: bool
+    inbox: str | None
 
 
 class LogReader:
@@ -65,7 +67,7 @@ class LogReader:
 
         async def send() -> list[Any]:
             pipeline = self._link.redis.pipeline(transaction=False)
-            pipeline.hmget(record, ["st", "end", "od"])
+            pipeline.hmget(record, ["st", "end", "od", "ib"])
             pipeline.xrange(log, f"{index}-0", "+", count=_PAGE)
             replies: list[Any] = await pipeline.execute(raise_on_error=False)
             return replies
@@ -76,7 +78,7 @@ class LogReader:
                 raise StreamError(f"keys of {request_id!r} were overwritten: {reply}")
             if isinstance(reply, Exception):
                 raise reply
-        (state, packed_end, on_disconnect), entries = replies
+        (state, packed_end, on_disconnect, inbox), entries = replies
         end = None
         if (
             packed_end is not None
@@ -86,7 +88,14 @@ class LogReader:
             end = _end(packed_end)
         events = [event for _, fields in entries for event in _events(fields)]
         needs_reader = on_disconnect == OnDisconnect.CANCEL.value.encode()
-        return Page(state is not None, events, len(entries) == _PAGE, end, needs_reader)
+        return Page(
+            known=state is not None,
+            events=events,
+            more=len(entries) == _PAGE,
+            end=end,
+            needs_reader=needs_reader,
+            inbox=None if inbox is None else inbox.decode(),
+        )
 
 
 def _events(fields: dict[bytes, bytes]) -> list[Chunk | End]:

@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Self
 
 from penstock.shared.errors import InvalidRequest, StreamError, UnknownRequest
+from penstock.shared.keys import Keys
 from penstock.shared.protocol import Chunk, End, unpack_event
 
 from .log_reader import LogReader
@@ -48,7 +49,7 @@ class TokenStream:
         log: reads its log.
         subscriber: the process's one pub/sub connection.
         presence: tells Redis that requests which need a reader have one.
-        channel: name of its channel.
+        keys: names of the shard.
         from_index: the first token wanted, 0 or more.
         from_digest: :attr:`digest` of the stream that was read before, if known; tokens which
             contradict it are then noticed even across the two.
@@ -62,7 +63,7 @@ class TokenStream:
         log: LogReader,
         subscriber: Subscriber,
         presence: Presence,
-        channel: str,
+        keys: Keys,
         from_index: int = 0,
         from_digest: int | None = None,
         timeout: float | None = None,
@@ -71,7 +72,8 @@ class TokenStream:
         self._log = log
         self._subscriber = subscriber
         self._presence = presence
-        self._channel = channel
+        self._keys = keys
+        self._inbox: str | None = None
         self._timeout = timeout
         self._merger = Merger(request_id, from_index, from_digest)
         self._subscription: Subscription | None = None
@@ -199,7 +201,7 @@ class TokenStream:
     async def _take_page(self) -> bool:
         """Merge a page of the log; True if there is another."""
         page = await self._log.read(self._id, self._merger.index)
-        self._needs_reader = page.needs_reader
+        self._needs_reader, self._inbox = page.needs_reader, page.inbox
         before = self._merger.index
         for event in page.events:
             if not self._merger.add(event):
@@ -221,7 +223,11 @@ class TokenStream:
     def _subscribe(self) -> None:
         if self._merger.end is not None:
             return
-        self._subscription = self._subscriber.open(self._channel)
+        self._subscription = (
+            self._subscriber.open(self._keys.channel(self._id))
+            if self._inbox is None
+            else self._subscriber.open_inbox(self._keys.inbox(self._inbox), self._id)
+        )
         # Bound to none of the stream's own methods, which would keep the stream alive.
         leave = functools.partial(self._subscriber.close, self._subscription)
         if self._needs_reader:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from redis.asyncio import ConnectionPool, Redis
@@ -20,7 +21,8 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from penstock.shared.errors import RedisUnavailable
+from penstock.shared.errors import ProtocolError, RedisUnavailable
+from penstock.shared.events import unpack_letter
 
 __all__ = ["Subscriber", "Subscription"]
 
@@ -32,17 +34,19 @@ _BACKOFF_S = (0.02, 1.0)
 
 
 class Subscription:
-    """One reader of one channel. Made by :meth:`Subscriber.open`, ended by ``close``.
+    """One reader of one channel, or of one request in an inbox. Ended by :meth:`Subscriber.close`.
 
     Args:
         channel: the channel's name.
+        request_id: in an inbox, the request whose events are wanted; else None.
         behind: whether the reader has to read the log before anything else.
     """
 
-    __slots__ = ("__weakref__", "_behind", "_error", "_messages", "_news", "channel")
+    __slots__ = ("__weakref__", "_behind", "_error", "_messages", "_news", "channel", "request_id")
 
-    def __init__(self, channel: bytes, *, behind: bool) -> None:
+    def __init__(self, channel: bytes, request_id: bytes | None, *, behind: bool) -> None:
         self.channel = channel
+        self.request_id = request_id
         self._messages: deque[bytes] = deque()
         self._news = asyncio.Event()
         self._behind = False
@@ -122,6 +126,8 @@ class Subscriber:
         self._pool = ConnectionPool(connection_class=pool.connection_class, **parameters)
         self._redis = Redis(connection_pool=self._pool)
         self._readers: dict[bytes, set[Subscription]] = {}
+        # Those of them that read one request each, by inbox and request.
+        self._inboxes: dict[bytes, dict[bytes, set[Subscription]]] = {}
         self._sent: set[bytes] = set()
         self._confirmed: set[bytes] = set()
         self._changed: set[bytes] = set()
@@ -138,8 +144,17 @@ class Subscriber:
 
     def open(self, channel: str) -> Subscription:
         """Subscribe to a channel. Returns at once; the confirmation lets the reader fall behind."""
+        return self._open(channel, None)
+
+    def open_inbox(self, channel: str, request_id: str) -> Subscription:
+        """The same for one request's events in the channel of an inbox."""
+        return self._open(channel, request_id.encode())
+
+    def _open(self, channel: str, request_id: bytes | None) -> Subscription:
         name = channel.encode()
-        subscription = Subscription(name, behind=name in self._confirmed)
+        subscription = Subscription(name, request_id, behind=name in self._confirmed)
+        if request_id is not None:
+            self._inboxes.setdefault(name, {}).setdefault(request_id, set()).add(subscription)
         self._readers.setdefault(name, set()).add(subscription)
         self._touch(name)
         if self._task is None or self._task.done():
@@ -152,9 +167,20 @@ class Subscriber:
         if readers is None:
             return
         readers.discard(subscription)
+        if subscription.request_id is not None:
+            self._leave_inbox(subscription.channel, subscription.request_id, subscription)
         if not readers:
             del self._readers[subscription.channel]
             self._touch(subscription.channel)
+
+    def _leave_inbox(self, channel: bytes, request_id: bytes, subscription: Subscription) -> None:
+        inbox = self._inboxes.get(channel, {})
+        readers = inbox.get(request_id, set())
+        readers.discard(subscription)
+        if not readers:
+            inbox.pop(request_id, None)
+        if not inbox:
+            self._inboxes.pop(channel, None)
 
     async def aclose(self) -> None:
         """End the connection; open subscriptions hear nothing more."""
@@ -231,6 +257,10 @@ class Subscriber:
             pinged = False
             kind, channel = message["type"], message["channel"]
             if kind == "message":
+                inbox = self._inboxes.get(channel)
+                if inbox is not None:
+                    _deliver(inbox, message["data"])
+                    continue
                 for subscription in self._readers.get(channel, ()):
                     subscription.push(message["data"])
             elif kind == "subscribe":
@@ -248,3 +278,16 @@ class Subscriber:
             if channel not in self._confirmed:
                 for subscription in readers:
                     subscription.fail(RedisUnavailable(text))
+
+
+def _deliver(inbox: Mapping[bytes, Collection[Subscription]], message: bytes) -> None:
+    """Hand the events of one message to their readers.
+
+    What is no such message is dropped: anyone may publish, and what a reader misses is in the log.
+    """
+    try:
+        for request_id, event in unpack_letter(message):
+            for subscription in inbox.get(request_id, ()):
+                subscription.push(event)
+    except ProtocolError:
+        _log.warning("a message in an inbox is not readable: %r", message[:80])

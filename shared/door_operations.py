@@ -11,9 +11,8 @@ from typing import Any
 from . import fields as check
 from .errors import ConfigurationError
 from .keys import Keys
-from .operations import accepted
 from .plain_entry import Admission, Entry, Refusal
-from .replies import Bounds
+from .replies import Bounds, accepted
 from .script_loader import Call, Pipelined, Script, load_script, run_commands
 
 __all__ = ["DOOR_SCRIPTS", "Admitted", "DoorOperations", "Knock"]

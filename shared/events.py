@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import struct
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
@@ -26,10 +26,30 @@ __all__ = [
     "Usage",
     "rolling_digest",
     "unpack_event",
+    "unpack_letter",
     "unpack_msgpack",
 ]
 
 END_MARK = -1
+
+
+def unpack_letter(message: bytes) -> Iterator[tuple[bytes, bytes]]:
+    """What a message in an inbox holds: pairs of a request's id and a packed event of its.
+
+    Raises:
+        ProtocolError: it is not such a message.
+    """
+    try:
+        parts = msgpack.unpackb(message, raw=True)
+    except (ValueError, msgpack.UnpackException) as error:
+        raise ProtocolError("letter", message, f"msgpack: {error}") from None
+    if (
+        not isinstance(parts, list)
+        or len(parts) % 2
+        or not all(isinstance(part, bytes) for part in parts)
+    ):
+        raise ProtocolError("letter", message, "an array of ids and events in turn")
+    return zip(parts[::2], parts[1::2], strict=True)
 
 
 def rolling_digest(token_ids: Sequence[int], digest: int = 0) -> int:

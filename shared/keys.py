@@ -57,6 +57,10 @@ class Keys:
         """Pub/sub channel: a low-latency copy of what is appended to the log."""
         return f"{self.prefix}c:{request_id}"
 
+    def inbox(self, name: str) -> str:
+        """Pub/sub channel: the same for all requests submitted with this inbox, together."""
+        return f"{self.prefix}i:{name}"
+
     def queue(self, lane: Lane, tenant: str) -> str:
         """Stream with group :data:`GROUP`: fresh requests of one tenant in one lane."""
         return f"{self.prefix}q:{lane.value}:{tenant}"

@@ -13,10 +13,9 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import msgpack
-from redis.exceptions import ResponseError
 
 from . import fields as check
-from .errors import IdConflict, PenstockError, QueueFull, RedisUnavailable
+from .errors import IdConflict, QueueFull
 from .keys import Keys
 from .protocol import Lane, Reason, Request, State
 from .replies import (
@@ -31,6 +30,7 @@ from .replies import (
     RetryPolicy,
     SubmitReply,
     SweepReply,
+    accepted,
     read_claims,
     read_dead_letter,
 )
@@ -104,9 +104,16 @@ class Operations:
         return reply
 
     async def submit(
-        self, request: Request, *, bounds: Bounds, default_deadline_ms: int
+        self, request: Request, *, bounds: Bounds, default_deadline_ms: int, inbox: str = ""
     ) -> SubmitReply:
         """Accept a request exactly once.
+
+        Args:
+            request: the request.
+            bounds: what may wait.
+            default_deadline_ms: for a request that names none.
+            inbox: publish its output there, together with that of others; empty: in its own
+                channel. Not part of the request: of several submits the first decides.
 
         Raises:
             InvalidRequest: the packed request is too large.
@@ -126,7 +133,7 @@ class Operations:
             request.options.max_tokens, request.deadline_ms or default_deadline_ms,
             request.max_queue_ms or 0, self._retention_ms, bounds.requests, bounds.tokens,
             bounds.bytes, bounds.tenant_requests, request.answer.value,
-            request.on_disconnect.value,
+            request.on_disconnect.value, inbox,
         )  # fmt: skip
         reply = await self._one(Call(self._scripts["submit"], names, args))
         verdict = reply[0]
@@ -366,27 +373,3 @@ class Operations:
             Call(self._scripts["recount"], names, (self._keys.prefix,))
         )
         return waiting, wrong
-
-
-def accepted(name: str, reply: Any) -> None:
-    """Raise if a reply is the server's refusal.
-
-    Raises:
-        RedisUnavailable: it is.
-    """
-    if isinstance(reply, ResponseError):
-        raise script_error(name, reply) from reply
-
-
-def script_error(name: str, error: ResponseError) -> PenstockError:
-    """A server's refusal of a script as an error that says what to do."""
-    text = str(error)
-    # 6.2 wraps the reason of an out-of-memory refusal in another error; match on the text too.
-    if "OOM" in text or "used memory" in text:
-        return RedisUnavailable(
-            "Redis is at maxmemory and accepts no new work; wait until requests end, or raise "
-            "maxmemory"
-        )
-    if any(word in text for word in ("NOPERM", "ACL", "can't run this command")):
-        return RedisUnavailable(f"Redis denies a command of {name}: {text}; see docs/protocol.md")
-    return RedisUnavailable(f"Redis refused {name}: {text}")

@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .errors import ProtocolError
+from redis.exceptions import ResponseError
+
+from .errors import PenstockError, ProtocolError, RedisUnavailable
 from .protocol import Chunk, Lane, Reason, State, unpack_event
 
 __all__ = [
@@ -21,6 +23,7 @@ __all__ = [
     "RetryPolicy",
     "SubmitReply",
     "SweepReply",
+    "accepted",
     "read_claims",
     "read_dead_letter",
 ]
@@ -242,6 +245,30 @@ class DeadLetter:
     lane: Lane
     tenant: str
     payload: bytes
+
+
+def accepted(name: str, reply: Any) -> None:
+    """Raise if a reply is the server's refusal.
+
+    Raises:
+        RedisUnavailable: it is.
+    """
+    if isinstance(reply, ResponseError):
+        raise script_error(name, reply) from reply
+
+
+def script_error(name: str, error: ResponseError) -> PenstockError:
+    """A server's refusal of a script as an error that says what to do."""
+    text = str(error)
+    # 6.2 wraps the reason of an out-of-memory refusal in another error; match on the text too.
+    if "OOM" in text or "used memory" in text:
+        return RedisUnavailable(
+            "Redis is at maxmemory and accepts no new work; wait until requests end, or raise "
+            "maxmemory"
+        )
+    if any(word in text for word in ("NOPERM", "ACL", "can't run this command")):
+        return RedisUnavailable(f"Redis denies a command of {name}: {text}; see docs/protocol.md")
+    return RedisUnavailable(f"Redis refused {name}: {text}")
 
 
 def read_claims(rows: Sequence[Sequence[Any]]) -> tuple[Claim, ...]:

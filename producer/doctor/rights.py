@@ -13,7 +13,6 @@ import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-import msgpack
 from redis.exceptions import NoPermissionError, ResponseError
 
 from penstock.shared.door_operations import DOOR_SCRIPTS
@@ -108,15 +107,18 @@ async def find_rights(patient: Patient, keys: Keys) -> Rights:
     names = sorted(set().union(*(needed_commands(role) for role in ROLES)))
     # The first write is a DEL, so that a full server does not refuse the others.
     names.sort(key=lambda name: name != "DEL")
-    commands = [
+    commands: list[tuple[str, ...]] = [
         (name, *(record if word is None else word for word in _HARMLESS[name])) for name in names
     ]
     families = _families(keys, scratch)
     commands += [command for _, command in families]
     commands.append(("PUBLISH", keys.channel(scratch), ""))
-    blob = msgpack.packb(commands, use_bin_type=False)
+    words: list[str | int] = []
+    for command in commands:
+        words.append(len(command))
+        words.extend(command)
     # One key declared: if a declared one is denied, so is the script as a whole.
-    (reply,) = await patient.calls([Call(load_script("probe"), (record,), (blob,))])
+    (reply,) = await patient.calls([Call(load_script("probe"), (record,), words)])
     can_subscribe = await _can_subscribe(patient, keys.channel(scratch))
     if isinstance(reply, ResponseError):
         no_key = "key" in str(reply)

@@ -10,6 +10,8 @@
 -- a chunk is accepted only if it starts at the count of tokens already there, so nothing is
 -- doubled and no gap opens. One broken request (wrong type, deleted record) hurts no other.
 --
+-- Events of requests with an inbox are published together: one message per call and inbox.
+--
 -- KEYS  1 wl  zset   2 own:<wid>  hash   3 dl  zset   4 cnt  hash
 --       then per request: r:<id>  hash, t:<id>  stream
 --       and, of requests that end: their queue q:..., act:<lane>, lanes, vt
@@ -44,7 +46,7 @@ end
 local function write(i, item)
   local rid, epoch, start, count = item[1], item[2], item[3], item[4]
   local record, log = KEYS[3 + 2 * i], KEYS[4 + 2 * i]
-  local v = attempt(nil, 'HMGET', record, 'st', 'ep', 'n', 'w', 'rsn', 'dl')
+  local v = attempt(nil, 'HMGET', record, 'st', 'ep', 'n', 'w', 'rsn', 'dl', 'ib')
   if not v then
     lose(rid)
     return 9, 0
@@ -74,7 +76,7 @@ local function write(i, item)
     else
       redis.call('HSET', record, 'n', n)
     end
-    redis.call('PUBLISH', prefix .. 'c:' .. rid, item[5])
+    publish(prefix, rid, v[7], item[5])
   elseif n ~= start + count then
     return 3, n
   end
@@ -85,10 +87,14 @@ local function write(i, item)
   return 0, n
 end
 
+letters = {}
 local reply = {}
 for i = 1, #items do
   local ran, status, n = pcall(write, i, items[i])
   if not ran then status, n = 9, 0 end
   reply[2 * i - 1], reply[2 * i] = status, n
+end
+for inbox, letter in pairs(letters) do
+  redis.pcall('PUBLISH', prefix .. 'i:' .. inbox, cmsgpack.pack(letter))
 end
 return reply

@@ -4,11 +4,14 @@
 -- command in its middle is denied. So `penstock doctor` asks beforehand.
 --
 -- KEYS  1 r:<a name that no request has>  hash      and what other keys the commands name
--- ARGV  1 msgpack array of commands, each an array of its name and arguments
+-- ARGV  for each command: how many words it has, then its words
 -- Reply one text per command: the error it gave, or '' if it gave none
 local replies = {}
-for i, command in ipairs(cmsgpack.unpack(ARGV[1])) do
-  local reply = redis.pcall(unpack(command))
-  replies[i] = type(reply) == 'table' and reply.err or ''
+local at = 1
+while ARGV[at] do
+  local last = at + tonumber(ARGV[at])
+  local reply = redis.pcall(unpack(ARGV, at + 1, last))
+  replies[#replies + 1] = type(reply) == 'table' and reply.err or ''
+  at = last + 1
 end
 return replies

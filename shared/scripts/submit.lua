@@ -18,6 +18,7 @@
 --       12..15 bounds, 0: none: requests, tokens, bytes, requests per tenant
 --       16 'json' if the log is to be JSON; may be left out
 --       17 'cancel' if it is to end when its last reader has left; may be left out
+--       18 inbox in whose channel it is published, '' for its own; may be left out
 -- Reply {'ok', waiting requests}
 --       {'dup', state, n}          same id, same payload: nothing was changed
 --       {'conflict'}               same id, other payload
@@ -26,6 +27,6 @@ local prefix, rid, tenant = ARGV[1], ARGV[2], ARGV[4]
 return accept(prefix, rid, {
   lane = ARGV[3], tenant = tenant, payload = ARGV[5], digest = ARGV[6], cost = tonumber(ARGV[7]),
   out = tonumber(ARGV[8]), life = tonumber(ARGV[9]), wait = tonumber(ARGV[10]), epoch = 0,
-  answer = ARGV[16], on_disconnect = ARGV[17],
+  answer = ARGV[16], on_disconnect = ARGV[17], inbox = ARGV[18],
 }, {tonumber(ARGV[12]), tonumber(ARGV[13]), tonumber(ARGV[14]), tonumber(ARGV[15])}, now_ms(),
   tonumber(ARGV[11]))

@@ -93,10 +93,13 @@ class Shard:
         return reply
 
     async def submit(
-        self, request_id: str, *, bounds: Bounds = NO_BOUNDS, **fields: Any
+        self, request_id: str, *, bounds: Bounds = NO_BOUNDS, inbox: str = "", **fields: Any
     ) -> SubmitReply:
         return await self.ops.submit(
-            request(request_id, **fields), bounds=bounds, default_deadline_ms=MINUTE_MS
+            request(request_id, **fields),
+            bounds=bounds,
+            default_deadline_ms=MINUTE_MS,
+            inbox=inbox,
         )
 
     async def sweep(self) -> SweepReply:

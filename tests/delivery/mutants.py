@@ -16,6 +16,7 @@ from delivery import (
     test_ends,
     test_fairness,
     test_guards,
+    test_inbox,
     test_lost_workers,
     test_readers,
 )
@@ -225,6 +226,15 @@ MUTANTS = (
     Mutant(
         "estimates not settled", "if rec.t1 and spent ~= rec.cost then", "if false then",
         test_fairness.test_an_underestimate_is_paid_later,
+    ),
+    # inboxes
+    Mutant(
+        "ends not in the inbox", "event, rec.inbox)", "event)",
+        test_inbox.test_one_message_per_call_and_inbox, "append",
+    ),
+    Mutant(
+        "a message for every event", "elseif not letters then", "elseif true then",
+        test_inbox.test_one_message_per_call_and_inbox, "append",
     ),
     # attend, and the sweep's part of it
     Mutant(

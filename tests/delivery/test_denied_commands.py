@@ -38,7 +38,7 @@ class Scene:
         await shard.submit("suspect")
         await self.blame("suspect", 2)
         for name in ("stalled", "running", "bare", "ending"):
-            await shard.submit(name, tenant="t")
+            await shard.submit(name, tenant="t", inbox="g" if name == "ending" else "")
         claims = await worker.claim(4, suspect_ok=False)
         await worker.send(*(worker.tokens(claim, 0, 2) for claim in claims[1:]))
         await shard.submit("orphan")

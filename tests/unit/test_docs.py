@@ -221,6 +221,7 @@ def test_keys_are_those_of_the_code() -> None:
     lane = {lane.value: "<lane>" for lane in Lane}
     built = {
         keys.request("<id>"), keys.log("<id>"), keys.channel("<id>"), keys.continued,
+        keys.inbox("<inbox>"),
         keys.suspects, keys.lanes, keys.floors, keys.leases, keys.owned("<worker>"),
         keys.deadlines, keys.readers, keys.counters, keys.bell, keys.dead_letters,
         keys.queue(Lane.NORMAL, "<tenant>"), keys.tenants(Lane.NORMAL), keys.doors,

@@ -5,7 +5,7 @@
 --   req   lane, tenant, payload, digest, cost, out, life (ms to the deadline), wait (ms it may
 --         queue, 0: no bound), epoch (claims in a former life, whose owners stay fenced),
 --         answer ('json' if its log is to be JSON), on_disconnect ('cancel' if it is to end when
---         its last reader has left)
+--         its last reader has left), inbox (where it is published; '' or nil: its own channel)
 -- Returns nil, or an error reply; then nothing was stored.
 
 local function enqueue(prefix, rid, req, now, retention)
@@ -31,6 +31,9 @@ local function enqueue(prefix, rid, req, now, retention)
   end
   if req.on_disconnect == 'cancel' then
     values[#values + 1], values[#values + 2] = 'od', 'cancel'
+  end
+  if req.inbox and req.inbox ~= '' then
+    values[#values + 1], values[#values + 2] = 'ib', req.inbox
   end
   redis.call('HSET', record, unpack(values))
   redis.call('PEXPIREAT', record, deadline + retention + ABANDONED_MS)

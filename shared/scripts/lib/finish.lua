@@ -14,11 +14,12 @@
 --   t2    ended                       dl    deadline               mq    end of max_queue_ms or 0
 --   sk    queue                       sid   entry in it
 --   ans   'json' if log and channel hold JSON; else not there, and they hold msgpack
+--   ib    inbox in whose channel i:<inbox> it is published; else not there, and that is c:<id>
 --   od    'cancel' if it ends when its last reader has left, see attend.lua; else not there
 local function read_record(prefix, rid)
   local v = attempt(nil, 'HMGET', prefix .. 'r:' .. rid, 'st', 'ep', 'n', 'w', 'lane', 'ten', 'cost',
     'out', 'len', 'sk', 'sid', 'att', 'bad', 'nb', 'dl', 'mq', 't0', 't1', 'tf', 'died', 'ans',
-    'od')
+    'od', 'ib')
   if not v or not v[1] or not v[5] or not v[6] then return nil end
   return {
     st = v[1], ep = tonumber(v[2]) or 0, n = tonumber(v[3]) or 0, w = v[4] or '', lane = v[5],
@@ -27,6 +28,7 @@ local function read_record(prefix, rid)
     nb = tonumber(v[14]) or 0, dl = tonumber(v[15]) or 0, mq = tonumber(v[16]) or 0,
     t0 = tonumber(v[17]) or 0, t1 = tonumber(v[18]), tf = tonumber(v[19]),
     died = tonumber(v[20]) or 0, json = v[21] == 'json', needs_reader = v[22] == 'cancel',
+    inbox = v[23] or nil,
   }
 end
 
@@ -59,11 +61,29 @@ local function log_top(log)
   return tonumber(n), part == '1', string.sub(last[1][2][2] or '', 1, 1) == '{'
 end
 
+-- What is to be published in inboxes, by inbox: an array {id, event, id, event, ...}, while a script
+-- collects it; nil if each event goes out at once.
+local letters = nil
+
+-- Publish an event: in the request's own channel, or in the inbox it was submitted with.
+local function publish(prefix, rid, inbox, event)
+  if not inbox then
+    redis.call('PUBLISH', prefix .. 'c:' .. rid, event)
+  elseif not letters then
+    redis.call('PUBLISH', prefix .. 'i:' .. inbox, cmsgpack.pack({rid, event}))
+  else
+    local letter = letters[inbox] or {}
+    letters[inbox] = letter
+    letter[#letter + 1] = rid
+    letter[#letter + 1] = event
+  end
+end
+
 -- Put the End into a log and publish it. (A log that somebody else wrote into may not take it;
 -- the record has it too.)
-local function log_end(prefix, rid, n, event)
+local function log_end(prefix, rid, n, event, inbox)
   attempt('equal or smaller', 'XADD', prefix .. 't:' .. rid, n .. '-1', 'e', event)
-  redis.call('PUBLISH', prefix .. 'c:' .. rid, event)
+  publish(prefix, rid, inbox, event)
 end
 
 -- finish: the only way a request with a record becomes terminal.
@@ -85,7 +105,7 @@ local function finish(prefix, rid, rec, how, now, retention)
   local event = how.event or pack_end(rec.n, how.state, how.reason, how.message or '',
     rec.json)
   redis.call('HSET', record, 'st', how.state, 'rsn', how.reason, 'n', rec.n, 'end', event, 't2', now)
-  log_end(prefix, rid, rec.n, event)
+  log_end(prefix, rid, rec.n, event, rec.inbox)
   redis.call('PEXPIRE', record, retention)
   redis.call('PEXPIRE', log, retention)
   redis.call('HDEL', record, 'pay')

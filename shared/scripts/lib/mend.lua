@@ -19,7 +19,9 @@ local function mend(prefix, rid, now, max_blames, max_attempts, retention)
   local record, log = prefix .. 'r:' .. rid, prefix .. 't:' .. rid
   if rec.st ~= 'queued' then
     local _, ended = log_top(log)
-    if not ended then log_end(prefix, rid, rec.n, redis.call('HGET', record, 'end')) end
+    if not ended then
+      log_end(prefix, rid, rec.n, redis.call('HGET', record, 'end'), rec.inbox)
+    end
     redis.call('PEXPIRE', record, retention)
     redis.call('PEXPIRE', log, retention)
     redis.call('HDEL', record, 'pay')
