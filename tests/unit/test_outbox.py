@@ -55,6 +55,7 @@ def claim(request_id: str = "a", *chunks: Chunk, epoch: int = 1) -> Claim:
         ttft_ms=450 if chunks else None,
         deadline_in_ms=60_000,
         chunks=chunks,
+        n=sum(len(chunk.token_ids) for chunk in chunks),
     )
 
 
