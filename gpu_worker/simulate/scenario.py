@@ -71,12 +71,12 @@ class Outcome:
     @property
     def goodput(self) -> float:
         """Requests within the service level per second."""
-        return self.total.good / self.run.makespan_s
+        return _over(self.total.good, self.run.makespan_s)
 
     @property
     def utilisation(self) -> float:
         """Share of the workers' time in which they computed."""
-        return self.run.busy_s / (self.run.makespan_s * self.scenario.workers)
+        return _over(self.run.busy_s, self.run.makespan_s * self.scenario.workers)
 
     def figures(self) -> dict[str, Number]:
         """Flat, ``<scenario>_[<lane>_]<figure>_<unit>``."""
@@ -86,9 +86,9 @@ class Outcome:
             "refused": total.refused,
             "goodput_rps": self.goodput,
             "good_share": total.good / total.ended,
-            "throughput_tps": run.output_tokens / run.makespan_s,
+            "throughput_tps": _over(run.output_tokens, run.makespan_s),
             "utilisation": self.utilisation,
-            "batch_mean": run.spans / run.steps if run.steps else 0.0,
+            "batch_mean": _over(run.spans, run.steps),
             "preemptions": run.preemptions,
             "makespan_s": run.makespan_s,
             **_latencies(total),
@@ -108,6 +108,11 @@ class Outcome:
             Check(f"{name}_requests_ended_twice", total.ended - run.arrived, 0),
             Check(f"{name}_tokens_amiss", abs(run.output_tokens - total.output_tokens), 0),
         ]
+
+
+def _over(count: float, whole: float) -> float:
+    """The quotient; 0 in a run in which nothing was served and no time passed."""
+    return count / whole if whole else 0.0
 
 
 def _latencies(figures: LaneFigures) -> dict[str, Number]:

@@ -209,7 +209,7 @@ def read_trace(path: Path) -> Iterator[SimRequest]:
     """
     try:
         with path.open(encoding="utf-8") as lines:
-            last = 0.0
+            last, empty = 0.0, True
             for number, line in enumerate(lines, start=1):
                 if not line.strip():
                     continue
@@ -219,18 +219,27 @@ def read_trace(path: Path) -> Iterator[SimRequest]:
                         f"{path}:{number}: arrival {request.arrival} is before the line above "
                         f"({last}): sort the trace by arrival"
                     )
-                last = request.arrival
+                last, empty = request.arrival, False
                 yield request
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"trace {path} cannot be read: {error}") from error
+    if empty:
+        raise ConfigurationError(f"trace {path} holds no request: one JSON object per line")
 
 
 def write_trace(requests: Iterable[SimRequest], path: Path) -> None:
-    """Write requests as JSON lines, one per request, as :func:`read_trace` reads them."""
-    with path.open("w", encoding="utf-8") as lines:
-        for request in requests:
-            values = {name: getattr(request, name) for name in _FIELDS}
-            lines.write(json.dumps(values) + "\n")
+    """Write requests as JSON lines, one per request, as :func:`read_trace` reads them.
+
+    Raises:
+        ConfigurationError: the file cannot be written.
+    """
+    try:
+        with path.open("w", encoding="utf-8") as lines:
+            for request in requests:
+                values = {name: getattr(request, name) for name in _FIELDS}
+                lines.write(json.dumps(values) + "\n")
+    except OSError as error:
+        raise ConfigurationError(f"trace {path} cannot be written: {error}") from error
 
 
 _FIELDS = ("id", "arrival", "prompt_len", "output_len", "max_tokens", "lane", "tenant")

@@ -58,6 +58,12 @@ def test_what_can_never_fit_is_refused_and_counted() -> None:
     assert all(check.ok for check in outcome.checks())
 
 
+def test_a_run_that_serves_nothing_has_figures() -> None:
+    requests = [fixed(0.0, prompt=9000)]
+    figures = simulate(scenario(requests, workers=1, exchange_s=0.0)).figures()
+    assert (figures["test_refused"], figures["test_goodput_rps"]) == (1, 0.0)
+
+
 class Watch(Pull):
     """Pull that looks at every event how long something has waited beside an idle worker."""
 

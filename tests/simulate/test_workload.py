@@ -99,6 +99,18 @@ def test_other_lines_are_refused(tmp_path: Path, line: str, message: str) -> Non
         list(read_trace(path))
 
 
+def test_a_trace_without_requests(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text("\n")
+    with pytest.raises(ConfigurationError, match="holds no request"):
+        list(read_trace(path))
+
+
+def test_a_trace_that_cannot_be_written(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="cannot be written"):
+        write_trace(iter(()), tmp_path / "none" / "trace.jsonl")
+
+
 def test_a_trace_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="cannot be read"):
         list(read_trace(tmp_path / "none"))
