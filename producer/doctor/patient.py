@@ -73,5 +73,5 @@ class Patient:
 def is_denial(error: object) -> bool:
     """Whether an error, or its text, says that this user may not do that."""
     text = str(error).lower()
-    words = ("noperm", "no permission", "can't run this command", "can't access")
+    words = ("noperm", "no permission", "user executing the script can't")
     return any(word in text for word in words)

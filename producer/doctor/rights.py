@@ -112,7 +112,8 @@ async def find_rights(patient: Patient, keys: Keys) -> Rights:
     ]
     families = _families(keys, scratch)
     commands += [command for _, command in families]
-    commands.append(("PUBLISH", keys.channel(scratch), ""))
+    channels = (keys.channel(scratch), keys.inbox(scratch))
+    commands += [("PUBLISH", channel, "") for channel in channels]
     words: list[str | int] = []
     for command in commands:
         words.append(len(command))
@@ -126,13 +127,13 @@ async def find_rights(patient: Patient, keys: Keys) -> Rights:
         return Rights(not no_key, frozenset(), closed_keys, False, not can_subscribe)
     errors = [text.decode(errors="replace") for text in reply]
     denied = frozenset(name for name, text in zip(names, errors, strict=False) if is_denial(text))
-    of_keys = errors[len(names) : -1]
+    of_keys, of_channels = errors[len(names) : -len(channels)], errors[-len(channels) :]
     closed = tuple(
         pattern
         for (pattern, command), text in zip(families, of_keys, strict=True)
         if is_denial(text) and command[0] not in denied
     )
-    return Rights(False, denied, closed, is_denial(errors[-1]), not can_subscribe)
+    return Rights(False, denied, closed, any(map(is_denial, of_channels)), not can_subscribe)
 
 
 def _families(keys: Keys, scratch: str) -> list[tuple[str, tuple[str, ...]]]:
@@ -183,7 +184,7 @@ def _judge(role: str, rights: Rights, keys: Keys) -> Finding:
     if rights.subscribe and role == "producer":
         lacks.append("+subscribe")
     if (rights.publish or (rights.subscribe and role == "producer")) and not rights.scripts:
-        lacks.append(f"&{keys.prefix}c:*")
+        lacks.append(f"&{keys.prefix}c:* &{keys.prefix}i:*")
     name = f"rights_{role}"
     if not lacks:
         return Finding(name, Level.OK, f"all that a {role} needs")

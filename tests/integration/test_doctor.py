@@ -26,6 +26,7 @@ from penstock.shared.protocol import Lane
 from penstock.shared.settings import Settings, load_settings
 
 MIB = 1 << 20
+ACL_FOLDER = Path(__file__).resolve().parents[2] / "deploy" / "acl"
 
 
 def settings(url: str, **values: Any) -> Settings:
@@ -269,6 +270,7 @@ async def test_every_denied_command_is_named(client: Redis, any_redis_url: str, 
         (("~*", "&*", "+@all", "-publish"), "+publish"),
         (("~*", "&*", "+@all", "-subscribe"), "+subscribe"),
         (("~*", "resetchannels", "+@all"), "&ps:{demo.0}:c:*"),
+        (("~*", "resetchannels", "&ps:{demo.0}:c:*", "+@all"), "&ps:{demo.0}:i:*"),
         (("~ps:{demo.0}:[^w]*", "&*", "+@all"), "~ps:{demo.0}:wl"),
         (("~ps:{demo.0}:[^q]*", "&*", "+@all"), "~ps:{demo.0}:q:*"),
     ],
@@ -285,8 +287,8 @@ async def test_what_the_doctor_asks_for_is_enough(client: Redis, any_redis_url: 
     commands = set().union(*(needed_commands(role) for role in ROLES))
     rules = [f"+{command.lower()}" for command in commands]
     url = await limited(
-        client, any_redis_url, "~ps:{demo.0}:*", "resetchannels", "&ps:{demo.0}:c:*", "+evalsha",
-        "+eval", "+publish", "+subscribe", "+ping", *rules,
+        client, any_redis_url, "~ps:{demo.0}:*", "resetchannels", "&ps:{demo.0}:c:*",
+        "&ps:{demo.0}:i:*", "+evalsha", "+eval", "+publish", "+subscribe", "+ping", *rules,
     )  # fmt: skip
     diagnosis = await examine(settings(url))
     assert find(diagnosis, "rights_producer").level is Level.OK
@@ -328,6 +330,17 @@ async def test_a_role_is_examined_alone(client: Redis, any_redis_url: str) -> No
     names = {f.name for f in (await examine(settings(url), role=Role.PRODUCER)).findings}
     assert "rights_producer" in names
     assert "rights_worker" not in names
+
+
+async def test_the_shipped_rules_for_a_worker(client: Redis, any_redis_url: str) -> None:
+    done = await asyncio.create_subprocess_exec(
+        ACL_FOLDER / "render", "worker.acl", "limited", "pw", "-", stdout=asyncio.subprocess.PIPE
+    )
+    rules = (await done.communicate())[0].decode().split()
+    await client.execute_command("ACL", "SETUSER", *rules)
+    diagnosis = await examine(settings(any_redis_url.replace("//", "//limited:pw@")))
+    assert find(diagnosis, "rights_worker").level is Level.OK, find(diagnosis, "rights_worker")
+    assert find(diagnosis, "rights_producer").level is Level.OK
 
 
 # -- the shard --------------------------------------------------------------------------------
