@@ -22,7 +22,7 @@ from penstock.gpu_worker.engine.engine import Engine
 from penstock.gpu_worker.engine.plan import Span
 from penstock.gpu_worker.engine.requests import EngineRequest
 from penstock.gpu_worker.engine.sequence import Sequence
-from penstock.gpu_worker.engine.stats import EngineStats
+from penstock.gpu_worker.engine.stats import EngineStats, PreemptionCause
 from penstock.gpu_worker.model import KVPool, LoadedModel, ModelRunner
 from penstock.gpu_worker.model.detokenizer import IncrementalDetokenizer
 from penstock.shared.protocol import Lane, Reason, SamplingOptions, TokenLogprobs
@@ -187,7 +187,8 @@ def test_tokens_are_those_of_generate(
     found, stats = serve(loaded(model_type), MODES[mode], expected)
     assert found == expected
     # The mode did happen: an oracle that tests an easier case proves nothing.
-    assert bool(sum(stats.preemptions.values())) == MODES[mode].starved
+    short_of_kv = {k: n for k, n in stats.preemptions.items() if k[1] is not PreemptionCause.URGENT}
+    assert bool(short_of_kv) == MODES[mode].starved
     if mode in ("prefix-cache", "one-at-a-time"):
         assert stats.prefix_hit_tokens > 0
 
