@@ -8,7 +8,6 @@ import random
 from collections import Counter
 
 from penstock.shared.errors import RedisUnavailable
-from penstock.shared.operations import SCRIPTS
 from penstock.shared.script_loader import load_script
 
 from .fleet import Fleet
@@ -20,6 +19,9 @@ __all__ = ["FaultMaker"]
 
 _RESTART_PAUSE_S = (0.0, 0.6)
 _FLUSH_TIMEOUT_S = 5.0
+
+_CUT_SCRIPTS = ("append", "cancel", "claim", "release", "submit", "sweep")
+"""Those that workers and clients run in a storm."""
 
 _PATIENCE_S = 2.0
 _MOST_WAITING = 6
@@ -57,7 +59,7 @@ class FaultMaker:
         self._clients = clients_proxy
         self._slow = slow_proxy
         self._lease_s = lease_s
-        self._digests = [load_script(name).digest.encode() for name in SCRIPTS]
+        self._digests = [load_script(name).digest.encode() for name in _CUT_SCRIPTS]
         self._restart: asyncio.Task[None] | None = None
         self._waiting: set[asyncio.Task[None]] = set()
         self._done: Counter[str] = Counter()
@@ -185,7 +187,8 @@ class FaultMaker:
         if fault is Fault.RESET:
             return proxy.reset(chosen) > 0
         if fault is Fault.CUT:
-            return proxy.cut_reply(rng.choice(self._digests), chosen) > 0
+            proxy.cut_replies(rng.choice(self._digests), rng.choice((1, 2, 4)))
+            return True
         if fault is Fault.HALF_OPEN:
             happened = proxy.deafen(self._lease_s * rng.uniform(1.0, 3.0), chosen)
             self._done["half_opens"] += happened

@@ -44,9 +44,8 @@ class _Pipe:
     paused_from: float = 0.0  # nothing is read from the server from here on ...
     paused_until: float = 0.0  # ... to here
     delay_s: float = 0.0
-    cut_on: bytes | None = None  # drop the reply to a request that holds this
-    cutting: bool = False
-    silently: bool = False
+    cutting: bool = False  # the next reply is dropped ...
+    silently: bool = False  # ... and nothing said about it
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
     def abort(self) -> None:
@@ -81,6 +80,9 @@ class Proxy:
         self._server: asyncio.Server | None = None
         self._handlers: set[asyncio.Task[None]] = set()
         self._choked_until = 0.0
+        self._cut_on = b""
+        self._cuts_left = 0
+        self._silently = False
         self.port = 0
         self.connections = 0
         self.resets = 0
@@ -137,22 +139,13 @@ class Proxy:
             pipe.delay_s = seconds
         return len(pipes)
 
-    def cut_reply(
-        self,
-        holding: bytes,
-        chosen: Callable[[], bool] = lambda: True,
-        *,
-        silently: bool = False,
-    ) -> int:
-        """Have the reply to the next request that holds these bytes dropped.
+    def cut_replies(self, holding: bytes, count: int = 1, *, silently: bool = False) -> None:
+        """Have the replies to the next requests dropped that hold these bytes.
 
-        The server has executed it, and the client cannot know: the connection is reset then, or,
+        The server has executed them, and the client cannot know: its connection is reset then, or,
         ``silently``, just says nothing any more.
         """
-        pipes = self._choose(chosen)
-        for pipe in pipes:
-            pipe.cut_on, pipe.silently = holding, silently
-        return len(pipes)
+        self._cut_on, self._cuts_left, self._silently = holding, count, silently
 
     def choke(self, seconds: float) -> int:
         """Read nothing from the server, as a client does that is too slow for what it asked.
@@ -166,9 +159,9 @@ class Proxy:
     def heal(self) -> None:
         """Take back what has been done to connections that still are open."""
         self._choked_until = 0.0
+        self._cuts_left = 0
         for pipe in self._pipes:
             pipe.deaf_until = pipe.late_until = pipe.paused_until = pipe.delay_s = 0.0
-            pipe.cut_on = None
 
     def _choose(self, chosen: Callable[[], bool]) -> list[_Pipe]:
         return [pipe for pipe in list(self._pipes) if chosen()]
@@ -223,8 +216,9 @@ class Proxy:
         """From the client to the server."""
         reader, writer = pipe.client[0], pipe.server[1]
         while data := await reader.read(_READ):
-            if pipe.cut_on is not None and pipe.cut_on in data:
-                pipe.cutting = True
+            if self._cuts_left and self._cut_on in data:
+                self._cuts_left -= 1
+                pipe.cutting, pipe.silently = True, self._silently
             await _wait_until(lambda: pipe.late_until)
             await _sleep(pipe.delay_s)
             if _now() >= pipe.deaf_until:
@@ -254,7 +248,7 @@ class Proxy:
                 if not pipe.silently:
                     pipe.abort()
                     raise EOFError
-                pipe.cutting, pipe.cut_on = False, None
+                pipe.cutting = False
                 pipe.deaf_until = _now() + _SILENT_S
             await _sleep(pipe.delay_s)
             if _now() >= pipe.deaf_until:

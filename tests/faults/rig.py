@@ -1,0 +1,107 @@
+"""Real workers behind a proxy, requests whose right output is known, and a verdict on them all."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from penstock.producer.chaos.aftermath import look, send_home
+from penstock.producer.chaos.fleet import Machine
+from penstock.producer.chaos.ledger import Ledger
+from penstock.producer.chaos.options import StormOptions
+from penstock.producer.chaos.parts import Parts, open_parts
+from penstock.producer.chaos.run_case import CaseRunner
+from penstock.producer.chaos.workload import Case, SyntheticOracle, Workload
+from penstock.shared.script_loader import load_script
+
+ON_TIME_MS = 10_000
+
+
+@dataclass
+class Rig:
+    """What a directed fault test works with."""
+
+    parts: Parts
+    options: StormOptions
+    ledger: Ledger = field(default_factory=Ledger)
+    number: int = 0
+
+    def cases(self, count: int, **changes: Any) -> list[Case]:
+        """Cases that are to be completed; ``changes`` replace fields of each."""
+        oracle = SyntheticOracle(self.options.tokens)
+        workload = Workload(oracle, self.options.seed, 1.0, slow=False)
+        found: list[Case] = []
+        while len(found) < count:
+            case = workload.case(self.number)
+            self.number += 1
+            if case.cancel_after_s is None and not case.may_expire:
+                found.append(replace(case, **changes))
+        return found
+
+    def start(self, cases: Sequence[Case]) -> asyncio.Task[None]:
+        """Submit, read and judge cases side by side."""
+
+        async def run() -> None:
+            runner = CaseRunner(self.parts, self.ledger, late_ms=lambda: ON_TIME_MS)
+            await asyncio.gather(*(runner.run(case) for case in cases))
+
+        return asyncio.create_task(run())
+
+    async def until(self, condition: Callable[[], Any], what: str) -> None:
+        """Wait for a condition, which may be a coroutine, and replace machines meanwhile."""
+        deadline = asyncio.get_running_loop().time() + 30
+        while True:
+            holds = condition()
+            if await holds if inspect.isawaitable(holds) else holds:
+                return
+            assert asyncio.get_running_loop().time() < deadline, f"not within 30 s: {what}"
+            self.parts.fleet.replace_ended()
+            await asyncio.sleep(0.002)
+
+    async def owned(self, machine: Machine) -> list[str]:
+        """Requests that a machine's engine owns."""
+        name = machine.worker_id
+        if name is None:
+            return []
+        key = self.parts.keys.owned(name)
+        return [raw.decode() for raw in await self.parts.link.redis.hkeys(key)]
+
+    async def busy(self) -> Machine | None:
+        """A machine that owns a request, if there is one."""
+        for machine in self.parts.fleet.machines:
+            if machine.ready and await self.owned(machine):
+                return machine
+        return None
+
+    async def attempts(self, request_id: str) -> int:
+        """How often a request was claimed."""
+        return int(await self.parts.link.redis.hget(self.parts.keys.request(request_id), "att"))
+
+    async def end(self) -> None:
+        """Send the workers home; nothing may be wrong, and nothing may be left."""
+        await send_home(self.parts, self.ledger)
+        await look(self.parts, self.ledger, exclusive=True)
+        self.check()
+
+    def check(self) -> None:
+        """Nothing was wrong so far."""
+        assert not self.ledger.found, "\n".join(map(str, self.ledger.violations))
+
+
+@contextlib.asynccontextmanager
+async def open_rig(folder: Path, **options: Any) -> AsyncIterator[Rig]:
+    """A rig with workers that serve; options as for :class:`StormOptions`."""
+    given: dict[str, Any] = {"faults": frozenset(), "workers": 2, "in_flight": 16, "step_ms": 5.0}
+    chosen = StormOptions(**{**given, "tokens": 60, "lease_ms": 1000, **options})
+    async with open_parts(chosen, folder) as parts:
+        yield Rig(parts, chosen)
+
+
+def digest_of(script: str) -> bytes:
+    """What a request that runs this script holds."""
+    return load_script(script).digest.encode()

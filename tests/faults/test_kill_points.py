@@ -1,0 +1,64 @@
+"""A worker is killed at each point of a request's way: what is published goes on, once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+from faults.rig import Rig, digest_of, open_rig
+
+from penstock.producer.chaos.fleet import Machine
+
+Point = Callable[[Rig], Awaitable[None]]
+
+
+def swallowed(holding: bytes) -> Point:
+    """The server has executed a request that holds this, and no worker hears of it."""
+
+    async def reach(rig: Rig) -> None:
+        proxy = rig.parts.workers_proxy
+        before = proxy.cuts
+        proxy.cut_replies(holding, silently=True)
+        await rig.until(lambda: proxy.cuts > before, "a reply was swallowed")
+
+    return reach
+
+
+async def in_prefill(rig: Rig) -> None:
+    """Claimed, and nothing published yet; the first step takes long."""
+    await rig.until(rig.busy, "something is claimed")
+
+
+POINTS = {
+    "pulled and not told": swallowed(digest_of("claim")),
+    "in prefill": in_prefill,
+    "published and not told": swallowed(digest_of("append")),
+    "ended and not told": swallowed(b"completed"),
+}
+
+
+async def unlucky(rig: Rig) -> Machine:
+    """The machine that owns something; after an end it may be none, then any."""
+    return await rig.busy() or rig.parts.fleet.machines[0]
+
+
+@pytest.mark.parametrize("repetitions", [2, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("point", POINTS)
+async def test_kill(tmp_path: Path, point: str, repetitions: int) -> None:
+    step_ms = 200.0 if point == "in prefill" else 5.0
+    tokens = 12 if point == "in prefill" else 60
+    async with open_rig(tmp_path, step_ms=step_ms, tokens=tokens, lease_ms=30_000) as rig:
+        for _ in range(repetitions):
+            await rig.parts.fleet.wait_until_ready()
+            running = rig.start(rig.cases(6))
+            await POINTS[point](rig)
+            victim = await unlucky(rig)
+            assert rig.parts.fleet.kill(victim)
+            await asyncio.wait_for(running, 25)  # below the lease: a supervisor saw it
+        await rig.end()
+        assert rig.ledger.counts["completed"] == 6 * repetitions
+        assert rig.ledger.counts["dead"] == 0
+        if point != "ended and not told":
+            assert rig.ledger.counts["redelivered"] >= repetitions

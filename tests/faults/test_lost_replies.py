@@ -1,0 +1,73 @@
+"""Replies that are lost after the server has executed: every script, every time, no difference."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from faults.rig import digest_of, open_rig
+
+SHORT, LONG = 4, pytest.param(50, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("repetitions", [SHORT, LONG])
+@pytest.mark.parametrize("script", ["claim", "append", "sweep"])
+async def test_reply_to_a_worker_is_lost(tmp_path: Path, script: str, repetitions: int) -> None:
+    async with open_rig(tmp_path) as rig:
+        proxy = rig.parts.workers_proxy
+        for _ in range(repetitions):
+            running = rig.start(rig.cases(6))
+            before = proxy.cuts
+            proxy.cut_replies(digest_of(script))
+            await rig.until(lambda before=before: proxy.cuts > before, "a reply was cut")
+            await asyncio.wait_for(running, 30)
+        await rig.end()
+        assert rig.ledger.counts["completed"] == 6 * repetitions
+
+
+@pytest.mark.parametrize("repetitions", [SHORT, LONG])
+async def test_reply_to_a_submit_is_lost(tmp_path: Path, repetitions: int) -> None:
+    """The client sends it again: it runs once, and is no duplicate of its own."""
+    async with open_rig(tmp_path) as rig:
+        proxy = rig.parts.clients_proxy
+        for number in range(repetitions):
+            proxy.cut_replies(digest_of("submit"))
+            await asyncio.wait_for(rig.start(rig.cases(6, duplicates=number % 3)), 30)
+        assert proxy.cuts >= repetitions
+        await rig.end()
+
+
+@pytest.mark.parametrize("repetitions", [SHORT, LONG])
+async def test_reply_to_a_cancel_is_lost(tmp_path: Path, repetitions: int) -> None:
+    async with open_rig(tmp_path, tokens=300) as rig:
+        proxy = rig.parts.clients_proxy
+        for _ in range(repetitions):
+            running = rig.start(rig.cases(4, cancel_after_s=0.2))
+            await rig.until(rig.busy, "work is under way")
+            before = proxy.cuts
+            proxy.cut_replies(digest_of("cancel"))
+            await rig.until(lambda before=before: proxy.cuts > before, "a reply was cut")
+            await asyncio.wait_for(running, 30)
+        await rig.end()
+
+
+@pytest.mark.parametrize("repetitions", [2, pytest.param(20, marks=pytest.mark.slow)])
+async def test_reply_to_the_release_of_a_drain_is_lost(tmp_path: Path, repetitions: int) -> None:
+    """It ends in order all the same: exit code 0, and nothing is left to the lease."""
+    async with open_rig(tmp_path, tokens=200, lease_ms=20_000) as rig:
+        proxy, fleet = rig.parts.workers_proxy, rig.parts.fleet
+        for _ in range(repetitions):
+            await fleet.wait_until_ready()
+            running = rig.start(rig.cases(8))
+            await rig.until(rig.busy, "work is under way")
+            leaver = await rig.busy()
+            assert leaver is not None
+            before = proxy.cuts
+            proxy.cut_replies(digest_of("release"))
+            fleet.drain(leaver)
+            await asyncio.wait_for(running, 15)  # below the lease
+            await rig.until(lambda leaver=leaver: leaver.process.poll() is not None, "it ended")
+            assert leaver.process.returncode == 0
+            assert proxy.cuts > before
+        await rig.end()

@@ -1,0 +1,155 @@
+"""The proxy does what it says: a storm is worth no more than its faults."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from penstock.producer.chaos.proxy import Proxy
+from penstock.producer.chaos.server import OwnServer, through
+
+Wired = tuple[OwnServer, Proxy, Redis]
+
+
+@pytest.fixture(params=[False])
+async def wired(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Wired]:
+    """A server, a proxy before it, and a client behind the proxy."""
+    async with (
+        OwnServer(tmp_path) as server,
+        Proxy(server.host, server.port, narrow=request.param) as proxy,
+    ):
+        client: Redis = Redis.from_url(
+            through(server.url, proxy.port), socket_timeout=0.3, retry=Retry(NoBackoff(), 0)
+        )
+        await client.ping()
+        yield server, proxy, client
+        await client.aclose()
+
+
+async def value(server: OwnServer, key: str) -> int:
+    return int(await server.command("GET", key) or 0)
+
+
+async def test_sound_until_told_otherwise(wired: Wired) -> None:
+    _, proxy, client = wired
+    blob = bytes(range(256)) * 4096
+    await client.set("x", blob)
+    assert await client.get("x") == blob
+    assert (proxy.open, proxy.connections, proxy.resets) == (1, 1, 0)
+
+
+async def test_reset(wired: Wired) -> None:
+    server, proxy, client = wired
+    assert proxy.reset() == 1
+    with pytest.raises(RedisConnectionError):
+        await client.incr("x")
+    assert await value(server, "x") == 0
+    assert await client.incr("x") == 1, "the next connection is sound"
+
+
+async def test_cut_reply_comes_after_the_execution(wired: Wired) -> None:
+    server, proxy, client = wired
+    proxy.cut_replies(b"INCR")
+    await client.set("y", 1)  # another request passes
+    with pytest.raises(RedisConnectionError):
+        await client.incr("x")
+    assert (await value(server, "x"), proxy.cuts) == (1, 1)
+    assert await client.incr("x") == 2
+
+
+async def test_silently_cut_reply_leaves_the_client_waiting(wired: Wired) -> None:
+    server, proxy, client = wired
+    proxy.cut_replies(b"INCR", silently=True)
+    with pytest.raises(RedisTimeoutError):
+        await client.incr("x")
+    assert (await value(server, "x"), proxy.cuts) == (1, 1)
+
+
+async def test_half_open(wired: Wired) -> None:
+    server, proxy, client = wired
+    assert proxy.deafen(5.0) == 1
+    with pytest.raises(RedisTimeoutError):
+        await client.incr("x")
+    assert await value(server, "x") == 0, "nothing arrived"
+    assert int((await server.command("INFO", "clients"))["connected_clients"]) == 2
+    assert await client.incr("x") == 1
+
+
+async def test_late_delivery_comes_after_the_sender_has_given_up(wired: Wired) -> None:
+    server, proxy, client = wired
+    proxy.hold_back(0.6)
+    began = time.monotonic()
+    with pytest.raises(RedisTimeoutError):
+        await client.incr("x")
+    assert await value(server, "x") == 0
+    async with asyncio.timeout(5):
+        while not await value(server, "x"):
+            await asyncio.sleep(0.01)
+    assert time.monotonic() - began >= 0.6
+
+
+async def test_delay_goes_both_ways(wired: Wired) -> None:
+    _, proxy, client = wired
+    proxy.delay(0.05)
+    began = time.monotonic()
+    await client.ping()
+    assert time.monotonic() - began >= 0.1
+    proxy.heal()
+    began = time.monotonic()
+    await client.ping()
+    assert time.monotonic() - began < 0.1
+
+
+@pytest.mark.parametrize("wired", [True], indirect=True)
+async def test_choked_subscriber_is_cut_by_the_server(wired: Wired) -> None:
+    server, proxy, client = wired
+    proxy.choke(3.0)
+    await client.connection_pool.disconnect()
+    pubsub = client.pubsub()
+    await pubsub.subscribe("x")
+    publisher = server.client()
+    async with asyncio.timeout(10):
+        while await publisher.publish("x", b"y" * 1000):
+            await asyncio.sleep(0.001)
+    assert proxy.server_cuts == 0, "seen only by who reads"
+    proxy.heal()
+    async with asyncio.timeout(5):
+        while not proxy.server_cuts:
+            await asyncio.sleep(0.01)
+    await pubsub.aclose()  # type: ignore[no-untyped-call]
+    await publisher.aclose()
+
+
+async def test_nobody_is_let_in_while_the_server_is_away(wired: Wired) -> None:
+    server, _, client = wired
+    restart = asyncio.create_task(server.kill_and_restart(0.3))
+    await asyncio.sleep(0.05)
+    with pytest.raises(RedisConnectionError):
+        await client.incr("x")
+    await restart
+    assert server.kills == 1
+    assert server.longest_down_s >= 0.3
+    assert await client.incr("x") == 1
+
+
+async def test_killed_server_has_what_it_acknowledged(wired: Wired) -> None:
+    server, _, _ = wired
+    client = server.client()
+    for number in range(5):
+        acknowledged = 0
+        async with asyncio.timeout(10):
+            while acknowledged < 50:
+                acknowledged = await client.incr(f"k{number}")
+        await server.kill_and_restart(0.0)
+        await client.connection_pool.disconnect()
+        assert await value(server, f"k{number}") == 50
+    await client.aclose()

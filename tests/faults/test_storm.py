@@ -1,0 +1,178 @@
+"""Storms: everything at once, and every promise holds. And that they would notice if not."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis.asyncio
+
+from penstock.producer.chaos import Fault, Invariant, Storm, StormOptions, StormResult
+from penstock.producer.chaos.readers import Reading
+from penstock.shared.protocol import Chunk
+
+ROOT = Path(__file__).resolve().parents[2]
+SHORT = {"workers": 4, "in_flight": 60, "tokens": 60, "step_ms": 15.0}
+
+
+async def run(**options: Any) -> StormResult:
+    return await Storm(StormOptions(**{**SHORT, **options})).run()
+
+
+def check_held(result: StormResult) -> None:
+    assert not result.ledger.found, "\n".join(map(str, result.ledger.violations))
+
+
+async def test_short_storm_of_everything() -> None:
+    result = await run(seconds=12, seed=1)
+    check_held(result)
+    counts, faults = result.ledger.counts, result.counts
+    assert counts["migrated"] >= 20
+    assert faults["worker_kills"] >= 3
+    assert faults["worker_stops"] >= 3
+    for name in ("redis_kills", "connection_resets", "replies_cut", "half_opens", "script_flushes"):
+        assert faults[name] >= 1, name
+    for kind in ("live", "returning", "jumping", "slow", "late"):
+        assert counts[f"{kind}_readers"] >= 5, kind
+    assert counts["cancelled"] >= 1
+    assert counts["conflicts_refused"] >= 1
+
+
+async def test_given_server_is_left_as_it_was(redis_url: str) -> None:
+    faults = frozenset({Fault.STOP, Fault.RESET, Fault.SLOW_READERS, Fault.FLUSH})
+    limit = "client-output-buffer-limit"
+    async with redis.asyncio.Redis.from_url(redis_url) as client:
+        await client.set("somebody's", "1")
+        before = await client.config_get(limit)
+        check_held(await run(seconds=4, faults=faults, redis=redis_url))
+        assert await client.keys("*") == [b"somebody's"]
+        assert await client.config_get(limit) == before
+
+
+class StutteringReading(Reading):
+    """A reader that takes every tenth chunk twice."""
+
+    def take(self, chunk: Chunk) -> None:
+        super().take(chunk)
+        if chunk.start % 10 == 5:
+            super().take(chunk)
+
+
+async def test_a_broken_reader_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.producer.chaos.readers.Reading", StutteringReading)
+    result = await run(seconds=2, faults=frozenset())
+    assert result.ledger.found[Invariant.READERS_EXACT] > 0
+
+
+def mutated(folder: Path, path: str, old: str, new: str) -> str:
+    """A search path on which penstock is this tree with one piece of text replaced."""
+    package = folder / "site" / "penstock"
+    package.mkdir(parents=True)
+    changed = path.split("/")[0]
+    for part in ("gpu_worker", "kernels", "producer", "shared"):
+        if part == changed:
+            skip = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(ROOT / part, package / part, ignore=skip)
+        else:
+            (package / part).symlink_to(ROOT / part)
+    file = package / path
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new))
+    return str(folder / "site")
+
+
+BROKEN = {
+    "a worker that is not fenced": (
+        "shared/scripts/append.lua",
+        "if tonumber(v[2]) ~= epoch or v[4] ~= wid then return 2, n end",
+        "start = n",
+        {Fault.STOP},
+        {Invariant.READERS_AGREE},
+    ),
+    "a continuation that begins anew": (
+        "gpu_worker/intake.py",
+        "output_ids=tuple(i for chunk in claim.chunks for i in chunk.token_ids)",
+        "output_ids=()",
+        {Fault.STOP, Fault.DRAIN},
+        {Invariant.READERS_AGREE},
+    ),
+    "counters that are not kept": (
+        "shared/scripts/lib/finish.lua",
+        "count_queued(prefix, -1, rec.lane, rec.ten, rec.cost, rec.len)",
+        "",
+        {Fault.STOP},
+        {Invariant.COUNTERS},
+    ),
+    "logs that never expire": (
+        "shared/scripts/lib/finish.lua",
+        "redis.call('PEXPIRE', log, retention)",
+        "redis.call('PERSIST', log)",
+        set(),
+        {Invariant.NO_LEAKS},
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+async def test_a_broken_worker_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """Workers run changed code; the storm's own clients do not."""
+    path, old, new, faults, expected = BROKEN[what]
+    monkeypatch.setenv("PYTHONPATH", mutated(tmp_path, path, old, new))
+    result = await run(seconds=5, faults=frozenset(faults), in_flight=40, pace=2.0)
+    assert expected <= set(result.ledger.found), result.ledger.violations
+
+
+def chaos(*arguments: str, timeout_s: float) -> dict[str, Any]:
+    """The command's JSON; fails if not everything held."""
+    done = subprocess.run(
+        [sys.executable, "-m", "penstock.producer.chaos", *arguments, "--json"],
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    facts: dict[str, Any] = json.loads(done.stdout)
+    return facts
+
+
+@pytest.mark.slow
+def test_a_minute_of_everything() -> None:
+    figures = chaos("--seconds", "60", "--all", timeout_s=300)["figures"]
+    assert figures["violations"] == 0
+    assert figures["worker_kills_and_stops"] >= 100
+    assert figures["migrated"] >= 500
+
+
+@pytest.mark.slow
+def test_a_storm_over_the_demo_model() -> None:
+    """A real model instead of the synthetic one; engines take seconds to start."""
+    options = ("--model", "demo", "--workers", "2", "--in-flight", "12", "--tokens", "60")
+    figures = chaos("--seconds", "60", "--all", *options, timeout_s=600)["figures"]
+    assert figures["violations"] == 0
+    assert figures["migrated"] >= 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", Fault)
+def test_a_storm_of_one_kind(fault: Fault) -> None:
+    chaos("--seconds", "20", f"--{fault}", timeout_s=200)
+
+
+def test_servers_elsewhere_are_refused() -> None:
+    for url in ("redis://192.0.2.1:6379", "redis://example.com", "rediss://127.0.0.1"):
+        done = subprocess.run(
+            [sys.executable, "-m", "penstock.producer.chaos", "--redis", url],
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 2
+        assert "loopback" in done.stderr
+        assert "Traceback" not in done.stderr
