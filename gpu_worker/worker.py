@@ -27,6 +27,9 @@ __all__ = ["Runner", "Worker"]
 
 _log = logging.getLogger("penstock.worker")
 
+_QUIET_S = 0.5
+"""Without work for this long, the worker checks that its books balance."""
+
 
 class Runner(Protocol):
     """The model side, as the loop sees it."""
@@ -154,9 +157,12 @@ class Worker:
         self._show_stats()
 
     def _idle(self) -> None:
-        self._engine.check_integrity()
         self._show_stats()
-        self._news.wait()
+        # A recount of the whole pool takes milliseconds, which the next request would wait for:
+        # it is for quiet moments, not for every gap between two requests.
+        if not self._news.wait(_QUIET_S):
+            self._engine.check_integrity()
+            self._news.wait()
         self._news.clear()
 
     def _show_stats(self) -> None:
