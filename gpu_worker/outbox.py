@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from penstock.shared.events import ChunkPacker
+from penstock.shared.events import chunk_packer
 from penstock.shared.operations import Append, AppendStatus, Claim
 from penstock.shared.protocol import (
     Answer,
@@ -53,10 +53,12 @@ class TokenLedger:
         confirmed: output tokens that the log holds.
         digest: rolling digest of those.
         pending: ids generated since.
+        latest: the last update.
         logprobs: one per pending id if the request asks for them, else empty.
         text: text generated since.
         finish: the engine ended it, its end is not confirmed yet.
         answer: form of its chunks and its end.
+        is_json: whether that is JSON; to look an enum's member up takes longer than to pack it.
     """
 
     claim: Claim
@@ -67,13 +69,23 @@ class TokenLedger:
     digest: int
     ttft_ms: int | None
     last_token_at: float | None = None
-    pending: list[int] = field(default_factory=list)
+    pending: tuple[int, ...] = ()
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     text: str = ""
     finish: Finish | None = None
     answer: Answer = Answer.MSGPACK
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
+    is_json: bool = False
+    latest: Update | None = None
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt, as far as the engine has told."""
+        return 0 if self.latest is None else self.latest.prompt_tokens
+
+    @property
+    def cached_tokens(self) -> int:
+        """Those of them that were not computed."""
+        return 0 if self.latest is None else self.latest.cached_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +126,10 @@ class Outbox:
         self._wake = wake
         self._clock = clock
         self._lock = threading.Lock()
-        self._packer = ChunkPacker()
+        self._pack_chunk = chunk_packer()
         self._ledgers: dict[str, TokenLedger] = {}  # by request
         self._runs: dict[str, TokenLedger] = {}  # the same by run
+        self._open: Counter[str] = Counter()  # those the engine has not ended, by lane
         self._dirty: dict[str, TokenLedger] = {}  # those with something to say, by run
 
     def __len__(self) -> int:
@@ -139,12 +152,10 @@ class Outbox:
         with self._lock:
             return sum(ledger.claim.suspect for ledger in self._ledgers.values())
 
-    def open_requests(self) -> Counter[str]:
-        """Owned requests that the engine has not ended, by lane."""
+    def open_requests(self) -> Mapping[str, int]:
+        """Owned requests that the engine has not ended, by lane; a lane without any may lack."""
         with self._lock:
-            return Counter(
-                ledger.lane for ledger in self._ledgers.values() if ledger.finish is None
-            )
+            return dict(self._open)
 
     def probe(self) -> None:
         """Have every open request appear in the next batch, so that lost ones are noticed.
@@ -166,10 +177,12 @@ class Outbox:
             digest=claim.chunks[-1].digest if claim.chunks else rolling_digest(()),
             ttft_ms=claim.ttft_ms,
             answer=answer,
+            is_json=answer is Answer.JSON,
         )
         with self._lock:
             self._drop(claim.id)
             self._ledgers[claim.id] = self._runs[ledger.run] = ledger
+            self._open[lane] += 1
 
     def owns(self, claim: Claim) -> bool:
         """Whether that very claim still is this worker's, as far as it knows."""
@@ -179,9 +192,9 @@ class Outbox:
 
     def post(self, updates: Sequence[Update]) -> None:
         """Take what the engine produced in a step; updates carry the names of runs."""
-        posted = False
-        runs, dirty = self._runs, self._dirty
+        runs = self._runs
         with self._lock:
+            dirty = self._dirty
             for update in updates:
                 run = update.id
                 ledger = runs.get(run)
@@ -193,13 +206,16 @@ class Outbox:
                 if update.logprobs:
                     ledger.logprobs += update.logprobs
                 ledger.text += update.text
-                ledger.finish = update.finish
-                ledger.prompt_tokens = update.prompt_tokens
-                ledger.cached_tokens = update.cached_tokens
+                if update.finish is not None:
+                    self._finish(ledger, update.finish)
+                ledger.latest = update
                 dirty[run] = ledger
-                posted = True
-        if posted:
+        if dirty:
             self._wake()
+
+    def _finish(self, ledger: TokenLedger, finish: Finish) -> None:
+        self._open[ledger.lane] -= ledger.finish is None
+        ledger.finish = finish
 
     def end(self, claim: Claim, reason: Reason, message: str) -> None:
         """End a request that never reached the engine."""
@@ -221,23 +237,54 @@ class Outbox:
     def take(self, limit: int) -> list[Append]:
         """Everything pending of up to ``limit`` requests, as appends; oldest first."""
         now = self._clock()
+        single: defaultdict[float, int] = defaultdict(int)
         gaps: dict[float, int] = {}
         with self._lock:
-            runs = list(self._dirty)[:limit]
-            items = [self._append(self._dirty.pop(run), now, gaps) for run in runs]
+            if len(self._dirty) <= limit:
+                ledgers, self._dirty = list(self._dirty.values()), {}
+            else:
+                ledgers = [self._dirty.pop(run) for run in list(self._dirty)[:limit]]
+            items = [self._append(ledger, now, single, gaps) for ledger in ledgers]
+        for before, tokens in single.items():
+            gap = now - before
+            gaps[gap] = gaps.get(gap, 0) + tokens
         if gaps:
             self._metrics.itl.observe(gaps)
         return items
 
-    def _append(self, ledger: TokenLedger, now: float, gaps: dict[float, int]) -> Append:
-        claim, start, count = ledger.claim, ledger.confirmed, len(ledger.pending)
+    def _append(
+        self,
+        ledger: TokenLedger,
+        now: float,
+        single: defaultdict[float, int],
+        gaps: dict[float, int],
+    ) -> Append:
+        """What is pending of a request.
+
+        Args:
+            ledger: the request's.
+            now: monotonic seconds.
+            single: gets the time of the token before, if one token is pending; nearly all of a
+                step have that in common.
+            gaps: gets the gaps between several.
+        """
+        claim, start, ids = ledger.claim, ledger.confirmed, ledger.pending
+        count = len(ids)
         chunk = end = b""
         reason, spent = None, -1
         if count:
-            chunk = self._chunk(ledger)
-            ledger.confirmed += count
-            if ledger.last_token_at is not None:
-                gap = (now - ledger.last_token_at) / count
+            digest = ledger.digest = rolling_digest(ids, ledger.digest)
+            if ledger.is_json or ledger.logprobs:
+                chunk = _uncommon_chunk(ledger)
+            else:
+                chunk = self._pack_chunk((start, ids, ledger.text, digest))
+            ledger.pending, ledger.text = (), ""
+            ledger.confirmed = start + count
+            before = ledger.last_token_at
+            if before is not None and count == 1:
+                single[before] += 1
+            elif before is not None:
+                gap = (now - before) / count
                 gaps[gap] = gaps.get(gap, 0) + count
             elif ledger.ttft_ms is None:
                 ledger.ttft_ms = round((now - ledger.accepted_at) * 1000)
@@ -250,17 +297,6 @@ class Outbox:
                 n=n, reason=reason, message=ledger.finish.message, usage=_usage(ledger, n)
             ).pack(ledger.answer)
         return Append(claim.id, claim.epoch, start, count, chunk, end, reason, spent)
-
-    def _chunk(self, ledger: TokenLedger) -> bytes:
-        """What is pending of a request, packed; nothing of it is pending any more."""
-        ids, text, start = ledger.pending, ledger.text, ledger.confirmed
-        ledger.pending, ledger.text = [], ""
-        digest = ledger.digest = rolling_digest(ids, ledger.digest)
-        if ledger.answer is Answer.MSGPACK and not ledger.logprobs:
-            return self._packer.pack(start, ids, text, digest)
-        logprobs = tuple(ledger.logprobs)
-        ledger.logprobs.clear()
-        return Chunk(start, tuple(ids), text, digest, logprobs).pack(ledger.answer)
 
     def settle(self, items: Sequence[Append], statuses: Sequence[int]) -> Settled:
         """Take Redis' answer to a batch: ``statuses`` as :meth:`Operations.append` gives them."""
@@ -280,10 +316,9 @@ class Outbox:
                     self._metrics.append_refusals.labels("broken").inc()
                     lost.append(ledger.run)
                     ledger.confirmed = item.start
-                    ledger.finish = Finish(
-                        Reason.ENGINE_ERROR, "its token log in Redis holds a value of another type"
-                    )
-                    ledger.pending.clear()
+                    message = "its token log in Redis holds a value of another type"
+                    self._finish(ledger, Finish(Reason.ENGINE_ERROR, message))
+                    ledger.pending = ()
                     ledger.logprobs.clear()
                     self._dirty[ledger.run] = ledger
                 else:
@@ -318,6 +353,16 @@ class Outbox:
         if ledger is not None:
             del self._runs[ledger.run]
             self._dirty.pop(ledger.run, None)
+            self._open[ledger.lane] -= ledger.finish is None
+
+
+def _uncommon_chunk(ledger: TokenLedger) -> bytes:
+    """What is pending of a request, packed as JSON or with log-probabilities."""
+    logprobs = tuple(ledger.logprobs)
+    ledger.logprobs.clear()
+    return Chunk(ledger.confirmed, ledger.pending, ledger.text, ledger.digest, logprobs).pack(
+        ledger.answer
+    )
 
 
 def _usage(ledger: TokenLedger, n: int) -> Usage:

@@ -26,7 +26,7 @@ from penstock.shared.operations import Bounds, Operations
 from penstock.shared.settings import Settings
 from penstock.shared.synthetic import SYNTHETIC
 
-from .connection import connect
+from .connection import Link, connect
 from .door import Door
 from .engine.engine import Engine
 from .garbage import calm_collector
@@ -123,14 +123,13 @@ class _Process:
         engine = Engine(model.config, model.new_text_stream)
         worker = Worker(engine, model.runner, outbox, self._metrics)
         timeout = settings.redis.socket_timeout_s
-        redis, listener = self._connect(timeout), self._connect(timeout + 2)
+        link, listener = self._link(timeout), self._connect(timeout + 2)
         keys = Keys(settings.queue.model, settings.queue.shard)
         retention_ms = settings.queue.retention_s * 1000
-        operations = Operations(redis, keys, retention_ms=retention_ms)
+        operations = Operations(link, keys, retention_ms=retention_ms)
         with ThreadPoolExecutor(2, thread_name_prefix="tokenise") as pool:
             intake = Intake(model.encode, worker.add, outbox, self._metrics, pool)
             self._edge = edge = RedisEdge(
-                redis,
                 listener,
                 operations,
                 self._launch.worker_id,
@@ -159,7 +158,7 @@ class _Process:
                     return self._abandon(worker)
             await door.close()
             await self._hand_over(worker, edge, intake)
-        await redis.aclose()
+        await link.aclose()
         await listener.aclose()
         return 0
 
@@ -188,6 +187,11 @@ class _Process:
             admitted=edge.expect_work,
             interval_s=interval_s,
         )
+
+    def _link(self, timeout_s: float) -> Link:
+        url = self._settings.redis.url
+        assert url is not None
+        return Link(url, timeout_s=timeout_s)
 
     def _connect(self, timeout_s: float) -> Redis:
         url = self._settings.redis.url

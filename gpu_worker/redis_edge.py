@@ -11,9 +11,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
@@ -23,7 +23,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from penstock.shared.errors import PenstockError
 from penstock.shared.operations import Append, Operations
 from penstock.shared.protocol import Lane
-from penstock.shared.script_loader import Call
+from penstock.shared.script_loader import Call, Command
 
 from .intake import Intake
 from .metrics import WorkerMetrics
@@ -72,6 +72,7 @@ class Room:
     least_urgent: Lane
 
 
+_BY_URGENCY = tuple(sorted(Lane, key=lambda lane: lane.rank))
 _NO_ROOM = Room(0, Lane.CRITICAL)
 
 
@@ -79,7 +80,6 @@ class RedisEdge:
     """Exchanges with Redis on behalf of one worker.
 
     Args:
-        redis: connection for exchanges.
         listener: a connection of its own for the blocking wait on the bell.
         operations: the scripts of the shard.
         worker_id: unique to this process; never reused.
@@ -91,7 +91,6 @@ class RedisEdge:
 
     def __init__(
         self,
-        redis: Redis,
         listener: Redis,
         operations: Operations,
         worker_id: str,
@@ -104,7 +103,6 @@ class RedisEdge:
         wake: asyncio.Event,
         hang_timeout_s: float,
     ) -> None:
-        self._redis = redis
         self._listener = listener
         self._operations = operations
         self._worker_id = worker_id
@@ -167,18 +165,18 @@ class RedisEdge:
         sweep = now >= self._next_sweep
         if not (batches or room.requests or renew or sweep):
             return
-        calls = [self._append(batch) for batch in batches]
+        calls: list[Call | Command] = [self._append(batch) for batch in batches]
         if room.requests or (renew and not batches):
             calls.append(self._claim(room))
         if sweep:
-            calls.append(self._operations.sweep())
+            calls += (self._operations.sweep(), self._operations.depth())
         replies = await self._send(calls)
         self._next_renewal = now + self._capacity.heartbeat_ms / 1000
         await self._settle(batches, replies[: len(batches)])
-        if len(calls) > len(batches) + sweep:
+        if len(calls) > len(batches) + 2 * sweep:
             self._read_claim(replies[len(batches)], room)
         if sweep:
-            await self._after_sweep(now, replies[-1])
+            self._after_sweep(now, *replies[-2:])
         if self._needs_audit:
             await self._audit()
 
@@ -224,8 +222,8 @@ class RedisEdge:
         if self._stopping or self._intake.preparing or self._searched == Lane.BATCH.rank:
             return _NO_ROOM
         room, owned, owned_by_lane = _NO_ROOM, 0, self._outbox.open_requests()
-        for lane in sorted(Lane, key=lambda lane: lane.rank):
-            owned += owned_by_lane[lane.value]
+        for lane in _BY_URGENCY:
+            owned += owned_by_lane.get(lane, 0)
             free = min(self._capacity.claim_batch, self._capacity.max_sequences - owned)
             if free <= 0 or waiting.get(lane, 0):
                 break
@@ -244,7 +242,7 @@ class RedisEdge:
             least_urgent=room.least_urgent,
         )
 
-    async def _send(self, calls: Sequence[Call]) -> list[Any]:
+    async def _send(self, calls: Sequence[Call | Command]) -> list[Any]:
         """Send until answered. What to send is fixed: only the outcome is unknown in between."""
         for attempt in range(1_000_000_000):
             began = time.perf_counter()
@@ -304,8 +302,9 @@ class RedisEdge:
             self._searched = -1 if claimed.claims else room.least_urgent.rank
         self._intake.accept(claimed.claims)
 
-    async def _after_sweep(self, now: float, reply: Any) -> None:
+    def _after_sweep(self, now: float, reply: Any, depth: Any) -> None:
         self._next_sweep = now + min(1.0, self._capacity.lease_ms / 3000)
+        self._show_depth(depth)
         if isinstance(reply, ResponseError):
             _log.error("sweep was refused: %s", reply)
             self._metrics.redis_errors.inc()
@@ -322,21 +321,13 @@ class RedisEdge:
         self._searched = -1
         # Requests that produce nothing yet (queued prefill) hear of a cancel only if they ask.
         self._outbox.probe()
-        await self._read_depth()
 
-    async def _read_depth(self) -> None:
-        fields = [f"{kind}:{lane}" for kind in ("requests", "tokens") for lane in Lane]
-        try:
-            # redis-py's stubs give the union of its blocking and its asynchronous client.
-            values = await cast(
-                Awaitable[list[Any]], self._redis.hmget(self._operations.keys.counters, fields)
-            )
-        except (RedisError, OSError):
-            return  # gauges only; the next exchange meets the same error and counts it
-        depths = [int(value or 0) for value in values]
-        for i, lane in enumerate(Lane):
-            self._metrics.queue_requests.labels(lane.value).set(depths[i])
-            self._metrics.queue_tokens.labels(lane.value).set(depths[i + len(Lane)])
+    def _show_depth(self, reply: Any) -> None:
+        if isinstance(reply, ResponseError):
+            return  # gauges only; who may not read them may still serve
+        for lane, (requests, tokens) in self._operations.read_depth(reply).items():
+            self._metrics.queue_requests.labels(lane.value).set(requests)
+            self._metrics.queue_tokens.labels(lane.value).set(tokens)
 
     async def _audit(self) -> None:
         try:

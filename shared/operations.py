@@ -34,7 +34,7 @@ from .replies import (
     read_claims,
     read_dead_letter,
 )
-from .script_loader import Call, Pipelined, Script, load_script, run_calls, run_commands
+from .script_loader import Call, Command, Pipelined, Script, load_script, run_calls, run_commands
 
 __all__ = [
     "Append",
@@ -94,7 +94,7 @@ class Operations:
         """Names of the shard."""
         return self._keys
 
-    async def run(self, calls: Sequence[Call]) -> list[Any]:
+    async def run(self, calls: Sequence[Call | Command]) -> list[Any]:
         """Run calls in one round trip; replies are raw, see :func:`run_calls`."""
         return await run_calls(self._redis, calls)
 
@@ -227,13 +227,12 @@ class Operations:
         for item in items:
             request_id, reason = item.id, item.reason
             names += (record + request_id, log + request_id)
-            state = reason_name = ""
-            if reason is not None:
-                state, reason_name = reason.state.value, reason.value
-            rows.append(
-                (request_id, item.epoch, item.start, item.count, item.chunk, item.end, state,
-                 reason_name, item.spent)
+            row: tuple[str | int | bytes, ...] = (
+                request_id, item.epoch, item.start, item.count, item.chunk, item.end,
             )  # fmt: skip
+            if reason is not None:  # else what follows is not read
+                row = (*row, reason.state.value, reason.value, item.spent)
+            rows.append(row)
         # Redis' Lua reader knows msgpack's old raw type only: str and bytes go the same way.
         blob = msgpack.packb(rows, use_bin_type=False)
         args = (keys.prefix, worker_id, lease_ms, self._retention_ms, blob)
@@ -261,29 +260,53 @@ class Operations:
         why = error.decode(errors="replace")
         return SweepReply(expired, reaped, workers, mended, failed, why, left)
 
-    async def release_all(self, worker_id: str, *, blame: bool) -> int:
-        """Give back everything a worker owns and forget the worker; returns how many."""
-        return await self._release(worker_id, "all", (), blame)
+    def depth(self) -> Command:
+        """Ask for the counters of waiting work."""
+        fields = [f"{kind}:{lane}" for kind in ("requests", "tokens") for lane in Lane]
+        return Command(("HMGET", self._keys.counters, *fields))
+
+    @staticmethod
+    def read_depth(reply: Any) -> dict[Lane, tuple[int, int]]:
+        """Waiting requests and their estimated tokens, by lane.
+
+        Raises:
+            RedisUnavailable: the reply is the server's refusal.
+        """
+        accepted("HMGET", reply)
+        counts = [int(value or 0) for value in reply]
+        pairs = zip(counts[: len(Lane)], counts[len(Lane) :], strict=True)
+        return dict(zip(Lane, pairs, strict=True))
+
+    async def release_all(self, worker_id: str, *, blame: bool, died: bool = False) -> int:
+        """Give back everything a worker owns and forget the worker; returns how many.
+
+        Args:
+            worker_id: the worker.
+            blame: it crashed, perhaps by what it owned.
+            died: it was killed from outside. That blames nobody, but is counted: a request
+                for whose memory the system kills its workers must end some time.
+        """
+        return await self._release(worker_id, "all", (), 1 if blame else 2 if died else 0)
 
     async def release(self, worker_id: str, ids: Collection[str]) -> int:
         """Give back these requests, without blame; returns how many the worker owned."""
-        return await self._release(worker_id, "only", ids, False)
+        return await self._release(worker_id, "only", ids, 0)
 
     async def audit(self, worker_id: str, known: Collection[str]) -> int:
         """Give back what Redis thinks the worker owns and the worker does not know.
 
         Heals a claim whose reply was lost with its connection; returns how many there were.
         """
-        return await self._release(worker_id, "except", known, False)
+        return await self._release(worker_id, "except", known, 0)
 
-    async def _release(self, worker_id: str, mode: str, ids: Collection[str], blame: bool) -> int:
+    async def _release(self, worker_id: str, mode: str, ids: Collection[str], loss: int) -> int:
         keys, retry = self._keys, self._retry
         names = (
             keys.owned(worker_id), keys.leases, keys.continued, keys.suspects, keys.deadlines,
             keys.counters, keys.dead_letters, keys.bell,
         )  # fmt: skip
         args: tuple[str | int, ...] = (
-            keys.prefix, worker_id, mode, int(blame), retry.max_blames, retry.max_attempts,
+            keys.prefix, worker_id, mode, loss, retry.max_blames, retry.max_attempts,
             self._retention_ms, *ids,
         )  # fmt: skip
         call = Call(self._scripts["release"], names, args)

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from redis.exceptions import NoScriptError, ResponseError
 
-__all__ = ["Call", "Script", "load_script", "run_calls", "run_commands"]
+__all__ = ["Call", "Command", "Pipelined", "Script", "load_script", "run_calls", "run_commands"]
 
 _INCLUDE = re.compile(r"^--@include (\S+)$", re.MULTILINE)
 
@@ -64,6 +64,22 @@ class Call:
         return ("EVALSHA", self.script.digest, len(self.keys), *self.keys, *self.args)
 
 
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A plain command that travels with calls.
+
+    Attributes:
+        words: its name and arguments.
+    """
+
+    words: tuple[Argument, ...]
+
+    def command(self, *, by_source: bool = False) -> tuple[Argument, ...]:
+        """The same as of a :class:`Call`; it has no source."""
+        del by_source
+        return self.words
+
+
 class Pipelined(Protocol):
     """What is needed of ``redis.asyncio.Redis`` here."""
 
@@ -71,7 +87,7 @@ class Pipelined(Protocol):
         """A pipeline of commands."""
 
 
-async def run_calls(redis: Pipelined, calls: Sequence[Call]) -> list[Any]:
+async def run_calls(redis: Pipelined, calls: Sequence[Call | Command]) -> list[Any]:
     """Run calls in one round trip; those the server has forgotten are sent again by source.
 
     After SCRIPT FLUSH or a restart a call answers NOSCRIPT and has done nothing; only such calls

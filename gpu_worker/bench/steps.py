@@ -57,14 +57,14 @@ async def _measure_steps(
 ) -> float:
     tokens = running * steps
     memory, redis_cpu = await _memory_and_cpu(observer)
-    sent, cpu = side.round_trips(), time.process_time()
+    sent, cpu = side.round_trips, time.process_time()
     took_ms = []
     for _ in range(steps):
         began = time.perf_counter()
         await side.step(updates)
         took_ms.append(1e3 * (time.perf_counter() - began))
     worker_us = 1e6 * (time.process_time() - cpu) / tokens
-    sent = side.round_trips() - sent
+    sent = side.round_trips - sent
     memory_after, redis_cpu_after = await _memory_and_cpu(observer)
     rounds.add(f"worker_cpu_us_per_token_{running}", worker_us)
     rounds.add(f"redis_cpu_us_per_token_{running}", 1e6 * (redis_cpu_after - redis_cpu) / tokens)

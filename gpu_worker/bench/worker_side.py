@@ -9,13 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, Self
 
-from redis.asyncio import Redis
-
 from penstock.shared.keys import Keys
 from penstock.shared.operations import Bounds, Claim, Operations
 from penstock.shared.protocol import Request
 
-from ..connection import connect
+from ..connection import Link, connect
 from ..engine.config import EngineConfig
 from ..engine.engine import Engine
 from ..engine.plan import Plan, StepOutput
@@ -53,11 +51,8 @@ class WorkerSide:
         requests: int,
         claimed: Callable[[Sequence[Claim]], None] = lambda _: None,
     ) -> None:
-        self.redis = connect(url, timeout_s=_TIMEOUT_S)
-        self.round_trips = count_sends(self.redis)
-        self.operations = Operations(self.redis, keys)
+        self._url, self._keys = url, keys
         self.runs: list[str] = []
-        self._listener = connect(url, timeout_s=_TIMEOUT_S)
         self._requests = requests
         self._claimed = claimed
         self._pool = ThreadPoolExecutor(1)
@@ -65,11 +60,13 @@ class WorkerSide:
     async def __aenter__(self) -> Self:
         self._loop = asyncio.get_running_loop()
         self._wake = asyncio.Event()
+        self._link = _CountedLink(self._url, timeout_s=_TIMEOUT_S)
+        self._listener = connect(self._url, timeout_s=_TIMEOUT_S)
+        self.operations = Operations(self._link, self._keys)
         metrics = WorkerMetrics()
         self.outbox = Outbox(metrics, lambda: self._loop.call_soon_threadsafe(self._wake.set))
         engine = Engine(_config(self._requests), _no_text)
         self.edge = RedisEdge(
-            self.redis,
             self._listener,
             self.operations,
             f"bench-{time.monotonic_ns():x}",
@@ -95,12 +92,17 @@ class WorkerSide:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        await self.redis.aclose()
+        await self._link.aclose()
         await self._listener.aclose()
         self._pool.shutdown()
 
     def _take(self, request: EngineRequest) -> None:
         self.runs.append(request.id)
+
+    @property
+    def round_trips(self) -> int:
+        """How often something was sent and its answer awaited, so far."""
+        return self._link.exchanges
 
     async def claim_all(self, count: int) -> None:
         """Exchange until ``count`` requests are owned; they must be waiting."""
@@ -122,6 +124,14 @@ class WorkerSide:
         await self._wake.wait()
         self._wake.clear()
         await self.edge.exchange()
+
+
+class _CountedLink(Link):
+    exchanges = 0
+
+    async def exchange(self, commands: list[tuple[Any, ...]]) -> list[Any]:
+        self.exchanges += 1
+        return await super().exchange(commands)
 
 
 class _Intake(Intake):
@@ -171,18 +181,3 @@ async def submit_all(operations: Operations, requests: Sequence[Request], *, at_
             await operations.submit(request, bounds=Bounds(), default_deadline_ms=600_000)
 
     await asyncio.gather(*(submit_some() for _ in range(at_once)))
-
-
-def count_sends(redis: Redis) -> Callable[[], int]:
-    """Count what a client sends, a pipeline as one; returns a reader of the count."""
-    count = 0
-    plain: Any = redis.connection_pool.connection_class
-
-    class Counted(plain):  # type: ignore[misc]
-        async def send_packed_command(self, *args: Any, **options: Any) -> None:
-            nonlocal count
-            count += 1
-            await super().send_packed_command(*args, **options)
-
-    redis.connection_pool.connection_class = Counted
-    return lambda: count
