@@ -78,7 +78,7 @@ class Supervisor:
             code = await self._run_child(worker_id)
             if code in (0, EXIT_REFUSED) or self._stop.is_set():
                 return max(0, code)
-            await self._release(worker_id, blame=_is_crash(code))
+            await self._release(worker_id, blame=_is_crash(code), died=True)
             failures = 0 if time.monotonic() - began > _STABLE_S else failures + 1
             pause = _BACKOFF_S[min(failures, len(_BACKOFF_S) - 1)]
             _log.error("engine process ended (%s); restarting in %g s", _tell(code), pause)
@@ -114,17 +114,17 @@ class Supervisor:
         stopped.cancel()
         code = await ended
         if self._stop.is_set() and code != 0:
-            await self._release(worker_id, blame=False)
+            await self._release(worker_id, blame=False, died=False)
         return code
 
-    async def _release(self, worker_id: str, *, blame: bool) -> None:
+    async def _release(self, worker_id: str, *, blame: bool, died: bool) -> None:
         settings = self._settings
         assert settings.redis.url is not None
         redis = Redis.from_url(settings.redis.url, socket_timeout=settings.redis.socket_timeout_s)
         keys = Keys(settings.queue.model, settings.queue.shard)
         operations = Operations(redis, keys, retention_ms=settings.queue.retention_s * 1000)
         try:
-            count = await operations.release_all(worker_id, blame=blame)
+            count = await operations.release_all(worker_id, blame=blame, died=died)
             _log.warning("gave back %d requests of the dead engine process", count)
         except (PenstockError, RedisError, OSError) as error:
             _log.warning("could not give back its requests (%s); the lease will", error)

@@ -5,15 +5,15 @@
 -- release: give requests of a worker back to the queues, to be continued by others. Runs at
 -- maxmemory.
 --
--- Used by a worker that drains (no blame), by a supervisor whose worker died (blame as it saw
--- fit), and by a worker that audits what it owns: with mode 'except', everything but the ids
+-- Used by a worker that drains (nothing lost), by a supervisor whose worker died (crashed or was
+-- killed), and by a worker that audits what it owns: with mode 'except', everything but the ids
 -- named goes back, which heals a claim whose reply was lost.
 --
 -- KEYS  1 own:<wid>  hash   2 wl  zset   3 q:!  stream   4 q:?  stream   5 dl  zset   6 cnt  hash
 --       7 dlq  stream   8 bell  stream
 --       and, found in own:<wid>: r:<id>, t:<id> and the queue of each request
 -- ARGV  1 prefix   2 worker id   3 mode: 'all' (and forget the worker), 'only' or 'except'
---       4 blame '0' or '1'   5 max_blames   6 max_attempts   7 retention_ms   8... ids
+--       4 loss, see lib/requeue.lua   5 max_blames   6 max_attempts   7 retention_ms   8... ids
 -- Reply {requests released, 1 if there are more: call again}
 local MAX_RELEASED = 256
 local prefix, wid, mode = ARGV[1], ARGV[2], ARGV[3]
@@ -34,7 +34,7 @@ for i = 1, #owned, 2 do
     if not rec then
       bury(prefix, rid, wid, owned[i + 1], now, retention)
     elseif rec.st == 'running' and rec.w == wid then
-      requeue(prefix, rid, rec, ARGV[4] == '1', now, max_blames, max_attempts, retention)
+      requeue(prefix, rid, rec, tonumber(ARGV[4]), now, max_blames, max_attempts, retention)
       released = released + 1
     else
       redis.call('HDEL', KEYS[1], rid)

@@ -89,7 +89,7 @@ local function reap(wid, owned, rid, claim)
   if not rec then
     bury(prefix, rid, wid, claim, now, retention)
   elseif rec.st == 'running' and rec.w == wid then
-    requeue(prefix, rid, rec, true, now, max_blames, max_attempts, retention)
+    requeue(prefix, rid, rec, 1, now, max_blames, max_attempts, retention)
     return true
   else
     redis.call('HDEL', owned, rid)

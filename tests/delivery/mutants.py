@@ -313,11 +313,23 @@ MUTANTS = (
         test_lost_workers.test_one_crash_makes_no_suspect_of_what_waited_there,
     ),
     Mutant(
-        "blame in spite of progress", "if rec.n == rec.nb then bad = bad + 1 end", "bad = bad + 1",
+        "blame in spite of progress", "if loss == 1 and rec.n == rec.nb then", "if loss == 1 then",
         test_lost_workers.test_progress_clears_of_blame,
     ),
     Mutant(
-        "blame for a drain", "  if blame then\n", "  if true then\n",
+        "a drain is counted", "if loss > 0 then died", "if loss >= 0 then died",
+        test_lost_workers.test_draining_is_nobodys_fault,
+    ),
+    Mutant(
+        "a kill is not counted", "if loss > 0 then died", "if loss == 1 then died",
+        test_lost_workers.test_a_request_whose_workers_are_killed_ends_at_the_cap,
+    ),
+    Mutant(
+        "blame for a kill", "if loss == 1 and rec.n", "if loss > 0 and rec.n",
+        test_lost_workers.test_a_request_whose_workers_are_killed_ends_at_the_cap,
+    ),
+    Mutant(
+        "blame for a drain", "if loss == 1 and rec.n", "if loss >= 0 and rec.n",
         test_lost_workers.test_draining_is_nobodys_fault,
     ),
     Mutant(

@@ -181,6 +181,19 @@ async def test_progress_with_every_crash_ends_at_the_cap(shard: Shard) -> None:
     await shard.check(ended=True)
 
 
+async def test_a_request_whose_workers_are_killed_ends_at_the_cap(shard: Shard) -> None:
+    """As the system does for memory: SIGKILL is no crash, so nobody is ever blamed."""
+    shard = shard.with_retry(max_attempts=4, max_blames=2)
+    await shard.submit("x")
+    for n in range(4):
+        claim = await shard.worker(f"w{n}").claim_one()
+        assert not claim.suspect
+        await shard.ops.release_all(f"w{n}", blame=False, died=True)
+    end = await shard.end("x")
+    assert (end.reason, end.n) == (Reason.ATTEMPTS, 0)
+    await shard.check(ended=True)
+
+
 async def test_draining_is_nobodys_fault(shard: Shard) -> None:
     shard = shard.with_retry(max_attempts=2, max_blames=2)
     await shard.submit("x")

@@ -13,7 +13,7 @@ local function mend(prefix, rid, now, max_blames, max_attempts, retention)
   if rec.st == 'running' then
     local owned = attempt(nil, 'HEXISTS', prefix .. 'own:' .. rec.w, rid)
     if owned == 1 and redis.call('ZSCORE', prefix .. 'wl', rec.w) then return false end
-    requeue(prefix, rid, rec, false, now, max_blames, max_attempts, retention)
+    requeue(prefix, rid, rec, 0, now, max_blames, max_attempts, retention)
     return true
   end
   local record, log = prefix .. 'r:' .. rid, prefix .. 't:' .. rid

@@ -1,23 +1,24 @@
 -- requeue: a running request goes back to the queues, to be continued by any worker.
 -- Included after finish.lua.
 --
---   blame   true if the owner died with it. If it made no progress since its claim, it may be
---           what killed the owner: blamed a second time in a row it becomes a suspect, which
---           workers run one at a time, and blamed max_blames times it ends `dead`. (Not a suspect
---           at once: everything that waits in a killed worker would be one, and run one by one.)
---           Progress clears it. After max_attempts dead owners in all it ends `dead` as well.
+--   loss    0  none: a drain, a claim that went astray.
+--           1  the owner crashed or fell silent. If the request made no progress since its claim, it
+--              may be what killed the owner: blamed a second time in a row it becomes a suspect,
+--              which workers run one at a time, and blamed max_blames times it ends `dead`. (Not a
+--              suspect at once: everything that waits in a killed worker would be one, and run one
+--              by one.) Progress clears it. After max_attempts lost owners in all it ends `dead`, too.
+--           2  the owner was killed from outside: nobody is blamed, but it is counted as lost.
+--              (The system may kill workers for the memory that this very request takes.)
 --
 -- The epoch rises with the next claim; until then the state alone fences the former owner.
 local SUSPECT_FROM = 2
 local MAX_DEAD_LETTERS = 10000
 
-local function requeue(prefix, rid, rec, blame, now, max_blames, max_attempts, retention)
+local function requeue(prefix, rid, rec, loss, now, max_blames, max_attempts, retention)
   local bad, died = rec.bad, rec.died
   if rec.n > rec.nb then bad = 0 end
-  if blame then
-    died = died + 1
-    if rec.n == rec.nb then bad = bad + 1 end
-  end
+  if loss > 0 then died = died + 1 end
+  if loss == 1 and rec.n == rec.nb then bad = bad + 1 end
   local reason = nil
   if bad >= max_blames then
     reason = 'poison'
