@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import shutil
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from penstock.producer.chaos.run_case import CaseRunner
 from penstock.producer.chaos.workload import Case, SyntheticOracle, Workload
 from penstock.shared.script_loader import load_script
 
+ROOT = Path(__file__).resolve().parents[2]
 ON_TIME_MS = 10_000
 
 
@@ -105,3 +107,21 @@ async def open_rig(folder: Path, **options: Any) -> AsyncIterator[Rig]:
 def digest_of(script: str) -> bytes:
     """What a request that runs this script holds."""
     return load_script(script).digest.encode()
+
+
+def mutated(folder: Path, path: str, old: str, new: str) -> str:
+    """A search path on which penstock is this tree with one piece of text replaced."""
+    package = folder / "site" / "penstock"
+    package.mkdir(parents=True)
+    changed = path.split("/")[0]
+    for part in ("gpu_worker", "kernels", "producer", "shared"):
+        if part == changed:
+            skip = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(ROOT / part, package / part, ignore=skip)
+        else:
+            (package / part).symlink_to(ROOT / part)
+    file = package / path
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new))
+    return str(folder / "site")

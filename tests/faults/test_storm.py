@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,12 +10,12 @@ from typing import Any
 
 import pytest
 import redis.asyncio
+from faults.rig import mutated
 
 from penstock.producer.chaos import Fault, Invariant, Storm, StormOptions, StormResult
 from penstock.producer.chaos.readers import Reading
 from penstock.shared.protocol import Chunk
 
-ROOT = Path(__file__).resolve().parents[2]
 SHORT = {"workers": 4, "in_flight": 60, "tokens": 60, "step_ms": 15.0}
 
 
@@ -67,24 +66,6 @@ async def test_a_broken_reader_is_noticed(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("penstock.producer.chaos.readers.Reading", StutteringReading)
     result = await run(seconds=2, faults=frozenset())
     assert result.ledger.found[Invariant.READERS_EXACT] > 0
-
-
-def mutated(folder: Path, path: str, old: str, new: str) -> str:
-    """A search path on which penstock is this tree with one piece of text replaced."""
-    package = folder / "site" / "penstock"
-    package.mkdir(parents=True)
-    changed = path.split("/")[0]
-    for part in ("gpu_worker", "kernels", "producer", "shared"):
-        if part == changed:
-            skip = shutil.ignore_patterns("__pycache__")
-            shutil.copytree(ROOT / part, package / part, ignore=skip)
-        else:
-            (package / part).symlink_to(ROOT / part)
-    file = package / path
-    text = file.read_text()
-    assert old in text
-    file.write_text(text.replace(old, new))
-    return str(folder / "site")
 
 
 BROKEN = {
