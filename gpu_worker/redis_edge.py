@@ -23,6 +23,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from penstock.shared.errors import PenstockError
 from penstock.shared.operations import Append, Operations
 from penstock.shared.protocol import Lane
+from penstock.shared.replies import read_statuses
 from penstock.shared.script_loader import Call, Command
 
 from .intake import Intake
@@ -274,7 +275,7 @@ class RedisEdge:
                 self._outbox.forget(ids)
                 await self._give_up([run_name(item.id, item.epoch) for item in batch], ids)
                 continue
-            settled = self._outbox.settle(batch, reply[0::2])
+            settled = self._outbox.settle(batch, read_statuses(reply, len(batch)))
             self._needs_audit |= settled.broken
             await self._give_up(settled.lost, settled.mismatched)
 

@@ -26,6 +26,7 @@ __all__ = [
     "accepted",
     "read_claims",
     "read_dead_letter",
+    "read_statuses",
 ]
 
 
@@ -269,6 +270,11 @@ def script_error(name: str, error: ResponseError) -> PenstockError:
     if any(word in text for word in ("NOPERM", "ACL", "can't run this command")):
         return RedisUnavailable(f"Redis denies a command of {name}: {text}; see docs/protocol.md")
     return RedisUnavailable(f"Redis refused {name}: {text}")
+
+
+def read_statuses(reply: Sequence[int], count: int) -> Sequence[int]:
+    """A status for each of the ``count`` items of an append, from the script's reply."""
+    return reply[0::2] if reply else [AppendStatus.WRITTEN] * count
 
 
 def read_claims(rows: Sequence[Sequence[Any]]) -> tuple[Claim, ...]:

@@ -19,6 +19,7 @@ import redis.asyncio
 from penstock.shared.keys import Keys
 from penstock.shared.operations import Append, Operations
 from penstock.shared.protocol import Chunk, End, Reason, Request, Usage, rolling_digest
+from penstock.shared.replies import read_statuses
 from penstock.shared.settings import load_settings
 
 LEASE_MS = 60_000
@@ -72,7 +73,7 @@ async def serve(ready_file: Path, *, sequences: int, die_after: int | None) -> N
         )
         append = operations.append("scripted-1", items, lease_ms=LEASE_MS)
         statuses, claimed = await operations.run([append, claim])
-        alive = [status == 0 for status in statuses[::2]]
+        alive = [status == 0 for status in read_statuses(statuses, len(items))]
         running = [
             one
             for one, item, ok in zip(running, items, alive, strict=True)

@@ -18,7 +18,9 @@
 -- ARGV  1 prefix   2 worker id   3 lease_ms   4 retention_ms
 --       5 msgpack array of [id, epoch, start, count, chunk, end, state, reason, tokens spent];
 --         chunk is '' if there are no tokens, end is '' if the request goes on
--- Reply {status, n, status, n, ...} in order of the array; n is the count now in the log
+-- Reply an empty array if everything was written (to build and read a long one would cost both
+--       sides more than a tenth of the call); else {status, n, status, n, ...} in order of the
+--       array, where n is the count now in the log
 --       0 written, or an exact repeat of what was written
 --       2 not the owner, or terminal: nothing was written
 --       3 index mismatch: nothing was written
@@ -46,7 +48,7 @@ end
 local function write(i, item)
   local rid, epoch, start, count = item[1], item[2], item[3], item[4]
   local record, log = KEYS[3 + 2 * i], KEYS[4 + 2 * i]
-  local v = attempt(nil, 'HMGET', record, 'st', 'ep', 'n', 'w', 'rsn', 'dl', 'ib')
+  local v = attempt(nil, 'HMGET', record, 'st', 'ep', 'n', 'w', 'ib')
   if not v then
     lose(rid)
     return 9, 0
@@ -59,24 +61,28 @@ local function write(i, item)
   if tonumber(v[2]) ~= epoch or v[4] ~= wid then return 2, n end
   if v[1] ~= 'running' then
     -- The reply to an earlier, identical call was lost: answer as it would have been answered.
-    if v[5] == item[8] and item[6] ~= '' and n == start + count then return 0, n end
+    local reason = redis.call('HGET', record, 'rsn')
+    if reason == item[8] and item[6] ~= '' and n == start + count then return 0, n end
     return 2, n
   end
   if count > 0 and n ~= start + count then
     if n ~= start then return 3, n end
-    if not log_chunk(log, (n + count) .. '-0', item[5]) then
+    local deadline = start == 0 and tonumber(redis.call('HGET', record, 'dl'))
+    -- Written as text, which Redis would do at greater length.
+    local top = string.format('%d', n + count)
+    if not log_chunk(log, top .. '-0', item[5]) then
       finish(prefix, rid, read_record(prefix, rid), {state = 'failed', reason = 'engine_error',
         message = 'the log of this request was damaged in Redis'}, now, retention)
       return 9, n
     end
     n = n + count
     if start == 0 then
-      redis.call('HSET', record, 'n', n, 'tf', now)
-      redis.call('PEXPIREAT', log, tonumber(v[6]) + retention + ABANDONED_MS)
+      redis.call('HSET', record, 'n', top, 'tf', now)
+      redis.call('PEXPIREAT', log, deadline + retention + ABANDONED_MS)
     else
-      redis.call('HSET', record, 'n', n)
+      redis.call('HSET', record, 'n', top)
     end
-    publish(prefix, rid, v[7], item[5])
+    publish(prefix, rid, v[5], item[5])
   elseif n ~= start + count then
     return 3, n
   end
@@ -88,13 +94,14 @@ local function write(i, item)
 end
 
 letters = {}
-local reply = {}
+local reply, all_written = {}, true
 for i = 1, #items do
   local ran, status, n = pcall(write, i, items[i])
   if not ran then status, n = 9, 0 end
   reply[2 * i - 1], reply[2 * i] = status, n
+  all_written = all_written and status == 0
 end
 for inbox, letter in pairs(letters) do
   redis.pcall('PUBLISH', prefix .. 'i:' .. inbox, cmsgpack.pack(letter))
 end
-return reply
+return all_written and {} or reply

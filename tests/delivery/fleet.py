@@ -206,6 +206,8 @@ class FakeWorker:
     async def send(self, *items: Append) -> list[tuple[int, int]]:
         """Append; (status, n) of each item."""
         reply = await self.shard.call(self.append_call(*items))
+        if not reply:
+            return [(0, item.start + item.count) for item in items]
         return list(zip(reply[0::2], reply[1::2], strict=True))
 
     def append_call(self, *items: Append) -> Call:

@@ -70,7 +70,7 @@ def without_oom(script: str, test: DirectedTest) -> Mutant:
 
 FENCE = "if tonumber(v[2]) ~= epoch or v[4] ~= wid then return 2, n end"
 LEASE = "now + tonumber(ARGV[3]), wid)"
-END_ANSWER = "if v[5] == item[8] and item[6] ~= '' and n == start + count then return 0, n end"
+END_ANSWER = "if reason == item[8] and item[6] ~= '' and n == start + count then return 0, n end"
 
 MUTANTS = (
     # append: the two guards, and what makes its repeat harmless
@@ -107,7 +107,7 @@ MUTANTS = (
         test_guards.test_repeat_of_a_bare_end_changes_nothing,
     ),
     Mutant(
-        "any end taken for the repeat", END_ANSWER, END_ANSWER.replace("v[5] == item[8]", "true"),
+        "any end taken for the repeat", END_ANSWER, END_ANSWER.replace("reason == item[8]", "true"),
         test_guards.test_repeat_of_a_bare_end_changes_nothing,
     ),
     Mutant(

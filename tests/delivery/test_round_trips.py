@@ -18,7 +18,7 @@ async def step(worker: FakeWorker, start: int) -> None:
     items = [worker.tokens(claim, start, 1) for claim in worker.claims.values()]
     calls = [worker.append_call(*items), worker.claim_call(0), worker.shard.ops.sweep()]
     append, claim, sweep = await worker.shard.ops.run(calls)
-    assert append == [0, start + 1] * len(items)
+    assert append == [], "everything was written"
     assert worker.shard.ops.read_claim(claim).claims == ()
     assert worker.shard.ops.read_sweep(sweep).reaped == 0
 
