@@ -38,7 +38,10 @@ bench: install ## Measure engine, scheduler and queue on this machine
 	$(BIN)/penstock bench scheduler $(ARGS)
 	$(BIN)/penstock bench queue $(ARGS)
 
-faults: install ## Run the fault tests in their long form
+faults: install ## Run fault storms and the long form of the fault tests: half an hour
+	$(BIN)/penstock chaos --seconds 60 --all
+	$(BIN)/penstock chaos --seconds 60 --all --model demo --workers 3 --in-flight 16 --tokens 80
+	$(BIN)/penstock chaos --stall
 	$(BIN)/pytest tests/faults -m "" --timeout 3600 $(ARGS)
 
 install: $(VENV)/.linked ## Make the virtual environment, or bring it up to date

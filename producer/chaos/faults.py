@@ -129,7 +129,7 @@ class FaultMaker:
             "late_deliveries": self._done["late"],
             "delays": self._done["delays"],
             "script_flushes": self._done["flushes"],
-            "slow_readers": self._done["slow"],
+            "connections_choked": self._done["slow"],
             "slow_reader_cuts": self._slow.server_cuts,
             "faults_skipped": sum(self.skipped.values()),
         }

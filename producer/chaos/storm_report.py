@@ -21,7 +21,7 @@ _SHOWS = {
     Fault.LATE: "late_and_delayed",
     Fault.REDIS_KILL: "redis_kills",
     Fault.FLUSH: "script_flushes",
-    Fault.SLOW_READERS: "slow_readers",
+    Fault.SLOW_READERS: "connections_choked",
 }
 """The figure that tells whether a fault has happened."""
 

@@ -125,23 +125,6 @@ def chaos(*arguments: str, timeout_s: float) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_a_minute_of_everything() -> None:
-    figures = chaos("--seconds", "60", "--all", timeout_s=300)["figures"]
-    assert figures["violations"] == 0
-    assert figures["worker_kills_and_stops"] >= 100
-    assert figures["migrated"] >= 500
-
-
-@pytest.mark.slow
-def test_a_storm_over_the_demo_model() -> None:
-    """A real model instead of the synthetic one; engines take seconds to start."""
-    options = ("--model", "demo", "--workers", "2", "--in-flight", "12", "--tokens", "60")
-    figures = chaos("--seconds", "60", "--all", *options, timeout_s=600)["figures"]
-    assert figures["violations"] == 0
-    assert figures["migrated"] >= 20
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("fault", Fault)
 def test_a_storm_of_one_kind(fault: Fault) -> None:
     chaos("--seconds", "20", f"--{fault}", timeout_s=200)
