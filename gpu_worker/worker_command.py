@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from penstock.shared.embedded import open_redis
+from penstock.shared.errors import ConfigurationError
 from penstock.shared.settings import Settings, load_settings
+from penstock.shared.synthetic import SYNTHETIC
 
 from .supervisor import Supervisor
 
@@ -72,12 +75,30 @@ def worker(
     if name is None and settings.queue.model == "demo" and settings.model.path != "demo":
         # A checkpoint of one's own is served under its directory's name, not under the demo's.
         settings = _with(settings, "queue", model=Path(settings.model.path).resolve().name)
+    _require_packages(settings)
     with open_redis(settings.redis) as url:
         if url != settings.redis.url:
             typer.echo(f"started a Redis server of its own: export REDIS_URL={url}", err=True)
         served = _with(settings, "redis", url=url)
         code = asyncio.run(Supervisor(served, ready_file).run())
     raise typer.Exit(code)
+
+
+def _require_packages(settings: Settings) -> None:
+    """Say what is missing now: the engine process could only fail at import, again and again.
+
+    Raises:
+        ConfigurationError: the base install does not bring what a worker needs.
+    """
+    needed = ["prometheus_client"]
+    if settings.model.path != SYNTHETIC:
+        needed += ["torch", "transformers"]
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigurationError(
+            f"a worker needs {', '.join(missing)}, which the base install does not bring: "
+            "pip install 'penstock[worker]'"
+        )
 
 
 def _with(settings: Settings, section: str, **values: object) -> Settings:
