@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from penstock.shared.events import chunk_packer
-from penstock.shared.operations import Append, AppendStatus, Claim
+from penstock.shared.operations import Append, AppendRow, AppendStatus, Claim
 from penstock.shared.protocol import (
     Answer,
     Chunk,
@@ -59,6 +59,8 @@ class TokenLedger:
         finish: the engine ended it, its end is not confirmed yet.
         answer: form of its chunks and its end.
         is_json: whether that is JSON; to look an enum's member up takes longer than to pack it.
+        id: of the claim; here, too, as what every token needs should lie together.
+        epoch: likewise.
     """
 
     claim: Claim
@@ -75,7 +77,12 @@ class TokenLedger:
     finish: Finish | None = None
     answer: Answer = Answer.MSGPACK
     is_json: bool = False
+    id: str = field(init=False)
+    epoch: int = field(init=False)
     latest: Update | None = None
+
+    def __post_init__(self) -> None:
+        self.id, self.epoch = self.claim.id, self.claim.epoch
 
     @property
     def prompt_tokens(self) -> int:
@@ -234,7 +241,7 @@ class Outbox:
             ]
         )
 
-    def take(self, limit: int) -> list[Append]:
+    def take(self, limit: int) -> list[AppendRow]:
         """Everything pending of up to ``limit`` requests, as appends; oldest first."""
         now = self._clock()
         single: defaultdict[float, int] = defaultdict(int)
@@ -244,13 +251,13 @@ class Outbox:
                 ledgers, self._dirty = list(self._dirty.values()), {}
             else:
                 ledgers = [self._dirty.pop(run) for run in list(self._dirty)[:limit]]
-            items = [self._append(ledger, now, single, gaps) for ledger in ledgers]
+            rows = [self._append(ledger, now, single, gaps) for ledger in ledgers]
         for before, tokens in single.items():
             gap = now - before
             gaps[gap] = gaps.get(gap, 0) + tokens
         if gaps:
             self._metrics.itl.observe(gaps)
-        return items
+        return rows
 
     def _append(
         self,
@@ -258,7 +265,7 @@ class Outbox:
         now: float,
         single: defaultdict[float, int],
         gaps: dict[float, int],
-    ) -> Append:
+    ) -> AppendRow:
         """What is pending of a request.
 
         Args:
@@ -268,10 +275,9 @@ class Outbox:
                 step have that in common.
             gaps: gets the gaps between several.
         """
-        claim, start, ids = ledger.claim, ledger.confirmed, ledger.pending
+        start, ids = ledger.confirmed, ledger.pending
         count = len(ids)
-        chunk = end = b""
-        reason, spent = None, -1
+        chunk = b""
         if count:
             digest = ledger.digest = rolling_digest(ids, ledger.digest)
             if ledger.is_json or ledger.logprobs:
@@ -290,42 +296,45 @@ class Outbox:
                 ledger.ttft_ms = round((now - ledger.accepted_at) * 1000)
                 self._metrics.ttft.labels(ledger.lane).observe(now - ledger.accepted_at)
             ledger.last_token_at = now
-        if ledger.finish is not None:
-            reason, n = ledger.finish.reason, ledger.confirmed
-            spent = ledger.prompt_tokens + n
-            end = End(
-                n=n, reason=reason, message=ledger.finish.message, usage=_usage(ledger, n)
-            ).pack(ledger.answer)
-        return Append(claim.id, claim.epoch, start, count, chunk, end, reason, spent)
+        if ledger.finish is None:
+            return (ledger.id, ledger.epoch, start, count, chunk, b"", "", "", -1)
+        reason, n = ledger.finish.reason, ledger.confirmed
+        usage = _usage(ledger, n)
+        end = End(n=n, reason=reason, message=ledger.finish.message, usage=usage)
+        return Append(
+            ledger.id, ledger.epoch, start, count, chunk, end.pack(ledger.answer),
+            reason.state.value, reason.value, ledger.prompt_tokens + n,
+        )  # fmt: skip
 
-    def settle(self, items: Sequence[Append], statuses: Sequence[int]) -> Settled:
+    def settle(self, rows: Sequence[AppendRow], statuses: Sequence[int]) -> Settled:
         """Take Redis' answer to a batch: ``statuses`` as :meth:`Operations.append` gives them."""
         lost, mismatched, written = [], [], 0
         ledgers = self._ledgers
         with self._lock:
-            for item, status in zip(items, statuses, strict=True):
-                ledger = ledgers.get(item.id)
+            for row, status in zip(rows, statuses, strict=True):
+                request_id, _, start, count, _, _, _, reason, _ = row
+                ledger = ledgers.get(request_id)
                 if ledger is None:
                     continue
                 if status == 0:  # AppendStatus.WRITTEN
-                    written += item.count
-                    if item.reason is not None:
-                        self._close(item.reason, ledger)
-                elif status == AppendStatus.BROKEN and item.count > 0:
+                    written += count
+                    if reason:
+                        self._close(Reason(reason), ledger)
+                elif status == AppendStatus.BROKEN and count > 0:
                     # Its log is not a stream. A bare end puts a new log in its place.
                     self._metrics.append_refusals.labels("broken").inc()
                     lost.append(ledger.run)
-                    ledger.confirmed = item.start
+                    ledger.confirmed = start
                     message = "its token log in Redis holds a value of another type"
                     self._finish(ledger, Finish(Reason.ENGINE_ERROR, message))
                     ledger.pending = ()
                     ledger.logprobs.clear()
                     self._dirty[ledger.run] = ledger
                 else:
-                    self._lose(item, ledger, status)
+                    self._lose(ledger, count, status)
                     lost.append(ledger.run)
                     if status == AppendStatus.MISMATCH:
-                        mismatched.append(item.id)
+                        mismatched.append(request_id)
         self._metrics.generation_tokens.inc(written)
         return Settled(tuple(lost), tuple(mismatched), AppendStatus.BROKEN in statuses)
 
@@ -337,10 +346,10 @@ class Outbox:
         self._metrics.requests.labels(reason.state.value, reason.value).inc()
         self._metrics.duration.labels(ledger.lane).observe(self._clock() - ledger.accepted_at)
 
-    def _lose(self, item: Append, ledger: TokenLedger, status: int) -> None:
+    def _lose(self, ledger: TokenLedger, count: int, status: int) -> None:
         self._metrics.append_refusals.labels(_REFUSALS[status]).inc()
-        self._metrics.orphan_tokens.inc(item.count + len(ledger.pending))
-        self._drop(item.id)
+        self._metrics.orphan_tokens.inc(count + len(ledger.pending))
+        self._drop(ledger.id)
 
     def forget(self, ids: Sequence[str]) -> None:
         """Stop owning requests without a word to Redis (after a release)."""

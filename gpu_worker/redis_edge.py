@@ -21,7 +21,7 @@ from redis.exceptions import RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from penstock.shared.errors import PenstockError
-from penstock.shared.operations import Append, Operations
+from penstock.shared.operations import AppendRow, Operations
 from penstock.shared.protocol import Lane
 from penstock.shared.replies import read_statuses
 from penstock.shared.script_loader import Call, Command
@@ -200,13 +200,13 @@ class RedisEdge:
 
     # -- what goes out --------------------------------------------------------------------------
 
-    def _take(self) -> list[list[Append]]:
+    def _take(self) -> list[list[AppendRow]]:
         batches = []
         while batch := self._outbox.take(_APPENDS_PER_CALL):
             batches.append(batch)
         return batches
 
-    def _append(self, batch: Sequence[Append]) -> Call:
+    def _append(self, batch: Sequence[AppendRow]) -> Call:
         return self._operations.append(self._worker_id, batch, lease_ms=self._capacity.lease_ms)
 
     def _room(self) -> Room:
@@ -265,15 +265,15 @@ class RedisEdge:
 
     # -- what comes back ------------------------------------------------------------------------
 
-    async def _settle(self, batches: Sequence[Sequence[Append]], replies: Sequence[Any]) -> None:
+    async def _settle(self, batches: Sequence[Sequence[AppendRow]], replies: Sequence[Any]) -> None:
         for batch, reply in zip(batches, replies, strict=True):
             if isinstance(reply, ResponseError):
                 # The script as a whole was refused (an ACL, a Redis bug): nothing was written.
                 _log.error("append was refused: %s", reply)
                 self._metrics.redis_errors.inc()
-                ids = tuple(item.id for item in batch)
+                ids = tuple(row[0] for row in batch)
                 self._outbox.forget(ids)
-                await self._give_up([run_name(item.id, item.epoch) for item in batch], ids)
+                await self._give_up([run_name(row[0], row[1]) for row in batch], ids)
                 continue
             settled = self._outbox.settle(batch, read_statuses(reply, len(batch)))
             self._needs_audit |= settled.broken

@@ -20,6 +20,7 @@ from .keys import Keys
 from .protocol import Lane, Reason, Request, State
 from .replies import (
     Append,
+    AppendRow,
     AppendStatus,
     Bounds,
     CancelReply,
@@ -38,6 +39,7 @@ from .script_loader import Call, Command, Pipelined, Script, load_script, run_ca
 
 __all__ = [
     "Append",
+    "AppendRow",
     "AppendStatus",
     "Bounds",
     "CancelReply",
@@ -215,7 +217,7 @@ class Operations:
         accepted("claim", reply)
         return ClaimReply(reply[1].decode(), read_claims(reply[2]))
 
-    def append(self, worker_id: str, items: Sequence[Append], *, lease_ms: int) -> Call:
+    def append(self, worker_id: str, rows: Sequence[AppendRow], *, lease_ms: int) -> Call:
         """Publish tokens and ends of up to 256 requests; renews the lease."""
         keys = self._keys
         names: list[str | bytes] = [
@@ -223,16 +225,8 @@ class Operations:
         ]  # fmt: skip
         # Names are put together here and not asked of `keys`, since calls cost more than names.
         record, log = keys.request(""), keys.log("")
-        rows = []
-        for item in items:
-            request_id, reason = item.id, item.reason
-            names += (record + request_id, log + request_id)
-            row: tuple[str | int | bytes, ...] = (
-                request_id, item.epoch, item.start, item.count, item.chunk, item.end,
-            )  # fmt: skip
-            if reason is not None:  # else what follows is not read
-                row = (*row, reason.state.value, reason.value, item.spent)
-            rows.append(row)
+        for row in rows:
+            names += (record + row[0], log + row[0])
         # Redis' Lua reader knows msgpack's old raw type only: str and bytes go the same way.
         blob = msgpack.packb(rows, use_bin_type=False)
         args = (keys.prefix, worker_id, lease_ms, self._retention_ms, blob)

@@ -44,14 +44,14 @@ class Running:
         self.n += 1
         ids = tuple(range(self.n))
         chunk = Chunk(self.n - 1, ids[-1:], f"<{self.n - 1}>", rolling_digest(ids))
-        item = {"id": self.request.id, "epoch": self.epoch, "start": self.n - 1, "count": 1}
+        item = {"id": self.request.id, "epoch": self.epoch, "start": self.n - 1, "num_tokens": 1}
         if self.n < self.request.options.max_tokens:
             return Append(**item, chunk=chunk.pack())  # type: ignore[arg-type]
         reason = Reason.ENGINE_ERROR if failing else Reason.LENGTH
         usage = Usage(prompt_tokens=3, output_tokens=self.n, queue_ms=1, ttft_ms=2, attempts=1)
         message = "as the test wished" if failing else ""
         end = End(n=self.n, reason=reason, message=message, usage=usage)
-        return Append(**item, chunk=chunk.pack(), end=end.pack(), reason=reason)  # type: ignore[arg-type]
+        return Append(**item, chunk=chunk.pack(), end=end.pack(), state=reason.state, reason=reason)  # type: ignore[arg-type]
 
 
 async def serve(ready_file: Path, *, sequences: int, die_after: int | None) -> None:
@@ -77,7 +77,7 @@ async def serve(ready_file: Path, *, sequences: int, die_after: int | None) -> N
         running = [
             one
             for one, item, ok in zip(running, items, alive, strict=True)
-            if ok and item.reason is None
+            if ok and not item.reason
         ]
         claims = operations.read_claim(claimed).claims if free else ()
         running += [Running(Request.unpack(one.payload), one.epoch) for one in claims]

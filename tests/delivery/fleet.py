@@ -201,13 +201,15 @@ class FakeWorker:
     ) -> Append:  # fmt: skip
         end = End(n=start + count, reason=reason, usage=Usage(output_tokens=start + count))
         packed = chunk(claim.id, start, count).pack() if count else b""
-        return Append(claim.id, claim.epoch, start, count, packed, end.pack(), reason, spent)
+        return Append(
+            claim.id, claim.epoch, start, count, packed, end.pack(), reason.state, reason, spent
+        )
 
     async def send(self, *items: Append) -> list[tuple[int, int]]:
         """Append; (status, n) of each item."""
         reply = await self.shard.call(self.append_call(*items))
         if not reply:
-            return [(0, item.start + item.count) for item in items]
+            return [(0, item.start + item.num_tokens) for item in items]
         return list(zip(reply[0::2], reply[1::2], strict=True))
 
     def append_call(self, *items: Append) -> Call:

@@ -254,7 +254,7 @@ async def test_an_owner_in_the_former_life_is_fenced_in_the_next(shard: Shard) -
     await shard.ops.redrive(letter.entry)
     claim = await worker.claim_one()
     old = worker.tokens(claim, 0, 1)
-    old = type(old)(old.id, 1, old.start, old.count, old.chunk)
+    old = type(old)(old.id, 1, old.start, old.num_tokens, old.chunk)
     assert await worker.send_one(old) == (2, 0)
     assert await worker.send_one(worker.tokens(claim, 0, 1)) == (0, 1)
 

@@ -178,19 +178,19 @@ class Delivery(RuleBasedStateMachine):
     def send(self, worker: FakeWorker, item: Append) -> None:
         request = self.model.requests[item.id]
         mine = (request.owner, request.epoch) == (worker.name, item.epoch)
-        stop = item.start + item.count
+        stop = item.start + item.num_tokens
         if not mine or request.state == "queued":
             wanted = 2
         elif request.state != "running":
-            repeats = item.reason is not None and request.reason == item.reason.value
+            repeats = bool(item.reason) and request.reason == item.reason
             wanted = 0 if repeats and request.n == stop else 2
-        elif request.n not in (item.start, stop) or (request.n != stop and not item.count):
+        elif request.n not in (item.start, stop) or (request.n != stop and not item.num_tokens):
             wanted = 3
         else:
             wanted = 0
             request.n = stop
-            if item.reason is not None:
-                self.model.end(item.id, "completed", item.reason)
+            if item.reason:
+                self.model.end(item.id, "completed", Reason(item.reason))
         assert self.run(worker.send_one(item)) == (wanted, request.n)
 
     @rule(rid=st.sampled_from(IDS))

@@ -7,7 +7,7 @@ import pytest
 from penstock.gpu_worker.engine.requests import Finish, Update
 from penstock.gpu_worker.metrics import WorkerMetrics
 from penstock.gpu_worker.outbox import Outbox
-from penstock.shared.operations import AppendStatus, Claim
+from penstock.shared.operations import Append, AppendStatus, Claim
 from penstock.shared.protocol import (
     Chunk,
     End,
@@ -73,6 +73,11 @@ def update(
     )
 
 
+def take(outbox: Outbox, limit: int = 256) -> list[Append]:
+    """What is pending, with names to its fields."""
+    return [Append(*row) for row in outbox.take(limit)]
+
+
 def sample(metrics: WorkerMetrics, name: str, **labels: str) -> float:
     return metrics.registry.get_sample_value(f"penstock_{name}", labels) or 0.0
 
@@ -81,10 +86,10 @@ def test_updates_between_two_takes_become_one_chunk(outbox: Outbox) -> None:
     outbox.open(claim(), "normal")
     outbox.post([update((5,), "He")])
     outbox.post([update((6, 7), "llo")])
-    (item,) = outbox.take(256)
-    assert (item.start, item.count, item.end) == (0, 3, b"")
+    (item,) = take(outbox)
+    assert (item.start, item.num_tokens, item.end) == (0, 3, b"")
     assert unpack_event(item.chunk) == Chunk(0, (5, 6, 7), "Hello", rolling_digest((5, 6, 7)))
-    assert outbox.take(256) == []
+    assert take(outbox) == []
 
 
 def test_logprobs_travel_with_their_tokens(outbox: Outbox) -> None:
@@ -95,7 +100,7 @@ def test_logprobs_travel_with_their_tokens(outbox: Outbox) -> None:
         step.logprobs = (report,)
         outbox.post([step])
         if i:
-            (item,) = outbox.take(256)
+            (item,) = take(outbox)
             outbox.settle([item], [AppendStatus.WRITTEN])
             chunk = unpack_event(item.chunk)
             assert isinstance(chunk, Chunk)
@@ -105,10 +110,10 @@ def test_logprobs_travel_with_their_tokens(outbox: Outbox) -> None:
 def test_chunks_join_by_index_and_digest(outbox: Outbox) -> None:
     outbox.open(claim(), "normal")
     outbox.post([update((5,), "x")])
-    first = outbox.take(256)
+    first = take(outbox)
     outbox.settle(first, [AppendStatus.WRITTEN])
     outbox.post([update((6,), "y")])
-    (second,) = outbox.take(256)
+    (second,) = take(outbox)
     assert unpack_event(second.chunk) == Chunk(1, (6,), "y", rolling_digest((5, 6)))
 
 
@@ -116,7 +121,7 @@ def test_continued_request_goes_on_after_its_log(outbox: Outbox) -> None:
     before = Chunk(0, (5, 6), "He", rolling_digest((5, 6)))
     outbox.open(claim("a", before, epoch=4), "normal")
     outbox.post([update((7,), "llo", run="a#4")])
-    (item,) = outbox.take(256)
+    (item,) = take(outbox)
     assert (item.epoch, item.start) == (4, 2)
     assert unpack_event(item.chunk) == Chunk(2, (7,), "llo", rolling_digest((5, 6, 7)))
 
@@ -127,7 +132,7 @@ def test_end_travels_with_the_last_tokens_and_closes(
     outbox.open(claim(), "critical")
     clock.now += 1.5
     outbox.post([update((5,), "x", Finish(Reason.LENGTH))])
-    (item,) = outbox.take(256)
+    (item,) = take(outbox)
     end = unpack_event(item.end)
     assert isinstance(end, End)
     assert (end.n, end.reason, item.spent) == (1, Reason.LENGTH, 8)
@@ -144,7 +149,7 @@ def test_end_travels_with_the_last_tokens_and_closes(
 def test_repeated_writes_are_counted_once(outbox: Outbox, metrics: WorkerMetrics) -> None:
     outbox.open(claim(), "normal")
     outbox.post([update((5,), "x", Finish(Reason.STOP))])
-    batch = outbox.take(256)
+    batch = take(outbox)
     outbox.settle(batch, [AppendStatus.WRITTEN])
     outbox.settle(batch, [AppendStatus.WRITTEN])
     assert sample(metrics, "generation_tokens_total") == 1
@@ -164,12 +169,12 @@ def test_lost_request_is_dropped_and_its_tokens_are_waste(
     outbox.open(claim(), "normal")
     outbox.open(claim("b"), "normal")
     outbox.post([update((5,), "x"), update((9,), "z", run="b#1")])
-    batch = outbox.take(256)
+    batch = take(outbox)
     settled = outbox.settle(batch, [status, AppendStatus.WRITTEN])
     assert settled.lost == ("a#1",)
     assert settled.mismatched == (("a",) if status == AppendStatus.MISMATCH else ())
     outbox.post([update((6,), "late")])
-    assert outbox.take(256) == []
+    assert take(outbox) == []
     assert outbox.owned == ("b",), "a bystander stays"
     assert sample(metrics, "orphan_tokens_total") == 2
     assert sample(metrics, "append_refusals_total", why=why) == 1
@@ -181,30 +186,30 @@ def test_a_step_for_the_claim_before_is_not_the_new_claims(
     """Lost and claimed again within one exchange, while the engine was in the middle of a step."""
     outbox.open(claim(epoch=1), "normal")
     outbox.post([update((5,), "x")])
-    outbox.settle(outbox.take(256), [AppendStatus.FENCED])
+    outbox.settle(take(outbox), [AppendStatus.FENCED])
     again = claim(epoch=2)
     outbox.open(again, "normal")
     outbox.post([update((6,), "stale", run="a#1")])
     outbox.end(claim(epoch=1), Reason.INVALID, "stale, too")
-    assert outbox.take(256) == []
+    assert take(outbox) == []
     assert sample(metrics, "orphan_tokens_total") == 2
     assert outbox.owns(again)
     assert not outbox.owns(claim(epoch=1))
     outbox.post([update((5,), "x", run="a#2")])
-    (item,) = outbox.take(256)
-    assert (item.epoch, item.start, item.count) == (2, 0, 1)
+    (item,) = take(outbox)
+    assert (item.epoch, item.start, item.num_tokens) == (2, 0, 1)
 
 
 def test_broken_log_ends_its_request_with_a_reason(outbox: Outbox) -> None:
     outbox.open(claim(), "normal")
     outbox.post([update((5,), "x")])
-    settled = outbox.settle(outbox.take(256), [AppendStatus.BROKEN])
+    settled = outbox.settle(take(outbox), [AppendStatus.BROKEN])
     assert settled.lost == ("a#1",), "the engine must stop"
     outbox.post([update((6,), "still running when the refusal came")])
-    (item,) = outbox.take(256)
+    (item,) = take(outbox)
     end = unpack_event(item.end)
     assert isinstance(end, End)
-    assert (item.start, item.count, end.n, end.reason) == (0, 0, 0, Reason.ENGINE_ERROR)
+    assert (item.start, item.num_tokens, end.n, end.reason) == (0, 0, 0, Reason.ENGINE_ERROR)
     outbox.settle([item], [AppendStatus.BROKEN])
     assert len(outbox) == 0, "a record that is broken, too, must not be tried for ever"
 
@@ -212,8 +217,8 @@ def test_broken_log_ends_its_request_with_a_reason(outbox: Outbox) -> None:
 def test_probe_asks_without_writing(outbox: Outbox) -> None:
     outbox.open(claim(), "normal")
     outbox.probe()
-    (item,) = outbox.take(256)
-    assert (item.start, item.count, item.chunk, item.end) == (0, 0, b"", b"")
+    (item,) = take(outbox)
+    assert (item.start, item.num_tokens, item.chunk, item.end) == (0, 0, b"", b"")
     assert outbox.settle([item], [AppendStatus.FENCED]).lost == ("a#1",)
 
 
@@ -221,14 +226,14 @@ def test_take_is_bounded_and_keeps_the_rest(outbox: Outbox) -> None:
     for name in "abc":
         outbox.open(claim(name), "normal")
         outbox.post([update((1,), name, run=f"{name}#1")])
-    assert [item.id for item in outbox.take(2)] == ["a", "b"]
-    assert [item.id for item in outbox.take(2)] == ["c"]
+    assert [item.id for item in take(outbox, 2)] == ["a", "b"]
+    assert [item.id for item in take(outbox, 2)] == ["c"]
 
 
 def test_request_that_never_reached_the_engine_still_ends(outbox: Outbox) -> None:
     outbox.open(claim(), "normal")
     outbox.end(claim(), Reason.INVALID, "prompt: got nothing")
-    (item,) = outbox.take(256)
+    (item,) = take(outbox)
     end = unpack_event(item.end)
     assert isinstance(end, End)
     assert (end.n, end.state, end.message) == (0, "failed", "prompt: got nothing")
