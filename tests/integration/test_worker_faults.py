@@ -262,9 +262,7 @@ def start_durable_redis(port: int, folder: Path) -> subprocess.Popen[bytes]:
     ``always``, since with ``everysec`` Redis puts off its writes while a slow disk still syncs the
     last ones, and a kill then loses what it has acknowledged meanwhile.
     """
-    options = (
-        f"--port {port} --bind 127.0.0.1 --appendonly yes --appendfsync always --dir {folder}"
-    )
+    options = f"--port {port} --bind 127.0.0.1 --appendonly yes --appendfsync always --dir {folder}"
     argv = [find_server().path, "--save", "", *options.split()]
     process = spawn_bound(argv, stdout=subprocess.DEVNULL)
     with redis.Redis(port=port) as client:
