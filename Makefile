@@ -38,7 +38,7 @@ bench: install ## Measure engine, scheduler and queue on this machine
 	$(BIN)/penstock bench scheduler $(ARGS)
 	$(BIN)/penstock bench queue $(ARGS)
 
-faults: install ## Run fault storms and the long form of the fault tests: half an hour
+faults: install ## Run fault storms and the long form of the fault tests: twenty minutes
 	$(BIN)/penstock chaos --seconds 60 --all
 	$(BIN)/penstock chaos --seconds 60 --all --model demo --workers 3 --in-flight 16 --tokens 80
 	$(BIN)/penstock chaos --stall

@@ -57,6 +57,7 @@ async def test_kill(tmp_path: Path, point: str, repetitions: int) -> None:
             victim = await unlucky(rig)
             assert rig.parts.fleet.kill(victim)
             await asyncio.wait_for(running, 25)  # below the lease: a supervisor saw it
+            rig.parts.fleet.drain(victim)  # whose supervisor would wait longer after each death
         await rig.end()
         assert rig.ledger.counts["completed"] == 6 * repetitions
         assert rig.ledger.counts["dead"] == 0
