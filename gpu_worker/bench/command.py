@@ -10,6 +10,8 @@ import typer
 from penstock.shared.report import Report
 from penstock.shared.report_view import show_progress, show_report
 
+from .options import EngineOptions, QueueOptions, SchedulerOptions
+
 __all__ = ["bench"]
 
 bench = typer.Typer(
@@ -45,8 +47,6 @@ def scheduler(
 
     Needs neither Redis nor torch.
     """
-    from .scheduler import SchedulerOptions, bench_scheduler
-
     options = SchedulerOptions(
         running=_counts("--running", running),
         waiting=_counts("--waiting", waiting),
@@ -54,6 +54,8 @@ def scheduler(
         steps=steps,
     )
     with show_progress() as progress:
+        from .scheduler import bench_scheduler
+
         report = bench_scheduler(options, progress)
     _finish(report, as_json)
 
@@ -75,8 +77,6 @@ def engine(
     as_json: _Json = False,
 ) -> None:
     """A real model on this CPU: against transformers' generate, and through Redis."""
-    from .engine import EngineOptions, bench_engine
-
     options = EngineOptions(
         model=model,
         batches=_counts("--batches", batches),
@@ -87,6 +87,8 @@ def engine(
         threads=threads,
     )
     with show_progress() as progress:
+        from .engine import bench_engine
+
         report = bench_engine(options, progress)
     _finish(report, as_json)
 
@@ -109,12 +111,12 @@ def queue(
     as_json: _Json = False,
 ) -> None:
     """The way through Redis, without a model: CPU, round trips, latencies, memory, shares."""
-    from .queue import QueueOptions, bench_queue
-
     options = QueueOptions(
         redis=redis, rounds=rounds, steps=steps, submits=submits, seconds=seconds, queued=queued
     )
     with show_progress() as progress:
+        from .queue import bench_queue
+
         report = bench_queue(options, progress)
     _finish(report, as_json)
 

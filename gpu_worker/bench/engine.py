@@ -5,57 +5,24 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
 from penstock.shared.embedded import EmbeddedRedis
-from penstock.shared.errors import ConfigurationError
 from penstock.shared.keys import Keys
 from penstock.shared.report import Report
 from penstock.shared.settings import Settings, load_settings
 
 from ..garbage import calm_collector
 from .generation import EngineSide, TransformersSide
+from .options import EngineOptions
 from .rounds import Machine, Progress, Rounds, percentile
 from .through_redis import run_through_redis, worker_process
 from .traces import Trace, mixed_trace, requests_of, uniform_trace
 
-__all__ = ["EngineOptions", "bench_engine"]
+__all__ = ["bench_engine"]
 
 _PROMPT = 32
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineOptions:
-    """What to measure.
-
-    Attributes:
-        model: a checkpoint's directory, or ``demo``.
-        batches: sequences that run together.
-        tokens: output tokens of each sequence; of a trace, the most that one has.
-        rounds: measurements of each kind.
-        requests: requests of a trace of mixed lengths.
-        slots: sequences that run at the same time in a trace.
-        threads: CPU threads of both sides; None lets each have the number that suits it.
-    """
-
-    model: str = "demo"
-    batches: Sequence[int] = (1, 4, 16, 32)
-    tokens: int = 64
-    rounds: int = 5
-    requests: int = 96
-    slots: int = 16
-    threads: int | None = None
-
-    def __post_init__(self) -> None:
-        if not self.batches or min(self.batches) < 1:
-            got = list(self.batches)
-            raise ConfigurationError(f"--batches: got {got}; allowed: 1 or more")
-        for name in ("tokens", "rounds", "requests", "slots"):
-            if getattr(self, name) < 1:
-                raise ConfigurationError(f"--{name}: got {getattr(self, name)}; allowed: 1 or more")
 
 
 def bench_engine(options: EngineOptions, progress: Progress = lambda *_: None) -> Report:

@@ -98,8 +98,9 @@ class TransformersSide:
             )
         self._model.eval().requires_grad_(False)
         self._model.generation_config = GenerationConfig()
-        self.threads = max(threads)
-        self.threads = min(threads, key=self._time)
+        self.threads = threads[0]
+        if len(threads) > 1:
+            self.threads = min(threads, key=self._time)
 
     @property
     def vocab_size(self) -> int:

@@ -6,13 +6,12 @@ import asyncio
 import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from penstock.shared.embedded import EmbeddedRedis
-from penstock.shared.errors import ConfigurationError, RedisUnavailable
+from penstock.shared.errors import RedisUnavailable
 from penstock.shared.keys import Keys
 from penstock.shared.report import Number, Report
 from penstock.shared.settings import redact_url
@@ -20,10 +19,11 @@ from penstock.shared.settings import redact_url
 from ..garbage import calm_collector
 from .depth import measure_depth, measure_fairness
 from .latency import measure_claims, measure_tokens
+from .options import QueueOptions
 from .rounds import Machine, Progress, Rounds
 from .steps import measure_steps
 
-__all__ = ["QueueOptions", "bench_queue"]
+__all__ = ["bench_queue"]
 
 _RUNNING = 256
 _TOKENS_PER_S = 10_000
@@ -37,35 +37,6 @@ _AT_MOST: tuple[tuple[str, Number], ...] = (
     ("token_to_subscriber_ms_p99_10k", 10),
 )
 _AT_LEAST: tuple[tuple[str, Number], ...] = (("unpipelined_ratio_256", 40),)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QueueOptions:
-    """What to measure and where.
-
-    Attributes:
-        redis: address of a server; None starts one for the time of the measurement.
-        rounds: measurements of steps and latencies.
-        steps: steps in a round, of 256 tokens each.
-        submits: requests submitted to an idle worker in a round.
-        seconds: how long tokens are streamed in a round.
-        queued: depth of the long queue; it is filled once.
-    """
-
-    redis: str | None = None
-    rounds: int = 5
-    steps: int = 250
-    submits: int = 200
-    seconds: float = 2.0
-    queued: int = 10_000
-
-    def __post_init__(self) -> None:
-        for name, low in (("rounds", 1), ("steps", 1), ("submits", 1), ("queued", 1000)):
-            if getattr(self, name) < low:
-                got = getattr(self, name)
-                raise ConfigurationError(f"--{name}: got {got}; allowed: {low} or more")
-        if not 0 < self.seconds <= 600:
-            raise ConfigurationError(f"--seconds: got {self.seconds}; allowed: above 0, up to 600")
 
 
 def bench_queue(options: QueueOptions, progress: Progress = lambda *_: None) -> Report:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from penstock.shared.report import Check, Number, Report
 
-__all__ = ["Machine", "Progress", "Rounds", "percentile"]
+__all__ = ["Machine", "Progress", "Rounds", "family_s", "percentile"]
 
 Progress = Callable[[str, int, int], None]
 """Told the stage, how much of it is done and how much there is."""
@@ -75,7 +75,7 @@ class Machine:
 
     def __init__(self) -> None:
         self._load = os.getloadavg()[0]
-        self._began, self._busy, self._ours = time.monotonic(), _busy_s(), _family_s()
+        self._began, self._busy, self._ours = time.monotonic(), _busy_s(), family_s()
 
     def stop(self) -> tuple[float, str]:
         """CPU cores that processes other than ours kept busy on average, and a sentence on it."""
@@ -83,7 +83,7 @@ class Machine:
         load = f"load average {self._load:.1f} before, {os.getloadavg()[0]:.1f} after"
         if math.isnan(self._busy):
             return math.nan, f"{load}; what others used is not known on this system"
-        others = (_busy_s() - self._busy) - (_family_s() - self._ours)
+        others = (_busy_s() - self._busy) - (family_s() - self._ours)
         cores = max(0.0, others / seconds)
         used = f"others used {cores:.2f} of {os.cpu_count()} CPU cores for these {seconds:.0f} s"
         verdict = "NOISY, measure again when it is quiet" if cores > _QUIET_CORES else "quiet"
@@ -100,7 +100,7 @@ def _busy_s() -> float:
     return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
 
 
-def _family_s() -> float:
+def family_s() -> float:
     """CPU seconds of this process and all its descendants, ended and waited-for ones included."""
     ticks, parents = {}, {}
     for entry in _PROC.iterdir() if _PROC.is_dir() else ():

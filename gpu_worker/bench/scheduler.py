@@ -6,9 +6,7 @@ import statistics
 import time
 import tracemalloc
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from penstock.shared.errors import ConfigurationError
 from penstock.shared.protocol import Lane, SamplingOptions
 from penstock.shared.report import Report
 
@@ -17,9 +15,10 @@ from ..engine.engine import Engine
 from ..engine.plan import StepOutput
 from ..engine.requests import EngineRequest
 from ..garbage import calm_collector
+from .options import SchedulerOptions
 from .rounds import Machine, Progress, Rounds
 
-__all__ = ["SchedulerOptions", "bench_scheduler"]
+__all__ = ["bench_scheduler"]
 
 _BLOCK_SIZE = 16
 _PROMPT = 16
@@ -27,32 +26,6 @@ _PROMPT = 16
 
 _FIXED_US = 100
 _PER_SEQUENCE_US = 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerOptions:
-    """What to measure.
-
-    Attributes:
-        running: numbers of running sequences.
-        waiting: numbers of waiting ones; 0 is what the others are compared with.
-        rounds: measurements of each combination.
-        steps: steps in each measurement.
-    """
-
-    running: Sequence[int] = (8, 64, 256, 1024)
-    waiting: Sequence[int] = (0, 10_000, 100_000)
-    rounds: int = 5
-    steps: int = 60
-
-    def __post_init__(self) -> None:
-        for name, low in (("running", 1), ("waiting", 0)):
-            values = getattr(self, name)
-            if not values or min(values) < low:
-                raise ConfigurationError(f"--{name}: got {list(values)}; allowed: {low} or more")
-        for name in ("rounds", "steps"):
-            if getattr(self, name) < 1:
-                raise ConfigurationError(f"--{name}: got {getattr(self, name)}; allowed: 1 or more")
 
 
 def bench_scheduler(options: SchedulerOptions, progress: Progress = lambda *_: None) -> Report:

@@ -1,0 +1,96 @@
+"""What can be chosen for a measurement; told without importing what it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock.shared.errors import ConfigurationError
+
+__all__ = ["EngineOptions", "QueueOptions", "SchedulerOptions"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """What to measure.
+
+    Attributes:
+        model: a checkpoint's directory, or ``demo``.
+        batches: sequences that run together.
+        tokens: output tokens of each sequence; of a trace, the most that one has.
+        rounds: measurements of each kind.
+        requests: requests of a trace of mixed lengths.
+        slots: sequences that run at the same time in a trace.
+        threads: CPU threads of both sides; None lets each have the number that suits it.
+    """
+
+    model: str = "demo"
+    batches: Sequence[int] = (1, 4, 16, 32)
+    tokens: int = 64
+    rounds: int = 5
+    requests: int = 96
+    slots: int = 16
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.batches or min(self.batches) < 1:
+            got = list(self.batches)
+            raise ConfigurationError(f"--batches: got {got}; allowed: 1 or more")
+        for name in ("tokens", "rounds", "requests", "slots"):
+            if getattr(self, name) < 1:
+                raise ConfigurationError(f"--{name}: got {getattr(self, name)}; allowed: 1 or more")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueOptions:
+    """What to measure and where.
+
+    Attributes:
+        redis: address of a server; None starts one for the time of the measurement.
+        rounds: measurements of steps and latencies.
+        steps: steps in a round, of 256 tokens each.
+        submits: requests submitted to an idle worker in a round.
+        seconds: how long tokens are streamed in a round.
+        queued: depth of the long queue; it is filled once.
+    """
+
+    redis: str | None = None
+    rounds: int = 5
+    steps: int = 250
+    submits: int = 200
+    seconds: float = 2.0
+    queued: int = 10_000
+
+    def __post_init__(self) -> None:
+        for name, low in (("rounds", 1), ("steps", 1), ("submits", 1), ("queued", 1000)):
+            if getattr(self, name) < low:
+                got = getattr(self, name)
+                raise ConfigurationError(f"--{name}: got {got}; allowed: {low} or more")
+        if not 0 < self.seconds <= 600:
+            raise ConfigurationError(f"--seconds: got {self.seconds}; allowed: above 0, up to 600")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerOptions:
+    """What to measure.
+
+    Attributes:
+        running: numbers of running sequences.
+        waiting: numbers of waiting ones; 0 is what the others are compared with.
+        rounds: measurements of each combination.
+        steps: steps in each measurement.
+    """
+
+    running: Sequence[int] = (8, 64, 256, 1024)
+    waiting: Sequence[int] = (0, 10_000, 100_000)
+    rounds: int = 5
+    steps: int = 60
+
+    def __post_init__(self) -> None:
+        for name, low in (("running", 1), ("waiting", 0)):
+            values = getattr(self, name)
+            if not values or min(values) < low:
+                raise ConfigurationError(f"--{name}: got {list(values)}; allowed: {low} or more")
+        for name in ("rounds", "steps"):
+            if getattr(self, name) < 1:
+                raise ConfigurationError(f"--{name}: got {getattr(self, name)}; allowed: 1 or more")

@@ -1,0 +1,102 @@
+"""``penstock bench`` in its smallest form: real parts, few tokens, and the pinned names."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+QUEUE = {
+    "worker_cpu_us_per_token_256", "unpipelined_ratio_256", "redis_cpu_us_per_token_256",
+    "round_trips_per_step", "step_ms_p99_256", "submit_to_claim_ms_p99",
+    "token_to_subscriber_ms_p99_10k", "bytes_per_queued_request", "bytes_per_streamed_token",
+}  # fmt: skip
+
+
+def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "penstock.gpu_worker", "bench", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100)
+
+
+def report(*arguments: str) -> dict[str, Any]:
+    """What a run says; its exit code must agree with its checks."""
+    done = bench(*arguments, "--json")
+    assert done.stdout, done.stderr
+    facts: dict[str, Any] = json.loads(done.stdout)
+    assert done.returncode == (0 if all(check["ok"] for check in facts["checks"]) else 1)
+    assert all(isinstance(value, int | float) for value in facts["figures"].values())
+    for check in facts["checks"]:
+        assert check["value"] == facts["figures"][check["name"]]
+    for name, (low, high) in facts.get("spread", {}).items():
+        assert low <= facts["figures"][name] <= high
+    return facts
+
+
+def test_scheduler() -> None:
+    facts = report(
+        "scheduler", "--running", "4,8", "--waiting", "0,50", "--rounds", "3", "--steps", "5"
+    )
+    steps = {"step_us_4_0", "step_us_4_50", "step_us_8_0", "step_us_8_50"}
+    assert facts["figures"].keys() == steps | {"bytes_per_waiting_request", "other_cpu_cores"}
+    assert {check["name"]: check["limit"] for check in facts["checks"]} == {
+        "step_us_4_0": 104, "step_us_4_50": 104, "step_us_8_0": 108, "step_us_8_50": 108,
+    }  # fmt: skip
+    assert 200 < facts["figures"]["bytes_per_waiting_request"] < 10_000
+    assert any("4 running, against 0 waiting: x" in note for note in facts["notes"])
+
+
+def test_queue() -> None:
+    facts = report(
+        "queue", "--rounds", "2", "--steps", "5", "--submits", "3", "--seconds", "0.1",
+        "--queued", "1000",
+    )  # fmt: skip
+    figures = facts["figures"]
+    assert figures.keys() >= QUEUE
+    assert {check["name"] for check in facts["checks"]} == {
+        name for name in QUEUE if not name.startswith("bytes_per_")
+    }
+    assert 1 <= figures["round_trips_per_step"] < 1.5
+    assert figures["tenant_done_after_pulls_ideal"] == 15
+    assert figures["tenant_b_done_after_pulls"] <= 15
+    assert figures["tenant_c_done_after_pulls"] <= 15
+    assert figures["bytes_per_queued_request"] > figures["bytes_per_queued_request_payload"] > 200
+
+
+def test_engine() -> None:
+    facts = report(
+        "engine", "--batches", "1,2", "--tokens", "4", "--rounds", "1", "--requests", "4",
+        "--slots", "2", "--threads", "1",
+    )  # fmt: skip
+    figures = facts["figures"]
+    for name in ("1", "2", "mixed"):
+        ours, theirs = figures[f"tokens_per_s_{name}"], figures[f"transformers_tokens_per_s_{name}"]
+        assert math.isclose(figures[f"speedup_{name}"], ours / theirs)
+        assert figures[f"step_ms_{name}"] > 0
+    cost = figures["tokens_per_s_in_process"] / figures["tokens_per_s_through_redis"] - 1
+    assert math.isclose(figures["redis_cost_percent"], 100 * cost, abs_tol=1e-6)
+    assert [(check["name"], check["limit"]) for check in facts["checks"]] == [
+        ("redis_cost_percent", 3)
+    ]
+    assert any("1 CPU thread for the engine" in note for note in facts["notes"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("scheduler", "--running", "0"), "--running: got [0]; allowed: 1 or more"),
+        (("scheduler", "--waiting", "a"), "got 'a'; allowed: whole numbers with commas between"),
+        (("queue", "--queued", "10"), "--queued: got 10; allowed: 1000 or more"),
+        (("queue", "--seconds", "0"), "--seconds: got 0.0; allowed: above 0"),
+        (("queue", "--redis", "redis://127.0.0.1:1"), "cannot measure redis://127.0.0.1:1"),
+        (("engine", "--batches", "1,-1"), "--batches: got [1, -1]; allowed: 1 or more"),
+    ],
+)
+def test_wrong_options_are_one_line_and_exit_code_2(arguments: tuple[str, ...], says: str) -> None:
+    done = bench(*arguments)
+    assert done.returncode == 2
+    assert says in " ".join(done.stderr.replace("│", " ").split())
+    assert "Traceback" not in done.stderr
