@@ -235,18 +235,20 @@ class Trainer:
 
         Raises:
             DivergenceError: The loss is not finite, or after the warm-up is half as high again as
-                its running mean.
+                the running mean of windows as long. (Positions that a model sees for the first
+                time cost it more, so a phase with longer windows begins with a higher loss.)
         """
         schedule = self.schedule
         self.model.train()
-        mean: float | None = None
+        means: dict[int, float] = {}
         saved = mark = time.monotonic()
         start = mark - self.elapsed
         mark_tokens = self.tokens
         while (progress := schedule.progress(self.step, self.elapsed)) < 1.0:
-            loss = self._one_step(progress)
+            length = schedule.length(self.step, progress)
+            loss = self._one_step(length, progress)
             self.elapsed = time.monotonic() - start
-            mean = loss if mean is None else 0.95 * mean + 0.05 * loss
+            mean = means[length] = 0.95 * means.get(length, loss) + 0.05 * loss
             self._check(loss, mean)
             if self.step % log_every == 0:
                 now = time.monotonic()
@@ -268,8 +270,7 @@ class Trainer:
         self.save()
         self.model.eval()
 
-    def _one_step(self, progress: float) -> float:
-        length = self.schedule.length(self.step, progress)
+    def _one_step(self, length: int, progress: float) -> float:
         window = self.samplers[length].batch(self.batches_used[length])
         for group in self.optimizer.param_groups:
             group["lr"] = self.schedule.rate(self.step, progress)
