@@ -2,21 +2,25 @@
 
 No file here imports Redis, asyncio or torch, so everything can be tested in milliseconds and
 simulated in virtual time. Read in this order: ``sequence``, ``plan``, ``engine``, ``scheduler``,
-``policies``, ``blocks`` (with ``free_list`` and ``prefix_cache``), ``output`` and ``text``.
+``policies``, ``blocks`` (with ``free_list``, ``prefix_cache`` and ``kinds``; ``hybrid_blocks`` for
+models whose layers differ in how far back they see), ``output`` and ``text``.
 """
 
 from .blocks import BlockManager
 from .config import EngineConfig
 from .engine import Engine
+from .hybrid_blocks import HybridBlocks
+from .kinds import NO_BLOCK, KVKind
 from .plan import BlockCopy, Plan, Span, StepOutput
 from .policies import LaneFcfs, Policy
 from .requests import EngineRequest, Finish, Update
 from .scheduler import Scheduler
 from .sequence import Sequence, SequenceStatus
-from .stats import EngineStats, PreemptionCause
+from .stats import EngineStats, PoolUse, PreemptionCause
 from .text import StopMatcher, TextStream
 
 __all__ = [
+    "NO_BLOCK",
     "BlockCopy",
     "BlockManager",
     "Engine",
@@ -24,9 +28,12 @@ __all__ = [
     "EngineRequest",
     "EngineStats",
     "Finish",
+    "HybridBlocks",
+    "KVKind",
     "LaneFcfs",
     "Plan",
     "Policy",
+    "PoolUse",
     "PreemptionCause",
     "Scheduler",
     "Sequence",

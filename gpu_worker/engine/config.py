@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from penstock.shared.errors import ConfigurationError
 
+from .kinds import KVKind
+
 __all__ = ["EngineConfig"]
 
 
@@ -16,7 +18,10 @@ class EngineConfig:
 
     Attributes:
         block_size: tokens per KV block.
-        num_blocks: KV blocks in the pool.
+        num_blocks: KV blocks in the pool, or in that of the layers that see furthest back.
+        window: tokens a token sees in these layers, itself included; None: all. Blocks that have
+            left the window are given up.
+        more_kinds: pools of layers with a smaller window, where the model has such.
         max_batch_tokens: token budget: query tokens of one step, all sequences together. At least
             ``max_sequences``, so that every running sequence advances in every step.
         max_sequences: sequence budget: sequences that run at the same time.
@@ -48,10 +53,16 @@ class EngineConfig:
     prefix_cache: bool = True
     salt_by_tenant: bool = False
     watermark: float = 0.01
+    window: int | None = None
+    more_kinds: tuple[KVKind, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("block_size", "num_blocks", "max_sequences", "chunk_size"):
+        for name in ("block_size", "max_sequences", "chunk_size"):
             _at_least(name, getattr(self, name), 1)
+        for kind in self.kinds:
+            _at_least("num_blocks", kind.num_blocks, 1)
+            if kind.window is not None:
+                _at_least("window", kind.window, 1)
         _at_least("max_model_len", self.max_model_len, 2)
         if self.max_batch_tokens < self.max_sequences:
             raise ConfigurationError(
@@ -61,6 +72,16 @@ class EngineConfig:
             )
         if not 0.0 <= self.watermark < 1.0:
             raise ConfigurationError(f"watermark is {self.watermark}; allowed: 0 to below 1")
+
+    @property
+    def kinds(self) -> tuple[KVKind, ...]:
+        """All pools, in the order of a sequence's block tables."""
+        return (KVKind(self.num_blocks, self.window), *self.more_kinds)
+
+    @property
+    def max_span(self) -> int:
+        """Most query tokens of one sequence in one step."""
+        return min(self.chunk_size, self.max_batch_tokens)
 
     @property
     def watermark_blocks(self) -> int:

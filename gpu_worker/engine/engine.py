@@ -8,8 +8,8 @@ from itertools import repeat
 from penstock.shared.errors import IntegrityError, InvalidRequest
 from penstock.shared.protocol import Lane, Reason
 
-from .blocks import BlockManager
 from .config import EngineConfig
+from .hybrid_blocks import make_blocks
 from .options_check import refuse_options
 from .output import Output
 from .plan import Plan, StepOutput
@@ -17,7 +17,7 @@ from .policies import LaneFcfs, Policy
 from .requests import EngineRequest, Finish, Update
 from .scheduler import Scheduler
 from .sequence import Sequence, SequenceStatus
-from .stats import EngineStats
+from .stats import EngineStats, PoolUse
 from .text import TextStream
 
 __all__ = ["Engine"]
@@ -52,10 +52,8 @@ class Engine:
         self._config = config
         self._detokenizer = detokenizer
         self._policy = policy if policy is not None else LaneFcfs()
-        self._blocks = BlockManager(
-            config.num_blocks, config.block_size, prefix_cache=config.prefix_cache
-        )
-        self._pool_tokens = config.num_blocks * config.block_size
+        self._blocks = make_blocks(config)
+        self._pool_tokens = self._blocks.capacity_tokens
         self._scheduler = Scheduler(config, self._blocks, self._policy)
         self._outputs: dict[str, Output] = {}
         self._in_flight: Plan | None = None
@@ -160,7 +158,7 @@ class Engine:
                 raise IntegrityError(f"{sequence}: {span.samples=}, but got {token_ids}")
             stop = sequence.num_computed_tokens = span.start + num_tokens
             if num_tokens > 1 or stop % block_size == 0:  # else it has filled no block
-                self._blocks.publish(sequence)
+                self._blocks.settle(sequence)
             num_computed += num_tokens
             if token_ids:
                 num_sampled += 1
@@ -202,6 +200,10 @@ class Engine:
             used_blocks=blocks.num_used,
             cached_blocks=blocks.num_cached,
             free_blocks=blocks.num_available - blocks.num_cached,
+            pools=tuple(
+                PoolUse(kind.window, kind.num_blocks, kind.num_used) for kind in blocks.kinds
+            ),
+            available_tokens=blocks.available_tokens(self._config.max_model_len),
             evictions=blocks.num_evictions,
             steps=self._num_steps,
             computed_tokens=self._num_computed_tokens,
@@ -252,14 +254,17 @@ class Engine:
 
     def _too_large(self, sequence: Sequence) -> Finish | None:
         """The end of a sequence whose next token the pool could not give, even were it alone."""
-        num_blocks, size = self._blocks.num_blocks, self._blocks.block_size
         num_tokens = sequence.num_tokens
         if num_tokens <= self._pool_tokens:
             return None
-        num_needed = self._blocks.blocks_for(num_tokens)
+        short = next(kind for kind in self._blocks.kinds if num_tokens > kind.capacity_tokens)
+        layers = (
+            "" if short.window is None else f" in layers with a window of {short.window} tokens"
+        )
         message = (
-            f"{num_tokens} tokens need {num_needed} KV blocks of {size} tokens; the pool has "
-            f"{num_blocks} ({self._pool_tokens} tokens): raise the KV memory budget or ask for less"
+            f"{num_tokens} tokens need {short.blocks_needed(num_tokens)} KV blocks of "
+            f"{short.block_size} tokens{layers}; the pool has {short.num_blocks} "
+            f"({short.capacity_tokens} tokens): raise the KV memory budget or ask for less"
         )
         return Finish(Reason.OUT_OF_MEMORY, message)
 

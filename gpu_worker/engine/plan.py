@@ -42,10 +42,11 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
-    """Copy all layers' keys and values of block ``source`` over block ``target``."""
+    """Copy block ``source`` over block ``target``: keys and values of all layers of a KV kind."""
 
     source: int
     target: int
+    kind: int = 0
 
 
 @dataclass(frozen=True, slots=True)

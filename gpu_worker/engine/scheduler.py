@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from penstock.shared.errors import IntegrityError
 from penstock.shared.protocol import Lane
 
-from .blocks import BlockManager
 from .config import EngineConfig
+from .hybrid_blocks import Blocks
 from .plan import BlockCopy, Plan, Span
 from .policies import Policy
 from .sequence import Sequence, SequenceStatus
@@ -45,7 +45,7 @@ class Scheduler:
         prefix_hit_tokens: those that were found.
     """
 
-    def __init__(self, config: EngineConfig, blocks: BlockManager, policy: Policy) -> None:
+    def __init__(self, config: EngineConfig, blocks: Blocks, policy: Policy) -> None:
         self._config = config
         self._blocks = blocks
         self._policy = policy
@@ -101,14 +101,13 @@ class Scheduler:
         if head is None or not victims:
             return
         has_slot = self.num_running() < self._config.max_sequences
-        # Blocks that victims share with others are counted though they may not become available;
-        # then the head waits for another step, behind nobody less urgent.
-        freed, chosen = 0, 0
-        while not ((has_slot or chosen) and self._blocks.can_admit(head, self._spare(head), freed)):
-            if chosen == len(victims):
-                return
-            freed += len(victims[chosen].block_table)
-            chosen += 1
+        # If it counts blocks that do not become available, because others share them, the head
+        # waits for another step, behind nobody less urgent.
+        chosen = self._blocks.victims_needed(head, self._spare(head), victims)
+        if chosen is None:
+            return
+        if not has_slot:
+            chosen = max(chosen, 1)
         for victim in victims[:chosen]:
             self._preempt(victim, PreemptionCause.URGENT)
 
@@ -228,7 +227,7 @@ class Scheduler:
                 raise IntegrityError(f"{sequence} should be {status.value}")
             if not is_running and (sequence.block_table or sequence.num_computed_tokens):
                 raise IntegrityError(f"{sequence} waits and holds blocks")
-            if self._blocks.blocks_for(sequence.num_tokens) > self._blocks.num_blocks:
+            if sequence.num_tokens > self._blocks.capacity_tokens:
                 raise IntegrityError(f"{sequence} can never fit into {self._blocks.num_blocks}")
         if len(running) > self._config.max_sequences:
             raise IntegrityError(f"{len(running)} sequences run")

@@ -45,7 +45,9 @@ class Sequence:
         num_cached_tokens: prompt tokens that were taken from the prefix cache when it was first
             admitted, instead of being computed.
         block_table: block numbers; position ``p`` lives in block ``block_table[p // block_size]``
-            at offset ``p % block_size``.
+            at offset ``p % block_size``. ``NO_BLOCK`` where that has left the window.
+        more_tables: the same for the other KV kinds of a model whose layers differ in their
+            windows, each in a pool of its own; nearly all models have one kind.
         num_writable_tokens: positions ``[num_computed_tokens, num_writable_tokens)`` lie in blocks
             that are this sequence's alone, so it may write there; kept by the block manager.
         block_digests: chained content digests of the first full blocks (see ``prefix_cache``).
@@ -61,6 +63,7 @@ class Sequence:
         "cache_salt",
         "id",
         "lane",
+        "more_tables",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_preemptions",
@@ -103,6 +106,7 @@ class Sequence:
         self.num_writable_tokens = 0
         self.num_preemptions = 0
         self.block_table: list[int] = []
+        self.more_tables: tuple[list[int], ...] = ()
         self.block_digests: list[bytes] = []
         self.num_published_blocks = 0
 

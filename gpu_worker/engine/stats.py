@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from penstock.shared.protocol import Lane
 
-__all__ = ["EngineStats", "PreemptionCause"]
+__all__ = ["EngineStats", "PoolUse", "PreemptionCause"]
 
 
 class PreemptionCause(enum.StrEnum):
@@ -22,6 +22,21 @@ class PreemptionCause(enum.StrEnum):
     """It needed KV itself, and there was none but with sequences before it."""
 
 
+@dataclass(frozen=True, slots=True)
+class PoolUse:
+    """How full the pool of one KV kind is.
+
+    Attributes:
+        window: of its layers, in tokens; None: they see all tokens.
+        num_blocks: blocks in the pool.
+        used_blocks: of these, held by running sequences.
+    """
+
+    window: int | None
+    num_blocks: int
+    used_blocks: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
     """A snapshot. Names without a unit are counts; those marked total only grow.
@@ -29,10 +44,13 @@ class EngineStats:
     Attributes:
         running: running sequences by lane.
         waiting: waiting sequences by lane.
-        num_blocks: KV blocks in the pool; used + cached + free.
+        num_blocks: KV blocks in the pool; used + cached + free. In a model whose layers differ in
+            their windows all pools together, here and in the next three.
         used_blocks: held by running sequences.
         cached_blocks: held by nobody, kept for the prefix cache.
         free_blocks: empty.
+        pools: use of each pool; more than one where layers differ in their windows.
+        available_tokens: tokens of new sequences for which there is room.
         evictions: total cached blocks given away because free ones ran out.
         steps: total steps collected.
         computed_tokens: total query tokens computed, repeated ones included.
@@ -50,6 +68,8 @@ class EngineStats:
     used_blocks: int
     cached_blocks: int
     free_blocks: int
+    pools: tuple[PoolUse, ...]
+    available_tokens: int
     evictions: int
     steps: int
     computed_tokens: int

@@ -19,7 +19,7 @@ def sequence(token_ids: list[int], id: str = "s", salt: bytes = b"") -> Sequence
 
 def computed(blocks: BlockManager, seq: Sequence, num_tokens: int | None = None) -> Sequence:
     seq.num_computed_tokens = seq.num_tokens if num_tokens is None else num_tokens
-    blocks.publish(seq)
+    blocks.settle(seq)
     return seq
 
 
@@ -248,7 +248,7 @@ class BlockMachine(RuleBasedStateMachine):
         if self.blocks.try_reserve(seq, stop, copies):
             self.write(seq, stop, copies)
             if publish:
-                self.blocks.publish(seq)
+                self.blocks.settle(seq)
         else:
             assert (copies, seq.block_table, self.blocks.num_available) == ([], table, before)
 

@@ -16,6 +16,11 @@ def sequence(token_ids: list[int], table: list[int], salt: bytes = b"") -> Seque
     return seq
 
 
+def publish(cache: PrefixCache, seq: Sequence, num_full: int) -> None:
+    cache.publish(seq, seq.block_table, num_full)
+    seq.num_published_blocks = num_full
+
+
 @settings(deadline=None)
 @given(first=short_ids, second=short_ids, salts=st.tuples(st.booleans(), st.booleans()))
 def test_matches_exactly_the_common_full_blocks(
@@ -23,7 +28,7 @@ def test_matches_exactly_the_common_full_blocks(
 ) -> None:
     cache, size = PrefixCache(2), 2
     salt = [b"salt" if salted else b"" for salted in salts]
-    cache.publish(sequence(first, [10, 11, 12, 13, 14], salt[0]), len(first) // size)
+    publish(cache, sequence(first, [10, 11, 12, 13, 14], salt[0]), len(first) // size)
     num_equal = 0
     while (
         salt[0] == salt[1]
@@ -36,36 +41,35 @@ def test_matches_exactly_the_common_full_blocks(
 
 def test_the_first_block_with_a_content_stays_the_one() -> None:
     cache = PrefixCache(2)
-    cache.publish(sequence([1, 2], [7]), 1)
-    cache.publish(sequence([1, 2], [8]), 1)
+    publish(cache, sequence([1, 2], [7]), 1)
+    publish(cache, sequence([1, 2], [8]), 1)
     assert cache.match(sequence([1, 2, 3], [])) == [7]
     assert (7 in cache, 8 in cache, len(cache)) == (True, False, 1)
 
 
 def test_a_forgotten_block_ends_the_match() -> None:
     cache = PrefixCache(2)
-    cache.publish(sequence([1, 2, 3, 4], [7, 8]), 2)
+    publish(cache, sequence([1, 2, 3, 4], [7, 8]), 2)
     cache.forget(7)
     assert cache.match(sequence([1, 2, 3, 4, 5], [])) == []
-    cache.publish(sequence([1, 2], [9]), 1)
+    publish(cache, sequence([1, 2], [9]), 1)
     assert cache.match(sequence([1, 2, 3, 4, 5], [])) == [9, 8]
 
 
 def test_digests_are_kept_and_grow_with_the_sequence() -> None:
     cache, seq = PrefixCache(2), sequence([1, 2, 3], [7])
-    cache.publish(seq, 1)
+    publish(cache, seq, 1)
     digests = list(seq.block_digests)
     seq.token_ids += [4, 5]
     seq.block_table.append(8)
-    cache.publish(seq, 2)
+    publish(cache, seq, 2)
     assert seq.block_digests[:1] == digests
     assert [len(digest) for digest in seq.block_digests] == [16, 16]
-    assert seq.num_published_blocks == 2
 
 
 def test_content_is_not_confused_with_its_neighbours() -> None:
     """Ids are packed with a fixed width: (1, 256) is not (257, 0) or the like."""
     cache = PrefixCache(2)
-    cache.publish(sequence([1, 256], [7]), 1)
+    publish(cache, sequence([1, 256], [7]), 1)
     for ids in ([257, 0], [0, 1 << 24], [65537, 0], [256, 1], [1, 256 << 8]):
         assert cache.match(sequence([*ids, 3], [])) == []

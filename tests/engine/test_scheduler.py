@@ -55,7 +55,7 @@ class Bench:
     def compute(self, plan: Plan) -> None:
         for span in plan.spans:
             span.sequence.num_computed_tokens += span.num_tokens
-            self.blocks.publish(span.sequence)
+            self.blocks.settle(span.sequence)
             if span.samples:
                 span.sequence.token_ids.append(7)
 
