@@ -82,6 +82,7 @@ class Intake:
 
     async def _prepare(self, claim: Claim, request: Request) -> None:
         loop = asyncio.get_running_loop()
+        now = loop.time()
         try:
             prompt_ids = await loop.run_in_executor(self._pool, self._encode, request.prompt)
         except InvalidRequest as error:
@@ -102,7 +103,8 @@ class Intake:
                 output_ids=tuple(i for chunk in claim.chunks for i in chunk.token_ids),
                 options=request.options,
                 seed=request.seed,
-                arrival=loop.time() - claim.age_ms / 1000,
+                arrival=now - claim.age_ms / 1000,
+                deadline=now + claim.deadline_in_ms / 1000,
             )
         )
 

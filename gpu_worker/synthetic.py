@@ -15,7 +15,7 @@ from penstock.shared.errors import InvalidRequest
 from penstock.shared.settings import Settings
 from penstock.shared.synthetic import next_token
 
-from .engine.config import EngineConfig
+from .engine.config import EngineConfig, PolicyName
 from .engine.plan import Plan, StepOutput
 from .serving import ServingModel
 
@@ -89,6 +89,8 @@ def build_synthetic(settings: Settings) -> ServingModel:
         max_model_len=settings.model.max_model_len or _CONTEXT,
         eos_token_ids=frozenset(),
         prefix_cache=engine.prefix_cache,
+        policy=PolicyName(engine.policy),
+        max_overtake_s=engine.max_overtake_s,
     )
     return ServingModel(
         config=config,

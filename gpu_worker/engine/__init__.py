@@ -7,12 +7,20 @@ models whose layers differ in how far back they see), ``output`` and ``text``.
 """
 
 from .blocks import BlockManager
-from .config import EngineConfig
+from .config import EngineConfig, PolicyName
 from .engine import Engine
 from .hybrid_blocks import HybridBlocks
 from .kinds import NO_BLOCK, KVKind
 from .plan import BlockCopy, Plan, Span, StepOutput
-from .policies import LaneFcfs, Policy
+from .policies import (
+    Composite,
+    EarliestDeadline,
+    Fcfs,
+    Policy,
+    ShortestFirst,
+    TenantFair,
+    make_policy,
+)
 from .requests import EngineRequest, Finish, Update
 from .scheduler import Scheduler
 from .sequence import Sequence, SequenceStatus
@@ -23,24 +31,30 @@ __all__ = [
     "NO_BLOCK",
     "BlockCopy",
     "BlockManager",
+    "Composite",
+    "EarliestDeadline",
     "Engine",
     "EngineConfig",
     "EngineRequest",
     "EngineStats",
+    "Fcfs",
     "Finish",
     "HybridBlocks",
     "KVKind",
-    "LaneFcfs",
     "Plan",
     "Policy",
+    "PolicyName",
     "PoolUse",
     "PreemptionCause",
     "Scheduler",
     "Sequence",
     "SequenceStatus",
+    "ShortestFirst",
     "Span",
     "StepOutput",
     "StopMatcher",
+    "TenantFair",
     "TextStream",
     "Update",
+    "make_policy",
 ]

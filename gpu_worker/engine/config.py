@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import math
 from dataclasses import dataclass
 
@@ -9,7 +10,22 @@ from penstock.shared.errors import ConfigurationError
 
 from .kinds import KVKind
 
-__all__ = ["EngineConfig"]
+__all__ = ["EngineConfig", "PolicyName"]
+
+
+class PolicyName(enum.StrEnum):
+    """Orders of admission; each is a class of the same name in ``policies``."""
+
+    FCFS = "fcfs"
+    """First come, first served."""
+    SJF = "sjf"
+    """Shortest remaining first."""
+    PRIORITY = "priority"
+    """Waiting time, length and lane together."""
+    FAIR = "fair"
+    """Tenants in turns, by tokens."""
+    EDF = "edf"
+    """Earliest deadline first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +53,9 @@ class EngineConfig:
             tenant, by time to first token, what others have asked.
         watermark: share of the pool that admission leaves available, so that those which run can
             grow for a while before one must be preempted; 0 to below 1.
+        policy: in which order waiting sequences are admitted.
+        max_overtake_s: seconds after a sequence within which another one must have arrived to be
+            admitted before it in its lane; ``fcfs`` needs no such bound.
 
     Raises:
         ConfigurationError: a value is out of range, or two contradict each other.
@@ -55,6 +74,8 @@ class EngineConfig:
     watermark: float = 0.01
     window: int | None = None
     more_kinds: tuple[KVKind, ...] = ()
+    policy: PolicyName = PolicyName.FCFS
+    max_overtake_s: float = 30.0
 
     def __post_init__(self) -> None:
         for name in ("block_size", "max_sequences", "chunk_size"):
@@ -72,6 +93,10 @@ class EngineConfig:
             )
         if not 0.0 <= self.watermark < 1.0:
             raise ConfigurationError(f"watermark is {self.watermark}; allowed: 0 to below 1")
+        if not 0.0 <= self.max_overtake_s < math.inf:
+            raise ConfigurationError(
+                f"max_overtake_s is {self.max_overtake_s}; allowed: 0 or more seconds"
+            )
 
     @property
     def kinds(self) -> tuple[KVKind, ...]:

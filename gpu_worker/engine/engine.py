@@ -13,7 +13,7 @@ from .hybrid_blocks import make_blocks
 from .options_check import refuse_options
 from .output import Output
 from .plan import Plan, StepOutput
-from .policies import LaneFcfs, Policy
+from .policies import Policy, make_policy
 from .requests import EngineRequest, Finish, Update
 from .scheduler import Scheduler
 from .sequence import Sequence, SequenceStatus
@@ -40,7 +40,7 @@ class Engine:
     Args:
         config: sizes and budgets.
         detokenizer: makes the incremental detokeniser of one output, given the prompt's ids.
-        policy: order of admission; by default lanes, first come first served inside each.
+        policy: order of admission; by default the one that ``config`` names.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Engine:
     ) -> None:
         self._config = config
         self._detokenizer = detokenizer
-        self._policy = policy if policy is not None else LaneFcfs()
+        self._policy = policy if policy is not None else make_policy(config)
         self._blocks = make_blocks(config)
         self._pool_tokens = self._blocks.capacity_tokens
         self._scheduler = Scheduler(config, self._blocks, self._policy)
@@ -90,6 +90,7 @@ class Engine:
             tenant=request.tenant,
             seed=request.seed,
             arrival=request.arrival,
+            deadline=request.deadline,
             cache_salt=request.tenant.encode() if self._config.salt_by_tenant else b"",
         )
         finish = self._prompt_too_long(sequence) or refuse_options(request.options, self._config)

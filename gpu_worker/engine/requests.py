@@ -22,6 +22,8 @@ class EngineRequest:
         options: sampling and stop options.
         seed: keys the random numbers.
         arrival: when the request came, in seconds of any monotonic clock.
+        deadline: when it expires, by the same clock; None: never. Only an order of admission looks
+            at it: it is Redis' sweep that ends what is past its time.
     """
 
     id: str
@@ -32,6 +34,7 @@ class EngineRequest:
     options: SamplingOptions
     seed: int
     arrival: float
+    deadline: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

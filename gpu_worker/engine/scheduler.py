@@ -25,9 +25,10 @@ class Scheduler:
     (Sarathi-Serve, Agrawal et al., 2024).
 
     Each step first lets urgent work that waits take the place of less urgent work that runs, then
-    continues what runs, then admits what waits. Running sequences are served in
-    the *order of service*: by lane, and inside a lane as they were admitted. When KV is short, a
-    sequence may take blocks only from those behind it in that order. Three things follow:
+    continues what runs, then admits what waits in the order of the policy. Running sequences are
+    served in the *order of service*, whatever the policy: by lane, and inside a lane as they were
+    admitted. When KV is short, a sequence may take blocks only from those behind it in that order.
+    Three things follow:
 
     - nobody is preempted for somebody less urgent;
     - the first in the order advances in every step until it ends, then the next is the first: work
@@ -67,6 +68,7 @@ class Scheduler:
             self._policy.remove(sequence)
         else:
             self._stop_running(sequence)
+            self._policy.end(sequence)
         sequence.status = SequenceStatus.FINISHED
 
     def schedule(self) -> Plan | None:
@@ -97,7 +99,7 @@ class Scheduler:
         could not be admitted even then.
         """
         head = self._policy.peek()
-        victims = [] if head is None else self._running_behind(head.rank)
+        victims = [] if head is None else self._running_behind(head)
         if head is None or not victims:
             return
         has_slot = self.num_running() < self._config.max_sequences
@@ -111,13 +113,14 @@ class Scheduler:
         for victim in victims[:chosen]:
             self._preempt(victim, PreemptionCause.URGENT)
 
-    def _running_behind(self, rank: int) -> list[Sequence]:
-        """What runs in lanes behind ``rank``: last in lane first, then the least work lost."""
+    def _running_behind(self, head: Sequence) -> list[Sequence]:
+        """What ``head`` may displace: last in lane first, then the least work lost."""
         behind = [
             sequence
             for lane, sequences in self._running.items()
-            if lane.rank > rank
+            if lane.rank > head.rank
             for sequence in reversed(sequences)
+            if self._policy.may_displace(head, sequence)
         ]
         return sorted(behind, key=lambda s: (-s.rank, s.num_computed_tokens))
 
@@ -190,7 +193,7 @@ class Scheduler:
             sequence = self._policy.peek()
             if sequence is None or not self._blocks.try_admit(sequence, self._spare(sequence)):
                 return
-            self._policy.remove(sequence)
+            self._policy.admit(sequence)
             sequence.status = SequenceStatus.RUNNING
             self._running[sequence.lane][sequence] = None
             num_cached, num_tokens = sequence.num_computed_tokens, sequence.num_tokens

@@ -37,6 +37,7 @@ class Sequence:
         options: sampling and stop options.
         seed: keys the random numbers of this request, together with the output index.
         arrival: when the request came, in seconds of any monotonic clock.
+        deadline: when it expires, by the same clock; None: never.
         cache_salt: only sequences with equal salt share cached prefixes.
         status: see :class:`SequenceStatus`.
         token_ids: prompt and output, in order.
@@ -61,6 +62,7 @@ class Sequence:
         "block_digests",
         "block_table",
         "cache_salt",
+        "deadline",
         "id",
         "lane",
         "more_tables",
@@ -89,6 +91,7 @@ class Sequence:
         seed: int = 0,
         arrival: float = 0.0,
         cache_salt: bytes = b"",
+        deadline: float | None = None,
     ) -> None:
         self.id = id
         self.lane = lane
@@ -97,6 +100,7 @@ class Sequence:
         self.seed = seed
         self.arrival = arrival
         self.cache_salt = cache_salt
+        self.deadline = deadline
         self.rank = lane.rank
         self.status = SequenceStatus.WAITING
         self.token_ids = list(prompt_ids)

@@ -9,7 +9,7 @@ import torch
 
 from penstock.shared.settings import EngineSettings, Settings
 
-from ..engine.config import EngineConfig
+from ..engine.config import EngineConfig, PolicyName
 from ..serving import ServingModel
 from .detokenizer import IncrementalDetokenizer
 from .kv_pool import KVPool, blocks_in_budget
@@ -101,4 +101,6 @@ def _engine_config(settings: EngineSettings, loaded: LoadedModel) -> EngineConfi
         eos_token_ids=loaded.eos_token_ids,
         vocab_size=loaded.vocab_size,
         prefix_cache=settings.prefix_cache,
+        policy=PolicyName(settings.policy),
+        max_overtake_s=settings.max_overtake_s,
     )

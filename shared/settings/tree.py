@@ -293,6 +293,21 @@ class EngineSettings(_Section):
         ge=1,
         le=1_048_576,
     )
+    policy: Literal["fcfs", "sjf", "priority", "fair", "edf"] = _setting(
+        "fcfs",
+        "In which order claimed requests are admitted, lane by lane: `fcfs` first come, first "
+        "served; `sjf` fewest steps left first; `fair` tenants in turns, by tokens; `edf` earliest "
+        "deadline first. `priority` is one order of waiting time, length and lane together, so "
+        "that `batch` gets its turn behind `critical`, too.",
+    )
+    max_overtake_s: float = _setting(
+        30.0,
+        "Bound on overtaking by `policy`: no request is admitted before one that has waited for "
+        "this long when it arrives. 0 serves by arrival.",
+        unit="s",
+        ge=0,
+        le=86_400,
+    )
     block_size: int = _setting(
         16,
         "Tokens per block of the KV cache. Prompts share whole blocks only, so smaller shares more "

@@ -43,6 +43,8 @@ def request(
     lane: Lane = Lane.NORMAL,
     tenant: str = "default",
     output_ids: Iterable[int] = (),
+    arrival: float = 0.0,
+    deadline: float | None = None,
     **options: object,
 ) -> EngineRequest:
     """A request with ``ignore_eos``, so that directed tests end when they say so."""
@@ -54,7 +56,8 @@ def request(
         output_ids=tuple(output_ids),
         options=SamplingOptions(**{"ignore_eos": True, **options}),  # type: ignore[arg-type]
         seed=0,
-        arrival=0.0,
+        arrival=arrival,
+        deadline=deadline,
     )
 
 

@@ -15,6 +15,7 @@ from penstock.gpu_worker.engine import (
     EngineRequest,
     Finish,
     Plan,
+    PolicyName,
     Sequence,
     SequenceStatus,
     Update,
@@ -68,6 +69,8 @@ class EngineMachine(RuleBasedStateMachine):
         prefix_cache=st.booleans(),
         salt_by_tenant=st.booleans(),
         watermark=st.sampled_from([0.0, 0.01, 0.3]),
+        policy=st.sampled_from(PolicyName),
+        max_overtake_s=st.sampled_from([0.0, 2.0, 30.0]),
     )
     def build(self, max_sequences: int, more_tokens: int, **limits: object) -> None:
         self.config: EngineConfig = config(
@@ -80,6 +83,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.seen: dict[str, Sequence] = {}  # sequences of live requests, as plans showed them
         self.arrivals: list[str] = []  # live requests that were never planned, in order of arrival
         self.num_made = 0
+        self.now = 0.0
 
     # --- what happens to an engine
 
@@ -91,10 +95,19 @@ class EngineMachine(RuleBasedStateMachine):
         stop=stop_lists,
         stop_token_ids=st.sampled_from([(), (), (8,)]),
         ignore_eos=st.booleans(),
+        passed=st.sampled_from([0.0, 0.5, 3.0]),
+        time_left=st.none() | st.sampled_from([-1.0, 0.5, 1.0, 8.0]),
     )
-    def add(self, prompt_ids: list[int], **options: object) -> None:
+    def add(
+        self, prompt_ids: list[int], passed: float, time_left: float | None, **options: object
+    ) -> None:
         self.num_made += 1
-        self.admit(Log(request(f"r{self.num_made}", prompt_ids, **options)))  # type: ignore[arg-type]
+        self.now += passed
+        req = request(
+            f"r{self.num_made}", prompt_ids, arrival=self.now,
+            deadline=None if time_left is None else self.now + time_left, **options,
+        )  # type: ignore[arg-type]  # fmt: skip
+        self.admit(Log(req))
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
@@ -235,18 +248,27 @@ class EngineMachine(RuleBasedStateMachine):
             assert victim.status is SequenceStatus.WAITING
             assert all(s.rank <= victim.rank for s in planned)
         admitted = set(planned) - set(before.running)
-        assert all(s.rank < victim.rank for s in admitted for victim in victims)
+        if cfg.policy is not PolicyName.PRIORITY:
+            assert all(s.rank < victim.rank for s in admitted for victim in victims)
         # One always advances who is as urgent as the first before, so somebody always ends.
         if before.running:
             assert any(s.rank <= min(r.rank for r in before.running) for s in planned)
 
     def check_admissions(self, admitted: list[Sequence]) -> None:
-        """Lane by lane, and inside a lane in the order of arrival."""
-        ids = {s.id for s in admitted}
+        """Lane by lane, and nobody is overtaken by who came later than the bound allows."""
+        ids, policy = {s.id for s in admitted}, self.config.policy
         rank = {id: self.live[id].request.lane.rank for id in self.arrivals}
         in_line = sorted(self.arrivals, key=lambda id: rank[id])
-        assert set(in_line[: len(ids)]) == ids
         self.arrivals = [id for id in self.arrivals if id not in ids]
+        if policy is PolicyName.FCFS:
+            assert set(in_line[: len(ids)]) == ids
+        if policy is not PolicyName.PRIORITY:
+            assert [rank[id] for id in in_line[: len(ids)]] == sorted(rank[id] for id in ids)
+        for sequence in admitted:
+            for left in (self.live[id].request for id in self.arrivals):
+                if left.lane is sequence.lane:
+                    late = sequence.arrival - left.arrival
+                    assert late <= self.config.max_overtake_s or policy is PolicyName.FCFS
 
     def collect(self, plan: Plan) -> None:
         updates = self.engine.collect(plan, self.runner.run(plan))

@@ -1,50 +1,392 @@
+"""Orders of admission: what each puts first, and what all of them must keep."""
+
 from __future__ import annotations
 
-from penstock.gpu_worker.engine import LaneFcfs, Sequence
+import math
+import random
+from collections.abc import Iterable
+
+import pytest
+from engine.fakes import config
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from penstock.gpu_worker.engine import Policy, PolicyName, Sequence, make_policy
+from penstock.gpu_worker.engine.policies.heap import Heap
+from penstock.shared.errors import ConfigurationError
 from penstock.shared.protocol import Lane, SamplingOptions
 
+ALL = pytest.mark.parametrize("name", list(PolicyName))
+BOUND_S = 8.0
+"""A power of two, as are all times here: sums are exact, so bounds can be, too."""
 
-def sequence(id: str, lane: Lane = Lane.NORMAL) -> Sequence:
-    return Sequence(id=id, prompt_ids=[1], options=SamplingOptions(), lane=lane)
+
+def sequence(
+    id: str,
+    lane: Lane = Lane.NORMAL,
+    *,
+    tenant: str = "a",
+    arrival: float = 0.0,
+    prompt: int = 1,
+    max_tokens: int = 16,
+    deadline: float | None = None,
+) -> Sequence:
+    return Sequence(
+        id=id, prompt_ids=[1] * prompt, options=SamplingOptions(max_tokens=max_tokens),
+        lane=lane, tenant=tenant, arrival=arrival, deadline=deadline,
+    )  # fmt: skip
 
 
-def drained(policy: LaneFcfs) -> list[str]:
+def make(name: str, **changes: object) -> Policy:
+    limits = {"policy": PolicyName(name), "max_overtake_s": BOUND_S, "max_model_len": 64}
+    return make_policy(config(**{**limits, **changes}))
+
+
+def filled(name: str, sequences: Iterable[Sequence], **changes: object) -> Policy:
+    policy = make(name, **changes)
+    for seq in sequences:
+        policy.add(seq)
+    return policy
+
+
+def drained(policy: Policy) -> list[str]:
     order = []
     while (first := policy.peek()) is not None:
-        policy.remove(first)
+        policy.admit(first)
         order.append(first.id)
     return order
 
 
-def test_lanes_then_arrival() -> None:
-    policy = LaneFcfs()
+# -- what all keep -------------------------------------------------------------------------------
+
+
+@ALL
+def test_lanes_then_arrival(name: str) -> None:
+    policy = make(name)
     for id, lane in [("b", Lane.BATCH), ("n1", Lane.NORMAL), ("c", Lane.CRITICAL)]:
         policy.add(sequence(id, lane))
     policy.add(sequence("n2"))
-    assert [s.id for s in policy] == ["c", "n1", "n2", "b"]
+    assert {s.id for s in policy} == {"c", "n1", "n2", "b"}
     assert drained(policy) == ["c", "n1", "n2", "b"]
     assert policy.peek() is None
 
 
-def test_peek_changes_nothing() -> None:
-    policy = LaneFcfs()
-    policy.add(sequence("a"))
-    assert policy.peek() is policy.peek() is not None
-    assert policy.num_waiting(Lane.NORMAL) == 1
-
-
-def test_preempted_go_to_the_front_of_their_own_lane() -> None:
-    policy = LaneFcfs()
+@ALL
+def test_preempted_go_to_the_front_of_their_own_lane(name: str) -> None:
+    policy = make(name)
     policy.add(sequence("c", Lane.CRITICAL))
     policy.add(sequence("b1", Lane.BATCH))
-    policy.put_back(sequence("b2", Lane.BATCH))
+    policy.put_back(sequence("b2", Lane.BATCH, arrival=1.0))
+    assert [policy.num_waiting(lane) for lane in Lane] == [1, 0, 2]
     assert drained(policy) == ["c", "b2", "b1"]
 
 
-def test_removal_from_the_middle() -> None:
-    policy, middle = LaneFcfs(), sequence("n2")
-    for seq in (sequence("n1"), middle, sequence("n3")):
-        policy.add(seq)
+@ALL
+def test_removal_from_the_middle(name: str) -> None:
+    middle = sequence("n2")
+    policy = filled(name, (sequence("n1"), middle, sequence("n3")))
     policy.remove(middle)
     assert [policy.num_waiting(lane) for lane in Lane] == [0, 2, 0]
     assert drained(policy) == ["n1", "n3"]
+
+
+@ALL
+def test_without_overtaking_it_is_by_arrival(name: str) -> None:
+    rng = random.Random(1)
+    sequences = [
+        sequence(
+            str(i), tenant=rng.choice("ab"), arrival=i / 4, max_tokens=rng.randint(1, 60),
+            deadline=rng.choice([None, i / 4 + 1.0]),
+        )
+        for i in range(40)
+    ]  # fmt: skip
+    assert drained(filled(name, sequences, max_overtake_s=0.0)) == [s.id for s in sequences]
+
+
+def test_a_bound_that_is_none_is_refused() -> None:
+    for bad in (-1.0, math.inf, math.nan):
+        with pytest.raises(ConfigurationError, match="max_overtake_s"):
+            config(max_overtake_s=bad)
+
+
+# -- what each puts first ------------------------------------------------------------------------
+
+
+def test_sjf_takes_the_shortest_until_the_longest_has_waited() -> None:
+    long = sequence("long", max_tokens=63)
+    shorts = [sequence(f"s{i}", arrival=float(i), max_tokens=2) for i in range(12)]
+    order = drained(filled("sjf", [long, *shorts]))
+    assert order[:8] == [f"s{i}" for i in range(8)]
+    assert order[8] == "long"
+
+
+def test_sjf_counts_what_is_left_and_not_what_was_given() -> None:
+    continued = sequence("continued", max_tokens=40, prompt=4)
+    continued.token_ids += [1] * 36
+    assert drained(filled("sjf", [sequence("new", max_tokens=10), continued])) == [
+        "continued",
+        "new",
+    ]
+
+
+def test_sjf_knows_that_the_context_ends_outputs() -> None:
+    full = sequence("full", prompt=60, max_tokens=1000)
+    assert drained(filled("sjf", [sequence("new", max_tokens=10), full])) == ["full", "new"]
+
+
+def test_edf_takes_the_earliest_deadline_and_none_counts_as_the_latest() -> None:
+    order = drained(
+        filled(
+            "edf",
+            [
+                sequence("none"), sequence("far", deadline=100.0), sequence("near", deadline=3.0),
+                sequence("past", deadline=-5.0), sequence("after", deadline=10.0, arrival=9.0),
+            ],
+        )
+    )  # fmt: skip
+    assert order == ["past", "near", "none", "far", "after"]
+
+
+def test_fair_shares_by_tokens_and_not_by_requests() -> None:
+    """`a` asks for 31 + 1 tokens at a time, `b` for 7 + 1: `b` is admitted four times as often."""
+    policy = filled(
+        "fair",
+        [sequence(f"a{i}", max_tokens=31) for i in range(40)]
+        + [sequence(f"b{i}", tenant="b", max_tokens=7) for i in range(40)],
+    )
+    order = drained(policy)[:40]
+    assert sum(id.startswith("b") for id in order) == 32
+
+
+def test_fair_pays_back_what_was_not_given() -> None:
+    policy = make("fair")
+    early = sequence("early", max_tokens=60)
+    for seq in (early, sequence("a2"), sequence("b1", tenant="b"), sequence("b2", tenant="b")):
+        policy.add(seq)
+    assert policy.peek() is early
+    policy.admit(early)
+    policy.end(early)  # after one of 60 tokens
+    assert drained(policy) == ["b1", "a2", "b2"]
+
+
+def test_fair_gives_no_credit_for_staying_away_and_remembers_no_debt_of_lonely_times() -> None:
+    policy = filled("fair", [sequence(f"a{i}", max_tokens=60) for i in range(20)])
+    drained(policy)
+    for i in range(3):
+        policy.add(sequence(f"a{i}"))
+        policy.add(sequence(f"b{i}", tenant="b"))
+    assert drained(policy) == ["a0", "b0", "a1", "b1", "a2", "b2"]
+
+
+def test_an_endless_line_of_new_tenants_does_not_starve_one() -> None:
+    policy = filled("fair", [sequence("a0"), sequence("a1")])
+    overtaken = 0
+    for i in range(1000):
+        policy.add(sequence(f"new{i}", tenant=f"t{i}", arrival=i / 4))
+        first = policy.peek()
+        assert first is not None
+        policy.admit(first)
+        overtaken += 1
+        if first.id == "a1":
+            break
+    assert overtaken <= 2 + 4 * BOUND_S
+
+
+def test_fair_forgets_tenants_that_are_gone() -> None:
+    """A million tenants that came once must not stay in memory."""
+    policy = make("fair")
+    policy.add(sequence("always0", tenant="x", max_tokens=1))
+    for i in range(2000):
+        policy.add(sequence(f"always{i + 1}", tenant="x", max_tokens=1, arrival=float(i)))
+        policy.add(sequence(f"once{i}", tenant=f"t{i}", arrival=float(i)))
+        for _ in range(2):
+            first = policy.peek()
+            assert first is not None
+            policy.admit(first)
+            policy.end(first)
+    shares = policy._lanes[Lane.NORMAL]  # type: ignore[attr-defined]
+    assert len(shares._turns) + len(shares._idle) < 50
+    assert not shares._charged
+
+
+def test_priority_lets_waiting_make_up_for_the_lane() -> None:
+    """Three quarters of the bound are what two lanes are worth."""
+    batch = sequence("batch", Lane.BATCH)
+    urgent = [sequence(f"c{i}", Lane.CRITICAL, arrival=i + 0.5) for i in range(10)]
+    order = drained(filled("priority", [batch, *urgent]))
+    assert order.index("batch") == 6
+
+
+def test_priority_displaces_only_who_would_wait_behind() -> None:
+    policy = make("priority")
+    old = sequence("old", Lane.BATCH, arrival=0.0)
+    young = sequence("young", Lane.BATCH, arrival=20.0)
+    head = sequence("head", Lane.CRITICAL, arrival=20.0)
+    assert policy.may_displace(head, young)
+    assert not policy.may_displace(head, old)
+    assert not policy.may_displace(young, old)
+
+
+# -- any order of events -------------------------------------------------------------------------
+
+
+class PolicyMachine(RuleBasedStateMachine):
+    """Arrivals, admissions, preemptions, aborts and ends, as a scheduler brings them."""
+
+    @initialize(name=st.sampled_from(PolicyName), bound=st.sampled_from([0.0, 0.5, BOUND_S]))
+    def build(self, name: PolicyName, bound: float) -> None:
+        self.name, self.bound = name, bound
+        self.policy = make(name, max_overtake_s=bound)
+        self.fresh: list[Sequence] = []  # never admitted
+        self.returned: list[Sequence] = []  # the last one put back comes first
+        self.running: list[Sequence] = []
+        self.now = 0.0
+        self.num_made = 0
+
+    @rule(
+        passed=st.integers(0, 8),
+        age=st.sampled_from([0, 0, 0, 3]),
+        lane=st.sampled_from(Lane),
+        tenant=st.sampled_from("abc"),
+        prompt=st.integers(1, 60),
+        # 63 + 1 and divisors of it, so that the places of `sjf` are exact.
+        max_tokens=st.sampled_from([1, 3, 7, 15, 31, 63, 1000]),
+        deadline=st.none() | st.integers(-4, 40),
+    )
+    def add(self, passed: int, age: int, deadline: int | None, **values: object) -> None:
+        self.now += passed / 4
+        self.num_made += 1
+        seq = sequence(
+            f"s{self.num_made}", arrival=self.now - age,
+            deadline=None if deadline is None else self.now + deadline / 4, **values,
+        )  # type: ignore[arg-type]  # fmt: skip
+        self.policy.add(seq)
+        self.fresh.append(seq)
+
+    @precondition(lambda self: self.fresh or self.returned)
+    @rule()
+    def admit(self) -> None:
+        first = self.policy.peek()
+        assert first is not None
+        self.policy.admit(first)
+        self.running.append(first)
+        lanes_are_hard = self.name is not PolicyName.PRIORITY
+        if lanes_are_hard:
+            assert first.rank == min(s.rank for s in self.fresh + self.returned)
+        own = [s for s in self.returned if s.lane is first.lane]
+        if own:
+            assert first is own[-1]
+            self.returned.remove(first)
+            return
+        self.fresh.remove(first)
+        for other in self.fresh:
+            if other.lane is first.lane or (not lanes_are_hard and not self.returned):
+                assert first.arrival <= other.arrival + self.bound or self.name is PolicyName.FCFS
+        if self.name is PolicyName.FCFS:
+            assert all(
+                int(first.id[1:]) < int(s.id[1:]) for s in self.fresh if s.lane is first.lane
+            )
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), given=st.integers(0, 3))
+    def preempt(self, data: st.DataObject, given: int) -> None:
+        seq = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
+        seq.token_ids += [1] * min(given, 64 - seq.num_tokens)
+        self.policy.put_back(seq)
+        self.returned.append(seq)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def end(self, data: st.DataObject) -> None:
+        self.policy.end(self.running.pop(data.draw(st.integers(0, len(self.running) - 1))))
+
+    @precondition(lambda self: self.fresh or self.returned)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        seq = data.draw(st.sampled_from(self.fresh + self.returned))
+        self.policy.remove(seq)
+        (self.fresh if seq in self.fresh else self.returned).remove(seq)
+
+    @invariant()
+    def nobody_is_lost(self) -> None:
+        if not hasattr(self, "policy"):
+            return
+        waiting = self.fresh + self.returned
+        listed = list(self.policy)
+        assert len(listed) == len(waiting)
+        assert set(listed) == set(waiting)
+        for lane in Lane:
+            assert self.policy.num_waiting(lane) == sum(s.lane is lane for s in waiting)
+        assert self.policy.peek() is self.policy.peek()
+        assert (self.policy.peek() is None) == (not waiting)
+
+
+TestPolicyMachine = PolicyMachine.TestCase
+TestPolicyMachine.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
+
+
+# -- cost ----------------------------------------------------------------------------------------
+
+
+class Counted(float):
+    """A time that counts how often it is compared."""
+
+    comparisons = 0
+
+    def __lt__(self, other: float) -> bool:
+        Counted.comparisons += 1
+        return float(self) < float(other)
+
+    def __eq__(self, other: object) -> bool:
+        Counted.comparisons += 1
+        return float(self) == other
+
+    __hash__ = float.__hash__
+
+    def __add__(self, other: float) -> Counted:
+        return Counted(float(self) + other)
+
+
+@ALL
+def test_cost_of_an_operation_grows_as_the_logarithm(name: str) -> None:
+    """Comparisons of one admission, one arrival, one abort beside 64 and beside 16,384 waiting."""
+    per_operation = {}
+    for count in (64, 16_384):
+        rng = random.Random(count)
+        sequences = [
+            sequence(str(i), arrival=Counted(rng.random()), tenant=f"t{i % 7}")
+            for i in range(count)
+        ]
+        policy = filled(name, sequences)
+        Counted.comparisons, operations = 0, 200
+        for i in range(operations):
+            first = policy.peek()
+            assert first is not None
+            policy.admit(first)
+            late = sequence(f"late{i}", arrival=Counted(rng.random()), tenant="t1")
+            policy.add(late)
+            policy.remove(late)
+            policy.add(sequence(f"next{i}", arrival=Counted(rng.random()), tenant="t2"))
+        per_operation[count] = Counted.comparisons / operations
+    # log2 grows from 6 to 14, that is 2.3 times; the array may hold as many that left again.
+    assert per_operation[16_384] <= 4 * per_operation[64] + 1
+
+
+def test_heap_is_a_sorted_dictionary() -> None:
+    rng = random.Random(0)
+    heap: Heap[int] = Heap()
+    model: dict[int, tuple[float, int]] = {}
+    for number in range(5000):
+        item = rng.randrange(60)
+        if item in model and rng.random() < 0.5:
+            heap.remove(item)
+            del model[item]
+        else:
+            key = float(rng.randrange(20))
+            heap.put(item, key)
+            model[item] = (key, number)
+        assert heap.first() == min(model, key=model.__getitem__, default=None)
+        assert len(heap) == len(model)
+        assert all(heap.key(item) == model[item][0] for item in heap)
+        assert len(heap._array) <= 2 * len(model) + 16

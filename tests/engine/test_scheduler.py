@@ -6,7 +6,7 @@ from engine.fakes import config
 from penstock.gpu_worker.engine import (
     BlockManager,
     EngineConfig,
-    LaneFcfs,
+    Fcfs,
     Plan,
     PreemptionCause,
     Scheduler,
@@ -25,7 +25,7 @@ class Bench:
         self.blocks = BlockManager(
             self.config.num_blocks, self.config.block_size, prefix_cache=self.config.prefix_cache
         )
-        self.scheduler = Scheduler(self.config, self.blocks, LaneFcfs())
+        self.scheduler = Scheduler(self.config, self.blocks, Fcfs())
         self.live: set[Sequence] = set()
 
     def add(self, id: str, num_tokens: int, lane: Lane = Lane.NORMAL) -> Sequence:

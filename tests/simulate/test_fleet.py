@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from simulate.fleets import LEVEL, drawn, engine, fixed, scenario
 
-from penstock.gpu_worker.engine import LaneFcfs, Sequence
+from penstock.gpu_worker.engine import Fcfs, Sequence
 from penstock.gpu_worker.simulate import (
     ConstantCost,
     Dispatch,
@@ -204,7 +204,7 @@ def test_a_thousand_workers_share_a_burst() -> None:
     assert outcome.total.e2e.quantile(1.0) == pytest.approx(0.001 + 0.05 + 0.0005)
 
 
-class ShortestFirst(LaneFcfs):
+class ShortestFirst(Fcfs):
     """A policy made for these tests: the one with the fewest tokens to give is admitted first."""
 
     def peek(self) -> Sequence | None:

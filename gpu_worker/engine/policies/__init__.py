@@ -1,0 +1,23 @@
+"""In which order waiting sequences are admitted: one interface, and a class for each order.
+
+``policy`` is the interface and says what every order must keep. ``fcfs`` and ``fair`` have queues
+of their own; ``sjf``, ``edf`` and ``priority`` only say where a sequence stands (``ranked``).
+"""
+
+from .choice import make_policy
+from .edf import EarliestDeadline
+from .fair import TenantFair
+from .fcfs import Fcfs
+from .policy import Policy
+from .priority import Composite
+from .sjf import ShortestFirst
+
+__all__ = [
+    "Composite",
+    "EarliestDeadline",
+    "Fcfs",
+    "Policy",
+    "ShortestFirst",
+    "TenantFair",
+    "make_policy",
+]

@@ -1,0 +1,28 @@
+"""From the name of an order to its policy."""
+
+from __future__ import annotations
+
+from ..config import EngineConfig, PolicyName
+from .edf import EarliestDeadline
+from .fair import TenantFair
+from .fcfs import Fcfs
+from .policy import Policy
+from .priority import Composite
+from .sjf import ShortestFirst
+
+__all__ = ["make_policy"]
+
+
+def make_policy(config: EngineConfig) -> Policy:
+    """The order of admission that ``config.policy`` names."""
+    match config.policy:
+        case PolicyName.FCFS:
+            return Fcfs()
+        case PolicyName.SJF:
+            return ShortestFirst(config.max_overtake_s, config.max_model_len)
+        case PolicyName.PRIORITY:
+            return Composite(config.max_overtake_s, config.max_model_len)
+        case PolicyName.FAIR:
+            return TenantFair(config.max_overtake_s)
+        case PolicyName.EDF:
+            return EarliestDeadline(config.max_overtake_s)

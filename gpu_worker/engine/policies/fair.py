@@ -1,0 +1,177 @@
+"""``fair``: tenants in turns, by the tokens they were served."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Iterator
+
+from penstock.shared.protocol import Lane
+
+from ..sequence import Sequence
+from .heap import Heap
+from .policy import BY_URGENCY, Policy
+
+__all__ = ["TenantFair"]
+
+
+class TenantFair(Policy):
+    """Lane by lane; inside a lane the tenant that was served least; inside a tenant by arrival.
+
+    Every tenant has a virtual counter of tokens in each lane, and the least is next (start-time
+    fair queueing, Goyal et al., 1996; for tokens of LLMs, Sheng et al., 2024). Admission charges a
+    request's prompt and all tokens it may give; its end pays back those that it did not give. So
+    between two requests of one tenant that waits, any other gets at most what the first of them
+    cost, and one request more.
+
+    Counters are kept only while somebody waits: who is alone takes nothing from anybody, and owes
+    nothing later. A tenant that comes when others wait starts at the counter that is being served,
+    so nobody saves up credit by staying away. That alone would let an endless line of new tenants
+    pass one whose counter is high; so whoever waits while a request comes that arrived more than
+    ``max_overtake_s`` after it is served first, whatever the counters say.
+
+    Args:
+        max_overtake_s: see :class:`Policy`.
+    """
+
+    def __init__(self, max_overtake_s: float) -> None:
+        self._lanes = {lane: _Shares(max_overtake_s) for lane in BY_URGENCY}
+
+    def add(self, sequence: Sequence) -> None:
+        """Behind its tenant's others."""
+        self._lanes[sequence.lane].add(sequence)
+
+    def put_back(self, sequence: Sequence) -> None:
+        """To the front of its lane; it was charged when it was first admitted."""
+        self._lanes[sequence.lane].put_back(sequence)
+
+    def peek(self) -> Sequence | None:
+        """The first of the most urgent lane in which somebody waits."""
+        for shares in self._lanes.values():
+            if (first := shares.first()) is not None:
+                return first
+        return None
+
+    def admit(self, sequence: Sequence) -> None:
+        """Its tenant is charged."""
+        self._lanes[sequence.lane].admit(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """From wherever it stands in its lane."""
+        self._lanes[sequence.lane].remove(sequence)
+
+    def end(self, sequence: Sequence) -> None:
+        """Its tenant is paid back what it did not give."""
+        self._lanes[sequence.lane].settle(sequence)
+
+    def num_waiting(self, lane: Lane) -> int:
+        """How many wait in this lane."""
+        return len(self._lanes[lane])
+
+    def __iter__(self) -> Iterator[Sequence]:
+        for shares in self._lanes.values():
+            yield from shares
+
+
+class _Shares:
+    """One lane: its tenants, their counters and who waits."""
+
+    def __init__(self, max_overtake_s: float) -> None:
+        self._max_overtake_s = max_overtake_s
+        self._returned: OrderedDict[Sequence, None] = OrderedDict()
+        self._waiting: dict[str, Heap[Sequence]] = {}  # by tenant; no empty ones
+        self._turns: Heap[str] = Heap()  # tenants that wait, by counter
+        self._idle: Heap[str] = Heap()  # counters above the floor of those that do not
+        self._arrivals: Heap[Sequence] = Heap()
+        self._latest = -math.inf
+        # What running ones were charged, and in which busy period.
+        self._charged: dict[Sequence, tuple[int, int]] = {}
+        self._floor = 0.0  # the counter that is being served
+        self._period = 0
+
+    def add(self, sequence: Sequence) -> None:
+        tenant = sequence.tenant
+        own = self._waiting.get(tenant)
+        if own is None:
+            own = self._waiting[tenant] = Heap()
+            counter = self._floor
+            if tenant in self._idle:
+                counter = max(counter, self._idle.key(tenant))
+                self._idle.remove(tenant)
+            self._turns.put(tenant, counter)
+        own.put(sequence, sequence.arrival)
+        self._arrivals.put(sequence, sequence.arrival)
+        self._latest = max(self._latest, sequence.arrival)
+
+    def put_back(self, sequence: Sequence) -> None:
+        self._returned[sequence] = None
+        self._returned.move_to_end(sequence, last=False)
+
+    def first(self) -> Sequence | None:
+        if self._returned:
+            return next(iter(self._returned))
+        oldest = self._arrivals.first()
+        if oldest is None or oldest.arrival + self._max_overtake_s < self._latest:
+            return oldest
+        tenant = self._turns.first()
+        assert tenant is not None
+        return self._waiting[tenant].first()
+
+    def admit(self, sequence: Sequence) -> None:
+        if sequence in self._returned:
+            del self._returned[sequence]
+            return
+        tenant = sequence.tenant
+        counter = self._turns.key(tenant)
+        cost = sequence.num_prompt_tokens + sequence.options.max_tokens
+        self._charged[sequence] = (self._period, cost)
+        self._floor = max(self._floor, counter)
+        self._turns.put(tenant, counter + cost)
+        self._leave(sequence)
+        # Idle tenants whom the floor has reached are as new ones.
+        while (idle := self._idle.first()) is not None and self._idle.key(idle) <= self._floor:
+            self._idle.remove(idle)
+
+    def remove(self, sequence: Sequence) -> None:
+        if sequence in self._returned:
+            del self._returned[sequence]
+            self.settle(sequence)
+        else:
+            self._leave(sequence)
+
+    def settle(self, sequence: Sequence) -> None:
+        if sequence not in self._charged:
+            return  # it was never admitted for itself
+        period, cost = self._charged.pop(sequence)
+        if period != self._period:
+            return  # what it was charged is forgotten
+        tenant, unused = sequence.tenant, cost - sequence.num_tokens
+        for counters in (self._turns, self._idle):
+            if tenant in counters:
+                counters.put(tenant, counters.key(tenant) - unused)
+
+    def _leave(self, sequence: Sequence) -> None:
+        tenant = sequence.tenant
+        own = self._waiting[tenant]
+        own.remove(sequence)
+        self._arrivals.remove(sequence)
+        if len(own):
+            return
+        del self._waiting[tenant]
+        counter = self._turns.key(tenant)
+        self._turns.remove(tenant)
+        if self._waiting:
+            if counter > self._floor:
+                self._idle.put(tenant, counter)
+            return
+        # The busy period ends.
+        self._idle = Heap()
+        self._floor, self._latest = 0.0, -math.inf
+        self._period += 1
+
+    def __len__(self) -> int:
+        return len(self._arrivals) + len(self._returned)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        yield from self._returned
+        yield from self._arrivals

@@ -1,0 +1,28 @@
+"""``sjf``: shortest remaining first."""
+
+from __future__ import annotations
+
+from ..sequence import Sequence
+from .ranked import Ranked, share_of_steps
+
+__all__ = ["ShortestFirst"]
+
+
+class ShortestFirst(Ranked):
+    """Lane by lane; inside a lane the one with the fewest steps left, ageing with the wait.
+
+    The mean wait is least when the shortest go first (Schrage, 1968); without ageing the longest
+    would starve.
+
+    Args:
+        max_overtake_s: see :class:`Ranked`.
+        longest: tokens of the longest sequence: one that long may be overtaken for the whole time,
+            a shorter one for its share of it.
+    """
+
+    def __init__(self, max_overtake_s: float, longest: int) -> None:
+        super().__init__(max_overtake_s)
+        self._longest = longest
+
+    def _place(self, sequence: Sequence) -> float:
+        return share_of_steps(sequence, self._longest)
