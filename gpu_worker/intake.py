@@ -17,8 +17,9 @@ from penstock.shared.operations import Claim
 from penstock.shared.protocol import Reason, Request
 
 from .engine.requests import EngineRequest
+from .ledger import run_name
 from .metrics import WorkerMetrics
-from .outbox import Outbox, run_name
+from .outbox import Outbox
 
 __all__ = ["Intake"]
 

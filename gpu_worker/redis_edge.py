@@ -27,8 +27,9 @@ from penstock.shared.replies import read_statuses
 from penstock.shared.script_loader import Call, Command
 
 from .intake import Intake
+from .ledger import run_name
 from .metrics import WorkerMetrics
-from .outbox import Outbox, run_name
+from .outbox import Outbox
 from .worker import Worker
 
 __all__ = ["Capacity", "RedisEdge"]
@@ -202,8 +203,9 @@ class RedisEdge:
 
     def _take(self) -> list[list[AppendRow]]:
         batches = []
-        while batch := self._outbox.take(_APPENDS_PER_CALL):
-            batches.append(batch)
+        while self._outbox.has_pending:
+            if batch := self._outbox.take(_APPENDS_PER_CALL):
+                batches.append(batch)
         return batches
 
     def _append(self, batch: Sequence[AppendRow]) -> Call:

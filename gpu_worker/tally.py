@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from threading import Lock
 
 from prometheus_client import CollectorRegistry
@@ -36,10 +36,10 @@ class TallyHistogram(Collector):
         self._lock = Lock()
         registry.register(self)
 
-    def observe(self, tally: Mapping[float, int]) -> None:
-        """Count values by how often each came."""
+    def observe(self, tally: Iterable[tuple[float, int]]) -> None:
+        """Count values, each as often as it says."""
         with self._lock:
-            for value, times in tally.items():
+            for value, times in tally:
                 self._counts[bisect_left(self._bounds, value)] += times
                 self._sum += value * times
 

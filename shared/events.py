@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 import struct
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
+from zlib import crc32
 
 import msgpack
 
@@ -60,8 +60,11 @@ def rolling_digest(token_ids: Sequence[int], digest: int = 0) -> int:
         digest: the digest of the ids before them; 0 for none.
     """
     if len(token_ids) == 1:  # what nearly every chunk holds
-        return zlib.crc32(token_ids[0].to_bytes(4, "little"), digest)
-    return zlib.crc32(struct.pack(f"<{len(token_ids)}I", *token_ids), digest)
+        return crc32(_pack_word(token_ids[0]), digest)
+    return crc32(struct.pack(f"<{len(token_ids)}I", *token_ids), digest)
+
+
+_pack_word = struct.Struct("<I").pack
 
 
 class TokenLogprobs(NamedTuple):

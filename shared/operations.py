@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Collection, Sequence
+from functools import lru_cache, partial
 from typing import Any
 
 import msgpack
@@ -35,7 +36,8 @@ from .replies import (
     read_claims,
     read_dead_letter,
 )
-from .script_loader import Call, Command, Pipelined, Script, load_script, run_calls, run_commands
+from .script_loader import Call, Command, Pipelined, Script, load_script, run_calls
+from .wire import KeyPair, WireLink
 
 __all__ = [
     "Append",
@@ -61,6 +63,9 @@ SCRIPTS = (
 
 _RETRY_AFTER_MS = 1000
 
+_KEY_PAIRS_KEPT = 4096
+"""Requests whose keys stay encoded between two appends; some 300 bytes each."""
+
 _ENTRY = re.compile(r"[0-9]{1,20}-[0-9]{1,20}")
 _ENTRY_ALLOWED = "the name of a dead letter, such as 1700000000000-0"
 
@@ -69,7 +74,8 @@ class Operations:
     """The scripts of one shard.
 
     Args:
-        redis: a ``redis.asyncio.Redis`` without ``decode_responses``.
+        redis: a ``redis.asyncio.Redis`` without ``decode_responses``, or a connection that takes
+            encoded commands.
         keys: names of the shard.
         retention_ms: how long the record and the log of an ended request are kept.
         retry: when a request that keeps losing its worker is given up.
@@ -78,7 +84,7 @@ class Operations:
 
     def __init__(
         self,
-        redis: Pipelined,
+        redis: Pipelined | WireLink,
         keys: Keys,
         *,
         retention_ms: int = 600_000,
@@ -90,6 +96,9 @@ class Operations:
         self._retention_ms = retention_ms
         self._retry = retry or RetryPolicy()
         self._scripts = {name: load(name) for name in SCRIPTS}
+        self._key_pair = lru_cache(_KEY_PAIRS_KEPT)(
+            partial(KeyPair.of, keys.request(""), keys.log(""))
+        )
 
     @property
     def keys(self) -> Keys:
@@ -220,17 +229,12 @@ class Operations:
     def append(self, worker_id: str, rows: Sequence[AppendRow], *, lease_ms: int) -> Call:
         """Publish tokens and ends of up to 256 requests; renews the lease."""
         keys = self._keys
-        names: list[str | bytes] = [
-            keys.leases, keys.owned(worker_id), keys.deadlines, keys.counters,
-        ]  # fmt: skip
-        # Names are put together here and not asked of `keys`, since calls cost more than names.
-        record, log = keys.request(""), keys.log("")
-        for row in rows:
-            names += (record + row[0], log + row[0])
+        names = (keys.leases, keys.owned(worker_id), keys.deadlines, keys.counters)
         # Redis' Lua reader knows msgpack's old raw type only: str and bytes go the same way.
-        blob = msgpack.packb(rows, use_bin_type=False)
+        blob: bytes = msgpack.packb(rows, use_bin_type=False)
         args = (keys.prefix, worker_id, lease_ms, self._retention_ms, blob)
-        return Call(self._scripts["append"], names, args)
+        pairs = [self._key_pair(row[0]) for row in rows]
+        return Call(self._scripts["append"], names, args, pairs)
 
     def sweep(self) -> Call:
         """Expire what is past its deadline and take work from dead workers."""
@@ -337,7 +341,7 @@ class Operations:
             if bound not in "-+":
                 check.name("entry", bound, _ENTRY, _ENTRY_ALLOWED)
         command = ("XRANGE", self._keys.dead_letters, start, stop, "COUNT", count)
-        (rows,) = await run_commands(self._redis, [command])
+        (rows,) = await self.run([Command(command)])
         accepted("XRANGE", rows)
         return [read_dead_letter(entry, fields) for entry, fields in rows]
 
@@ -369,7 +373,7 @@ class Operations:
         """
         check.name("entry", entry, _ENTRY, _ENTRY_ALLOWED)
         command = ("XDEL", self._keys.dead_letters, entry)
-        (dropped,) = await run_commands(self._redis, [command])
+        (dropped,) = await self.run([Command(command)])
         accepted("XDEL", dropped)
         return bool(dropped)
 

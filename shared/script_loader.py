@@ -11,11 +11,11 @@ from typing import Any, Protocol
 
 from redis.exceptions import NoScriptError, ResponseError
 
+from .wire import Argument, KeyPair, WireLink, encode
+
 __all__ = ["Call", "Command", "Pipelined", "Script", "load_script", "run_calls", "run_commands"]
 
 _INCLUDE = re.compile(r"^--@include (\S+)$", re.MULTILINE)
-
-Argument = str | bytes | int
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,17 +51,37 @@ def load_script(name: str) -> Script:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A script with its keys and arguments, not yet sent."""
+    """A script with its keys and arguments, not yet sent.
+
+    Attributes:
+        script: the script.
+        keys: the first of its keys.
+        args: its arguments.
+        pairs: the rest of its keys, as keys of requests.
+    """
 
     script: Script
     keys: Sequence[str | bytes]
     args: Sequence[Argument]
+    pairs: Sequence[KeyPair] = ()
 
     def command(self, *, by_source: bool = False) -> tuple[Argument, ...]:
         """The Redis command: EVALSHA, or EVAL with the whole source."""
+        names = [name for pair in self.pairs for name in (pair.record, pair.log)]
+        return (*self._head(by_source), *self.keys, *names, *self.args)
+
+    def wire(self, *, by_source: bool = False) -> bytes:
+        """The same, encoded."""
+        head = (*self._head(by_source), *self.keys)
+        size = b"*%d\r\n" % (len(head) + 2 * len(self.pairs) + len(self.args))
+        pairs = [pair.wire for pair in self.pairs]
+        return b"".join([size, encode(head), *pairs, encode(self.args)])
+
+    def _head(self, by_source: bool) -> tuple[Argument, Argument, Argument]:
+        count = len(self.keys) + 2 * len(self.pairs)
         if by_source:
-            return ("EVAL", self.script.source, len(self.keys), *self.keys, *self.args)
-        return ("EVALSHA", self.script.digest, len(self.keys), *self.keys, *self.args)
+            return ("EVAL", self.script.source, count)
+        return ("EVALSHA", self.script.digest, count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +99,11 @@ class Command:
         del by_source
         return self.words
 
+    def wire(self, *, by_source: bool = False) -> bytes:
+        """The same, encoded."""
+        del by_source
+        return b"*%d\r\n%b" % (len(self.words), encode(self.words))
+
 
 class Pipelined(Protocol):
     """What is needed of ``redis.asyncio.Redis`` here."""
@@ -87,7 +112,7 @@ class Pipelined(Protocol):
         """A pipeline of commands."""
 
 
-async def run_calls(redis: Pipelined, calls: Sequence[Call | Command]) -> list[Any]:
+async def run_calls(redis: Pipelined | WireLink, calls: Sequence[Call | Command]) -> list[Any]:
     """Run calls in one round trip; those the server has forgotten are sent again by source.
 
     After SCRIPT FLUSH or a restart a call answers NOSCRIPT and has done nothing; only such calls
@@ -99,13 +124,21 @@ async def run_calls(redis: Pipelined, calls: Sequence[Call | Command]) -> list[A
     Raises:
         redis.exceptions.ConnectionError, redis.exceptions.TimeoutError: the outcome is unknown.
     """
-    replies = await run_commands(redis, [call.command() for call in calls])
+    replies = await _run(redis, calls, by_source=False)
     missing = [i for i, reply in enumerate(replies) if isinstance(reply, NoScriptError)]
     if missing:
-        again = await run_commands(redis, [calls[i].command(by_source=True) for i in missing])
+        again = await _run(redis, [calls[i] for i in missing], by_source=True)
         for i, reply in zip(missing, again, strict=True):
             replies[i] = reply
     return replies
+
+
+async def _run(
+    redis: Pipelined | WireLink, calls: Sequence[Call | Command], *, by_source: bool
+) -> list[Any]:
+    if isinstance(redis, WireLink):
+        return await redis.exchange([call.wire(by_source=by_source) for call in calls])
+    return await run_commands(redis, [call.command(by_source=by_source) for call in calls])
 
 
 async def run_commands(redis: Pipelined, commands: Sequence[tuple[Argument, ...]]) -> list[Any]:

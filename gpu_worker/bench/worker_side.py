@@ -129,7 +129,7 @@ class WorkerSide:
 class _CountedLink(Link):
     exchanges = 0
 
-    async def exchange(self, commands: list[tuple[Any, ...]]) -> list[Any]:
+    async def exchange(self, commands: Sequence[bytes]) -> list[Any]:
         self.exchanges += 1
         return await super().exchange(commands)
 

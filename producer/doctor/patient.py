@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
-from penstock.shared.script_loader import Argument, Call, run_calls, run_commands
+from penstock.shared.script_loader import Call, run_calls, run_commands
+from penstock.shared.wire import Argument
 
 from ..link import Link
 

@@ -17,7 +17,8 @@
 --       and, of requests that end: their queue q:..., act:<lane>, lanes, vt
 -- ARGV  1 prefix   2 worker id   3 lease_ms   4 retention_ms
 --       5 msgpack array of [id, epoch, start, count, chunk, end, state, reason, tokens spent];
---         chunk is '' if there are no tokens, end is '' if the request goes on
+--         chunk is '' if there are no tokens; if the request goes on, the array may end with chunk
+--         (which is the shorter way for most tokens), or end is ''
 -- Reply an empty array if everything was written (to build and read a long one would cost both
 --       sides more than a tenth of the call); else {status, n, status, n, ...} in order of the
 --       array, where n is the count now in the log
@@ -46,7 +47,7 @@ local function log_chunk(log, id, chunk)
 end
 
 local function write(i, item)
-  local rid, epoch, start, count = item[1], item[2], item[3], item[4]
+  local rid, epoch, start, count, last = item[1], item[2], item[3], item[4], item[6] or ''
   local record, log = KEYS[3 + 2 * i], KEYS[4 + 2 * i]
   local v = attempt(nil, 'HMGET', record, 'st', 'ep', 'n', 'w', 'ib')
   if not v then
@@ -62,7 +63,7 @@ local function write(i, item)
   if v[1] ~= 'running' then
     -- The reply to an earlier, identical call was lost: answer as it would have been answered.
     local reason = redis.call('HGET', record, 'rsn')
-    if reason == item[8] and item[6] ~= '' and n == start + count then return 0, n end
+    if reason == item[8] and last ~= '' and n == start + count then return 0, n end
     return 2, n
   end
   if count > 0 and n ~= start + count then
@@ -86,9 +87,9 @@ local function write(i, item)
   elseif n ~= start + count then
     return 3, n
   end
-  if item[6] ~= '' then
+  if last ~= '' then
     finish(prefix, rid, read_record(prefix, rid),
-      {state = item[7], reason = item[8], event = item[6], spent = item[9]}, now, retention)
+      {state = item[7], reason = item[8], event = last, spent = item[9]}, now, retention)
   end
   return 0, n
 end

@@ -70,7 +70,7 @@ def without_oom(script: str, test: DirectedTest) -> Mutant:
 
 FENCE = "if tonumber(v[2]) ~= epoch or v[4] ~= wid then return 2, n end"
 LEASE = "now + tonumber(ARGV[3]), wid)"
-END_ANSWER = "if reason == item[8] and item[6] ~= '' and n == start + count then return 0, n end"
+END_ANSWER = "if reason == item[8] and last ~= '' and n == start + count then return 0, n end"
 
 MUTANTS = (
     # append: the two guards, and what makes its repeat harmless

@@ -1,4 +1,4 @@
-"""The worker's connections: commands packed in C, and one exchange at a time."""
+"""The worker's connections: commands encoded by whoever sends them, one exchange at a time."""
 
 from __future__ import annotations
 
@@ -11,26 +11,37 @@ from redis.exceptions import ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from penstock.gpu_worker.connection import Link, connect
+from penstock.shared.script_loader import Call, Command, load_script
+from penstock.shared.wire import Argument, KeyPair
 
 COMMANDS = [
     ("SET", "key", b"\x00\xff"),
-    ("CONFIG GET", "maxmemory"),
     (b"EVALSHA", "0" * 40, 2, "ä", b"b", -1, 10**15, "x" * 7000, ""),
 ]
 
 
-async def test_commands_are_packed_as_redis_py_packs_them() -> None:
-    ours = connect("redis://localhost", timeout_s=1).connection_pool.make_connection()
+def test_commands_are_encoded_as_redis_py_encodes_them() -> None:
     plain = Connection()
     for command in COMMANDS:
-        assert b"".join(ours.pack_command(*command)) == b"".join(plain.pack_command(*command))
-    assert b"".join(ours.pack_commands(COMMANDS)) == b"".join(plain.pack_commands(COMMANDS))
+        assert Command(command).wire() == b"".join(plain.pack_command(*command))
+
+
+@pytest.mark.parametrize("by_source", [False, True])
+def test_a_call_is_the_same_command_in_both_forms(by_source: bool) -> None:
+    pairs = [KeyPair.of("record:", "log:", f"request-{n}") for n in range(3)]
+    call = Call(load_script("append"), ("first", b"second"), ("ä", 1, b"\xff"), pairs)
+    command = call.command(by_source=by_source)
+    assert command[2:] == (
+        8, "first", b"second", "record:request-0", "log:request-0", "record:request-1",
+        "log:request-1", "record:request-2", "log:request-2", "ä", 1, b"\xff",
+    )  # fmt: skip
+    assert call.wire(by_source=by_source) == Command(command).wire()
 
 
 @pytest.mark.parametrize("url", ["rediss://localhost", "unix:///nowhere"])
-async def test_every_kind_of_address_has_them(url: str) -> None:
-    ours = connect(url, timeout_s=1).connection_pool.make_connection()
-    assert b"".join(ours.pack_command("GET", "a")) == b"*2\r\n$3\r\nGET\r\n$1\r\na\r\n"
+async def test_every_kind_of_address_is_tried(url: str) -> None:
+    with pytest.raises((RedisConnectionError, OSError)):
+        await run(Link(url, timeout_s=1), ("PING",))
 
 
 async def test_a_client_works_as_ever(redis_url: str) -> None:
@@ -46,11 +57,8 @@ async def test_a_client_works_as_ever(redis_url: str) -> None:
             assert message["data"] == b"hello"
 
 
-async def run(link: Link, *commands: tuple[object, ...]) -> list[object]:
-    batch = link.pipeline()
-    for command in commands:
-        batch.execute_command(*command)
-    return await batch.execute(raise_on_error=False)
+async def run(link: Link, *commands: tuple[Argument, ...]) -> list[object]:
+    return await link.exchange([Command(command).wire() for command in commands])
 
 
 async def test_a_batch_is_answered_in_order_and_errors_are_replies(redis_url: str) -> None:

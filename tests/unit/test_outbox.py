@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from penstock.gpu_worker.engine.requests import Finish, Update
 from penstock.gpu_worker.metrics import WorkerMetrics
 from penstock.gpu_worker.outbox import Outbox
 from penstock.shared.operations import Append, AppendStatus, Claim
 from penstock.shared.protocol import (
+    Answer,
     Chunk,
     End,
     Reason,
@@ -115,6 +118,46 @@ def test_chunks_join_by_index_and_digest(outbox: Outbox) -> None:
     outbox.post([update((6,), "y")])
     (second,) = take(outbox)
     assert unpack_event(second.chunk) == Chunk(1, (6,), "y", rolling_digest((5, 6)))
+
+
+STEPS = st.lists(
+    st.tuples(
+        st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=3),
+        st.booleans(),  # a probe before it
+        st.booleans(),  # taken after it
+    ),
+    min_size=1,
+    max_size=12,
+)
+
+
+@given(STEPS, st.sampled_from(Answer), st.booleans())
+def test_whatever_a_step_brings_the_log_is_one_line(
+    steps: list[tuple[list[int], bool, bool]], answer: Answer, with_logprobs: bool
+) -> None:
+    outbox = Outbox(WorkerMetrics(), wake=lambda: None)
+    outbox.open(claim(), "normal", answer)
+    said: list[int] = []
+    told: list[Chunk] = []
+    for ids, probed, taken in [*steps, ([0], False, True)]:
+        if probed:
+            outbox.probe()
+        step = update(tuple(ids), "".join(map(chr, range(65, 65 + len(ids)))))
+        step.logprobs = tuple(TokenLogprobs(-0.5) for _ in ids if with_logprobs)
+        outbox.post([step])
+        said += ids
+        if taken:
+            (item,) = take(outbox)
+            outbox.settle([item], [AppendStatus.WRITTEN])
+            assert item.start + item.num_tokens == len(said)
+            chunk = unpack_event(item.chunk)
+            assert isinstance(chunk, Chunk)
+            assert (item.start, item.num_tokens) == (chunk.start, len(chunk.token_ids))
+            assert chunk.digest == rolling_digest(said)
+            told.append(chunk)
+    assert [token for chunk in told for token in chunk.token_ids] == said
+    assert sum(len(chunk.text) for chunk in told) == len(said)
+    assert sum(len(chunk.logprobs) for chunk in told) == with_logprobs * len(said)
 
 
 def test_continued_request_goes_on_after_its_log(outbox: Outbox) -> None:

@@ -18,7 +18,7 @@ def test_exposes_what_the_ordinary_histogram_does(tallies: list[dict[float, int]
     tally = TallyHistogram("gap_seconds", "Gap", BOUNDS, ours)
     plain = Histogram("gap_seconds", "Gap", buckets=BOUNDS, registry=theirs)
     for values in tallies:
-        tally.observe(values)
+        tally.observe(values.items())
         for value, times in values.items():
             for _ in range(times):
                 plain.observe(value)
