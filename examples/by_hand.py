@@ -86,7 +86,10 @@ def read(server: redis.Redis, id: str) -> None:
             if start > index:
                 look_into_log = True  # a gap: the log has what is missing
                 continue
-            assert start == index, "read from the beginning, chunks join without overlap"
+            known = index - start  # more than 0 if it is the one chunk of a compact log
+            if known:
+                text = text.encode()[sum(event[5][:known]) :].decode()
+                ids = ids[known:]
             digest = zlib.crc32(struct.pack(f"<{len(ids)}I", *ids), digest)
             assert digest == expected, "these are not the tokens the worker published"
             print(text, end="", flush=True)

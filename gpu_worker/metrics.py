@@ -83,6 +83,7 @@ class WorkerMetrics:
         )
         self.redis_errors = counter("redis_errors", "Round trips to Redis that failed")
         self.swept = counter("swept_requests", "Requests this worker's sweeps moved", "kind")
+        self.compacted_logs = counter("compacted_logs", "Logs of ended requests made compact")
 
         self.ttft = histogram(
             "time_to_first_token_seconds", "Acceptance to first token", LATENCY_BUCKETS, "lane"

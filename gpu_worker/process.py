@@ -22,10 +22,12 @@ from redis.asyncio import Redis
 from penstock.shared.door_operations import DoorOperations
 from penstock.shared.errors import PenstockError
 from penstock.shared.keys import Keys
+from penstock.shared.log_operations import LogOperations
 from penstock.shared.operations import Bounds, Operations
 from penstock.shared.settings import Settings
 from penstock.shared.synthetic import SYNTHETIC
 
+from .compactor import Compactor
 from .connection import Link, connect
 from .door import Door
 from .engine.engine import Engine
@@ -147,16 +149,17 @@ class _Process:
                 wake=wake,
                 hang_timeout_s=settings.worker.hang_timeout_s,
             )
-            door = self._door(retention_ms, edge)
+            door, compactor = self._door(retention_ms, edge), self._compactor(keys)
             worker.start()
             self._announce(model, health)
             if self._drain.is_set():
                 edge.stop()
             door.start()
+            compactor.start()
             with calm_collector():
                 if not await edge.run():
                     return self._abandon(worker)
-            await door.close()
+            await asyncio.gather(door.close(), compactor.close())
             await self._hand_over(worker, edge, intake)
         await link.aclose()
         await listener.aclose()
@@ -186,6 +189,16 @@ class _Process:
             metrics=self._metrics,
             admitted=edge.expect_work,
             interval_s=interval_s,
+        )
+
+    def _compactor(self, keys: Keys) -> Compactor:
+        link = self._link(self._settings.redis.socket_timeout_s)
+        after_s = self._settings.queue.compact_logs_after_s
+        return Compactor(
+            link,
+            LogOperations(link, keys),
+            metrics=self._metrics,
+            after_ms=None if after_s is None else after_s * 1000,
         )
 
     def _link(self, timeout_s: float) -> Link:

@@ -75,8 +75,9 @@ class Merger:
                 text = self._cut(event)
                 logprobs = event.logprobs[known:]
                 chunk = replace(
-                    event, start=self.index, token_ids=fresh, text=text, logprobs=logprobs
-                )
+                    event, start=self.index, token_ids=fresh, text=text, logprobs=logprobs,
+                    text_lengths=event.text_lengths[known:],
+                )  # fmt: skip
             self.ready.append(chunk)
             self.index = event.stop
             self._text_length += len(chunk.text)
@@ -100,6 +101,10 @@ class Merger:
         self.digest = digest
 
     def _cut(self, event: Chunk) -> str:
+        if event.text_lengths:
+            # One chunk in place of those that were published: cut where they were.
+            known = sum(event.text_lengths[: self.index - event.start])
+            return event.text.encode()[known:].decode()
         if self.index == self._began_at:
             return event.text  # reading begins within this chunk: its text comes whole
         # The text up to an index depends on the tokens before it alone, and the digest has just

@@ -39,9 +39,10 @@ class TokenStream:
     the request; then :attr:`end` says how. Use it as an asynchronous context manager, or call
     :meth:`aclose`, to leave early; a stream that is simply dropped cleans up when it is collected.
 
-    Reading may begin at any index. Chunks are handed out as they were published, so that an index
-    where one of them ended (``chunk.stop``) resumes both tokens and text without a seam. An index
-    within a chunk works, too: the tokens before it are left out, but the chunk's text comes
+    Reading may begin at any index. Chunks are handed out as they were published (and all that is
+    left as one, once the log of an ended request was made compact), so that an index where one of
+    them ended (``chunk.stop``) resumes both tokens and text without a seam. An index within a chunk
+    as it was published works, too: the tokens before it are left out, but the chunk's text comes
     whole, since text cannot be cut by token.
 
     Args:

@@ -94,6 +94,9 @@ class Chunk:
             the possible begin of a stop string) and comes with a later chunk then.
         digest: :func:`rolling_digest` of all output ids up to and including this chunk.
         logprobs: one per token if the request asked for them, else empty.
+        text_lengths: in a compact log, where one chunk stands for all that were published: for each
+            token how much of the text came with it, in bytes of UTF-8 (of several tokens that were
+            published together, with the last). Else empty: the text belongs to the whole chunk.
     """
 
     start: int
@@ -101,6 +104,7 @@ class Chunk:
     text: str
     digest: int
     logprobs: tuple[TokenLogprobs, ...] = ()
+    text_lengths: tuple[int, ...] = ()
 
     @property
     def stop(self) -> int:
@@ -110,7 +114,8 @@ class Chunk:
     def pack(self, answer: Answer = Answer.MSGPACK) -> bytes:
         """Msgpack ``[start, [ids...], text, digest]``, or a JSON object of the same.
 
-        With logprobs a fifth element: ``[[logprob, [[id, logprob]...]]...]``, or ``logprobs``.
+        With logprobs a fifth element: ``[[logprob, [[id, logprob]...]]...]``, or ``logprobs``. In a
+        compact log, which is never JSON, a sixth: the text lengths; the fifth may be nil then.
         """
         if answer is Answer.JSON:
             more = {"logprobs": self.logprobs} if self.logprobs else {}
@@ -120,7 +125,10 @@ class Chunk:
             )  # fmt: skip
         wire = (self.start, self.token_ids, self.text, self.digest)
         packed: bytes
-        if self.logprobs:
+        if self.text_lengths:
+            more = (self.logprobs or None, self.text_lengths)
+            packed = msgpack.packb((*wire, *more), use_single_float=True)
+        elif self.logprobs:
             packed = msgpack.packb((*wire, self.logprobs), use_single_float=True)
         else:
             packed = msgpack.packb(wire)
@@ -210,7 +218,8 @@ def unpack_event(data: bytes) -> Chunk | End:
             return _end(*wire[1:6])
         start, token_ids, text, digest = wire[:4]
         logprobs = _logprobs(wire[4], len(token_ids)) if len(wire) > 4 else ()
-        return Chunk(int(start), tuple(token_ids), text, int(digest), logprobs)
+        lengths = _text_lengths(wire[5], token_ids, text) if len(wire) > 5 else ()
+        return Chunk(int(start), tuple(token_ids), text, int(digest), logprobs, lengths)
     except (TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
         allowed = "[start, [ids], text, digest] or [-1, n, state, reason, message, usage]"
         raise ProtocolError("event", data, f"{allowed}, or their JSON objects") from error
@@ -225,6 +234,13 @@ def _logprobs(wire: Any, num_tokens: int) -> tuple[TokenLogprobs, ...]:
         TokenLogprobs(float(logprob), tuple((int(i), float(other)) for i, other in top))
         for logprob, top in wire
     )
+
+
+def _text_lengths(wire: Any, token_ids: Sequence[int], text: str) -> tuple[int, ...]:
+    lengths = tuple(wire or ())
+    if lengths and (len(lengths) != len(token_ids) or sum(lengths) != len(text.encode())):
+        raise ValueError("lengths of another text")
+    return lengths
 
 
 def _end(n: int, state: str, reason_name: str, message: str, usage: Any) -> End:

@@ -109,6 +109,15 @@ class Keys:
         return f"{self.prefix}rd"
 
     @property
+    def ended(self) -> str:
+        """Sorted set: ids of ended requests with logs to be made compact, by when they ended."""
+        return f"{self.prefix}fin"
+
+    def compacting(self, request_id: str) -> str:
+        """Stream: a compact log while it is made, before it takes the place of the log."""
+        return f"{self.prefix}z:{request_id}"
+
+    @property
     def counters(self) -> str:
         """Hash: queued requests, tokens, bytes (total, per lane, per tenant), ends by state."""
         return f"{self.prefix}cnt"

@@ -69,7 +69,8 @@ def storm_settings(options: StormOptions) -> Settings:
     return Settings.model_validate(
         {
             "redis": {"socket_timeout_s": _SOCKET_TIMEOUT_S},
-            "queue": {"model": name, "retention_s": _RETENTION_S},
+            # Logs are made compact while they are read.
+            "queue": {"model": name, "retention_s": _RETENTION_S, "compact_logs_after_s": 0},
             "worker": {"lease_ms": options.lease_ms, "metrics_port": None},
             "engine": {
                 "max_sequences": max(4, share + share // 4),

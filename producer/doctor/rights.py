@@ -17,6 +17,7 @@ from redis.exceptions import NoPermissionError, ResponseError
 
 from penstock.shared.door_operations import DOOR_SCRIPTS
 from penstock.shared.keys import GROUP, Keys
+from penstock.shared.log_operations import LOG_SCRIPTS
 from penstock.shared.script_loader import Call, load_script
 from penstock.shared.states import Lane
 
@@ -27,7 +28,7 @@ __all__ = ["ROLES", "Rights", "look_at_rights", "needed_commands"]
 
 ROLES: Mapping[str, tuple[str, ...]] = {
     "producer": ("submit", "cancel", "attend"),
-    "worker": ("claim", "append", "sweep", "release", *DOOR_SCRIPTS),
+    "worker": ("claim", "append", "sweep", "release", *DOOR_SCRIPTS, *LOG_SCRIPTS),
 }
 """The scripts each role runs."""
 
@@ -48,6 +49,8 @@ _HARMLESS: Mapping[str, tuple[str | None, ...]] = {
     "PEXPIRE": (None, "1000"),
     "PEXPIREAT": (None, "1"),
     "PTTL": (None,),
+    "RENAME": (None, None),
+    "COPY": (None, None),
     "SMEMBERS": (None,),
     "TIME": (),
     "XACK": (None, GROUP, "0-1"),
@@ -140,10 +143,11 @@ def _families(keys: Keys, scratch: str) -> list[tuple[str, tuple[str, ...]]]:
     """A command that changes nothing for every kind of key, each fit for the key's type."""
     found: list[tuple[str, tuple[str, ...]]] = [
         ("t:*", ("XDEL", keys.log(scratch), "0-1")),
+        ("z:*", ("XDEL", keys.compacting(scratch), "0-1")),
         ("q:*", ("XDEL", keys.queue(Lane.NORMAL, scratch), "0-1")),
         ("own:*", ("HDEL", keys.owned(scratch), scratch)),
     ]
-    sets = (keys.lanes, keys.leases, keys.deadlines, *map(keys.tenants, Lane))
+    sets = (keys.lanes, keys.leases, keys.deadlines, keys.ended, *map(keys.tenants, Lane))
     streams = (keys.bell, keys.dead_letters, keys.continued, keys.suspects)
     lasting: list[tuple[str, ...]] = [("ZREM", key, scratch) for key in sets]
     lasting += [("HDEL", key, scratch) for key in (keys.floors, keys.counters)]

@@ -143,6 +143,16 @@ class QueueSettings(_Section):
         ge=1,
         le=_WEEK_S,
     )
+    compact_logs_after_s: int | None = _setting(
+        10,
+        "How long after the end of a request its token log is put together into one entry, which "
+        "takes a third of the memory or less and reads the same. Those who follow it live have "
+        "read it by then. `off` leaves logs as they were written.",
+        unit="s",
+        none="off",
+        ge=0,
+        le=_WEEK_S,
+    )
     reader_grace_ms: int = _setting(
         10_000,
         "How long a reader that has fallen silent is believed to be there, for requests with "

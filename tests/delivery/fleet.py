@@ -12,7 +12,9 @@ from delivery.recount import violations
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
+from penstock.shared.compaction import compacted
 from penstock.shared.keys import Keys
+from penstock.shared.log_operations import LogOperations
 from penstock.shared.operations import (
     Append,
     Bounds,
@@ -73,6 +75,7 @@ class Shard:
         self.ops = Operations(
             self.redis, self.keys, retention_ms=self.retention_ms, retry=self.retry, load=self.load
         )
+        self.logs = LogOperations(self.redis, self.keys, load=self.load)
 
     def with_retry(self, **values: int) -> Shard:
         return Shard(self.redis, RetryPolicy(**values), self.load, self.keys, self.retention_ms)
@@ -139,6 +142,12 @@ class Shard:
         ends = [event for event in log if isinstance(event, End)]
         assert ends == log[-1:], f"log of {request_id} is {log}"
         return ends[0]
+
+    async def compact(self, *ids: str) -> int:
+        """Make these logs compact, or all that are ripe; how many it did."""
+        names = ids or await self.logs.ripe(after_ms=0, count=1000)
+        logs = await self.logs.read(names)
+        return await self.logs.compact([(log, compacted(log.chunks)) for log in logs])
 
     async def counter(self, name: str) -> int:
         return int(await self.redis.hget(self.keys.counters, name) or 0)

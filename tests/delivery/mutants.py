@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from delivery import (
+    test_compaction,
     test_damage,
     test_door,
     test_ends,
@@ -22,6 +23,7 @@ from delivery import (
 )
 from delivery.fleet import Shard
 
+from penstock.shared.log_operations import LOG_SCRIPTS
 from penstock.shared.operations import SCRIPTS
 from penstock.shared.script_loader import Script, load_script
 
@@ -60,7 +62,7 @@ class Mutant:
     @property
     def changes(self) -> list[str]:
         """Names of the scripts it changes."""
-        return [name for name in SCRIPTS if self.load(name) != load_script(name)]
+        return [name for name in (*SCRIPTS, *LOG_SCRIPTS) if self.load(name) != load_script(name)]
 
 
 def without_oom(script: str, test: DirectedTest) -> Mutant:
@@ -281,6 +283,35 @@ MUTANTS = (
         test_readers.test_a_handover_and_a_redrive_keep_it, "redrive",
     ),
     without_oom("attend", test_readers.test_attend_runs_at_maxmemory),
+    # compact, ripe
+    Mutant(
+        "log of a living request compacted",
+        "not v[1] or v[1] == 'queued' or v[1] == 'running' then", "not v[1] then",
+        test_compaction.test_a_request_that_has_not_ended_is_left, "compact",
+    ),
+    Mutant(
+        "other entries than were read", "if redis.call('XLEN', log) ~= tonumber(ARGV[3]) then",
+        "if false then", test_compaction.test_a_log_that_is_not_what_was_read_is_left, "compact",
+    ),
+    Mutant(
+        "other tokens than were read", "last[2][2][2] or '') ~= ARGV[4] then",
+        "ARGV[4]) ~= ARGV[4] then",
+        test_compaction.test_a_log_that_is_not_what_was_read_is_left, "compact",
+    ),
+    Mutant(
+        "compact logs live for ever", "redis.pcall('PEXPIRE', new, left)", "1",
+        test_compaction.test_a_compact_log_lives_as_long_as_the_log_would_have, "compact",
+    ),
+    Mutant(
+        "compact log without its end", "ARGV[5], 'e', last[2][2])", "ARGV[5])",
+        test_compaction.test_one_entry_with_the_chunk_and_the_end, "compact",
+    ),
+    Mutant(
+        "told to everybody", "redis.call('ZADD', KEYS[1], 'XX', due + REDO_MS, rid)", "",
+        test_compaction.test_a_log_is_told_to_one_worker_for_a_time, "ripe",
+    ),
+    without_oom("compact", test_compaction.test_it_runs_at_maxmemory),
+    without_oom("ripe", test_compaction.test_it_runs_at_maxmemory),
     # release, requeue, sweep
     Mutant(
         "no audit", "(mode == 'only') == (named[rid] == true)", "mode == 'only' and named[rid]",

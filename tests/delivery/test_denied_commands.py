@@ -30,6 +30,11 @@ class Scene:
 
     async def set_up(self) -> None:
         shard, worker = self.shard, self.worker
+        await shard.submit("long")
+        first = shard.worker("first")
+        claim = await first.claim_one()
+        await first.send(*(first.tokens(claim, i, 1) for i in range(7)), first.ending(claim, 7))
+        await shard.ops.release_all("first", blame=False)
         await shard.submit("poison")
         await self.blame("poison", 1, max_blames=1)
         await shard.submit("crashed")
@@ -109,6 +114,16 @@ async def redrive(scene: Scene, shard: Shard) -> object:
     return await shard.ops.redrive(letter.entry)
 
 
+async def ripe(scene: Scene, shard: Shard) -> object:
+    return await shard.logs.ripe(after_ms=0, count=10)
+
+
+async def compact(scene: Scene, shard: Shard) -> object:
+    names = await scene.shard.logs.ripe(after_ms=0, count=10)
+    assert names == ["long", "poison"]
+    return await shard.compact(*names)
+
+
 OPERATIONS: dict[Operation, str] = {
     append: "append",
     submit: "submit",
@@ -119,6 +134,8 @@ OPERATIONS: dict[Operation, str] = {
     release: "release",
     sweep: "sweep",
     redrive: "redrive",
+    ripe: "ripe",
+    compact: "compact",
 }
 
 

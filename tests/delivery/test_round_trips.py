@@ -9,6 +9,7 @@ from delivery.fleet import FakeWorker, Shard
 from redis.asyncio import Redis
 
 from penstock.shared.errors import RedisUnavailable
+from penstock.shared.log_operations import LOG_SCRIPTS
 from penstock.shared.operations import SCRIPTS
 from penstock.shared.script_loader import load_script, run_commands
 
@@ -82,7 +83,7 @@ async def test_a_step_is_one_round_trip(shard: Shard) -> None:
 
 async def test_every_script_loads_under_its_digest(shard: Shard) -> None:
     """Every script loads on every server, and its digest is the server's own."""
-    for name in SCRIPTS:
+    for name in (*SCRIPTS, *LOG_SCRIPTS):
         script = load_script(name)
         assert await shard.redis.script_load(script.source) == script.digest
 

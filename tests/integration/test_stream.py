@@ -12,6 +12,7 @@ import redis.asyncio
 from log_writer import LogWriter, eventually
 
 from penstock.producer import Producer, TokenStream
+from penstock.shared.compaction import compacted
 from penstock.shared.embedded import EmbeddedRedis
 from penstock.shared.errors import (
     InvalidRequest,
@@ -20,6 +21,7 @@ from penstock.shared.errors import (
     StreamError,
     UnknownRequest,
 )
+from penstock.shared.log_operations import LogOperations
 from penstock.shared.protocol import Chunk, Reason, State, rolling_digest
 
 Client = redis.asyncio.Redis
@@ -251,6 +253,66 @@ async def test_a_slow_reader_catches_up_from_the_log(
             chunks = await read(stream, 1)
         chunks += [chunk async for chunk in stream]
         check_output(chunks, writer, 2, 2002)
+
+
+async def compact(writer: LogWriter) -> None:
+    """Make its log compact, as a worker does some time after the end."""
+    await writer.client.expire(writer.keys.log(writer.id), 600)
+    logs = LogOperations(writer.client, writer.keys)
+    (log,) = await logs.read([writer.id])
+    assert await logs.compact([(log, compacted(log.chunks))]) == 1
+    assert await writer.client.xlen(writer.keys.log(writer.id)) == 1
+
+
+async def test_a_log_made_compact_under_its_readers(
+    producer: Producer, redis_client: Client, writer: LogWriter
+) -> None:
+    """Each has read to another place: within a page, at its end, within a chunk, at the end."""
+    await write(writer, 1500)
+    await writer.finish()
+    streams, begun = [], []
+    for count in (0, 1, 2, 3, 255, 256, 257, 300, 640, 700, 1200, 1499, 1500):
+        streams.append(producer.stream(writer.id))
+        begun.append(await read(streams[-1], count))
+    within = [producer.stream(writer.id, from_index=index) for index in (1, 2, 3, 641)]
+    texts = [
+        (await producer.stream(writer.id, from_index=i).collect()).text for i in (1, 2, 3, 641)
+    ]
+    await compact(writer)
+    for stream, chunks in zip(streams, begun, strict=True):
+        chunks += [chunk async for chunk in stream]
+        check_output(chunks, writer, 0, 1500)
+        assert stream.end == writer.end()
+    for stream, text in zip(within, texts, strict=True):
+        result = await stream.collect()
+        assert result.token_ids == writer.tokens(result.end.n - len(result.token_ids), 1500)
+        assert result.text == text
+
+
+async def test_a_compact_log_reads_the_same_from_every_index(
+    producer: Producer, writer: LogWriter
+) -> None:
+    await write(writer, 120)
+    end = await writer.finish()
+    ids = writer.tokens(0, 120)
+
+    async def read_all() -> list[tuple[object, ...]]:
+        found: list[tuple[object, ...]] = []
+        for index in range(121):
+            digest = rolling_digest(ids[:index])
+            stream = producer.stream(writer.id, from_index=index, from_digest=digest)
+            result = await stream.collect()
+            found.append((result.token_ids, result.text, result.end, stream.digest))
+        return found
+
+    before = await read_all()
+    await compact(writer)
+    assert await read_all() == before
+    with pytest.raises(InvalidRequest, match=r"from_index: got 121; allowed: 0 to 120"):
+        await producer.stream(writer.id, from_index=121).collect()
+    with pytest.raises(StreamDiverged):
+        await producer.stream(writer.id, from_index=7, from_digest=1).collect()
+    assert (await producer.result(writer.id)).end == end
 
 
 async def test_leaving_early_unsubscribes(

@@ -11,6 +11,7 @@ from pathlib import Path
 import msgpack
 import pytest
 import redis.asyncio
+from log_writer import eventually
 from waiting import wait_until
 from workers import WorkerFactory, WorkerProcess
 
@@ -275,3 +276,32 @@ async def test_hung_engine_counts_as_dead(
         await producer.submit([300] * 1500, max_tokens=5, ignore_eos=True)
         code = await asyncio.to_thread(hung.process.wait, 60)
     assert code == 70
+
+
+@pytest.mark.parametrize("answer", ["msgpack", "json"])
+async def test_logs_are_made_compact_some_time_after_the_end(
+    server: EmbeddedRedis,
+    worker: WorkerProcess,
+    producer: Producer,
+    client: redis.asyncio.Redis,
+    answer: str,
+) -> None:
+    name, log = f"compact-{answer}", KEYS.log(f"compact-{answer}")
+    made = worker.metric("compacted_logs_total")
+    options = {"max_tokens": 20, "logprobs": 2, "ignore_eos": True, "answer": answer}
+    await producer.submit(id=name, prompt="The list", **options)
+    result = await end_of(producer, name)
+    entries = await client.xrange(log)
+    size = await client.memory_usage(log, samples=0)
+    assert len(entries) > 5
+    # As if it had ended longer ago than the setting says.
+    await client.zadd(KEYS.ended, {name: 1})
+
+    async def is_smaller() -> bool:
+        return await client.memory_usage(log, samples=0) < size
+
+    await eventually(is_smaller, "a compact log")
+    assert worker.metric("compacted_logs_total") > made
+    assert await end_of(producer, name) == result
+    after = await client.xrange(log)
+    assert after == entries if answer == "json" else len(after) == 1

@@ -24,6 +24,7 @@ from penstock.producer.cli.app import app
 from penstock.shared.door_operations import DOOR_SCRIPTS
 from penstock.shared.errors import InvalidRequest
 from penstock.shared.keys import GROUP, Keys
+from penstock.shared.log_operations import LOG_SCRIPTS
 from penstock.shared.operations import SCRIPTS, Bounds, Operations, RetryPolicy
 from penstock.shared.protocol import (
     Answer,
@@ -90,6 +91,7 @@ METRIC_NAMES: dict[str, tuple[str, tuple[str, ...]]] = {
     "penstock_append_refusals_total": ("counter", ("why",)),
     "penstock_cached_prompt_tokens_total": ("counter", ()),
     "penstock_claims_total": ("counter", ()),
+    "penstock_compacted_logs_total": ("counter", ()),
     "penstock_door_entries_total": ("counter", ("verdict",)),
     "penstock_exchange_seconds": ("histogram", ()),
     "penstock_generation_tokens_total": ("counter", ()),
@@ -225,7 +227,7 @@ def test_keys_are_those_of_the_code() -> None:
         keys.suspects, keys.lanes, keys.floors, keys.leases, keys.owned("<worker>"),
         keys.deadlines, keys.readers, keys.counters, keys.bell, keys.dead_letters,
         keys.queue(Lane.NORMAL, "<tenant>"), keys.tenants(Lane.NORMAL), keys.doors,
-        keys.intake(), keys.intake("<tenant>"),
+        keys.intake(), keys.intake("<tenant>"), keys.ended, keys.compacting("<id>"),
     }  # fmt: skip
     names = set()
     for name in built:
@@ -239,7 +241,7 @@ def test_keys_are_those_of_the_code() -> None:
 
 def test_scripts_and_which_of_them_run_at_maxmemory() -> None:
     documented = {code(row[0]): row[2] for row in table(PROTOCOL, "Script", "What it does")}
-    assert documented.keys() == {*SCRIPTS, *DOOR_SCRIPTS}
+    assert documented.keys() == {*SCRIPTS, *DOOR_SCRIPTS, *LOG_SCRIPTS}
     for name, at_maxmemory in documented.items():
         body = load_script(name).source.rpartition("-- ARGV")[2]
         runs = "allow_oom(prefix)" in body

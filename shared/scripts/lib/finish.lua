@@ -79,6 +79,13 @@ local function publish(prefix, rid, inbox, event)
   end
 end
 
+-- Note for those who make logs compact (ripe.lua, compact.lua) that one has ended. The notes go with
+-- the last log they may be about.
+local function note_ended(prefix, rid, now, retention)
+  local notes = prefix .. 'fin'
+  if attempt(nil, 'ZADD', notes, now, rid) then redis.call('PEXPIRE', notes, retention) end
+end
+
 -- Put the End into a log and publish it. (A log that somebody else wrote into may not take it;
 -- the record has it too.)
 local function log_end(prefix, rid, n, event, inbox)
@@ -127,6 +134,7 @@ local function finish(prefix, rid, rec, how, now, retention)
       tonumber(floors[2]))
   end
   if rec.needs_reader then attempt(nil, 'ZREM', prefix .. 'rd', rid) end
+  note_ended(prefix, rid, now, retention)
   redis.call('ZREM', prefix .. 'dl', rid)
 end
 

@@ -30,6 +30,7 @@ local function mend(prefix, rid, now, max_blames, max_attempts, retention)
       forget_consumer(rec.sk, rec.w)
       redis.call('HDEL', prefix .. 'own:' .. rec.w, rid)
     end
+    note_ended(prefix, rid, now, retention)
     redis.call('ZREM', prefix .. 'dl', rid)
     return true
   end

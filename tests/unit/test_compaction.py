@@ -1,0 +1,140 @@
+"""One chunk in place of many: whoever reads from anywhere gets what the many would have given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.producer.merge import Merger
+from penstock.shared.compaction import compacted
+from penstock.shared.errors import ProtocolError
+from penstock.shared.protocol import (
+    Answer,
+    Chunk,
+    End,
+    Reason,
+    TokenLogprobs,
+    rolling_digest,
+    unpack_event,
+)
+
+TEXTS = ("", "a", " word", "ü", "日本", "👍🏽", "\x00", "e\u0301")
+
+
+@st.composite
+def logs(draw: st.DrawFn) -> list[Chunk]:
+    """Two chunks or more, of one token as a rule; all with logprobs or none."""
+    sizes = draw(st.lists(st.sampled_from((1, 1, 1, 2, 5)), min_size=2, max_size=20))
+    ids = draw(st.lists(st.integers(0, 2**31 - 1), min_size=sum(sizes), max_size=sum(sizes)))
+    with_logprobs = draw(st.booleans())
+    chunks, start = [], 0
+    for size in sizes:
+        logprobs = tuple(
+            TokenLogprobs(-i / 4, ((i, -0.5), (7, -float("inf")))) for i in range(size)
+        )
+        chunks.append(
+            Chunk(
+                start, tuple(ids[start : start + size]), draw(st.sampled_from(TEXTS)),
+                rolling_digest(ids[: start + size]), logprobs if with_logprobs else (),
+            )
+        )  # fmt: skip
+        start += size
+    return chunks
+
+
+def whole(chunks: list[Chunk]) -> Chunk:
+    packed = compacted([chunk.pack() for chunk in chunks])
+    assert packed is not None
+    event = unpack_event(packed)
+    assert isinstance(event, Chunk)
+    assert event.pack() == packed
+    return event
+
+
+def read(events: list[Chunk], index: int, digest: int | None = None) -> tuple[Any, ...]:
+    """What a reader gets that comes back at an index."""
+    merger = Merger("x", index, digest)
+    for event in events:
+        assert merger.add(event)
+    assert merger.add(End(n=events[-1].stop, reason=Reason.STOP))
+    ready = list(merger.ready)
+    return (
+        [token for chunk in ready for token in chunk.token_ids],
+        "".join(chunk.text for chunk in ready),
+        [entry for chunk in ready for entry in chunk.logprobs],
+        merger.digest,
+    )
+
+
+@given(chunks=logs())
+def test_from_every_index_it_reads_as_the_log(chunks: list[Chunk]) -> None:
+    one = whole(chunks)
+    assert (one.start, one.stop) == (0, chunks[-1].stop)
+    ids = [token for chunk in chunks for token in chunk.token_ids]
+    for index in range(one.stop + 1):
+        later = [chunk for chunk in chunks if chunk.stop > index] or chunks[-1:]
+        assert read([one], index) == read(later, index)
+        digest = rolling_digest(ids[:index])
+        assert read([one], index, digest) == read(later, index, digest)
+
+
+@given(chunks=logs(), data=st.data())
+def test_a_reader_in_the_middle_notices_nothing(chunks: list[Chunk], data: st.DataObject) -> None:
+    seen = data.draw(st.integers(0, len(chunks)))
+    mixed = [*chunks[:seen], whole(chunks)]
+    assert read(mixed, 0) == read(chunks, 0)
+    # And one that has it takes old chunks for what they are: known.
+    assert read([whole(chunks), *chunks[seen:]], 0) == read(chunks, 0)
+
+
+def chunk(start: int, *ids: int, text: str = "x") -> Chunk:
+    return Chunk(start, ids, text, rolling_digest(range(1, start + len(ids) + 1)))
+
+
+GOOD = [chunk(0, 1).pack(), chunk(1, 2).pack()]
+
+
+def changed(packed: bytes, at: int, value: Any) -> bytes:
+    wire = msgpack.unpackb(packed)
+    wire[at : at + 1] = [value]
+    return msgpack.packb(wire)
+
+
+@pytest.mark.parametrize(
+    "chunks",
+    [
+        [],
+        GOOD[:1],
+        [GOOD[0], GOOD[0]],
+        [GOOD[1], GOOD[0]],
+        [chunk(0, 1).pack(Answer.JSON), chunk(1, 2).pack(Answer.JSON)],
+        [*GOOD, whole([chunk(0, 1), chunk(1, 2)]).pack()],
+        [*GOOD, changed(chunk(2, 3).pack(), 1, {"a": [3]})],
+        [*GOOD, changed(chunk(2, 3).pack(), 1, [])],
+        [*GOOD, changed(chunk(2, 3).pack(), 2, ["x"])],
+        [*GOOD, changed(chunk(2, 3).pack(), 4, "of a later version")],
+        [*GOOD, changed(chunk(2, 3).pack(), 4, [[-1.0, []]])],
+        [*GOOD, b"\x94"],
+        [*GOOD, b"\x94\x02\x91\x03\xa1\xff\x00"],
+        [*GOOD, b""],
+    ],
+    ids=[
+        "nothing", "one", "twice", "gap", "json", "compact", "map", "empty", "parts", "later",
+        "some-logprobs", "cut", "no-text", "no-bytes",
+    ],
+)  # fmt: skip
+def test_what_is_not_understood_is_left(chunks: list[bytes]) -> None:
+    assert compacted(GOOD) is not None
+    assert compacted(chunks) is None
+
+
+@pytest.mark.parametrize("lengths", [[1], [1, 2], [2, 1, 0], 7, "ab", [1, None]])
+def test_lengths_of_another_text_are_refused(lengths: Any) -> None:
+    packed = compacted(GOOD)
+    assert packed is not None
+    with pytest.raises(ProtocolError):
+        unpack_event(changed(packed, 5, lengths))
