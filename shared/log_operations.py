@@ -8,7 +8,8 @@ from typing import Any
 
 from .keys import Keys
 from .replies import accepted
-from .script_loader import Call, Pipelined, Script, load_script, run_calls, run_commands
+from .script_loader import Call, Command, Pipelined, Script, load_script, run_calls
+from .wire import WireLink
 
 __all__ = ["LOG_SCRIPTS", "EndedLog", "LogOperations"]
 
@@ -43,7 +44,11 @@ class LogOperations:
     """
 
     def __init__(
-        self, redis: Pipelined, keys: Keys, *, load: Callable[[str], Script] = load_script
+        self,
+        redis: Pipelined | WireLink,
+        keys: Keys,
+        *,
+        load: Callable[[str], Script] = load_script,
     ) -> None:
         self._redis = redis
         self._keys = keys
@@ -77,13 +82,11 @@ class LogOperations:
         found: dict[str, list[Any]] = {request_id: [] for request_id in ids}
         unread = dict.fromkeys(ids, "-")
         while unread:
-            replies = await run_commands(
-                self._redis,
-                [
-                    ("XRANGE", self._keys.log(request_id), start, "+", "COUNT", _PAGE)
-                    for request_id, start in unread.items()
-                ],
-            )
+            commands = [
+                Command(("XRANGE", self._keys.log(request_id), start, "+", "COUNT", _PAGE))
+                for request_id, start in unread.items()
+            ]
+            replies = await run_calls(self._redis, commands)
             pages = dict(zip(unread, replies, strict=True))
             unread = {}
             for request_id, page in pages.items():
