@@ -1,8 +1,9 @@
 """``penstock worker``: a small process without torch that keeps one engine process alive.
 
 The moment its child dies, it gives the child's requests back to the queues, so that another
-worker continues them within milliseconds instead of after the lease. It tells a crash (which may
-be a request's fault) from an outside kill (which is not), and restarts with backoff.
+worker continues them within milliseconds instead of after the lease. It tells a crash and a kill
+for want of memory (which may be a request's fault) from an outside kill (which is not), and
+restarts with backoff.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from penstock.shared.settings import Settings
 
 from .launch import EXIT_REFUSED, Launch
 from .logs import configure_logging
+from .oom import OomWatch, find_counter
 from .redis_check import check_redis
 
 __all__ = ["Supervisor"]
@@ -40,8 +42,11 @@ _STABLE_S = 60.0
 """A child that lived this long starts the backoff anew."""
 
 _OUTSIDE_KILLS = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
-"""Signals that somebody sends; a crash raises others. (The kernel's OOM killer sends SIGKILL, too:
-a request that brings it about is stopped by the cap on attempts.)"""
+"""Signals that somebody sends; a crash raises others. (So does the kernel for want of memory, see
+:mod:`.oom`. What else kills for that can not be told from a person: the cap on attempts ends a
+request that brings it about.)"""
+
+_LOOK_S = 1.0
 
 
 class Supervisor:
@@ -56,6 +61,7 @@ class Supervisor:
         self._settings = settings
         self._ready_file = ready_file
         self._stop = asyncio.Event()
+        self._oom = OomWatch(None)
 
     async def run(self) -> int:
         """Supervise until SIGTERM or SIGINT; returns the exit code.
@@ -78,10 +84,12 @@ class Supervisor:
             code = await self._run_child(worker_id)
             if code in (0, EXIT_REFUSED) or self._stop.is_set():
                 return max(0, code)
-            await self._release(worker_id, blame=_is_crash(code), died=True)
+            starved = code == -signal.SIGKILL and self._oom.killed_lately()
+            await self._release(worker_id, blame=starved or _is_crash(code), died=True)
             failures = 0 if time.monotonic() - began > _STABLE_S else failures + 1
             pause = _BACKOFF_S[min(failures, len(_BACKOFF_S) - 1)]
-            _log.error("engine process ended (%s); restarting in %g s", _tell(code), pause)
+            why = _tell(code) + (", killed for want of memory" if starved else "")
+            _log.error("engine process ended (%s); restarting in %g s", why, pause)
             try:
                 await asyncio.wait_for(self._stop.wait(), pause)
             except TimeoutError:
@@ -103,7 +111,13 @@ class Supervisor:
         child.stdin.close()
         ended = asyncio.create_task(asyncio.to_thread(child.wait))
         stopped = asyncio.create_task(self._stop.wait())
-        await asyncio.wait({ended, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        self._oom = OomWatch(find_counter())
+        waiting = {ended, stopped}
+        while len(waiting) == 2:
+            _, waiting = await asyncio.wait(
+                waiting, timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED
+            )
+            self._oom.look()
         if not ended.done():
             child.terminate()
             patience = self._settings.worker.drain_timeout_s * 2 + 5

@@ -126,8 +126,8 @@ class Chunk:
         wire = (self.start, self.token_ids, self.text, self.digest)
         packed: bytes
         if self.text_lengths:
-            more = (self.logprobs or None, self.text_lengths)
-            packed = msgpack.packb((*wire, *more), use_single_float=True)
+            last = (self.logprobs or None, self.text_lengths)
+            packed = msgpack.packb((*wire, *last), use_single_float=True)
         elif self.logprobs:
             packed = msgpack.packb((*wire, self.logprobs), use_single_float=True)
         else:

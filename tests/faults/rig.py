@@ -120,8 +120,13 @@ def mutated(folder: Path, path: str, old: str, new: str) -> str:
             shutil.copytree(ROOT / part, package / part, ignore=skip)
         else:
             (package / part).symlink_to(ROOT / part)
-    file = package / path
+    change(str(folder / "site"), path, old, new)
+    return str(folder / "site")
+
+
+def change(site: str, path: str, old: str, new: str) -> None:
+    """Replace text in a file that :func:`mutated` has copied."""
+    file = Path(site) / "penstock" / path
     text = file.read_text()
     assert old in text
     file.write_text(text.replace(old, new))
-    return str(folder / "site")

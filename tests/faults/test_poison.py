@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from faults.rig import Rig, mutated, open_rig
+from faults.rig import Rig, change, mutated, open_rig
+from waiting import wait_until
 
+from penstock.gpu_worker.oom import OomWatch, find_counter
 from penstock.producer.chaos.aftermath import send_home
 from penstock.producer.chaos.ledger import Ended
 from penstock.producer.chaos.recount import recount
@@ -24,6 +31,8 @@ CRASH = """\
                 os.kill(os.getpid(), {signal})
 """
 SEGV, KILL = 11, 9
+STARVE = "bytearray(1 << 30)"
+LOOP = "        loop = asyncio.get_running_loop()\n"
 
 
 async def serve_poison(rig: Rig, poisoned: int, good: int) -> list[Reason]:
@@ -71,11 +80,89 @@ async def test_poison(
         assert await serve_poison(rig, poisoned, good) == [Reason.POISON] * poisoned
 
 
+@pytest.fixture
+def memory_cgroup() -> Iterator[Path]:
+    """A memory cgroup of 512 MiB, to be joined by writing into its ``cgroup.procs``."""
+    mount, bound = Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"
+    if not mount.is_dir():
+        mount, bound = Path("/sys/fs/cgroup"), "memory.max"
+    group = mount / f"penstock-test-{os.getpid()}"
+    try:
+        group.mkdir()
+        (group / bound).write_text(str(512 << 20))
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            group.rmdir()
+        pytest.skip(f"no memory cgroup can be made here: {error}")
+    yield group
+    wait_until(lambda: not (group / "cgroup.procs").read_text(), "end of all that is in it")
+    group.rmdir()
+
+
+def within(group: Path, script: str) -> subprocess.Popen[bytes]:
+    """Run Python in a cgroup; it goes on when it is given a line."""
+    join = f"open({str(group / 'cgroup.procs')!r}, 'w').write('0')\nprint(flush=True)\ninput()\n"
+    return subprocess.Popen(
+        [sys.executable, "-c", join + script], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+
+
+def test_kill_for_memory_is_told_from_a_kill_by_hand(memory_cgroup: Path) -> None:
+    for script, starved in ((STARVE, True), ("import os; os.kill(os.getpid(), 9)", False)):
+        with within(memory_cgroup, script) as process:
+            assert process.stdout is not None
+            process.stdout.readline()
+            counter = find_counter(process.pid)
+            assert counter is not None
+            assert counter.parent == memory_cgroup
+            watch = OomWatch(counter)
+            assert not watch.killed_lately()
+            process.communicate(b"\n")
+        assert process.returncode == -KILL
+        assert watch.killed_lately() == starved
+
+
+def hungry_workers(tmp_path: Path, group: Path) -> str:
+    """Where workers are found that join the cgroup, and take more than it has for a poison."""
+    starve = CRASH.format(at=0, signal=KILL).replace(f"os.kill(os.getpid(), {KILL})", STARVE)
+    path = mutated(tmp_path, "gpu_worker/synthetic.py", STEP, starve + STEP)
+    join = f"        open({str(group / 'cgroup.procs')!r}, 'w').write('0')\n"
+    change(path, "gpu_worker/supervisor.py", LOOP, join + LOOP)
+    return path
+
+
+async def test_kill_for_memory_is_blamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory_cgroup: Path
+) -> None:
+    """As a crash is, and a kill by hand is not."""
+    monkeypatch.setenv("PYTHONPATH", hungry_workers(tmp_path, memory_cgroup))
+    async with open_rig(tmp_path, workers=1, lease_ms=20_000) as rig:
+        redis, record = rig.parts.link.redis, rig.parts.keys.request("poison")
+        await rig.parts.client.submit("!", id="poison", max_tokens=40)
+        wanted = [b"1", b"1"]
+
+        async def blamed() -> bool:
+            return await redis.hmget(record, "died", "bad") == wanted
+
+        await rig.until(blamed, "a blame")
+        await rig.parts.client.cancel("poison")
+
+
+@pytest.mark.slow
+async def test_request_that_takes_all_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory_cgroup: Path
+) -> None:
+    """Five kills by the kernel, and it ends."""
+    monkeypatch.setenv("PYTHONPATH", hungry_workers(tmp_path, memory_cgroup))
+    async with open_rig(tmp_path, workers=3, lease_ms=20_000) as rig:
+        assert await serve_poison(rig, 1, 20) == [Reason.POISON]
+
+
 @pytest.mark.slow
 async def test_request_for_whose_memory_its_workers_are_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kernel kills for memory with the signal that anybody may send: only a cap ends it."""
+    """By who is not the kernel, with the signal that anybody may send: only a cap ends it."""
     crash = CRASH.format(at=0, signal=KILL)
     path = mutated(tmp_path, "gpu_worker/synthetic.py", STEP, crash + STEP)
     monkeypatch.setenv("PYTHONPATH", path)
