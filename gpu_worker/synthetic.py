@@ -15,7 +15,7 @@ from penstock.shared.errors import InvalidRequest
 from penstock.shared.settings import Settings
 from penstock.shared.synthetic import next_token
 
-from .engine.config import EngineConfig, PolicyName
+from .engine.config import Chunking, EngineConfig, PolicyName
 from .engine.plan import Plan, StepOutput
 from .serving import ServingModel
 
@@ -78,7 +78,9 @@ def _encode(prompt: object) -> Sequence[int]:
 def build_synthetic(settings: Settings) -> ServingModel:
     """A ``ServingModel`` whose steps take ``model.synthetic_step_ms``."""
     engine = settings.engine
-    batch_tokens = engine.max_batch_tokens or max(2048, engine.max_sequences)
+    max_model_len = settings.model.max_model_len or _CONTEXT
+    whole = max_model_len if engine.chunking == "off" else 0
+    batch_tokens = engine.max_batch_tokens or max(2048, whole + engine.max_sequences)
     step_ms = settings.model.synthetic_step_ms
     config = EngineConfig(
         block_size=engine.block_size,
@@ -86,11 +88,14 @@ def build_synthetic(settings: Settings) -> ServingModel:
         max_batch_tokens=batch_tokens,
         max_sequences=engine.max_sequences,
         chunk_size=engine.chunk_size or batch_tokens,
-        max_model_len=settings.model.max_model_len or _CONTEXT,
+        max_model_len=max_model_len,
         eos_token_ids=frozenset(),
         prefix_cache=engine.prefix_cache,
         policy=PolicyName(engine.policy),
         max_overtake_s=engine.max_overtake_s,
+        chunking=Chunking(engine.chunking),
+        target_itl_s=engine.target_itl_ms / 1000,
+        min_chunk_size=engine.min_chunk_size,
     )
     return ServingModel(
         config=config,

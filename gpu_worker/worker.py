@@ -125,12 +125,14 @@ class Worker:
 
     def _step(self) -> None:
         self._pull()
+        began = self._clock()
         plan = self._engine.schedule()
         if plan is None:
             self._idle()
             return
         output = self._run(plan)
         self._publish(plan, output)
+        self._engine.observe(plan, self._clock() - began)
 
     def _run(self, plan: Plan) -> StepOutput:
         self._step_began = began = self._clock()

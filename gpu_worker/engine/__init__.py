@@ -2,12 +2,13 @@
 
 No file here imports Redis, asyncio or torch, so everything can be tested in milliseconds and
 simulated in virtual time. Read in this order: ``sequence``, ``plan``, ``engine``, ``scheduler``,
-``policies``, ``blocks`` (with ``free_list``, ``prefix_cache`` and ``kinds``; ``hybrid_blocks`` for
-models whose layers differ in how far back they see), ``output`` and ``text``.
+``policies``, ``chunking``, ``blocks`` (with ``free_list``, ``prefix_cache`` and ``kinds``;
+``hybrid_blocks`` for models whose layers differ in how far back they see), ``output`` and ``text``.
 """
 
 from .blocks import BlockManager
-from .config import EngineConfig, PolicyName
+from .chunking import AdaptiveChunks
+from .config import Chunking, EngineConfig, PolicyName
 from .engine import Engine
 from .hybrid_blocks import HybridBlocks
 from .kinds import NO_BLOCK, KVKind
@@ -29,8 +30,10 @@ from .text import StopMatcher, TextStream
 
 __all__ = [
     "NO_BLOCK",
+    "AdaptiveChunks",
     "BlockCopy",
     "BlockManager",
+    "Chunking",
     "Composite",
     "EarliestDeadline",
     "Engine",

@@ -10,7 +10,18 @@ from penstock.shared.errors import ConfigurationError
 
 from .kinds import KVKind
 
-__all__ = ["EngineConfig", "PolicyName"]
+__all__ = ["Chunking", "EngineConfig", "PolicyName"]
+
+
+class Chunking(enum.StrEnum):
+    """How prompts are divided among steps."""
+
+    FIXED = "fixed"
+    """No more than ``chunk_size`` tokens of one sequence in a step."""
+    ADAPTIVE = "adaptive"
+    """As many as let a step end in ``target_itl_s``, of all sequences together."""
+    OFF = "off"
+    """Not at all: a sequence is admitted once all its tokens fit into the step's budget."""
 
 
 class PolicyName(enum.StrEnum):
@@ -42,7 +53,8 @@ class EngineConfig:
             ``max_sequences``, so that every running sequence advances in every step.
         max_sequences: sequence budget: sequences that run at the same time.
         chunk_size: query tokens of one sequence in one step. Smaller keeps the inter-token latency
-            of the others low while a long prompt is read; larger reads it in fewer steps.
+            of the others low while a long prompt is read; larger reads it in fewer steps. With
+            adaptive chunking the most prompt tokens of a step.
         max_model_len: tokens of prompt and output together that the model's context holds.
         eos_token_ids: ids that end the output, unless a request ignores them. They and
             ``max_model_len`` must be the same on all workers of a model, so that a request that is
@@ -56,6 +68,11 @@ class EngineConfig:
         policy: in which order waiting sequences are admitted.
         max_overtake_s: seconds after a sequence within which another one must have arrived to be
             admitted before it in its lane; ``fcfs`` needs no such bound.
+        chunking: whether and how prompts are divided among steps. ``off`` needs a
+            ``max_batch_tokens`` of at least ``max_model_len + max_sequences``.
+        target_itl_s: seconds that a step should take in which sequences decode (adaptive).
+        min_chunk_size: prompt tokens that a step may always compute (adaptive); at most
+            ``chunk_size``.
 
     Raises:
         ConfigurationError: a value is out of range, or two contradict each other.
@@ -76,6 +93,9 @@ class EngineConfig:
     more_kinds: tuple[KVKind, ...] = ()
     policy: PolicyName = PolicyName.FCFS
     max_overtake_s: float = 30.0
+    chunking: Chunking = Chunking.FIXED
+    target_itl_s: float = 0.05
+    min_chunk_size: int = 16
 
     def __post_init__(self) -> None:
         for name in ("block_size", "max_sequences", "chunk_size"):
@@ -96,6 +116,35 @@ class EngineConfig:
         if not 0.0 <= self.max_overtake_s < math.inf:
             raise ConfigurationError(
                 f"max_overtake_s is {self.max_overtake_s}; allowed: 0 or more seconds"
+            )
+        if self.chunking is Chunking.ADAPTIVE:
+            self._check_adaptive()
+        if self.chunking is Chunking.OFF:
+            self._check_unchunked()
+
+    def _check_unchunked(self) -> None:
+        if self.chunk_size < self.max_model_len:
+            raise ConfigurationError(
+                f"chunking is off and chunk_size is {self.chunk_size}, below max_model_len "
+                f"({self.max_model_len}): leave chunk_size out, or take chunking 'fixed'"
+            )
+        longest = self.max_model_len + self.max_sequences
+        if self.max_batch_tokens < longest:
+            raise ConfigurationError(
+                f"chunking is off and max_batch_tokens is {self.max_batch_tokens}: without chunks "
+                "the longest prompt and a token of every other sequence must fit into one step; "
+                f"raise it to max_model_len + max_sequences ({longest}), or lower those"
+            )
+
+    def _check_adaptive(self) -> None:
+        if not 0.0 < self.target_itl_s < math.inf:
+            raise ConfigurationError(
+                f"target_itl_s is {self.target_itl_s}; allowed: above 0 seconds"
+            )
+        if not 1 <= self.min_chunk_size <= self.chunk_size:
+            raise ConfigurationError(
+                f"min_chunk_size is {self.min_chunk_size}; allowed: 1 to chunk_size "
+                f"({self.chunk_size})"
             )
 
     @property

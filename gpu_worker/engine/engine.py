@@ -176,6 +176,10 @@ class Engine:
         self._num_output_tokens += num_sampled
         return updates
 
+    def observe(self, plan: Plan, seconds: float) -> None:
+        """Tell how long a step took, from plan to published tokens; adaptive chunks need it."""
+        self._scheduler.observe(plan, seconds)
+
     def fail(self, plan: Plan, reason: Reason, message: str) -> list[Update]:
         """The step raised: end its sequences. Nothing it may have computed is used.
 

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from penstock.shared.errors import IntegrityError
 from penstock.shared.protocol import Lane
 
-from .config import EngineConfig
+from .chunking import AdaptiveChunks
+from .config import Chunking, EngineConfig
 from .hybrid_blocks import Blocks
 from .plan import BlockCopy, Plan, Span
 from .policies import Policy
@@ -50,6 +51,11 @@ class Scheduler:
         self._config = config
         self._blocks = blocks
         self._policy = policy
+        self._chunks: AdaptiveChunks | None = None
+        if config.chunking is Chunking.ADAPTIVE:
+            self._chunks = AdaptiveChunks(
+                config.target_itl_s, least=config.min_chunk_size, most=config.chunk_size
+            )
         self._running: dict[Lane, dict[Sequence, None]] = {
             lane: {} for lane in sorted(Lane, key=lambda lane: lane.rank)
         }
@@ -73,13 +79,26 @@ class Scheduler:
 
     def schedule(self) -> Plan | None:
         """Plan the next step; None if there is nothing to do."""
-        step = _Step(self._config.max_batch_tokens)
         self._displace_less_urgent()
+        step = _Step(self._token_budget())
         all_kept = self._continue_running(step)
         # Thrash guard, part 1: what was just taken from one is not given to another.
         if all_kept:
             self._admit_waiting(step)
         return Plan(tuple(step.spans), tuple(step.copies)) if step.spans else None
+
+    def observe(self, plan: Plan, seconds: float) -> None:
+        """The step of ``plan`` took so long: adaptive chunks are measured by it."""
+        if self._chunks is not None:
+            self._chunks.observe(plan, seconds)
+
+    def _token_budget(self) -> int:
+        """Query tokens of the next step; one of each running sequence is always in it."""
+        most = self._config.max_batch_tokens
+        if self._chunks is None:
+            return most
+        running = self.num_running()
+        return min(most, running + self._chunks.limit(running))
 
     def running(self) -> Iterator[Sequence]:
         """The running sequences, in the order of service."""
@@ -134,7 +153,7 @@ class Scheduler:
             if not all_kept and sequence.status is not SequenceStatus.RUNNING:
                 continue  # preempted for one before it
             # One token of the budget is kept for each sequence behind, so that no decode waits for
-            # a prefill. (max_batch_tokens >= max_sequences, so at least one is left for this one.)
+            # a prefill. (The budget is at least what runs, so at least one is left for this one.)
             start = sequence.num_computed_tokens
             num_tokens = len(sequence.token_ids) - start
             if num_tokens == 1 and start < sequence.num_writable_tokens:
@@ -187,11 +206,15 @@ class Scheduler:
         """Admit in the policy's order until a budget is used up or the first in line does not fit.
 
         A sequence is admitted when all tokens it has now fit beside the watermark, and gets blocks
-        for them at once; how far it will grow is not known, and not reserved for.
+        for them at once; how far it will grow is not known, and not reserved for. Without chunks it
+        must also fit into what is left of this step.
         """
+        whole = self._config.chunking is Chunking.OFF
         while step.budget and self.num_running() < self._config.max_sequences:
             sequence = self._policy.peek()
-            if sequence is None or not self._blocks.try_admit(sequence, self._spare(sequence)):
+            if sequence is None or (whole and sequence.num_tokens > step.budget):
+                return
+            if not self._blocks.try_admit(sequence, self._spare(sequence)):
                 return
             self._policy.admit(sequence)
             sequence.status = SequenceStatus.RUNNING

@@ -9,7 +9,7 @@ import torch
 
 from penstock.shared.settings import EngineSettings, Settings
 
-from ..engine.config import EngineConfig, PolicyName
+from ..engine.config import Chunking, EngineConfig, PolicyName
 from ..serving import ServingModel
 from .detokenizer import IncrementalDetokenizer
 from .kv_pool import KVPool, blocks_in_budget
@@ -90,7 +90,8 @@ def _engine_config(settings: EngineSettings, loaded: LoadedModel) -> EngineConfi
     # Past the point where every sequence has a whole context, more blocks only cost start-up time.
     enough = settings.max_sequences * -(-loaded.max_model_len // settings.block_size)
     default_tokens = _GPU_BATCH_TOKENS if on_gpu else _CPU_BATCH_TOKENS
-    batch_tokens = settings.max_batch_tokens or max(default_tokens, settings.max_sequences)
+    whole = loaded.max_model_len if settings.chunking == "off" else 0
+    batch_tokens = settings.max_batch_tokens or max(default_tokens, whole + settings.max_sequences)
     return EngineConfig(
         block_size=settings.block_size,
         num_blocks=num_blocks if settings.kv_memory else min(num_blocks, enough),
@@ -103,4 +104,7 @@ def _engine_config(settings: EngineSettings, loaded: LoadedModel) -> EngineConfi
         prefix_cache=settings.prefix_cache,
         policy=PolicyName(settings.policy),
         max_overtake_s=settings.max_overtake_s,
+        chunking=Chunking(settings.chunking),
+        target_itl_s=settings.target_itl_ms / 1000,
+        min_chunk_size=settings.min_chunk_size,
     )

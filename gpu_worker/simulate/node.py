@@ -121,6 +121,7 @@ class EngineNode:
         self._open: dict[str, _Open] = {}
         self._refused: list[SimRequest] = []
         self._plan: Plan | None = None
+        self._step_s = 0.0
         self._previous = -2.0  # end of the last step; never what an entry begins with
         self.open = 0
         self.load = Load(0, config.num_blocks * config.block_size)
@@ -142,7 +143,8 @@ class EngineNode:
             return now if self._refused else None
         self.steps += 1
         self.spans += len(plan.spans)
-        return now + self._cost.seconds(Work.of(plan))
+        self._step_s = self._cost.seconds(Work.of(plan))
+        return now + self._step_s
 
     def complete(self, now: float) -> list[SimRequest]:
         """Sample a token for every span that gets one, and record it."""
@@ -152,6 +154,7 @@ class EngineNode:
                 tuple([_TOKEN if span.samples else _NOTHING for span in self._plan.spans])
             )
             self._record(self._plan, output, ended, now)
+            self._engine.observe(self._plan, self._step_s)
         stats = self._engine.stats()
         self.load.waiting = sum(stats.waiting.values())
         self.load.free_tokens = (stats.free_blocks + stats.cached_blocks) * self._block_size

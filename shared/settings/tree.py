@@ -285,7 +285,7 @@ class EngineSettings(_Section):
         None,
         "Token budget of one step: prompt chunks and decodes together. More gives throughput, less "
         "gives shorter gaps between tokens while prompts are read. `auto` takes 256 on a CPU and "
-        "2048 on a GPU.",
+        "2048 on a GPU, and without chunks what the longest prompt needs.",
         unit="tokens",
         none="auto",
         ge=1,
@@ -294,14 +294,37 @@ class EngineSettings(_Section):
     max_sequences: int = _setting(
         64, "Most sequences that run at the same time.", unit="sequences", ge=1, le=4096
     )
+    chunking: Literal["fixed", "adaptive", "off"] = _setting(
+        "fixed",
+        "How prompts are divided among steps: `fixed` by `chunk_size`; `adaptive` so that a step "
+        "in which others decode takes `target_itl_ms`, by what steps have taken so far; `off` not "
+        "at all, so that every stream stands still while a prompt is read, and "
+        "`max_batch_tokens` must hold the longest sequence.",
+    )
     chunk_size: int | None = _setting(
         None,
-        "Most prompt tokens of one sequence in one step. `auto` sets no bound but the token "
-        "budget.",
+        "Most prompt tokens of one sequence in one step; with `adaptive` the most of all sequences "
+        "together. `auto` sets no bound but the token budget.",
         unit="tokens",
         none="auto",
         ge=1,
         le=1_048_576,
+    )
+    min_chunk_size: int = _setting(
+        16,
+        "Prompt tokens that a step may compute even if it then takes longer than `target_itl_ms`, "
+        "so that prompts are read at all. For `adaptive` only; at most `chunk_size`.",
+        unit="tokens",
+        ge=1,
+        le=1_048_576,
+    )
+    target_itl_ms: float = _setting(
+        50.0,
+        "Time between two tokens of a stream that `adaptive` steers for while prompts are read. "
+        "Lower makes streams smoother and first tokens later.",
+        unit="ms",
+        gt=0,
+        le=60_000,
     )
     policy: Literal["fcfs", "sjf", "priority", "fair", "edf"] = _setting(
         "fcfs",

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from penstock.gpu_worker.engine import (
+    Chunking,
     Engine,
     EngineConfig,
     EngineRequest,
@@ -71,11 +72,19 @@ class EngineMachine(RuleBasedStateMachine):
         watermark=st.sampled_from([0.0, 0.01, 0.3]),
         policy=st.sampled_from(PolicyName),
         max_overtake_s=st.sampled_from([0.0, 2.0, 30.0]),
+        chunking=st.sampled_from(Chunking),
     )
-    def build(self, max_sequences: int, more_tokens: int, **limits: object) -> None:
+    def build(
+        self, max_sequences: int, more_tokens: int, chunking: Chunking, **limits: object
+    ) -> None:
+        max_batch_tokens = max_sequences + more_tokens
+        if chunking is Chunking.OFF:
+            max_batch_tokens += limits["max_model_len"]  # type: ignore[operator]
+            limits["chunk_size"] = max_batch_tokens
         self.config: EngineConfig = config(
-            max_sequences=max_sequences, max_batch_tokens=max_sequences + more_tokens, **limits
-        )
+            max_sequences=max_sequences, max_batch_tokens=max_batch_tokens, chunking=chunking,
+            min_chunk_size=1, target_itl_s=1.0, **limits,
+        )  # fmt: skip
         self.engine = Engine(self.config, PieceStream)
         self.runner = FakeRunner(self.config.block_size)
         self.live: dict[str, Log] = {}
@@ -139,10 +148,11 @@ class EngineMachine(RuleBasedStateMachine):
             len(log.token_ids), (), "", log.reason,
         )  # fmt: skip
 
-    @rule()
-    def step(self) -> None:
+    @rule(seconds=st.sampled_from([0.0, 0.01, 0.5, 2.0, 50.0]))
+    def step(self, seconds: float = 0.5) -> None:
         if (plan := self.plan()) is not None:
             self.collect(plan)
+            self.engine.observe(plan, seconds)
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
@@ -236,6 +246,8 @@ class EngineMachine(RuleBasedStateMachine):
         assert plan.num_tokens <= cfg.max_batch_tokens
         assert len(planned) <= cfg.max_sequences
         assert all(span.num_tokens <= cfg.chunk_size for span in plan.spans)
+        if cfg.chunking is Chunking.OFF:
+            assert all(span.samples for span in plan.spans)
         self.check_admissions([s for s in planned if s.id not in self.seen])
         for sequence in planned:
             self.seen[sequence.id] = sequence
