@@ -1,24 +1,25 @@
 """The settings tree: every knob with its unit, range, default and effect.
 
-This file is the only place where a setting is described: ``docs/settings.md`` and error messages
-are made from it. Objects are immutable; :func:`penstock.shared.settings.load_settings` builds them.
+This file, and ``engine`` for its section, are the only place where a setting is described:
+``docs/settings.md`` and error messages are made from them. Objects are immutable;
+:func:`penstock.shared.settings.load_settings` builds them.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import (
-    BaseModel,
     ByteSize,
-    ConfigDict,
-    Field,
     StringConstraints,
     field_validator,
     model_validator,
 )
+
+from .engine import EngineSettings
+from .section import Section, setting
 
 __all__ = [
     "EngineSettings",
@@ -35,53 +36,17 @@ _ModelName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.
 _WorkerName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 
 
-def _setting(
-    default: object, effect: str, *, unit: str = "", none: str | None = None, **limits: Any
-) -> Any:
-    """Describe one setting.
-
-    Args:
-        default: its default.
-        effect: what it does, for the reference.
-        unit: unit of its value, if it has one.
-        none: the word that stands for None, for a setting which may be None.
-        **limits: pydantic's constraints.
-    """
-    return Field(
-        default, description=effect, json_schema_extra={"unit": unit, "none": none}, **limits
-    )
-
-
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
-
-    @model_validator(mode="before")
-    @classmethod
-    def _read_words_for_none(cls, values: Any) -> Any:
-        # TOML and the environment have no null, so each optional setting has a word for it.
-        if not isinstance(values, dict):
-            return values
-        read = dict(values)
-        for name, field in cls.model_fields.items():
-            extra = field.json_schema_extra
-            word = extra.get("none") if isinstance(extra, dict) else None
-            given = read.get(name)
-            if word is not None and isinstance(given, str) and given.lower() == word:
-                read[name] = None
-        return read
-
-
-class RedisSettings(_Section):
+class RedisSettings(Section):
     """Which Redis server holds the queues and the token logs."""
 
-    url: str | None = _setting(
+    url: str | None = setting(
         None,
         "Address of the server: `redis://[user:password@]host:port/db`, `rediss://` for TLS, "
         "`unix:///path`. `REDIS_URL` is honoured, too, after `PENSTOCK_REDIS__URL`.",
         none="unset",
         repr=False,  # it may hold a password
     )
-    socket_timeout_s: float = _setting(
+    socket_timeout_s: float = setting(
         5.0,
         "How long a command may wait for its reply before the connection counts as broken and is "
         "made anew. Without a bound a frozen server would hang its clients for ever.",
@@ -89,12 +54,12 @@ class RedisSettings(_Section):
         gt=0,
         le=600,
     )
-    embedded: Literal["auto", "never", "always"] = _setting(
+    embedded: Literal["auto", "never", "always"] = setting(
         "auto",
         "Whether a command that can bring its own server (`demo`, `worker`) does so: `auto` when "
         "no address is given, `always` even if one is, `never` to fail instead.",
     )
-    embedded_dir: Path | None = _setting(
+    embedded_dir: Path | None = setting(
         None,
         "Directory in which the embedded server keeps its data in an append-only file. `off` keeps "
         "everything in memory: requests are gone when the server ends.",
@@ -117,33 +82,33 @@ class RedisSettings(_Section):
         return url
 
 
-class QueueSettings(_Section):
+class QueueSettings(Section):
     """Which queue is used, and what is answered at its door.
 
     Bounds count the queued requests of one shard, of all lanes and tenants together. A submit over
     a bound is refused at once with a hint when to try again; nothing is dropped later.
     """
 
-    model: _ModelName = _setting(
+    model: _ModelName = setting(
         "demo",
         "Name under which the model is served: 1 to 96 characters of `A-Z a-z 0-9 _ . / -`, the "
         "first a letter or digit. Producers and workers meet by it; it is part of every key.",
     )
-    shard: int = _setting(
+    shard: int = setting(
         0,
         "Number of the shard. Shards of one model share nothing, so each may live on its own node "
         "of a Redis Cluster.",
         ge=0,
         le=65535,
     )
-    retention_s: int = _setting(
+    retention_s: int = setting(
         600,
         "How long the record and the token log of a finished request stay readable.",
         unit="s",
         ge=1,
         le=_WEEK_S,
     )
-    compact_logs_after_s: int | None = _setting(
+    compact_logs_after_s: int | None = setting(
         10,
         "How long after the end of a request its token log is put together into one entry, which "
         "takes a third of the memory or less and reads the same. Those who follow it live have "
@@ -153,7 +118,7 @@ class QueueSettings(_Section):
         ge=0,
         le=_WEEK_S,
     )
-    reader_grace_ms: int = _setting(
+    reader_grace_ms: int = setting(
         10_000,
         "How long a reader that has fallen silent is believed to be there, for requests with "
         "`on_disconnect` `cancel`. Readers say so three times as often. It is the reader's "
@@ -162,7 +127,7 @@ class QueueSettings(_Section):
         ge=100,
         le=3_600_000,
     )
-    default_deadline_s: int = _setting(
+    default_deadline_s: int = setting(
         600,
         "Time after which a request that names no deadline of its own expires, counted from its "
         "submission.",
@@ -170,24 +135,24 @@ class QueueSettings(_Section):
         ge=1,
         le=_WEEK_S,
     )
-    max_queued_requests: int = _setting(
+    max_queued_requests: int = setting(
         10_000, "Most requests that may wait.", unit="requests", ge=1, le=10_000_000
     )
-    max_queued_tokens: int = _setting(
+    max_queued_tokens: int = setting(
         20_000_000,
         "Most tokens that may wait: estimated prompt tokens plus `max_tokens`, summed.",
         unit="tokens",
         ge=1,
         le=10**12,
     )
-    max_queued_bytes: ByteSize = _setting(
+    max_queued_bytes: ByteSize = setting(
         ByteSize(256 * 2**20),
         "Most payload bytes that may wait. Keep it well below the server's `maxmemory`.",
         unit="bytes",
         ge=1024,
         le=2**40,
     )
-    max_tenant_requests: int = _setting(
+    max_tenant_requests: int = setting(
         0,
         "Most requests that one tenant may have waiting. 0 sets no bound per tenant; the bounds "
         "above still hold.",
@@ -197,17 +162,17 @@ class QueueSettings(_Section):
     )
 
 
-class WorkerSettings(_Section):
+class WorkerSettings(Section):
     """The process that owns a device: its claims, its health, its logs."""
 
-    name: _WorkerName | None = _setting(
+    name: _WorkerName | None = setting(
         None,
         "Name in logs and metrics, 1 to 64 characters of `A-Z a-z 0-9 _ . -`. `auto` takes the "
         "host's. The id in the protocol is this plus a part of its own for every start, since a "
         "worker that took over the id of a dead one would keep its lease alive.",
         none="auto",
     )
-    lease_ms: int = _setting(
+    lease_ms: int = setting(
         2_000,
         "How long a silent worker is believed to be alive. After that others take over its "
         "requests. Shorter recovers faster from a lost machine and forgives shorter pauses.",
@@ -215,7 +180,7 @@ class WorkerSettings(_Section):
         ge=100,
         le=600_000,
     )
-    heartbeat_ms: int | None = _setting(
+    heartbeat_ms: int | None = setting(
         None,
         "How often the lease is renewed while no engine step does it. `auto` takes a quarter of "
         "`lease_ms`; over a third is refused, so that one lost heartbeat costs nothing.",
@@ -224,10 +189,10 @@ class WorkerSettings(_Section):
         ge=10,
         le=200_000,
     )
-    claim_batch: int = _setting(
+    claim_batch: int = setting(
         16, "Most requests claimed in one engine step.", unit="requests", ge=1, le=128
     )
-    hang_timeout_s: float = _setting(
+    hang_timeout_s: float = setting(
         30.0,
         "Time without an engine step, while there is work, after which the engine counts as hung: "
         "`/healthz` fails, heartbeats stop and the supervisor replaces the worker.",
@@ -235,7 +200,7 @@ class WorkerSettings(_Section):
         gt=0,
         le=3600,
     )
-    drain_timeout_s: float = _setting(
+    drain_timeout_s: float = setting(
         10.0,
         "Time that handing over the running requests may take after SIGTERM. What is left then is "
         "taken over by others when the lease ends.",
@@ -243,23 +208,23 @@ class WorkerSettings(_Section):
         gt=0,
         le=3600,
     )
-    metrics_host: str = _setting(
+    metrics_host: str = setting(
         "127.0.0.1",
         "Address on which `/metrics`, `/healthz` and `/readyz` are served. `0.0.0.0` for all "
         "interfaces, as in a container.",
         min_length=1,
     )
-    metrics_port: int | None = _setting(
+    metrics_port: int | None = setting(
         9464,
         "Port for the same. 0 takes a free one and logs it; `off` serves nothing.",
         none="off",
         ge=0,
         le=65535,
     )
-    log_level: Literal["debug", "info", "warning", "error"] = _setting(
+    log_level: Literal["debug", "info", "warning", "error"] = setting(
         "info", "Least severity that is logged."
     )
-    log_format: Literal["text", "json"] = _setting(
+    log_format: Literal["text", "json"] = setting(
         "text", "One readable line per event, or one JSON object."
     )
 
@@ -278,119 +243,25 @@ class WorkerSettings(_Section):
         return self
 
 
-class EngineSettings(_Section):
-    """What one step of the engine may hold, and the memory for it."""
-
-    max_batch_tokens: int | None = _setting(
-        None,
-        "Token budget of one step: prompt chunks and decodes together. More gives throughput, less "
-        "gives shorter gaps between tokens while prompts are read. `auto` takes 256 on a CPU and "
-        "2048 on a GPU, and without chunks what the longest prompt needs.",
-        unit="tokens",
-        none="auto",
-        ge=1,
-        le=1_048_576,
-    )
-    max_sequences: int = _setting(
-        64, "Most sequences that run at the same time.", unit="sequences", ge=1, le=4096
-    )
-    chunking: Literal["fixed", "adaptive", "off"] = _setting(
-        "fixed",
-        "How prompts are divided among steps: `fixed` by `chunk_size`; `adaptive` so that a step "
-        "in which others decode takes `target_itl_ms`, by what steps have taken so far; `off` not "
-        "at all, so that every stream stands still while a prompt is read, and "
-        "`max_batch_tokens` must hold the longest sequence.",
-    )
-    chunk_size: int | None = _setting(
-        None,
-        "Most prompt tokens of one sequence in one step; with `adaptive` the most of all sequences "
-        "together. `auto` sets no bound but the token budget.",
-        unit="tokens",
-        none="auto",
-        ge=1,
-        le=1_048_576,
-    )
-    min_chunk_size: int = _setting(
-        16,
-        "Prompt tokens that a step may compute even if it then takes longer than `target_itl_ms`, "
-        "so that prompts are read at all. For `adaptive` only; at most `chunk_size`.",
-        unit="tokens",
-        ge=1,
-        le=1_048_576,
-    )
-    target_itl_ms: float = _setting(
-        50.0,
-        "Time between two tokens of a stream that `adaptive` steers for while prompts are read. "
-        "Lower makes streams smoother and first tokens later.",
-        unit="ms",
-        gt=0,
-        le=60_000,
-    )
-    policy: Literal["fcfs", "sjf", "priority", "fair", "edf"] = _setting(
-        "fcfs",
-        "In which order claimed requests are admitted, lane by lane: `fcfs` first come, first "
-        "served; `sjf` fewest steps left first; `fair` tenants in turns, by tokens; `edf` earliest "
-        "deadline first. `priority` is one order of waiting time, length and lane together, so "
-        "that `batch` gets its turn behind `critical`, too.",
-    )
-    max_overtake_s: float = _setting(
-        30.0,
-        "Bound on overtaking by `policy`: no request is admitted before one that has waited for "
-        "this long when it arrives. 0 serves by arrival.",
-        unit="s",
-        ge=0,
-        le=86_400,
-    )
-    block_size: int = _setting(
-        16,
-        "Tokens per block of the KV cache. Prompts share whole blocks only, so smaller shares more "
-        "and costs more bookkeeping.",
-        unit="tokens",
-        ge=1,
-        le=256,
-    )
-    kv_memory: ByteSize | None = _setting(
-        None,
-        "Memory for the KV cache. `auto` takes 90 % of what is free on a GPU after the model is "
-        "loaded, and on a CPU 25 % of what is free, but not over 1 GiB.",
-        unit="bytes",
-        none="auto",
-        ge=1,
-        le=2**50,
-    )
-    prefix_cache: bool = _setting(
-        True, "Whether the KV blocks of equal beginnings of prompts are computed once and shared."
-    )
-    threads: int | None = _setting(
-        None,
-        "CPU threads for the model's arithmetic. `auto` times a decode step at start and takes one "
-        "per core if that is clearly faster than a single one, which it is not for small models.",
-        unit="threads",
-        none="auto",
-        ge=1,
-        le=1024,
-    )
-
-
-class ModelSettings(_Section):
+class ModelSettings(Section):
     """Which checkpoint a worker loads, and how."""
 
-    path: str = _setting(
+    path: str = setting(
         "demo",
         "Directory of a Hugging Face checkpoint with safetensors weights; `demo` is the small "
         "model that comes with penstock. Nothing is downloaded. `synthetic` is no model: a worker "
         "that gives tokens by a hash, for load tests and fault storms.",
         min_length=1,
     )
-    device: Literal["auto", "cpu", "cuda"] = _setting(
+    device: Literal["auto", "cpu", "cuda"] = setting(
         "auto", "Device of the model; `auto` takes a GPU if PyTorch sees one."
     )
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = _setting(
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
         "auto",
         "Number format of weights and KV cache. `auto` takes the checkpoint's own on a GPU, and "
         "float32 on a CPU.",
     )
-    max_model_len: int | None = _setting(
+    max_model_len: int | None = setting(
         None,
         "Longest sequence, prompt and output together. `auto` takes it from the checkpoint's "
         "configuration; more than that is refused.",
@@ -400,7 +271,7 @@ class ModelSettings(_Section):
         le=16_777_216,
     )
 
-    synthetic_step_ms: float = _setting(
+    synthetic_step_ms: float = setting(
         2.0,
         "How long a step of `synthetic` takes at least.",
         unit="ms",
@@ -409,7 +280,7 @@ class ModelSettings(_Section):
     )
 
 
-class Settings(_Section):
+class Settings(Section):
     """All settings, one attribute per section."""
 
     redis: RedisSettings = RedisSettings()

@@ -1,0 +1,105 @@
+"""Settings of the engine: budgets, orders, memory."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import ByteSize
+
+from .section import Section, setting
+
+__all__ = ["EngineSettings"]
+
+
+class EngineSettings(Section):
+    """What one step of the engine may hold, and the memory for it."""
+
+    max_batch_tokens: int | None = setting(
+        None,
+        "Token budget of one step: prompt chunks and decodes together. More gives throughput, less "
+        "gives shorter gaps between tokens while prompts are read. `auto` takes 256 on a CPU and "
+        "2048 on a GPU, and without chunks what the longest prompt needs.",
+        unit="tokens",
+        none="auto",
+        ge=1,
+        le=1_048_576,
+    )
+    max_sequences: int = setting(
+        64, "Most sequences that run at the same time.", unit="sequences", ge=1, le=4096
+    )
+    chunking: Literal["fixed", "adaptive", "off"] = setting(
+        "fixed",
+        "How prompts are divided among steps: `fixed` by `chunk_size`; `adaptive` so that a step "
+        "in which others decode takes `target_itl_ms`, by what steps have taken so far; `off` not "
+        "at all, so that every stream stands still while a prompt is read, and "
+        "`max_batch_tokens` must hold the longest sequence.",
+    )
+    chunk_size: int | None = setting(
+        None,
+        "Most prompt tokens of one sequence in one step; with `adaptive` the most of all sequences "
+        "together. `auto` sets no bound but the token budget.",
+        unit="tokens",
+        none="auto",
+        ge=1,
+        le=1_048_576,
+    )
+    min_chunk_size: int = setting(
+        16,
+        "Prompt tokens that a step may compute even if it then takes longer than `target_itl_ms`, "
+        "so that prompts are read at all. For `adaptive` only; at most `chunk_size`.",
+        unit="tokens",
+        ge=1,
+        le=1_048_576,
+    )
+    target_itl_ms: float = setting(
+        50.0,
+        "Time between two tokens of a stream that `adaptive` steers for while prompts are read. "
+        "Lower makes streams smoother and first tokens later.",
+        unit="ms",
+        gt=0,
+        le=60_000,
+    )
+    policy: Literal["fcfs", "sjf", "priority", "fair", "edf"] = setting(
+        "fcfs",
+        "In which order claimed requests are admitted, lane by lane: `fcfs` first come, first "
+        "served; `sjf` fewest steps left first; `fair` tenants in turns, by tokens; `edf` earliest "
+        "deadline first. `priority` is one order of waiting time, length and lane together, so "
+        "that `batch` gets its turn behind `critical`, too.",
+    )
+    max_overtake_s: float = setting(
+        30.0,
+        "Bound on overtaking by `policy`: no request is admitted before one that has waited for "
+        "this long when it arrives. 0 serves by arrival.",
+        unit="s",
+        ge=0,
+        le=86_400,
+    )
+    block_size: int = setting(
+        16,
+        "Tokens per block of the KV cache. Prompts share whole blocks only, so smaller shares more "
+        "and costs more bookkeeping.",
+        unit="tokens",
+        ge=1,
+        le=256,
+    )
+    kv_memory: ByteSize | None = setting(
+        None,
+        "Memory for the KV cache. `auto` takes 90 % of what is free on a GPU after the model is "
+        "loaded, and on a CPU 25 % of what is free, but not over 1 GiB.",
+        unit="bytes",
+        none="auto",
+        ge=1,
+        le=2**50,
+    )
+    prefix_cache: bool = setting(
+        True, "Whether the KV blocks of equal beginnings of prompts are computed once and shared."
+    )
+    threads: int | None = setting(
+        None,
+        "CPU threads for the model's arithmetic. `auto` times a decode step at start and takes one "
+        "per core if that is clearly faster than a single one, which it is not for small models.",
+        unit="threads",
+        none="auto",
+        ge=1,
+        le=1024,
+    )
