@@ -1,14 +1,18 @@
-"""Checks of single field values. Each returns the value unchanged or raises; none clamps."""
+"""Checks of single field values. Each returns the value unchanged or raises; none clamps.
+
+:func:`unknown` alone is for names of fields.
+"""
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from .errors import InvalidRequest
 
-__all__ = ["flag", "integer", "name", "number", "strings", "text", "token_ids"]
+__all__ = ["flag", "integer", "name", "number", "strings", "text", "token_ids", "unknown"]
 
 
 def integer(field: str, value: object, low: int, high: int) -> int:
@@ -75,3 +79,11 @@ def token_ids(field: str, value: object, max_items: int, *, empty_ok: bool) -> t
     if len(value) > max_items or not (value or empty_ok):
         raise InvalidRequest(field, value, allowed)
     return tuple(integer(f"{field}[{i}]", item, 0, 2**31 - 1) for i, item in enumerate(value))
+
+
+def unknown(field: str, value: object, known: Iterable[str]) -> InvalidRequest:
+    """What to raise for a field that does not exist: it names those that do, and the nearest."""
+    names = sorted(known)
+    close = difflib.get_close_matches(field, names, n=1)
+    hint = f"; did you mean {close[0]}?" if close else ""
+    return InvalidRequest(field, value, f"one of the fields {', '.join(names)}{hint}")

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from . import fields as check
 from .errors import InvalidRequest
 from .protocol import MAX_PAYLOAD_BYTES, Answer, Reason, Request, check_id
 
@@ -127,7 +128,7 @@ def _read_values(fields: Sequence[bytes]) -> dict[str, Any]:
         name = _text("field name", raw_name)
         read = _READERS.get(name)
         if read is None:
-            raise InvalidRequest(name, raw, f"one of the fields {', '.join(sorted(_READERS))}")
+            raise check.unknown(name, raw, _READERS)
         value = read(name, _text(name, raw))
         if name == "stop":
             values["stop"] = (*values.get("stop", ()), value)

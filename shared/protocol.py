@@ -119,8 +119,8 @@ class Request:
         options = {key: values.pop(key) for key in list(values) if key in _OPTION_NAMES}
         unknown = sorted(values.keys() - _REQUEST_NAMES)
         if unknown:
-            known = ", ".join(sorted((_REQUEST_NAMES | _OPTION_NAMES) - {"options"}))
-            raise InvalidRequest(unknown[0], values[unknown[0]], f"one of the fields {known}")
+            known = (_REQUEST_NAMES | _OPTION_NAMES) - {"options"}
+            raise check.unknown(unknown[0], values[unknown[0]], known)
         return cls(id=id, prompt=prompt, options=SamplingOptions(**options), **values)
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from collections.abc import Sequence
@@ -60,7 +61,8 @@ def write_json(facts: dict[str, Any]) -> None:
 
 def write_note(text: str) -> None:
     """A line for a person, on standard error, so that output in a pipe stays output."""
-    sys.stdout.flush()
+    with contextlib.suppress(BrokenPipeError):
+        sys.stdout.flush()
     if sys.stderr.isatty():
         text = f"\x1b[2m{text}\x1b[0m"
     sys.stderr.write(text + "\n")

@@ -34,6 +34,7 @@ from .output import (
     write_json,
     write_note,
 )
+from .pipe import while_read
 
 __all__ = ["cancel", "result", "stream", "submit"]
 
@@ -100,8 +101,9 @@ def submit(
 ) -> int:
     """Submit a prompt and show its output as it comes.
 
-    Ctrl-C while it is shown cancels the request. With --no-stream it runs on by itself; read it
-    later with `penstock stream ID` or `penstock result ID`.
+    Ctrl-C while it is shown cancels the request, and so does a pipe whose reader leaves. With
+    --no-stream it runs on by itself; read it later with `penstock stream ID` or `penstock result
+    ID`.
     """
     settings = client_settings(redis, model, shard, config)
     fields = given(
@@ -138,8 +140,8 @@ def submit(
             if not stream:
                 return 0
             try:
-                return await _show(producer.stream(submitted.id), json=json)
-            except asyncio.CancelledError:
+                return await while_read(_show(producer.stream(submitted.id), json=json))
+            except (asyncio.CancelledError, BrokenPipeError):
                 with contextlib.suppress(PenstockError):
                     await producer.cancel(submitted.id)
                 write_note(f"cancelled {submitted.id}")
@@ -167,7 +169,7 @@ def stream(
     async def run() -> int:
         async with Producer(settings=settings) as producer:
             tokens = producer.stream(id, from_index=from_index)
-            return await _within(timeout, id, _show(tokens, json=json))
+            return await while_read(_within(timeout, id, _show(tokens, json=json)))
 
     return asyncio.run(run())
 

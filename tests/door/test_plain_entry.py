@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.shared.errors import InvalidRequest
 from penstock.shared.plain_entry import Admission, Entry, Refusal, read_entry
 from penstock.shared.protocol import (
     MAX_PAYLOAD_BYTES,
@@ -67,6 +68,12 @@ def test_no_field_of_a_request_is_left_out() -> None:
     names = {f.name for kind in (Request, SamplingOptions) for f in fields(kind)} - {"options"}
     known = refusal_of(*HI, "colour", "red").message.partition("one of the fields ")[2]
     assert set(known.split(", ")) == names | {"prompt_ids", "messages", "stop_json"}
+
+
+def test_a_field_that_is_nearly_right_is_named() -> None:
+    assert refusal_of(*HI, "max_token", "3").message.endswith("; did you mean max_tokens?")
+    with pytest.raises(InvalidRequest, match=r"^top_pp: got 1; .*; did you mean top_p\?$"):
+        Request.build(id="x", prompt="hi", top_pp=1)
 
 
 def test_a_prompt_alone_is_a_request() -> None:

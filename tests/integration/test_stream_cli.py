@@ -163,15 +163,34 @@ def test_ctrl_c_cancels_what_submit_shows(environment: dict[str, str], redis_url
         assert client.hget(KEYS.request("mine"), "st") == b"cancelled"
 
 
-@pytest.mark.usefixtures("worker")
-def test_a_reader_that_leaves_the_pipe(environment: dict[str, str]) -> None:
-    command = f"{sys.executable} -m penstock.producer.cli submit x --max-tokens 3000 --json"
-    done = subprocess.run(
-        ["bash", "-c", f"{command} | head -n 1"],
+PIPED = f"{sys.executable} -m penstock.producer.cli submit x --id mine --max-tokens 3000 --json"
+
+
+def leave_the_pipe(environment: dict[str, str]) -> subprocess.CompletedProcess[bytes]:
+    """Read the first line of a command's output, and no more."""
+    return subprocess.run(
+        ["bash", "-c", f"{PIPED} | head -n 1; exit ${{PIPESTATUS[0]}}"],
         capture_output=True, env=environment, timeout=60, check=False,
     )  # fmt: skip
+
+
+@pytest.mark.usefixtures("worker")
+def test_a_reader_that_leaves_the_pipe_cancels(environment: dict[str, str], redis_url: str) -> None:
+    done = leave_the_pipe(environment)
     assert json.loads(done.stdout)["event"] == "submitted"
-    assert b"Traceback" not in done.stderr
+    assert (done.returncode, done.stderr) == (1, b"cancelled mine\n")
+    with redis.Redis.from_url(redis_url) as client:
+        assert client.hget(KEYS.request("mine"), "st") == b"cancelled"
+
+
+def test_a_reader_that_leaves_before_anything_is_written(
+    environment: dict[str, str], redis_url: str
+) -> None:
+    """No worker: nothing will be written by which the command could notice."""
+    done = leave_the_pipe(environment)
+    assert (done.returncode, done.stderr) == (1, b"cancelled mine\n")
+    with redis.Redis.from_url(redis_url) as client:
+        assert client.hget(KEYS.request("mine"), "st") == b"cancelled"
 
 
 def test_the_demo_in_json(
