@@ -14,7 +14,7 @@ from concurrent.futures import Executor
 
 from penstock.shared.errors import InvalidRequest
 from penstock.shared.operations import Claim
-from penstock.shared.protocol import Reason, Request
+from penstock.shared.protocol import Chunk, Reason, Request
 
 from .engine.requests import EngineRequest
 from .ledger import run_name
@@ -70,7 +70,8 @@ class Intake:
                 self._outbox.open(claim, "unknown")
                 self._refuse(claim, error)
                 continue
-            self._outbox.open(claim, request.lane.value, request.answer)
+            sequences = request.options.num_sequences
+            self._outbox.open(claim, request.lane.value, request.answer, sequences)
             if claim.attempts == 1:
                 self._metrics.queue_time.labels(request.lane.value).observe(claim.queue_ms / 1000)
             if not claim.intact:
@@ -95,13 +96,15 @@ class Intake:
             return
         if not self._outbox.owns(claim):
             return  # lost meanwhile; its abort has gone ahead of it
+        several = request.options.n > 1
         self._add(
             EngineRequest(
                 id=run_name(claim.id, claim.epoch),
                 lane=request.lane,
                 tenant=request.tenant,
                 prompt_ids=tuple(prompt_ids),
-                output_ids=tuple(i for chunk in claim.chunks for i in chunk.token_ids),
+                output_ids=() if several else tuple(i for c in claim.chunks for i in c.token_ids),
+                choice_ids=_choice_ids(claim.chunks, request.options.n) if several else (),
                 options=request.options,
                 seed=request.seed,
                 arrival=now - claim.age_ms / 1000,
@@ -118,3 +121,12 @@ class Intake:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+def _choice_ids(chunks: Sequence[Chunk], num_choices: int) -> tuple[tuple[int, ...], ...]:
+    """The published tokens of each choice."""
+    ids: list[list[int]] = [[] for _ in range(num_choices)]
+    for chunk in chunks:
+        for run in chunk.runs():
+            ids[run.choice] += run.token_ids
+    return tuple(map(tuple, ids))

@@ -37,6 +37,8 @@ class TokenLedger:
         finish: how it ended; its end is in flight.
         prompt_tokens: tokens of the prompt, as far as the engine has told.
         cached_tokens: those of them that were not computed.
+        sequences: how many the engine runs for it.
+        discarded_tokens: output tokens that were generated and not published.
         run: its name in the engine, see :func:`run_name`.
         in_stream: it has had a token from this worker, has not ended, and its answer is msgpack:
             its next token needs nothing but to be packed, unless the token itself is special.
@@ -56,6 +58,8 @@ class TokenLedger:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     in_stream: bool = False
+    sequences: int = 1
+    discarded_tokens: int = 0
     run: str = field(init=False)
     id: str = field(init=False)
     epoch: int = field(init=False)
@@ -68,7 +72,7 @@ class TokenLedger:
         """What the request has consumed."""
         return Usage(
             prompt_tokens=self.prompt_tokens,
-            output_tokens=self.confirmed,
+            output_tokens=self.confirmed + self.discarded_tokens,
             cached_tokens=self.cached_tokens,
             queue_ms=self.claim.queue_ms,
             ttft_ms=self.ttft_ms,

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 
 from penstock.shared.events import chunk_packer
 from penstock.shared.operations import Append, AppendRow, AppendStatus, Claim
+from penstock.shared.parts import joined_parts
 from penstock.shared.protocol import Answer, Chunk, End, Reason, rolling_digest
 
 from .engine.requests import Finish, Update
@@ -69,7 +70,8 @@ class Outbox:
         self._pack_chunk = chunk_packer()
         self._ledgers: dict[str, TokenLedger] = {}  # by request
         self._runs: dict[str, TokenLedger] = {}  # the same by run
-        self._open: Counter[str] = Counter()  # those whose end was not taken, by lane
+        # Sequences of requests whose end was not taken, by lane.
+        self._open: Counter[str] = Counter()
         # What is to be said, by run; None: only to be asked whether it is still ours.
         self._dirty: dict[str, Update | None] = {}
 
@@ -91,8 +93,11 @@ class Outbox:
         """How many owned requests may have crashed a worker before."""
         return sum(ledger.claim.suspect for ledger in self._ledgers.values())
 
-    def open_requests(self) -> Mapping[str, int]:
-        """Owned requests whose end was not taken yet, by lane; a lane without any may lack."""
+    def open_sequences(self) -> Mapping[str, int]:
+        """Sequences of owned requests whose end was not taken yet, by lane.
+
+        A lane without any may lack.
+        """
         return self._open
 
     def probe(self) -> None:
@@ -104,8 +109,10 @@ class Outbox:
             for run in self._runs:
                 self._dirty.setdefault(run, None)
 
-    def open(self, claim: Claim, lane: str, answer: Answer = Answer.MSGPACK) -> None:
-        """Begin to own a request."""
+    def open(
+        self, claim: Claim, lane: str, answer: Answer = Answer.MSGPACK, sequences: int = 1
+    ) -> None:
+        """Begin to own a request, for which the engine runs so many sequences."""
         ledger = TokenLedger(
             claim=claim,
             lane=lane,
@@ -114,10 +121,11 @@ class Outbox:
             digest=claim.chunks[-1].digest if claim.chunks else rolling_digest(()),
             ttft_ms=claim.ttft_ms,
             answer=answer,
+            sequences=sequences,
         )
         self._drop(claim.id)
         self._ledgers[claim.id] = self._runs[ledger.run] = ledger
-        self._open[lane] += 1
+        self._open[lane] += sequences
 
     def owns(self, claim: Claim) -> bool:
         """Whether that very claim still is this worker's, as far as it knows."""
@@ -213,10 +221,11 @@ class Outbox:
         ledger.prompt_tokens, ledger.cached_tokens = update.prompt_tokens, update.cached_tokens
         ids, chunk = update.token_ids, b""
         if ids:
-            ledger.digest = rolling_digest(ids, ledger.digest)
+            text = "" if update.parts else update.text
+            whole = Chunk(start, ids, text, 0, update.logprobs, parts=update.parts)
+            ledger.digest = whole.digest_after(ledger.digest)
             ledger.confirmed = start + len(ids)
-            whole = Chunk(start, ids, update.text, ledger.digest, update.logprobs)
-            chunk = whole.pack(ledger.answer)
+            chunk = replace(whole, digest=ledger.digest).pack(ledger.answer)
             if start > ledger.claim.n:  # not this worker's first
                 gaps.append(((now - ledger.last_token_at) / len(ids), len(ids)))
             elif ledger.ttft_ms is None:
@@ -224,14 +233,15 @@ class Outbox:
                 ledger.ttft_ms = round(waited * 1000)
                 self._metrics.ttft.labels(ledger.lane).observe(waited)
             ledger.last_token_at = now
-            ledger.in_stream = ledger.answer is Answer.MSGPACK
+            ledger.in_stream = ledger.answer is Answer.MSGPACK and not update.parts
         if update.finish is None:
             return (ledger.id, ledger.epoch, start, len(ids), chunk)
+        ledger.discarded_tokens = update.discarded_tokens
         self._finish(ledger, update.finish)
         return _last_row(ledger, start, len(ids), chunk)
 
     def _finish(self, ledger: TokenLedger, finish: Finish) -> None:
-        self._open[ledger.lane] -= ledger.finish is None
+        self._close_sequences(ledger)
         ledger.finish, ledger.in_stream = finish, False
 
     def settle(self, rows: Sequence[AppendRow], statuses: Sequence[int]) -> Settled:
@@ -287,13 +297,17 @@ class Outbox:
         for request_id in ids:
             self._drop(request_id)
 
+    def _close_sequences(self, ledger: TokenLedger) -> None:
+        if ledger.finish is None:
+            self._open[ledger.lane] -= ledger.sequences
+
     def _drop(self, request_id: str) -> int:
         """Own a request no longer; returns how many of its tokens were not taken."""
         ledger = self._ledgers.pop(request_id, None)
         if ledger is None:
             return 0
         del self._runs[ledger.run]
-        self._open[ledger.lane] -= ledger.finish is None
+        self._close_sequences(ledger)
         with self._lock:
             update = self._dirty.pop(ledger.run, None)
         return 0 if update is None else len(update.token_ids)
@@ -307,6 +321,7 @@ def _joined(before: Update, update: Update) -> Update:
         token_ids=before.token_ids + update.token_ids,
         text=before.text + update.text,
         logprobs=before.logprobs + update.logprobs,
+        parts=joined_parts(before.parts, update.parts),
     )
 
 
@@ -317,7 +332,7 @@ def _last_row(ledger: TokenLedger, start: int, count: int, chunk: bytes) -> Appe
     end = End(n=n, reason=reason, message=ledger.finish.message, usage=ledger.usage())
     return Append(
         ledger.id, ledger.epoch, start, count, chunk, end.pack(ledger.answer),
-        reason.state.value, reason.value, ledger.prompt_tokens + n,
+        reason.state.value, reason.value, ledger.prompt_tokens + n + ledger.discarded_tokens,
     )  # fmt: skip
 
 

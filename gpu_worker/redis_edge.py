@@ -224,7 +224,7 @@ class RedisEdge:
         waiting = self._worker.stats.waiting
         if self._stopping or self._intake.preparing or self._searched == Lane.BATCH.rank:
             return _NO_ROOM
-        room, owned, owned_by_lane = _NO_ROOM, 0, self._outbox.open_requests()
+        room, owned, owned_by_lane = _NO_ROOM, 0, self._outbox.open_sequences()
         for lane in _BY_URGENCY:
             owned += owned_by_lane.get(lane, 0)
             free = min(self._capacity.claim_batch, self._capacity.max_sequences - owned)

@@ -9,14 +9,16 @@ fraction of a second and imports no torch.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Sequence as Seq
 
 from penstock.shared.errors import InvalidRequest
+from penstock.shared.protocol import TokenLogprobs
 from penstock.shared.settings import Settings
 from penstock.shared.synthetic import next_token
 
 from .engine.config import Chunking, EngineConfig, PolicyName
 from .engine.plan import Plan, StepOutput
+from .engine.sequence import Sequence
 from .serving import ServingModel
 
 __all__ = ["SyntheticRunner", "build_synthetic"]
@@ -34,20 +36,39 @@ class SyntheticRunner:
         """One token per span that samples."""
         if self._step_s:
             time.sleep(self._step_s)
+        token_ids = tuple((_sample(span.sequence),) if span.samples else () for span in plan.spans)
+        sampled = [(s.sequence, ids) for s, ids in zip(plan.spans, token_ids, strict=True) if ids]
         return StepOutput(
-            tuple(
-                (
-                    next_token(
-                        span.sequence.seed,
-                        span.sequence.num_output_tokens,
-                        span.sequence.token_ids[-1],
-                    ),
-                )
-                if span.samples
-                else ()
-                for span in plan.spans
-            )
+            token_ids,
+            logprobs={
+                sequence: (_report(*ids, sequence.options.logprobs),)
+                for sequence, ids in sampled
+                if sequence.options.logprobs is not None
+            },
+            candidates={
+                sequence: _likeliest(*ids, sequence.num_candidates)
+                for sequence, ids in sampled
+                if sequence.num_candidates
+            },
         )
+
+
+def _sample(sequence: Sequence) -> int:
+    index, last = sequence.num_output_tokens, sequence.token_ids[-1]
+    return next_token(sequence.seed, index, last, sequence.choice)
+
+
+def _report(token_id: int, width: int) -> TokenLogprobs:
+    return TokenLogprobs(_logprob(token_id), _likeliest(token_id, width))
+
+
+def _likeliest(token_id: int, width: int) -> tuple[tuple[int, float], ...]:
+    """So many tokens in falling likelihood, which have nothing to do with a distribution."""
+    return tuple((token_id + rank, _logprob(token_id) - rank) for rank in range(width))
+
+
+def _logprob(token_id: int) -> float:
+    return -(token_id % 7) / 8
 
 
 class _Letters:
@@ -63,7 +84,7 @@ class _Letters:
         return ""
 
 
-def _encode(prompt: object) -> Sequence[int]:
+def _encode(prompt: object) -> Seq[int]:
     if isinstance(prompt, str):
         return [ord(character) for character in prompt]
     assert isinstance(prompt, tuple)

@@ -197,6 +197,7 @@ def run_isolated(runner: Runner, plan: Plan) -> StepOutput:
             first.token_ids + rest.token_ids,
             {**first.failures, **failures},
             {**first.logprobs, **rest.logprobs},
+            {**first.candidates, **rest.candidates},
         )
 
 

@@ -8,10 +8,9 @@ output here: this is the part of a stream that can be tested without one.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import replace
 
 from penstock.shared.errors import InvalidRequest, StreamDiverged, StreamError
-from penstock.shared.protocol import Chunk, End, rolling_digest
+from penstock.shared.protocol import Chunk, End
 
 __all__ = ["Merger"]
 
@@ -42,10 +41,12 @@ class Merger:
         self._request_id = request_id
         self._began_at = index
         self._proved = digest is not None
-        # Text delivered so far in characters, and how much that was at recent chunk boundaries:
-        # after a failover a worker may publish the same tokens again, cut differently.
-        self._text_length = 0
-        self._boundaries: deque[tuple[int, int]] = deque([(index, 0)], maxlen=_BOUNDARIES_KEPT)
+        # Text delivered so far in characters by choice, and how much that was at recent chunk
+        # boundaries: after a failover a worker may publish the same tokens again, cut differently.
+        self._lengths: dict[int, int] = {}
+        self._boundaries: deque[tuple[int, dict[int, int]]] = deque(
+            [(index, {})], maxlen=_BOUNDARIES_KEPT
+        )
 
     def add(self, event: Chunk | End) -> bool:
         """Take an event in.
@@ -64,24 +65,16 @@ class Merger:
         if event.start > self.index:
             return False
         known = self.index - event.start
-        fresh = event.token_ids[known:]
         if event.stop >= self.index:
-            self._verify(fresh, event.digest)
-        elif (length := self._length_at(event.start)) is not None:
-            self._boundaries.append((event.stop, length + len(event.text)))
-        if fresh:
-            chunk = event
-            if known:
-                text = self._cut(event)
-                logprobs = event.logprobs[known:]
-                chunk = replace(
-                    event, start=self.index, token_ids=fresh, text=text, logprobs=logprobs,
-                    text_lengths=event.text_lengths[known:],
-                )  # fmt: skip
+            self._verify(event, known)
+        elif (lengths := self._lengths_at(event.start)) is not None:
+            self._boundaries.append((event.stop, _longer(lengths, event)))
+        if event.stop > self.index:
+            chunk = self._cut(event, known) if known else event
             self.ready.append(chunk)
             self.index = event.stop
-            self._text_length += len(chunk.text)
-            self._boundaries.append((self.index, self._text_length))
+            self._lengths = _longer(self._lengths, chunk)
+            self._boundaries.append((self.index, self._lengths))
         return True
 
     def _add_end(self, end: End) -> bool:
@@ -95,28 +88,37 @@ class Merger:
         self.end = end
         return True
 
-    def _verify(self, fresh: tuple[int, ...], digest: int) -> None:
-        if self.digest is not None and rolling_digest(fresh, self.digest) != digest:
+    def _verify(self, event: Chunk, known: int) -> None:
+        if self.digest is not None and event.digest_after(self.digest, known) != event.digest:
             raise StreamDiverged(self._request_id, self.index)
-        self.digest = digest
+        self.digest = event.digest
 
-    def _cut(self, event: Chunk) -> str:
-        if event.text_lengths:
-            # One chunk in place of those that were published: cut where they were.
-            known = sum(event.text_lengths[: self.index - event.start])
-            return event.text.encode()[known:].decode()
-        if self.index == self._began_at:
-            return event.text  # reading begins within this chunk: its text comes whole
+    def _cut(self, event: Chunk, known: int) -> Chunk:
+        if self.index == self._began_at or event.text_lengths:
+            # Reading begins within this chunk; or it is one in place of those that were published,
+            # and cut where they were.
+            return event.without(known, None)
         # The text up to an index depends on the tokens before it alone, and the digest has just
-        # shown that they are the same: so is the length of their text.
-        length = self._length_at(event.start)
-        if length is not None:
-            return event.text[self._text_length - length :]
+        # shown that they are the same, of the same choices: so is the length of their text.
+        before = self._lengths_at(event.start)
+        if before is not None:
+            delivered = {c: n - before.get(c, 0) for c, n in self._lengths.items()}
+            return event.without(known, delivered)
         raise StreamError(
             f"stream of {self._request_id!r} was published again from token {event.start} on, "
             f"and its text cannot be joined at token {self.index}; read again from index 0"
         )
 
-    def _length_at(self, index: int) -> int | None:
-        """Length of the delivered text up to a chunk boundary, if that is remembered."""
-        return next((length for at, length in reversed(self._boundaries) if at == index), None)
+    def _lengths_at(self, index: int) -> dict[int, int] | None:
+        """Lengths of the delivered texts up to a chunk boundary, if that is remembered."""
+        return next((lengths for at, lengths in reversed(self._boundaries) if at == index), None)
+
+
+def _longer(lengths: dict[int, int], chunk: Chunk) -> dict[int, int]:
+    """Lengths of the texts by choice, after a chunk."""
+    if not chunk.parts:
+        return {0: lengths.get(0, 0) + len(chunk.text)}
+    lengths = dict(lengths)
+    for part in chunk.parts:
+        lengths[part.choice] = lengths.get(part.choice, 0) + len(part.text)
+    return lengths

@@ -136,7 +136,7 @@ class DoorOperations:
         args = (
             keys.prefix, entry.name, request.id, entry.own_id, lane.value, request.tenant, payload,
             hashlib.sha256(payload).digest()[:16], request.cost_estimate,
-            request.options.max_tokens, request.deadline_ms or self._default_deadline_ms,
+            request.output_estimate, request.deadline_ms or self._default_deadline_ms,
             request.max_queue_ms or 0, self._retention_ms, request.answer.value, bounds.requests,
             bounds.tokens, bounds.bytes, bounds.tenant_requests, request.on_disconnect.value,
         )  # fmt: skip

@@ -9,18 +9,20 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 from zlib import crc32
 
 import msgpack
 
 from .errors import ProtocolError
+from .parts import Part, cut_parts, digest_words, read_parts
 from .states import Answer, Reason, State
 
 __all__ = [
     "Chunk",
     "End",
+    "Run",
     "TokenLogprobs",
     "Usage",
     "chunk_packer",
@@ -83,20 +85,44 @@ class TokenLogprobs(NamedTuple):
     top: tuple[tuple[int, float], ...] = ()
 
 
+class Run(NamedTuple):
+    """Consecutive tokens of one choice.
+
+    Attributes:
+        choice: which, from 0 on; 0 for a request that has one.
+        start: index of the first of them in the choice's own output.
+        token_ids: the tokens.
+        text: what they add to the choice's text.
+        reason: why the choice ended with the last of them, told for requests with several choices.
+        logprobs: one per token if the request asked for them, else empty.
+    """
+
+    choice: int
+    start: int
+    token_ids: tuple[int, ...]
+    text: str
+    reason: Reason | None
+    logprobs: tuple[TokenLogprobs, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """Tokens of one request that were published together. Never empty.
 
     Attributes:
-        start: index of the first token in the request's output.
+        start: index of the first token in the request's output. Tokens of all its choices are
+            counted together, in the order in which they are published.
         token_ids: the tokens; the chunk covers indexes ``[start, stop)``.
         text: what they add to the output text. May be empty (half a character, or held back as
-            the possible begin of a stop string) and comes with a later chunk then.
-        digest: :func:`rolling_digest` of all output ids up to and including this chunk.
+            the possible begin of a stop string) and comes with a later chunk then. Always empty
+            for a request with several choices, whose text stands in ``parts``.
+        digest: :func:`rolling_digest` of all output ids up to and including this chunk; for a
+            request with several choices of the words of :func:`~.parts.digest_words`.
         logprobs: one per token if the request asked for them, else empty.
         text_lengths: in a compact log, where one chunk stands for all that were published: for each
             token how much of the text came with it, in bytes of UTF-8 (of several tokens that were
             published together, with the last). Else empty: the text belongs to the whole chunk.
+        parts: whose tokens these are, for a request with several choices; else empty.
     """
 
     start: int
@@ -105,27 +131,75 @@ class Chunk:
     digest: int
     logprobs: tuple[TokenLogprobs, ...] = ()
     text_lengths: tuple[int, ...] = ()
+    parts: tuple[Part, ...] = ()
 
     @property
     def stop(self) -> int:
         """One past the index of the last token: also the count in the log's entry id."""
         return self.start + len(self.token_ids)
 
+    def runs(self) -> Iterator[Run]:
+        """The tokens by choice, whether the request has one or several."""
+        if not self.parts:
+            yield Run(0, self.start, self.token_ids, self.text, None, self.logprobs)
+        at = 0
+        for choice, start, count, text, reason in self.parts:
+            piece = slice(at, at + count)
+            yield Run(choice, start, self.token_ids[piece], text, reason, self.logprobs[piece])
+            at += count
+
+    def digest_after(self, before: int, known: int = 0) -> int:
+        """What ``digest`` must be, given the digest before the chunk's token ``known``."""
+        if self.parts:
+            return rolling_digest(tuple(digest_words(self.parts, self.token_ids, known)), before)
+        return rolling_digest(self.token_ids[known:] if known else self.token_ids, before)
+
+    def without(self, known: int, delivered: Mapping[int, int] | None) -> Chunk:
+        """The chunk without its first ``known`` tokens, of which it has more.
+
+        Args:
+            known: tokens to leave out.
+            delivered: characters of each choice's text that came with them before, which are left
+                out, too; None: text cannot be cut by token, unless the chunk has its lengths, and
+                comes whole where the cut is.
+        """
+        text = self.text
+        if self.text_lengths:
+            text = text.encode()[sum(self.text_lengths[:known]) :].decode()
+        elif delivered is not None:
+            text = text[delivered.get(0, 0) :]
+        return replace(
+            self,
+            start=self.start + known,
+            token_ids=self.token_ids[known:],
+            text=text,
+            logprobs=self.logprobs[known:],
+            text_lengths=self.text_lengths[known:],
+            parts=cut_parts(self.parts, known, delivered),
+        )
+
     def pack(self, answer: Answer = Answer.MSGPACK) -> bytes:
         """Msgpack ``[start, [ids...], text, digest]``, or a JSON object of the same.
 
         With logprobs a fifth element: ``[[logprob, [[id, logprob]...]]...]``, or ``logprobs``. In a
-        compact log, which is never JSON, a sixth: the text lengths; the fifth may be nil then.
+        compact log, which is never JSON, a sixth: the text lengths. Of several choices a seventh:
+        ``[[choice, start, num_tokens, text, reason or nil]...]``, or ``parts``. Elements before the
+        last that do not apply are nil.
         """
         if answer is Answer.JSON:
-            more = {"logprobs": self.logprobs} if self.logprobs else {}
+            more: dict[str, Any] = {"logprobs": self.logprobs} if self.logprobs else {}
+            if self.parts:
+                more["parts"] = [part._asdict() for part in self.parts]
             return _json(
                 {"start": self.start, "ids": self.token_ids, "text": self.text,
                  "digest": self.digest, **more}
             )  # fmt: skip
         wire = (self.start, self.token_ids, self.text, self.digest)
         packed: bytes
-        if self.text_lengths:
+        if self.parts:
+            parted = (self.logprobs or None, None, self.parts)
+            packed = msgpack.packb((*wire, *parted), use_single_float=True)
+        elif self.text_lengths:
             last = (self.logprobs or None, self.text_lengths)
             packed = msgpack.packb((*wire, *last), use_single_float=True)
         elif self.logprobs:
@@ -150,7 +224,8 @@ class Usage:
 
     Attributes:
         prompt_tokens: tokens of the prompt.
-        output_tokens: tokens published.
+        output_tokens: tokens generated: those published, and those of candidates and beams that
+            are not part of the answer.
         cached_tokens: prompt tokens whose KV was reused and not computed.
         queue_ms: acceptance to first claim, in ms of Redis' clock.
         ttft_ms: acceptance to first published token, in ms; None if there was none.
@@ -219,7 +294,8 @@ def unpack_event(data: bytes) -> Chunk | End:
         start, token_ids, text, digest = wire[:4]
         logprobs = _logprobs(wire[4], len(token_ids)) if len(wire) > 4 else ()
         lengths = _text_lengths(wire[5], token_ids, text) if len(wire) > 5 else ()
-        return Chunk(int(start), tuple(token_ids), text, int(digest), logprobs, lengths)
+        parts = read_parts(wire[6], len(token_ids)) if len(wire) > 6 else ()
+        return Chunk(int(start), tuple(token_ids), text, int(digest), logprobs, lengths, parts)
     except (TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
         allowed = "[start, [ids], text, digest] or [-1, n, state, reason, message, usage]"
         raise ProtocolError("event", data, f"{allowed}, or their JSON objects") from error
@@ -258,7 +334,7 @@ def _read_json(data: bytes) -> tuple[Any, ...]:
         names = ("n", "state", "reason", "message", "usage")
         return (END_MARK, *(wire[name] for name in names))
     chunk = tuple(wire[name] for name in ("start", "ids", "text", "digest"))
-    return (*chunk, wire.get("logprobs"))
+    return (*chunk, wire.get("logprobs"), None, wire.get("parts"))
 
 
 def _json(event: Mapping[str, Any]) -> bytes:

@@ -141,7 +141,7 @@ class Operations:
         args = (
             keys.prefix, request.id, lane.value, request.tenant, payload,
             hashlib.sha256(payload).digest()[:16], request.cost_estimate,
-            request.options.max_tokens, request.deadline_ms or default_deadline_ms,
+            request.output_estimate, request.deadline_ms or default_deadline_ms,
             request.max_queue_ms or 0, self._retention_ms, bounds.requests, bounds.tokens,
             bounds.bytes, bounds.tenant_requests, request.answer.value,
             request.on_disconnect.value, inbox,

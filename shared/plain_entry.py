@@ -169,6 +169,10 @@ def _as_flag(name: str, value: str) -> bool:
     return value == "true"
 
 
+def _as_early_stopping(name: str, value: str) -> bool | str:
+    return value if value == "never" else _as_flag(name, value)
+
+
 def _as_list(name: str, value: str, of: type = object) -> list[Any]:
     try:
         read = json.loads(value)
@@ -206,11 +210,15 @@ _READERS: Mapping[str, Callable[[str, str], Any]] = MappingProxyType(
         "allowed_token_ids": _as_ids,
         "answer": _as_text,
         "banned_token_ids": _as_ids,
+        "beam_width": _as_integer,
+        "best_of": _as_integer,
         "deadline_ms": _as_integer,
+        "early_stopping": _as_early_stopping,
         "frequency_penalty": _as_number,
         "id": _as_text,
         "ignore_eos": _as_flag,
         "lane": _as_text,
+        "length_penalty": _as_number,
         "logit_bias": _as_map,
         "logprobs": _as_integer,
         "max_queue_ms": _as_integer,
@@ -218,6 +226,7 @@ _READERS: Mapping[str, Callable[[str, str], Any]] = MappingProxyType(
         "messages": _as_messages,
         "min_p": _as_number,
         "min_tokens": _as_integer,
+        "n": _as_integer,
         "on_disconnect": _as_text,
         "presence_penalty": _as_number,
         "prompt": _as_text,

@@ -18,7 +18,17 @@ import msgpack
 
 from . import fields as check
 from .errors import InvalidRequest, ProtocolError
-from .events import Chunk, End, TokenLogprobs, Usage, rolling_digest, unpack_event, unpack_msgpack
+from .events import (
+    Chunk,
+    End,
+    Run,
+    TokenLogprobs,
+    Usage,
+    rolling_digest,
+    unpack_event,
+    unpack_msgpack,
+)
+from .parts import Part
 from .sampling_options import SamplingOptions
 from .states import Answer, Lane, OnDisconnect, Reason, State
 
@@ -30,8 +40,10 @@ __all__ = [
     "End",
     "Lane",
     "OnDisconnect",
+    "Part",
     "Reason",
     "Request",
+    "Run",
     "SamplingOptions",
     "State",
     "TokenLogprobs",
@@ -144,7 +156,12 @@ class Request:
         else:
             size = sum(len(m["content"].encode()) for m in self.prompt)
             prompt = -(-size // 4)
-        return prompt + self.options.max_tokens
+        return prompt + self.output_estimate
+
+    @property
+    def output_estimate(self) -> int:
+        """Of :attr:`cost_estimate`, the tokens that are generated: ``max_tokens`` per sequence."""
+        return self.options.max_tokens * self.options.num_sequences
 
     def pack(self) -> bytes:
         """The request as msgpack: a flat map; fields that hold their default are left out.

@@ -17,11 +17,21 @@ MAX_STOP_TOKENS = 64
 MAX_BIASES = 300
 MAX_LISTED_TOKENS = 4096
 MAX_LOGPROBS = 20
+MAX_CHOICES = 64
 
 _PENALTIES = (
     ("repetition_penalty", 0.1, 10.0),
     ("presence_penalty", -2.0, 2.0),
     ("frequency_penalty", -2.0, 2.0),
+)
+
+_NOT_WITH_BEAMS = (
+    ("best_of", None),
+    ("logprobs", None),
+    ("min_p", 0.0),
+    ("stop", ()),
+    ("top_k", 0),
+    ("top_p", 1.0),
 )
 
 
@@ -57,9 +67,19 @@ class SamplingOptions:
         stop: up to 16 strings; output text ends before the first that appears.
         stop_token_ids: up to 64 ids that end the output like EOS does.
         ignore_eos: go on past the model's end-of-text token.
+        n: outputs of the request, its *choices*, 1 to 64. Each draws its own random numbers.
+        best_of: generate so many candidates, ``n`` to 64, and give the ``n`` whose tokens have the
+            highest mean log-probability, the best first; None generates ``n``.
+        beam_width: 2 to 64: search for the most likely output with so many beams, and give the
+            ``n`` best, the best first; 1 does not search.
+        length_penalty: of beam search: the sum of an output's log-probabilities is divided by its
+            length to this power, -10 to 10; above 0 favours longer outputs.
+        early_stopping: of beam search, once there are ``beam_width`` finished outputs: ``True``
+            stops; ``False`` goes on while a beam would beat the worst of them if it ended now;
+            ``"never"`` while one still could at its longest. As transformers defines them.
 
     Raises:
-        InvalidRequest: a value is of the wrong type or out of range.
+        InvalidRequest: a value is of the wrong type or out of range, or two contradict each other.
     """
 
     max_tokens: int = 256
@@ -79,6 +99,11 @@ class SamplingOptions:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    n: int = 1
+    best_of: int | None = None
+    beam_width: int = 1
+    length_penalty: float = 1.0
+    early_stopping: bool | str = False
 
     def __post_init__(self) -> None:
         put = object.__setattr__
@@ -109,6 +134,47 @@ class SamplingOptions:
         )
         put(self, "stop_token_ids", stop_ids)
         check.flag("ignore_eos", self.ignore_eos)
+        check.integer("n", self.n, 1, MAX_CHOICES)
+        self._check_candidates()
+        self._check_beams()
+
+    def _check_candidates(self) -> None:
+        if self.best_of is None:
+            return
+        check.integer("best_of", self.best_of, 1, MAX_CHOICES)
+        if self.best_of < self.n:
+            raise InvalidRequest("best_of", self.best_of, f"at least n, which is {self.n}")
+        if self.best_of > self.n and self.temperature == 0:
+            allowed = "n or none with temperature 0, which makes all candidates equal"
+            raise InvalidRequest("best_of", self.best_of, allowed)
+
+    def _check_beams(self) -> None:
+        check.integer("beam_width", self.beam_width, 1, MAX_CHOICES)
+        penalty = check.number("length_penalty", self.length_penalty, -10.0, 10.0)
+        object.__setattr__(self, "length_penalty", penalty)
+        if self.early_stopping != "never" and not isinstance(self.early_stopping, bool):
+            raise InvalidRequest("early_stopping", self.early_stopping, "true, false or never")
+        if self.beam_width == 1:
+            for name, default in (("length_penalty", 1.0), ("early_stopping", False)):
+                if getattr(self, name) != default:
+                    allowed = f"{default} without beam search; it needs a beam_width of 2 or more"
+                    raise InvalidRequest(name, getattr(self, name), allowed)
+            return
+        if self.n > self.beam_width:
+            allowed = f"at most beam_width, which is {self.beam_width}"
+            raise InvalidRequest("n", self.n, allowed)
+        if self.temperature not in (0.0, 1.0):
+            allowed = "0 or 1 with beam search, which does not sample"
+            raise InvalidRequest("temperature", self.temperature, allowed)
+        for name, neutral in _NOT_WITH_BEAMS:
+            if getattr(self, name) != neutral:
+                allowed = "nothing beside beam_width: beam search goes without it"
+                raise InvalidRequest(name, getattr(self, name), allowed)
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that are generated at the same time to give the ``n`` choices."""
+        return max(self.n, self.best_of or 1, self.beam_width)
 
     def ending_ids(self, eos_token_ids: frozenset[int]) -> frozenset[int]:
         """The token ids that end the output, given those that end a text of the model."""

@@ -3,34 +3,20 @@
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from collections.abc import Iterable
 
-from penstock.shared.errors import IntegrityError
-
-from .free_list import FreeList
+from .block_books import BlockBooks
 from .kinds import NO_BLOCK, first_seen_block, most_blocks_held
 from .plan import BlockCopy
-from .prefix_cache import PrefixCache
 from .sequence import Sequence
 
 __all__ = ["BlockManager"]
 
 
-class BlockManager:
+class BlockManager(BlockBooks):
     """Hands the blocks of one KV pool to sequences and takes them back.
 
     After PagedAttention (Kwon et al., 2023). Knows block numbers, never tensors.
-
-    Every block is in exactly one of three states::
-
-        used     reference count = number of block tables it stands in, at least 1
-        cached   count 0, content published: a hit revives it, shortage evicts it
-        free     count 0, content worthless
-
-    Cached and free blocks share one list: free ones in front, behind them the cached ones in the
-    order in which they were released. So taking the first block is both "use a free one" and
-    "evict the least recently used", in O(1).
 
     Who may write: positions from ``num_computed_tokens`` on are written by their sequence alone,
     so only the block they begin in can be both partly computed and shared, and only that one is
@@ -46,9 +32,6 @@ class BlockManager:
         window: tokens a token sees, itself included; None: all.
         max_span: most query tokens of one sequence in one step; of interest with a window only.
         kind: index of the pool among those of a model whose layers differ in their windows.
-
-    Attributes:
-        num_evictions: cached blocks that were given away because free ones ran out.
     """
 
     def __init__(
@@ -61,31 +44,10 @@ class BlockManager:
         max_span: int = 1,
         kind: int = 0,
     ) -> None:
-        self.num_blocks = num_blocks
-        self.block_size = block_size
-        self.window = window
-        self.num_evictions = 0
-        self._kind = kind
+        super().__init__(
+            num_blocks, block_size, prefix_cache=prefix_cache, window=window, kind=kind
+        )
         self._most_held = None if window is None else most_blocks_held(window, max_span, block_size)
-        self._ref_counts = [0] * num_blocks
-        self._unused = FreeList(num_blocks)
-        self._num_cached = 0
-        self._cache = PrefixCache(block_size, window) if prefix_cache else None
-
-    @property
-    def num_available(self) -> int:
-        """Blocks that can be handed out now: free or cached."""
-        return len(self._unused)
-
-    @property
-    def num_used(self) -> int:
-        """Blocks that stand in at least one block table."""
-        return self.num_blocks - len(self._unused)
-
-    @property
-    def num_cached(self) -> int:
-        """Blocks nobody uses whose content could still be hit."""
-        return self._num_cached
 
     @property
     def capacity_tokens(self) -> int:
@@ -105,10 +67,6 @@ class BlockManager:
         if self._most_held is None:
             return num_tokens
         return max(num_tokens, self.num_available // self._most_held * longest)
-
-    def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold ``num_tokens`` tokens."""
-        return -(-num_tokens // self.block_size)
 
     def blocks_needed(self, num_tokens: int) -> int:
         """Most blocks that a sequence holds at the same time until it has ``num_tokens`` tokens."""
@@ -179,6 +137,77 @@ class BlockManager:
         sequence.num_computed_tokens = len(prefix) * self.block_size
         sequence.num_writable_tokens = len(table) * self.block_size
         sequence.num_published_blocks = len(prefix)
+
+    def num_cached_tokens(self, sequence: Sequence) -> int:
+        """How many tokens :meth:`try_admit` would find in the prefix cache."""
+        return 0 if self._cache is None else len(self._cache.match(sequence)) * self.block_size
+
+    def try_join(
+        self,
+        sequence: Sequence,
+        sibling: Sequence,
+        num_common: int,
+        spare: int,
+        copies: list[BlockCopy],
+    ) -> bool:
+        """:meth:`try_admit` for a sequence that begins like one which holds blocks.
+
+        Full blocks of the common begin are shared; the begin of a block is copied, so that neither
+        ever writes into a block of the other's. All or nothing: False, also if what the sibling has
+        in common has left the window, leaves everything as it was.
+
+        Args:
+            sequence: holds no block.
+            sibling: has computed the first ``num_common`` tokens of ``sequence`` in earlier steps.
+            num_common: fewer than ``sequence`` has.
+            spare: blocks that must still be available afterwards.
+            copies: those of the step so far; gets the copy that must run before it.
+        """
+        num_common = self.joinable(sibling, num_common, copies)
+        cost = self.joining_cost(sequence, sibling, num_common)
+        if cost is None or cost + spare > self.num_available:
+            return False
+        self.join(sequence, sibling, num_common, copies)
+        return True
+
+    def joinable(self, sibling: Sequence, num_common: int, copies: list[BlockCopy]) -> int:
+        """So many of the common tokens can be given to another sequence in this step.
+
+        Copies may not build on one another. Where an earlier one makes the block in which the
+        common begin ends, that block's tokens are left out.
+        """
+        num_full, rest = divmod(num_common, self.block_size)
+        if rest:
+            source = self._table(sibling)[num_full]
+            if any(copy.target == source and copy.kind == self._kind for copy in copies):
+                return num_full * self.block_size
+        return num_common
+
+    def joining_cost(self, sequence: Sequence, sibling: Sequence, num_common: int) -> int | None:
+        """Blocks that :meth:`join` takes; None if the sibling has given up one that is needed."""
+        first = first_seen_block(num_common, self.window, self.block_size)
+        if NO_BLOCK in self._table(sibling)[first : self.blocks_for(num_common)]:
+            return None
+        num_full = num_common // self.block_size
+        return self._admitted_blocks(sequence, num_full) - num_full
+
+    def join(
+        self, sequence: Sequence, sibling: Sequence, num_common: int, copies: list[BlockCopy]
+    ) -> None:
+        """Let ``sequence`` begin with what it has in common with ``sibling``; see above."""
+        num_full, rest = divmod(num_common, self.block_size)
+        first = first_seen_block(num_common, self.window, self.block_size)
+        table, known = self._table(sequence), self._table(sibling)
+        num_fresh = self._admitted_blocks(sequence, num_full) - num_full
+        for block in known[first:num_full]:
+            self._share(block)
+        table.extend([NO_BLOCK] * first + known[first:num_full])
+        table.extend([self._take() for _ in range(num_fresh)])
+        if rest:
+            copies.append(BlockCopy(known[num_full], table[num_full], self._kind))
+        sequence.num_computed_tokens = num_common
+        sequence.num_writable_tokens = len(table) * self.block_size
+        sequence.num_published_blocks = num_full
 
     def try_reserve(self, sequence: Sequence, stop: int, copies: list[BlockCopy]) -> bool:
         """Make positions ``[num_computed_tokens, stop)`` writable by ``sequence`` alone.
@@ -291,10 +320,6 @@ class BlockManager:
         """Tokens for which ``sequence`` has blocks."""
         return len(self._table(sequence)) * self.block_size
 
-    def _table(self, sequence: Sequence) -> list[int]:
-        kind = self._kind
-        return sequence.block_table if kind == 0 else sequence.more_tables[kind - 1]
-
     def _admitted_blocks(self, sequence: Sequence, num_hit: int) -> int:
         """Length of the table of a sequence that is admitted after hitting ``num_hit`` blocks."""
         num_blocks = self.blocks_for(sequence.num_tokens)
@@ -302,89 +327,3 @@ class BlockManager:
             return num_blocks
         first = first_seen_block(num_hit * self.block_size, self.window, self.block_size)
         return min(num_blocks, first + self._most_held)
-
-    def _take(self) -> int:
-        block = self._unused.pop_front()
-        if self._cache is not None and block in self._cache:
-            self._cache.forget(block)
-            self._num_cached -= 1
-            self.num_evictions += 1
-        self._ref_counts[block] = 1
-        return block
-
-    def _share(self, block: int) -> None:
-        if self._ref_counts[block] == 0:
-            self._unused.remove(block)
-            self._num_cached -= 1
-        self._ref_counts[block] += 1
-
-    def _drop(self, block: int) -> None:
-        self._ref_counts[block] -= 1
-        if self._ref_counts[block]:
-            return
-        if self._cache is not None and block in self._cache:
-            self._unused.push_back(block)
-            self._num_cached += 1
-        else:
-            self._unused.push_front(block)
-
-    def check_integrity(self, owners: Iterable[Sequence]) -> None:
-        """Recount everything from the block tables of all sequences that hold blocks.
-
-        Raises:
-            IntegrityError: a block is lost, owned twice, or counted wrongly.
-        """
-        owners = list(owners)
-        for sequence in owners:
-            self._check_table(sequence)
-        counts = Counter(block for sequence in owners for block in self._table(sequence))
-        for block, count in enumerate(self._ref_counts):
-            _require(count == counts[block], f"block {block}: {counts[block]} owners, {count=}")
-            listed = block in self._unused
-            _require(
-                listed == (count == 0), f"block {block}: {count} owners, in free list {listed}"
-            )
-        cache = self._cache if self._cache is not None else PrefixCache(self.block_size)
-        cached = [block in cache for block in self._unused]
-        _require(cached == sorted(cached), "a cached block is handed out before a free one")
-        _require(sum(cached) == self._num_cached, f"{sum(cached)} cached, not {self._num_cached}")
-        num_free = len(cached) - sum(cached)
-        total = num_free + self.num_cached + self.num_used
-        _require(
-            len(cached) == len(self._unused) and total == self.num_blocks,
-            f"{num_free} free + {self.num_cached} cached + {self.num_used} used blocks, "
-            f"not {self.num_blocks}",
-        )
-
-    def _check_table(self, sequence: Sequence) -> None:
-        table, num_computed = self._table(sequence), sequence.num_computed_tokens
-        first = first_seen_block(num_computed, self.window, self.block_size)
-        gone = next((i for i, block in enumerate(table) if block != NO_BLOCK), len(table))
-        held = table[gone:]
-        _require(gone <= first, f"{sequence}: a block in its window is gone from {table}")
-        _require(NO_BLOCK not in held, f"{sequence}: a block in the middle is gone from {table}")
-        # What a decode puts out of the window is given up when it has filled its block.
-        settled = num_computed - num_computed % self.block_size
-        late = first_seen_block(settled, self.window, self.block_size) > gone
-        _require(not late, f"{sequence}: blocks that left its window are still in {table}")
-        _require(len(set(held)) == len(held), f"{sequence}: a block stands twice in {table}")
-        _require(num_computed <= sequence.num_tokens, f"{sequence}: computed more than it has")
-        _require(len(table) >= self.blocks_for(num_computed), f"{sequence}: {table} is too short")
-        num_full = num_computed // self.block_size
-        writable = sequence.num_writable_tokens
-        _require(writable <= len(table) * self.block_size, f"{sequence}: {writable=}")
-        if writable > num_computed:
-            own = table[num_full : self.blocks_for(writable)]
-            shared = [block for block in own if self._ref_counts[block] > 1]
-            _require(not shared, f"{sequence} may write up to {writable}, but shares {shared}")
-        _require(sequence.num_published_blocks <= num_full, f"{sequence}: published too early")
-        for block in table[num_full:]:
-            hit = self._cache is not None and block in self._cache
-            _require(not hit, f"{sequence}: block {block} is cached and not fully computed")
-        for block in table[self.blocks_for(num_computed) :]:
-            _require(self._ref_counts[block] == 1, f"{sequence}: unwritten block {block} is shared")
-
-
-def _require(holds: bool, message: str) -> None:
-    if not holds:
-        raise IntegrityError(message)

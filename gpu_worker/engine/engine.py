@@ -9,7 +9,10 @@ from penstock.shared.errors import IntegrityError, InvalidRequest
 from penstock.shared.protocol import Lane, Reason
 
 from .config import EngineConfig
+from .group import Group, replay
 from .hybrid_blocks import make_blocks
+from .limits import Limits
+from .open_group import open_group
 from .options_check import refuse_options
 from .output import Output
 from .plan import Plan, StepOutput
@@ -53,9 +56,10 @@ class Engine:
         self._detokenizer = detokenizer
         self._policy = policy if policy is not None else make_policy(config)
         self._blocks = make_blocks(config)
-        self._pool_tokens = self._blocks.capacity_tokens
+        self._limits = Limits(config, self._blocks)
         self._scheduler = Scheduler(config, self._blocks, self._policy)
-        self._outputs: dict[str, Output] = {}
+        self._outputs: dict[str, Output] = {}  # requests with one sequence
+        self._groups: dict[str, Group] = {}  # and those with several
         self._in_flight: Plan | None = None
         self._num_steps = 0
         self._num_computed_tokens = 0
@@ -64,7 +68,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether any request is waiting or running, i.e. ``schedule`` would return a plan."""
-        return bool(self._outputs)
+        return bool(self._outputs or self._groups)
 
     def add(self, request: EngineRequest) -> Update | None:
         """Take a request, or the rest of one that another worker began.
@@ -78,7 +82,7 @@ class Engine:
         Raises:
             InvalidRequest: the id is in the engine already, or the prompt is empty.
         """
-        if request.id in self._outputs:
+        if request.id in self._outputs or request.id in self._groups:
             raise InvalidRequest("id", request.id, "an id that is not in the engine")
         if not request.prompt_ids:
             raise InvalidRequest("prompt_ids", request.prompt_ids, "at least one token")
@@ -93,15 +97,32 @@ class Engine:
             deadline=request.deadline,
             cache_salt=request.tenant.encode() if self._config.salt_by_tenant else b"",
         )
-        finish = self._prompt_too_long(sequence) or refuse_options(request.options, self._config)
+        finish = self._limits.prompt_too_long(sequence)
+        finish = finish or refuse_options(request.options, self._config)
         if finish is None:
-            output = Output(sequence, self._detokenizer(request.prompt_ids), self._config)
-            finish = _replay(output, request.output_ids) or self._too_large(sequence)
+            finish = self._begin(request, sequence)
         if finish is not None:
             return _bare_end(sequence, len(request.output_ids), finish)
-        self._outputs[sequence.id] = output
-        self._scheduler.add(sequence)
         return None
+
+    def _begin(self, request: EngineRequest, sequence: Sequence) -> Finish | None:
+        """Take the request; its end, if it has one already."""
+        if request.options.num_sequences == 1:
+            output = self._output(sequence)
+            finish = replay(output, request.output_ids) or self._limits.too_large(sequence)
+            if finish is None:
+                self._outputs[sequence.id] = output
+                self._scheduler.add(sequence)
+            return finish
+        group = open_group(request, sequence, self._limits, self._scheduler, self._output)
+        if isinstance(group, Finish):
+            return group
+        self._groups[request.id] = group
+        return None
+
+    def _output(self, sequence: Sequence) -> Output:
+        prompt_ids = tuple(sequence.token_ids)
+        return Output(sequence, self._detokenizer(prompt_ids), self._config)
 
     def abort(self, request_id: str) -> bool:
         """Forget a request and free all it holds; no update comes after.
@@ -110,9 +131,13 @@ class Engine:
             False if there is no such request: it was never here or has ended.
         """
         output = self._outputs.get(request_id)
-        if output is None:
+        if output is not None:
+            self._remove(output.sequence)
+            return True
+        group = self._groups.pop(request_id, None)
+        if group is None:
             return False
-        self._remove(output.sequence)
+        group.remove()
         return True
 
     def schedule(self) -> Plan | None:
@@ -134,7 +159,8 @@ class Engine:
             output: what the model gave for it.
 
         Returns:
-            One update for each sequence that got a token or failed, in the plan's order.
+            One update for each sequence that got a token or failed, in the plan's order. (For
+            requests that are published whole, one for each choice when they end.)
 
         Raises:
             IntegrityError: plan and output do not belong together.
@@ -146,7 +172,8 @@ class Engine:
         updates: list[Update] = []
         num_computed = num_sampled = 0
         finished, outputs = SequenceStatus.FINISHED, self._outputs
-        block_size, pool_tokens = self._config.block_size, self._pool_tokens
+        block_size, pool_tokens = self._config.block_size, self._limits.pool_tokens
+        logprobs = output.logprobs
         ends = map(failures.get, range(len(spans))) if failures else repeat(None)
         for span, token_ids, failure in zip(spans, output.token_ids, ends, strict=False):
             sequence, num_tokens = span.sequence, span.num_tokens
@@ -161,16 +188,18 @@ class Engine:
             if num_tokens > 1 or stop % block_size == 0:  # else it has filled no block
                 self._blocks.settle(sequence)
             num_computed += num_tokens
-            if token_ids:
-                num_sampled += 1
-                update = outputs[sequence.id].append(token_ids)
-                if update.finish is not None or len(sequence.token_ids) > pool_tokens:
-                    self._finish(sequence, update)
-                updates.append(update)
-        if output.logprobs:
-            for update in updates:
-                if update.token_ids and update.id in output.logprobs:
-                    update.logprobs = (output.logprobs[update.id],)
+            if not token_ids:
+                continue
+            num_sampled += 1
+            if sequence.siblings:
+                updates += self._advance(sequence, token_ids, output)
+                continue
+            update = outputs[sequence.id].append(token_ids)
+            if logprobs and sequence in logprobs:
+                update.logprobs = logprobs[sequence]
+            if update.finish is not None or len(sequence.token_ids) > pool_tokens:
+                self._finish(sequence, update)
+            updates.append(update)
         self._num_steps += 1
         self._num_computed_tokens += num_computed
         self._num_output_tokens += num_sampled
@@ -184,16 +213,18 @@ class Engine:
         """The step raised: end its sequences. Nothing it may have computed is used.
 
         Returns:
-            One update for each of them, without tokens. All others go on.
+            One update for each of their requests, without tokens. All others go on.
 
         Raises:
             IntegrityError: ``plan`` is not the one that ``schedule`` returned last.
         """
         self._land(plan)
         finish = Finish(reason, message)
-        sequences = [span.sequence for span in plan.spans]
-        alive = [s for s in sequences if s.status is not SequenceStatus.FINISHED]
-        return [self._end(sequence, finish) for sequence in alive]
+        return [
+            self._end(span.sequence, finish)
+            for span in plan.spans
+            if span.sequence.status is not SequenceStatus.FINISHED  # as its siblings end with it
+        ]
 
     def stats(self) -> EngineStats:
         """Counts of now and totals since the start, in O(1)."""
@@ -225,16 +256,32 @@ class Engine:
         Raises:
             IntegrityError: an invariant does not hold; the message says which.
         """
-        self._scheduler.check_integrity({output.sequence for output in self._outputs.values()})
+        live = {output.sequence for output in self._outputs.values()}
+        for group in self._groups.values():
+            live.update(group.members)
+        self._scheduler.check_integrity(live)
+
+    def _advance(
+        self, sequence: Sequence, token_ids: tuple[int, ...], output: StepOutput
+    ) -> list[Update]:
+        """What a step gave for one of several sequences of a request."""
+        group = self._groups[sequence.id]
+        updates = group.collect(sequence, token_ids, output)
+        if group.is_over:
+            del self._groups[sequence.id]
+        return updates
 
     def _finish(self, sequence: Sequence, update: Update) -> None:
         """The sequence ends with this update: by its own rules, or because the pool is full."""
         if update.finish is None:
-            update.finish = self._too_large(sequence)
+            update.finish = self._limits.too_large(sequence)
             update.text += self._outputs[sequence.id].flush()
         self._remove(sequence)
 
     def _end(self, sequence: Sequence, finish: Finish) -> Update:
+        group = self._groups.pop(sequence.id, None)
+        if group is not None:
+            return group.end(finish)
         self._remove(sequence)
         return _bare_end(sequence, sequence.num_output_tokens, finish)
 
@@ -246,41 +293,6 @@ class Engine:
         if plan is not self._in_flight:
             raise IntegrityError("this plan is not the one in flight")
         self._in_flight = None
-
-    def _prompt_too_long(self, sequence: Sequence) -> Finish | None:
-        num_needed, max_model_len = sequence.num_prompt_tokens + 1, self._config.max_model_len
-        if num_needed <= max_model_len:
-            return None
-        message = (
-            f"the prompt has {sequence.num_prompt_tokens} tokens and needs {num_needed} with one "
-            f"token of output; the model's context holds {max_model_len}: shorten the prompt"
-        )
-        return Finish(Reason.PROMPT_TOO_LONG, message)
-
-    def _too_large(self, sequence: Sequence) -> Finish | None:
-        """The end of a sequence whose next token the pool could not give, even were it alone."""
-        num_tokens = sequence.num_tokens
-        if num_tokens <= self._pool_tokens:
-            return None
-        short = next(kind for kind in self._blocks.kinds if num_tokens > kind.capacity_tokens)
-        layers = (
-            "" if short.window is None else f" in layers with a window of {short.window} tokens"
-        )
-        message = (
-            f"{num_tokens} tokens need {short.blocks_needed(num_tokens)} KV blocks of "
-            f"{short.block_size} tokens{layers}; the pool has {short.num_blocks} "
-            f"({short.capacity_tokens} tokens): raise the KV memory budget or ask for less"
-        )
-        return Finish(Reason.OUT_OF_MEMORY, message)
-
-
-def _replay(output: Output, token_ids: tuple[int, ...]) -> Finish | None:
-    """Bring an output to where another worker left it; its text was published with its tokens."""
-    for token_id in token_ids:
-        update = output.append((token_id,))
-        if update.finish is not None:
-            return update.finish
-    return None
 
 
 def _bare_end(sequence: Sequence, start: int, finish: Finish) -> Update:

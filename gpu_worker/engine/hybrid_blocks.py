@@ -110,6 +110,30 @@ class HybridBlocks:
             most = max(most, count)
         return most
 
+    def num_cached_tokens(self, sequence: Sequence) -> int:
+        """As :meth:`BlockManager.num_cached_tokens`."""
+        return len(self._prefixes(sequence)[0]) * self.block_size
+
+    def try_join(
+        self,
+        sequence: Sequence,
+        sibling: Sequence,
+        num_common: int,
+        spare: int,
+        copies: list[BlockCopy],
+    ) -> bool:
+        """As :meth:`BlockManager.try_join`."""
+        num_common = min(kind.joinable(sibling, num_common, copies) for kind in self.kinds)
+        for kind in self.kinds:
+            cost = kind.joining_cost(sequence, sibling, num_common)
+            if cost is None or cost + self._spare(kind, spare) > kind.num_available:
+                return False
+        self._make_tables(sequence)
+        for kind in self.kinds:
+            kind.join(sequence, sibling, num_common, copies)
+        self._note_writable(sequence)
+        return True
+
     def try_reserve(self, sequence: Sequence, stop: int, copies: list[BlockCopy]) -> bool:
         """As :meth:`BlockManager.try_reserve`."""
         if not all(kind.can_reserve(sequence, stop) for kind in self.kinds):

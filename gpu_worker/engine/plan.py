@@ -78,9 +78,13 @@ class StepOutput:
             span does not sample.
         failures: by index of span, why its request must end; that span's tokens are not looked at.
             One request's failure leaves the others of the step alone.
-        logprobs: by id of sequence, of the tokens of those that ask for them.
+        logprobs: one per token of the sequences that ask for them.
+        candidates: the most likely next tokens of the sequences that have ``num_candidates``, with
+            the natural logarithms of their probabilities, the most likely first; fewer than that
+            if no more are possible.
     """
 
     token_ids: tuple[tuple[int, ...], ...]
     failures: Mapping[int, Finish] = field(default_factory=dict)
-    logprobs: Mapping[str, TokenLogprobs] = field(default_factory=dict)
+    logprobs: Mapping[Sequence, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
+    candidates: Mapping[Sequence, tuple[tuple[int, float], ...]] = field(default_factory=dict)

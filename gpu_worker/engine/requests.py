@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.shared.protocol import Lane, Reason, SamplingOptions, TokenLogprobs
+from penstock.shared.protocol import Lane, Part, Reason, SamplingOptions, TokenLogprobs
 
 __all__ = ["EngineRequest", "Finish", "Update"]
 
@@ -19,6 +19,8 @@ class EngineRequest:
         tenant: who pays.
         prompt_ids: at least one token.
         output_ids: what another worker has already published of it; the engine goes on from there.
+        choice_ids: the same of a request with several choices, by choice; ``output_ids`` is empty
+            then. No more than the options ask for, and each may be empty.
         options: sampling and stop options.
         seed: keys the random numbers.
         arrival: when the request came, in seconds of any monotonic clock.
@@ -31,6 +33,7 @@ class EngineRequest:
     tenant: str
     prompt_ids: tuple[int, ...]
     output_ids: tuple[int, ...] = ()
+    choice_ids: tuple[tuple[int, ...], ...] = ()
     options: SamplingOptions
     seed: int
     arrival: float
@@ -48,11 +51,11 @@ class Finish:
 # Never changed once made; not frozen for the same reason as `Span`.
 @dataclass(slots=True)
 class Update:
-    """What one step added to one request. The one with ``finish`` is the request's last.
+    """What one step added to a request, or to one of its choices. The last one has ``finish``.
 
     Attributes:
         id: the request's.
-        start: output index of the first of ``token_ids``.
+        start: index of the first of ``token_ids`` in the choice's output.
         token_ids: new output tokens. Empty only together with ``finish``.
         text: what they add to the output text. Empty where ``token_ids`` is: text is published with
             tokens or not at all, so that the log of a request fixes both.
@@ -60,6 +63,10 @@ class Update:
         prompt_tokens: tokens of the prompt.
         cached_tokens: prompt tokens taken from the prefix cache.
         logprobs: one per token if the request asks for them, else empty.
+        choice: which of the request's outputs it is about.
+        parts: of a request with several, whose the tokens are and why that choice ended, if it did.
+        discarded_tokens: output tokens that were generated and are no part of the answer, such as
+            those of candidates that were not the best. Told with ``finish``.
     """
 
     id: str
@@ -70,3 +77,6 @@ class Update:
     prompt_tokens: int
     cached_tokens: int
     logprobs: tuple[TokenLogprobs, ...] = ()
+    choice: int = 0
+    parts: tuple[Part, ...] = ()
+    discarded_tokens: int = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from operator import eq
 
 from penstock.shared.errors import IntegrityError
 from penstock.shared.protocol import Lane
@@ -37,8 +38,12 @@ class Scheduler:
     - a sequence that was already planned in this step is never preempted in it, so plans and block
       copies need not be taken back.
 
-    Every sequence fits into the pool alone: the engine refuses or ends those that would not. So a
-    plan is empty only if nothing runs and nothing waits.
+    Every sequence fits into the pool alone, and so do all beams of one search together: the engine
+    refuses or ends those that would not. So a plan is empty only if nothing runs and nothing waits.
+
+    Sequences of one request are admitted and preempted one by one. One that begins like a sibling
+    which runs shares its blocks. Beams advance together: one that has nothing to compute until the
+    others have caught up keeps its blocks and its place, and takes no part in the step.
 
     Attributes:
         preemptions: number of preemptions by the victim's lane and the cause.
@@ -68,6 +73,25 @@ class Scheduler:
         """Let a new sequence wait."""
         self._policy.add(sequence)
 
+    def add_next(self, sequence: Sequence) -> None:
+        """The same for one whose request is being served: it goes before all others of its lane."""
+        self._policy.put_back(sequence)
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Let a new sequence run that has one token more than was computed for ``parent``.
+
+        It waits, before all others of its lane, if the sequence budget has no room, or the parent
+        does not run or has not computed as much.
+        """
+        running = self._running[parent.lane]
+        full = self.num_running() >= self._config.max_sequences
+        if full or parent.num_computed_tokens != child.num_tokens - 1:
+            self._policy.put_back(child)
+            return
+        self._blocks.fork(parent, child)
+        child.status = SequenceStatus.RUNNING
+        running[child] = None
+
     def finish(self, sequence: Sequence) -> None:
         """The sequence has ended or was aborted: forget it and free its blocks."""
         if sequence.status is SequenceStatus.WAITING:
@@ -85,6 +109,8 @@ class Scheduler:
         # Thrash guard, part 1: what was just taken from one is not given to another.
         if all_kept:
             self._admit_waiting(step)
+        if not step.spans:
+            self._complete_first_group(step)
         return Plan(tuple(step.spans), tuple(step.copies)) if step.spans else None
 
     def observe(self, plan: Plan, seconds: float) -> None:
@@ -161,6 +187,8 @@ class Scheduler:
                 spans.append(Span(sequence, start, 1, True))
                 budget -= 1
                 continue
+            if num_tokens == 0:
+                continue  # a beam that waits for the others of its group
             num_tokens = min(num_tokens, self._config.chunk_size, budget - num_behind)
             stop = start + num_tokens
             if not self._blocks.try_reserve(sequence, stop, step.copies):
@@ -214,18 +242,56 @@ class Scheduler:
             sequence = self._policy.peek()
             if sequence is None or (whole and sequence.num_tokens > step.budget):
                 return
-            if not self._blocks.try_admit(sequence, self._spare(sequence)):
+            if not self._admit(sequence, self._spare(sequence), step):
                 return
-            self._policy.admit(sequence)
-            sequence.status = SequenceStatus.RUNNING
-            self._running[sequence.lane][sequence] = None
-            num_cached, num_tokens = sequence.num_computed_tokens, sequence.num_tokens
-            self.prefix_query_tokens += num_tokens
+
+    def _admit(self, sequence: Sequence, spare: int, step: _Step) -> bool:
+        """Let a waiting sequence run, and plan what it computes; False if it does not fit."""
+        common = self._longest_common(sequence) if sequence.siblings else None
+        if common is None or not self._blocks.try_join(sequence, *common, spare, step.copies):
+            if not self._blocks.try_admit(sequence, spare):
+                return False
+            num_cached = sequence.num_computed_tokens
+            self.prefix_query_tokens += sequence.num_tokens
             self.prefix_hit_tokens += num_cached
             if sequence.num_preemptions == 0:
                 sequence.num_cached_tokens = min(num_cached, sequence.num_prompt_tokens)
-            num_missing = num_tokens - num_cached
-            step.add(sequence, min(num_missing, self._config.chunk_size, step.budget))
+        num_missing = sequence.num_tokens - sequence.num_computed_tokens
+        self._policy.admit(sequence)
+        sequence.status = SequenceStatus.RUNNING
+        self._running[sequence.lane][sequence] = None
+        step.add(sequence, min(num_missing, self._config.chunk_size, step.budget))
+        return True
+
+    def _longest_common(self, sequence: Sequence) -> tuple[Sequence, int] | None:
+        """The running sibling that has computed most of what ``sequence`` begins with.
+
+        The last token is left out, since its logits are needed. None if the prefix cache has as
+        much, as it does of one that was preempted a moment ago.
+        """
+        best, most = None, self._blocks.num_cached_tokens(sequence)
+        for sibling in sequence.siblings:
+            end = min(sibling.num_computed_tokens, sequence.num_tokens - 1)
+            if end > most:  # else it cannot have more in common, or does not run
+                length = _num_equal(sequence.token_ids[:end], sibling.token_ids[:end])
+                best, most = (sibling, length) if length > most else (best, most)
+        return None if best is None else (best, most)
+
+    def _complete_first_group(self, step: _Step) -> None:
+        """All that run are beams that wait for siblings: let the first search go on.
+
+        Nothing was planned, so everything that runs may lose its blocks; and then the rest of the
+        first one's group fits, as the engine takes no search that does not fit alone.
+        """
+        first = next(self.running(), None)
+        if first is None:
+            return
+        for sequence in list(self.running()):
+            if sequence not in first.siblings:
+                self._preempt(sequence, PreemptionCause.YIELDED)
+        for sequence in first.siblings:
+            if step.budget and sequence.status is SequenceStatus.WAITING:
+                self._admit(sequence, 0, step)
 
     def _spare(self, sequence: Sequence) -> int:
         """Blocks that must be left over when ``sequence`` is admitted."""
@@ -258,6 +324,13 @@ class Scheduler:
         if len(running) > self._config.max_sequences:
             raise IntegrityError(f"{len(running)} sequences run")
         self._blocks.check_integrity(running)
+
+
+def _num_equal(one: list[int], other: list[int]) -> int:
+    """Length of the common begin of two lists of equal length."""
+    if one == other:  # as a rule, and much faster
+        return len(one)
+    return list(map(eq, one, other)).index(False)
 
 
 class _Step:

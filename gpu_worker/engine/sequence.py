@@ -1,9 +1,9 @@
-"""A sequence: the tokens of one request, and where their keys and values are kept."""
+"""A sequence: tokens of a request, and where their keys and values are kept."""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from penstock.shared.protocol import Lane, SamplingOptions
 
@@ -22,7 +22,7 @@ class SequenceStatus(enum.Enum):
 
 
 class Sequence:
-    """One request inside the engine.
+    """One output of a request inside the engine; most requests have one.
 
     There is no prefill and no decode phase: a sequence has ``num_tokens`` tokens, the keys and
     values of the first ``num_computed_tokens`` of them are in its blocks, and every step lets it
@@ -55,6 +55,11 @@ class Sequence:
         num_published_blocks: leading blocks that were already offered to the prefix cache.
         num_preemptions: how often it lost its blocks.
         rank: ``lane.rank``, looked up once; 0 is the most urgent.
+        choice: which of its request's outputs this is; 0 for a request that has one.
+        siblings: the sequences of its request that the scheduler has, itself among them; empty for
+            a request that has one. They may share the blocks of what they have in common.
+        num_candidates: how many of the most likely next tokens the model side reports, for beam
+            search, which chooses among them; 0: it samples the next token.
     """
 
     __slots__ = (
@@ -62,11 +67,13 @@ class Sequence:
         "block_digests",
         "block_table",
         "cache_salt",
+        "choice",
         "deadline",
         "id",
         "lane",
         "more_tables",
         "num_cached_tokens",
+        "num_candidates",
         "num_computed_tokens",
         "num_preemptions",
         "num_prompt_tokens",
@@ -75,6 +82,7 @@ class Sequence:
         "options",
         "rank",
         "seed",
+        "siblings",
         "status",
         "tenant",
         "token_ids",
@@ -92,6 +100,7 @@ class Sequence:
         arrival: float = 0.0,
         cache_salt: bytes = b"",
         deadline: float | None = None,
+        choice: int = 0,
     ) -> None:
         self.id = id
         self.lane = lane
@@ -101,6 +110,9 @@ class Sequence:
         self.arrival = arrival
         self.cache_salt = cache_salt
         self.deadline = deadline
+        self.choice = choice
+        self.siblings: Collection[Sequence] = ()
+        self.num_candidates = 0
         self.rank = lane.rank
         self.status = SequenceStatus.WAITING
         self.token_ids = list(prompt_ids)
@@ -114,9 +126,28 @@ class Sequence:
         self.block_digests: list[bytes] = []
         self.num_published_blocks = 0
 
+    def twin(self, choice: int, token_ids: Iterable[int]) -> Sequence:
+        """Another sequence of the same request, with the same prompt, that holds no block."""
+        twin = Sequence(
+            id=self.id,
+            prompt_ids=token_ids,
+            options=self.options,
+            lane=self.lane,
+            tenant=self.tenant,
+            seed=self.seed,
+            arrival=self.arrival,
+            cache_salt=self.cache_salt,
+            deadline=self.deadline,
+            choice=choice,
+        )
+        twin.num_prompt_tokens = self.num_prompt_tokens
+        twin.siblings = self.siblings
+        twin.num_candidates = self.num_candidates
+        return twin
+
     def __repr__(self) -> str:
         return (
-            f"<Sequence {self.id} {self.lane.value} {self.status.value}: "
+            f"<Sequence {self.id}/{self.choice} {self.lane.value} {self.status.value}: "
             f"{self.num_computed_tokens} of {self.num_tokens} tokens computed, "
             f"{self.num_output_tokens} of them output, {len(self.block_table)} blocks>"
         )

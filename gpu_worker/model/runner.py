@@ -65,6 +65,7 @@ class ModelRunner:
         )
         chosen = self._sampler.sample(logits, self._batch)
         report = self._sampler.report(logits, self._batch, chosen)
+        candidates = self._sampler.candidates(logits, self._batch)
         # The step's one wait for the device: everything before only queues work on it.
         sampled = iter(chosen.tolist())
         tokens = [next(sampled) if span.samples else None for span in plan.spans]
@@ -72,7 +73,8 @@ class ModelRunner:
         return StepOutput(
             tuple(() if token is None or token == INVALID_TOKEN else (token,) for token in tokens),
             failed,
-            {} if report is None else {sampling[i].id: of for i, of in report.by_row().items()},
+            {} if report is None else {sampling[i]: (of,) for i, of in report.by_row().items()},
+            {} if candidates is None else {sampling[i]: c for i, c in candidates.by_row().items()},
         )
 
     @torch.inference_mode()

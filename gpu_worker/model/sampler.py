@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from .candidates import CandidateRows, CandidateTokens
 from .drawing import Filters, Group, draw, narrows
 from .logits_processors import LogitsProcessors, Processable, processes
 from .logprobs import LogprobRows, Logprobs
@@ -35,6 +36,14 @@ class Sampleable(Processable, Protocol):
     def seed(self) -> int:
         """The seed in force, in ``[0, 2**63)``."""
 
+    @property
+    def choice(self) -> int:
+        """Which of its request's outputs it is."""
+
+    @property
+    def num_candidates(self) -> int:
+        """How many of the most likely next tokens beam search asks for; 0: none."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Members:
@@ -43,11 +52,13 @@ class _Members:
     Attributes:
         sequences: the group's ``R`` sequences.
         seeds: int64 ``[R]``, on the host.
+        choices: the same.
         group: all but the random bits.
     """
 
     sequences: tuple[Sampleable, ...]
     seeds: Tensor
+    choices: Tensor
     group: Group
 
     @classmethod
@@ -64,13 +75,14 @@ class _Members:
             Filters.from_options(options, device),
             bits=torch.empty_like(seeds),
         )
-        return cls(mine, seeds, group)
+        choices = torch.tensor([sequence.choice for sequence in mine])
+        return cls(mine, seeds, choices, group)
 
     def draw(self) -> Group:
         """The group with the random bits of each sequence's next token."""
         indexes = torch.tensor([sequence.num_output_tokens for sequence in self.sequences])
         # Drawn on the host, where the indexes are: a step sends one small tensor to the device.
-        bits = uniform_bits(self.seeds, torch.zeros_like(indexes), indexes)
+        bits = uniform_bits(self.seeds, self.choices, indexes)
         return replace(self.group, bits=bits.to(self.group.rows.device, non_blocking=True))
 
 
@@ -85,6 +97,7 @@ class SamplingBatch:
         groups: the same with this step's random numbers.
         processed: the rows whose logits are changed first, which are in no group; None without any.
         reported: the rows whose log-probabilities are asked for; None without any.
+        beams: the rows whose candidates are asked for; None without any.
     """
 
     sequences: tuple[Sampleable, ...]
@@ -93,6 +106,7 @@ class SamplingBatch:
     groups: tuple[Group, ...]
     processed: _Processed | None
     reported: LogprobRows | None
+    beams: CandidateRows | None
 
     @classmethod
     def from_sequences(
@@ -115,6 +129,7 @@ class SamplingBatch:
         device = torch.device(device)
         if previous is not None and previous.is_of(sequences, device):
             members, processed, reported = previous.members, previous.processed, previous.reported
+            beams = previous.beams
             if processed is not None:
                 processed = replace(processed, groups=_draws(processed.members))
         else:
@@ -122,7 +137,9 @@ class SamplingBatch:
             before = None if previous is None else previous.processed
             processed = _Processed.of(sequences, device, eos_token_ids, before)
             reported = LogprobRows.of([sequence.options for sequence in sequences], device)
-        return cls(tuple(sequences), device, members, _draws(members), processed, reported)
+            beams = CandidateRows.of(sequences, device, eos_token_ids)
+        draws = _draws(members)
+        return cls(tuple(sequences), device, members, draws, processed, reported, beams)
 
     def is_of(self, sequences: Sequence[Sampleable], device: torch.device) -> bool:
         """Whether the batch is of these very sequences in this order, on this device."""
@@ -178,7 +195,8 @@ def _members(
     filtered: list[int] = []
     for row, sequence in enumerate(sequences):
         options = sequence.options
-        if options.temperature > 0 and (processes_too or not processes(options)):
+        drawn = options.temperature > 0 and not sequence.num_candidates
+        if drawn and (processes_too or not processes(options)):
             (filtered if narrows(options) else plain).append(row)
     return tuple(_Members.of(rows, sequences, device) for rows in (plain, filtered) if rows)
 
@@ -213,6 +231,10 @@ class Sampler:
     def report(self, logits: Tensor, batch: SamplingBatch, tokens: Tensor) -> Logprobs | None:
         """The log-probabilities of what :meth:`sample` gave, where they are asked for."""
         return None if batch.reported is None else batch.reported.compute(logits, tokens)
+
+    def candidates(self, logits: Tensor, batch: SamplingBatch) -> CandidateTokens | None:
+        """The most likely tokens of the rows that are beams."""
+        return None if batch.beams is None else batch.beams.compute(logits)
 
 
 def _pick(logits: Tensor, groups: Sequence[Group]) -> Tensor:

@@ -15,7 +15,7 @@ from penstock.gpu_worker.engine import (
     Sequence,
     StepOutput,
 )
-from penstock.shared.protocol import Lane, Reason, SamplingOptions
+from penstock.shared.protocol import Lane, Reason, SamplingOptions, TokenLogprobs
 
 EOS = 0
 # Multi-character tokens, halves of "é", and a continuation byte that may come alone.
@@ -45,6 +45,7 @@ def request(
     output_ids: Iterable[int] = (),
     arrival: float = 0.0,
     deadline: float | None = None,
+    choice_ids: Iterable[Iterable[int]] = (),
     **options: object,
 ) -> EngineRequest:
     """A request with ``ignore_eos``, so that directed tests end when they say so."""
@@ -54,6 +55,7 @@ def request(
         tenant=tenant,
         prompt_ids=tuple(prompt_ids),
         output_ids=tuple(output_ids),
+        choice_ids=tuple(map(tuple, choice_ids)),
         options=SamplingOptions(**{"ignore_eos": True, **options}),  # type: ignore[arg-type]
         seed=0,
         arrival=arrival,
@@ -98,9 +100,21 @@ def tags(token_ids: Iterable[int], salt: bytes = b"") -> list[int]:
     return result
 
 
-def next_token(tag: int) -> int:
-    """The model: the next token as a function of what is stored for the last one."""
-    return (tag >> 7) % len(PIECES)
+def next_token(tag: int, choice: int = 0) -> int:
+    """The model: the next token as a function of what is stored for the last one.
+
+    Choices stand for different random numbers.
+    """
+    return ((tag >> 7) + choice * (tag >> 12)) % len(PIECES)
+
+
+def likelihoods(tag: int) -> list[tuple[int, float]]:
+    """The model for beam search: all tokens and their log-probabilities, the likeliest first.
+
+    A quarter's multiples, so that sums are exact whatever the order.
+    """
+    figures = [(i, -1 - ((tag >> (5 + 3 * i)) & 31) / 4) for i in range(len(PIECES))]
+    return sorted(figures, key=lambda pair: -pair[1])
 
 
 class FakeKV:
@@ -145,19 +159,27 @@ class FakeRunner:
     def run(self, plan: Plan) -> StepOutput:
         self.kv.copy(plan.copies)
         self._write(plan)
-        sampled = []
+        sampled, logprobs, candidates = [], {}, {}
         for span in plan.spans:
             # After all spans have written, as in a real forward pass: nobody's writing may have
             # touched what another one reads.
             self.kv.read(span.sequence, span.start + span.num_tokens)
-            last = self.kv.memory[self.kv.slot(span.sequence, span.start + span.num_tokens - 1)]
-            sampled.append((next_token(last),) if span.samples else ())
+            sequence = span.sequence
+            last = self.kv.memory[self.kv.slot(sequence, span.start + span.num_tokens - 1)]
+            sampled.append((next_token(last, sequence.choice),) if span.samples else ())
+            if span.samples and sequence.options.logprobs is not None:
+                figures = dict(likelihoods(last))
+                logprobs[sequence] = (TokenLogprobs(figures[sampled[-1][0]]),)
+            if span.samples and sequence.num_candidates:
+                candidates[sequence] = tuple(likelihoods(last)[: sequence.num_candidates])
         self.num_computed += plan.num_tokens
-        return StepOutput(tuple(sampled))
+        return StepOutput(tuple(sampled), logprobs=logprobs, candidates=candidates)
 
     def _write(self, plan: Plan) -> None:
         assert plan.spans
-        assert len({span.sequence.id for span in plan.spans}) == len(plan.spans)
+        assert len({span.sequence for span in plan.spans}) == len(plan.spans)
+        keys = {(span.sequence.id, span.sequence.choice) for span in plan.spans}
+        assert len(keys) == len(plan.spans)
         written: set[int] = set()
         for span in plan.spans:
             sequence, stop = span.sequence, span.start + span.num_tokens
@@ -179,13 +201,13 @@ class Result:
     reason: Reason
 
 
-def solo(req: EngineRequest, cfg: EngineConfig) -> Result:
-    """What ``req`` gives alone, by the rules written down once more and as plainly as possible."""
+def solo(req: EngineRequest, cfg: EngineConfig, choice: int = 0) -> Result:
+    """What a choice of ``req`` gives alone, by the rules once more and as plainly as possible."""
     salt = req.tenant.encode() if cfg.salt_by_tenant else b""
     options, prompt, out = req.options, list(req.prompt_ids), []
     stop_ids = {*options.stop_token_ids, *(() if options.ignore_eos else cfg.eos_token_ids)}
     while True:
-        out.append(next_token(tags([*prompt, *out], salt)[-1]))
+        out.append(next_token(tags([*prompt, *out], salt)[-1], choice))
         if out[-1] in stop_ids:
             return _result(out, decode(out[:-1], final=True), options.stop, Reason.STOP)
         visible = cut(decode(out, final=False), options.stop)

@@ -35,6 +35,8 @@ class Row:
     token_ids: list[int]
     num_prompt_tokens: int
     seed: int = 0
+    choice: int = 0
+    num_candidates: int = 0
 
     @property
     def num_output_tokens(self) -> int:

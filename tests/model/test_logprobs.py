@@ -21,6 +21,8 @@ class Row:
     token_ids: list[int]
     num_prompt_tokens: int = 1
     num_output_tokens: int = 0
+    choice: int = 0
+    num_candidates: int = 0
 
 
 def row(seed: int = 0, **options: Any) -> Row:

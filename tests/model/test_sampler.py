@@ -31,6 +31,8 @@ class Row:
     options: SamplingOptions = field(default_factory=SamplingOptions)
     seed: int = 0
     num_output_tokens: int = 0
+    choice: int = 0
+    num_candidates: int = 0
 
 
 def row(*, seed: int = 0, index: int = 0, **options: float) -> Row:

@@ -1,0 +1,119 @@
+"""Beam search: which continuations of which beams go on, and which have ended well.
+
+Step for step what transformers' ``generate`` does with ``num_beams`` (``_beam_search`` of version
+5), for one prompt and without sampling. Knows token ids and log-probabilities, nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from penstock.shared.protocol import SamplingOptions
+
+__all__ = ["BeamSearch", "Ended", "HasOutput", "Step"]
+
+
+class HasOutput(Protocol):
+    """A beam, as far as the search must know it."""
+
+    @property
+    def output_ids(self) -> list[int]:
+        """Its tokens so far."""
+
+
+class Step(NamedTuple):
+    """A beam of the next step: which beam it continues, and with what."""
+
+    parent: int
+    token_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """An output that has ended, and its score: the sum of log-probabilities by its length."""
+
+    score: float
+    token_ids: tuple[int, ...]
+
+
+class BeamSearch:
+    """The state of one search.
+
+    Each step every beam reports its most likely next tokens. Of all continuations the best
+    ``num_candidates`` are looked at, so many that even if every beam's ending tokens are among them
+    ``width`` are left that go on. Those among the best ``width`` that end are kept if they are
+    better than what is kept already; of the others the best ``width`` are the next beams.
+
+    Args:
+        options: of the request.
+        ending_ids: the tokens that end an output.
+        max_tokens: tokens at which an output has its full length.
+
+    Attributes:
+        num_candidates: what each beam has to report.
+        ended: the best outputs that have ended, the best first, at most ``width``.
+    """
+
+    def __init__(
+        self, options: SamplingOptions, ending_ids: frozenset[int], max_tokens: int
+    ) -> None:
+        self._width = options.beam_width
+        self._penalty = options.length_penalty
+        self._early = options.early_stopping
+        self._ending_ids = ending_ids
+        self._max_tokens = max_tokens
+        self._scores = [0.0]
+        self._length = 0
+        self.num_candidates = max(2, 1 + len(ending_ids)) * self._width
+        self.ended: list[Ended] = []
+
+    def advance(
+        self,
+        beams: Sequence[HasOutput],
+        candidates: Sequence[tuple[tuple[int, float], ...]],
+    ) -> list[Step]:
+        """Take a step.
+
+        Args:
+            beams: in the order of the last call's answer; at first the one that has no output.
+            candidates: for each beam its ``num_candidates`` most likely tokens and the natural
+                logarithms of their probabilities.
+
+        Returns:
+            The beams to go on with, the best first; none if the search is over.
+        """
+        self._length += 1
+        at_full_length = self._length == self._max_tokens
+        found = [
+            (self._scores[beam] + logprob, Step(beam, token_id))
+            for beam, tokens in enumerate(candidates)
+            for token_id, logprob in tokens
+        ]
+        best = sorted(found, key=lambda pair: -pair[0])[: self.num_candidates]
+        next_beams: list[Step] = []
+        scores: list[float] = []
+        news: list[Ended] = []
+        for rank, (score, step) in enumerate(best):
+            if at_full_length or step.token_id in self._ending_ids:
+                if rank < self._width:
+                    output = (*beams[step.parent].output_ids, step.token_id)
+                    news.append(Ended(score / self._length**self._penalty, output))
+            elif len(next_beams) < self._width:
+                next_beams.append(step)
+                scores.append(score)
+        self.ended = sorted([*self.ended, *news], key=lambda one: -one.score)[: self._width]
+        self._scores = scores
+        return next_beams if self._goes_on() else []
+
+    def _goes_on(self) -> bool:
+        """Whether a beam may still give a better output than the worst that is kept."""
+        if not self._scores or len(self.ended) < self._width:
+            return bool(self._scores)
+        if self._early is True:
+            return False
+        hopes_for_more = self._early == "never" and self._penalty > 0
+        length = float(self._max_tokens if hopes_for_more else self._length)
+        hope: float = self._scores[0] / length**self._penalty
+        return hope > self.ended[-1].score

@@ -1,0 +1,113 @@
+"""Which tokens of a chunk are whose, in the output of a request with several choices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from .states import Reason
+
+__all__ = ["Part", "cut_parts", "digest_words", "joined_parts", "read_parts"]
+
+
+class Part(NamedTuple):
+    """Consecutive tokens of a chunk that belong to one choice.
+
+    Attributes:
+        choice: which, from 0 on.
+        start: index of the first of them in the choice's own output.
+        num_tokens: how many, at least 1.
+        text: what they add to the choice's text.
+        reason: why the choice ended with the last of them; None: it goes on.
+    """
+
+    choice: int
+    start: int
+    num_tokens: int
+    text: str
+    reason: Reason | None = None
+
+
+def read_parts(wire: Any, num_tokens: int) -> tuple[Part, ...]:
+    """The parts of a chunk of so many tokens, from their form on the wire.
+
+    Raises:
+        TypeError, ValueError: they are none.
+    """
+    if not wire:  # nil or empty: one choice
+        return ()
+    rows = (_values(row) for row in wire)
+    parts = tuple(
+        Part(int(choice), int(start), int(count), text, None if reason is None else Reason(reason))
+        for choice, start, count, text, reason in rows
+    )
+    if sum(part.num_tokens for part in parts) != num_tokens:
+        raise ValueError("parts of another number of tokens")
+    if any(
+        p.choice < 0 or p.start < 0 or p.num_tokens < 1 or not isinstance(p.text, str)
+        for p in parts
+    ):
+        raise ValueError("a part of no tokens or no choice")
+    return parts
+
+
+def _values(row: Any) -> Iterable[Any]:
+    if isinstance(row, Mapping):  # JSON
+        return [row[name] for name in Part._fields]
+    return list(row)[: len(Part._fields)]
+
+
+def joined_parts(before: tuple[Part, ...], parts: tuple[Part, ...]) -> tuple[Part, ...]:
+    """Parts one behind the other; where both sides of the seam are of one choice, they are one."""
+    if not before or not parts or before[-1].choice != parts[0].choice:
+        return before + parts
+    one, other = before[-1], parts[0]
+    joined = Part(
+        one.choice,
+        one.start,
+        one.num_tokens + other.num_tokens,
+        one.text + other.text,
+        other.reason,
+    )
+    return (*before[:-1], joined, *parts[1:])
+
+
+def digest_words(parts: Sequence[Part], token_ids: Sequence[int], known: int) -> Iterator[int]:
+    """What the digest of a request with several choices is over: each token's choice and its id.
+
+    Ids alone would not tell two interleavings of equal choices apart. The first ``known`` tokens
+    are left out.
+    """
+    at = 0
+    for part in parts:
+        for token_id in token_ids[max(at, known) : at + part.num_tokens]:
+            yield part.choice
+            yield token_id
+        at += part.num_tokens
+
+
+def cut_parts(
+    parts: Sequence[Part], known: int, delivered: Mapping[int, int] | None
+) -> tuple[Part, ...]:
+    """The parts without their first ``known`` tokens.
+
+    Args:
+        parts: of a chunk.
+        known: fewer than its tokens.
+        delivered: characters of each choice's text that came with those tokens before; None: the
+            part the cut goes through brings its text whole, those before it are left out.
+    """
+    left = None if delivered is None else dict(delivered)
+    kept = []
+    for part in parts:
+        text = part.text
+        if left is not None:
+            skip = left.get(part.choice, 0)
+            left[part.choice] = max(0, skip - len(text))
+            text = text[skip:]
+        if known < part.num_tokens:
+            kept.append(
+                Part(part.choice, part.start + known, part.num_tokens - known, text, part.reason)
+            )
+        known = max(0, known - part.num_tokens)
+    return tuple(kept)
