@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -10,7 +11,8 @@ import typer
 from penstock.shared.report import Report
 from penstock.shared.report_view import show_progress, show_report
 
-from .options import EngineOptions, QueueOptions, SchedulerOptions
+from ..simulate.plot import require_matplotlib
+from .options import ChunkingOptions, EngineOptions, QueueOptions, SchedulerOptions
 
 __all__ = ["bench"]
 
@@ -118,6 +120,47 @@ def queue(
         from .queue import bench_queue
 
         report = bench_queue(options, progress)
+    _finish(report, as_json)
+
+
+@bench.command("chunking")
+def chunking(
+    model: Annotated[
+        str, typer.Option(help="Directory of a checkpoint, or 'demo' for the model shipped here.")
+    ] = "demo",
+    prompt: Annotated[int, typer.Option(help="Tokens of the long prompt.")] = 4000,
+    streams: Annotated[int, typer.Option(help="Sequences that decode when it comes.")] = 16,
+    target_itl_ms: Annotated[
+        float | None,
+        typer.Option(
+            help="Gap between tokens to steer for; by default 2.5 decode steps.", show_default=False
+        ),
+    ] = None,
+    rounds: _Rounds = 3,
+    threads: Annotated[
+        int | None, typer.Option(help="CPU threads; by default the number that suits the model.")
+    ] = None,
+    picture: Annotated[
+        Path | None, typer.Option("--plot", help="Write a PNG; needs penstock[plot].")
+    ] = None,
+    as_json: _Json = False,
+) -> None:
+    """A long prompt among streams on this CPU: adaptive chunks against none."""
+    options = ChunkingOptions(
+        model=model,
+        prompt=prompt,
+        streams=streams,
+        target_itl_ms=target_itl_ms,
+        rounds=rounds,
+        threads=threads,
+        plot=picture,
+    )
+    if picture is not None:
+        require_matplotlib()
+    with show_progress() as progress:
+        from .chunking import bench_chunking
+
+        report = bench_chunking(options, progress)
     _finish(report, as_json)
 
 

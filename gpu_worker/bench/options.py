@@ -4,10 +4,43 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from penstock.shared.errors import ConfigurationError
 
-__all__ = ["EngineOptions", "QueueOptions", "SchedulerOptions"]
+__all__ = ["ChunkingOptions", "EngineOptions", "QueueOptions", "SchedulerOptions"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkingOptions:
+    """What to measure.
+
+    Attributes:
+        model: a checkpoint's directory, or ``demo``.
+        prompt: tokens of the prompt that comes while streams decode.
+        streams: sequences that decode.
+        target_itl_ms: gap that adaptive chunks steer for; None takes a multiple of a decode step.
+        rounds: measurements of each way.
+        threads: CPU threads; None takes the number that suits the model.
+        plot: where to write a PNG of the last round; None: nowhere.
+    """
+
+    model: str = "demo"
+    prompt: int = 4000
+    streams: int = 16
+    target_itl_ms: float | None = None
+    rounds: int = 3
+    threads: int | None = None
+    plot: Path | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("prompt", "streams", "rounds"):
+            if getattr(self, name) < 1:
+                raise ConfigurationError(f"--{name}: got {getattr(self, name)}; allowed: 1 or more")
+        if self.target_itl_ms is not None and not 0 < self.target_itl_ms <= 60_000:
+            raise ConfigurationError(
+                f"--target-itl-ms: got {self.target_itl_ms}; allowed: above 0, up to 60000"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,7 @@ import json
 import math
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -84,6 +85,24 @@ def test_engine() -> None:
     assert any("1 CPU thread for the engine" in note for note in facts["notes"])
 
 
+def test_chunking(tmp_path: Path) -> None:
+    picture = tmp_path / "gaps.png"
+    facts = report(
+        "chunking", "--prompt", "200", "--streams", "2", "--rounds", "1", "--threads", "1",
+        "--plot", str(picture),
+    )  # fmt: skip
+    figures = facts["figures"]
+    for name in ("adaptive", "unchunked"):
+        over = figures[f"itl_p99_ms_{name}"] / figures["target_itl_ms"]
+        assert math.isclose(figures[f"itl_p99_over_target_{name}"], over)
+        assert figures[f"itl_p50_ms_{name}"] <= figures[f"itl_p99_ms_{name}"]
+    assert figures["prompt_steps_unchunked"] == 1 < figures["prompt_steps_adaptive"]
+    assert [check["name"] for check in facts["checks"]] == [
+        "itl_p99_over_target_adaptive", "itl_p99_over_target_unchunked",
+    ]  # fmt: skip
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -92,6 +111,7 @@ def test_engine() -> None:
         (("queue", "--queued", "10"), "--queued: got 10; allowed: 1000 or more"),
         (("queue", "--seconds", "0"), "--seconds: got 0.0; allowed: above 0"),
         (("queue", "--redis", "redis://127.0.0.1:1"), "cannot measure redis://127.0.0.1:1"),
+        (("chunking", "--target-itl-ms", "0"), "--target-itl-ms: got 0.0; allowed: above 0"),
         (("engine", "--batches", "1,-1"), "--batches: got [1, -1]; allowed: 1 or more"),
     ],
 )

@@ -24,7 +24,7 @@ MOST_LINES = 400
 # Packages beyond the standard library and penstock itself that a folder may name, first match wins.
 THIRD_PARTY = {
     # Beside transformers' generate() its figures are set.
-    "gpu_worker.bench": {"redis", "torch", "transformers", "typer"},
+    "gpu_worker.bench": {"matplotlib", "redis", "torch", "transformers", "typer"},
     "gpu_worker.engine": set(),
     "gpu_worker.model": {
         "jinja2", "numpy", "safetensors", "tokenizers", "torch", "transformers",
