@@ -64,13 +64,21 @@ class WorkerMetrics:
         )
         self.generation_tokens = counter("generation_tokens", "Tokens published")
         self.preemptions = counter(
-            "preemptions", "Running sequences put back to wait, by lane and cause", "lane", "cause"
+            "preemptions", "Running sequences put back to wait", "lane", "cause", "mode"
         )
         self.preempted_tokens = counter(
             "preempted_tokens",
-            "Computed tokens given up by preemptions, to be computed again",
+            "Computed tokens of preempted sequences: kept on the host, or to be computed again",
             "lane",
             "cause",
+            "mode",
+        )
+        self.swapped_blocks = counter(
+            "swapped_blocks", "KV blocks copied between device and host", "direction"
+        )
+        self.swapped_bytes = counter("swapped_bytes", "The same in bytes", "direction")
+        self.swap_refusals = counter(
+            "swap_refusals", "Sequences computed again because the host's blocks were taken"
         )
         self.cache_evictions = counter(
             "prefix_cache_evictions", "Cached KV blocks given away because free ones ran out"
@@ -109,6 +117,8 @@ class WorkerMetrics:
         self.kv_blocks_total = gauge("kv_blocks_total", "KV blocks in the pool")
         self.kv_blocks_used = gauge("kv_blocks_used", "KV blocks that sequences hold")
         self.kv_blocks_cached = gauge("kv_blocks_cached", "Free KV blocks with a reusable prefix")
+        self.host_blocks_total = gauge("host_blocks_total", "Host blocks for swapped sequences")
+        self.host_blocks_used = gauge("host_blocks_used", "Host blocks that hold one")
         self.queue_requests = gauge("queue_requests", "Requests waiting in the shard", "lane")
         self.queue_tokens = gauge("queue_tokens", "Estimated tokens waiting in the shard", "lane")
         self.ready = gauge("ready", "1 after warm-up, 0 while loading or draining")
@@ -123,12 +133,27 @@ class WorkerMetrics:
         self.kv_blocks_total.set(stats.num_blocks)
         self.kv_blocks_used.set(stats.used_blocks)
         self.kv_blocks_cached.set(stats.cached_blocks)
+        self.host_blocks_total.set(stats.num_host_blocks)
+        self.host_blocks_used.set(stats.used_host_blocks)
         seen, self._seen = self._seen, stats
+        self._show_swaps(stats, seen)
         self.cache_evictions.inc(stats.evictions - (seen.evictions if seen else 0))
         for counter, totals, before in (
             (self.preemptions, stats.preemptions, seen.preemptions if seen else {}),
             (self.preempted_tokens, stats.preempted_tokens, seen.preempted_tokens if seen else {}),
         ):
-            for (lane, cause), total in totals.items():
-                gained = total - before.get((lane, cause), 0)
-                counter.labels(lane.value, cause.value).inc(gained)
+            for (lane, cause, mode), total in totals.items():
+                gained = total - before.get((lane, cause, mode), 0)
+                counter.labels(lane.value, cause.value, mode.value).inc(gained)
+
+    def _show_swaps(self, stats: EngineStats, seen: EngineStats | None) -> None:
+        names = ("swapped_out_blocks", "swapped_in_blocks", "swapped_out_bytes",
+                 "swapped_in_bytes", "swap_refusals")  # fmt: skip
+        gained = [getattr(stats, name) - (getattr(seen, name) if seen else 0) for name in names]
+        if any(gained):
+            blocks_out, blocks_in, bytes_out, bytes_in, refusals = gained
+            self.swapped_blocks.labels("out").inc(blocks_out)
+            self.swapped_blocks.labels("in").inc(blocks_in)
+            self.swapped_bytes.labels("out").inc(bytes_out)
+            self.swapped_bytes.labels("in").inc(bytes_in)
+            self.swap_refusals.inc(refusals)

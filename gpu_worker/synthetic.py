@@ -117,6 +117,7 @@ def build_synthetic(settings: Settings) -> ServingModel:
         chunking=Chunking(engine.chunking),
         target_itl_s=engine.target_itl_ms / 1000,
         min_chunk_size=engine.min_chunk_size,
+        preemption="recompute",  # there is no KV, so nothing to copy
     )
     return ServingModel(
         config=config,

@@ -35,7 +35,11 @@ class Runner(Protocol):
     """The model side, as the loop sees it."""
 
     def run(self, plan: Plan) -> StepOutput:
-        """Compute a plan. May raise; then no span of it counts as computed."""
+        """Compute a plan.
+
+        May raise; then no span of it counts as computed, but its copies and swaps are done. If
+        these fail, it says so in its output (``moved``) and does not raise.
+        """
 
 
 class Worker:
@@ -177,8 +181,9 @@ def run_isolated(runner: Runner, plan: Plan) -> StepOutput:
 
     One poisoned request, or one too large for the memory that is left, must not take its batch
     with it. Computing a span again is harmless: the same keys and values go to the same slots, and
-    random numbers are keyed by request and index. Block copies are not repeated, since they were
-    done before the forward pass that failed, and a later copy may overwrite an earlier's source.
+    random numbers are keyed by request and index. Block copies and swaps are not repeated, since
+    they were done before the forward pass that failed (a runner whose copies fail does not raise),
+    and by now their sources may hold something else.
 
     Returns:
         Tokens of the spans that could be computed, and the failures of the others.

@@ -3,9 +3,9 @@
 No file here imports Redis, asyncio or torch, so everything can be tested in milliseconds and
 simulated in virtual time. Read in this order: ``sequence``, ``plan``, ``engine``, ``scheduler``,
 ``policies``, ``chunking``, ``blocks`` (with ``free_list``, ``prefix_cache`` and ``kinds``;
-``hybrid_blocks`` for models whose layers differ in how far back they see), ``output`` and ``text``;
-then, for requests with several outputs, ``open_group``, ``group``, ``best_of``, ``beam_group`` and
-``beam``.
+``hybrid_blocks`` for models whose layers differ in how far back they see), ``swap``, ``output`` and
+``text``; then, for requests with several outputs, ``open_group``, ``group``, ``best_of``,
+``beam_group`` and ``beam``.
 """
 
 from .blocks import BlockManager
@@ -27,7 +27,8 @@ from .policies import (
 from .requests import EngineRequest, Finish, Update
 from .scheduler import Scheduler
 from .sequence import Sequence, SequenceStatus
-from .stats import EngineStats, PoolUse, PreemptionCause
+from .stats import EngineStats, PoolUse, Preemption, PreemptionCause, PreemptionMode
+from .swap import HostPool
 from .text import StopMatcher, TextStream
 
 __all__ = [
@@ -44,13 +45,16 @@ __all__ = [
     "EngineStats",
     "Fcfs",
     "Finish",
+    "HostPool",
     "HybridBlocks",
     "KVKind",
     "Plan",
     "Policy",
     "PolicyName",
     "PoolUse",
+    "Preemption",
     "PreemptionCause",
+    "PreemptionMode",
     "Scheduler",
     "Sequence",
     "SequenceStatus",

@@ -116,9 +116,9 @@ class BlockManager(BlockBooks):
 
     def admission_cost(self, sequence: Sequence, prefix: list[int]) -> int:
         """Blocks that :meth:`admit` takes of those available."""
-        num_fresh = self._admitted_blocks(sequence, len(prefix)) - len(prefix)
-        counts = self._ref_counts
-        return num_fresh + sum(block != NO_BLOCK and counts[block] == 0 for block in prefix)
+        begin, counts = self._begin(sequence, prefix), self._ref_counts
+        num_fresh = self._admitted_blocks(sequence, len(prefix)) - len(begin)
+        return num_fresh + sum(block != NO_BLOCK and counts[block] == 0 for block in begin)
 
     def admit(self, sequence: Sequence, prefix: list[int]) -> None:
         """Let the table of ``sequence`` begin with ``prefix``, and add fresh blocks.
@@ -127,12 +127,13 @@ class BlockManager(BlockBooks):
             sequence: holds no block.
             prefix: as the prefix cache gave it.
         """
-        for block in prefix:  # before any fresh one is taken, which might evict them
+        begin = self._begin(sequence, prefix)
+        for block in begin:  # before any fresh one is taken, which might evict them
             if block != NO_BLOCK:
                 self._share(block)
-        num_fresh = self._admitted_blocks(sequence, len(prefix)) - len(prefix)
+        num_fresh = self._admitted_blocks(sequence, len(prefix)) - len(begin)
         table = self._table(sequence)
-        table.extend(prefix)
+        table.extend(begin)
         table.extend([self._take() for _ in range(num_fresh)])
         sequence.num_computed_tokens = len(prefix) * self.block_size
         sequence.num_writable_tokens = len(table) * self.block_size
@@ -320,10 +321,18 @@ class BlockManager(BlockBooks):
         """Tokens for which ``sequence`` has blocks."""
         return len(self._table(sequence)) * self.block_size
 
+    def _begin(self, sequence: Sequence, prefix: list[int]) -> list[int]:
+        """The begin of the table: hits, and of them only what is seen if the host keeps more."""
+        first = first_seen_block(sequence.num_swapped_tokens, self.window, self.block_size)
+        if first == 0 or sequence.num_swapped_tokens <= len(prefix) * self.block_size:
+            return prefix
+        return [NO_BLOCK] * first + prefix[first:]
+
     def _admitted_blocks(self, sequence: Sequence, num_hit: int) -> int:
         """Length of the table of a sequence that is admitted after hitting ``num_hit`` blocks."""
         num_blocks = self.blocks_for(sequence.num_tokens)
         if self._most_held is None:
             return num_blocks
-        first = first_seen_block(num_hit * self.block_size, self.window, self.block_size)
+        start = max(num_hit * self.block_size, sequence.num_swapped_tokens)
+        first = first_seen_block(start, self.window, self.block_size)
         return min(num_blocks, first + self._most_held)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 from penstock.shared.errors import ConfigurationError
 
@@ -73,6 +74,12 @@ class EngineConfig:
         target_itl_s: seconds that a step should take in which sequences decode (adaptive).
         min_chunk_size: prompt tokens that a step may always compute (adaptive); at most
             ``chunk_size``.
+        preemption: what becomes of the KV of a preempted sequence: ``swap`` keeps it in host memory
+            while that has room, ``recompute`` throws it away, ``auto`` takes what costs less (see
+            ``preemption``).
+        num_host_blocks: blocks of host memory for swapped sequences; 0 for no swapping. As
+            ``num_blocks``, of the first kind.
+        block_bytes: bytes of a block, to be counted when it is swapped; likewise.
 
     Raises:
         ConfigurationError: a value is out of range, or two contradict each other.
@@ -96,12 +103,16 @@ class EngineConfig:
     chunking: Chunking = Chunking.FIXED
     target_itl_s: float = 0.05
     min_chunk_size: int = 16
+    preemption: Literal["auto", "swap", "recompute"] = "auto"
+    num_host_blocks: int = 0
+    block_bytes: int = 0
 
     def __post_init__(self) -> None:
         for name in ("block_size", "max_sequences", "chunk_size"):
             _at_least(name, getattr(self, name), 1)
         for kind in self.kinds:
             _at_least("num_blocks", kind.num_blocks, 1)
+            _at_least("num_host_blocks", kind.num_host_blocks, 0)
             if kind.window is not None:
                 _at_least("window", kind.window, 1)
         _at_least("max_model_len", self.max_model_len, 2)
@@ -150,7 +161,8 @@ class EngineConfig:
     @property
     def kinds(self) -> tuple[KVKind, ...]:
         """All pools, in the order of a sequence's block tables."""
-        return (KVKind(self.num_blocks, self.window), *self.more_kinds)
+        first = KVKind(self.num_blocks, self.window, self.num_host_blocks, self.block_bytes)
+        return (first, *self.more_kinds)
 
     @property
     def max_span(self) -> int:

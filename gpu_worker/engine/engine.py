@@ -21,6 +21,7 @@ from .requests import EngineRequest, Finish, Update
 from .scheduler import Scheduler
 from .sequence import Sequence, SequenceStatus
 from .stats import EngineStats, PoolUse
+from .swap import HostPool
 from .text import TextStream
 
 __all__ = ["Engine"]
@@ -57,7 +58,8 @@ class Engine:
         self._policy = policy if policy is not None else make_policy(config)
         self._blocks = make_blocks(config)
         self._limits = Limits(config, self._blocks)
-        self._scheduler = Scheduler(config, self._blocks, self._policy)
+        self._host = HostPool(config.kinds, config.block_size)
+        self._scheduler = Scheduler(config, self._blocks, self._policy, self._host)
         self._outputs: dict[str, Output] = {}  # requests with one sequence
         self._groups: dict[str, Group] = {}  # and those with several
         self._in_flight: Plan | None = None
@@ -165,7 +167,7 @@ class Engine:
         Raises:
             IntegrityError: plan and output do not belong together.
         """
-        self._land(plan)
+        self._land(plan, moved=output.moved)
         spans, failures = plan.spans, output.failures
         if len(output.token_ids) != len(spans):
             raise IntegrityError(f"{len(output.token_ids)} outputs for {len(spans)} spans")
@@ -210,7 +212,7 @@ class Engine:
         self._scheduler.observe(plan, seconds)
 
     def fail(self, plan: Plan, reason: Reason, message: str) -> list[Update]:
-        """The step raised: end its sequences. Nothing it may have computed is used.
+        """The step raised: end its sequences. Nothing it may have computed or copied is used.
 
         Returns:
             One update for each of their requests, without tokens. All others go on.
@@ -218,7 +220,7 @@ class Engine:
         Raises:
             IntegrityError: ``plan`` is not the one that ``schedule`` returned last.
         """
-        self._land(plan)
+        self._land(plan, moved=False)
         finish = Finish(reason, message)
         return [
             self._end(span.sequence, finish)
@@ -228,7 +230,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Counts of now and totals since the start, in O(1)."""
-        scheduler, blocks = self._scheduler, self._blocks
+        scheduler, blocks, host = self._scheduler, self._blocks, self._host
         return EngineStats(
             running={lane: scheduler.num_running(lane) for lane in Lane},
             waiting={lane: self._policy.num_waiting(lane) for lane in Lane},
@@ -248,6 +250,13 @@ class Engine:
             prefix_hit_tokens=scheduler.prefix_hit_tokens,
             preemptions=dict(scheduler.preemptions),
             preempted_tokens=dict(scheduler.preempted_tokens),
+            num_host_blocks=host.num_blocks,
+            used_host_blocks=host.num_used,
+            swapped_out_blocks=host.num_out,
+            swapped_in_blocks=host.num_in,
+            swapped_out_bytes=host.bytes_out,
+            swapped_in_bytes=host.bytes_in,
+            swap_refusals=host.num_refusals,
         )
 
     def check_integrity(self) -> None:
@@ -289,10 +298,12 @@ class Engine:
         del self._outputs[sequence.id]
         self._scheduler.finish(sequence)
 
-    def _land(self, plan: Plan) -> None:
+    def _land(self, plan: Plan, *, moved: bool) -> None:
         if plan is not self._in_flight:
             raise IntegrityError("this plan is not the one in flight")
         self._in_flight = None
+        if plan.swaps_out:
+            self._host.settle() if moved else self._host.distrust()
 
 
 def _bare_end(sequence: Sequence, start: int, finish: Finish) -> Update:

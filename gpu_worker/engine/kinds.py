@@ -17,10 +17,14 @@ class KVKind:
     Attributes:
         num_blocks: KV blocks in the pool.
         window: a token sees itself and the ``window - 1`` tokens before it; None: all of them.
+        num_host_blocks: blocks of host memory for what preempted sequences have in this pool.
+        block_bytes: bytes of a block, to be counted when it is swapped.
     """
 
     num_blocks: int
     window: int | None = None
+    num_host_blocks: int = 0
+    block_bytes: int = 0
 
 
 def first_seen_block(position: int, window: int | None, block_size: int) -> int:

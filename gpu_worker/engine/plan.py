@@ -42,7 +42,10 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
-    """Copy block ``source`` over block ``target``: keys and values of all layers of a KV kind."""
+    """Copy block ``source`` over block ``target``: keys and values of all layers of a KV kind.
+
+    On the device, or where it is a swap, between the device and the host.
+    """
 
     source: int
     target: int
@@ -58,10 +61,15 @@ class Plan:
         copies: to be run before the forward pass, in order, or all reads before all writes. (No
             block is a target twice, and no copy reads what an earlier one wrote; but one may write
             a block that an earlier one has read.)
+        swaps_out: from device blocks to host blocks, to be run before anything else.
+        swaps_in: from host blocks to device blocks, to be run after ``swaps_out`` and before
+            ``copies``.
     """
 
     spans: tuple[Span, ...]
     copies: tuple[BlockCopy, ...] = ()
+    swaps_out: tuple[BlockCopy, ...] = ()
+    swaps_in: tuple[BlockCopy, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -82,9 +90,13 @@ class StepOutput:
         candidates: the most likely next tokens of the sequences that have ``num_candidates``, with
             the natural logarithms of their probabilities, the most likely first; fewer than that
             if no more are possible.
+        moved: the plan's swaps and copies were made. If not, every span has failed.
+        swap_s: seconds for which the plan's swaps held the step up; None if that is not known.
     """
 
     token_ids: tuple[tuple[int, ...], ...]
     failures: Mapping[int, Finish] = field(default_factory=dict)
     logprobs: Mapping[Sequence, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
     candidates: Mapping[Sequence, tuple[tuple[int, float], ...]] = field(default_factory=dict)
+    moved: bool = True
+    swap_s: float | None = None

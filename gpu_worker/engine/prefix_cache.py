@@ -93,12 +93,13 @@ class PrefixCache:
     def publish(self, sequence: Sequence, table: list[int], num_full: int) -> None:
         """Offer the first ``num_full`` blocks of ``table``, which are full of computed tokens.
 
-        A block whose content is cached elsewhere already stays private to its sequence.
+        A block whose content is cached elsewhere already stays private to its sequence. One that
+        is not there any more was left behind on the host, as what had left the window.
         """
         for index in range(sequence.num_published_blocks, num_full):
             digest = self._digest(sequence, index)
-            if digest not in self._block_of:
-                block = table[index]
+            block = table[index]
+            if digest not in self._block_of and block != NO_BLOCK:
                 self._block_of[digest] = block
                 self._digest_of[block] = digest
 

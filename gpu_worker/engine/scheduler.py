@@ -15,7 +15,8 @@ from .hybrid_blocks import Blocks
 from .plan import BlockCopy, Plan, Span
 from .policies import Policy
 from .sequence import Sequence, SequenceStatus
-from .stats import PreemptionCause
+from .stats import Preemption, PreemptionCause, PreemptionMode
+from .swap import HostPool
 
 __all__ = ["Scheduler"]
 
@@ -45,17 +46,28 @@ class Scheduler:
     which runs shares its blocks. Beams advance together: one that has nothing to compute until the
     others have caught up keeps its blocks and its place, and takes no part in the step.
 
+    A preempted sequence waits at the front of its lane. Its keys and values are kept in host
+    memory or thrown away; either way it comes back by the same door, with what the prefix cache
+    still has of it, what the host kept, and the rest to compute.
+
     Attributes:
-        preemptions: number of preemptions by the victim's lane and the cause.
-        preempted_tokens: computed tokens thrown away by them.
+        preemptions: number of preemptions by the victim's lane, the cause and the mode.
+        preempted_tokens: computed tokens of their victims.
         prefix_query_tokens: tokens looked up in the prefix cache at admission.
         prefix_hit_tokens: those that were found.
     """
 
-    def __init__(self, config: EngineConfig, blocks: Blocks, policy: Policy) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        blocks: Blocks,
+        policy: Policy,
+        host: HostPool | None = None,
+    ) -> None:
         self._config = config
         self._blocks = blocks
         self._policy = policy
+        self._host = HostPool(config.kinds, config.block_size) if host is None else host
         self._chunks: AdaptiveChunks | None = None
         if config.chunking is Chunking.ADAPTIVE:
             self._chunks = AdaptiveChunks(
@@ -64,8 +76,8 @@ class Scheduler:
         self._running: dict[Lane, dict[Sequence, None]] = {
             lane: {} for lane in sorted(Lane, key=lambda lane: lane.rank)
         }
-        self.preemptions: Counter[tuple[Lane, PreemptionCause]] = Counter()
-        self.preempted_tokens: Counter[tuple[Lane, PreemptionCause]] = Counter()
+        self.preemptions: Counter[Preemption] = Counter()
+        self.preempted_tokens: Counter[Preemption] = Counter()
         self.prefix_query_tokens = 0
         self.prefix_hit_tokens = 0
 
@@ -96,6 +108,7 @@ class Scheduler:
         """The sequence has ended or was aborted: forget it and free its blocks."""
         if sequence.status is SequenceStatus.WAITING:
             self._policy.remove(sequence)
+            self._host.drop(sequence)
         else:
             self._stop_running(sequence)
             self._policy.end(sequence)
@@ -103,15 +116,16 @@ class Scheduler:
 
     def schedule(self) -> Plan | None:
         """Plan the next step; None if there is nothing to do."""
-        self._displace_less_urgent()
-        step = _Step(self._token_budget())
+        step = _Step()
+        self._displace_less_urgent(step)
+        step.budget = self._token_budget()
         all_kept = self._continue_running(step)
         # Thrash guard, part 1: what was just taken from one is not given to another.
         if all_kept:
             self._admit_waiting(step)
         if not step.spans:
             self._complete_first_group(step)
-        return Plan(tuple(step.spans), tuple(step.copies)) if step.spans else None
+        return step.plan() if step.spans else None
 
     def observe(self, plan: Plan, seconds: float) -> None:
         """The step of ``plan`` took so long: adaptive chunks are measured by it."""
@@ -137,7 +151,7 @@ class Scheduler:
             return len(self._running[lane])
         return sum(map(len, self._running.values()))
 
-    def _displace_less_urgent(self) -> None:
+    def _displace_less_urgent(self, step: _Step) -> None:
         """Preempt for the first in line if it is more urgent than what stands in its way.
 
         Before anything is planned, and all or nothing: nobody is preempted for a sequence that
@@ -156,7 +170,7 @@ class Scheduler:
         if not has_slot:
             chosen = max(chosen, 1)
         for victim in victims[:chosen]:
-            self._preempt(victim, PreemptionCause.URGENT)
+            self._preempt(victim, PreemptionCause.URGENT, step)
 
     def _running_behind(self, head: Sequence) -> list[Sequence]:
         """What ``head`` may displace: last in lane first, then the least work lost."""
@@ -193,9 +207,7 @@ class Scheduler:
             stop = start + num_tokens
             if not self._blocks.try_reserve(sequence, stop, step.copies):
                 all_kept = False
-                if not self._make_room(
-                    sequence, stop, queue[len(queue) - num_behind :], step.copies
-                ):
+                if not self._make_room(sequence, stop, queue[len(queue) - num_behind :], step):
                     continue
             spans.append(Span(sequence, start, num_tokens, stop == sequence.num_tokens))
             budget -= num_tokens
@@ -203,28 +215,35 @@ class Scheduler:
         return all_kept
 
     def _make_room(
-        self, sequence: Sequence, stop: int, behind: list[Sequence], copies: list[BlockCopy]
+        self, sequence: Sequence, stop: int, behind: list[Sequence], step: _Step
     ) -> bool:
         """Preempt until ``sequence`` can have its blocks; False if it had to give up its own."""
         # Last in lane first, then the least work lost; of equals the one admitted last.
         candidates = (s for s in reversed(behind) if s.status is SequenceStatus.RUNNING)
         victims = iter(sorted(candidates, key=lambda s: (-s.rank, s.num_computed_tokens)))
-        while not self._blocks.try_reserve(sequence, stop, copies):
+        while not self._blocks.try_reserve(sequence, stop, step.copies):
             victim = next(victims, None)
             if victim is None:
-                self._preempt(sequence, PreemptionCause.YIELDED)
+                self._preempt(sequence, PreemptionCause.YIELDED, step)
                 return False
-            self._preempt(victim, PreemptionCause.EARLIER)
+            self._preempt(victim, PreemptionCause.EARLIER, step)
         return True
 
-    def _preempt(self, sequence: Sequence, cause: PreemptionCause) -> None:
-        """Take the blocks back. Tokens stay; their keys and values are computed again later."""
-        self.preemptions[sequence.lane, cause] += 1
-        self.preempted_tokens[sequence.lane, cause] += sequence.num_computed_tokens
+    def _preempt(self, sequence: Sequence, cause: PreemptionCause, step: _Step) -> None:
+        """Take the blocks back. Tokens stay; their keys and values are kept elsewhere, or not."""
+        saved = self._try_swap_out(sequence, step.swaps_out)
+        mode = PreemptionMode.SWAP if saved else PreemptionMode.RECOMPUTE
+        self.preemptions[sequence.lane, cause, mode] += 1
+        self.preempted_tokens[sequence.lane, cause, mode] += sequence.num_computed_tokens
         self._stop_running(sequence)
         sequence.num_preemptions += 1
         sequence.status = SequenceStatus.WAITING
         self._policy.put_back(sequence)
+
+    def _try_swap_out(self, sequence: Sequence, copies: list[BlockCopy]) -> bool:
+        if not self._host.num_blocks or self._config.preemption == "recompute":
+            return False
+        return self._host.try_save(sequence, copies)
 
     def _stop_running(self, sequence: Sequence) -> None:
         del self._running[sequence.lane][sequence]
@@ -256,6 +275,8 @@ class Scheduler:
             self.prefix_hit_tokens += num_cached
             if sequence.num_preemptions == 0:
                 sequence.num_cached_tokens = min(num_cached, sequence.num_prompt_tokens)
+        if sequence.host_blocks:
+            self._host.restore(sequence, step.swaps_in)
         num_missing = sequence.num_tokens - sequence.num_computed_tokens
         self._policy.admit(sequence)
         sequence.status = SequenceStatus.RUNNING
@@ -267,9 +288,10 @@ class Scheduler:
         """The running sibling that has computed most of what ``sequence`` begins with.
 
         The last token is left out, since its logits are needed. None if the prefix cache has as
-        much, as it does of one that was preempted a moment ago.
+        much, as it does of one that was preempted a moment ago, or the host.
         """
-        best, most = None, self._blocks.num_cached_tokens(sequence)
+        most = max(self._blocks.num_cached_tokens(sequence), sequence.num_swapped_tokens)
+        best = None
         for sibling in sequence.siblings:
             end = min(sibling.num_computed_tokens, sequence.num_tokens - 1)
             if end > most:  # else it cannot have more in common, or does not run
@@ -288,7 +310,7 @@ class Scheduler:
             return
         for sequence in list(self.running()):
             if sequence not in first.siblings:
-                self._preempt(sequence, PreemptionCause.YIELDED)
+                self._preempt(sequence, PreemptionCause.YIELDED, step)
         for sequence in first.siblings:
             if step.budget and sequence.status is SequenceStatus.WAITING:
                 self._admit(sequence, 0, step)
@@ -319,11 +341,14 @@ class Scheduler:
                 raise IntegrityError(f"{sequence} should be {status.value}")
             if not is_running and (sequence.block_table or sequence.num_computed_tokens):
                 raise IntegrityError(f"{sequence} waits and holds blocks")
+            if is_running and (sequence.host_blocks or sequence.num_swapped_tokens):
+                raise IntegrityError(f"{sequence} runs and is kept on the host")
             if sequence.num_tokens > self._blocks.capacity_tokens:
                 raise IntegrityError(f"{sequence} can never fit into {self._blocks.num_blocks}")
         if len(running) > self._config.max_sequences:
             raise IntegrityError(f"{len(running)} sequences run")
         self._blocks.check_integrity(running)
+        self._host.check_integrity(waiting)
 
 
 def _num_equal(one: list[int], other: list[int]) -> int:
@@ -336,12 +361,19 @@ def _num_equal(one: list[int], other: list[int]) -> int:
 class _Step:
     """The step being planned, and what is left of its token budget."""
 
-    __slots__ = ("budget", "copies", "spans")
+    __slots__ = ("budget", "copies", "spans", "swaps_in", "swaps_out")
 
-    def __init__(self, budget: int) -> None:
-        self.budget = budget
+    def __init__(self) -> None:
+        self.budget = 0
         self.spans: list[Span] = []
         self.copies: list[BlockCopy] = []
+        self.swaps_out: list[BlockCopy] = []
+        self.swaps_in: list[BlockCopy] = []
+
+    def plan(self) -> Plan:
+        return Plan(
+            tuple(self.spans), tuple(self.copies), tuple(self.swaps_out), tuple(self.swaps_in)
+        )
 
     def add(self, sequence: Sequence, num_tokens: int) -> None:
         start = sequence.num_computed_tokens

@@ -14,7 +14,7 @@ class SequenceStatus(enum.Enum):
     """Where a sequence is in the engine. A finished sequence never changes again."""
 
     WAITING = "waiting"
-    """In the policy's queue; holds no block."""
+    """In the policy's queue; holds no block on the device, but perhaps some on the host."""
     RUNNING = "running"
     """Has blocks; takes part in every step."""
     FINISHED = "finished"
@@ -54,6 +54,9 @@ class Sequence:
         block_digests: chained content digests of the first full blocks (see ``prefix_cache``).
         num_published_blocks: leading blocks that were already offered to the prefix cache.
         num_preemptions: how often it lost its blocks.
+        host_blocks: per KV kind the blocks of host memory that keep its KV while it waits; empty if
+            none do, and while it runs.
+        num_swapped_tokens: leading tokens whose keys and values are kept there.
         rank: ``lane.rank``, looked up once; 0 is the most urgent.
         choice: which of its request's outputs this is; 0 for a request that has one.
         siblings: the sequences of its request that the scheduler has, itself among them; empty for
@@ -69,6 +72,7 @@ class Sequence:
         "cache_salt",
         "choice",
         "deadline",
+        "host_blocks",
         "id",
         "lane",
         "more_tables",
@@ -78,6 +82,7 @@ class Sequence:
         "num_preemptions",
         "num_prompt_tokens",
         "num_published_blocks",
+        "num_swapped_tokens",
         "num_writable_tokens",
         "options",
         "rank",
@@ -125,6 +130,8 @@ class Sequence:
         self.more_tables: tuple[list[int], ...] = ()
         self.block_digests: list[bytes] = []
         self.num_published_blocks = 0
+        self.host_blocks: tuple[tuple[int, ...], ...] = ()
+        self.num_swapped_tokens = 0
 
     def twin(self, choice: int, token_ids: Iterable[int]) -> Sequence:
         """Another sequence of the same request, with the same prompt, that holds no block."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from penstock.shared.protocol import Lane
 
-__all__ = ["EngineStats", "PoolUse", "PreemptionCause"]
+__all__ = ["EngineStats", "PoolUse", "Preemption", "PreemptionCause", "PreemptionMode"]
 
 
 class PreemptionCause(enum.StrEnum):
@@ -37,6 +37,19 @@ class PoolUse:
     used_blocks: int
 
 
+class PreemptionMode(enum.StrEnum):
+    """What became of the keys and values of a preempted sequence."""
+
+    RECOMPUTE = "recompute"
+    """Thrown away, to be computed again."""
+    SWAP = "swap"
+    """Copied to host memory, to be copied back."""
+
+
+Preemption = tuple[Lane, PreemptionCause, PreemptionMode]
+"""By what preemptions are counted; the lane is the victim's."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
     """A snapshot. Names without a unit are counts; those marked total only grow.
@@ -57,9 +70,17 @@ class EngineStats:
         output_tokens: total tokens sampled.
         prefix_query_tokens: total tokens looked up in the prefix cache at admission.
         prefix_hit_tokens: total of those that were found.
-        preemptions: total by the victim's lane and the cause.
-        preempted_tokens: total computed tokens that preemptions threw away, likewise. The prefix
-            cache may give part of them back at the next admission.
+        preemptions: total by the victim's lane, the cause and the mode.
+        preempted_tokens: total computed tokens of their victims, likewise. Of those not swapped,
+            the prefix cache may give part back at the next admission.
+        num_host_blocks: blocks of host memory for swapped sequences.
+        used_host_blocks: of these, holding one.
+        swapped_out_blocks: total blocks copied to the host.
+        swapped_in_blocks: total blocks copied back.
+        swapped_out_bytes: the same in bytes; 0 if the engine was not told those of a block.
+        swapped_in_bytes: likewise.
+        swap_refusals: total sequences that were to be swapped, and for which too few host blocks
+            were free.
     """
 
     running: Mapping[Lane, int]
@@ -76,5 +97,12 @@ class EngineStats:
     output_tokens: int
     prefix_query_tokens: int
     prefix_hit_tokens: int
-    preemptions: Mapping[tuple[Lane, PreemptionCause], int]
-    preempted_tokens: Mapping[tuple[Lane, PreemptionCause], int]
+    preemptions: Mapping[Preemption, int]
+    preempted_tokens: Mapping[Preemption, int]
+    num_host_blocks: int
+    used_host_blocks: int
+    swapped_out_blocks: int
+    swapped_in_blocks: int
+    swapped_out_bytes: int
+    swapped_in_bytes: int
+    swap_refusals: int

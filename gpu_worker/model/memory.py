@@ -10,7 +10,7 @@ import torch
 
 from penstock.shared.errors import ConfigurationError, InsufficientMemory
 
-__all__ = ["available_bytes", "format_bytes", "kv_budget", "parse_bytes"]
+__all__ = ["available_bytes", "format_bytes", "kv_budget", "parse_bytes", "swap_budget"]
 
 CPU_SHARE = 0.25
 """Of the memory available when the worker starts: others live on the machine too."""
@@ -20,6 +20,12 @@ CPU_LIMIT = 1 << 30
 
 CUDA_SHARE = 0.9
 """Of what is free once the weights are there; activations and the allocator need the rest."""
+
+SWAP_SHARE = 0.125
+"""Of the host's available memory."""
+
+SWAP_LIMIT = 4 << 30
+"""Pinned memory is taken at start and can not be swapped by the system: no more of it unasked."""
 
 _UNITS = {"": 1, "B": 1}
 for _power, _letter in enumerate("KMGT", start=1):
@@ -90,6 +96,32 @@ def kv_budget(setting: str | int | None, device: torch.device) -> int:
             f"({format_bytes(available)}); lower it"
         )
     return budget
+
+
+def swap_budget(setting: int | None, kv_bytes: int, device: torch.device) -> int:
+    """Bytes of host memory for swapped KV.
+
+    Args:
+        setting: bytes; None takes as much as the KV pool has, but at most an eighth of what the
+            host has available and 4 GiB.
+        kv_bytes: of the KV pool.
+        device: where that lies. Beside CUDA the answer is a power of two: PyTorch's allocator of
+            pinned memory rounds up to one, and would take up to twice what was asked for.
+
+    Raises:
+        InsufficientMemory: ``setting`` is more than the host has available.
+    """
+    available = available_bytes(torch.device("cpu"))
+    if setting is None:
+        budget = min(kv_bytes, int(available * SWAP_SHARE), SWAP_LIMIT)
+    elif setting > available:
+        raise InsufficientMemory(
+            f"engine.swap_memory is {format_bytes(setting)}, more than the host has available "
+            f"({format_bytes(available)}); lower it"
+        )
+    else:
+        budget = setting
+    return 1 << (budget.bit_length() - 1) if device.type == "cuda" and budget else budget
 
 
 def _meminfo() -> int | None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from penstock.shared.errors import IntegrityError
 from penstock.shared.protocol import Reason
 
 from ..engine.plan import Plan, Span, StepOutput
@@ -17,6 +18,7 @@ from ..engine.requests import Finish
 from .kv_pool import KVPool
 from .packing import Piece, Rows, forward_logits, pack
 from .sampler import INVALID_TOKEN, Sampler, SamplingBatch
+from .swap_pool import SwapPool
 
 if TYPE_CHECKING:
     from .loader import LoadedModel
@@ -37,11 +39,19 @@ class ModelRunner:
         loaded: the model.
         pool: where its KV goes; made for the geometry of ``loaded``.
         sampler: picks the next tokens; None makes one.
+        swap_pool: keeps blocks of ``pool`` that plans swap out; None if none do.
     """
 
-    def __init__(self, loaded: LoadedModel, pool: KVPool, sampler: Sampler | None = None) -> None:
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        pool: KVPool,
+        sampler: Sampler | None = None,
+        swap_pool: SwapPool | None = None,
+    ) -> None:
         self.loaded = loaded
         self.pool = pool
+        self.swap_pool = swap_pool
         self._sampler = Sampler() if sampler is None else sampler
         self._batch: SamplingBatch | None = None
 
@@ -49,17 +59,23 @@ class ModelRunner:
     def run(self, plan: Plan) -> StepOutput:
         """Copy the plan's blocks, compute its spans and sample where they end a sequence.
 
+        If this raises, all copies have been made: only the forward and what follows may raise.
+
         Returns:
             For each span the tokens sampled; empty where it does not sample, and where the logits
-            are no numbers, which is a failure of that span alone.
+            are no numbers, which is a failure of that span alone. If the copies could not be made,
+            the failure of all spans.
         """
-        self.pool.copy_blocks(plan.copies)
+        try:
+            self._move(plan)
+        except Exception as error:  # whatever it was, blocks do not hold what they should
+            return _unmoved(plan, error)
         logits = self._forward(
             [_piece(span, Rows.LAST if span.samples else Rows.NONE) for span in plan.spans]
         )
         sampling = [span.sequence for span in plan.spans if span.samples]
         if not sampling:
-            return StepOutput(tuple(() for _ in plan.spans))
+            return StepOutput(tuple(() for _ in plan.spans), swap_s=self._swap_seconds())
         self._batch = SamplingBatch.from_sequences(
             sampling, self.loaded.device, self._batch, eos_token_ids=self.loaded.eos_token_ids
         )
@@ -75,7 +91,19 @@ class ModelRunner:
             failed,
             {} if report is None else {sampling[i]: (of,) for i, of in report.by_row().items()},
             {} if candidates is None else {sampling[i]: c for i, c in candidates.by_row().items()},
+            swap_s=self._swap_seconds(),
         )
+
+    def _move(self, plan: Plan) -> None:
+        """Out, in, from block to block: see ``HostPool`` for why in this order."""
+        if plan.swaps_out or plan.swaps_in:
+            if self.swap_pool is None:
+                raise IntegrityError("a plan swaps, and there is no memory to swap to")
+            self.swap_pool.swap(plan.swaps_out, plan.swaps_in)
+        self.pool.copy_blocks(plan.copies)
+
+    def _swap_seconds(self) -> float | None:
+        return None if self.swap_pool is None else self.swap_pool.take_seconds()
 
     @torch.inference_mode()
     def logits(self, spans: Sequence[Span], *, last_only: bool = False) -> Tensor:
@@ -135,6 +163,20 @@ class ModelRunner:
     def _forward(self, pieces: Sequence[Piece]) -> Tensor:
         step = pack(pieces, self.pool.block_size, self.loaded.device)
         return forward_logits(self.loaded.model, self.loaded.context, self.pool, step)
+
+
+def _unmoved(plan: Plan, error: Exception) -> StepOutput:
+    log.error("copying KV blocks failed: %s", error, exc_info=error)
+    reason = (
+        Reason.OUT_OF_MEMORY
+        if isinstance(error, MemoryError | torch.OutOfMemoryError)
+        else Reason.ENGINE_ERROR
+    )
+    first_line = (str(error).splitlines() or [""])[0]
+    finish = Finish(reason, f"KV blocks could not be copied: {type(error).__name__}: {first_line}")
+    return StepOutput(
+        tuple(() for _ in plan.spans), dict.fromkeys(range(len(plan.spans)), finish), moved=False
+    )
 
 
 def _piece(span: Span, rows: Rows) -> Piece:

@@ -12,10 +12,11 @@ from penstock.shared.settings import EngineSettings, Settings
 from ..engine.config import Chunking, EngineConfig, PolicyName
 from ..serving import ServingModel
 from .detokenizer import IncrementalDetokenizer
-from .kv_pool import KVPool, blocks_in_budget
+from .kv_pool import KVPool, blocks_in_budget, bytes_per_block
 from .loader import LoadedModel, load_model
-from .memory import format_bytes, kv_budget
+from .memory import format_bytes, kv_budget, swap_budget
 from .runner import ModelRunner
+from .swap_pool import SwapPool
 from .tokenizer_io import encode_prompt
 
 __all__ = ["build_model"]
@@ -44,7 +45,8 @@ def build_model(settings: Settings) -> ServingModel:
     pool = KVPool(
         loaded.geometry, config.num_blocks, config.block_size, loaded.device, loaded.dtype
     )
-    runner = ModelRunner(loaded, pool)
+    swap_pool = SwapPool(pool, config.num_host_blocks) if config.num_host_blocks else None
+    runner = ModelRunner(loaded, pool, swap_pool=swap_pool)
     runner.warm_up(max_batch_tokens=config.max_batch_tokens, max_sequences=config.max_sequences)
     if settings.engine.threads is None and loaded.device.type == "cpu":
         _choose_threads(runner)
@@ -89,12 +91,17 @@ def _engine_config(settings: EngineSettings, loaded: LoadedModel) -> EngineConfi
     num_blocks = blocks_in_budget(loaded.geometry, settings.block_size, loaded.dtype, budget)
     # Past the point where every sequence has a whole context, more blocks only cost start-up time.
     enough = settings.max_sequences * -(-loaded.max_model_len // settings.block_size)
+    num_blocks = num_blocks if settings.kv_memory else min(num_blocks, enough)
+    size = bytes_per_block(loaded.geometry, settings.block_size, loaded.dtype)
+    swap_bytes = 0
+    if settings.preemption != "recompute":
+        swap_bytes = swap_budget(settings.swap_memory, num_blocks * size, loaded.device)
     default_tokens = _GPU_BATCH_TOKENS if on_gpu else _CPU_BATCH_TOKENS
     whole = loaded.max_model_len if settings.chunking == "off" else 0
     batch_tokens = settings.max_batch_tokens or max(default_tokens, whole + settings.max_sequences)
     return EngineConfig(
         block_size=settings.block_size,
-        num_blocks=num_blocks if settings.kv_memory else min(num_blocks, enough),
+        num_blocks=num_blocks,
         max_batch_tokens=batch_tokens,
         max_sequences=settings.max_sequences,
         chunk_size=settings.chunk_size or batch_tokens,
@@ -107,4 +114,7 @@ def _engine_config(settings: EngineSettings, loaded: LoadedModel) -> EngineConfi
         chunking=Chunking(settings.chunking),
         target_itl_s=settings.target_itl_ms / 1000,
         min_chunk_size=settings.min_chunk_size,
+        preemption=settings.preemption,
+        num_host_blocks=swap_bytes // size,
+        block_bytes=size,
     )

@@ -94,6 +94,24 @@ class EngineSettings(Section):
     prefix_cache: bool = setting(
         True, "Whether the KV blocks of equal beginnings of prompts are computed once and shared."
     )
+    preemption: Literal["auto", "swap", "recompute"] = setting(
+        "auto",
+        "What becomes of the KV of a sequence that must give up its blocks: `swap` copies it to "
+        "host memory and back, `recompute` throws it away and computes it again, `auto` takes what "
+        "costs less time by what both were measured to take. Where `swap_memory` is full, it is "
+        "computed again.",
+    )
+    swap_memory: ByteSize | None = setting(
+        None,
+        "Host memory for swapped KV; 0 for none. `auto` takes as much as the KV cache has, but not "
+        "over 4 GiB or an eighth of what is free. Beside a GPU it is pinned, so taken at start, "
+        "and rounded down to a power of two, in which the allocator of such memory counts. On a "
+        "CPU it is taken as it is used.",
+        unit="bytes",
+        none="auto",
+        ge=0,
+        le=2**50,
+    )
     threads: int | None = setting(
         None,
         "CPU threads for the model's arithmetic. `auto` times a decode step at start and takes one "

@@ -123,10 +123,25 @@ class FakeKV:
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
         self.memory: dict[int, int] = {}
+        self.host: dict[int, dict[int, int]] = {}  # block -> offset -> tag
 
     def slot(self, sequence: Sequence, position: int) -> int:
         block = sequence.block_table[position // self.block_size]
         return block * self.block_size + position % self.block_size
+
+    def swap(self, plan: Plan) -> None:
+        """Out before in; each in whatever order."""
+        size = self.block_size
+        for copies in (plan.swaps_out, plan.swaps_in):
+            assert len({copy.target for copy in copies}) == len(copies), "a target of two swaps"
+        written = [(copy.kind, copy.target) for copy in (*plan.swaps_in, *plan.copies)]
+        assert len(set(written)) == len(written), "what came in is overwritten by a block copy"
+        for copy in plan.swaps_out:
+            slots = range(copy.source * size, (copy.source + 1) * size)
+            self.host[copy.target] = {s % size: self.memory[s] for s in slots if s in self.memory}
+        for copy in plan.swaps_in:
+            for offset, tag in self.host[copy.source].items():
+                self.memory[copy.target * size + offset] = tag
 
     def copy(self, copies: Iterable[BlockCopy]) -> None:
         """In order, and all reads before all writes: a plan allows both, so both must agree."""
@@ -157,6 +172,7 @@ class FakeRunner:
         self.num_computed = 0
 
     def run(self, plan: Plan) -> StepOutput:
+        self.kv.swap(plan)
         self.kv.copy(plan.copies)
         self._write(plan)
         sampled, logprobs, candidates = [], {}, {}

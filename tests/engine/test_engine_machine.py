@@ -19,8 +19,10 @@ from penstock.gpu_worker.engine import (
     PolicyName,
     Sequence,
     SequenceStatus,
+    StepOutput,
     Update,
 )
+from penstock.gpu_worker.worker import run_isolated
 from penstock.shared.protocol import Lane, Reason
 
 prompts = st.one_of(
@@ -51,6 +53,19 @@ class Log:
         self.reason = update.finish.reason if update.finish is not None else None
 
 
+class Poisoned:
+    """Raises in every forward that holds the culprit, when copies and writes are done."""
+
+    def __init__(self, runner: FakeRunner, culprit: str) -> None:
+        self.runner, self.culprit = runner, culprit
+
+    def run(self, plan: Plan) -> StepOutput:
+        output = self.runner.run(plan)
+        if any(span.sequence.id == self.culprit for span in plan.spans):
+            raise ValueError("injected")
+        return output
+
+
 @dataclass(frozen=True)
 class Before:
     """What there was before a step was planned."""
@@ -73,6 +88,8 @@ class EngineMachine(RuleBasedStateMachine):
         policy=st.sampled_from(PolicyName),
         max_overtake_s=st.sampled_from([0.0, 2.0, 30.0]),
         chunking=st.sampled_from(Chunking),
+        preemption=st.sampled_from(["auto", "swap", "recompute"]),
+        num_host_blocks=st.integers(0, 10),
     )
     def build(
         self, max_sequences: int, more_tokens: int, chunking: Chunking, **limits: object
@@ -177,6 +194,31 @@ class EngineMachine(RuleBasedStateMachine):
             self.publish_failure(update)
 
     @precondition(lambda self: self.live)
+    @rule()
+    def step_that_moved_nothing(self) -> None:
+        """The copies before the forward raised: nothing of the plan is computed or kept."""
+        plan = self.plan()
+        assert plan is not None
+        failures = {i: Finish(Reason.ENGINE_ERROR, "injected") for i in range(len(plan.spans))}
+        nothing = StepOutput(tuple(() for _ in plan.spans), failures, moved=False)
+        for update in self.engine.collect(plan, nothing):
+            self.publish_failure(update)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def step_isolated(self, data: st.DataObject) -> None:
+        """The forward raises for one request, after the copies: its halves run without them."""
+        plan = self.plan()
+        assert plan is not None
+        culprit = data.draw(st.sampled_from([span.sequence.id for span in plan.spans]))
+        output = run_isolated(Poisoned(self.runner, culprit), plan)
+        for update in self.engine.collect(plan, output):
+            if update.id == culprit:
+                self.publish_failure(update)
+            else:
+                self.publish(update)
+
+    @precondition(lambda self: self.live)
     @rule(data=st.data())
     def step_with_one_failure(self, data: st.DataObject) -> None:
         plan = self.plan()
@@ -210,6 +252,7 @@ class EngineMachine(RuleBasedStateMachine):
         assert not self.live
         assert self.engine.schedule() is None
         assert self.engine.stats().used_blocks == 0
+        assert self.engine.stats().used_host_blocks == 0
 
     # --- what must hold
 

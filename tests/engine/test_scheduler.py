@@ -9,12 +9,16 @@ from penstock.gpu_worker.engine import (
     Fcfs,
     Plan,
     PreemptionCause,
+    PreemptionMode,
     Scheduler,
     Sequence,
     SequenceStatus,
 )
 from penstock.shared.errors import ConfigurationError, IntegrityError
 from penstock.shared.protocol import Lane, SamplingOptions
+
+RECOMPUTE = PreemptionMode.RECOMPUTE
+SWAP = PreemptionMode.SWAP
 
 
 class Bench:
@@ -170,12 +174,12 @@ def test_the_victim_is_the_least_urgent_and_of_these_the_one_with_least_work() -
     planned = bench.step()  # critical and both of batch need a block each
     assert planned == {"critical": 1, "normal short": 1}
     assert bench.scheduler.preemptions == {
-        (Lane.BATCH, PreemptionCause.EARLIER): 1,  # batch short, for critical
-        (Lane.BATCH, PreemptionCause.YIELDED): 1,  # batch long, for itself
+        (Lane.BATCH, PreemptionCause.EARLIER, RECOMPUTE): 1,  # batch short, for critical
+        (Lane.BATCH, PreemptionCause.YIELDED, RECOMPUTE): 1,  # batch long, for itself
     }
     assert bench.scheduler.preempted_tokens == {
-        (Lane.BATCH, PreemptionCause.EARLIER): 2,
-        (Lane.BATCH, PreemptionCause.YIELDED): 4,
+        (Lane.BATCH, PreemptionCause.EARLIER, RECOMPUTE): 2,
+        (Lane.BATCH, PreemptionCause.YIELDED, RECOMPUTE): 4,
     }
 
 
@@ -204,7 +208,7 @@ def test_the_less_urgent_never_takes_from_the_more_urgent() -> None:
     bench.step()
     assert bench.step() == {"critical": 1}
     assert (urgent.num_preemptions, batch.num_preemptions) == (0, 1)
-    assert bench.scheduler.preemptions == {(Lane.BATCH, PreemptionCause.YIELDED): 1}
+    assert bench.scheduler.preemptions == {(Lane.BATCH, PreemptionCause.YIELDED, RECOMPUTE): 1}
 
 
 def test_urgent_work_takes_the_place_of_less_urgent_work() -> None:
@@ -217,7 +221,7 @@ def test_urgent_work_takes_the_place_of_less_urgent_work() -> None:
     urgent = bench.add("urgent", 3, Lane.CRITICAL)
     assert bench.step() == {"normal": 1, "urgent": 3}
     assert younger.status is SequenceStatus.WAITING
-    assert bench.scheduler.preemptions == {(Lane.BATCH, PreemptionCause.URGENT): 1}
+    assert bench.scheduler.preemptions == {(Lane.BATCH, PreemptionCause.URGENT, RECOMPUTE): 1}
     bench.add("second", 3, Lane.CRITICAL)
     assert bench.step() == {"urgent": 1, "second": 3}, "then normal work gives way, too"
     bench.add("third", 3, Lane.CRITICAL)

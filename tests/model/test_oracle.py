@@ -22,9 +22,10 @@ from penstock.gpu_worker.engine.engine import Engine
 from penstock.gpu_worker.engine.plan import Span
 from penstock.gpu_worker.engine.requests import EngineRequest
 from penstock.gpu_worker.engine.sequence import Sequence
-from penstock.gpu_worker.engine.stats import EngineStats, PreemptionCause
+from penstock.gpu_worker.engine.stats import EngineStats, PreemptionCause, PreemptionMode
 from penstock.gpu_worker.model import KVPool, LoadedModel, ModelRunner
 from penstock.gpu_worker.model.detokenizer import IncrementalDetokenizer
+from penstock.gpu_worker.model.swap_pool import SwapPool
 from penstock.shared.protocol import Lane, Reason, SamplingOptions, TokenLogprobs
 
 Loaded = Callable[[str], LoadedModel]
@@ -62,6 +63,7 @@ class Mode:
         num_blocks: of the pool; few of them force preemption.
         max_sequences: most sequences that run together.
         resumed: output tokens that another worker is taken to have published of each request.
+        num_host_blocks: for what is preempted; 0 has it recomputed.
     """
 
     chunk_size: int
@@ -69,6 +71,7 @@ class Mode:
     num_blocks: int = 200
     max_sequences: int = 6
     resumed: int = 0
+    num_host_blocks: int = 0
 
     @property
     def starved(self) -> bool:
@@ -82,6 +85,8 @@ MODES = {
     "prefix-cache": Mode(chunk_size=7, prefix_cache=True, max_sequences=2),
     "preempted": Mode(chunk_size=6, prefix_cache=False, num_blocks=18),
     "preempted-cached": Mode(chunk_size=6, prefix_cache=True, num_blocks=18),
+    "swapped": Mode(chunk_size=6, prefix_cache=False, num_blocks=18, num_host_blocks=99),
+    "swapped-cached": Mode(chunk_size=6, prefix_cache=True, num_blocks=18, num_host_blocks=99),
     "one-at-a-time": Mode(chunk_size=64, prefix_cache=True, max_sequences=1),
     "resumed": Mode(chunk_size=5, prefix_cache=True, resumed=4),
 }
@@ -138,10 +143,13 @@ def serve(
         eos_token_ids=model.eos_token_ids,
         vocab_size=model.vocab_size,
         prefix_cache=mode.prefix_cache,
+        preemption="swap" if mode.num_host_blocks else "recompute",
+        num_host_blocks=mode.num_host_blocks,
     )
     engine = Engine(config, lambda ids: IncrementalDetokenizer(model.tokenizer, ids))
     pool = KVPool(model.geometry, mode.num_blocks, BLOCK_SIZE, model.device, model.dtype)
-    runner = ModelRunner(model, pool)
+    host = SwapPool(pool, mode.num_host_blocks) if mode.num_host_blocks else None
+    runner = ModelRunner(model, pool, swap_pool=host)
     outputs = {f"r{i}": list(expected[prompt][: mode.resumed]) for i, prompt in enumerate(PROMPTS)}
     arrivals = iter(enumerate(PROMPTS))
     lanes = itertools.cycle(Lane)
@@ -189,6 +197,11 @@ def test_tokens_are_those_of_generate(
     # The mode did happen: an oracle that tests an easier case proves nothing.
     short_of_kv = {k: n for k, n in stats.preemptions.items() if k[1] is not PreemptionCause.URGENT}
     assert bool(short_of_kv) == MODES[mode].starved
+    swapped = {k for k in stats.preemptions if k[2] is PreemptionMode.SWAP}
+    assert bool(swapped) == bool(MODES[mode].num_host_blocks)
+    if MODES[mode].num_host_blocks:
+        assert swapped == stats.preemptions.keys()
+        assert stats.swapped_in_blocks > 0 or MODES[mode].prefix_cache
     if mode in ("prefix-cache", "one-at-a-time"):
         assert stats.prefix_hit_tokens > 0
 

@@ -86,7 +86,7 @@ def code(cell: str) -> str:
 # -- metrics.md ----------------------------------------------------------------------------------
 
 LANE = ("lane",)
-BY_CAUSE = ("lane", "cause")
+BY_CAUSE = ("lane", "cause", "mode")
 METRIC_NAMES: dict[str, tuple[str, tuple[str, ...]]] = {
     "penstock_append_refusals_total": ("counter", ("why",)),
     "penstock_cached_prompt_tokens_total": ("counter", ()),
@@ -95,6 +95,8 @@ METRIC_NAMES: dict[str, tuple[str, tuple[str, ...]]] = {
     "penstock_door_entries_total": ("counter", ("verdict",)),
     "penstock_exchange_seconds": ("histogram", ()),
     "penstock_generation_tokens_total": ("counter", ()),
+    "penstock_host_blocks_total": ("gauge", ()),
+    "penstock_host_blocks_used": ("gauge", ()),
     "penstock_inter_token_latency_seconds": ("histogram", ()),
     "penstock_kv_blocks_cached": ("gauge", ()),
     "penstock_kv_blocks_total": ("gauge", ()),
@@ -118,6 +120,9 @@ METRIC_NAMES: dict[str, tuple[str, tuple[str, ...]]] = {
     "penstock_step_seconds": ("histogram", ()),
     "penstock_step_sequences": ("histogram", ()),
     "penstock_step_tokens": ("histogram", ()),
+    "penstock_swap_refusals_total": ("counter", ()),
+    "penstock_swapped_blocks_total": ("counter", ("direction",)),
+    "penstock_swapped_bytes_total": ("counter", ("direction",)),
     "penstock_swept_requests_total": ("counter", ("kind",)),
     "penstock_time_to_first_token_seconds": ("histogram", LANE),
 }
