@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from penstock.shared.protocol import Lane, SamplingOptions
 from penstock.shared.report import Report
 
-from ..engine.config import EngineConfig
+from ..engine.config import EngineConfig, PolicyName
 from ..engine.engine import Engine
 from ..engine.plan import StepOutput
 from ..engine.requests import EngineRequest
 from ..garbage import calm_collector
 from .options import SchedulerOptions
+from .policies import measure_policies, policy_limits
 from .rounds import Machine, Progress, Rounds
 
 __all__ = ["bench_scheduler"]
@@ -24,12 +25,13 @@ _BLOCK_SIZE = 16
 _PROMPT = 16
 """Prompts have this many tokens to twice as many less one, so that blocks fill in turns."""
 
+_TURNS_PER_STEP = 20
 _FIXED_US = 100
 _PER_SEQUENCE_US = 1
 
 
 def bench_scheduler(options: SchedulerOptions, progress: Progress = lambda *_: None) -> Report:
-    """CPU time of a decode step, without a device and without a detokeniser.
+    """CPU time of a decode step, without a device and without a detokeniser, and of an admission.
 
     All running sequences decode; none ends and none is admitted, since the sequence budget is used
     up. CPU time of the one thread that does it, as on a busy machine the clock would tell of
@@ -46,12 +48,19 @@ def bench_scheduler(options: SchedulerOptions, progress: Progress = lambda *_: N
                     rounds.add(f"step_us_{running}_{waiting}", _step_us(engine, options.steps))
                     done += 1
                     progress(f"{running} running", done, total)
-    rounds.add("bytes_per_waiting_request", _bytes_per_waiting())
+        progress("orders of admission", done, total)
+        measure_policies(
+            rounds, options.waiting, repeats=options.rounds, turns=_TURNS_PER_STEP * options.steps
+        )
+    for policy in PolicyName:
+        suffix = "" if policy is PolicyName.FCFS else f"_{policy}"
+        rounds.add(f"bytes_per_waiting_request{suffix}", _bytes_per_waiting(policy))
     limits = [
         (f"step_us_{running}_{waiting}", _FIXED_US + _PER_SEQUENCE_US * running)
         for running in options.running
         for waiting in options.waiting
     ]
+    limits += policy_limits(options.waiting)
     notes = [_flatness(rounds, running, options.waiting) for running in options.running]
     return rounds.report("scheduler", machine, at_most=limits, notes=filter(None, notes))
 
@@ -109,7 +118,7 @@ def _step_us(engine: Engine, steps: int) -> float:
     return 1e6 * (time.thread_time() - began) / steps
 
 
-def _bytes_per_waiting(count: int = 2000) -> int:
+def _bytes_per_waiting(policy: PolicyName, count: int = 2000) -> int:
     """What a waiting request costs beyond its options, which requests may share."""
     engine = Engine(
         EngineConfig(
@@ -120,6 +129,7 @@ def _bytes_per_waiting(count: int = 2000) -> int:
             chunk_size=16,
             max_model_len=4096,
             eos_token_ids=frozenset({0}),
+            policy=policy,
         ),
         _NullStream,
     )

@@ -42,9 +42,15 @@ def test_scheduler() -> None:
         "scheduler", "--running", "4,8", "--waiting", "0,50", "--rounds", "3", "--steps", "5"
     )
     steps = {"step_us_4_0", "step_us_4_50", "step_us_8_0", "step_us_8_50"}
-    assert facts["figures"].keys() == steps | {"bytes_per_waiting_request", "other_cpu_cores"}
+    orders = ("fcfs", "sjf", "priority", "fair", "edf")
+    admissions = {f"policy_us_{name}_{count}" for name in orders for count in (0, 50)}
+    sizes = {f"bytes_per_waiting_request_{name}" for name in orders[1:]}
+    assert facts["figures"].keys() == steps | admissions | sizes | {
+        "bytes_per_waiting_request", "other_cpu_cores",
+    }  # fmt: skip
     assert {check["name"]: check["limit"] for check in facts["checks"]} == {
         "step_us_4_0": 104, "step_us_4_50": 104, "step_us_8_0": 108, "step_us_8_50": 108,
+        **dict.fromkeys(admissions, 50),
     }  # fmt: skip
     assert 200 < facts["figures"]["bytes_per_waiting_request"] < 10_000
     assert any("4 running, against 0 waiting: x" in note for note in facts["notes"])
