@@ -24,7 +24,7 @@ NAMES = ("target", "draft")
 # Measured on the shipped weights, here with a margin for other CPUs' rounding.
 TARGET_LIMIT = 45.0  # perplexity of HELD_OUT is 38.6
 DRAFT_LIMIT = 58.0  # 50.0
-AGREEMENT_LIMIT = 0.48  # 0.552 of the greedy tokens after PROMPTS
+AGREEMENT_LIMIT = 0.58  # 0.657 of the greedy tokens after PROMPTS
 SPECIAL = ("<|pad|>", "<|bos|>", "<|eos|>", "<|system|>", "<|user|>", "<|assistant|>")
 
 sys.path.insert(0, str(ROOT / "tools"))
