@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-
+from .cost_fit import CostFit
 from .plan import Plan
 
 __all__ = ["AdaptiveChunks"]
@@ -17,12 +16,8 @@ class AdaptiveChunks:
     the less is left for prompts; while none decodes nobody waits for a token, and the chunk is the
     largest.
 
-    The three costs are followed by a Kalman filter (1960) over a random walk: unlike least squares
-    with forgetting it forgets only in the direction in which it learns, so that hours of pure
-    decoding do not wipe out what a prompt token costs. What is further off than expected moves it
-    only as far as the expected would (Huber, 1964), so a pause of the machine is not taken for a
-    dear token, while a change that stays is followed within some ten steps. Attention makes a
-    token dearer with its position: the fit follows that, too, as it is about steps just made.
+    The three costs are followed by a :class:`CostFit`. Attention makes a token dearer with its
+    position: the fit follows that, too, as it is about steps just made.
 
     Beyond what was measured the model is trusted for a factor of two only.
 
@@ -32,21 +27,11 @@ class AdaptiveChunks:
     """
 
     _GROWTH = 2
-    _DRIFT = 1e-3
-    """Variance that each cost gains in a step, as a share of what it had at first."""
-    _OUTLIER = 3.0
-    """Standard deviations beyond which a measurement is cut."""
-    _LEAST_NOISE = 0.02
-    """Standard deviation of a step of equal work, as a share of its time, at least."""
-    _NOISE_PACE = 0.05
 
     def __init__(self, target_s: float, least: int, most: int) -> None:
         self._target_s = target_s
         self._least, self._most = least, most
-        self._costs = [0.0, 0.0, 0.0]  # a, b, c
-        self._variance = [[0.0] * 3 for _ in range(3)]
-        self._first: list[float] = []  # variances at the begin, which are not exceeded
-        self._noise = 0.0
+        self._fit = CostFit((1, least, 1))
         self._decoding = 0
         self._tried = least
 
@@ -55,7 +40,7 @@ class AdaptiveChunks:
         decoding = min(self._decoding, running)
         if not decoding:
             return self._most
-        base, per_token, per_sequence = self._costs
+        base, per_token, per_sequence = self._fit.costs
         left = self._target_s - base - per_sequence * decoding
         most = min(self._most, self._GROWTH * self._tried)
         if left <= 0:
@@ -66,7 +51,7 @@ class AdaptiveChunks:
 
     def predict(self, tokens: int, sequences: int) -> float:
         """Seconds of a step over so many sequences, with so many tokens beyond one of each."""
-        base, per_token, per_sequence = self._costs
+        base, per_token, per_sequence = self._fit.costs
         return base + per_token * tokens + per_sequence * sequences
 
     def observe(self, plan: Plan, seconds: float) -> None:
@@ -81,55 +66,9 @@ class AdaptiveChunks:
     def learn(self, tokens: int, sequences: int, seconds: float) -> None:
         """Learn that a step took so long; the arguments are those of :meth:`predict`."""
         self._tried = max(self._tried, min(tokens, self._most))
-        if not self._first:
-            self._begin(tokens, sequences, seconds)
-        variance = self._variance
-        work = (1.0, float(tokens), float(sequences))
-        spread = [sum([row[j] * work[j] for j in range(3)]) for row in variance]
-        expected = sum([work[i] * spread[i] for i in range(3)])
-        off = seconds - self.predict(tokens, sequences)
-        noise = max(self._noise, self._LEAST_NOISE * seconds)
-        bound = self._OUTLIER * math.sqrt(expected + noise * noise)
-        off = max(-bound, min(bound, off))
-        self._noise += self._NOISE_PACE * (min(abs(off), self._OUTLIER * noise) - self._noise)
-        scale = 1 / (expected + noise * noise)
-        for i in range(3):
-            self._costs[i] += spread[i] * scale * off
-            for j in range(3):
-                variance[i][j] -= spread[i] * spread[j] * scale
-        self._no_cost_is_negative()
-        self._drift()
+        self._fit.learn((1, tokens, sequences), seconds)
 
-    def _no_cost_is_negative(self) -> None:
-        """Move to the likeliest costs of which none is below zero.
-
-        One after the other is set to zero, and the others by what is known of them together with
-        it; what that leaves below zero, by rounding or a second time, is cut.
-        """
-        costs, variance = self._costs, self._variance
-        for i in range(3):
-            if costs[i] < 0 < variance[i][i]:
-                lift = -costs[i] / variance[i][i]
-                for j in range(3):
-                    costs[j] += variance[j][i] * lift
-        self._costs = [max(0.0, cost) for cost in costs]
-
-    def _begin(self, tokens: int, sequences: int, seconds: float) -> None:
-        """Nothing is known: any of the three may have been all of the first step's time."""
-        amounts = (1, max(tokens, self._least), sequences)
-        self._first = [(seconds / amount) ** 2 for amount in amounts]
-        self._noise = self._LEAST_NOISE * seconds
-        for i in range(3):
-            self._variance[i][i] = self._first[i]
-
-    def _drift(self) -> None:
-        """The costs may have changed since, but are never less sure than they were at first."""
-        variance = self._variance
-        for i in range(3):
-            most = self._first[i]
-            variance[i][i] += self._DRIFT * most
-            if variance[i][i] > most:
-                shrink = math.sqrt(most / variance[i][i])
-                for j in range(3):
-                    variance[i][j] *= shrink
-                    variance[j][i] *= shrink
+    @property
+    def token_seconds(self) -> float:
+        """What one more token in a step costs, by what was learned."""
+        return self._fit.costs[1]

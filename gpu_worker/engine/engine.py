@@ -63,6 +63,7 @@ class Engine:
         self._outputs: dict[str, Output] = {}  # requests with one sequence
         self._groups: dict[str, Group] = {}  # and those with several
         self._in_flight: Plan | None = None
+        self._swap_s = 0.0  # of the last step
         self._num_steps = 0
         self._num_computed_tokens = 0
         self._num_output_tokens = 0
@@ -168,6 +169,9 @@ class Engine:
             IntegrityError: plan and output do not belong together.
         """
         self._land(plan, moved=output.moved)
+        self._swap_s = output.swap_s or 0.0
+        if output.swap_s is not None:
+            self._scheduler.observe_swaps(plan, output.swap_s)
         spans, failures = plan.spans, output.failures
         if len(output.token_ids) != len(spans):
             raise IntegrityError(f"{len(output.token_ids)} outputs for {len(spans)} spans")
@@ -208,8 +212,11 @@ class Engine:
         return updates
 
     def observe(self, plan: Plan, seconds: float) -> None:
-        """Tell how long a step took, from plan to published tokens; adaptive chunks need it."""
-        self._scheduler.observe(plan, seconds)
+        """Tell how long a step took, from plan to published tokens.
+
+        Adaptive chunks need it, and the choice between swap and recompute.
+        """
+        self._scheduler.observe(plan, seconds - self._swap_s)
 
     def fail(self, plan: Plan, reason: Reason, message: str) -> list[Update]:
         """The step raised: end its sequences. Nothing it may have computed or copied is used.

@@ -14,6 +14,7 @@ from .config import Chunking, EngineConfig
 from .hybrid_blocks import Blocks
 from .plan import BlockCopy, Plan, Span
 from .policies import Policy
+from .preemption import PreemptionCosts
 from .sequence import Sequence, SequenceStatus
 from .stats import Preemption, PreemptionCause, PreemptionMode
 from .swap import HostPool
@@ -68,11 +69,14 @@ class Scheduler:
         self._blocks = blocks
         self._policy = policy
         self._host = HostPool(config.kinds, config.block_size) if host is None else host
-        self._chunks: AdaptiveChunks | None = None
-        if config.chunking is Chunking.ADAPTIVE:
-            self._chunks = AdaptiveChunks(
-                config.target_itl_s, least=config.min_chunk_size, most=config.chunk_size
-            )
+        adaptive = config.chunking is Chunking.ADAPTIVE
+        chooses = config.preemption == "auto" and self._host.num_blocks > 0
+        steps = AdaptiveChunks(
+            config.target_itl_s, least=config.min_chunk_size, most=config.chunk_size
+        )
+        self._chunks = steps if adaptive else None
+        self._costs = PreemptionCosts(steps) if chooses else None
+        self._steps = steps if adaptive or chooses else None
         self._running: dict[Lane, dict[Sequence, None]] = {
             lane: {} for lane in sorted(Lane, key=lambda lane: lane.rank)
         }
@@ -128,9 +132,14 @@ class Scheduler:
         return step.plan() if step.spans else None
 
     def observe(self, plan: Plan, seconds: float) -> None:
-        """The step of ``plan`` took so long: adaptive chunks are measured by it."""
-        if self._chunks is not None:
-            self._chunks.observe(plan, seconds)
+        """The step of ``plan`` took so long: chunks and preemptions are measured by it."""
+        if self._steps is not None:
+            self._steps.observe(plan, seconds)
+
+    def observe_swaps(self, plan: Plan, seconds: float) -> None:
+        """The swaps of ``plan`` held its step up for so long."""
+        if self._costs is not None and (plan.swaps_out or plan.swaps_in):
+            self._costs.observe_swaps(len(plan.swaps_out), len(plan.swaps_in), seconds)
 
     def _token_budget(self) -> int:
         """Query tokens of the next step; one of each running sequence is always in it."""
@@ -243,6 +252,10 @@ class Scheduler:
     def _try_swap_out(self, sequence: Sequence, copies: list[BlockCopy]) -> bool:
         if not self._host.num_blocks or self._config.preemption == "recompute":
             return False
+        if self._costs is not None and not self._costs.prefers_swap(
+            sequence.num_computed_tokens, self._host.num_needed(sequence)
+        ):
+            return False
         return self._host.try_save(sequence, copies)
 
     def _stop_running(self, sequence: Sequence) -> None:
@@ -275,6 +288,8 @@ class Scheduler:
             self.prefix_hit_tokens += num_cached
             if sequence.num_preemptions == 0:
                 sequence.num_cached_tokens = min(num_cached, sequence.num_prompt_tokens)
+            elif self._costs is not None:
+                self._costs.observe_return(sequence.num_tokens, num_cached)
         if sequence.host_blocks:
             self._host.restore(sequence, step.swaps_in)
         num_missing = sequence.num_tokens - sequence.num_computed_tokens

@@ -66,6 +66,10 @@ class HostPool:
         """Blocks that keep something."""
         return self.num_blocks - sum(map(len, self._free))
 
+    def num_needed(self, sequence: Sequence) -> int:
+        """Blocks that it takes to keep ``sequence``, which has device blocks."""
+        return sum(map(len, self._held(sequence, sequence.num_computed_tokens)))
+
     def try_save(self, sequence: Sequence, copies: list[BlockCopy]) -> bool:
         """Keep what is computed of ``sequence``, which is about to lose its device blocks.
 

@@ -94,7 +94,7 @@ def test_limits_hold_whatever_is_measured(data: st.DataObject) -> None:
     )
     for tokens, sequences, seconds in data.draw(st.lists(measured, max_size=60)):
         chunks.learn(tokens, sequences, seconds)
-        assert all(cost >= 0 and math.isfinite(cost) for cost in chunks._costs)
+        assert all(cost >= 0 and math.isfinite(cost) for cost in chunks._fit.costs)
         limits = []
         for decoding in (1, 8, 64, 512):
             chunks._decoding = decoding
