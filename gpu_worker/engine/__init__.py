@@ -3,9 +3,9 @@
 No file here imports Redis, asyncio or torch, so everything can be tested in milliseconds and
 simulated in virtual time. Read in this order: ``sequence``, ``plan``, ``engine``, ``scheduler``,
 ``policies``, ``chunking`` (with ``cost_fit``), ``blocks`` (with ``free_list``, ``prefix_cache`` and
-``kinds``; ``hybrid_blocks`` for models whose layers differ in how far back they see), ``swap`` (with
-``preemption``), ``output`` and ``text``; then, for requests with several outputs, ``open_group``, ``group``, ``best_of``,
-``beam_group`` and ``beam``.
+``kinds``; ``hybrid_blocks`` for models whose layers differ in how far back they see), ``swap``
+(with ``preemption``), ``output`` and ``text``; then, for requests with several outputs,
+``open_group``, ``group``, ``best_of``, ``beam_group`` and ``beam``.
 """
 
 from .blocks import BlockManager
