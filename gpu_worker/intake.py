@@ -1,8 +1,8 @@
 """Claims in: from packed requests to what the engine takes, without holding the step loop.
 
-Payloads are parsed and prompts are tokenised in a small thread pool (the tokenizers library
-releases the interpreter lock). What turns out malformed ends `failed` at once; nothing else is
-harmed by it.
+Payloads are parsed; prompts are tokenised and grammars compiled in a small thread pool (the
+libraries release the interpreter lock). What turns out malformed ends `failed` at once; nothing
+else is harmed by it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from concurrent.futures import Executor
 
 from penstock.shared.errors import InvalidRequest
 from penstock.shared.operations import Claim
-from penstock.shared.protocol import Chunk, Reason, Request
+from penstock.shared.protocol import Chunk, Reason, Request, SamplingOptions
 
 from .engine.requests import EngineRequest
 from .ledger import run_name
@@ -32,6 +32,9 @@ class Intake:
     Args:
         encode: turns a prompt (text, ids or chat messages) into token ids; may raise
             :class:`InvalidRequest`. Runs in ``pool``.
+        compile: what is needed to follow the form of a request's output; may raise
+            :class:`InvalidRequest`. Runs in ``pool``.
+        compile_timeout_s: how long that may take.
         add: gives a prepared request to the engine's thread.
         outbox: opens a ledger per claim, and takes the end of what cannot be prepared.
         metrics: counts claims.
@@ -41,12 +44,17 @@ class Intake:
     def __init__(
         self,
         encode: Callable[[object], Sequence[int]],
+        compile: Callable[[SamplingOptions], Callable[[], object] | None],
         add: Callable[[EngineRequest], None],
         outbox: Outbox,
         metrics: WorkerMetrics,
         pool: Executor,
+        *,
+        compile_timeout_s: float = 10.0,
     ) -> None:
         self._encode = encode
+        self._compile = compile
+        self._compile_timeout_s = compile_timeout_s
         self._add = add
         self._outbox = outbox
         self._metrics = metrics
@@ -87,12 +95,13 @@ class Intake:
         now = loop.time()
         try:
             prompt_ids = await loop.run_in_executor(self._pool, self._encode, request.prompt)
+            grammar = await self._compiled(request.options)
         except InvalidRequest as error:
             self._refuse(claim, error)
             return
         except Exception as error:  # a tokenizer's own failure is this request's, not ours
-            _log.exception("tokenisation failed", extra={"request": claim.id})
-            self._outbox.end(claim, Reason.ENGINE_ERROR, f"tokenisation failed: {error}")
+            _log.exception("preparation failed", extra={"request": claim.id})
+            self._outbox.end(claim, Reason.ENGINE_ERROR, f"preparation failed: {error}")
             return
         if not self._outbox.owns(claim):
             return  # lost meanwhile; its abort has gone ahead of it
@@ -109,8 +118,21 @@ class Intake:
                 seed=request.seed,
                 arrival=now - claim.age_ms / 1000,
                 deadline=now + claim.deadline_in_ms / 1000,
+                grammar=grammar,
             )
         )
+
+    async def _compiled(self, options: SamplingOptions) -> Callable[[], object] | None:
+        field = options.constraint
+        if field is None:
+            return None
+        loop, seconds = asyncio.get_running_loop(), self._compile_timeout_s
+        compiled = loop.run_in_executor(self._pool, self._compile, options)
+        try:
+            return await asyncio.wait_for(compiled, seconds)
+        except TimeoutError:
+            allowed = f"what can be compiled within {seconds:g} s"
+            raise InvalidRequest(field, getattr(options, field), allowed) from None
 
     def _refuse(self, claim: Claim, error: InvalidRequest) -> None:
         _log.info("refused: %s", error, extra={"request": claim.id})

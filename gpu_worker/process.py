@@ -130,7 +130,15 @@ class _Process:
         retention_ms = settings.queue.retention_s * 1000
         operations = Operations(link, keys, retention_ms=retention_ms)
         with ThreadPoolExecutor(2, thread_name_prefix="tokenise") as pool:
-            intake = Intake(model.encode, worker.add, outbox, self._metrics, pool)
+            intake = Intake(
+                model.encode,
+                model.compile,
+                worker.add,
+                outbox,
+                self._metrics,
+                pool,
+                compile_timeout_s=settings.engine.grammar_timeout_s,
+            )
             self._edge = edge = RedisEdge(
                 listener,
                 operations,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from penstock.shared.protocol import SamplingOptions
+
 from .engine.config import EngineConfig
 from .engine.text import TextStream
 from .worker import Runner
@@ -20,6 +22,8 @@ class ServingModel:
         config: limits for the engine.
         runner: computes plans; warmed up.
         encode: prompt (text, ids or messages) to token ids; raises ``InvalidRequest``.
+        compile: what is needed to follow the form that a request's output must have, see
+            :attr:`EngineRequest.grammar`; raises ``InvalidRequest``.
         new_text_stream: an incremental detokeniser of one output, given the prompt's ids.
         summary: one line for the log.
     """
@@ -27,5 +31,6 @@ class ServingModel:
     config: EngineConfig
     runner: Runner
     encode: Callable[[object], Sequence[int]]
+    compile: Callable[[SamplingOptions], Callable[[], object] | None]
     new_text_stream: Callable[[tuple[int, ...]], TextStream]
     summary: str

@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence as Seq
 
 from penstock.shared.errors import InvalidRequest
-from penstock.shared.protocol import TokenLogprobs
+from penstock.shared.protocol import SamplingOptions, TokenLogprobs
 from penstock.shared.settings import Settings
 from penstock.shared.synthetic import next_token
 
@@ -96,6 +96,11 @@ def _encode(prompt: object) -> Seq[int]:
     return [ord(character) for message in prompt for character in message["content"] + "\n"]
 
 
+def _refuse_forms(options: SamplingOptions) -> None:
+    if (field := options.constraint) is not None:
+        raise InvalidRequest(field, getattr(options, field), "nothing: there is no model here")
+
+
 def build_synthetic(settings: Settings) -> ServingModel:
     """A ``ServingModel`` whose steps take ``model.synthetic_step_ms``."""
     engine = settings.engine
@@ -123,6 +128,7 @@ def build_synthetic(settings: Settings) -> ServingModel:
         config=config,
         runner=SyntheticRunner(step_ms / 1000),
         encode=_encode,
+        compile=_refuse_forms,
         new_text_stream=_Letters,
         summary=f"no model: synthetic tokens, {step_ms:g} ms a step",
     )

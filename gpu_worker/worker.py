@@ -146,6 +146,8 @@ class Worker:
         self._metrics.step_tokens.observe(plan.num_tokens)
         self._metrics.step_sequences.observe(len(plan.spans))
         self._metrics.step_failures.inc(len(output.failures))
+        if output.deferred:
+            self._metrics.deferrals.inc(len(output.deferred))
         return output
 
     def _pull(self) -> None:
@@ -203,6 +205,7 @@ def run_isolated(runner: Runner, plan: Plan) -> StepOutput:
             {**first.failures, **failures},
             {**first.logprobs, **rest.logprobs},
             {**first.candidates, **rest.candidates},
+            deferred=first.deferred.union(middle + index for index in rest.deferred),
         )
 
 

@@ -22,6 +22,8 @@ __all__ = ["Admission", "Entry", "Refusal", "read_entry"]
 _INTEGER = re.compile(r"-?[0-9]{1,20}")
 _NUMBER = re.compile(r"-?[0-9]{1,20}(\.[0-9]{1,40})?([eE][+-]?[0-9]{1,3})?")
 _PROMPTS = ("prompt", "prompt_ids", "messages")
+_REPEATED = ("stop", "choice")
+"""Fields that may stand there several times, or once with all values as `<name>_json`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +107,11 @@ def _request_fields(entry: Entry) -> dict[str, Any]:
     if len(given) != 1:
         raise InvalidRequest("prompt", given or None, f"exactly one of {', '.join(_PROMPTS)}")
     values["prompt"] = values.pop(given[0])
-    if "stop_json" in values:
-        if "stop" in values:
-            raise InvalidRequest("stop_json", values["stop_json"], "no field stop beside it")
-        values["stop"] = values.pop("stop_json")
+    for name in _REPEATED:
+        if (array := f"{name}_json") in values:
+            if name in values:
+                raise InvalidRequest(array, values[array], f"no field {name} beside it")
+            values[name] = values.pop(array)
     values["id"] = _own(entry, values["id"]) if "id" in values else entry.own_id
     if entry.tenant is not None and values.setdefault("tenant", entry.tenant) != entry.tenant:
         allowed = f"{entry.tenant}, whose stream this is, or no such field"
@@ -130,8 +133,8 @@ def _read_values(fields: Sequence[bytes]) -> dict[str, Any]:
         if read is None:
             raise check.unknown(name, raw, _READERS)
         value = read(name, _text(name, raw))
-        if name == "stop":
-            values["stop"] = (*values.get("stop", ()), value)
+        if name in _REPEATED:
+            values[name] = (*values.get(name, ()), value)
         elif name in values:
             raise InvalidRequest(name, value, "this field once")
         else:
@@ -212,11 +215,15 @@ _READERS: Mapping[str, Callable[[str, str], Any]] = MappingProxyType(
         "banned_token_ids": _as_ids,
         "beam_width": _as_integer,
         "best_of": _as_integer,
+        "choice": _as_text,
+        "choice_json": _as_list,
         "deadline_ms": _as_integer,
         "early_stopping": _as_early_stopping,
         "frequency_penalty": _as_number,
+        "grammar": _as_text,
         "id": _as_text,
         "ignore_eos": _as_flag,
+        "json_schema": _as_text,
         "lane": _as_text,
         "length_penalty": _as_number,
         "logit_bias": _as_map,
@@ -231,6 +238,7 @@ _READERS: Mapping[str, Callable[[str, str], Any]] = MappingProxyType(
         "presence_penalty": _as_number,
         "prompt": _as_text,
         "prompt_ids": _as_ids,
+        "regex": _as_text,
         "repetition_penalty": _as_number,
         "seed": _as_integer,
         "stop": _as_text,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from . import constraints
 from . import fields as check
 from .errors import InvalidRequest
 
@@ -32,6 +33,10 @@ _NOT_WITH_BEAMS = (
     ("stop", ()),
     ("top_k", 0),
     ("top_p", 1.0),
+    ("json_schema", None),
+    ("regex", None),
+    ("grammar", None),
+    ("choice", ()),
 )
 
 
@@ -77,6 +82,12 @@ class SamplingOptions:
         early_stopping: of beam search, once there are ``beam_width`` finished outputs: ``True``
             stops; ``False`` goes on while a beam would beat the worst of them if it ended now;
             ``"never"`` while one still could at its longest. As transformers defines them.
+        json_schema: the output is a JSON value that this schema, an object or its JSON text of up
+            to 65,536 bytes, describes. Of this and the next three at most one is given.
+        regex: the output is a text that this expression, of up to 8,192 bytes, matches as a whole.
+        grammar: the output is a text of this context-free grammar in Lark's notation, of up to
+            65,536 bytes.
+        choice: the output is one of these texts, up to 1024 of at most 1024 bytes, 65,536 in all.
 
     Raises:
         InvalidRequest: a value is of the wrong type or out of range, or two contradict each other.
@@ -104,6 +115,10 @@ class SamplingOptions:
     beam_width: int = 1
     length_penalty: float = 1.0
     early_stopping: bool | str = False
+    json_schema: str | None = None
+    regex: str | None = None
+    grammar: str | None = None
+    choice: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         put = object.__setattr__
@@ -134,6 +149,7 @@ class SamplingOptions:
         )
         put(self, "stop_token_ids", stop_ids)
         check.flag("ignore_eos", self.ignore_eos)
+        self._check_constraint()
         check.integer("n", self.n, 1, MAX_CHOICES)
         self._check_candidates()
         self._check_beams()
@@ -175,6 +191,28 @@ class SamplingOptions:
     def num_sequences(self) -> int:
         """Sequences that are generated at the same time to give the ``n`` choices."""
         return max(self.n, self.best_of or 1, self.beam_width)
+
+    def _check_constraint(self) -> None:
+        put = object.__setattr__
+        if self.json_schema is not None:
+            put(self, "json_schema", constraints.json_schema(self.json_schema))
+        if self.regex is not None:
+            constraints.regex(self.regex)
+        if self.grammar is not None:
+            constraints.grammar(self.grammar)
+        if self.choice != ():
+            put(self, "choice", constraints.choices(self.choice))
+        if self.constraint is not None and self.ignore_eos:
+            allowed = f"false: where the text that {self.constraint} asks for ends, nothing follows"
+            raise InvalidRequest("ignore_eos", self.ignore_eos, allowed)
+
+    @property
+    def constraint(self) -> str | None:
+        """The field that says what form the output has, None if none does."""
+        if not (self.json_schema or self.regex or self.grammar or self.choice):
+            return None
+        given = {name: getattr(self, name) for name in constraints.CONSTRAINTS}
+        return constraints.exclusive(given)
 
     def ending_ids(self, eos_token_ids: frozenset[int]) -> frozenset[int]:
         """The token ids that end the output, given those that end a text of the model."""

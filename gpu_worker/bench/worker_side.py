@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from penstock.shared.keys import Keys
 from penstock.shared.operations import Bounds, Claim, Operations
-from penstock.shared.protocol import Request
+from penstock.shared.protocol import Request, SamplingOptions
 
 from ..connection import Link, connect
 from ..engine.config import EngineConfig
@@ -79,7 +79,9 @@ class WorkerSide:
             ),
             worker=Worker(engine, _NoRunner(), self.outbox, metrics),
             outbox=self.outbox,
-            intake=_Intake(self._claimed, _encode, self._take, self.outbox, metrics, self._pool),
+            intake=_Intake(
+                self._claimed, _encode, _any_form, self._take, self.outbox, metrics, self._pool
+            ),
             metrics=metrics,
             wake=self._wake,
             hang_timeout_s=_TIMEOUT_S,
@@ -170,6 +172,10 @@ def _no_text(prompt_ids: tuple[int, ...]) -> TextStream:
 def _encode(prompt: object) -> Sequence[int]:
     assert isinstance(prompt, tuple)
     return prompt
+
+
+def _any_form(options: SamplingOptions) -> None:
+    del options
 
 
 async def submit_all(operations: Operations, requests: Sequence[Request], *, at_once: int) -> None:

@@ -26,6 +26,8 @@ from .text import TextStream
 
 __all__ = ["Engine"]
 
+_NEVER = repeat(False)
+
 
 class Engine:
     """Continuous batching without a device: it plans steps, somebody else computes them.
@@ -99,6 +101,7 @@ class Engine:
             arrival=request.arrival,
             deadline=request.deadline,
             cache_salt=request.tenant.encode() if self._config.salt_by_tenant else b"",
+            grammar=None if request.grammar is None else request.grammar(),
         )
         finish = self._limits.prompt_too_long(sequence)
         finish = finish or refuse_options(request.options, self._config)
@@ -181,14 +184,19 @@ class Engine:
         block_size, pool_tokens = self._config.block_size, self._limits.pool_tokens
         logprobs = output.logprobs
         ends = map(failures.get, range(len(spans))) if failures else repeat(None)
-        for span, token_ids, failure in zip(spans, output.token_ids, ends, strict=False):
+        late = map(output.deferred.__contains__, range(len(spans))) if output.deferred else _NEVER
+        for span, token_ids, failure, is_late in zip(
+            spans, output.token_ids, ends, late, strict=False
+        ):
             sequence, num_tokens = span.sequence, span.num_tokens
             if sequence.status is finished:
                 continue  # aborted while the step ran
             if failure is not None:
                 updates.append(self._end(sequence, failure))
                 continue
-            if len(token_ids) != span.samples:
+            if is_late:
+                num_tokens -= 1  # the last token is computed again, for its logits
+            elif len(token_ids) != span.samples:
                 raise IntegrityError(f"{sequence}: {span.samples=}, but got {token_ids}")
             stop = sequence.num_computed_tokens = span.start + num_tokens
             if num_tokens > 1 or stop % block_size == 0:  # else it has filled no block

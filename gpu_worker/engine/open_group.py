@@ -42,7 +42,7 @@ def open_group(
     if finish is not None:
         return finish
     published = request.choice_ids or ((request.output_ids,) if request.output_ids else ())
-    sequences = [first, *(first.twin(c, request.prompt_ids) for c in range(1, options.n))]
+    sequences = [first, *(_twin(request, first, choice) for choice in range(1, options.n))]
     outputs = {sequence: output(sequence) for sequence in sequences}
     reasons: list[Reason] = []
     for sequence, token_ids in zip(sequences, published, strict=False):
@@ -60,9 +60,16 @@ def open_group(
     if options.beam_width > 1:
         return limits.search_too_large(first) or Beams(scheduler, limits, first, output)
     for choice in range(options.n, options.num_sequences):
-        sequence = first.twin(choice, request.prompt_ids)
+        sequence = _twin(request, first, choice)
         outputs[sequence] = output(sequence)
     return Candidates(scheduler, limits, outputs)
+
+
+def _twin(request: EngineRequest, first: Sequence, choice: int) -> Sequence:
+    sequence = first.twin(choice, request.prompt_ids)
+    if request.grammar is not None:
+        sequence.grammar = request.grammar()  # each output is somewhere else in it
+    return sequence
 
 
 def _whole(reasons: list[Reason], num_published: int) -> Finish:

@@ -92,6 +92,8 @@ class StepOutput:
             if no more are possible.
         moved: the plan's swaps and copies were made. If not, every span has failed.
         swap_s: seconds for which the plan's swaps held the step up; None if that is not known.
+        deferred: indexes of spans that sample, but did not in this step, since what may follow was
+            not known yet. Nothing is wrong with them: they sample in a later one.
     """
 
     token_ids: tuple[tuple[int, ...], ...]
@@ -100,3 +102,4 @@ class StepOutput:
     candidates: Mapping[Sequence, tuple[tuple[int, float], ...]] = field(default_factory=dict)
     moved: bool = True
     swap_s: float | None = None
+    deferred: frozenset[int] = frozenset()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from penstock.shared.protocol import Lane, Part, Reason, SamplingOptions, TokenLogprobs
@@ -26,6 +27,8 @@ class EngineRequest:
         arrival: when the request came, in seconds of any monotonic clock.
         deadline: when it expires, by the same clock; None: never. Only an order of admission looks
             at it: it is Redis' sweep that ends what is past its time.
+        grammar: makes what the model side needs to follow a sequence's output, for requests that
+            say what form it has; see :attr:`Sequence.grammar`.
     """
 
     id: str
@@ -38,6 +41,7 @@ class EngineRequest:
     seed: int
     arrival: float
     deadline: float | None = None
+    grammar: Callable[[], object] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,6 +54,8 @@ class Sequence:
         block_digests: chained content digests of the first full blocks (see ``prefix_cache``).
         num_published_blocks: leading blocks that were already offered to the prefix cache.
         num_preemptions: how often it lost its blocks.
+        grammar: what the model side needs to follow the form that the output must have; the engine
+            only keeps it. None: the output has no form.
         host_blocks: per KV kind the blocks of host memory that keep its KV while it waits; empty if
             none do, and while it runs.
         num_swapped_tokens: leading tokens whose keys and values are kept there.
@@ -72,6 +74,7 @@ class Sequence:
         "cache_salt",
         "choice",
         "deadline",
+        "grammar",
         "host_blocks",
         "id",
         "lane",
@@ -106,6 +109,7 @@ class Sequence:
         cache_salt: bytes = b"",
         deadline: float | None = None,
         choice: int = 0,
+        grammar: object | None = None,
     ) -> None:
         self.id = id
         self.lane = lane
@@ -118,6 +122,7 @@ class Sequence:
         self.choice = choice
         self.siblings: Collection[Sequence] = ()
         self.num_candidates = 0
+        self.grammar = grammar
         self.rank = lane.rank
         self.status = SequenceStatus.WAITING
         self.token_ids = list(prompt_ids)

@@ -9,7 +9,8 @@ The order of operations, here and in :mod:`.drawing`, is that of transformers' `
    is in the output, are subtracted (not in transformers; as OpenAI defines them),
 4. ``banned_token_ids`` (``NoBadWordsLogitsProcessor``), the ids that would end the output before it
    has ``min_tokens`` (``MinNewTokensLengthLogitsProcessor``), and all but ``allowed_token_ids``
-   (``PrefixConstrainedLogitsProcessor``) become -inf,
+   (``PrefixConstrainedLogitsProcessor``) become -inf, and so do the ids that may not follow in the
+   form that the output must have (``json_schema``, ``regex``, ``grammar``, ``choice``),
 5. temperature, 6. top-k, 7. top-p, 8. min-p; or, for temperature 0, the largest.
 
 All of it is element by element in float32, each operation rounded once: a row's values depend on
@@ -26,11 +27,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from penstock.shared.protocol import SamplingOptions
+from penstock.shared.protocol import Reason, SamplingOptions
 
+from ..engine.requests import Finish
+from .drawing import rows_at_once
 from .token_history import TokenHistory, Tokens
 
-__all__ = ["LogitsProcessors", "Processable", "processes"]
+__all__ = ["LogitsProcessors", "Processable", "nothing_left", "processes"]
 
 
 class Processable(Tokens, Protocol):
@@ -52,7 +55,17 @@ def processes(options: SamplingOptions) -> bool:
         or options.banned_token_ids
         or options.allowed_token_ids
         or options.min_tokens
+        or options.constraint
     )
+
+
+def nothing_left(options: SamplingOptions) -> Finish:
+    """The end of a request whose options, taken together, forbid every token."""
+    names = ("constraint", "allowed_token_ids", "banned_token_ids", "min_tokens")
+    values = {name: getattr(options, name) for name in names}
+    named = [options.constraint or "" if n == "constraint" else n for n in names if values[n]]
+    message = f"{', '.join(named)}: together they allow no token here; loosen one of them"
+    return Finish(Reason.INVALID, message)
 
 
 def _penalises(options: SamplingOptions) -> bool:
@@ -92,6 +105,7 @@ class LogitsProcessors:
 
     Attributes:
         history: the tokens of the rows that have penalties.
+        constrained: int64 ``[C]``, the rows whose output has a form.
     """
 
     def __init__(
@@ -114,15 +128,18 @@ class LogitsProcessors:
         self._banned = self._places("banned_token_ids")
         self._allowed = self._places("allowed_token_ids")
         self._restricted = self._tensor(self._rows(lambda o: bool(o.allowed_token_ids)))
+        self.constrained = self._tensor(self._rows(lambda o: o.constraint is not None))
         self._kept_open = self._rows(lambda o: o.min_tokens > 0)
         self._open_now: list[int] = []
         self._ending: _Places | None = None
 
-    def apply(self, logits: Tensor) -> Tensor:
+    def apply(self, logits: Tensor, masks: Sequence[Tensor] = ()) -> Tensor:
         """The logits that temperature and filters are for.
 
         Args:
             logits: ``[P, V]`` in any float type; float32 is changed in place.
+            masks: on the host, int32 ``[words]`` of each constrained row in order: bit ``i % 32``
+                of word ``i // 32`` tells whether token ``i`` may come next.
 
         Returns:
             float32 ``[P, V]``.
@@ -142,7 +159,20 @@ class LogitsProcessors:
             kept = scores[self._allowed.rows, self._allowed.ids]
             scores.index_fill_(0, self._restricted, -math.inf)
             scores[self._allowed.rows, self._allowed.ids] = kept
+        if self.constrained.numel():
+            self._constrain(scores, masks)
         return scores
+
+    def _constrain(self, scores: Tensor, masks: Sequence[Tensor]) -> None:
+        words = torch.stack(tuple(masks)).to(self._device, non_blocking=True)
+        shifts = torch.arange(32, dtype=torch.int32, device=self._device)
+        # A few rows at a time: unpacked, a row is 32 times as large.
+        step = rows_at_once(scores)
+        for start in range(0, words.shape[0], step):
+            rows, part = self.constrained[start : start + step], words[start : start + step]
+            bits = (part.unsqueeze(-1) >> shifts).bitwise_and_(1).flatten(1)
+            forbidden = bits[:, : scores.shape[1]] == 0
+            scores[rows] = scores[rows].masked_fill_(forbidden, -math.inf)
 
     def _penalise(self, scores: Tensor, counted: Tensor) -> None:
         """Touches what has occurred, a thousandth of a large vocabulary, and nothing else."""

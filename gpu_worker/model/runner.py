@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,8 +17,10 @@ from penstock.shared.protocol import Reason
 from ..engine.plan import Plan, Span, StepOutput
 from ..engine.requests import Finish
 from .kv_pool import KVPool
+from .logits_processors import nothing_left
+from .masks import MaskMaker, Masks
 from .packing import Piece, Rows, forward_logits, pack
-from .sampler import INVALID_TOKEN, Sampler, SamplingBatch
+from .sampler import INVALID_TOKEN, NO_TOKEN_LEFT, Sampler, SamplingBatch
 from .swap_pool import SwapPool
 
 if TYPE_CHECKING:
@@ -40,6 +43,7 @@ class ModelRunner:
         pool: where its KV goes; made for the geometry of ``loaded``.
         sampler: picks the next tokens; None makes one.
         swap_pool: keeps blocks of ``pool`` that plans swap out; None if none do.
+        masks: makes the masks of outputs that have a form; None makes one.
     """
 
     def __init__(
@@ -48,11 +52,13 @@ class ModelRunner:
         pool: KVPool,
         sampler: Sampler | None = None,
         swap_pool: SwapPool | None = None,
+        masks: MaskMaker | None = None,
     ) -> None:
         self.loaded = loaded
         self.pool = pool
         self.swap_pool = swap_pool
         self._sampler = Sampler() if sampler is None else sampler
+        self._masks = MaskMaker() if masks is None else masks
         self._batch: SamplingBatch | None = None
 
     @torch.inference_mode()
@@ -62,37 +68,41 @@ class ModelRunner:
         If this raises, all copies have been made: only the forward and what follows may raise.
 
         Returns:
-            For each span the tokens sampled; empty where it does not sample, and where the logits
-            are no numbers, which is a failure of that span alone. If the copies could not be made,
-            the failure of all spans.
+            For each span the tokens sampled; empty where it does not sample, where it is deferred
+            (see :mod:`.masks`), and where there is no token to choose, which is a failure of that
+            span alone. If the copies could not be made, the failure of all spans.
         """
         try:
             self._move(plan)
         except Exception as error:  # whatever it was, blocks do not hold what they should
             return _unmoved(plan, error)
+        sampling = [span.sequence for span in plan.spans if span.samples]
+        followers = self._masks.begin(sampling)
         logits = self._forward(
             [_piece(span, Rows.LAST if span.samples else Rows.NONE) for span in plan.spans]
         )
-        sampling = [span.sequence for span in plan.spans if span.samples]
         if not sampling:
             return StepOutput(tuple(() for _ in plan.spans), swap_s=self._swap_seconds())
         self._batch = SamplingBatch.from_sequences(
             sampling, self.loaded.device, self._batch, eos_token_ids=self.loaded.eos_token_ids
         )
-        chosen = self._sampler.sample(logits, self._batch)
+        masks = self._masks.join(followers, others=len(followers) < len(plan.spans))
+        chosen = self._sampler.sample(logits, self._batch, masks.tensors)
         report = self._sampler.report(logits, self._batch, chosen)
         candidates = self._sampler.candidates(logits, self._batch)
         # The step's one wait for the device: everything before only queues work on it.
-        sampled = iter(chosen.tolist())
-        tokens = [next(sampled) if span.samples else None for span in plan.spans]
-        failed = {i: _NO_DISTRIBUTION for i, token in enumerate(tokens) if token == INVALID_TOKEN}
-        return StepOutput(
-            tuple(() if token is None or token == INVALID_TOKEN else (token,) for token in tokens),
-            failed,
+        sampled = chosen.tolist()
+        found = iter(sampled)
+        output = StepOutput(
+            tuple((next(found),) if span.samples else () for span in plan.spans),
+            {},
             {} if report is None else {sampling[i]: (of,) for i, of in report.by_row().items()},
             {} if candidates is None else {sampling[i]: c for i, c in candidates.by_row().items()},
             swap_s=self._swap_seconds(),
         )
+        if min(sampled) >= 0 and not masks.deferred and not masks.failures:
+            return output
+        return _set_apart(plan, output, masks)
 
     def _move(self, plan: Plan) -> None:
         """Out, in, from block to block: see ``HostPool`` for why in this order."""
@@ -176,6 +186,28 @@ def _unmoved(plan: Plan, error: Exception) -> StepOutput:
     finish = Finish(reason, f"KV blocks could not be copied: {type(error).__name__}: {first_line}")
     return StepOutput(
         tuple(() for _ in plan.spans), dict.fromkeys(range(len(plan.spans)), finish), moved=False
+    )
+
+
+def _set_apart(plan: Plan, output: StepOutput, masks: Masks) -> StepOutput:
+    """The output without the tokens of those that got none, and with what becomes of them."""
+    token_ids, failures, deferred = list(output.token_ids), {}, set()
+    indexes = [index for index, span in enumerate(plan.spans) if span.samples]
+    for row, index in enumerate(indexes):
+        (token_id,) = token_ids[index]
+        if row in masks.failures:
+            failures[index] = masks.failures[row]
+        elif row in masks.deferred:
+            deferred.add(index)
+        elif token_id == INVALID_TOKEN:
+            failures[index] = _NO_DISTRIBUTION
+        elif token_id == NO_TOKEN_LEFT:
+            failures[index] = nothing_left(plan.spans[index].sequence.options)
+        else:
+            continue
+        token_ids[index] = ()
+    return replace(
+        output, token_ids=tuple(token_ids), failures=failures, deferred=frozenset(deferred)
     )
 
 

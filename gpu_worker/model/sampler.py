@@ -21,10 +21,13 @@ from .logits_processors import LogitsProcessors, Processable, processes
 from .logprobs import LogprobRows, Logprobs
 from .random_numbers import uniform_bits
 
-__all__ = ["INVALID_TOKEN", "Sampleable", "Sampler", "SamplingBatch"]
+__all__ = ["INVALID_TOKEN", "NO_TOKEN_LEFT", "Sampleable", "Sampler", "SamplingBatch"]
 
 INVALID_TOKEN = -1
 """Given for a row that has no distribution: a NaN, an infinite logit, or all of them -inf."""
+
+NO_TOKEN_LEFT = -2
+"""Given for a row that has a distribution, of which its options have left nothing."""
 
 _SMALLEST = torch.finfo(torch.float32).tiny
 
@@ -204,16 +207,18 @@ def _members(
 class Sampler:
     """Picks one token per row of logits."""
 
-    def sample(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
+    def sample(self, logits: Tensor, batch: SamplingBatch, masks: Sequence[Tensor] = ()) -> Tensor:
         """The token of each row.
 
         Args:
             logits: ``[N, V]`` in any float type; not changed.
             batch: its ``N`` rows.
+            masks: what may follow in each constrained row, see :class:`LogitsProcessors`.
 
         Returns:
-            int64 ``[N]``; :data:`INVALID_TOKEN` for a row without a distribution, which says
-            nothing about the other rows.
+            int64 ``[N]``; :data:`INVALID_TOKEN` for a row without a distribution and
+            :data:`NO_TOKEN_LEFT` for one whose options forbid all of it, which say nothing about
+            the other rows.
 
         Raises:
             ValueError: the batch is for another number of rows.
@@ -223,7 +228,8 @@ class Sampler:
         tokens = _pick(logits, batch.groups)
         if (processed := batch.processed) is not None:
             rows = processed.rows
-            picked = _pick(processed.processors.apply(logits[rows]), processed.groups)
+            picked = _pick(processed.processors.apply(logits[rows], masks), processed.groups)
+            picked.masked_fill_(picked == INVALID_TOKEN, NO_TOKEN_LEFT)
             # A model's NaN stays one, even if its token was forbidden.
             tokens[rows] = picked.masked_fill_(tokens[rows] == INVALID_TOKEN, INVALID_TOKEN)
         return tokens

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 
 import torch
 
@@ -12,8 +13,10 @@ from penstock.shared.settings import EngineSettings, Settings
 from ..engine.config import Chunking, EngineConfig, PolicyName
 from ..serving import ServingModel
 from .detokenizer import IncrementalDetokenizer
+from .grammar import GrammarCompiler
 from .kv_pool import KVPool, blocks_in_budget, bytes_per_block
 from .loader import LoadedModel, load_model
+from .masks import MaskMaker
 from .memory import format_bytes, kv_budget, swap_budget
 from .runner import ModelRunner
 from .swap_pool import SwapPool
@@ -46,7 +49,12 @@ def build_model(settings: Settings) -> ServingModel:
         loaded.geometry, config.num_blocks, config.block_size, loaded.device, loaded.dtype
     )
     swap_pool = SwapPool(pool, config.num_host_blocks) if config.num_host_blocks else None
-    runner = ModelRunner(loaded, pool, swap_pool=swap_pool)
+    masks = MaskMaker(
+        _mask_threads(),
+        wait_s=settings.engine.grammar_wait_ms / 1000,
+        limit_s=settings.engine.grammar_timeout_s,
+    )
+    runner = ModelRunner(loaded, pool, swap_pool=swap_pool, masks=masks)
     runner.warm_up(max_batch_tokens=config.max_batch_tokens, max_sequences=config.max_sequences)
     if settings.engine.threads is None and loaded.device.type == "cpu":
         _choose_threads(runner)
@@ -61,9 +69,15 @@ def build_model(settings: Settings) -> ServingModel:
         config=config,
         runner=runner,
         encode=functools.partial(encode_prompt, loaded.tokenizer, vocab_size=loaded.vocab_size),
+        compile=GrammarCompiler(loaded.tokenizer, loaded.vocab_size, loaded.eos_token_ids).compile,
         new_text_stream=functools.partial(IncrementalDetokenizer, loaded.tokenizer),
         summary=summary.replace("torch.", ""),
     )
+
+
+def _mask_threads() -> int:
+    """A mask takes tens of microseconds, so few are enough; two, lest one slow one hold all up."""
+    return min(8, max(2, (os.cpu_count() or 1) // 2))
 
 
 def _choose_threads(runner: ModelRunner) -> None:

@@ -22,6 +22,7 @@ from .options import (
     client_settings,
     given,
     read_prompt,
+    read_text,
 )
 from .output import (
     TextWriter,
@@ -83,6 +84,18 @@ def submit(
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Go on past the end-of-text token.")
     ] = False,
+    json_schema: Annotated[
+        str | None, typer.Option(help="The output is JSON of this schema; @FILE reads it.")
+    ] = None,
+    regex: Annotated[
+        str | None, typer.Option(help="The output is a text that this matches; or @FILE.")
+    ] = None,
+    grammar: Annotated[
+        str | None, typer.Option(help="The output is of this grammar (Lark); or @FILE.")
+    ] = None,
+    choice: Annotated[
+        list[str] | None, typer.Option(help="The output is this or another such text.")
+    ] = None,
     deadline_ms: Annotated[int | None, typer.Option(help="Time for all of it, in ms.")] = None,
     max_queue_ms: Annotated[
         int | None, typer.Option(help="Longest wait for a worker, in ms.")
@@ -126,6 +139,10 @@ def submit(
         max_queue_ms=max_queue_ms,
         on_disconnect=on_disconnect,
         ignore_eos=ignore_eos or None,
+        json_schema=read_text("json_schema", json_schema),
+        regex=read_text("regex", regex),
+        grammar=read_text("grammar", grammar),
+        choice=choice or None,
     )
     request = read_prompt(prompt, chat=chat)
 

@@ -112,6 +112,21 @@ class EngineSettings(Section):
         ge=0,
         le=2**50,
     )
+    grammar_wait_ms: float = setting(
+        2.0,
+        "How long a step waits for masks of structured outputs, once the device has its work. "
+        "Whose mask is not there by then gets its token in a later step.",
+        unit="ms",
+        ge=0,
+        le=1000,
+    )
+    grammar_timeout_s: float = setting(
+        10.0,
+        "A schema, regex or grammar that takes longer to compile, or for one mask, is refused.",
+        unit="s",
+        gt=0,
+        le=600,
+    )
     threads: int | None = setting(
         None,
         "CPU threads for the model's arithmetic. `auto` times a decode step at start and takes one "

@@ -67,7 +67,7 @@ def test_every_field_is_read() -> None:
 def test_no_field_of_a_request_is_left_out() -> None:
     names = {f.name for kind in (Request, SamplingOptions) for f in fields(kind)} - {"options"}
     known = refusal_of(*HI, "colour", "red").message.partition("one of the fields ")[2]
-    assert set(known.split(", ")) == names | {"prompt_ids", "messages", "stop_json"}
+    assert set(known.split(", ")) == names | {"prompt_ids", "messages", "stop_json", "choice_json"}
 
 
 def test_a_field_that_is_nearly_right_is_named() -> None:
@@ -91,6 +91,16 @@ def test_other_kinds_of_prompt() -> None:
     assert request_of("prompt", "x", "stop_json", '["a","b"]').options.stop == ("a", "b")
 
 
+def test_forms_of_outputs() -> None:
+    hi = ("prompt", "x")
+    assert request_of(*hi, "choice", "a", "choice", "[b]").options.choice == ("a", "[b]")
+    assert request_of(*hi, "choice_json", '["a","b"]').options.choice == ("a", "b")
+    schema = '{"type": "integer"}'
+    assert request_of(*hi, "json_schema", schema).options.json_schema == schema
+    assert request_of(*hi, "regex", "[0-9]").options.regex == "[0-9]"
+    assert request_of(*hi, "grammar", 'start: "a"').options.grammar == 'start: "a"'
+
+
 HI = ("id", "abc", "prompt", "Hi")
 DEEP = "[" * 100_000
 
@@ -111,6 +121,11 @@ BAD = [
     ((*HI, "temperature", "-0.1"), "temperature: "),
     ((*HI, "seed", "-1"), "seed: "),
     ((*HI, "ignore_eos", "1"), "ignore_eos: "),
+    ((*HI, "json_schema", "[]"), "json_schema: "),
+    ((*HI, "json_schema", DEEP), "json_schema: "),
+    ((*HI, "regex", "a", "choice", "b"), "choice: "),
+    ((*HI, "choice", "a", "choice_json", '["b"]'), "choice_json: "),
+    ((*HI, "choice", "a", "choice", "a"), "choice: "),
     ((*HI, "lane", "urgent"), "lane: got 'urgent'; allowed: critical or normal or batch"),
     ((*HI, "tenant", "a b"), "tenant: "),
     ((*HI, "answer", "xml"), "answer: "),

@@ -231,6 +231,19 @@ class EngineMachine(RuleBasedStateMachine):
             else:
                 self.publish(update)
 
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def step_that_defers_some(self, data: st.DataObject) -> None:
+        plan = self.plan()
+        assert plan is not None
+        output, sampling = self.runner.run(plan), [i for i, s in enumerate(plan.spans) if s.samples]
+        deferred = frozenset(data.draw(st.sets(st.sampled_from(sampling))) if sampling else ())
+        token_ids = tuple(() if i in deferred else t for i, t in enumerate(output.token_ids))
+        updates = self.engine.collect(plan, replace(output, token_ids=token_ids, deferred=deferred))
+        assert not {u.id for u in updates} & {plan.spans[i].sequence.id for i in deferred}
+        for update in updates:
+            self.publish(update)
+
     @invariant()
     def everything_adds_up(self) -> None:
         if hasattr(self, "engine"):

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from penstock.gpu_worker.model.logits_processors import LogitsProcessors
-from penstock.gpu_worker.model.sampler import INVALID_TOKEN, Sampler, SamplingBatch
+from penstock.gpu_worker.model.sampler import INVALID_TOKEN, NO_TOKEN_LEFT, Sampler, SamplingBatch
 from penstock.shared.protocol import SamplingOptions
 
 VOCAB = 50
@@ -181,8 +181,8 @@ def test_only_what_is_allowed_is_chosen(temperature: float) -> None:
 def test_a_row_that_may_choose_nothing_fails_alone() -> None:
     rows = [row([1], []), row([1], [], banned_token_ids=tuple(range(VOCAB))), row([1], [])]
     chosen = sample(random_logits(3, 1), rows)
-    assert chosen[1] == INVALID_TOKEN
-    assert INVALID_TOKEN not in (chosen[0], chosen[2])
+    assert chosen[1] == NO_TOKEN_LEFT
+    assert NO_TOKEN_LEFT not in (chosen[0], chosen[2])
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

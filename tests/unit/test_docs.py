@@ -95,6 +95,7 @@ METRIC_NAMES: dict[str, tuple[str, tuple[str, ...]]] = {
     "penstock_door_entries_total": ("counter", ("verdict",)),
     "penstock_exchange_seconds": ("histogram", ()),
     "penstock_generation_tokens_total": ("counter", ()),
+    "penstock_grammar_deferrals_total": ("counter", ()),
     "penstock_host_blocks_total": ("gauge", ()),
     "penstock_host_blocks_used": ("gauge", ()),
     "penstock_inter_token_latency_seconds": ("histogram", ()),

@@ -27,7 +27,7 @@ THIRD_PARTY = {
     "gpu_worker.bench": {"matplotlib", "redis", "torch", "transformers", "typer"},
     "gpu_worker.engine": set(),
     "gpu_worker.model": {
-        "jinja2", "numpy", "safetensors", "tokenizers", "torch", "transformers",
+        "jinja2", "llguidance", "numpy", "safetensors", "tokenizers", "torch", "transformers",
     },
     # The oracle beside our own path: transformers' generate() is what it compares with.
     "gpu_worker.verify": {"numpy", "torch", "transformers", "typer"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import Any
 
 import msgpack
@@ -9,6 +10,13 @@ import pytest
 
 from penstock.shared.errors import InvalidRequest
 from penstock.shared.protocol import Request, SamplingOptions
+
+
+def deep_map(depth: int) -> dict[str, Any]:
+    value: dict[str, Any] = {}
+    for _ in range(depth):
+        value = {"a": value}
+    return value
 
 
 @pytest.mark.parametrize(
@@ -43,6 +51,59 @@ def test_ranges(field: str, good: Any, bad: Any) -> None:
     SamplingOptions(**{field: good})
     with pytest.raises(InvalidRequest, match=rf"^{field}\b"):
         SamplingOptions(**{field: bad})
+
+
+@pytest.mark.parametrize(
+    ("field", "good", "bad"),
+    [
+        ("json_schema", {"type": "integer"}, "{'type': 'integer'}"),
+        ("json_schema", '{"type": "integer"}', "[1]"),
+        ("json_schema", "{}", ""),
+        ("json_schema", {}, {"enum": [float("nan")]}),
+        ("json_schema", {"a": MappingProxyType({})}, {"a": {1, 2}}),
+        ("json_schema", {"const": "x" * 65_000}, {"const": "x" * 65_530}),
+        ("json_schema", None, True),
+        ("json_schema", None, '{"a":' * 10_000 + "1" + "}" * 10_000),
+        ("json_schema", None, deep_map(100_000)),
+        ("regex", "a" * 8192, "a" * 8193),
+        ("regex", None, ""),
+        ("regex", None, b"a"),
+        ("grammar", "a" * 65_536, "a" * 65_537),
+        ("grammar", None, "\ud800"),
+        ("choice", ["a", "b"], ["a", "a"]),
+        ("choice", "abc", [""]),
+        ("choice", [str(i) for i in range(1024)], [str(i) for i in range(1025)]),
+        ("choice", ["x" * 1024], ["x" * 1025]),
+        ("choice", [], ["x" * 1000 + str(i) for i in range(66)]),
+        ("choice", (), None),
+    ],
+    ids=lambda value: str(value)[:30] if not isinstance(value, dict) else "map",
+)
+def test_forms_of_the_output(field: str, good: Any, bad: Any) -> None:
+    options = SamplingOptions(**{field: good})
+    assert options.constraint == (field if good or good == {} else None)
+    with pytest.raises(InvalidRequest, match=rf"^{field}\b"):
+        SamplingOptions(**{field: bad})
+
+
+def test_an_output_has_one_form() -> None:
+    with pytest.raises(InvalidRequest, match=r"^choice: .* regex is given, too"):
+        SamplingOptions(regex="a", choice=["a"])
+    with pytest.raises(InvalidRequest, match=r"^ignore_eos: got True; allowed: false"):
+        SamplingOptions(grammar="start: /a/", ignore_eos=True)
+
+
+def test_beam_search_goes_without_a_form() -> None:
+    with pytest.raises(InvalidRequest, match=r"^regex: got 'a'; allowed: nothing beside beam"):
+        SamplingOptions(regex="a", beam_width=2)
+
+
+def test_a_schema_keeps_the_order_of_its_properties() -> None:
+    schema = {"type": "object", "properties": {"z": {}, "a": {"const": "ä"}}}
+    text = '{"type":"object","properties":{"z":{},"a":{"const":"ä"}}}'
+    assert SamplingOptions(json_schema=schema).json_schema == text
+    packed = Request.build(id="a", prompt="x", json_schema=schema).pack()
+    assert Request.unpack(packed).options.json_schema == text
 
 
 def test_allowed_ids_that_are_all_banned_are_refused() -> None:

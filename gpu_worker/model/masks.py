@@ -1,0 +1,203 @@
+"""Makes grammar masks beside the forward pass, and waits for none that is slow.
+
+The mask for a sequence's next token depends on its tokens so far alone, so it is made by a few
+threads (llguidance releases the interpreter lock) while the device computes the logits. Sampling
+then waits for what is missing, but only for a short time and once: whose mask is late samples
+nothing in this step and is *deferred*. It is looked at again in the next one, and until it is there
+nobody waits for it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from typing import Protocol
+
+from torch import Tensor
+
+from penstock.shared.protocol import Reason
+
+from ..engine.requests import Finish
+from .grammar import Follower, GrammarError
+
+__all__ = ["Constrained", "MaskMaker", "Masks"]
+
+_ALONE_S = 0.05
+"""Where nobody else would sample, a step waits so long: there is nothing better to do."""
+
+
+class Constrained(Protocol):
+    """What is read of a sequence."""
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Prompt and output."""
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """How many of them are the prompt."""
+
+    @property
+    def grammar(self) -> object | None:
+        """A :class:`Follower`, None for a sequence that may write what it likes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Masks:
+    """What came of one step's masks; rows are positions among the sequences that sample.
+
+    Attributes:
+        tensors: int32 ``[words]`` of each constrained row in order, also of one that has none.
+        deferred: rows whose mask is not there yet.
+        failures: rows whose grammar cannot go on.
+    """
+
+    tensors: tuple[Tensor, ...] = ()
+    deferred: frozenset[int] = frozenset()
+    failures: dict[int, Finish] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Job:
+    follower: Follower
+    token_ids: list[int]
+
+
+class MaskMaker:
+    """A few threads that make masks. They are started for the first sequence that needs one.
+
+    Args:
+        num_threads: how many.
+        wait_s: how long a step waits, once its forward pass is queued, for masks it has asked for.
+        limit_s: a mask that takes longer ends its request.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        num_threads: int = 2,
+        *,
+        wait_s: float = 0.002,
+        limit_s: float = 10.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._num_threads = num_threads
+        self._wait_s = wait_s
+        self._limit_s = limit_s
+        self._clock = clock
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._done: SimpleQueue[Follower] = SimpleQueue()
+        self._threads: list[threading.Thread] = []
+
+    def begin(self, sequences: Sequence[Constrained]) -> dict[int, Follower]:
+        """Ask for the masks of these sequences' next tokens; to be called before the forward.
+
+        Returns:
+            What :meth:`join` takes: the constrained ones by row.
+        """
+        self._collect()
+        followers: dict[int, Follower] = {}
+        for row, sequence in enumerate(sequences):
+            follower = sequence.grammar
+            if follower is None:
+                continue
+            assert isinstance(follower, Follower)
+            followers[row] = follower
+            if not follower.busy:
+                self._ask(follower, sequence)
+        return followers
+
+    def join(self, followers: dict[int, Follower], *, others: bool) -> Masks:
+        """Take the masks that are there, or come within the time a step may wait.
+
+        Args:
+            followers: of :meth:`begin`.
+            others: whether the step is of use to anybody else.
+        """
+        if not followers:
+            return Masks()
+        self._collect()
+        fresh = {id(f) for f in followers.values() if f.busy and not f.late}
+        self._wait(fresh, self._wait_s)
+        if not others and all(follower.busy for follower in followers.values()):
+            self._wait({id(f) for f in followers.values()}, _ALONE_S, enough=1)
+        now, deferred, failures = self._clock(), set(), {}
+        for row, follower in followers.items():
+            if follower.busy:
+                follower.late = True
+                if now - follower.began > self._limit_s:
+                    failures[row] = _too_slow(follower, self._limit_s)
+                else:
+                    deferred.add(row)
+            elif follower.error is not None:
+                failures[row] = _ended_by(follower)
+        tensors = tuple(follower.state.mask for follower in followers.values())
+        return Masks(tensors, frozenset(deferred), failures)
+
+    def close(self) -> None:
+        """End the threads, each after the mask it is making."""
+        for _ in self._threads:
+            self._jobs.put(None)
+
+    def _ask(self, follower: Follower, sequence: Constrained) -> None:
+        num_output = len(sequence.token_ids) - sequence.num_prompt_tokens
+        follower.late = False
+        if follower.num_followed == num_output or follower.error is not None:
+            return  # the step before deferred it or failed
+        begin = sequence.num_prompt_tokens + max(follower.num_followed, 0)
+        follower.num_followed = num_output
+        follower.busy, follower.began = True, self._clock()
+        if not self._threads:
+            self._start()
+        self._jobs.put(_Job(follower, sequence.token_ids[begin:]))
+
+    def _collect(self) -> None:
+        """Note what the threads have done."""
+        while self._threads:
+            try:
+                self._done.get_nowait().busy = False
+            except Empty:
+                return
+
+    def _wait(self, awaited: set[int], seconds: float, *, enough: int | None = None) -> None:
+        """Until all of these (or ``enough`` of them) are done, but no longer than that."""
+        missing = 0 if enough is None else len(awaited) - enough
+        deadline = self._clock() + seconds
+        while len(awaited) > missing:
+            try:
+                follower = self._done.get(timeout=max(0.0, deadline - self._clock()))
+            except Empty:
+                return
+            follower.busy = False
+            awaited.discard(id(follower))
+
+    def _start(self) -> None:
+        for number in range(self._num_threads):
+            thread = threading.Thread(target=self._work, name=f"masks-{number}", daemon=True)
+            thread.start()
+            self._threads.append(thread)
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                job.follower.state.fill(job.token_ids)
+            except Exception as error:
+                job.follower.error = error
+            self._done.put(job.follower)
+
+
+def _too_slow(follower: Follower, limit_s: float) -> Finish:
+    field = follower.state.field
+    return Finish(
+        Reason.INVALID,
+        f"{field}: what may follow was not known after {limit_s:g} s: simplify it",
+    )
+
+
+def _ended_by(follower: Follower) -> Finish:
+    if isinstance(follower.error, GrammarError):
+        return Finish(Reason.INVALID, f"{follower.state.field}: {follower.error}")
+    return Finish(Reason.ENGINE_ERROR, f"{follower.state.field}: {follower.error!r}"[:300])

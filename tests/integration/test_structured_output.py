@@ -1,0 +1,188 @@
+"""Structured output through Redis and real workers: valid, refused by name, continued."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import threading
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import redis.asyncio
+from delivery.fleet import Shard
+from workers import WorkerFactory, WorkerProcess
+
+from penstock.gpu_worker.engine.requests import EngineRequest
+from penstock.gpu_worker.intake import Intake
+from penstock.gpu_worker.metrics import WorkerMetrics
+from penstock.gpu_worker.outbox import Outbox
+from penstock.producer import Producer, Reason, Result, State
+from penstock.shared.embedded import EmbeddedRedis
+from penstock.shared.keys import Keys
+
+KEYS = Keys("demo", 0)
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "title": {"type": "string", "maxLength": 40},
+        "pages": {
+            "type": "array",
+            "items": {"type": "integer", "minimum": 0, "maximum": 9999},
+            "minItems": 12,
+            "maxItems": 14,
+        },
+        "kind": {"enum": ["book", "paper"]},
+    },
+    "required": ["title", "pages", "kind"],
+    "additionalProperties": False,
+}
+
+
+def is_valid(text: str) -> bool:
+    value = json.loads(text)
+    return (
+        list(value) == ["title", "pages", "kind"]
+        and isinstance(value["title"], str)
+        and len(value["title"]) <= 40
+        and 12 <= len(value["pages"]) <= 14
+        and all(type(page) is int and 0 <= page <= 9999 for page in value["pages"])
+        and value["kind"] in ("book", "paper")
+    )
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[EmbeddedRedis]:
+    with EmbeddedRedis() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def worker(
+    server: EmbeddedRedis, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[WorkerProcess]:
+    factory = WorkerFactory(server.url, tmp_path_factory.mktemp("worker"))
+    yield factory.engine("only", engine__max_sequences=16)
+    factory.close()
+
+
+@pytest.fixture
+async def producer(server: EmbeddedRedis, worker: WorkerProcess) -> AsyncIterator[Producer]:
+    async with Producer(server.url) as producer:
+        yield producer
+
+
+async def result_of(producer: Producer, prompt: str = "The list type", **options: Any) -> Result:
+    submitted = await producer.submit(prompt, **options)
+    return await asyncio.wait_for(producer.stream(submitted.id).collect(), 60)
+
+
+async def test_every_form_beside_plain_requests(producer: Producer) -> None:
+    options: list[dict[str, Any]] = [
+        {"json_schema": SCHEMA, "seed": 1},
+        {"json_schema": json.dumps(SCHEMA), "seed": 1},
+        {"regex": "[A-Z][a-z]{2,5}: [0-9]{1,3}%", "max_tokens": 400},
+        {"choice": ["yes", "no"], "answer": "json", "logprobs": 1},
+        {"grammar": 'start: a a? "!"\na: "x" | "y" /[0-9]/', "temperature": 0.3},
+        {"max_tokens": 20, "seed": 4},
+    ]
+    first, again, regex, choice, grammar, plain = await asyncio.gather(
+        *(result_of(producer, **chosen) for chosen in options)
+    )
+    assert {r.reason for r in (first, again, regex, choice, grammar)} == {Reason.STOP}
+    assert is_valid(first.text)
+    assert again.token_ids == first.token_ids
+    assert re.fullmatch("[A-Z][a-z]{2,5}: [0-9]{1,3}%", regex.text)
+    assert choice.text in ("yes", "no")
+    assert len(choice.logprobs) == len(choice.token_ids)
+    assert re.fullmatch("(x|y[0-9]){1,2}!", grammar.text)
+    assert (await result_of(producer, **options[-1])).token_ids == plain.token_ids
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"json_schema": {"type": "nope"}}, 'json_schema: got \'{"type":"nope"}\'; allowed: '),
+        ({"json_schema": {"not": {}}}, "json_schema: got "),
+        ({"regex": "(a"}, "regex: got '(a'; allowed: a regular expression"),
+        ({"grammar": "start: b"}, "grammar: got 'start: b'; allowed: a context-free grammar"),
+        ({"choice": ["no"], "stop_token_ids": [10**6]}, "stop_token_ids[0]: got 1000000"),
+        ({"choice": ["no"], "min_tokens": 30}, "choice, min_tokens: together they allow no token"),
+    ],
+)
+async def test_what_cannot_be_is_refused_by_name(
+    producer: Producer, options: dict[str, Any], message: str
+) -> None:
+    result = await result_of(producer, **options)
+    assert (result.state, result.reason) == (State.FAILED, Reason.INVALID)
+    assert result.end.message.startswith(message)
+
+
+async def test_the_plain_door_takes_forms(server: EmbeddedRedis, worker: WorkerProcess) -> None:
+    async with redis.asyncio.Redis.from_url(server.url) as client, Producer(server.url) as producer:
+        fields = ["id", "plain", "prompt", "x", "answer", "json", "choice", "yes", "choice", "no"]
+        await client.execute_command("XADD", KEYS.intake(), "*", *fields)
+        bad = ["id", "bad", "prompt", "x", "json_schema", "{"]
+        await client.execute_command("XADD", KEYS.intake(), "*", *bad)
+        async with asyncio.timeout(30):
+            while await client.exists(KEYS.log("plain"), KEYS.log("bad")) < 2:
+                await asyncio.sleep(0.01)
+            results = [await producer.stream(id).collect() for id in ("plain", "bad")]
+    assert results[0].text in ("yes", "no")
+    assert results[1].reason is Reason.INVALID
+    assert results[1].end.message.startswith("json_schema: got '{'; allowed: a JSON Schema")
+
+
+async def test_a_killed_workers_json_is_continued_in_mid_value(
+    redis_url: str, workers: WorkerFactory
+) -> None:
+    """The tokens are those of an undisturbed run, wherever in the value the first worker died."""
+    forms: list[dict[str, Any]] = [
+        {"json_schema": SCHEMA, "seed": seed, "max_tokens": 400} for seed in range(4)
+    ] + [{"regex": "([a-f]{20}-){4}!", "seed": 7, "max_tokens": 400}]
+    settings = {"worker__lease_ms": 600}
+    first = workers.engine("first", **settings)
+    async with Producer(redis_url) as producer:
+        expected = await asyncio.gather(*(result_of(producer, **form) for form in forms))
+        submitted = [await producer.submit("The list type", **form) for form in forms]
+        readers = asyncio.gather(*(producer.stream(s.id).collect() for s in submitted))
+        async with redis.asyncio.Redis.from_url(redis_url) as client:
+            while True:
+                counts = [int(await client.hget(KEYS.request(s.id), "n") or 0) for s in submitted]
+                if min(counts) >= 10:
+                    break
+        first.kill()
+        second = workers.engine("second", **settings)
+        results = await asyncio.wait_for(readers, 60)
+    assert [(r.token_ids, r.text) for r in results] == [(r.token_ids, r.text) for r in expected]
+    assert all(is_valid(result.text) for result in results[:-1])
+    assert second.metric("redeliveries_total") >= 3
+
+
+async def test_a_form_that_takes_too_long_to_compile_is_refused(redis_url: str) -> None:
+    gate = threading.Event()
+    added: list[EngineRequest] = []
+
+    def slow(options: Any) -> None:
+        gate.wait()
+
+    async with redis.asyncio.Redis.from_url(redis_url) as client, Producer(redis_url) as producer:
+        await producer.submit("x", id="slow", regex="a")
+        await producer.submit("x", id="other")
+        shard, outbox = Shard(client), Outbox(WorkerMetrics(), lambda: None)
+        claims = await shard.worker("w").claim(2)
+        with ThreadPoolExecutor(2) as pool:
+            intake = Intake(
+                lambda prompt: [1], slow, added.append, outbox, WorkerMetrics(), pool,
+                compile_timeout_s=0.05,
+            )  # fmt: skip
+            intake.accept(claims)
+            async with asyncio.timeout(10):
+                while intake.preparing:
+                    await asyncio.sleep(0.005)
+            gate.set()
+        (row,) = outbox.take(8)
+    assert [request.options.regex for request in added] == [None]
+    assert b"regex: got 'a'; allowed: what can be compiled within 0.05 s" in row[5]

@@ -1,0 +1,106 @@
+"""The engine over a real runner, driven to the end of its requests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.gpu_worker.engine import Engine, EngineConfig, EngineRequest, Finish, Update
+from penstock.gpu_worker.model import KVPool, LoadedModel, ModelRunner
+from penstock.gpu_worker.model.detokenizer import IncrementalDetokenizer
+from penstock.gpu_worker.model.grammar import GrammarCompiler
+from penstock.gpu_worker.worker import run_isolated
+from penstock.shared.protocol import Lane, SamplingOptions
+
+__all__ = ["Answer", "Bench"]
+
+
+@dataclass
+class Answer:
+    """What came of one request."""
+
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    finish: Finish | None = None
+    updates: list[Update] = field(default_factory=list)
+
+
+class Bench:
+    """One model's runner and engines over it."""
+
+    def __init__(self, model: LoadedModel, masks: Any = None, **changes: Any) -> None:
+        values: dict[str, Any] = {
+            "block_size": 4,
+            "num_blocks": 512,
+            "max_batch_tokens": 128,
+            "max_sequences": 64,
+            "chunk_size": 64,
+            "max_model_len": model.max_model_len,
+            "eos_token_ids": model.eos_token_ids,
+            "vocab_size": model.vocab_size,
+        }
+        self.model = model
+        self.config = EngineConfig(**{**values, **changes})
+        pool = KVPool(
+            model.geometry, self.config.num_blocks, self.config.block_size, model.device,
+            model.dtype,
+        )  # fmt: skip
+        self.runner = ModelRunner(model, pool, masks=masks)
+        self.engine = Engine(
+            self.config, lambda ids: IncrementalDetokenizer(self.model.tokenizer, ids)
+        )
+        self.compiler = GrammarCompiler(model.tokenizer, model.vocab_size, model.eos_token_ids)
+        self.deferrals = 0
+        self.steps = 0
+        self.answers: dict[str, Answer] = {}
+
+    def add(
+        self,
+        id: str,
+        prompt: Iterable[int],
+        *,
+        seed: int = 0,
+        lane: Lane = Lane.NORMAL,
+        output_ids: Iterable[int] = (),
+        wrap: Callable[[Any], object] = lambda follower: follower,
+        **options: Any,
+    ) -> None:
+        """Let it wait. ``wrap`` may put a test double around what follows the output's form."""
+        chosen = SamplingOptions(**options)
+        compiled = self.compiler.compile(chosen)
+        self.answers[id] = Answer()
+        refused = self.engine.add(
+            EngineRequest(
+                id=id, lane=lane, tenant="t", prompt_ids=tuple(prompt), seed=seed, arrival=0.0,
+                output_ids=tuple(output_ids), options=chosen,
+                grammar=None if compiled is None else lambda: wrap(compiled()),
+            )
+        )  # fmt: skip
+        if refused is not None:
+            self._take([refused])
+
+    def step(self) -> bool:
+        plan = self.engine.schedule()
+        if plan is None:
+            return False
+        output = run_isolated(self.runner, plan)
+        self.steps += 1
+        self.deferrals += len(output.deferred)
+        self._take(self.engine.collect(plan, output))
+        self.engine.check_integrity()
+        return True
+
+    def run(self) -> dict[str, Answer]:
+        while self.step():
+            pass
+        return self.answers
+
+    def _take(self, updates: Iterable[Update]) -> None:
+        for update in updates:
+            answer = self.answers[update.id]
+            assert answer.finish is None
+            answer.token_ids += update.token_ids
+            answer.text += update.text
+            answer.finish = update.finish
+            answer.updates.append(update)
