@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, TypeVar, get_args
 
 import typer
 
@@ -13,7 +13,8 @@ from penstock.shared.errors import ConfigurationError
 from penstock.shared.protocol import Lane
 from penstock.shared.report_view import show_progress
 
-from .comparison import Comparison, compare, report
+from ..engine.config import PolicyName
+from .comparison import ChunkChoice, Comparison, PreemptionMode, compare, report
 from .cost import HARDWARE, MODELS, ConstantCost, CostModel, Roofline, calibrated, read_metrics
 from .fleet import Dispatch
 from .measures import ServiceLevel
@@ -55,6 +56,10 @@ def simulate(
         str, typer.Option(help="Mix of lanes, by weight.")
     ] = "critical=1,normal=4,batch=1",
     tenants: Annotated[str, typer.Option(help="Mix of tenants, by weight.")] = "a=1,b=1",
+    deadlines: Annotated[
+        str | None,
+        typer.Option(help="Seconds to the deadline, LEAST:MOST; who is late is counted."),
+    ] = None,
     hardware: Annotated[str, typer.Option(help="Device: h200, a100 or cpu.")] = "h200",
     model: Annotated[str, typer.Option(help="Shape of the model: 7b, 70b or demo.")] = "7b",
     step_ms: Annotated[
@@ -69,7 +74,20 @@ def simulate(
     ] = 512,
     max_sequences: Annotated[str, typer.Option(help="Of a worker; several compare.")] = "64",
     chunk_size: Annotated[
-        str, typer.Option(help="Prompt tokens of a sequence in a step, or all; several compare.")
+        str,
+        typer.Option(
+            help="Prompt tokens of a sequence in a step, all, adaptive or off; several compare."
+        ),
+    ] = "all",
+    target_itl_ms: Annotated[float, typer.Option(help="What adaptive chunks steer for.")] = 50.0,
+    policy: Annotated[
+        str, typer.Option(help="Of fcfs, sjf, priority, fair, edf; several compare.")
+    ] = "fcfs",
+    preemption: Annotated[
+        str, typer.Option(help="Of recompute, swap, auto; several compare.")
+    ] = "recompute",
+    host_blocks: Annotated[
+        str, typer.Option(help="KV blocks in host memory to swap to; all: as on the device.")
     ] = "all",
     kv_blocks: Annotated[
         str, typer.Option(help="KV blocks of a worker, or all that fit; several compare.")
@@ -106,8 +124,12 @@ def simulate(
         workers=_list("--workers", workers, int),
         dispatch=_list("--dispatch", dispatch, Dispatch),
         max_sequences=_list("--max-sequences", max_sequences, int),
-        chunk_sizes=_list("--chunk-size", chunk_size, _int_or_all),
+        chunk_sizes=_list("--chunk-size", chunk_size, _chunk),
         kv_blocks=_list("--kv-blocks", kv_blocks, _int_or_all),
+        policies=_list("--policy", policy, PolicyName),
+        preemptions=_list("--preemption", preemption, _preemption),
+        target_itl_s=target_itl_ms / 1000,
+        host_blocks=_list("--host-blocks", host_blocks, _int_or_all)[0],
         cost=_cost(hardware, model, step_ms, calibrate, context),
         trace=trace,
         requests=requests,
@@ -118,6 +140,7 @@ def simulate(
         output=Lengths(output),
         lanes=_mix("--lanes", lanes, Lane),
         tenants=_mix("--tenants", tenants, str),
+        deadlines=_span("--deadlines", deadlines),
         max_batch_tokens=max_batch_tokens,
         block_size=block_size,
         exchange_s=exchange_ms / 1000,
@@ -168,6 +191,29 @@ def _list(flag: str, text: str, kind: Callable[[str], _Value]) -> tuple[_Value, 
 
 def _int_or_all(text: str) -> int | None:
     return None if text == "all" else int(text)
+
+
+def _chunk(text: str) -> ChunkChoice:
+    words: dict[str, ChunkChoice] = {"all": None, "adaptive": "adaptive", "off": "off"}
+    return words[text] if text in words else int(text)
+
+
+def _preemption(text: str) -> PreemptionMode:
+    for mode in get_args(PreemptionMode):
+        if text == mode:
+            found: PreemptionMode = mode
+            return found
+    raise ValueError(f"{text!r} is none of {', '.join(get_args(PreemptionMode))}")
+
+
+def _span(flag: str, text: str | None) -> tuple[float, float] | None:
+    if text is None:
+        return None
+    try:
+        least, most = map(float, text.split(":"))
+    except ValueError:
+        raise ConfigurationError(f"{flag} is {text!r}; allowed: LEAST:MOST in seconds") from None
+    return least, most
 
 
 def _mix(flag: str, text: str, kind: Callable[[str], _Value]) -> dict[_Value, float]:

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from penstock.shared.errors import ConfigurationError
 from penstock.shared.protocol import Lane
 from penstock.shared.report import Check, Number, Report
 
-from ..engine.config import EngineConfig
+from ..engine.config import Chunking, EngineConfig, PolicyName
 from .cost import CostModel, Roofline
 from .fleet import Dispatch
 from .measures import ServiceLevel
 from .scenario import Outcome, Scenario, simulate
 from .workload import Generator, Lengths, SimRequest, read_trace
 
-__all__ = ["Comparison", "compare", "report"]
+__all__ = ["ChunkChoice", "Comparison", "PreemptionMode", "Variant", "compare", "report"]
 
 _MOST_BLOCKS = 1 << 22
 """KV blocks of a whole fleet: about 100 bytes of this machine's memory each."""
@@ -27,13 +28,34 @@ _CONSTANT_COST_TOKENS = 1 << 20
 """KV pool of a device of which nothing is known but its step time."""
 
 
+ChunkChoice = int | Literal["adaptive", "off"] | None
+PreemptionMode = Literal["auto", "swap", "recompute"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """One value of everything that can be compared; see :class:`Comparison`."""
+
+    workers: int
+    sequences: int
+    chunk: ChunkChoice
+    blocks: int | None
+    policy: PolicyName
+    preemption: PreemptionMode
+    dispatch: Dispatch
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
     """The cross product of what is to be compared, on equal requests.
 
     Attributes:
-        workers, dispatch, max_sequences, chunk_sizes, kv_blocks: values to be compared. For a chunk
-            size None is the whole token budget; for KV blocks None is what fits on the device.
+        workers, dispatch, max_sequences, chunk_sizes, kv_blocks, policies, preemptions: values to
+            be compared. For a chunk size None is the whole token budget; for KV blocks None is what
+            fits on the device.
+        target_itl_s: what adaptive chunks steer for.
+        host_blocks: KV blocks of a worker's host memory, where a preemption mode swaps; None: as
+            many as on the device.
         cost: of a step.
         trace: file of requests; None draws them.
         requests, rate: how many and how fast, if they are drawn.
@@ -47,8 +69,12 @@ class Comparison:
     workers: tuple[int, ...]
     dispatch: tuple[Dispatch, ...]
     max_sequences: tuple[int, ...]
-    chunk_sizes: tuple[int | None, ...]
+    chunk_sizes: tuple[ChunkChoice, ...]
     kv_blocks: tuple[int | None, ...]
+    policies: tuple[PolicyName, ...] = (PolicyName.FCFS,)
+    preemptions: tuple[PreemptionMode, ...] = ("recompute",)
+    target_itl_s: float = 0.05
+    host_blocks: int | None = None
     cost: CostModel
     trace: Path | None
     requests: int
@@ -59,6 +85,7 @@ class Comparison:
     output: Lengths
     lanes: dict[Lane, float]
     tenants: dict[str, float]
+    deadlines: tuple[float, float] | None = None
     max_batch_tokens: int
     block_size: int | None
     exchange_s: float
@@ -78,21 +105,34 @@ class Comparison:
         """All combinations; a name tells what differs between them."""
         return [
             Scenario(
-                name=self._name(workers, dispatch, sequences, chunk, blocks),
-                requests=self.workload(workers),
-                workers=workers,
-                dispatch=dispatch,
-                config=self._config(workers, sequences, chunk, blocks),
+                name=self._name(variant),
+                requests=self.workload(variant.workers),
+                workers=variant.workers,
+                dispatch=variant.dispatch,
+                config=self._config(variant),
                 cost=self.cost,
                 level=self.level,
                 exchange_s=self.exchange_s,
                 claim_batch=self.claim_batch,
                 seed=self.seed,
             )
-            for workers, sequences, chunk, blocks, dispatch in itertools.product(
-                self.workers, self.max_sequences, self.chunk_sizes, self.kv_blocks, self.dispatch
-            )
+            for variant in self._variants()
         ]
+
+    def _variants(self) -> Iterator[Variant]:
+        for workers, sequences, chunk, blocks, policy, preemption, dispatch in itertools.product(
+            self.workers, self.max_sequences, self.chunk_sizes, self.kv_blocks, self.policies,
+            self.preemptions, self.dispatch,
+        ):  # fmt: skip
+            yield Variant(
+                workers=workers,
+                sequences=sequences,
+                chunk=chunk,
+                blocks=blocks,
+                policy=policy,
+                preemption=preemption,
+                dispatch=dispatch,
+            )
 
     def workload(self, workers: int) -> Iterable[SimRequest]:
         """What a fleet of this size is asked."""
@@ -107,6 +147,7 @@ class Comparison:
             output=self.output,
             lanes=self.lanes,
             tenants=self.tenants,
+            deadlines=self.deadlines,
             seed=self.seed,
         )
 
@@ -114,45 +155,55 @@ class Comparison:
         """How many will arrive; 0 if only the trace's end tells."""
         return 0 if self.trace else self.requests * (workers if self.per_worker else 1)
 
-    def _name(
-        self,
-        workers: int,
-        dispatch: Dispatch,
-        sequences: int,
-        chunk: int | None,
-        blocks: int | None,
-    ) -> str:
-        parts = [dispatch.value.replace("-", "_"), f"w{workers}"]
+    def _name(self, variant: Variant) -> str:
+        parts = [variant.dispatch.value.replace("-", "_"), f"w{variant.workers}"]
         if len(self.max_sequences) > 1:
-            parts.append(f"s{sequences}")
+            parts.append(f"s{variant.sequences}")
         if len(self.chunk_sizes) > 1:
-            parts.append(f"c{chunk or 'all'}")
+            parts.append(f"c{variant.chunk or 'all'}")
         if len(self.kv_blocks) > 1:
-            parts.append(f"kv{blocks or 'all'}")
+            parts.append(f"kv{variant.blocks or 'all'}")
+        if len(self.policies) > 1:
+            parts.append(variant.policy.value)
+        if len(self.preemptions) > 1:
+            parts.append(variant.preemption)
         return "_".join(parts)
 
-    def _config(
-        self, workers: int, sequences: int, chunk: int | None, blocks: int | None
-    ) -> EngineConfig:
-        budget = max(self.max_batch_tokens, sequences)
+    def _config(self, variant: Variant) -> EngineConfig:
+        size, blocks = self._pool(variant)
         roofline = self.cost if isinstance(self.cost, Roofline) else None
-        size = self.block_size
-        if size is None:
-            size = self._block_size(workers) if blocks is None else 16
-        elif size < 1:
-            raise ConfigurationError(f"block_size is {size}; allowed: 1 or more")
-        if blocks is None:
-            blocks = self._blocks_that_fit(size)
+        context = roofline.model.context if roofline else _CONSTANT_COST_TOKENS
+        budget, chunk = max(self.max_batch_tokens, variant.sequences), variant.chunk
+        chunking = Chunking(chunk) if isinstance(chunk, str) else Chunking.FIXED
+        if chunking is Chunking.OFF:
+            budget = context + variant.sequences
+        swaps = variant.preemption != "recompute"
+        host = blocks if self.host_blocks is None else self.host_blocks
         return EngineConfig(
             block_size=size,
             num_blocks=blocks,
             max_batch_tokens=budget,
-            max_sequences=sequences,
-            chunk_size=budget if chunk is None else chunk,
-            max_model_len=roofline.model.context if roofline else _CONSTANT_COST_TOKENS,
+            max_sequences=variant.sequences,
+            chunk_size=chunk if isinstance(chunk, int) else budget,
+            max_model_len=context,
             eos_token_ids=frozenset(),
             prefix_cache=False,  # all prompts are made of one token: they would all hit
+            policy=variant.policy,
+            chunking=chunking,
+            target_itl_s=self.target_itl_s,
+            preemption=variant.preemption,
+            num_host_blocks=host if swaps else 0,
         )
+
+    def _pool(self, variant: Variant) -> tuple[int, int]:
+        """Tokens per KV block, and how many there are."""
+        size = self.block_size
+        if size is None:
+            size = self._block_size(variant.workers) if variant.blocks is None else 16
+        elif size < 1:
+            raise ConfigurationError(f"block_size is {size}; allowed: 1 or more")
+        blocks = self._blocks_that_fit(size) if variant.blocks is None else variant.blocks
+        return size, blocks
 
     def _blocks_that_fit(self, block_size: int) -> int:
         if isinstance(self.cost, Roofline):

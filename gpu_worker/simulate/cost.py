@@ -39,12 +39,14 @@ class Work:
         context: tokens whose keys and values are read.
         pairs: query-key pairs of attention.
         sequences: sequences in the batch.
+        swapped_blocks: KV blocks that are copied to the host or back before it.
     """
 
     tokens: int
     context: int
     pairs: float
     sequences: int
+    swapped_blocks: int = 0
 
     @classmethod
     def of(cls, plan: Plan) -> Work:
@@ -58,14 +60,19 @@ class Work:
             context += stop
             # Causal: the first of the chunk sees the fewest, the last one all.
             pairs += stop if count == 1 else count * (stop - (count - 1) / 2)
-        return cls(tokens, context, pairs, len(plan.spans))
+        swapped = len(plan.swaps_out) + len(plan.swaps_in)
+        return cls(tokens, context, pairs, len(plan.spans), swapped)
 
 
 class CostModel(Protocol):
     """Seconds of a step."""
 
     def seconds(self, work: Work) -> float:
-        """How long it takes."""
+        """How long it takes, without its swaps."""
+        ...
+
+    def swap_seconds(self, tokens: int) -> float:
+        """How long the keys and values of so many tokens are on their way to the host or back."""
         ...
 
 
@@ -80,6 +87,11 @@ class ConstantCost:
         del work
         return self.step_s
 
+    def swap_seconds(self, tokens: int) -> float:
+        """Nothing: of such a device no more is known than its step."""
+        del tokens
+        return 0.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
@@ -92,6 +104,7 @@ class Hardware:
         memory: bytes for weights and KV.
         overhead_s: of a step: scheduling, launches, sampling.
         sequence_s: further overhead per sequence in the batch.
+        link: bytes per second between device and host.
     """
 
     bandwidth: float
@@ -101,6 +114,7 @@ class Hardware:
     memory: float
     overhead_s: float
     sequence_s: float
+    link: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,19 +145,20 @@ class ModelShape:
 
 # Data sheets: NVIDIA H200 SXM (141 GB HBM3e, 4.8 TB/s, 989 TFLOP/s BF16 dense) and A100 SXM (80 GB,
 # 2.039 TB/s, 312 TFLOP/s). `cpu` is one slow thread or two, as in a small virtual machine. The
-# shares and overheads are assumptions until they are calibrated.
+# shares and overheads are assumptions until they are calibrated. Links are PCIe 5.0 and 4.0 with 16
+# lanes, of which copies reach some 80 %; a CPU copies within its memory.
 HARDWARE = {
     "a100": Hardware(
         bandwidth=2.039e12, flops=312e12, bandwidth_share=0.8, flops_share=0.6,
-        memory=80e9, overhead_s=1.5e-3, sequence_s=5e-6,
+        memory=80e9, overhead_s=1.5e-3, sequence_s=5e-6, link=25e9,
     ),
     "cpu": Hardware(
         bandwidth=20e9, flops=100e9, bandwidth_share=0.6, flops_share=0.5,
-        memory=4e9, overhead_s=2e-3, sequence_s=1e-4,
+        memory=4e9, overhead_s=2e-3, sequence_s=1e-4, link=6e9,
     ),
     "h200": Hardware(
         bandwidth=4.8e12, flops=989e12, bandwidth_share=0.8, flops_share=0.6,
-        memory=141e9, overhead_s=1.5e-3, sequence_s=5e-6,
+        memory=141e9, overhead_s=1.5e-3, sequence_s=5e-6, link=50e9,
     ),
 }  # fmt: skip
 
@@ -193,6 +208,10 @@ class Roofline:
         compute = self._token_s * work.tokens + self._pair_s * work.pairs
         overhead = self._overhead_s + self._sequence_s * work.sequences
         return (memory if memory > compute else compute) + overhead
+
+    def swap_seconds(self, tokens: int) -> float:
+        """``bytes / link``: copies wait for nothing, and the step waits for them."""
+        return tokens * self.model.kv_bytes_per_token / self.hardware.link
 
     def kv_blocks(self, block_size: int) -> int:
         """KV blocks that fit beside the weights, with a tenth of the memory left for the rest.

@@ -89,6 +89,7 @@ class LaneFigures:
         e2e: acceptance to end.
         ended, good: requests that ended, and of these those within the service level.
         refused: of the ended ones, those that could not be served at all.
+        late: of the ended ones, those that were served after their deadline.
         output_tokens: of all that ended.
     """
 
@@ -99,6 +100,7 @@ class LaneFigures:
         self.ended = 0
         self.good = 0
         self.refused = 0
+        self.late = 0
         self.output_tokens = 0
 
     def merge(self, other: LaneFigures) -> None:
@@ -109,6 +111,7 @@ class LaneFigures:
         self.ended += other.ended
         self.good += other.good
         self.refused += other.refused
+        self.late += other.late
         self.output_tokens += other.output_tokens
 
 
@@ -144,6 +147,8 @@ class Recorder:
         figures.e2e.add(now + self._publish_s - request.arrival)
         figures.ended += 1
         figures.output_tokens += request.output_len
+        deadline = request.deadline
+        figures.late += deadline is not None and now + self._publish_s > deadline
         gaps = request.output_len - 1
         in_time = first + self._publish_s - request.arrival <= level.ttft_s
         figures.good += in_time and (gaps == 0 or (now - first) / gaps <= level.itl_s)

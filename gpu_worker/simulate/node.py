@@ -121,7 +121,7 @@ class EngineNode:
         self._open: dict[str, _Open] = {}
         self._refused: list[SimRequest] = []
         self._plan: Plan | None = None
-        self._step_s = 0.0
+        self._step_s = self._swap_s = 0.0
         self._previous = -2.0  # end of the last step; never what an entry begins with
         self.open = 0
         self.load = Load(0, config.num_blocks * config.block_size)
@@ -143,7 +143,9 @@ class EngineNode:
             return now if self._refused else None
         self.steps += 1
         self.spans += len(plan.spans)
-        self._step_s = self._cost.seconds(Work.of(plan))
+        work = Work.of(plan)
+        self._swap_s = self._cost.swap_seconds(work.swapped_blocks * self._block_size)
+        self._step_s = self._cost.seconds(work) + self._swap_s
         return now + self._step_s
 
     def complete(self, now: float) -> list[SimRequest]:
@@ -151,7 +153,8 @@ class EngineNode:
         ended, self._refused = self._refused, []
         if self._plan is not None:
             output = StepOutput(
-                tuple([_TOKEN if span.samples else _NOTHING for span in self._plan.spans])
+                tuple([_TOKEN if span.samples else _NOTHING for span in self._plan.spans]),
+                swap_s=self._swap_s,
             )
             self._record(self._plan, output, ended, now)
             self._engine.observe(self._plan, self._step_s)
@@ -198,6 +201,7 @@ class EngineNode:
                 options=_options(request.output_len),
                 seed=0,
                 arrival=request.arrival,
+                deadline=request.deadline,
             )
         )
         if refusal is None:

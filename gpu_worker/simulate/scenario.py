@@ -86,6 +86,7 @@ class Outcome:
             "refused": total.refused,
             "goodput_rps": self.goodput,
             "good_share": total.good / total.ended,
+            "late_share": total.late / total.ended,
             "throughput_tps": _over(run.output_tokens, run.makespan_s),
             "utilisation": self.utilisation,
             "batch_mean": _over(run.spans, run.steps),

@@ -36,6 +36,8 @@ class SimRequest:
         max_tokens: what its sender allowed: the queue's estimate of its cost, before it is known.
         lane: urgency.
         tenant: who pays.
+        deadline: when its answer should be complete, in seconds from the begin; None: any time. It
+            does not end there, but is counted as late.
         rank: ``lane.rank``, looked up once.
     """
 
@@ -46,6 +48,7 @@ class SimRequest:
     max_tokens: int
     lane: Lane
     tenant: str
+    deadline: float | None = None
     rank: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -143,6 +146,8 @@ class Generator:
         output: lengths of outputs; ``max_tokens`` is told as the longest, as clients do.
         lanes: weight of each lane in the mix.
         tenants: weight of each tenant in the mix.
+        deadlines: least and most seconds from a request's arrival to its deadline; None: no
+            deadlines.
         seed: of everything drawn.
 
     Raises:
@@ -156,6 +161,7 @@ class Generator:
     output: Lengths
     lanes: Mapping[Lane, float]
     tenants: Mapping[str, float]
+    deadlines: tuple[float, float] | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -169,13 +175,21 @@ class Generator:
             if not mix or min(mix.values()) < 0 or sum(mix.values()) <= 0:
                 raise ConfigurationError(f"the mix of {name} needs a weight above 0, none below")
 
+        low, high = self.deadlines or (0.0, 0.0)
+        if not 0 <= low <= high <= 1e6:
+            raise ConfigurationError(
+                f"deadlines are {low}:{high}; allowed: seconds, LEAST:MOST, from 0 to 1000000"
+            )
+
     def __iter__(self) -> Iterator[SimRequest]:
         rng = random.Random(self.seed)
+        # Drawn apart, so that all else is the same with deadlines and without.
+        deadlines = random.Random(f"deadlines {self.seed}")
         prompt, output = self.prompt.sampler(), self.output.sampler()
         lanes, lane_weights = list(self.lanes), list(self.lanes.values())
         tenants, tenant_weights = list(self.tenants), list(self.tenants.values())
         most = self.output.most if self.output.most < _MOST else None
-        now = 0.0
+        now, span = 0.0, self.deadlines
         for index in range(self.count):
             now += self._gap(rng)
             length = output(rng)
@@ -187,6 +201,7 @@ class Generator:
                 max_tokens=length if most is None else most,
                 lane=rng.choices(lanes, lane_weights)[0],
                 tenant=rng.choices(tenants, tenant_weights)[0],
+                deadline=None if span is None else now + deadlines.uniform(*span),
             )
 
     def _gap(self, rng: random.Random) -> float:
@@ -201,8 +216,8 @@ class Generator:
 def read_trace(path: Path) -> Iterator[SimRequest]:
     """Requests of a trace: JSON lines with at least ``arrival``, ``prompt_len``, ``output_len``.
 
-    Also known: ``id``, ``max_tokens`` (else ``output_len``), ``lane`` (else normal) and ``tenant``
-    (else default). Lines are in the order of arrival.
+    Also known: ``id``, ``max_tokens`` (else ``output_len``), ``lane`` (else normal), ``tenant``
+    (else default) and ``deadline`` (else none). Lines are in the order of arrival.
 
     Raises:
         ConfigurationError: the file cannot be read or a line is not a request; names the line.
@@ -242,7 +257,7 @@ def write_trace(requests: Iterable[SimRequest], path: Path) -> None:
         raise ConfigurationError(f"trace {path} cannot be written: {error}") from error
 
 
-_FIELDS = ("id", "arrival", "prompt_len", "output_len", "max_tokens", "lane", "tenant")
+_FIELDS = ("id", "arrival", "prompt_len", "output_len", "max_tokens", "lane", "tenant", "deadline")
 _COUNTS = ("prompt_len", "output_len", "max_tokens")
 
 
@@ -264,18 +279,24 @@ def _parse_line(line: str, where: str, default_id: str) -> SimRequest:
         value = values[name]
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MOST:
             raise ConfigurationError(f"{where}: {name} is {value!r}; allowed: 1 to {_MOST}")
-    arrival = values["arrival"]
-    if isinstance(arrival, bool) or not isinstance(arrival, int | float) or not 0 <= arrival < 1e9:
-        raise ConfigurationError(f"{where}: arrival is {arrival!r}; allowed: seconds from 0 on")
+    deadline = values.get("deadline")
+    arrival = _seconds(where, "arrival", values["arrival"])
     try:
         return SimRequest(
             id=str(values.get("id", default_id)),
-            arrival=float(arrival),
+            arrival=arrival,
             prompt_len=values["prompt_len"],
             output_len=values["output_len"],
             max_tokens=values["max_tokens"],
             lane=Lane(values.get("lane", Lane.NORMAL)),
             tenant=check_tenant(values.get("tenant", "default")),
+            deadline=None if deadline is None else _seconds(where, "deadline", deadline),
         )
     except (ValueError, InvalidRequest) as error:
         raise ConfigurationError(f"{where}: {error}") from None
+
+
+def _seconds(where: str, name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e9:
+        raise ConfigurationError(f"{where}: {name} is {value!r}; allowed: seconds from 0 on")
+    return float(value)

@@ -117,8 +117,9 @@ def test_sjf_takes_the_shortest_until_the_longest_has_waited() -> None:
     long = sequence("long", max_tokens=63)
     shorts = [sequence(f"s{i}", arrival=float(i), max_tokens=2) for i in range(12)]
     order = drained(filled("sjf", [long, *shorts]))
-    assert order[:8] == [f"s{i}" for i in range(8)]
-    assert order[8] == "long"
+    # The long one's key is the bound, 8; the others' begin at 8 log(1 + 3) / log(1 + 64) = 2.7.
+    assert order[:6] == [f"s{i}" for i in range(6)]
+    assert order[6] == "long"
 
 
 def test_sjf_counts_what_is_left_and_not_what_was_given() -> None:
@@ -250,7 +251,6 @@ class PolicyMachine(RuleBasedStateMachine):
         lane=st.sampled_from(Lane),
         tenant=st.sampled_from("abc"),
         prompt=st.integers(1, 60),
-        # 63 + 1 and divisors of it, so that the places of `sjf` are exact.
         max_tokens=st.sampled_from([1, 3, 7, 15, 31, 63, 1000]),
         deadline=st.none() | st.integers(-4, 40),
     )

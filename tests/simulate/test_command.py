@@ -49,6 +49,38 @@ def test_settings_are_compared() -> None:
     assert found["pull_w1_s8_c16_ttft_mean_s"] > found["pull_w1_s8_call_ttft_mean_s"]
 
 
+def test_orders_are_compared() -> None:
+    found = figures(
+        "--dispatch", "round-robin", "--workers", "1", "--policy", "fcfs,sjf", "--max-sequences",
+        "4", "--rate", "200", "--output", "exp:20",
+    )  # fmt: skip
+    assert found["round_robin_w1_sjf_e2e_mean_s"] < 0.9 * found["round_robin_w1_fcfs_e2e_mean_s"]
+    found = figures(
+        "--dispatch", "round-robin", "--workers", "1", "--policy", "fcfs,edf", "--max-sequences",
+        "4", "--rate", "200", "--output", "const:20", "--deadlines", "0.1:2",
+    )  # fmt: skip
+    assert found["round_robin_w1_edf_late_share"] < found["round_robin_w1_fcfs_late_share"] < 1
+
+
+def test_chunks_and_preemption_are_compared() -> None:
+    """A real cost model: a step's time depends on what is in it."""
+    shape = ("--dispatch", "round-robin", "--workers", "1", "--requests", "60", "--rate", "40")
+    prompts = ("--prompt", "const:6000", "--output", "const:100", "--max-sequences", "16")
+    result = call(
+        *shape, *prompts, "--chunk-size", "all,adaptive,off", "--target-itl-ms", "25", "--json"
+    )
+    found = json.loads(result.output)["figures"]
+    p99 = {kind: found[f"round_robin_w1_c{kind}_itl_p99_s"] for kind in ("all", "adaptive", "off")}
+    assert p99["adaptive"] < 0.05 < p99["all"] < p99["off"]
+    result = call(
+        *shape, "--prompt", "const:400", "--output", "const:400", "--kv-blocks", "300",
+        "--preemption", "recompute,swap", "--json",
+    )  # fmt: skip
+    found = json.loads(result.output)["figures"]
+    assert found["round_robin_w1_recompute_preemptions"] > 0
+    assert found["round_robin_w1_swap_makespan_s"] < found["round_robin_w1_recompute_makespan_s"]
+
+
 def test_per_worker_scales_the_load() -> None:
     found = figures("--dispatch", "pull", "--workers", "3", "--per-worker")
     assert found["pull_w3_requests"] == 120
@@ -71,6 +103,11 @@ def test_a_table_for_people() -> None:
     [
         (("--workers", "0"), "workers is"),
         (("--workers", "two"), "--workers is 'two'"),
+        (("--policy", "lottery"), "--policy is 'lottery'"),
+        (("--preemption", "drop"), "'drop' is none of auto, swap, recompute"),
+        (("--chunk-size", "some"), "--chunk-size is 'some'"),
+        (("--deadlines", "5"), "--deadlines is '5'; allowed: LEAST:MOST"),
+        (("--deadlines", "5:1"), "deadlines are 5.0:1.0"),
         (("--workers", "2,2"), "twice"),
         (("--dispatch", "psychic"), "--dispatch is"),
         (("--hardware", "abacus"), "known: a100, cpu, h200"),

@@ -14,7 +14,7 @@ from penstock.shared.errors import ConfigurationError
 
 PLAIN = Hardware(
     bandwidth=1000.0, flops=10_000.0, bandwidth_share=1.0, flops_share=0.5, memory=10_000.0,
-    overhead_s=0.25, sequence_s=0.125,
+    overhead_s=0.25, sequence_s=0.125, link=200.0,
 )  # fmt: skip
 TINY = ModelShape(
     parameters=1000.0, layers=2, query_heads=2, kv_heads=1, head_dim=5, weight_bytes=2,
@@ -33,6 +33,11 @@ def test_a_prefill_is_bound_by_operations() -> None:
     work = Work(tokens=100, context=100, pairs=5050, sequences=1)
     seconds = (2000 * 100 + 80 * 5050) / 5000
     assert Roofline(PLAIN, TINY).seconds(work) == pytest.approx(seconds + 0.25 + 0.125)
+
+
+def test_a_swap_takes_the_link() -> None:
+    """20 bytes for each of 30 tokens, at 200 a second."""
+    assert Roofline(PLAIN, TINY).swap_seconds(30) == pytest.approx(3.0)
 
 
 def test_kv_pool_is_what_weights_leave() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..sequence import Sequence
 from .policy import BY_URGENCY
-from .ranked import Ranked, share_of_steps
+from .ranked import Ranked, length_place
 
 __all__ = ["Composite"]
 
@@ -33,7 +33,7 @@ class Composite(Ranked):
 
     def _place(self, sequence: Sequence) -> float:
         lane = sequence.rank / (len(BY_URGENCY) - 1)
-        length = share_of_steps(sequence, self._longest)
+        length = length_place(sequence, self._longest)
         return _LANE_SHARE * lane + (1 - _LANE_SHARE) * length
 
     def peek(self) -> Sequence | None:

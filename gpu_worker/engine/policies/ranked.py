@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from ..sequence import Sequence
 from .heap import Heap
 from .policy import BY_URGENCY, Policy
 
-__all__ = ["Ranked", "share_of_steps"]
+__all__ = ["Ranked", "length_place"]
 
 
 class Ranked(Policy):
@@ -83,12 +84,16 @@ class Ranked(Policy):
             yield from self._lanes[lane]
 
 
-def share_of_steps(sequence: Sequence, longest: int) -> float:
-    """How long a sequence may still run, as a share of the longest, 0 to 1.
+def length_place(sequence: Sequence, longest: int) -> float:
+    """How long a sequence may still run, from 0 to 1 for the longest, by its logarithm.
+
+    So twice the length is worth the same wait, be it 100 tokens against 50 or 10,000 against 5,000;
+    as a share of a context of 100,000 both would be nothing.
 
     Measured in steps, since that is for how long it holds its place in the batch: one for each
     token that it may still give, and one for its prompt (or for catching up with what another
     worker gave of it). What it really gives is not known; ``max_tokens`` and the context bound it.
     """
     allowed = sequence.options.max_tokens - sequence.num_output_tokens
-    return min(1.0, (1 + min(allowed, longest - sequence.num_tokens)) / longest)
+    steps = min(1 + allowed, 1 + longest - sequence.num_tokens)
+    return min(1.0, math.log1p(steps) / math.log1p(longest))

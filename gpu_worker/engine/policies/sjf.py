@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..sequence import Sequence
-from .ranked import Ranked, share_of_steps
+from .ranked import Ranked, length_place
 
 __all__ = ["ShortestFirst"]
 
@@ -17,7 +17,7 @@ class ShortestFirst(Ranked):
     Args:
         max_overtake_s: see :class:`Ranked`.
         longest: tokens of the longest sequence: one that long may be overtaken for the whole time,
-            a shorter one for its share of it.
+            a shorter one for a part of it.
     """
 
     def __init__(self, max_overtake_s: float, longest: int) -> None:
@@ -25,4 +25,4 @@ class ShortestFirst(Ranked):
         self._longest = longest
 
     def _place(self, sequence: Sequence) -> float:
-        return share_of_steps(sequence, self._longest)
+        return length_place(sequence, self._longest)
