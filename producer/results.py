@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from penstock.shared.errors import RequestFailed
 from penstock.shared.protocol import End, Lane, Reason, State, TokenLogprobs, Usage
 
+from .choices import Choice
+
 __all__ = ["Result", "Status", "Submitted"]
 
 
@@ -71,17 +73,28 @@ class Result:
 
     Attributes:
         id: the request's id.
-        text: the output text; partial unless the state is ``completed``.
-        token_ids: the output tokens.
+        choices: its outputs, at least one; partial unless the state is ``completed``.
         end: the terminal event.
-        logprobs: one per token if the request asked for them, else empty.
     """
 
     id: str
-    text: str
-    token_ids: tuple[int, ...]
+    choices: tuple[Choice, ...]
     end: End
-    logprobs: tuple[TokenLogprobs, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """The text of the first choice, which for most requests is the only one."""
+        return self.choices[0].text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The tokens of the first choice."""
+        return self.choices[0].token_ids
+
+    @property
+    def logprobs(self) -> tuple[TokenLogprobs, ...]:
+        """Of these tokens, one each, if the request asked for them; else empty."""
+        return self.choices[0].logprobs
 
     @property
     def state(self) -> State:

@@ -20,6 +20,7 @@ from penstock.shared.errors import InvalidRequest, StreamError, UnknownRequest
 from penstock.shared.keys import Keys
 from penstock.shared.protocol import Chunk, End, unpack_event
 
+from .choices import gather_choices
 from .log_reader import LogReader
 from .merge import Merger
 from .presence import Attendance, Presence
@@ -44,6 +45,9 @@ class TokenStream:
     them ended (``chunk.stop``) resumes both tokens and text without a seam. An index within a chunk
     as it was published works, too: the tokens before it are left out, but the chunk's text comes
     whole, since text cannot be cut by token.
+
+    The index counts the tokens of all choices of a request together; :meth:`Chunk.runs` tells
+    which of a chunk's tokens and text are whose.
 
     Args:
         request_id: which request.
@@ -143,13 +147,8 @@ class TokenStream:
         chunks = [chunk async for chunk in self]
         if self._merger.end is None:
             raise StreamError(f"the stream of {self._id!r} was closed before it ended")
-        return Result(
-            id=self._id,
-            text="".join(chunk.text for chunk in chunks),
-            token_ids=tuple(token for chunk in chunks for token in chunk.token_ids),
-            end=self._merger.end,
-            logprobs=tuple(entry for chunk in chunks for entry in chunk.logprobs),
-        )
+        end = self._merger.end
+        return Result(id=self._id, choices=gather_choices(chunks, end), end=end)
 
     async def aclose(self) -> None:
         """Leave the stream; the request runs on. Calling it again is harmless."""

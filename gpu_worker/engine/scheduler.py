@@ -326,8 +326,10 @@ class Scheduler:
         for sequence in list(self.running()):
             if sequence not in first.siblings:
                 self._preempt(sequence, PreemptionCause.YIELDED, step)
+        whole = self._config.chunking is Chunking.OFF
         for sequence in first.siblings:
-            if step.budget and sequence.status is SequenceStatus.WAITING:
+            fits = sequence.num_tokens <= step.budget if whole else step.budget > 0
+            if fits and sequence.status is SequenceStatus.WAITING:
                 self._admit(sequence, 0, step)
 
     def _spare(self, sequence: Sequence) -> int:

@@ -12,9 +12,11 @@ from typing import Any, TextIO
 
 from penstock.shared.protocol import Chunk, End, TokenLogprobs, Usage
 
+from ..choices import Choice
 from ..results import Result, Submitted
 
 __all__ = [
+    "ChoiceWriter",
     "TextWriter",
     "chunk_facts",
     "end_facts",
@@ -25,6 +27,7 @@ __all__ = [
     "submitted_facts",
     "summary",
     "waiting",
+    "write_choices",
     "write_json",
     "write_note",
 ]
@@ -95,6 +98,67 @@ class TextWriter:
             sys.stdout.flush()
 
 
+class ChoiceWriter:
+    """Writes a stream of one choice as it comes, and one of several so that they stay apart.
+
+    The choices are written one after the other under a line each; the text of those behind the
+    one that is being written waits until that has ended.
+    """
+
+    def __init__(self) -> None:
+        self._out = TextWriter()
+        self._waiting: dict[int, list[str]] = {}
+        self._ended: set[int] = set()
+        self._now: int | None = None
+
+    def write(self, chunk: Chunk) -> None:
+        """Write what can be written now."""
+        if not chunk.parts:
+            self._out.write(chunk.text)
+            return
+        for part in chunk.parts:
+            self._waiting.setdefault(part.choice, []).append(part.text)
+            if part.reason is not None:
+                self._ended.add(part.choice)
+        while (index := self._next()) is not None:
+            self._show(index)
+
+    def close(self) -> None:
+        """Write the rest and end the last line."""
+        for index in sorted(self._waiting):
+            self._show(index)
+        self._out.close()
+
+    def _next(self) -> int | None:
+        """The choice whose turn it is, if it has anything to write."""
+        index = 0 if self._now is None else self._now
+        if index not in self._waiting and index in self._ended:
+            index += 1
+        return index if index in self._waiting else None
+
+    def _show(self, index: int) -> None:
+        if index != self._now:
+            self._out.close()
+            self._out.write(_headline(index))
+            self._now = index
+        for text in self._waiting.pop(index):
+            self._out.write(text)
+
+
+def write_choices(choices: Sequence[Choice]) -> None:
+    """Write whole outputs; several as :class:`ChoiceWriter` does."""
+    for choice in choices:
+        writer = TextWriter()
+        if len(choices) > 1:
+            writer.write(_headline(choice.index))
+        writer.write(choice.text)
+        writer.close()
+
+
+def _headline(index: int) -> str:
+    return f"--- choice {index} ---\n"
+
+
 def waiting(text: str) -> AbstractContextManager[Any]:
     """A sign of life on the terminal while nothing else can be shown; nothing in a pipe."""
     if not sys.stderr.isatty():
@@ -118,6 +182,7 @@ def chunk_facts(request_id: str, chunk: Chunk) -> dict[str, Any]:
         "token_ids": list(chunk.token_ids),
         "text": chunk.text,
         **_logprobs(chunk.logprobs),
+        **({"parts": [part._asdict() for part in chunk.parts]} if chunk.parts else {}),
     }
 
 
@@ -133,8 +198,25 @@ def result_facts(result: Result) -> dict[str, Any]:
         "text": result.text,
         "token_ids": list(result.token_ids),
         **_logprobs(result.logprobs),
+        **_choices(result.choices),
         **_end(result.end),
     }
+
+
+def _choices(choices: Sequence[Choice]) -> dict[str, Any]:
+    if len(choices) == 1:
+        return {}
+    facts = [
+        {
+            "index": choice.index,
+            "text": choice.text,
+            "token_ids": list(choice.token_ids),
+            "reason": choice.reason,
+            **_logprobs(choice.logprobs),
+        }
+        for choice in choices
+    ]
+    return {"choices": facts}
 
 
 def _logprobs(logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:

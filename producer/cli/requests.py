@@ -25,13 +25,14 @@ from .options import (
     read_text,
 )
 from .output import (
-    TextWriter,
+    ChoiceWriter,
     chunk_facts,
     end_facts,
     result_facts,
     submitted_facts,
     summary,
     waiting,
+    write_choices,
     write_json,
     write_note,
 )
@@ -96,6 +97,21 @@ def submit(
     choice: Annotated[
         list[str] | None, typer.Option(help="The output is this or another such text.")
     ] = None,
+    n: Annotated[
+        int | None, typer.Option("--n", "-n", help="Outputs, shown one after the other [1].")
+    ] = None,
+    best_of: Annotated[
+        int | None, typer.Option(help="Generate so many and give the n likeliest [n].")
+    ] = None,
+    beam_width: Annotated[
+        int | None, typer.Option(help="Over 1: beam search with so many beams [1].")
+    ] = None,
+    length_penalty: Annotated[
+        float | None, typer.Option(help="Of beam search: over 0 favours longer outputs [1].")
+    ] = None,
+    early_stopping: Annotated[
+        str | None, typer.Option(help="Of beam search: true, false or never [false].")
+    ] = None,
     deadline_ms: Annotated[int | None, typer.Option(help="Time for all of it, in ms.")] = None,
     max_queue_ms: Annotated[
         int | None, typer.Option(help="Longest wait for a worker, in ms.")
@@ -135,6 +151,11 @@ def submit(
         logprobs=logprobs,
         seed=seed,
         stop=stop,
+        n=n,
+        best_of=best_of,
+        beam_width=beam_width,
+        length_penalty=length_penalty,
+        early_stopping=_flag_or_word(early_stopping),
         deadline_ms=deadline_ms,
         max_queue_ms=max_queue_ms,
         on_disconnect=on_disconnect,
@@ -210,9 +231,7 @@ def result(
         if json:
             write_json(result_facts(found))
             return 0 if found.state is State.COMPLETED else 1
-        writer = TextWriter()
-        writer.write(found.text)
-        writer.close()
+        write_choices(found.choices)
         found.check()
         return 0
 
@@ -245,7 +264,7 @@ def cancel(
 
 async def _show(tokens: TokenStream, *, json: bool) -> int:
     """Write a stream as it comes; the exit code says whether it was completed."""
-    writer = TextWriter()
+    writer = ChoiceWriter()
     async with tokens:
         try:
             with waiting("waiting for the first token"):
@@ -254,7 +273,7 @@ async def _show(tokens: TokenStream, *, json: bool) -> int:
                 if json:
                     write_json(chunk_facts(tokens.id, chunk))
                 else:
-                    writer.write(chunk.text)
+                    writer.write(chunk)
                 chunk = await anext(tokens, None)
         finally:
             writer.close()
@@ -267,6 +286,11 @@ async def _show(tokens: TokenStream, *, json: bool) -> int:
         raise RequestFailed(tokens.id, end.state, end.reason, end.message)
     write_note(summary(end))
     return 0
+
+
+def _flag_or_word(value: str | None) -> bool | str | None:
+    """What a command line can only say as a word: true and false are values of their own."""
+    return {"true": True, "false": False}.get(value or "", value)
 
 
 async def _within(timeout: float | None, request_id: str, work: Any) -> int:

@@ -1,0 +1,58 @@
+"""The outputs of a request, gathered from its chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from penstock.shared.protocol import Chunk, End, Reason, State, TokenLogprobs
+
+__all__ = ["Choice", "gather_choices"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """One output of a request; most requests have one.
+
+    Attributes:
+        index: which, from 0 on.
+        text: its text.
+        token_ids: its tokens.
+        reason: why it ended; None if it did not, because its request failed or was cancelled.
+        logprobs: one per token if the request asked for them, else empty.
+    """
+
+    index: int
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    reason: Reason | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+def gather_choices(chunks: Iterable[Chunk], end: End) -> tuple[Choice, ...]:
+    """The choices in these chunks, by index: at least one, and all up to the last that is there."""
+    texts: dict[int, list[str]] = {0: []}
+    ids: dict[int, list[int]] = {0: []}
+    logprobs: dict[int, list[TokenLogprobs]] = {0: []}
+    reasons: dict[int, Reason] = {}
+    several = False
+    for chunk in chunks:
+        several |= bool(chunk.parts)
+        for run in chunk.runs():
+            texts.setdefault(run.choice, []).append(run.text)
+            ids.setdefault(run.choice, []).extend(run.token_ids)
+            logprobs.setdefault(run.choice, []).extend(run.logprobs)
+            if run.reason is not None:
+                reasons[run.choice] = run.reason
+    if not several and end.state is State.COMPLETED:
+        reasons[0] = end.reason
+    return tuple(
+        Choice(
+            index=index,
+            text="".join(texts.get(index, ())),
+            token_ids=tuple(ids.get(index, ())),
+            reason=reasons.get(index),
+            logprobs=tuple(logprobs.get(index, ())),
+        )
+        for index in range(max(ids) + 1)
+    )

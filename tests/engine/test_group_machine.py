@@ -1,0 +1,302 @@
+"""Requests with several outputs under random company, cancels, crashes and tiny pools."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from engine.fakes import FakeRunner, PieceStream, Result, config, request, solo
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from penstock.gpu_worker.engine import (
+    Chunking,
+    Engine,
+    EngineConfig,
+    EngineRequest,
+    Finish,
+    Plan,
+    PolicyName,
+    Update,
+)
+from penstock.shared.protocol import Lane, Reason
+
+PROMPTS = st.integers(1, 14).map(lambda n: [1, 2, 1, 2, 3, 1, 2, 1, 2, 3, 1, 2, 1, 2][:n])
+KINDS: list[dict[str, Any]] = [
+    {},
+    {"n": 2},
+    {"n": 3, "temperature": 0},
+    {"n": 5},
+    {"best_of": 3},
+    {"n": 2, "best_of": 4},
+    {"beam_width": 2},
+    {"beam_width": 4, "n": 3},
+    {"beam_width": 3, "n": 2, "early_stopping": True, "length_penalty": -1.0},
+    {"beam_width": 3, "early_stopping": "never", "length_penalty": 2.0},
+]
+FAILED = (Reason.OUT_OF_MEMORY, Reason.ENGINE_ERROR)
+
+
+def outputs_of(req: EngineRequest, cfg: EngineConfig) -> list[Result]:
+    """What each choice of a request is where there is room for everything."""
+    options = req.options
+    streams = options.num_sequences == options.n and options.beam_width == 1
+    if streams:
+        return [solo(req, cfg, choice) for choice in range(options.n)]
+    roomy = config(
+        block_size=cfg.block_size,
+        num_blocks=500,
+        max_sequences=8,
+        max_model_len=cfg.max_model_len,
+        salt_by_tenant=cfg.salt_by_tenant,
+    )
+    log = Log(req)
+    engine, runner = Engine(roomy, PieceStream), FakeRunner(roomy.block_size)
+    assert engine.add(req) is None
+    while (plan := engine.schedule()) is not None:
+        for update in engine.collect(plan, runner.run(plan)):
+            log.publish(update)
+    return [log.result(choice) for choice in sorted(log.token_ids)]
+
+
+@dataclass
+class Log:
+    """What was published of one request, as the log of a real one would hold it."""
+
+    request: EngineRequest
+    token_ids: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    texts: dict[int, str] = field(default_factory=dict)
+    reasons: dict[int, Reason] = field(default_factory=dict)
+    reason: Reason | None = None
+
+    def publish(self, update: Update) -> None:
+        several = self.request.options.n > 1
+        assert self.reason is None, "an update after the end"
+        assert update.token_ids or (update.finish is not None and not update.text)
+        assert update.prompt_tokens == len(self.request.prompt_ids)
+        assert len(update.parts) == (several and bool(update.token_ids))
+        if update.token_ids:
+            choice, known = update.choice, self.token_ids.get(update.choice, ())
+            assert update.start == len(known)
+            assert choice not in self.reasons, "a token after its choice's end"
+            self.token_ids[choice] = known + update.token_ids
+            self.texts[choice] = self.texts.get(choice, "") + update.text
+            for part in update.parts:
+                assert part[:2] == (choice, update.start)
+                assert part[2:4] == (len(update.token_ids), update.text)
+                self.reasons.update({} if part.reason is None else {choice: part.reason})
+        if update.finish is not None:
+            self.reason = update.finish.reason
+            if not several and update.token_ids:
+                self.reasons[0] = update.finish.reason
+
+    def result(self, choice: int) -> Result:
+        return Result(self.token_ids[choice], self.texts[choice], self.reasons[choice])
+
+    def continued(self) -> EngineRequest:
+        if self.request.options.n == 1:
+            return replace(self.request, output_ids=self.token_ids.get(0, ()))
+        choices = range(self.request.options.n)
+        ids = tuple(self.token_ids.get(choice, ()) for choice in choices)
+        return replace(self.request, choice_ids=ids)
+
+
+class GroupMachine(RuleBasedStateMachine):
+    @initialize(
+        block_size=st.integers(1, 4),
+        num_blocks=st.integers(4, 30),
+        max_sequences=st.integers(1, 6),
+        more_tokens=st.integers(0, 12),
+        chunk_size=st.integers(1, 10),
+        max_model_len=st.integers(4, 24),
+        prefix_cache=st.booleans(),
+        salt_by_tenant=st.booleans(),
+        watermark=st.sampled_from([0.0, 0.3]),
+        policy=st.sampled_from(PolicyName),
+        chunking=st.sampled_from(Chunking),
+    )
+    def build(
+        self, max_sequences: int, more_tokens: int, chunking: Chunking, **limits: object
+    ) -> None:
+        max_batch_tokens = max_sequences + more_tokens
+        if chunking is Chunking.OFF:
+            max_batch_tokens += limits["max_model_len"]  # type: ignore[operator]
+            limits["chunk_size"] = max_batch_tokens
+        self.config: EngineConfig = config(
+            max_sequences=max_sequences, max_batch_tokens=max_batch_tokens, chunking=chunking,
+            min_chunk_size=1, target_itl_s=1.0, **limits,
+        )  # fmt: skip
+        self.engine = Engine(self.config, PieceStream)
+        self.runner = FakeRunner(self.config.block_size)
+        self.live: dict[str, Log] = {}
+        self.ended: list[Log] = []
+        self.num_made = 0
+
+    # --- what happens to an engine
+
+    @rule(
+        prompt_ids=PROMPTS,
+        kind=st.sampled_from(KINDS),
+        lane=st.sampled_from(Lane),
+        tenant=st.sampled_from(["x", "y"]),
+        max_tokens=st.integers(1, 10),
+        stop_token_ids=st.sampled_from([(), (), (8,)]),
+        ignore_eos=st.booleans(),
+    )
+    def add(self, prompt_ids: list[int], kind: dict[str, Any], **options: Any) -> None:
+        self.num_made += 1
+        req = request(f"r{self.num_made}", prompt_ids, **kind, **options)
+        log = Log(req)
+        update = self.engine.add(req)
+        if update is None:
+            self.live[req.id] = log
+            return
+        log.publish(update)
+        cfg, width, num_prompt = self.config, req.options.beam_width, len(prompt_ids)
+        longest = min(num_prompt + req.options.max_tokens, cfg.max_model_len)
+        needs = width * -(-longest // cfg.block_size)
+        assert log.reason is not None
+        assert log.reason.state.value == "failed"
+        assert (
+            num_prompt >= cfg.max_model_len
+            or num_prompt > cfg.num_blocks * cfg.block_size
+            or (width > 1 and (width > cfg.max_sequences or needs > cfg.num_blocks))
+        )
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), again=st.booleans())
+    def abort(self, data: st.DataObject, again: bool) -> None:
+        """It was cancelled; or its worker crashed, and this one takes it over."""
+        log = self.live.pop(data.draw(st.sampled_from(sorted(self.live))))
+        assert self.engine.abort(log.request.id)
+        assert not self.engine.abort(log.request.id)
+        self.check_published(log)
+        if again:
+            assert self.engine.add(log.continued()) is None
+            self.live[log.request.id] = log
+
+    @precondition(lambda self: any(not failed(log) for log in self.ended))
+    @rule(data=st.data())
+    def lose_the_end_of(self, data: st.DataObject) -> None:
+        log = data.draw(st.sampled_from([log for log in self.ended if not failed(log)]))
+        update = self.engine.add(log.continued())
+        assert update is not None
+        assert update.finish is not None
+        assert (update.token_ids, update.text, update.finish.reason) == ((), "", log.reason)
+
+    @rule()
+    def step(self) -> None:
+        if (plan := self.plan()) is not None:
+            self.publish(self.engine.collect(plan, self.runner.run(plan)))
+            self.engine.observe(plan, 0.5)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def step_with_an_abort_in_flight(self, data: st.DataObject) -> None:
+        plan = self.plan()
+        assert plan is not None
+        output = self.runner.run(plan)
+        self.abort(data, again=False)
+        self.publish(self.engine.collect(plan, output))
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def step_with_a_failure(self, data: st.DataObject) -> None:
+        plan = self.plan()
+        assert plan is not None
+        output, index = self.runner.run(plan), data.draw(st.integers(0, len(plan.spans) - 1))
+        failures = {index: Finish(Reason.ENGINE_ERROR, "injected")}
+        self.publish(self.engine.collect(plan, replace(output, failures=failures)))
+        assert plan.spans[index].sequence.id not in self.live
+
+    @precondition(lambda self: self.live)
+    @rule()
+    def failing_step(self) -> None:
+        plan = self.plan()
+        assert plan is not None
+        updates = self.engine.fail(plan, Reason.ENGINE_ERROR, "injected")
+        ids = [update.id for update in updates]
+        assert sorted(ids) == sorted({span.sequence.id for span in plan.spans})
+        self.publish(updates)
+
+    @invariant()
+    def everything_adds_up(self) -> None:
+        if hasattr(self, "engine"):
+            self.engine.check_integrity()
+            assert self.engine.has_work == bool(self.live)
+
+    def teardown(self) -> None:
+        """Without further arrivals everything ends, in a bounded number of steps."""
+        if not hasattr(self, "engine"):
+            return
+        work = sum(
+            log.request.options.num_sequences
+            * (len(log.request.prompt_ids) + log.request.options.max_tokens)
+            for log in self.live.values()
+        )
+        for _ in range(work * (len(self.live) + 1)):
+            if not self.live:
+                break
+            self.step()
+            self.everything_adds_up()
+        assert not self.live
+        assert self.engine.schedule() is None
+        assert self.engine.stats().used_blocks == 0
+
+    # --- what must hold
+
+    def plan(self) -> Plan | None:
+        plan = self.engine.schedule()
+        assert (plan is not None) == bool(self.live)
+        self.engine.check_integrity()
+        if plan is None:
+            return None
+        cfg, planned = self.config, [span.sequence for span in plan.spans]
+        assert plan.num_tokens <= cfg.max_batch_tokens
+        assert len(planned) <= cfg.max_sequences
+        assert sum(self.engine.stats().running.values()) <= cfg.max_sequences
+        assert all(span.num_tokens <= cfg.chunk_size for span in plan.spans)
+        if cfg.chunking is Chunking.OFF:
+            assert all(span.samples for span in plan.spans)
+        return plan
+
+    def publish(self, updates: list[Update]) -> None:
+        for update in updates:
+            log = self.live[update.id]
+            log.publish(update)
+            if log.reason is not None:
+                del self.live[update.id]
+                self.check_ended(log)
+
+    def check_ended(self, log: Log) -> None:
+        self.check_published(log)
+        if failed(log):
+            return
+        self.ended.append(log)
+        expected = outputs_of(log.request, self.config)
+        assert [log.result(choice) for choice in sorted(log.token_ids)] == expected
+        all_stopped = {result.reason for result in expected} == {Reason.STOP}
+        assert log.reason is (Reason.STOP if all_stopped else Reason.LENGTH)
+
+    def check_published(self, log: Log) -> None:
+        """What was published of each choice is the begin of what it gives alone."""
+        if not log.token_ids:
+            return
+        whole = outputs_of(log.request, self.config)
+        for choice, ids in log.token_ids.items():
+            assert whole[choice].token_ids[: len(ids)] == ids
+            assert whole[choice].text.startswith(log.texts[choice])
+
+
+def failed(log: Log) -> bool:
+    return log.reason in FAILED
+
+
+TestGroupMachine = GroupMachine.TestCase
+TestGroupMachine.settings = settings(
+    max_examples=120,
+    stateful_step_count=50,
+    deadline=None,  # a busy machine is no finding
+    suppress_health_check=[HealthCheck.too_slow],
+)
