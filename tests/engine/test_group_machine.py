@@ -115,6 +115,8 @@ class GroupMachine(RuleBasedStateMachine):
         watermark=st.sampled_from([0.0, 0.3]),
         policy=st.sampled_from(PolicyName),
         chunking=st.sampled_from(Chunking),
+        preemption=st.sampled_from(["swap", "recompute"]),
+        num_host_blocks=st.integers(0, 20),
     )
     def build(
         self, max_sequences: int, more_tokens: int, chunking: Chunking, **limits: object
@@ -211,10 +213,13 @@ class GroupMachine(RuleBasedStateMachine):
         assert plan.spans[index].sequence.id not in self.live
 
     @precondition(lambda self: self.live)
-    @rule()
-    def failing_step(self) -> None:
+    @rule(moved=st.booleans())
+    def failing_step(self, moved: bool) -> None:
+        """Before or after the copies that the plan begins with."""
         plan = self.plan()
         assert plan is not None
+        if moved:
+            self.runner.run(plan)
         updates = self.engine.fail(plan, Reason.ENGINE_ERROR, "injected")
         ids = [update.id for update in updates]
         assert sorted(ids) == sorted({span.sequence.id for span in plan.spans})
@@ -243,6 +248,7 @@ class GroupMachine(RuleBasedStateMachine):
         assert not self.live
         assert self.engine.schedule() is None
         assert self.engine.stats().used_blocks == 0
+        assert self.engine.stats().used_host_blocks == 0
 
     # --- what must hold
 
