@@ -57,7 +57,8 @@ __all__ = [
 
 
 SCRIPTS = (
-    "append", "attend", "cancel", "claim", "recount", "redrive", "release", "submit", "sweep",
+    "append", "attend", "audit", "cancel", "claim", "recount", "redrive", "release", "submit",
+    "sweep",
 )  # fmt: skip
 """Names of the scripts: those of ``scripts/`` that are not included by others."""
 
@@ -284,35 +285,38 @@ class Operations:
             died: it was killed from outside. That blames nobody, but is counted: a request
                 for whose memory the system kills its workers must end some time.
         """
-        return await self._release(worker_id, "all", (), 1 if blame else 2 if died else 0)
+        loss = 1 if blame else 2 if died else 0
+        return await self._hand_back("release", worker_id, ("all", loss), ())
 
     async def release(self, worker_id: str, ids: Collection[str]) -> int:
         """Give back these requests, without blame; returns how many the worker owned."""
-        return await self._release(worker_id, "only", ids, 0)
+        return await self._hand_back("release", worker_id, ("only", 0), ids)
 
     async def audit(self, worker_id: str, known: Collection[str]) -> int:
         """Give back what Redis thinks the worker owns and the worker does not know.
 
         Heals a claim whose reply was lost with its connection; returns how many there were.
         """
-        return await self._release(worker_id, "except", known, 0)
+        return await self._hand_back("audit", worker_id, (), known)
 
-    async def _release(self, worker_id: str, mode: str, ids: Collection[str], loss: int) -> int:
+    async def _hand_back(
+        self, script: str, worker_id: str, how: tuple[str | int, ...], ids: Collection[str]
+    ) -> int:
         keys, retry = self._keys, self._retry
         names = (
             keys.owned(worker_id), keys.leases, keys.continued, keys.suspects, keys.deadlines,
             keys.counters, keys.dead_letters, keys.bell,
         )  # fmt: skip
         args: tuple[str | int, ...] = (
-            keys.prefix, worker_id, mode, loss, retry.max_blames, retry.max_attempts,
+            keys.prefix, worker_id, *how, retry.max_blames, retry.max_attempts,
             self._retention_ms, *ids,
         )  # fmt: skip
-        call = Call(self._scripts["release"], names, args)
-        released, more = 0, 1
+        call = Call(self._scripts[script], names, args)
+        total, more = 0, 1
         while more:
             count, more = await self._one(call)
-            released += count
-        return released
+            total += count
+        return total
 
     async def dead_letters(self, *, after: str = "-", count: int = 100) -> list[DeadLetter]:
         """Dead letters, oldest first.

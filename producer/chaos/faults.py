@@ -20,7 +20,7 @@ __all__ = ["FaultMaker"]
 _RESTART_PAUSE_S = (0.0, 0.6)
 _FLUSH_TIMEOUT_S = 5.0
 
-_CUT_SCRIPTS = ("append", "cancel", "claim", "release", "submit", "sweep")
+_CUT_SCRIPTS = ("append", "audit", "cancel", "claim", "release", "submit", "sweep")
 """Those that workers and clients run in a storm."""
 
 _PATIENCE_S = 2.0

@@ -28,7 +28,7 @@ __all__ = ["ROLES", "Rights", "look_at_rights", "needed_commands"]
 
 ROLES: Mapping[str, tuple[str, ...]] = {
     "producer": ("submit", "cancel", "attend"),
-    "worker": ("claim", "append", "sweep", "release", *DOOR_SCRIPTS, *LOG_SCRIPTS),
+    "worker": ("claim", "append", "sweep", "release", "audit", *DOOR_SCRIPTS, *LOG_SCRIPTS),
 }
 """The scripts each role runs."""
 

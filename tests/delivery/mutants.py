@@ -314,8 +314,16 @@ MUTANTS = (
     without_oom("ripe", test_compaction.test_it_runs_at_maxmemory),
     # release, requeue, sweep
     Mutant(
-        "no audit", "(mode == 'only') == (named[rid] == true)", "mode == 'only' and named[rid]",
-        test_guards.test_audit_gives_back_a_claim_whose_reply_was_lost,
+        "no audit", "return not known[rid] end", "return false end",
+        test_guards.test_audit_gives_back_a_claim_whose_reply_was_lost, "audit",
+    ),
+    Mutant(
+        "audit blames", "is_astray, 0,", "is_astray, 1,",
+        test_guards.test_audit_gives_back_a_claim_whose_reply_was_lost, "audit",
+    ),
+    Mutant(
+        "all is released where some were named", "mode == 'all' or named[rid] == true", "true",
+        test_lost_workers.test_release_of_some_and_of_all_but_some, "release",
     ),
     Mutant(
         "lease not forgotten", "redis.call('ZREM', KEYS[2], wid)\nend", "end",
@@ -379,5 +387,6 @@ MUTANTS = (
     without_oom("claim", test_door.test_claim_runs_at_maxmemory),
     without_oom("cancel", test_door.test_cancel_runs_at_maxmemory),
     without_oom("release", test_door.test_a_death_at_maxmemory_keeps_its_letter),
+    without_oom("audit", test_door.test_audit_runs_at_maxmemory),
     without_oom("sweep", test_door.test_sweep_runs_at_maxmemory),
 )  # fmt: skip

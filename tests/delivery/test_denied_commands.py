@@ -105,6 +105,10 @@ async def release(scene: Scene, shard: Shard) -> object:
     return await shard.ops.release_all("a", blame=True)
 
 
+async def audit(scene: Scene, shard: Shard) -> object:
+    return await shard.ops.audit("a", ["running", "bare"])
+
+
 async def sweep(scene: Scene, shard: Shard) -> object:
     return await shard.sweep()
 
@@ -132,6 +136,7 @@ OPERATIONS: dict[Operation, str] = {
     cancel_queued: "cancel",
     claim: "claim",
     release: "release",
+    audit: "audit",
     sweep: "sweep",
     redrive: "redrive",
     ripe: "ripe",

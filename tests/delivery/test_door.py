@@ -197,6 +197,14 @@ async def test_release_runs_at_maxmemory(shard: Shard) -> None:
     await shard.check()
 
 
+async def test_audit_runs_at_maxmemory(shard: Shard) -> None:
+    await fill_up(shard)
+    # At the cap of attempts, so that the first thing written is a dead letter.
+    assert await shard.with_retry(max_attempts=0).ops.audit("a", []) == 1
+    assert len(await shard.ops.dead_letters()) == 1
+    await shard.check()
+
+
 async def test_sweep_runs_at_maxmemory(shard: Shard) -> None:
     await fill_up(shard)
     await shard.redis.config_set("maxmemory", 0)

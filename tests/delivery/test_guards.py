@@ -152,6 +152,7 @@ async def test_audit_gives_back_a_claim_whose_reply_was_lost(shard: Shard) -> No
     await shard.call(worker.claim_call(2))  # the reply is lost
     assert await shard.ops.audit("a", ["known"]) == 2
     assert await shard.state("known") == "running"
+    assert {(await shard.record(name)).get("died") for name in ("orphan-1", "orphan-2")} == {"0"}
     assert {claim.id for claim in await other.claim(5)} == {"orphan-1", "orphan-2"}
     assert await shard.ops.audit("a", ["known"]) == 0
     await shard.check()
