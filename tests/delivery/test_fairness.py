@@ -72,6 +72,22 @@ async def test_tenants_share_by_tokens_and_not_by_requests(shard: Shard) -> None
         assert max(shares) - min(shares) <= 450
 
 
+@pytest.mark.parametrize("queued", [16, pytest.param(190, marks=pytest.mark.slow)])
+async def test_fifty_tenants_one_of_which_floods(newest_shard: Shard, queued: int) -> None:
+    """Up to 10,000 wait; the shares of no two tenants are ever further apart than one request."""
+    shard, costs = newest_shard, (50, 100, 200)
+    await queue(shard, "t0", 4 * queued, tokens=costs[0])
+    for i in range(1, 50):
+        await queue(shard, f"t{i}", queued, tokens=costs[i % 3])
+    order = await pull(shard.worker("w"), 50 * queued // 4)
+    tokens: Counter[str] = Counter({f"t{i}": 0 for i in range(50)})
+    for request_id in order:
+        tokens[request_id.partition(":")[0]] += cost(request_id)
+        assert max(tokens.values()) - min(tokens.values()) <= max(costs), tokens
+    assert min(tokens.values()) > max(costs), "each had its turns"
+    await shard.check()
+
+
 async def lanes_share(shard: Shard, queued: int) -> None:
     """At every pull, each lane has had its share of the pulls so far, to within one."""
     for lane in Lane:
