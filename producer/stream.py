@@ -128,11 +128,10 @@ class TokenStream:
         """
         if not self._merger.ready and not self._left:
             try:
-                async with asyncio.timeout(self._timeout):
+                if self._timeout is None:
                     await self._fill()
-            except TimeoutError:
-                message = f"no token of request {self._id!r} within {self._timeout:g} s"
-                raise TimeoutError(message) from None
+                else:
+                    await self._fill_within(self._timeout)
             except (StreamError, InvalidRequest):
                 self._close()
                 raise
@@ -166,6 +165,14 @@ class TokenStream:
     ) -> None:
         await self.aclose()
 
+    async def _fill_within(self, timeout_s: float) -> None:
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._fill()
+        except TimeoutError:
+            message = f"no token of request {self._id!r} within {timeout_s:g} s"
+            raise TimeoutError(message) from None
+
     async def _fill(self) -> None:
         """Wait until there are chunks to hand out, or none will come any more."""
         while not self._merger.ready and not self._closed:
@@ -182,13 +189,9 @@ class TokenStream:
     async def _take_messages(self) -> bool:
         """Merge what the channel brought; False if the log has to be asked."""
         assert self._subscription is not None
-        if not self._subscription.has_news:
-            try:
-                async with asyncio.timeout(self._silence_s):
-                    await self._subscription.wait()
-            except TimeoutError:
-                self._silence_s = min(2 * self._silence_s, _LONGEST_SILENCE_S)
-                return False
+        if not await self._subscription.wait(self._silence_s):
+            self._silence_s = min(2 * self._silence_s, _LONGEST_SILENCE_S)
+            return False
         self._silence_s = _SILENCE_S
         messages, behind = self._subscription.take()
         if behind:

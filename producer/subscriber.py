@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -36,32 +35,73 @@ _BACKOFF_S = (0.02, 1.0)
 class Subscription:
     """One reader of one channel, or of one request in an inbox. Ended by :meth:`Subscriber.close`.
 
+    Nearly every token of a stream is waited for, so waiting must cost little: no timer is made
+    and cancelled for each. One alarm goes off when the time of silence may be over, and is put
+    off if news has come meanwhile.
+
     Args:
         channel: the channel's name.
         request_id: in an inbox, the request whose events are wanted; else None.
         behind: whether the reader has to read the log before anything else.
     """
 
-    __slots__ = ("__weakref__", "_behind", "_error", "_messages", "_news", "channel", "request_id")
+    __slots__ = (
+        "__weakref__", "_alarm", "_behind", "_error", "_messages", "_silent_at", "_waiter",
+        "channel", "request_id",
+    )  # fmt: skip
 
     def __init__(self, channel: bytes, request_id: bytes | None, *, behind: bool) -> None:
         self.channel = channel
         self.request_id = request_id
-        self._messages: deque[bytes] = deque()
-        self._news = asyncio.Event()
-        self._behind = False
+        self._messages: list[bytes] = []
+        self._behind = behind
         self._error: RedisUnavailable | None = None
-        if behind:
-            self.fall_behind()
+        self._waiter: asyncio.Future[bool] | None = None
+        self._alarm: asyncio.TimerHandle | None = None
+        self._silent_at = 0.0
 
     @property
     def has_news(self) -> bool:
         """Whether :meth:`take` has something to say."""
-        return self._news.is_set()
+        return bool(self._messages) or self._behind or self._error is not None
 
-    async def wait(self) -> None:
-        """Wait until :meth:`take` has something to say."""
-        await self._news.wait()
+    async def wait(self, silence_s: float) -> bool:
+        """Wait until :meth:`take` has something to say; False: it had not for ``silence_s``.
+
+        Raises:
+            RuntimeError: another task waits already.
+        """
+        if self.has_news:
+            return True
+        if self._waiter is not None:
+            raise RuntimeError("a stream can be read by one task at a time")
+        loop = asyncio.get_running_loop()
+        self._silent_at = loop.time() + silence_s
+        if self._alarm is None:
+            self._alarm = loop.call_at(self._silent_at, self._ring)
+        elif self._alarm.when() > self._silent_at:
+            self._alarm.cancel()
+            self._alarm = loop.call_at(self._silent_at, self._ring)
+        self._waiter = loop.create_future()
+        try:
+            return await self._waiter
+        finally:
+            self._waiter = None
+
+    def _ring(self) -> None:
+        self._alarm = None
+        waiter = self._waiter
+        if waiter is None or waiter.done():
+            return  # nobody waits; who waits next sets it again
+        loop = waiter.get_loop()
+        if loop.time() >= self._silent_at:
+            waiter.set_result(False)
+        else:
+            self._alarm = loop.call_at(self._silent_at, self._ring)
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(True)
 
     def take(self) -> tuple[list[bytes], bool]:
         """The messages that came since the last call, and whether some may be missing.
@@ -73,10 +113,8 @@ class Subscription:
         """
         if self._error is not None:
             raise self._error
-        messages, behind = list(self._messages), self._behind
-        self._messages.clear()
-        self._behind = False
-        self._news.clear()
+        messages, self._messages = self._messages, []
+        behind, self._behind = self._behind, False
         return messages, behind
 
     def push(self, message: bytes) -> None:
@@ -85,18 +123,18 @@ class Subscription:
             self.fall_behind()
         elif not self._behind:
             self._messages.append(message)
-            self._news.set()
+            self._wake()
 
     def fall_behind(self) -> None:
         """Drop what is stored and send the reader to the log."""
         self._messages.clear()
         self._behind = True
-        self._news.set()
+        self._wake()
 
     def fail(self, error: RedisUnavailable) -> None:
         """Let the reader raise this error."""
         self._error = error
-        self._news.set()
+        self._wake()
 
 
 class Subscriber:

@@ -289,6 +289,9 @@ def unpack_event(data: bytes) -> Chunk | End:
     """
     try:
         wire = _read_json(data) if data[:1] == b"{" else unpack_msgpack("event", data)
+        if wire[0] != END_MARK and len(wire) == 4:  # what nearly every event is
+            start, token_ids, text, digest = wire
+            return Chunk(int(start), tuple(token_ids), text, int(digest))
         if wire[0] == END_MARK:
             return _end(*wire[1:6])
         start, token_ids, text, digest = wire[:4]

@@ -17,7 +17,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from penstock.producer import Producer
 from penstock.producer.link import Link
-from penstock.producer.subscriber import Subscriber
+from penstock.producer.subscriber import Subscriber, Subscription
 from penstock.shared.errors import ConfigurationError, RedisUnavailable
 from penstock.shared.protocol import State
 
@@ -173,7 +173,7 @@ def test_addresses() -> None:
 async def all_dispatched(subscriber: Subscriber, marker_name: str) -> None:
     """One connection, so what was published before the confirmation of another channel is in."""
     marker = subscriber.open(marker_name)
-    await marker.wait()
+    assert await marker.wait(5)
     subscriber.close(marker)
 
 
@@ -183,13 +183,13 @@ async def test_a_subscription_says_when_it_may_have_missed_something(
     subscriber = Subscriber(fake)
     subscription = subscriber.open("news")
     assert not subscription.has_news
-    await subscription.wait()
+    assert await subscription.wait(5)
     assert subscription.take() == ([], True)  # confirmed: what was published before is not here
     for i in range(3):
         assert await fake.publish("news", f"{i}") == 1
     messages: list[bytes] = []
     while len(messages) < 3:
-        await subscription.wait()
+        assert await subscription.wait(5)
         came, behind = subscription.take()
         assert not behind
         messages += came
@@ -246,3 +246,41 @@ def test_importing_the_client_is_light() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("[]\n", "")
+
+
+async def test_silence_ends_a_wait_and_news_puts_it_off() -> None:
+    loop = asyncio.get_running_loop()
+    subscription = Subscription(b"news", None, behind=False)
+    began = loop.time()
+    assert not await subscription.wait(0.05)
+    assert loop.time() - began >= 0.05
+    loop.call_later(0.05, subscription.push, b"one")
+    assert await subscription.wait(5)
+    assert subscription.take() == ([b"one"], False)
+    began = loop.time()
+    assert not await subscription.wait(0.05), "sooner than the alarm of the wait before"
+    assert 0.05 <= loop.time() - began < 4
+    loop.call_later(0.05, subscription.push, b"two")
+    assert await subscription.wait(0.1)
+    subscription.take()
+    began = loop.time()
+    assert not await subscription.wait(0.1), "later than the alarm of the wait before"
+    assert loop.time() - began >= 0.1
+
+
+async def test_a_wait_that_was_given_up_leaves_the_next_in_peace() -> None:
+    subscription = Subscription(b"news", None, behind=False)
+    first = asyncio.create_task(subscription.wait(5))
+    await asyncio.sleep(0)
+    with pytest.raises(RuntimeError, match="one task at a time"):
+        await subscription.wait(5)
+    first.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    second = asyncio.create_task(subscription.wait(5))
+    await asyncio.sleep(0)
+    subscription.push(b"one")
+    assert await second
+    subscription.push(b"two")
+    assert await subscription.wait(5)
+    assert subscription.take() == ([b"one", b"two"], False)
