@@ -12,7 +12,13 @@ from penstock.shared.report import Report
 from penstock.shared.report_view import show_progress, show_report
 
 from ..simulate.plot import require_matplotlib
-from .options import ChunkingOptions, EngineOptions, QueueOptions, SchedulerOptions
+from .options import (
+    ChunkingOptions,
+    EngineOptions,
+    PreemptionOptions,
+    QueueOptions,
+    SchedulerOptions,
+)
 
 __all__ = ["bench"]
 
@@ -161,6 +167,40 @@ def chunking(
         from .chunking import bench_chunking
 
         report = bench_chunking(options, progress)
+    _finish(report, as_json)
+
+
+@bench.command("preempt")
+def preempt(
+    model: Annotated[
+        str, typer.Option(help="Directory of a checkpoint, or 'demo' for the model shipped here.")
+    ] = "demo",
+    contexts: Annotated[
+        str, typer.Option(help="Tokens of a request, prompt and output, with commas.")
+    ] = "64,512",
+    requests: Annotated[int, typer.Option(help="Requests that want to run together.")] = 16,
+    pool_percent: Annotated[
+        int, typer.Option(help="KV memory there is, of what all of them will need.")
+    ] = 40,
+    rounds: _Rounds = 5,
+    threads: Annotated[
+        int | None, typer.Option(help="CPU threads; by default the number that suits the model.")
+    ] = None,
+    as_json: _Json = False,
+) -> None:
+    """Too little KV memory on this CPU: swap, recompute, and auto."""
+    options = PreemptionOptions(
+        model=model,
+        contexts=_counts("--contexts", contexts),
+        requests=requests,
+        pool_percent=pool_percent,
+        rounds=rounds,
+        threads=threads,
+    )
+    with show_progress() as progress:
+        from .preemption import bench_preemption
+
+        report = bench_preemption(options, progress)
     _finish(report, as_json)
 
 

@@ -8,7 +8,13 @@ from pathlib import Path
 
 from penstock.shared.errors import ConfigurationError
 
-__all__ = ["ChunkingOptions", "EngineOptions", "QueueOptions", "SchedulerOptions"]
+__all__ = [
+    "ChunkingOptions",
+    "EngineOptions",
+    "PreemptionOptions",
+    "QueueOptions",
+    "SchedulerOptions",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +78,39 @@ class EngineOptions:
         for name in ("tokens", "rounds", "requests", "slots"):
             if getattr(self, name) < 1:
                 raise ConfigurationError(f"--{name}: got {getattr(self, name)}; allowed: 1 or more")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreemptionOptions:
+    """What to measure.
+
+    Attributes:
+        model: a checkpoint's directory, or ``demo``.
+        contexts: prompt and output tokens of a request, one measurement each.
+        requests: that want to run at the same time.
+        pool_percent: KV blocks there are, of what all of them will need.
+        rounds: measurements of each way.
+        threads: CPU threads; None takes the number that suits the model.
+    """
+
+    model: str = "demo"
+    contexts: Sequence[int] = (64, 512)
+    requests: int = 16
+    pool_percent: int = 40
+    rounds: int = 5
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.contexts or min(self.contexts) < 16:
+            got = list(self.contexts)
+            raise ConfigurationError(f"--contexts: got {got}; allowed: 16 or more")
+        for name, low, high in (
+            ("requests", 2, 4096), ("pool_percent", 1, 100), ("rounds", 1, 10_000),
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if not low <= value <= high:
+                option = "--" + name.replace("_", "-")
+                raise ConfigurationError(f"{option}: got {value}; allowed: {low} to {high}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,9 @@ from penstock.shared.errors import ConfigurationError
 
 from .kinds import KVKind
 
-__all__ = ["Chunking", "EngineConfig", "PolicyName"]
+__all__ = ["Chunking", "EngineConfig", "PolicyName", "PreemptionChoice"]
+
+PreemptionChoice = Literal["auto", "swap", "recompute"]
 
 
 class Chunking(enum.StrEnum):
@@ -103,7 +105,7 @@ class EngineConfig:
     chunking: Chunking = Chunking.FIXED
     target_itl_s: float = 0.05
     min_chunk_size: int = 16
-    preemption: Literal["auto", "swap", "recompute"] = "auto"
+    preemption: PreemptionChoice = "auto"
     num_host_blocks: int = 0
     block_bytes: int = 0
 

@@ -109,6 +109,25 @@ def test_chunking(tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_preempt() -> None:
+    facts = report(
+        "preempt", "--contexts", "96", "--requests", "6", "--rounds", "1", "--threads", "1",
+        "--pool-percent", "40",
+    )  # fmt: skip
+    figures = facts["figures"]
+    assert figures["swapped_share_swap_96"] == 1
+    assert figures["swapped_share_recompute_96"] == figures["swapped_mib_recompute_96"] == 0
+    assert figures["preemptions_swap_96"] > 0
+    assert figures["computed_tokens_swap_96"] < figures["computed_tokens_recompute_96"]
+    times = {mode: figures[f"cpu_s_{mode}_96"] for mode in ("swap", "recompute", "auto")}
+    better = min(times["swap"], times["recompute"])
+    assert math.isclose(figures["auto_over_better_96"], times["auto"] / better)
+    assert math.isclose(figures["recompute_over_swap_96"], times["recompute"] / times["swap"])
+    assert [(check["name"], check["limit"]) for check in facts["checks"]] == [
+        ("auto_over_better_96", 1.1)
+    ]
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -118,6 +137,8 @@ def test_chunking(tmp_path: Path) -> None:
         (("queue", "--seconds", "0"), "--seconds: got 0.0; allowed: above 0"),
         (("queue", "--redis", "redis://127.0.0.1:1"), "cannot measure redis://127.0.0.1:1"),
         (("chunking", "--target-itl-ms", "0"), "--target-itl-ms: got 0.0; allowed: above 0"),
+        (("preempt", "--contexts", "8"), "--contexts: got [8]; allowed: 16 or more"),
+        (("preempt", "--pool-percent", "0"), "--pool-percent: got 0; allowed: 1 to 100"),
         (("engine", "--batches", "1,-1"), "--batches: got [1, -1]; allowed: 1 or more"),
     ],
 )
