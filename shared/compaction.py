@@ -12,10 +12,10 @@ from typing import Any
 
 import msgpack
 
-from .errors import ProtocolError
-from .events import unpack_msgpack
-
 __all__ = ["compacted"]
+
+_PLAIN = {b"\x94", b"\x95"}
+"""How chunks of this version begin: as arrays of four elements, or of five with logprobs."""
 
 
 def compacted(chunks: Sequence[bytes]) -> bytes | None:
@@ -28,33 +28,33 @@ def compacted(chunks: Sequence[bytes]) -> bytes | None:
         None if this log had better stay as it is: it has less than two chunks, or one that is not
         msgpack as this version writes it (JSON, or a form of a later version), or a gap.
     """
-    if len(chunks) < 2:
+    if len(chunks) < 2 or not {packed[:1] for packed in chunks} <= _PLAIN:
         return None
+    unpacker = msgpack.Unpacker(
+        max_buffer_size=0
+    )  # in one go: a call for each takes thrice as long
+    unpacker.feed(b"".join(chunks))
     ids: list[int] = []
     texts: list[str] = []
     lengths: list[int] = []
     logprobs: list[Any] = []
     digest = 0
-    for packed in chunks:
-        if packed[:1] not in (b"\x94", b"\x95"):  # arrays of four and of five
-            return None
-        try:
-            start, some, text, digest, *more = unpack_msgpack("chunk", packed)
-        except ProtocolError:
-            return None
-        if start != len(ids) or not isinstance(some, list) or not isinstance(text, str):
-            return None
-        ids += some
-        texts.append(text)
-        size = len(text) if text.isascii() else len(text.encode())
-        lengths += [0] * (len(some) - 1)
-        lengths.append(size)
-        if more and not isinstance(more[0], list):
-            return None
-        logprobs += more[0] if more else ()
-    if len(logprobs) not in (0, len(ids)) or len(lengths) != len(ids):
+    try:
+        for start, some, text, after, *more in unpacker:
+            digest = after
+            if start != len(ids) or not isinstance(some, list):
+                return None
+            ids += some
+            texts.append(text)
+            if len(some) > 1:
+                lengths += [0] * (len(some) - 1)
+            lengths.append(len(text) if text.isascii() else len(text.encode()))
+            if more:
+                logprobs += more[0]
+        whole = (0, ids, "".join(texts), digest, logprobs or None, lengths)
+        # By hand and not by Chunk.pack, which would make, and check, objects by the thousand.
+        packed: bytes = msgpack.packb(whole, use_single_float=True)
+    except (msgpack.UnpackException, TypeError, ValueError, AttributeError):
         return None
-    # By hand and not by Chunk.pack: it would make, and check, objects of hundreds of thousands.
-    wire = (0, ids, "".join(texts), digest, logprobs or None, lengths)
-    whole: bytes = msgpack.packb(wire, use_single_float=True)
-    return whole
+    fits = len(texts) == len(chunks) and len(lengths) == len(ids)
+    return packed if fits and len(logprobs) in (0, len(ids)) else None

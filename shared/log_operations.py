@@ -127,9 +127,9 @@ class LogOperations:
 
 def _ended_log(request_id: str, entries: Sequence[tuple[bytes, Any]]) -> EndedLog:
     # As the server sends them, or as redis-py reads them for its own commands.
-    rows = [
-        list(fields.items()) if isinstance(fields, Mapping) else [(fields[0], fields[1])]
+    chunks = tuple(
+        fields[b"d"] if isinstance(fields, Mapping) else fields[1]
         for _, fields in entries
-    ]
-    chunks = tuple(value for row in rows for name, value in row if name == b"d")
+        if (b"d" in fields if isinstance(fields, Mapping) else fields[0] == b"d")
+    )
     return EndedLog(request_id, len(entries), chunks)
