@@ -1,0 +1,195 @@
+"""Every combination of modes gives what ``generate`` gives, token for token.
+
+Chunking x prefix cache x what becomes of preempted KV x choices x company, over families that
+differ in what attention keeps: one test per cell. Preemption is forced by a pool of little more
+than one sequence, so it happens often wherever there is somebody to preempt.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from model.families import VOCAB_SIZE, WINDOW
+
+from penstock.gpu_worker.engine.config import Chunking, EngineConfig
+from penstock.gpu_worker.engine.engine import Engine
+from penstock.gpu_worker.engine.requests import EngineRequest
+from penstock.gpu_worker.engine.stats import EngineStats, PreemptionMode
+from penstock.gpu_worker.model import KVPool, LoadedModel, ModelRunner
+from penstock.gpu_worker.model.detokenizer import IncrementalDetokenizer
+from penstock.gpu_worker.model.swap_pool import SwapPool
+from penstock.shared.protocol import Lane, Reason, SamplingOptions
+
+Loaded = Callable[[str], LoadedModel]
+Oracle = Callable[[str], Any]
+
+FAMILIES = {
+    "llama": "the plain line",
+    "mistral": "sliding window in all layers",
+    "gemma2": "softcap, window in every other layer",
+    "gpt_oss": "sinks, window in every other layer, MoE",
+    "mixtral": "MoE",
+    "deepseek_v3": "MLA",
+}
+BLOCK_SIZE = 4
+OUTPUT_TOKENS = 20
+PROMPT_TOKENS = WINDOW + 5
+MAX_MODEL_LEN = PROMPT_TOKENS + OUTPUT_TOKENS + 2
+MAX_SEQUENCES = 8
+PLENTY, SCARCE = 200, -(-MAX_MODEL_LEN // BLOCK_SIZE) + 3
+
+
+def _ids(seed: int, count: int) -> tuple[int, ...]:
+    draw = random.Random(seed)
+    return tuple(draw.randrange(3, VOCAB_SIZE - 1) for _ in range(count))
+
+
+SUBJECT = _ids(1, PROMPT_TOKENS)
+COMPANY = {
+    "same begin": (*SUBJECT[:WINDOW], *_ids(2, 3)),
+    "one token": _ids(3, 1),
+    "short": _ids(4, WINDOW),
+    "other": _ids(5, PROMPT_TOKENS - 4),
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One combination of modes."""
+
+    chunking: Chunking
+    prefix_cache: bool
+    preemption: str
+    choices: int
+    company: bool
+
+    def __str__(self) -> str:
+        cache = "cache" if self.prefix_cache else "no-cache"
+        company = "mixed" if self.company else "alone"
+        return f"{self.chunking.value}-{cache}-{self.preemption}-n{self.choices}-{company}"
+
+    @property
+    def crowded(self) -> bool:
+        """Whether there is somebody to preempt."""
+        return self.company or self.choices > 1
+
+    def config(self, model: LoadedModel) -> EngineConfig:
+        whole = MAX_MODEL_LEN + MAX_SEQUENCES
+        chunked = self.chunking is not Chunking.OFF
+        most = {Chunking.FIXED: 5, Chunking.ADAPTIVE: 20, Chunking.OFF: MAX_MODEL_LEN}
+        return EngineConfig(
+            block_size=BLOCK_SIZE,
+            num_blocks=SCARCE,
+            max_batch_tokens=24 if chunked else whole,
+            max_sequences=MAX_SEQUENCES,
+            chunk_size=most[self.chunking],
+            chunking=self.chunking,
+            target_itl_s=0.006,
+            min_chunk_size=2 if chunked else 1,
+            max_model_len=MAX_MODEL_LEN,
+            eos_token_ids=model.eos_token_ids,
+            vocab_size=model.vocab_size,
+            prefix_cache=self.prefix_cache,
+            watermark=0.0,
+            preemption="swap" if self.preemption == "swap" else "recompute",
+            num_host_blocks=PLENTY if self.preemption == "swap" else 0,
+        )
+
+
+CELLS = [
+    Cell(*modes)
+    for modes in itertools.product(
+        Chunking, (True, False), ("swap", "recompute"), (1, 3), (False, True)
+    )
+]
+
+
+@pytest.fixture(scope="session")
+def expected(oracle: Oracle) -> Callable[[str], tuple[int, ...]]:
+    """Per family what ``generate`` puts out for the subject's prompt."""
+    made: dict[str, tuple[int, ...]] = {}
+
+    def get(family: str) -> tuple[int, ...]:
+        if family not in made:
+            out = oracle(family).generate(
+                torch.tensor([SUBJECT]),
+                attention_mask=torch.ones(1, len(SUBJECT), dtype=torch.int64),
+                do_sample=False,
+                max_new_tokens=OUTPUT_TOKENS,
+                pad_token_id=0,
+            )
+            made[family] = tuple(out[0, len(SUBJECT) :].tolist())
+        return made[family]
+
+    return get
+
+
+def _requests(cell: Cell) -> Iterator[EngineRequest]:
+    """The subject in the middle of its company, which samples and differs in lane and length."""
+    lanes = itertools.cycle(Lane)
+    company = list(COMPANY.items()) if cell.company else []
+    greedy = SamplingOptions(temperature=0.0, max_tokens=OUTPUT_TOKENS, n=cell.choices)
+    sampled = SamplingOptions(temperature=0.9, top_k=20, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
+    everyone = [*company[:2], ("subject", SUBJECT), *company[2:]]
+    for index, (name, prompt) in enumerate(everyone):
+        yield EngineRequest(
+            id=name,
+            lane=next(lanes),
+            tenant="t",
+            prompt_ids=prompt,
+            options=greedy if name == "subject" else sampled,
+            seed=index,
+            arrival=float(index),
+        )
+
+
+def serve(model: LoadedModel, cell: Cell) -> tuple[list[tuple[int, ...]], EngineStats]:
+    """The subject's choices as the engine publishes them; one request arrives in each step."""
+    config = cell.config(model)
+    pool = KVPool(model.geometry, config.num_blocks, BLOCK_SIZE, model.device, model.dtype)
+    host = SwapPool(pool, config.num_host_blocks) if config.num_host_blocks else None
+    runner = ModelRunner(model, pool, swap_pool=host)
+    engine = Engine(config, lambda ids: IncrementalDetokenizer(model.tokenizer, ids))
+    arrivals = _requests(cell)
+    choices: list[list[int]] = [[] for _ in range(cell.choices)]
+    while True:
+        for request in itertools.islice(arrivals, 1):
+            assert engine.add(request) is None
+        plan = engine.schedule()
+        if plan is None:
+            break
+        output = runner.run(plan)
+        # A step of a machine on which a token takes half a millisecond.
+        engine.observe(plan, 0.001 + 0.0005 * plan.num_tokens)
+        for update in engine.collect(plan, output):
+            if update.id == "subject":
+                assert update.start == len(choices[update.choice])
+                choices[update.choice] += update.token_ids
+            if update.finish is not None:
+                assert update.finish.reason in (Reason.STOP, Reason.LENGTH)
+        engine.check_integrity()
+    return [tuple(choice) for choice in choices], engine.stats()
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_are_those_of_generate(
+    loaded: Loaded, expected: Callable[[str], tuple[int, ...]], family: str, cell: Cell
+) -> None:
+    found, stats = serve(loaded(family), cell)
+    assert found == [expected(family)] * cell.choices
+    # The modes did happen: a matrix whose cells are all the easy one proves nothing.
+    preempted = {mode.value: 0 for mode in PreemptionMode}
+    for (_, _, mode), count in stats.preemptions.items():
+        preempted[mode.value] += count
+    others = [count for mode, count in preempted.items() if mode != cell.preemption]
+    assert others == [0]
+    assert bool(preempted[cell.preemption]) == cell.crowded
+    if cell.company:
+        assert bool(stats.prefix_hit_tokens) == cell.prefix_cache
