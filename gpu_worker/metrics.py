@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from .engine.speculation import SpeculationStats
 from .engine.stats import EngineStats
 from .tally import TallyHistogram
 
@@ -117,6 +118,22 @@ class WorkerMetrics:
 
         self.running = gauge("sequences_running", "Sequences with KV blocks", "lane")
         self.waiting = gauge("sequences_waiting", "Claimed sequences without KV blocks", "lane")
+        self.drafted_tokens = counter(
+            "drafted_tokens",
+            "Drafts verified, by source and place among them",
+            "source",
+            "position",
+        )
+        self.accepted_tokens = counter(
+            "accepted_tokens", "Of those, the ones that became output", "source", "position"
+        )
+        self.draft_length = gauge(
+            "draft_length", "Drafts of a sequence in the present steps", "source"
+        )
+        self.speculation_gain = gauge(
+            "speculation_gain_ratio", "Tokens per second over those without drafts, recent steps"
+        )
+
         self.kv_blocks_total = gauge("kv_blocks_total", "KV blocks in the pool")
         self.kv_blocks_used = gauge("kv_blocks_used", "KV blocks that sequences hold")
         self.kv_blocks_cached = gauge("kv_blocks_cached", "Free KV blocks with a reusable prefix")
@@ -148,6 +165,8 @@ class WorkerMetrics:
             for (lane, cause, mode), total in totals.items():
                 gained = total - before.get((lane, cause, mode), 0)
                 counter.labels(lane.value, cause.value, mode.value).inc(gained)
+        if stats.speculation is not None:
+            self._show_speculation(stats.speculation, seen.speculation if seen else None)
 
     def _show_swaps(self, stats: EngineStats, seen: EngineStats | None) -> None:
         names = ("swapped_out_blocks", "swapped_in_blocks", "swapped_out_bytes",
@@ -160,3 +179,17 @@ class WorkerMetrics:
             self.swapped_bytes.labels("out").inc(bytes_out)
             self.swapped_bytes.labels("in").inc(bytes_in)
             self.swap_refusals.inc(refusals)
+
+    def _show_speculation(self, stats: SpeculationStats, seen: SpeculationStats | None) -> None:
+        if stats is seen:
+            return
+        for counter, totals, before in (
+            (self.drafted_tokens, stats.drafted, seen.drafted if seen else {}),
+            (self.accepted_tokens, stats.accepted, seen.accepted if seen else {}),
+        ):
+            for (source, position), total in totals.items():
+                gained = total - before.get((source, position), 0)
+                counter.labels(source.value, str(position)).inc(gained)
+        self.draft_length.labels("ngram").set(stats.text_length)
+        self.draft_length.labels("draft").set(stats.draft_length)
+        self.speculation_gain.set(stats.gain)

@@ -206,6 +206,7 @@ def run_isolated(runner: Runner, plan: Plan) -> StepOutput:
             {**first.logprobs, **rest.logprobs},
             {**first.candidates, **rest.candidates},
             deferred=first.deferred.union(middle + index for index in rest.deferred),
+            drafted={**first.drafted, **rest.drafted},
         )
 
 

@@ -9,10 +9,24 @@ import difflib
 import math
 import re
 from collections.abc import Iterable, Sequence
+from enum import StrEnum
+from typing import TypeVar
 
 from .errors import InvalidRequest
 
-__all__ = ["flag", "integer", "name", "number", "strings", "text", "token_ids", "unknown"]
+__all__ = [
+    "flag",
+    "integer",
+    "member",
+    "name",
+    "number",
+    "strings",
+    "text",
+    "token_ids",
+    "unknown",
+]
+
+_Member = TypeVar("_Member", bound=StrEnum)
 
 
 def integer(field: str, value: object, low: int, high: int) -> int:
@@ -60,6 +74,15 @@ def name(field: str, value: object, pattern: re.Pattern[str], allowed: str) -> s
     if not isinstance(value, str) or not pattern.fullmatch(value):
         raise InvalidRequest(field, value, allowed)
     return value
+
+
+def member(field: str, value: object, members: type[_Member]) -> _Member:
+    """One of ``members``, which may be given by its value."""
+    try:
+        return members(value)  # type: ignore[arg-type]
+    except ValueError:
+        allowed = " or ".join(member.value for member in members)
+        raise InvalidRequest(field, value, allowed) from None
 
 
 def strings(field: str, value: object, max_items: int, max_bytes: int) -> tuple[str, ...]:

@@ -210,6 +210,7 @@ _ARRAYS = MappingProxyType(
 
 _READERS: Mapping[str, Callable[[str, str], Any]] = MappingProxyType(
     {
+        "accept_threshold": _as_number,
         "allowed_token_ids": _as_ids,
         "answer": _as_text,
         "banned_token_ids": _as_ids,
@@ -241,6 +242,7 @@ _READERS: Mapping[str, Callable[[str, str], Any]] = MappingProxyType(
         "regex": _as_text,
         "repetition_penalty": _as_number,
         "seed": _as_integer,
+        "speculation": _as_text,
         "stop": _as_text,
         "stop_json": _as_list,
         "stop_token_ids": _as_ids,

@@ -11,8 +11,7 @@ import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from enum import StrEnum
-from typing import Any, TypeVar
+from typing import Any
 
 import msgpack
 
@@ -30,7 +29,7 @@ from .events import (
 )
 from .parts import Part
 from .sampling_options import SamplingOptions
-from .states import Answer, Lane, OnDisconnect, Reason, State
+from .states import Answer, Lane, OnDisconnect, Reason, Speculation, State
 
 __all__ = [
     "MAX_PAYLOAD_BYTES",
@@ -45,6 +44,7 @@ __all__ = [
     "Request",
     "Run",
     "SamplingOptions",
+    "Speculation",
     "State",
     "TokenLogprobs",
     "Usage",
@@ -61,8 +61,6 @@ MAX_PAYLOAD_BYTES = 1 << 20
 
 MAX_PROMPT_TOKENS = 1 << 18
 MAX_WAIT_MS = 7 * 24 * 3600 * 1000
-
-_Member = TypeVar("_Member", bound=StrEnum)
 
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}")
 _ID_ALLOWED = "1 to 128 characters of A-Z a-z 0-9 _ . : -, starting with a letter or digit"
@@ -110,9 +108,9 @@ class Request:
         put = object.__setattr__
         check_id(self.id)
         check_tenant(self.tenant)
-        put(self, "lane", _member("lane", self.lane, Lane))
-        put(self, "answer", _member("answer", self.answer, Answer))
-        put(self, "on_disconnect", _member("on_disconnect", self.on_disconnect, OnDisconnect))
+        put(self, "lane", check.member("lane", self.lane, Lane))
+        put(self, "answer", check.member("answer", self.answer, Answer))
+        put(self, "on_disconnect", check.member("on_disconnect", self.on_disconnect, OnDisconnect))
         put(self, "prompt", _prompt(self.prompt))
         if not isinstance(self.options, SamplingOptions):
             raise InvalidRequest("options", self.options, "SamplingOptions")
@@ -234,14 +232,6 @@ def check_tenant(value: object) -> str:
         InvalidRequest: it is not one.
     """
     return check.name("tenant", value, _TENANT, _TENANT_ALLOWED)
-
-
-def _member(field: str, value: object, members: type[_Member]) -> _Member:
-    try:
-        return members(value)  # type: ignore[arg-type]
-    except ValueError:
-        allowed = " or ".join(member.value for member in members)
-        raise InvalidRequest(field, value, allowed) from None
 
 
 def _prompt(value: object) -> str | tuple[int, ...] | tuple[dict[str, str], ...]:

@@ -1,4 +1,4 @@
-"""The closed sets of the protocol: lanes, states, reasons to end, forms of an answer."""
+"""The closed sets of the protocol: lanes, states, reasons to end, forms of an answer, drafts."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ __all__ = [
     "Lane",
     "OnDisconnect",
     "Reason",
+    "Speculation",
     "State",
 ]
 
@@ -66,6 +67,19 @@ class OnDisconnect(StrEnum):
 
     CONTINUE = "continue"
     CANCEL = "cancel"
+
+
+class Speculation(StrEnum):
+    """Where drafts of coming tokens may come from. It changes speed, never the output."""
+
+    AUTO = "auto"
+    """Whatever pays at the moment, nothing included."""
+    OFF = "off"
+    """One token at a time."""
+    NGRAM = "ngram"
+    """What followed the last tokens when they came before, in prompt or output."""
+    DRAFT = "draft"
+    """The worker's draft model."""
 
 
 class Reason(StrEnum):

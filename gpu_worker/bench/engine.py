@@ -50,6 +50,8 @@ async def _bench(options: EngineOptions, progress: Progress) -> Report:
             "engine.threads": options.threads,
             # Prompts are random, but a prefix kept from the round before would be a gift.
             "engine.prefix_cache": False,
+            # Random prompts say nothing about drafts; `penstock bench spec` measures those.
+            "speculation.source": "off",
             "worker.metrics_port": "off",
             "worker.log_level": "error",
         }

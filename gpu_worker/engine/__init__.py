@@ -5,7 +5,8 @@ simulated in virtual time. Read in this order: ``sequence``, ``plan``, ``engine`
 ``policies``, ``chunking`` (with ``cost_fit``), ``blocks`` (with ``free_list``, ``prefix_cache`` and
 ``kinds``; ``hybrid_blocks`` for models whose layers differ in how far back they see), ``swap``
 (with ``preemption``), ``output`` and ``text``; then, for requests with several outputs,
-``open_group``, ``group``, ``best_of``, ``beam_group`` and ``beam``.
+``open_group``, ``group``, ``best_of``, ``beam_group`` and ``beam``; then ``speculation`` (with
+``drafting`` and ``speculation_*``).
 """
 
 from .blocks import BlockManager
@@ -27,6 +28,8 @@ from .policies import (
 from .requests import EngineRequest, Finish, Update
 from .scheduler import Scheduler
 from .sequence import Sequence, SequenceStatus
+from .speculation import SpeculationConfig, SpeculationStats
+from .speculation_cost import Calibration, StepTiming
 from .stats import EngineStats, PoolUse, Preemption, PreemptionCause, PreemptionMode
 from .swap import HostPool
 from .text import StopMatcher, TextStream
@@ -36,6 +39,7 @@ __all__ = [
     "AdaptiveChunks",
     "BlockCopy",
     "BlockManager",
+    "Calibration",
     "Chunking",
     "Composite",
     "EarliestDeadline",
@@ -60,7 +64,10 @@ __all__ = [
     "SequenceStatus",
     "ShortestFirst",
     "Span",
+    "SpeculationConfig",
+    "SpeculationStats",
     "StepOutput",
+    "StepTiming",
     "StopMatcher",
     "TenantFair",
     "TextStream",

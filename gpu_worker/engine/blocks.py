@@ -245,6 +245,13 @@ class BlockManager(BlockBooks):
         unshare = offset != 0 and self._ref_counts[table[index]] > 1
         return max(self.blocks_for(stop) - len(table), 0) + unshare <= len(self._unused)
 
+    def trim(self, sequence: Sequence) -> None:
+        """Take back blocks behind the tokens ``sequence`` has: they were for refused drafts."""
+        table = self._table(sequence)
+        for _ in range(len(table) - self.blocks_for(len(sequence.token_ids))):
+            self._drop(table.pop())
+        sequence.num_writable_tokens = len(table) * self.block_size
+
     def settle(self, sequence: Sequence) -> None:
         """Take note that tokens of ``sequence`` were computed.
 

@@ -10,6 +10,7 @@ from typing import Literal
 from penstock.shared.errors import ConfigurationError
 
 from .kinds import KVKind
+from .speculation import SpeculationConfig
 
 __all__ = ["Chunking", "EngineConfig", "PolicyName", "PreemptionChoice"]
 
@@ -82,6 +83,7 @@ class EngineConfig:
         num_host_blocks: blocks of host memory for swapped sequences; 0 for no swapping. As
             ``num_blocks``, of the first kind.
         block_bytes: bytes of a block, to be counted when it is swapped; likewise.
+        speculation: what may be drafted; None: every step gives a sequence one token.
 
     Raises:
         ConfigurationError: a value is out of range, or two contradict each other.
@@ -108,6 +110,7 @@ class EngineConfig:
     preemption: PreemptionChoice = "auto"
     num_host_blocks: int = 0
     block_bytes: int = 0
+    speculation: SpeculationConfig | None = None
 
     def __post_init__(self) -> None:
         for name in ("block_size", "max_sequences", "chunk_size"):

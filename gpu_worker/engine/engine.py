@@ -15,11 +15,12 @@ from .limits import Limits
 from .open_group import open_group
 from .options_check import refuse_options
 from .output import Output
-from .plan import Plan, StepOutput
+from .plan import Plan, Span, StepOutput
 from .policies import Policy, make_policy
 from .requests import EngineRequest, Finish, Update
 from .scheduler import Scheduler
 from .sequence import Sequence, SequenceStatus
+from .speculation import Speculator
 from .stats import EngineStats, PoolUse
 from .swap import HostPool
 from .text import TextStream
@@ -61,7 +62,12 @@ class Engine:
         self._blocks = make_blocks(config)
         self._limits = Limits(config, self._blocks)
         self._host = HostPool(config.kinds, config.block_size)
-        self._scheduler = Scheduler(config, self._blocks, self._policy, self._host)
+        self._speculator: Speculator | None = None
+        if config.speculation is not None:
+            self._speculator = Speculator(config.speculation, config.max_model_len, config.max_span)
+        self._scheduler = Scheduler(
+            config, self._blocks, self._policy, self._host, self._speculator
+        )
         self._outputs: dict[str, Output] = {}  # requests with one sequence
         self._groups: dict[str, Group] = {}  # and those with several
         self._in_flight: Plan | None = None
@@ -196,6 +202,11 @@ class Engine:
                 continue
             if is_late:
                 num_tokens -= 1  # the last token is computed again, for its logits
+            elif span.num_drafts:
+                num_computed += 1 + span.num_drafts
+                num_sampled += len(token_ids)
+                updates += self._collect_drafted(span, token_ids, output)
+                continue
             elif len(token_ids) != span.samples:
                 raise IntegrityError(f"{sequence}: {span.samples=}, but got {token_ids}")
             stop = sequence.num_computed_tokens = span.start + num_tokens
@@ -214,6 +225,8 @@ class Engine:
             if update.finish is not None or len(sequence.token_ids) > pool_tokens:
                 self._finish(sequence, update)
             updates.append(update)
+        if self._speculator is not None:
+            self._speculator.observe_step(spans, num_sampled, output.timing)
         self._num_steps += 1
         self._num_computed_tokens += num_computed
         self._num_output_tokens += num_sampled
@@ -225,6 +238,41 @@ class Engine:
         Adaptive chunks need it, and the choice between swap and recompute.
         """
         self._scheduler.observe(plan, seconds - self._swap_s)
+
+    def _collect_drafted(
+        self, span: Span, token_ids: tuple[int, ...], output: StepOutput
+    ) -> list[Update]:
+        """Take the accepted drafts of a span and the token after them.
+
+        They count as computed once they are the sequence's: what lies behind them in its blocks
+        are keys and values of refused drafts, which the next step overwrites.
+        """
+        sequence, num_before = span.sequence, span.sequence.num_tokens
+        num_drafted = output.drafted.get(sequence, len(span.drafts))
+        if not 1 <= len(token_ids) <= num_drafted + 1:
+            raise IntegrityError(f"{sequence}: {num_drafted} drafts, but got {token_ids}")
+        assert self._speculator is not None
+        self._speculator.observe(span, num_drafted, len(token_ids) - 1)
+        sequence.num_computed_tokens = span.start + 1
+        self._blocks.settle(sequence)
+        updates = self._take(sequence, token_ids, output)
+        if sequence.status is not SequenceStatus.FINISHED:
+            sequence.num_computed_tokens += sequence.num_tokens - num_before - 1
+            self._blocks.settle(sequence)
+            self._blocks.trim(sequence)
+        return updates
+
+    def _take(
+        self, sequence: Sequence, token_ids: tuple[int, ...], output: StepOutput
+    ) -> list[Update]:
+        """As ``collect`` does for one token."""
+        if sequence.siblings:
+            return self._advance(sequence, token_ids, output)
+        update = self._outputs[sequence.id].append_run(token_ids, self._limits.pool_tokens)
+        update.logprobs = output.logprobs.get(sequence, ())[: len(update.token_ids)]
+        if update.finish is not None or len(sequence.token_ids) > self._limits.pool_tokens:
+            self._finish(sequence, update)
+        return [update]
 
     def fail(self, plan: Plan, reason: Reason, message: str) -> list[Update]:
         """The step raised: end its sequences. Nothing it may have computed or copied is used.
@@ -272,6 +320,7 @@ class Engine:
             swapped_out_bytes=host.bytes_out,
             swapped_in_bytes=host.bytes_in,
             swap_refusals=host.num_refusals,
+            speculation=None if self._speculator is None else self._speculator.stats(),
         )
 
     def check_integrity(self) -> None:

@@ -106,7 +106,7 @@ class Choices(Group):
         """See :class:`Group`: one update, of this choice."""
         self._release_held()
         text = self._outputs[sequence]
-        update = text.append(token_ids)
+        update = text.append_run(token_ids, self._limits.pool_tokens)
         update.logprobs = output.logprobs.get(sequence, ())[: len(update.token_ids)]
         update.choice = sequence.choice
         update.cached_tokens = self.first.num_cached_tokens

@@ -143,6 +143,12 @@ class HybridBlocks:
         self._note_writable(sequence)
         return True
 
+    def trim(self, sequence: Sequence) -> None:
+        """As :meth:`BlockManager.trim`."""
+        for kind in self.kinds:
+            kind.trim(sequence)
+        self._note_writable(sequence)
+
     def settle(self, sequence: Sequence) -> None:
         """As :meth:`BlockManager.settle`."""
         num_full = sequence.num_computed_tokens // self.block_size

@@ -70,6 +70,27 @@ class Output:
             sequence.num_cached_tokens,
         )
 
+    def append_run(self, token_ids: tuple[int, ...], most: int) -> Update:
+        """Add accepted drafts and what comes after them, one by one, until the output ends.
+
+        Args:
+            token_ids: at least one.
+            most: prompt and output tokens after which no more are taken.
+
+        Returns:
+            One update of those that were taken.
+        """
+        update = self.append(token_ids[:1])
+        known = self.sequence.token_ids
+        for count in range(1, len(token_ids)):
+            if update.finish is not None or len(known) > most:
+                break
+            more = self.append(token_ids[count : count + 1])
+            update.token_ids += more.token_ids
+            update.text += more.text
+            update.finish = more.finish
+        return update
+
     def flush(self) -> str:
         """Release the text held back by the detokeniser and the stop matcher."""
         text = self._stream.flush()

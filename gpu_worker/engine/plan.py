@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 
 from penstock.shared.protocol import TokenLogprobs
 
+from .drafting import Source
 from .requests import Finish
 from .sequence import Sequence
+from .speculation_cost import StepTiming
 
 __all__ = ["BlockCopy", "Plan", "Span", "StepOutput"]
 
@@ -22,9 +24,8 @@ class Span:
     Positions ``[start, start + num_tokens)`` are the queries; they attend to positions
     ``[0, start)``, whose keys and values are in the sequence's blocks already, and causally to each
     other. A prefill chunk, one decoded token, the rest after a prefix-cache hit, work repeated
-    after a preemption: they differ only in these two numbers. Speculative drafts will be further
-    query tokens behind the end of ``token_ids``, and swapping is block copies before the step;
-    neither changes what a span is.
+    after a preemption: they differ only in these two numbers. Speculative drafts are further query
+    tokens behind the end of ``token_ids``: each may become the sequence's next token or not.
 
     Attributes:
         sequence: whose tokens.
@@ -32,12 +33,19 @@ class Span:
         num_tokens: number of query tokens, at least 1.
         samples: the span reaches the end of ``token_ids``, so the logits of its last row give the
             next token, whose output index is ``sequence.num_output_tokens``.
+        drafts: tokens that may come next, to be verified; their positions are reserved.
+        num_drafts: how many there are. More than there are ``drafts``: the model side's drafter is
+            to propose so many.
+        source: where they come from; None without any.
     """
 
     sequence: Sequence
     start: int
     num_tokens: int
     samples: bool
+    drafts: tuple[int, ...] = ()
+    num_drafts: int = 0
+    source: Source | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +81,8 @@ class Plan:
 
     @property
     def num_tokens(self) -> int:
-        """Query tokens of all spans."""
-        return sum(span.num_tokens for span in self.spans)
+        """Query tokens of all spans, drafts included."""
+        return sum(span.num_tokens + span.num_drafts for span in self.spans)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +91,7 @@ class StepOutput:
 
     Attributes:
         token_ids: one entry per span, in the plan's order: the sampled token, or ``()`` where the
-            span does not sample.
+            span does not sample. Where it has drafts, those that were accepted come before it.
         failures: by index of span, why its request must end; that span's tokens are not looked at.
             One request's failure leaves the others of the step alone.
         logprobs: one per token of the sequences that ask for them.
@@ -94,6 +102,8 @@ class StepOutput:
         swap_s: seconds for which the plan's swaps held the step up; None if that is not known.
         deferred: indexes of spans that sample, but did not in this step, since what may follow was
             not known yet. Nothing is wrong with them: they sample in a later one.
+        drafted: of sequences for which the drafter proposed some, how many were verified.
+        timing: what the step took; None if nobody has looked.
     """
 
     token_ids: tuple[tuple[int, ...], ...]
@@ -103,3 +113,5 @@ class StepOutput:
     moved: bool = True
     swap_s: float | None = None
     deferred: frozenset[int] = frozenset()
+    drafted: Mapping[Sequence, int] = field(default_factory=dict)
+    timing: StepTiming | None = field(default=None, compare=False)

@@ -16,7 +16,9 @@ from .plan import BlockCopy, Plan, Span
 from .policies import Policy
 from .preemption import PreemptionCosts
 from .sequence import Sequence, SequenceStatus
+from .speculation import Speculator
 from .stats import Preemption, PreemptionCause, PreemptionMode
+from .step import Step
 from .swap import HostPool
 
 __all__ = ["Scheduler"]
@@ -64,6 +66,7 @@ class Scheduler:
         blocks: Blocks,
         policy: Policy,
         host: HostPool | None = None,
+        speculator: Speculator | None = None,
     ) -> None:
         self._config = config
         self._blocks = blocks
@@ -77,6 +80,7 @@ class Scheduler:
         self._chunks = steps if adaptive else None
         self._costs = PreemptionCosts(steps) if chooses else None
         self._steps = steps if adaptive or chooses else None
+        self._speculator = speculator
         self._running: dict[Lane, dict[Sequence, None]] = {
             lane: {} for lane in sorted(Lane, key=lambda lane: lane.rank)
         }
@@ -120,13 +124,15 @@ class Scheduler:
 
     def schedule(self) -> Plan | None:
         """Plan the next step; None if there is nothing to do."""
-        step = _Step()
+        step = Step()
         self._displace_less_urgent(step)
         step.budget = self._token_budget()
         all_kept = self._continue_running(step)
         # Thrash guard, part 1: what was just taken from one is not given to another.
         if all_kept:
             self._admit_waiting(step)
+            if self._speculator is not None and step.budget:
+                self._add_drafts(step, self._speculator)
         if not step.spans:
             self._complete_first_group(step)
         return step.plan() if step.spans else None
@@ -160,7 +166,7 @@ class Scheduler:
             return len(self._running[lane])
         return sum(map(len, self._running.values()))
 
-    def _displace_less_urgent(self, step: _Step) -> None:
+    def _displace_less_urgent(self, step: Step) -> None:
         """Preempt for the first in line if it is more urgent than what stands in its way.
 
         Before anything is planned, and all or nothing: nobody is preempted for a sequence that
@@ -192,7 +198,7 @@ class Scheduler:
         ]
         return sorted(behind, key=lambda s: (-s.rank, s.num_computed_tokens))
 
-    def _continue_running(self, step: _Step) -> bool:
+    def _continue_running(self, step: Step) -> bool:
         """Plan what runs; False if some sequence had to be preempted."""
         queue = [sequence for sequences in self._running.values() for sequence in sequences]
         all_kept = True
@@ -223,9 +229,7 @@ class Scheduler:
         step.budget = budget
         return all_kept
 
-    def _make_room(
-        self, sequence: Sequence, stop: int, behind: list[Sequence], step: _Step
-    ) -> bool:
+    def _make_room(self, sequence: Sequence, stop: int, behind: list[Sequence], step: Step) -> bool:
         """Preempt until ``sequence`` can have its blocks; False if it had to give up its own."""
         # Last in lane first, then the least work lost; of equals the one admitted last.
         candidates = (s for s in reversed(behind) if s.status is SequenceStatus.RUNNING)
@@ -238,7 +242,7 @@ class Scheduler:
             self._preempt(victim, PreemptionCause.EARLIER, step)
         return True
 
-    def _preempt(self, sequence: Sequence, cause: PreemptionCause, step: _Step) -> None:
+    def _preempt(self, sequence: Sequence, cause: PreemptionCause, step: Step) -> None:
         """Take the blocks back. Tokens stay; their keys and values are kept elsewhere, or not."""
         saved = self._try_swap_out(sequence, step.swaps_out)
         mode = PreemptionMode.SWAP if saved else PreemptionMode.RECOMPUTE
@@ -262,7 +266,7 @@ class Scheduler:
         del self._running[sequence.lane][sequence]
         self._blocks.release(sequence)
 
-    def _admit_waiting(self, step: _Step) -> None:
+    def _admit_waiting(self, step: Step) -> None:
         """Admit in the policy's order until a budget is used up or the first in line does not fit.
 
         A sequence is admitted when all tokens it has now fit beside the watermark, and gets blocks
@@ -277,7 +281,7 @@ class Scheduler:
             if not self._admit(sequence, self._spare(sequence), step):
                 return
 
-    def _admit(self, sequence: Sequence, spare: int, step: _Step) -> bool:
+    def _admit(self, sequence: Sequence, spare: int, step: Step) -> bool:
         """Let a waiting sequence run, and plan what it computes; False if it does not fit."""
         common = self._longest_common(sequence) if sequence.siblings else None
         if common is None or not self._blocks.try_join(sequence, *common, spare, step.copies):
@@ -314,7 +318,7 @@ class Scheduler:
                 best, most = (sibling, length) if length > most else (best, most)
         return None if best is None else (best, most)
 
-    def _complete_first_group(self, step: _Step) -> None:
+    def _complete_first_group(self, step: Step) -> None:
         """All that run are beams that wait for siblings: let the first search go on.
 
         Nothing was planned, so everything that runs may lose its blocks; and then the rest of the
@@ -331,6 +335,20 @@ class Scheduler:
             fits = sequence.num_tokens <= step.budget if whole else step.budget > 0
             if fits and sequence.status is SequenceStatus.WAITING:
                 self._admit(sequence, 0, step)
+
+    def _add_drafts(self, step: Step, speculator: Speculator) -> None:
+        """Let the step verify drafts with what is left of budget and blocks.
+
+        Nobody is preempted for a draft and nobody waits for one; what they take of blocks goes
+        back after the step, unless they are accepted.
+        """
+        for choice in speculator.choose(step.spans, step.budget):
+            span, count = step.spans[choice.index], choice.count
+            sequence, stop = span.sequence, span.start + 1 + count
+            if stop <= sequence.num_writable_tokens or self._blocks.try_reserve(
+                sequence, stop, step.copies
+            ):
+                step.draft(choice)
 
     def _spare(self, sequence: Sequence) -> int:
         """Blocks that must be left over when ``sequence`` is admitted."""
@@ -373,28 +391,3 @@ def _num_equal(one: list[int], other: list[int]) -> int:
     if one == other:  # as a rule, and much faster
         return len(one)
     return list(map(eq, one, other)).index(False)
-
-
-class _Step:
-    """The step being planned, and what is left of its token budget."""
-
-    __slots__ = ("budget", "copies", "spans", "swaps_in", "swaps_out")
-
-    def __init__(self) -> None:
-        self.budget = 0
-        self.spans: list[Span] = []
-        self.copies: list[BlockCopy] = []
-        self.swaps_out: list[BlockCopy] = []
-        self.swaps_in: list[BlockCopy] = []
-
-    def plan(self) -> Plan:
-        return Plan(
-            tuple(self.spans), tuple(self.copies), tuple(self.swaps_out), tuple(self.swaps_in)
-        )
-
-    def add(self, sequence: Sequence, num_tokens: int) -> None:
-        start = sequence.num_computed_tokens
-        self.spans.append(
-            Span(sequence, start, num_tokens, start + num_tokens == sequence.num_tokens)
-        )
-        self.budget -= num_tokens

@@ -7,6 +7,8 @@ from collections.abc import Collection, Iterable
 
 from penstock.shared.protocol import Lane, SamplingOptions
 
+from .drafting import Drafting
+
 __all__ = ["Sequence", "SequenceStatus"]
 
 
@@ -59,6 +61,7 @@ class Sequence:
         host_blocks: per KV kind the blocks of host memory that keep its KV while it waits; empty if
             none do, and while it runs.
         num_swapped_tokens: leading tokens whose keys and values are kept there.
+        drafting: what is known of its drafts; None until it could have some.
         rank: ``lane.rank``, looked up once; 0 is the most urgent.
         choice: which of its request's outputs this is; 0 for a request that has one.
         siblings: the sequences of its request that the scheduler has, itself among them; empty for
@@ -74,6 +77,7 @@ class Sequence:
         "cache_salt",
         "choice",
         "deadline",
+        "drafting",
         "grammar",
         "host_blocks",
         "id",
@@ -137,6 +141,7 @@ class Sequence:
         self.num_published_blocks = 0
         self.host_blocks: tuple[tuple[int, ...], ...] = ()
         self.num_swapped_tokens = 0
+        self.drafting: Drafting | None = None
 
     def twin(self, choice: int, token_ids: Iterable[int]) -> Sequence:
         """Another sequence of the same request, with the same prompt, that holds no block."""

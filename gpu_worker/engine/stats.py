@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 from penstock.shared.protocol import Lane
 
+from .speculation import SpeculationStats
+
 __all__ = ["EngineStats", "PoolUse", "Preemption", "PreemptionCause", "PreemptionMode"]
 
 
@@ -81,6 +83,7 @@ class EngineStats:
         swapped_in_bytes: likewise.
         swap_refusals: total sequences that were to be swapped, and for which too few host blocks
             were free.
+        speculation: drafts and what became of them; None where nothing is drafted.
     """
 
     running: Mapping[Lane, int]
@@ -106,3 +109,4 @@ class EngineStats:
     swapped_out_bytes: int
     swapped_in_bytes: int
     swap_refusals: int
+    speculation: SpeculationStats | None = None

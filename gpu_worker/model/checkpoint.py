@@ -30,6 +30,7 @@ from .memory import available_bytes, format_bytes
 
 __all__ = [
     "DEMO",
+    "DEMO_DRAFT",
     "find_checkpoint",
     "load_config",
     "load_tokenizer",
@@ -41,6 +42,9 @@ __all__ = [
 DEMO = "demo"
 """Names the model that is shipped with penstock."""
 
+DEMO_DRAFT = "demo-draft"
+"""Names the draft model that is shipped with it."""
+
 LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 """Nothing is downloaded and no code of a checkpoint runs. To leave the second out would not refuse
 such code but ask, on standard input, whether to run it."""
@@ -49,13 +53,14 @@ REMEDY = "give a directory with config.json, *.safetensors and tokenizer files, 
 
 
 def find_checkpoint(path: str | Path) -> Path:
-    """The directory that ``path`` names; ``"demo"`` names the model that is shipped here.
+    """The directory that ``path`` names; ``"demo"`` and ``"demo-draft"`` are shipped here.
 
     Raises:
         ModelNotFound: there is none, or it holds no config.json.
     """
-    if str(path) == DEMO:
-        folder = Path(str(files("penstock.gpu_worker") / "demo_model" / "target"))
+    if str(path) in (DEMO, DEMO_DRAFT):
+        part = "target" if str(path) == DEMO else "draft"
+        folder = Path(str(files("penstock.gpu_worker") / "demo_model" / part))
         if not (folder / "config.json").is_file():
             raise ModelNotFound(
                 f"the demo model is missing from this installation ({folder}); reinstall penstock, "

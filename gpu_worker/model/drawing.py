@@ -33,6 +33,7 @@ __all__ = [
     "rank",
     "rows_at_once",
     "weight_shift",
+    "weights",
 ]
 
 _CANDIDATES = 256
@@ -124,14 +125,29 @@ class Group:
 
 def draw(logits: Tensor, largest: Tensor, valid: Tensor, group: Group) -> Tensor:
     """Tokens int64 ``[R]`` of the group's rows; any token for a row that is not valid."""
-    rows = group.rows
-    scores = logits[rows].float()
-    scores.sub_(largest[rows].float().unsqueeze(1)).div_(group.temperature)
-    scores.masked_fill_(~valid[rows].unsqueeze(1), 0.0)
+    scores = _scores(logits, largest, valid, group)
     if group.filters is None:
         return _invert(integer_weights(scores, scores.shape[1]), group.bits)
     width = max(group.filters.widest_k + 1, _CANDIDATES)
     return _draw_filtered(scores, group.filters, group.bits, width)
+
+
+def weights(logits: Tensor, largest: Tensor, valid: Tensor, group: Group) -> Tensor:
+    """Integer weights int64 ``[R, V]`` that :func:`draw` draws by."""
+    scores = _scores(logits, largest, valid, group)
+    vocab_size = scores.shape[1]
+    if group.filters is None:
+        return integer_weights(scores, vocab_size)
+    ranking = rank(scores, group.filters, vocab_size)
+    return torch.zeros_like(ranking.weights).scatter_(1, ranking.ids, ranking.weights)
+
+
+def _scores(logits: Tensor, largest: Tensor, valid: Tensor, group: Group) -> Tensor:
+    """Float32 ``[R, V]`` at the group's temperatures, 0 for the most likely; 0 if not valid."""
+    rows = group.rows
+    scores = logits[rows].float()
+    scores.sub_(largest[rows].float().unsqueeze(1)).div_(group.temperature)
+    return scores.masked_fill_(~valid[rows].unsqueeze(1), 0.0)
 
 
 def rows_at_once(logits: Tensor) -> int:

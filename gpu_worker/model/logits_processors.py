@@ -30,6 +30,7 @@ from torch import Tensor
 from penstock.shared.protocol import Reason, SamplingOptions
 
 from ..engine.requests import Finish
+from .draft_rows import DraftRow, base_of
 from .drawing import rows_at_once
 from .token_history import TokenHistory, Tokens
 
@@ -120,7 +121,17 @@ class LogitsProcessors:
         self._eos_token_ids = eos_token_ids
         self._bias = self._biases()
         counted = self._rows(_penalises)
-        self.history = TokenHistory([sequences[row] for row in counted], device, previous)
+        # Rows of one sequence, between its drafts, share what was counted of it.
+        owners = [base_of(sequences[row]) for row in counted]
+        bases = {id(base): base for base in owners}
+        self.history = TokenHistory(list(bases.values()), device, previous)
+        slots = {key: slot for slot, key in enumerate(bases)}
+        self._slots = [slots[id(base)] for base in owners]
+        self._drafted = [
+            (slot, row)
+            for slot, index in enumerate(counted)
+            if isinstance(row := sequences[index], DraftRow)
+        ]
         self._counted = self._tensor(counted) if counted else None
         self._repetition = self._penalties(counted, "repetition_penalty")
         self._frequency = self._penalties(counted, "frequency_penalty")
@@ -178,6 +189,8 @@ class LogitsProcessors:
         """Touches what has occurred, a thousandth of a large vocabulary, and nothing else."""
         vocab_size = scores.shape[1]
         table, places = self.history.now(vocab_size)
+        if self._drafted:
+            table, places = self._count_drafts(table)
         slots, ids = places // vocab_size, places % vocab_size
         rows = counted[slots]
         values, repetition = scores[rows, ids], self._repetition[slots]
@@ -187,6 +200,19 @@ class LogitsProcessors:
         values -= (counts > 0) * self._presence[slots]
         # A place that comes twice gets the same value twice.
         scores[rows, ids] = values
+
+    def _count_drafts(self, table: Tensor) -> tuple[Tensor, Tensor]:
+        """The counts of each row, the drafts before it included: a table of its own, and places."""
+        vocab_size = table.shape[1]
+        table = table[self._tensor(self._slots)]
+        fresh = [
+            slot * vocab_size + token_id
+            for slot, row in self._drafted
+            for token_id in row.drafts[: row.offset]
+        ]
+        places = self._tensor(fresh)
+        table.view(-1).scatter_add_(0, places, torch.full_like(places, 2, dtype=table.dtype))
+        return table, table.view(-1).nonzero().squeeze(1)
 
     def _ends_too_early(self) -> _Places | None:
         """Ids that may not come yet; made anew only when a row reaches its ``min_tokens``."""

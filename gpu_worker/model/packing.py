@@ -15,7 +15,7 @@ from penstock.kernels.ragged import RaggedBatch
 from .forward_context import ForwardContext
 from .kv_pool import KVPool
 
-__all__ = ["PackedStep", "Piece", "Rows", "forward_logits", "pack"]
+__all__ = ["PackedStep", "Piece", "Rows", "decode_pieces", "forward_logits", "pack"]
 
 
 class Rows(Enum):
@@ -91,6 +91,21 @@ def pack(pieces: Sequence[Piece], block_size: int, device: torch.device) -> Pack
         num_rows=len(rows),
         batch=batch,
     )
+
+
+def decode_pieces(pool: KVPool, num_sequences: int, num_drafts: int = 0) -> list[Piece]:
+    """Pieces of a decode step of short sequences, with so many drafts each, to time or warm up.
+
+    As many as the pool has blocks for; their positions are the last of these.
+    """
+    size, count = pool.block_size, 1 + num_drafts
+    each = -(-count // size)
+    rows = Rows.ALL if num_drafts else Rows.LAST
+    starts = range(0, pool.num_blocks - each + 1, each)[:num_sequences]
+    return [
+        Piece([0] * count, each * size - count, range(start, start + each), rows)
+        for start in starts
+    ]
 
 
 def forward_logits(model: Any, context: ForwardContext, pool: KVPool, step: PackedStep) -> Tensor:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -12,16 +13,22 @@ import torch
 from torch import Tensor
 
 from penstock.shared.errors import IntegrityError
-from penstock.shared.protocol import Reason
+from penstock.shared.protocol import Reason, TokenLogprobs
 
 from ..engine.plan import Plan, Span, StepOutput
 from ..engine.requests import Finish
+from ..engine.sequence import Sequence
+from ..engine.speculation_cost import StepTiming
+from .draft_rows import DraftRows, SampledRow
+from .drafters import Drafter
 from .kv_pool import KVPool
 from .logits_processors import nothing_left
 from .masks import MaskMaker, Masks
-from .packing import Piece, Rows, forward_logits, pack
+from .packing import Piece, Rows, decode_pieces, forward_logits, pack
 from .sampler import INVALID_TOKEN, NO_TOKEN_LEFT, Sampler, SamplingBatch
 from .swap_pool import SwapPool
+from .timing import least_seconds
+from .verification import agreed, take_typical
 
 if TYPE_CHECKING:
     from .loader import LoadedModel
@@ -29,6 +36,9 @@ if TYPE_CHECKING:
 __all__ = ["ModelRunner"]
 
 log = logging.getLogger(__name__)
+
+Candidates = tuple[tuple[int, float], ...]
+"""The most likely next tokens of a beam, with the logarithms of their probabilities."""
 
 _NO_DISTRIBUTION = Finish(
     Reason.ENGINE_ERROR, "the model's logits for the next token are no numbers (NaN or infinite)"
@@ -44,6 +54,7 @@ class ModelRunner:
         sampler: picks the next tokens; None makes one.
         swap_pool: keeps blocks of ``pool`` that plans swap out; None if none do.
         masks: makes the masks of outputs that have a form; None makes one.
+        drafter: proposes drafts where a plan asks for some; None proposes none.
     """
 
     def __init__(
@@ -53,10 +64,13 @@ class ModelRunner:
         sampler: Sampler | None = None,
         swap_pool: SwapPool | None = None,
         masks: MaskMaker | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         self.loaded = loaded
         self.pool = pool
         self.swap_pool = swap_pool
+        self._drafter = drafter
+        self._draft_rows = DraftRows()
         self._sampler = Sampler() if sampler is None else sampler
         self._masks = MaskMaker() if masks is None else masks
         self._batch: SamplingBatch | None = None
@@ -70,39 +84,70 @@ class ModelRunner:
         Returns:
             For each span the tokens sampled; empty where it does not sample, where it is deferred
             (see :mod:`.masks`), and where there is no token to choose, which is a failure of that
-            span alone. If the copies could not be made, the failure of all spans.
+            span alone. With drafts, those that are what was sampled in their places, and the token
+            sampled after them. If the copies could not be made, the failure of all spans.
         """
+        began = time.perf_counter()
         try:
             self._move(plan)
         except Exception as error:  # whatever it was, blocks do not hold what they should
             return _unmoved(plan, error)
         sampling = [span.sequence for span in plan.spans if span.samples]
         followers = self._masks.begin(sampling)
-        logits = self._forward(
-            [_piece(span, Rows.LAST if span.samples else Rows.NONE) for span in plan.spans]
-        )
+        drafts, draft_seconds = self._propose(plan)
+        logits = self._forward([_piece(span, drafts.get(span.sequence)) for span in plan.spans])
         if not sampling:
             return StepOutput(tuple(() for _ in plan.spans), swap_s=self._swap_seconds())
+        rows: list[SampledRow] = list(sampling)
+        if drafts:
+            rows = [r for s in sampling for r in self._draft_rows.of(s, drafts.get(s, ()))]
+            self._draft_rows.keep(sampling)
         self._batch = SamplingBatch.from_sequences(
-            sampling, self.loaded.device, self._batch, eos_token_ids=self.loaded.eos_token_ids
+            rows, self.loaded.device, self._batch, eos_token_ids=self.loaded.eos_token_ids
         )
         masks = self._masks.join(followers, others=len(followers) < len(plan.spans))
         chosen = self._sampler.sample(logits, self._batch, masks.tensors)
+        if drafts and any(row.options.accept_threshold for row in rows):
+            places = [t for s in sampling for t in (*drafts.get(s, ()), INVALID_TOKEN)]
+            likely = self._sampler.probabilities(logits, self._batch, masks.tensors)
+            chosen = take_typical(chosen, rows, places, likely)
         report = self._sampler.report(logits, self._batch, chosen)
         candidates = self._sampler.candidates(logits, self._batch)
         # The step's one wait for the device: everything before only queues work on it.
         sampled = chosen.tolist()
-        found = iter(sampled)
+        begin, begins, token_ids = 0, [], []
+        for span in plan.spans:
+            begins.append(begin)
+            if span.samples:
+                proposed = drafts.get(span.sequence, ()) if drafts else ()
+                token_ids.append(agreed(proposed, sampled[begin : begin + len(proposed) + 1]))
+                begin += len(proposed) + 1
+            else:
+                token_ids.append(())
         output = StepOutput(
-            tuple((next(found),) if span.samples else () for span in plan.spans),
+            tuple(token_ids),
             {},
-            {} if report is None else {sampling[i]: (of,) for i, of in report.by_row().items()},
-            {} if candidates is None else {sampling[i]: c for i, c in candidates.by_row().items()},
+            {} if report is None else _reported(plan, report.by_row(), begins, token_ids),
+            {} if candidates is None else _of_sequences(rows, candidates.by_row()),
             swap_s=self._swap_seconds(),
+            drafted={sequence: len(ids) for sequence, ids in drafts.items()},
+            timing=StepTiming(time.perf_counter() - began, draft_seconds),
         )
         if min(sampled) >= 0 and not masks.deferred and not masks.failures:
             return output
         return _set_apart(plan, output, masks)
+
+    def _propose(self, plan: Plan) -> tuple[dict[Sequence, tuple[int, ...]], float]:
+        """The drafts of each sequence that has some, and the seconds the draft model took."""
+        drafts = {span.sequence: span.drafts for span in plan.spans if span.drafts}
+        asking = [span for span in plan.spans if span.num_drafts and not span.drafts]
+        if not asking or self._drafter is None:
+            return drafts, 0.0
+        began = time.perf_counter()
+        for span, proposed in zip(asking, self._drafter.propose(asking), strict=True):
+            if proposed:
+                drafts[span.sequence] = proposed
+        return drafts, time.perf_counter() - began
 
     def _move(self, plan: Plan) -> None:
         """Out, in, from block to block: see ``HostPool`` for why in this order."""
@@ -111,12 +156,14 @@ class ModelRunner:
                 raise IntegrityError("a plan swaps, and there is no memory to swap to")
             self.swap_pool.swap(plan.swaps_out, plan.swaps_in)
         self.pool.copy_blocks(plan.copies)
+        if self._drafter is not None:
+            self._drafter.copy_blocks(plan.copies)
 
     def _swap_seconds(self) -> float | None:
         return None if self.swap_pool is None else self.swap_pool.take_seconds()
 
     @torch.inference_mode()
-    def logits(self, spans: Sequence[Span], *, last_only: bool = False) -> Tensor:
+    def logits(self, spans: Seq[Span], *, last_only: bool = False) -> Tensor:
         """Compute ``spans`` without sampling.
 
         Args:
@@ -127,7 +174,8 @@ class ModelRunner:
             float32 ``[rows, vocab]``, span after span.
         """
         rows = Rows.LAST if last_only else Rows.ALL
-        return self._forward([_piece(span, rows) for span in spans]).float()
+        pieces = [replace(_piece(span, None), rows=rows) for span in spans]
+        return self._forward(pieces).float()
 
     @torch.inference_mode()
     def warm_up(self, *, max_batch_tokens: int, max_sequences: int) -> float:
@@ -153,26 +201,46 @@ class ModelRunner:
         return seconds
 
     @torch.inference_mode()
-    def time_decode(self, num_sequences: int, *, repeats: int = 5) -> float:
+    def time_decode(self, num_sequences: int, *, num_drafts: int = 0, repeats: int = 5) -> float:
         """Seconds of a decode step of ``num_sequences`` short sequences: the least of some tries.
 
-        It writes to the pool, like :meth:`warm_up`.
+        With drafts, all of their rows are sampled, greedily, as in a step that verifies them. It
+        writes to the pool, like :meth:`warm_up`.
         """
-        pieces = self._decode_pieces(num_sequences)
-        seconds = []
-        for _ in range(repeats):
-            begin = time.perf_counter()
-            self._forward(pieces)
-            seconds.append(time.perf_counter() - begin)
-        return min(seconds)
+        return least_seconds(
+            lambda: self._forward(self._decode_pieces(num_sequences, num_drafts)).argmax(-1),
+            repeats,
+        )
 
-    def _decode_pieces(self, num_sequences: int) -> list[Piece]:
-        size, blocks = self.pool.block_size, range(self.pool.num_blocks)
-        return [Piece([0], size - 1, [block], Rows.LAST) for block in blocks[:num_sequences]]
+    def _decode_pieces(self, num_sequences: int, num_drafts: int = 0) -> list[Piece]:
+        return decode_pieces(self.pool, num_sequences, num_drafts)
 
-    def _forward(self, pieces: Sequence[Piece]) -> Tensor:
+    def _forward(self, pieces: Seq[Piece]) -> Tensor:
         step = pack(pieces, self.pool.block_size, self.loaded.device)
         return forward_logits(self.loaded.model, self.loaded.context, self.pool, step)
+
+
+def _reported(
+    plan: Plan,
+    by_row: Mapping[int, TokenLogprobs],
+    begins: Seq[int],
+    token_ids: Seq[tuple[int, ...]],
+) -> dict[Sequence, tuple[TokenLogprobs, ...]]:
+    """The reports of the tokens that were taken; ``begins`` has the first row of each span."""
+    return {
+        span.sequence: tuple(by_row[begin + offset] for offset in range(len(ids)))
+        for span, begin, ids in zip(plan.spans, begins, token_ids, strict=True)
+        if ids and begin in by_row
+    }
+
+
+def _of_sequences(
+    rows: Seq[SampledRow], by_row: Mapping[int, Candidates]
+) -> dict[Sequence, Candidates]:
+    """What was found for rows of sequences without drafts, by sequence."""
+    return {
+        row: by_row[i] for i, row in enumerate(rows) if i in by_row and isinstance(row, Sequence)
+    }
 
 
 def _unmoved(plan: Plan, error: Exception) -> StepOutput:
@@ -194,7 +262,7 @@ def _set_apart(plan: Plan, output: StepOutput, masks: Masks) -> StepOutput:
     token_ids, failures, deferred = list(output.token_ids), {}, set()
     indexes = [index for index, span in enumerate(plan.spans) if span.samples]
     for row, index in enumerate(indexes):
-        (token_id,) = token_ids[index]
+        token_id = token_ids[index][0]
         if row in masks.failures:
             failures[index] = masks.failures[row]
         elif row in masks.deferred:
@@ -211,7 +279,10 @@ def _set_apart(plan: Plan, output: StepOutput, masks: Masks) -> StepOutput:
     )
 
 
-def _piece(span: Span, rows: Rows) -> Piece:
+def _piece(span: Span, drafts: tuple[int, ...] | None) -> Piece:
     sequence, start = span.sequence, span.start
     token_ids = sequence.token_ids[start : start + span.num_tokens]
+    if drafts:  # behind the one token that is not computed yet; every row is wanted
+        return Piece([*token_ids, *drafts], start, sequence.block_table, Rows.ALL)
+    rows = Rows.LAST if span.samples else Rows.NONE
     return Piece(token_ids, start, sequence.block_table, rows)

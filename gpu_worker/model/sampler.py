@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .candidates import CandidateRows, CandidateTokens
-from .drawing import Filters, Group, draw, narrows
+from .drawing import Filters, Group, draw, narrows, weights
 from .logits_processors import LogitsProcessors, Processable, processes
 from .logprobs import LogprobRows, Logprobs
 from .random_numbers import uniform_bits
@@ -234,6 +234,19 @@ class Sampler:
             tokens[rows] = picked.masked_fill_(tokens[rows] == INVALID_TOKEN, INVALID_TOKEN)
         return tokens
 
+    def probabilities(
+        self, logits: Tensor, batch: SamplingBatch, masks: Sequence[Tensor] = ()
+    ) -> Tensor:
+        """What :meth:`sample` draws from, all options applied: float64 ``[N, V]``.
+
+        The most likely token alone in a greedy row; anything in a row without a distribution.
+        """
+        table = _weights(logits, batch.groups)
+        if (processed := batch.processed) is not None:
+            scores = processed.processors.apply(logits[processed.rows], masks)
+            table[processed.rows] = _weights(scores, processed.groups)
+        return table / table.sum(dim=-1, keepdim=True)
+
     def report(self, logits: Tensor, batch: SamplingBatch, tokens: Tensor) -> Logprobs | None:
         """The log-probabilities of what :meth:`sample` gave, where they are asked for."""
         return None if batch.reported is None else batch.reported.compute(logits, tokens)
@@ -251,3 +264,15 @@ def _pick(logits: Tensor, groups: Sequence[Group]) -> Tensor:
         for part in group.slices(logits.shape[1]):
             tokens[part.rows] = draw(logits, largest, valid, part)
     return tokens.masked_fill_(~valid, INVALID_TOKEN)
+
+
+def _weights(logits: Tensor, groups: Sequence[Group]) -> Tensor:
+    """Float64 ``[N, V]``, integer weights: those of the groups, and the largest logit's alone."""
+    largest, tokens = logits.max(dim=-1)
+    result = torch.zeros(logits.shape, dtype=torch.float64, device=logits.device)
+    result.scatter_(1, tokens.unsqueeze(1), 1.0)
+    valid = torch.isfinite(largest)
+    for group in groups:
+        for part in group.slices(logits.shape[1]):
+            result[part.rows] = weights(logits, largest, valid, part).double()
+    return result

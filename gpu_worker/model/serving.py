@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import os
@@ -13,12 +14,15 @@ from penstock.shared.settings import EngineSettings, Settings
 from ..engine.config import Chunking, EngineConfig, PolicyName
 from ..serving import ServingModel
 from .detokenizer import IncrementalDetokenizer
+from .drafters import DraftModel
 from .grammar import GrammarCompiler
 from .kv_pool import KVPool, blocks_in_budget, bytes_per_block
 from .loader import LoadedModel, load_model
 from .masks import MaskMaker
 from .memory import format_bytes, kv_budget, swap_budget
 from .runner import ModelRunner
+from .sampler import Sampler
+from .speculation import configure, load_draft
 from .swap_pool import SwapPool
 from .tokenizer_io import encode_prompt
 
@@ -44,7 +48,8 @@ def build_model(settings: Settings) -> ServingModel:
     loaded = load_model(
         wanted.path, dtype=wanted.dtype, device=wanted.device, max_model_len=wanted.max_model_len
     )
-    config = _engine_config(settings.engine, loaded)
+    draft = load_draft(settings, loaded)
+    config = _engine_config(settings.engine, loaded, draft)
     pool = KVPool(
         loaded.geometry, config.num_blocks, config.block_size, loaded.device, loaded.dtype
     )
@@ -54,10 +59,12 @@ def build_model(settings: Settings) -> ServingModel:
         wait_s=settings.engine.grammar_wait_ms / 1000,
         limit_s=settings.engine.grammar_timeout_s,
     )
-    runner = ModelRunner(loaded, pool, swap_pool=swap_pool, masks=masks)
+    drafter = None if draft is None else _drafter(draft, loaded, config)
+    runner = ModelRunner(loaded, pool, swap_pool=swap_pool, masks=masks, drafter=drafter)
     runner.warm_up(max_batch_tokens=config.max_batch_tokens, max_sequences=config.max_sequences)
     if settings.engine.threads is None and loaded.device.type == "cpu":
         _choose_threads(runner)
+    speculation = configure(settings, runner, drafter, config.max_sequences)
     # A fast tokenizer sets up its truncation at the first call, which two threads must not share.
     loaded.tokenizer("warm-up")
     capacity = config.num_blocks * config.block_size
@@ -66,7 +73,7 @@ def build_model(settings: Settings) -> ServingModel:
         f"KV for {capacity} tokens ({format_bytes(pool.num_bytes)})"
     )
     return ServingModel(
-        config=config,
+        config=dataclasses.replace(config, speculation=speculation),
         runner=runner,
         encode=functools.partial(encode_prompt, loaded.tokenizer, vocab_size=loaded.vocab_size),
         compile=GrammarCompiler(loaded.tokenizer, loaded.vocab_size, loaded.eos_token_ids).compile,
@@ -99,9 +106,19 @@ def _choose_threads(runner: ModelRunner) -> None:
     )  # fmt: skip
 
 
-def _engine_config(settings: EngineSettings, loaded: LoadedModel) -> EngineConfig:
+def _drafter(draft: LoadedModel, target: LoadedModel, config: EngineConfig) -> DraftModel:
+    pool = KVPool(draft.geometry, config.num_blocks, config.block_size, draft.device, draft.dtype)
+    return DraftModel(draft, pool, Sampler(), target)
+
+
+def _engine_config(
+    settings: EngineSettings, loaded: LoadedModel, draft: LoadedModel | None
+) -> EngineConfig:
     on_gpu = loaded.device.type == "cuda"
     budget = kv_budget(settings.kv_memory, loaded.device)
+    if draft is not None:  # a block has room for both models' KV
+        own = loaded.geometry.elements_per_token
+        budget = budget * own // (own + draft.geometry.elements_per_token)
     num_blocks = blocks_in_budget(loaded.geometry, settings.block_size, loaded.dtype, budget)
     # Past the point where every sequence has a whole context, more blocks only cost start-up time.
     enough = settings.max_sequences * -(-loaded.max_model_len // settings.block_size)

@@ -112,6 +112,9 @@ def submit(
     early_stopping: Annotated[
         str | None, typer.Option(help="Of beam search: true, false or never [false].")
     ] = None,
+    speculation: Annotated[
+        str | None, typer.Option(help="Drafts from: auto, off, ngram or draft [auto].")
+    ] = None,
     deadline_ms: Annotated[int | None, typer.Option(help="Time for all of it, in ms.")] = None,
     max_queue_ms: Annotated[
         int | None, typer.Option(help="Longest wait for a worker, in ms.")
@@ -156,6 +159,7 @@ def submit(
         beam_width=beam_width,
         length_penalty=length_penalty,
         early_stopping=_flag_or_word(early_stopping),
+        speculation=speculation,
         deadline_ms=deadline_ms,
         max_queue_ms=max_queue_ms,
         on_disconnect=on_disconnect,

@@ -20,6 +20,7 @@ from pydantic import (
 
 from .engine import EngineSettings
 from .section import Section, setting
+from .speculation import SpeculationSettings
 
 __all__ = [
     "EngineSettings",
@@ -27,6 +28,7 @@ __all__ = [
     "QueueSettings",
     "RedisSettings",
     "Settings",
+    "SpeculationSettings",
     "WorkerSettings",
 ]
 
@@ -288,3 +290,4 @@ class Settings(Section):
     worker: WorkerSettings = WorkerSettings()
     engine: EngineSettings = EngineSettings()
     model: ModelSettings = ModelSettings()
+    speculation: SpeculationSettings = SpeculationSettings()

@@ -87,12 +87,16 @@ def code(cell: str) -> str:
 
 LANE = ("lane",)
 BY_CAUSE = ("lane", "cause", "mode")
+BY_PLACE = ("source", "position")
 METRIC_NAMES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "penstock_accepted_tokens_total": ("counter", BY_PLACE),
     "penstock_append_refusals_total": ("counter", ("why",)),
     "penstock_cached_prompt_tokens_total": ("counter", ()),
     "penstock_claims_total": ("counter", ()),
     "penstock_compacted_logs_total": ("counter", ()),
     "penstock_door_entries_total": ("counter", ("verdict",)),
+    "penstock_draft_length": ("gauge", ("source",)),
+    "penstock_drafted_tokens_total": ("counter", BY_PLACE),
     "penstock_exchange_seconds": ("histogram", ()),
     "penstock_generation_tokens_total": ("counter", ()),
     "penstock_grammar_deferrals_total": ("counter", ()),
@@ -117,6 +121,7 @@ METRIC_NAMES: dict[str, tuple[str, tuple[str, ...]]] = {
     "penstock_requests_total": ("counter", ("state", "reason")),
     "penstock_sequences_running": ("gauge", LANE),
     "penstock_sequences_waiting": ("gauge", LANE),
+    "penstock_speculation_gain_ratio": ("gauge", ()),
     "penstock_step_failures_total": ("counter", ()),
     "penstock_step_seconds": ("histogram", ()),
     "penstock_step_sequences": ("histogram", ()),
@@ -205,6 +210,8 @@ def test_request_fields_and_their_defaults() -> None:
         ("top_k", 2_147_483_647, 2_147_483_648),
         ("top_p", 1, 0),
         ("min_p", 1, 1.1),
+        ("accept_threshold", 0.999, 1),
+        ("speculation", "ngram", "always"),
         ("seed", 2**63 - 1, 2**63),
         ("deadline_ms", 604_800_000, 604_800_001),
         ("max_queue_ms", 1, 0),

@@ -85,7 +85,12 @@ def test_words_for_none_and_sizes() -> None:
 
 
 def test_every_setting_is_reachable_by_its_variable() -> None:
-    free_text = {"redis.embedded_dir", "worker.metrics_host", "model.path"}
+    free_text = {
+        "redis.embedded_dir",
+        "worker.metrics_host",
+        "model.path",
+        "speculation.draft_model",
+    }
     for name in setting_names():
         environment = {environment_name(name): "not valid %"}
         if name in free_text:

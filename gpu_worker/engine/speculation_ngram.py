@@ -1,0 +1,79 @@
+"""Drafts from what a sequence has said before: the longest suffix that came earlier, and after it.
+
+Prompt lookup (Saxena, 2023, https://github.com/apoorvumang/prompt-lookup-decoding), over prompt and
+output. It costs no model and is right wherever text repeats: code that is edited, a table, a
+summary that quotes.
+"""
+
+from __future__ import annotations
+
+__all__ = ["NgramIndex"]
+
+_CANDIDATES = 8
+"""Earlier places that are compared, most recent first."""
+
+_LONGEST = 32
+"""Tokens compared at most. A longer match says no more than this one does."""
+
+
+class NgramIndex:
+    """Where each pair of neighbouring tokens of one sequence has come before.
+
+    Grows with the sequence, a dictionary entry for each token; nothing is ever scanned again. A
+    look-up follows a few earlier places of the last pair and compares backwards from there: time
+    in proportion to the length of the match.
+    """
+
+    __slots__ = ("_before", "_last")
+
+    def __init__(self) -> None:
+        self._last: dict[int, int] = {}
+        # Position p -> the place before p at which the pair ending in p ended; -1: none.
+        self._before: list[int] = [-1]
+
+    def propose(self, token_ids: list[int], most: int) -> tuple[tuple[int, ...], int]:
+        """Up to ``most`` tokens that followed the last ones when they came before.
+
+        Args:
+            token_ids: the same list at each call, with tokens added at its end.
+            most: at least 1.
+
+        Returns:
+            The drafts, and the length of the match they continue, at least 2; nothing and 0 where
+            the last two tokens have not come before.
+        """
+        self._catch_up(token_ids)
+        end = len(token_ids) - 1
+        place, longest, found = self._before[end] if end else -1, 0, -1
+        for _ in range(_CANDIDATES):
+            if place < 0:
+                break
+            length = _common_suffix(token_ids, place, end)
+            if length > longest:
+                longest, found = length, place
+            if length == _LONGEST:
+                break
+            place = self._before[place]
+        if found < 0:
+            return (), 0
+        drafts = token_ids[found + 1 : found + 1 + most]
+        # The match may reach up to the end: then what repeats is drafted round and round.
+        period = len(drafts)
+        while len(drafts) < most:
+            drafts.append(drafts[-period])
+        return tuple(drafts), longest
+
+    def _catch_up(self, token_ids: list[int]) -> None:
+        last, before = self._last, self._before
+        for position in range(len(before), len(token_ids)):
+            pair = token_ids[position - 1] << 32 | token_ids[position]
+            before.append(last.get(pair, -1))
+            last[pair] = position
+
+
+def _common_suffix(token_ids: list[int], place: int, end: int) -> int:
+    """How many tokens ending at ``place`` are those ending at ``end``."""
+    length, most = 0, min(place + 1, _LONGEST)
+    while length < most and token_ids[place - length] == token_ids[end - length]:
+        length += 1
+    return length

@@ -1,0 +1,124 @@
+"""Sets speculation up for a loaded model: the draft model, its KV, and what steps cost here."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+from penstock.shared.errors import ConfigurationError
+from penstock.shared.settings import Settings
+
+from ..engine.speculation import SpeculationConfig
+from ..engine.speculation_cost import Calibration
+from .checkpoint import DEMO, DEMO_DRAFT
+from .drafters import DraftModel
+from .loader import LoadedModel, load_model
+from .runner import ModelRunner
+
+__all__ = ["AUTO_LONGEST", "configure", "load_draft"]
+
+_log = logging.getLogger("penstock.model")
+
+AUTO_LONGEST = 7
+
+_DRAFTS = (0, 1, 3, AUTO_LONGEST)
+_GROWTH = 4
+_REPEATS = 3
+
+_SECONDS = 1.5
+"""What timing steps at start may take; larger ones than came by then are extrapolated."""
+
+
+def load_draft(settings: Settings, target: LoadedModel) -> LoadedModel | None:
+    """The draft model that goes with ``target``; None if there is to be none.
+
+    Raises:
+        ModelError: it cannot be loaded.
+        ConfigurationError: its tokens are not the target's.
+    """
+    path = settings.speculation.draft_model
+    if path == "auto":
+        path = DEMO_DRAFT if settings.model.path == DEMO else None
+    if path is None or settings.speculation.source not in ("auto", "draft"):
+        return None
+    draft = load_model(
+        path,
+        dtype=str(target.dtype).removeprefix("torch."),
+        device=str(target.device),
+    )
+    if draft.tokenizer.get_vocab() != target.tokenizer.get_vocab():
+        raise ConfigurationError(
+            f"speculation.draft_model: the tokens of {draft.path} are not those of {target.path}; "
+            "a draft model must have its target's tokenizer: choose another one, or 'off'"
+        )
+    window = target.geometry.windows
+    if window and None not in {layer.window for layer in target.geometry.layers}:
+        reach = [layer.window for layer in draft.geometry.layers]
+        if None in reach or max(w for w in reach if w is not None) > max(window):
+            raise ConfigurationError(
+                f"speculation.draft_model: {draft.path} sees further back than {target.path}, "
+                f"whose KV blocks are given up behind its window of {max(window)} tokens; choose "
+                "a draft model with that window, or 'off'"
+            )
+    return draft
+
+
+def configure(
+    settings: Settings, runner: ModelRunner, drafter: DraftModel | None, max_sequences: int
+) -> SpeculationConfig | None:
+    """What the engine may draft, with the times of steps on this device; None for nothing."""
+    wanted = settings.speculation
+    ngram = wanted.source in ("auto", "ngram")
+    if not ngram and drafter is None:
+        return None
+    config = SpeculationConfig(
+        ngram=ngram,
+        draft=drafter is not None,
+        length=wanted.length,
+        longest=wanted.max_length,
+    )
+    if wanted.length is not None:
+        return config
+    calibration = _calibrate(runner, drafter, max_sequences)
+    _log.info(
+        "a step of one sequence takes %.1f ms, with %d drafts %.1f ms; timed up to %d sequences",
+        1000 * calibration.verify[0][0],
+        calibration.drafts[-1],
+        1000 * calibration.verify[0][-1],
+        calibration.sequences[-1],
+    )
+    return replace(config, calibration=calibration)
+
+
+def _calibrate(runner: ModelRunner, drafter: DraftModel | None, max_sequences: int) -> Calibration:
+    began = time.perf_counter()
+    sequences: list[int] = []
+    verify: list[tuple[float, ...]] = []
+    draft: list[float] = []
+    for count in _powers(max_sequences):
+        spent = time.perf_counter() - began
+        if sequences and spent * (1 + _GROWTH) > _SECONDS:
+            break
+        times = [
+            runner.time_decode(count, num_drafts=drafts, repeats=_REPEATS) for drafts in _DRAFTS
+        ]
+        sequences.append(count)
+        verify.append(tuple(times))
+        if drafter is not None:
+            draft.append(drafter.time_round(count, repeats=_REPEATS))
+    return Calibration(
+        sequences=tuple(sequences),
+        drafts=_DRAFTS,
+        verify=tuple(verify),
+        draft=tuple(draft) if drafter is not None else None,
+    )
+
+
+def _powers(most: int) -> Iterator[int]:
+    count = 1
+    while count < most:
+        yield count
+        count *= _GROWTH
+    yield most

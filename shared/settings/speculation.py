@@ -1,0 +1,42 @@
+"""Settings of speculative decoding."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from .section import Section, setting
+
+__all__ = ["SpeculationSettings"]
+
+
+class SpeculationSettings(Section):
+    """Drafts of coming tokens that are verified several at a time (docs/speculation.md).
+
+    The output is the same whatever is set here; only its speed differs.
+    """
+
+    source: Literal["auto", "off", "ngram", "draft"] = setting(
+        "auto",
+        "Where drafts may come from: `ngram` is what followed the last tokens when they came "
+        "before, `draft` the draft model, `auto` both. A request can ask for less.",
+    )
+    draft_model: str | None = setting(
+        "auto",
+        "Directory of a smaller checkpoint with the model's tokenizer, which proposes drafts. "
+        "`auto` takes the one that comes with `demo` for that model and none for others; `off` "
+        "takes none.",
+        none="off",
+        min_length=1,
+    )
+    length: int | None = setting(
+        None,
+        "Drafts of each sequence in each step. `auto` chooses them, none included, by what they "
+        "cost and how often they are accepted, both measured all the time.",
+        unit="tokens",
+        none="auto",
+        ge=1,
+        le=16,
+    )
+    max_length: int = setting(
+        7, "Most drafts of a sequence that `auto` chooses.", unit="tokens", ge=1, le=16
+    )

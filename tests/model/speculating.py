@@ -1,0 +1,161 @@
+"""An engine over a real model with drafts, and one drafter that is right as often as it is told."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+from penstock.gpu_worker.engine import (
+    BlockCopy,
+    Engine,
+    EngineConfig,
+    EngineRequest,
+    EngineStats,
+    Span,
+    SpeculationConfig,
+    Update,
+)
+from penstock.gpu_worker.model import KVPool, LoadedModel, ModelRunner
+from penstock.gpu_worker.model.detokenizer import IncrementalDetokenizer
+from penstock.gpu_worker.model.drafters import Drafter, DraftModel
+from penstock.gpu_worker.model.sampler import Sampler
+from penstock.shared.protocol import Lane, SamplingOptions
+
+BLOCK_SIZE = 4
+
+
+class Oracle:
+    """Proposes what the sequence will say, or with a given chance something else.
+
+    Args:
+        outputs: by prompt, what comes.
+        wrong: chance that a draft is changed.
+        vocab_size: to change it within.
+    """
+
+    def __init__(
+        self, outputs: Mapping[tuple[int, ...], Seq[int]], wrong: float, vocab_size: int
+    ) -> None:
+        self._outputs = outputs
+        self._wrong = wrong
+        self._vocab_size = vocab_size
+        self._random = random.Random(3)
+
+    def copy_blocks(self, copies: Seq[BlockCopy]) -> None:
+        """It has no KV."""
+
+    def propose(self, spans: Seq[Span]) -> list[tuple[int, ...]]:
+        return [self._of(span) for span in spans]
+
+    def _of(self, span: Span) -> tuple[int, ...]:
+        sequence = span.sequence
+        known = self._outputs[tuple(sequence.token_ids[: sequence.num_prompt_tokens])]
+        coming = [*known[sequence.num_output_tokens :], *[1] * span.num_drafts][: span.num_drafts]
+        return tuple(
+            self._random.randrange(self._vocab_size) if self._random.random() < self._wrong else i
+            for i in coming
+        )
+
+
+@dataclass
+class Served:
+    """What came of the requests.
+
+    Attributes:
+        outputs: tokens by request.
+        updates: by request, in order.
+        stats: of the engine.
+        steps: how many there were.
+    """
+
+    outputs: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    updates: dict[str, list[Update]] = field(default_factory=dict)
+    stats: EngineStats | None = None
+    steps: int = 0
+
+    @property
+    def drafted(self) -> int:
+        assert self.stats is not None
+        assert self.stats.speculation is not None
+        return sum(self.stats.speculation.drafted.values())
+
+    @property
+    def accepted(self) -> int:
+        assert self.stats is not None
+        assert self.stats.speculation is not None
+        return sum(self.stats.speculation.accepted.values())
+
+
+def engine_config(model: LoadedModel, **changes: object) -> EngineConfig:
+    values: dict[str, object] = {
+        "block_size": BLOCK_SIZE,
+        "num_blocks": 200,
+        "max_batch_tokens": 64,
+        "max_sequences": 8,
+        "chunk_size": 64,
+        "max_model_len": model.max_model_len,
+        "eos_token_ids": model.eos_token_ids,
+        "vocab_size": model.vocab_size,
+    }
+    return EngineConfig(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def draft_model(draft: LoadedModel, target: LoadedModel, num_blocks: int) -> DraftModel:
+    pool = KVPool(draft.geometry, num_blocks, BLOCK_SIZE, draft.device, draft.dtype)
+    return DraftModel(draft, pool, Sampler(), target)
+
+
+def serve(
+    model: LoadedModel,
+    requests: Mapping[str, tuple[tuple[int, ...], SamplingOptions]],
+    *,
+    speculation: SpeculationConfig | None = None,
+    drafter: Drafter | None = None,
+    seeds: Mapping[str, int] | None = None,
+    begun: Mapping[str, Iterable[int]] | None = None,
+    **changes: object,
+) -> Served:
+    """Run requests together to their ends, two arriving in each step."""
+    config = engine_config(model, speculation=speculation, **changes)
+    engine = Engine(config, lambda ids: IncrementalDetokenizer(model.tokenizer, ids))
+    pool = KVPool(model.geometry, config.num_blocks, BLOCK_SIZE, model.device, model.dtype)
+    runner = ModelRunner(model, pool, drafter=drafter)
+    served = Served(updates={id: [] for id in requests})
+    coming = list(requests.items())
+    live = 0
+    while coming or live:
+        for id, (prompt, options) in coming[:2]:
+            before = tuple((begun or {}).get(id, ()))
+            refused = engine.add(
+                EngineRequest(
+                    id=id,
+                    lane=Lane.NORMAL,
+                    tenant="t",
+                    prompt_ids=prompt,
+                    output_ids=before,
+                    options=options,
+                    seed=(seeds or {}).get(id, 0),
+                    arrival=0.0,
+                )
+            )
+            served.outputs[id] = before
+            live += 1
+            if refused is not None:
+                served.updates[id].append(refused)
+                live -= 1
+        coming = coming[2:]
+        plan = engine.schedule()
+        if plan is None:
+            continue
+        served.steps += 1
+        for update in engine.collect(plan, runner.run(plan)):
+            if not update.parts:
+                assert update.start == len(served.outputs[update.id])
+            served.outputs[update.id] += update.token_ids
+            served.updates[update.id].append(update)
+            live -= update.finish is not None
+        engine.check_integrity()
+    served.stats = engine.stats()
+    return served
