@@ -62,6 +62,7 @@ class Supervisor:
         self._ready_file = ready_file
         self._stop = asyncio.Event()
         self._oom = OomWatch(None)
+        self._redis, self._operations = self._connect()
 
     async def run(self) -> int:
         """Supervise until SIGTERM or SIGINT; returns the exit code.
@@ -132,18 +133,24 @@ class Supervisor:
         return code
 
     async def _release(self, worker_id: str, *, blame: bool, died: bool) -> None:
-        settings = self._settings
-        assert settings.redis.url is not None
-        redis = Redis.from_url(settings.redis.url, socket_timeout=settings.redis.socket_timeout_s)
-        keys = Keys(settings.queue.model, settings.queue.shard)
-        operations = Operations(redis, keys, retention_ms=settings.queue.retention_s * 1000)
         try:
-            count = await operations.release_all(worker_id, blame=blame, died=died)
+            count = await self._operations.release_all(worker_id, blame=blame, died=died)
             _log.warning("gave back %d requests of the dead engine process", count)
         except (PenstockError, RedisError, OSError) as error:
             _log.warning("could not give back its requests (%s); the lease will", error)
         finally:
-            await redis.aclose()
+            # No connection is kept: it may be long until the next death, and a connection that
+            # stood idle may be dead without a word.
+            await self._redis.aclose()
+
+    def _connect(self) -> tuple[Redis, Operations]:
+        """What gives work back: made before it is needed, since streams stand still until then."""
+        settings = self._settings
+        assert settings.redis.url is not None
+        redis = Redis.from_url(settings.redis.url, socket_timeout=settings.redis.socket_timeout_s)
+        keys = Keys(settings.queue.model, settings.queue.shard)
+        retention_ms = settings.queue.retention_s * 1000
+        return redis, Operations(redis, keys, retention_ms=retention_ms)
 
 
 def new_worker_id(name: str | None) -> str:
