@@ -15,7 +15,7 @@ EDITABLE := --config-settings editable_mode=strict
 RELINK := $(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable . $(EDITABLE)
 LIST_FILES := find producer gpu_worker kernels shared -type f -not -path '*/__pycache__/*' | sort
 
-.PHONY: help demo test check bench faults install clean FORCE
+.PHONY: help demo test check bench faults soak install clean FORCE
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
@@ -43,6 +43,9 @@ faults: install ## Run fault storms and the long form of the fault tests: twenty
 	$(BIN)/penstock chaos --seconds 60 --all --model demo --workers 3 --in-flight 16 --tokens 80
 	$(BIN)/penstock chaos --stall
 	$(BIN)/pytest tests/faults -m "" --timeout 3600 $(ARGS)
+
+soak: install ## Run a million requests through the simulator, twice, and look for what stays
+	$(BIN)/pytest tests/simulate/test_soak.py -m "" $(ARGS)
 
 install: $(VENV)/.linked ## Make the virtual environment, or bring it up to date
 
