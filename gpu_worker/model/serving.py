@@ -13,6 +13,7 @@ from penstock.shared.settings import EngineSettings, Settings
 
 from ..engine.config import Chunking, EngineConfig, PolicyName
 from ..serving import ServingModel
+from .decoding import decoder_of
 from .detokenizer import IncrementalDetokenizer
 from .drafters import DraftModel
 from .grammar import GrammarCompiler
@@ -77,7 +78,7 @@ def build_model(settings: Settings) -> ServingModel:
         runner=runner,
         encode=functools.partial(encode_prompt, loaded.tokenizer, vocab_size=loaded.vocab_size),
         compile=GrammarCompiler(loaded.tokenizer, loaded.vocab_size, loaded.eos_token_ids).compile,
-        new_text_stream=functools.partial(IncrementalDetokenizer, loaded.tokenizer),
+        new_text_stream=functools.partial(IncrementalDetokenizer, decoder_of(loaded.tokenizer)),
         summary=summary.replace("torch.", ""),
     )
 

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from penstock.gpu_worker.model.decoding import decoder_of
 from penstock.gpu_worker.model.detokenizer import IncrementalDetokenizer
 
 REPLACEMENT = "\ufffd"
@@ -287,3 +290,41 @@ def test_work_per_token_is_bounded(tokenizer, ids):
         stream.feed(token_id)
     assert len(ids) > 2000
     assert counting.decoded < 40 * len(ids)
+
+
+@pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, BYTE_FALLBACK, METASPACE])
+@given(data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_the_librarys_decode_is_the_tokenizers(tokenizer, data):
+    """Also for ids beyond the vocabulary, which models have that are wider than their words."""
+    decoder = decoder_of(tokenizer)
+    assert decoder is not tokenizer
+    ids = data.draw(st.lists(st.integers(0, len(tokenizer) + 5), max_size=24))
+    how = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+    assert decoder.decode(ids, **how) == tokenizer.decode(ids, **how)
+
+
+def test_a_tokenizer_that_decodes_its_own_way_is_left_alone():
+    class Own(PreTrainedTokenizerFast):
+        def _decode(self, token_ids, **how):
+            return super()._decode(token_ids, **how).upper()
+
+    tokenizer = Own(tokenizer_object=BYTE_LEVEL.backend_tokenizer)
+    assert decoder_of(tokenizer) is tokenizer
+    stream = IncrementalDetokenizer(decoder_of(tokenizer), [])
+    ids = BYTE_LEVEL.encode("water")
+    assert "".join(map(stream.feed, ids)) + stream.flush() == "WATER"
+
+
+def test_text_of_a_long_output_costs_as_much_per_token_as_that_of_a_short_one():
+    """Ids handed to the tokenizer per token, at the begin of an output of 20,000 and at its end."""
+    counting = Counting(BYTE_LEVEL)
+    stream = IncrementalDetokenizer(counting, [0])
+    ids = BYTE_LEVEL.encode(CORPUS[0] * 500)[:20_000]
+    decoded = []
+    for index, token_id in enumerate(ids):
+        stream.feed(token_id)
+        if index % 2000 == 0:
+            decoded.append(counting.decoded)
+    shares = [after - before for before, after in itertools.pairwise(decoded)]
+    assert max(shares[1:]) < 1.1 * min(shares[1:])
