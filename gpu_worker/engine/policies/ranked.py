@@ -95,5 +95,5 @@ def length_place(sequence: Sequence, longest: int) -> float:
     worker gave of it). What it really gives is not known; ``max_tokens`` and the context bound it.
     """
     allowed = sequence.options.max_tokens - sequence.num_output_tokens
-    steps = min(1 + allowed, 1 + longest - sequence.num_tokens)
+    steps = 1 + max(0, min(allowed, longest - sequence.num_tokens))
     return min(1.0, math.log1p(steps) / math.log1p(longest))
