@@ -25,15 +25,18 @@ __all__ = ["Intake"]
 
 _log = logging.getLogger("penstock.intake")
 
+_IDS_CHECKED_AT_ONCE = 2048
+"""Token ids only have to be looked at: of so many, that is done before a thread has woken up."""
+
 
 class Intake:
     """Prepares claimed requests.
 
     Args:
         encode: turns a prompt (text, ids or chat messages) into token ids; may raise
-            :class:`InvalidRequest`. Runs in ``pool``.
+            :class:`InvalidRequest`. Runs in ``pool``, unless there is nearly nothing to do.
         compile: what is needed to follow the form of a request's output; may raise
-            :class:`InvalidRequest`. Runs in ``pool``.
+            :class:`InvalidRequest`. Runs in ``pool``, unless there is nearly nothing to do.
         compile_timeout_s: how long that may take.
         add: gives a prepared request to the engine's thread.
         outbox: opens a ledger per claim, and takes the end of what cannot be prepared.
@@ -94,7 +97,11 @@ class Intake:
         loop = asyncio.get_running_loop()
         now = loop.time()
         try:
-            prompt_ids = await loop.run_in_executor(self._pool, self._encode, request.prompt)
+            prompt_ids: Sequence[int]
+            if isinstance(request.prompt[0], int) and len(request.prompt) <= _IDS_CHECKED_AT_ONCE:
+                prompt_ids = self._encode(request.prompt)
+            else:
+                prompt_ids = await loop.run_in_executor(self._pool, self._encode, request.prompt)
             grammar = await self._compiled(request.options)
         except InvalidRequest as error:
             self._refuse(claim, error)

@@ -8,17 +8,15 @@ import random
 
 import torch
 
-from penstock.shared.embedded import EmbeddedRedis
-from penstock.shared.keys import Keys
 from penstock.shared.report import Report
-from penstock.shared.settings import Settings, load_settings
+from penstock.shared.settings import load_settings
 
 from ..garbage import calm_collector
 from .generation import EngineSide, TransformersSide
 from .options import EngineOptions
+from .redis_cost import measure_redis_cost
 from .rounds import Machine, Progress, Rounds, percentile
-from .through_redis import run_through_redis, worker_process
-from .traces import Trace, mixed_trace, requests_of, uniform_trace
+from .traces import Trace, mixed_trace, uniform_trace
 
 __all__ = ["bench_engine"]
 
@@ -62,7 +60,9 @@ async def _bench(options: EngineOptions, progress: Progress) -> Report:
     choice = {options.threads} if options.threads else {1, cores or 1}
     theirs = TransformersSide(options.model, sorted(choice))
     rounds, rng = Rounds(), random.Random(0)
-    stages, done = options.rounds * (len(options.batches) + 3), 0
+    # A few percent between two runs of seconds: it takes more pairs than the other figures.
+    pairs = 2 * options.rounds + 1
+    stages, done = options.rounds * (len(options.batches) + 1) + 2 * pairs, 0
     machine = Machine()
     with calm_collector():
         for batch in options.batches:
@@ -77,7 +77,21 @@ async def _bench(options: EngineOptions, progress: Progress) -> Report:
             _compare(ours, theirs, rounds, trace, options.slots, "mixed")
             done += 1
             progress("mixed lengths", done, stages)
-        await _measure_redis(options, settings, ours, theirs, rounds, rng, (done, stages), progress)
+
+        def pair_done() -> None:
+            nonlocal done
+            done += 2
+            progress("through Redis", done, stages)
+
+        await measure_redis_cost(
+            ours,
+            settings,
+            rounds,
+            new_trace=lambda: _mixed(options, rng, theirs),
+            slots=options.slots,
+            pairs=pairs,
+            progress=pair_done,
+        )
     notes = (
         ours.summary,
         f"{_threads(ours.threads)} for the engine, {_threads(theirs.threads)} for transformers"
@@ -105,37 +119,3 @@ def _compare(
     rounds.add(f"step_ms_{name}", 1e3 * percentile(steps, 50))
     rounds.add(f"transformers_tokens_per_s_{name}", tokens / their_seconds)
     rounds.add(f"speedup_{name}", their_seconds / seconds)
-
-
-async def _measure_redis(
-    options: EngineOptions,
-    settings: Settings,
-    ours: EngineSide,
-    theirs: TransformersSide,
-    rounds: Rounds,
-    rng: random.Random,
-    count: tuple[int, int],
-    progress: Progress,
-) -> None:
-    """The same trace by a worker process through Redis and by the engine here, alternating."""
-    done, stages = count
-    tree = settings.model_dump()
-    tree["engine"].update(threads=ours.threads, max_sequences=options.slots)
-    keys = Keys("bench")
-    async with EmbeddedRedis() as server:
-        tree["redis"].update(url=server.url)
-        async with worker_process(Settings.model_validate(tree)):
-            await run_through_redis(
-                server.url, keys, requests_of(_mixed(options, rng, theirs), "warm")
-            )
-            for index in range(options.rounds):
-                trace = _mixed(options, rng, theirs)
-                tokens = sum(item.max_tokens for item in trace)
-                seconds, _ = ours.run(trace, options.slots)
-                requests = requests_of(trace, f"round-{index}")
-                redis_seconds = await run_through_redis(server.url, keys, requests)
-                rounds.add("tokens_per_s_in_process", tokens / seconds)
-                rounds.add("tokens_per_s_through_redis", tokens / redis_seconds)
-                rounds.add("redis_cost_percent", 100 * (redis_seconds / seconds - 1))
-                done += 2
-                progress("through Redis", done, stages)

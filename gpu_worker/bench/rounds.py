@@ -11,7 +11,7 @@ from pathlib import Path
 
 from penstock.shared.report import Check, Number, Report
 
-__all__ = ["Machine", "Progress", "Rounds", "family_s", "percentile"]
+__all__ = ["Machine", "Progress", "Rounds", "family_s", "percentile", "process_s"]
 
 Progress = Callable[[str, int, int], None]
 """Told the stage, how much of it is done and how much there is."""
@@ -98,6 +98,15 @@ def _busy_s() -> float:
         return math.nan
     user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, fields[:8])
     return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+
+
+def process_s(pid: int) -> float:
+    """CPU seconds of one living process and its threads; NaN where this is not known."""
+    try:
+        fields = (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return math.nan
+    return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
 
 
 def family_s() -> float:

@@ -30,8 +30,8 @@ _SILENCE_S = 60.0
 
 
 @contextlib.asynccontextmanager
-async def worker_process(settings: Settings) -> AsyncIterator[None]:
-    """An engine process that serves while the ``with`` lasts.
+async def worker_process(settings: Settings) -> AsyncIterator[int]:
+    """An engine process that serves while the ``with`` lasts; gives its process id.
 
     Raises:
         PenstockError: it ended, or was not ready in time.
@@ -47,7 +47,7 @@ async def worker_process(settings: Settings) -> AsyncIterator[None]:
             process.stdin.write(launch.to_line())
             process.stdin.close()
             await asyncio.to_thread(_wait_until_ready, process, ready)
-            yield
+            yield process.pid
         finally:
             process.terminate()
             await asyncio.to_thread(process.wait)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import signal
 import subprocess
@@ -11,7 +12,7 @@ import time
 
 from waiting import wait_until
 
-from penstock.gpu_worker.bench.rounds import Machine, Rounds, family_s, percentile
+from penstock.gpu_worker.bench.rounds import Machine, Rounds, family_s, percentile, process_s
 from penstock.gpu_worker.garbage import calm_collector
 
 SPIN = "import time; end = time.monotonic() + 60\nwhile time.monotonic() < end: pass"
@@ -63,6 +64,14 @@ def test_children_count_as_ours_while_they_live_and_when_they_have_ended() -> No
     child.kill()
     child.wait()
     assert family_s() - began > 0.3
+
+
+def test_cpu_of_one_process() -> None:
+    child = subprocess.Popen([sys.executable, "-c", SPIN])
+    wait_until(lambda: process_s(child.pid) > 0.3, "CPU used by a living child", 20)
+    child.kill()
+    child.wait()
+    assert math.isnan(process_s(child.pid))
 
 
 def test_what_others_use_is_told() -> None:
