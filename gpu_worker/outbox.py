@@ -222,7 +222,10 @@ class Outbox:
         ids, chunk = update.token_ids, b""
         if ids:
             text = "" if update.parts else update.text
-            whole = Chunk(start, ids, text, 0, update.logprobs, parts=update.parts)
+            whole = Chunk(
+                start, ids, text, 0, update.logprobs,
+                parts=update.parts, prompt_logprobs=update.prompt_logprobs,
+            )  # fmt: skip
             ledger.digest = whole.digest_after(ledger.digest)
             ledger.confirmed = start + len(ids)
             chunk = replace(whole, digest=ledger.digest).pack(ledger.answer)
@@ -322,6 +325,7 @@ def _joined(before: Update, update: Update) -> Update:
         text=before.text + update.text,
         logprobs=before.logprobs + update.logprobs,
         parts=joined_parts(before.parts, update.parts),
+        prompt_logprobs=before.prompt_logprobs,  # they come with the first
     )
 
 

@@ -45,6 +45,13 @@ class SyntheticRunner:
                 for sequence, ids in sampled
                 if sequence.options.logprobs is not None
             },
+            prompt_logprobs={
+                span.sequence: tuple(
+                    _report(span.sequence.token_ids[row + 1], width) for row in span.prompt_rows
+                )
+                for span in plan.spans
+                if (width := span.sequence.options.prompt_logprobs) is not None
+            },
             candidates={
                 sequence: _likeliest(*ids, sequence.num_candidates)
                 for sequence, ids in sampled

@@ -205,6 +205,7 @@ def run_isolated(runner: Runner, plan: Plan) -> StepOutput:
             {**first.failures, **failures},
             {**first.logprobs, **rest.logprobs},
             {**first.candidates, **rest.candidates},
+            prompt_logprobs={**first.prompt_logprobs, **rest.prompt_logprobs},
             deferred=first.deferred.union(middle + index for index in rest.deferred),
             drafted={**first.drafted, **rest.drafted},
         )

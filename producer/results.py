@@ -75,11 +75,14 @@ class Result:
         id: the request's id.
         choices: its outputs, at least one; partial unless the state is ``completed``.
         end: the terminal event.
+        prompt_logprobs: one per token of the prompt if the request asked for them, else empty; of
+            the first token None.
     """
 
     id: str
     choices: tuple[Choice, ...]
     end: End
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
 
     @property
     def text(self) -> str:

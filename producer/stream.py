@@ -146,8 +146,12 @@ class TokenStream:
         chunks = [chunk async for chunk in self]
         if self._merger.end is None:
             raise StreamError(f"the stream of {self._id!r} was closed before it ended")
-        end = self._merger.end
-        return Result(id=self._id, choices=gather_choices(chunks, end), end=end)
+        return Result(
+            id=self._id,
+            choices=gather_choices(chunks, self._merger.end),
+            end=self._merger.end,
+            prompt_logprobs=chunks[0].prompt_logprobs if chunks else (),
+        )
 
     async def aclose(self) -> None:
         """Leave the stream; the request runs on. Calling it again is harmless."""

@@ -123,6 +123,8 @@ class Chunk:
             token how much of the text came with it, in bytes of UTF-8 (of several tokens that were
             published together, with the last). Else empty: the text belongs to the whole chunk.
         parts: whose tokens these are, for a request with several choices; else empty.
+        prompt_logprobs: in the first chunk, one per token of the prompt if the request asked for
+            them, else empty. Of the first token, which nothing comes before, None.
     """
 
     start: int
@@ -132,6 +134,7 @@ class Chunk:
     logprobs: tuple[TokenLogprobs, ...] = ()
     text_lengths: tuple[int, ...] = ()
     parts: tuple[Part, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
 
     @property
     def stop(self) -> int:
@@ -176,6 +179,7 @@ class Chunk:
             logprobs=self.logprobs[known:],
             text_lengths=self.text_lengths[known:],
             parts=cut_parts(self.parts, known, delivered),
+            prompt_logprobs=() if known else self.prompt_logprobs,
         )
 
     def pack(self, answer: Answer = Answer.MSGPACK) -> bytes:
@@ -183,20 +187,26 @@ class Chunk:
 
         With logprobs a fifth element: ``[[logprob, [[id, logprob]...]]...]``, or ``logprobs``. In a
         compact log, which is never JSON, a sixth: the text lengths. Of several choices a seventh:
-        ``[[choice, start, num_tokens, text, reason or nil]...]``, or ``parts``. Elements before the
-        last that do not apply are nil.
+        ``[[choice, start, num_tokens, text, reason or nil]...]``, or ``parts``. With prompt
+        logprobs an eighth, like the fifth, its first entry nil, or ``prompt_logprobs``. Elements
+        before the last that do not apply are nil.
         """
         if answer is Answer.JSON:
             more: dict[str, Any] = {"logprobs": self.logprobs} if self.logprobs else {}
             if self.parts:
                 more["parts"] = [part._asdict() for part in self.parts]
+            if self.prompt_logprobs:
+                more["prompt_logprobs"] = self.prompt_logprobs
             return _json(
                 {"start": self.start, "ids": self.token_ids, "text": self.text,
                  "digest": self.digest, **more}
             )  # fmt: skip
         wire = (self.start, self.token_ids, self.text, self.digest)
         packed: bytes
-        if self.parts:
+        if self.prompt_logprobs:
+            most = (self.logprobs or None, self.text_lengths or None, self.parts or None)
+            packed = msgpack.packb((*wire, *most, self.prompt_logprobs), use_single_float=True)
+        elif self.parts:
             parted = (self.logprobs or None, None, self.parts)
             packed = msgpack.packb((*wire, *parted), use_single_float=True)
         elif self.text_lengths:
@@ -298,7 +308,10 @@ def unpack_event(data: bytes) -> Chunk | End:
         logprobs = _logprobs(wire[4], len(token_ids)) if len(wire) > 4 else ()
         lengths = _text_lengths(wire[5], token_ids, text) if len(wire) > 5 else ()
         parts = read_parts(wire[6], len(token_ids)) if len(wire) > 6 else ()
-        return Chunk(int(start), tuple(token_ids), text, int(digest), logprobs, lengths, parts)
+        of_prompt = _prompt_logprobs(wire[7]) if len(wire) > 7 else ()
+        return Chunk(
+            int(start), tuple(token_ids), text, int(digest), logprobs, lengths, parts, of_prompt
+        )
     except (TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
         allowed = "[start, [ids], text, digest] or [-1, n, state, reason, message, usage]"
         raise ProtocolError("event", data, f"{allowed}, or their JSON objects") from error
@@ -309,10 +322,20 @@ def _logprobs(wire: Any, num_tokens: int) -> tuple[TokenLogprobs, ...]:
         return ()
     if len(wire) != num_tokens:
         raise ValueError("logprobs of another number of tokens")
-    return tuple(
-        TokenLogprobs(float(logprob), tuple((int(i), float(other)) for i, other in top))
-        for logprob, top in wire
-    )
+    return tuple(map(_token_logprobs, wire))
+
+
+def _prompt_logprobs(wire: Any) -> tuple[TokenLogprobs | None, ...]:
+    if not wire:
+        return ()
+    if wire[0] is not None:
+        raise ValueError("logprobs of a first token")
+    return (None, *map(_token_logprobs, wire[1:]))
+
+
+def _token_logprobs(wire: Any) -> TokenLogprobs:
+    logprob, top = wire
+    return TokenLogprobs(float(logprob), tuple((int(i), float(other)) for i, other in top))
 
 
 def _text_lengths(wire: Any, token_ids: Sequence[int], text: str) -> tuple[int, ...]:
@@ -337,7 +360,8 @@ def _read_json(data: bytes) -> tuple[Any, ...]:
         names = ("n", "state", "reason", "message", "usage")
         return (END_MARK, *(wire[name] for name in names))
     chunk = tuple(wire[name] for name in ("start", "ids", "text", "digest"))
-    return (*chunk, wire.get("logprobs"), None, wire.get("parts"))
+    more = wire.get("logprobs"), None, wire.get("parts"), wire.get("prompt_logprobs")
+    return (*chunk, *more)
 
 
 def _json(event: Mapping[str, Any]) -> bytes:

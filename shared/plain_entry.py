@@ -239,6 +239,7 @@ _READERS: Mapping[str, Callable[[str, str], Any]] = MappingProxyType(
         "presence_penalty": _as_number,
         "prompt": _as_text,
         "prompt_ids": _as_ids,
+        "prompt_logprobs": _as_integer,
         "regex": _as_text,
         "repetition_penalty": _as_number,
         "seed": _as_integer,

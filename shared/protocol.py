@@ -114,6 +114,8 @@ class Request:
         put(self, "prompt", _prompt(self.prompt))
         if not isinstance(self.options, SamplingOptions):
             raise InvalidRequest("options", self.options, "SamplingOptions")
+        if isinstance(self.prompt[0], int):
+            self.options.check_prompt(len(self.prompt))
         for name in ("deadline_ms", "max_queue_ms"):
             value = getattr(self, name)
             if value is not None:

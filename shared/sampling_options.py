@@ -19,6 +19,7 @@ MAX_STOP_TOKENS = 64
 MAX_BIASES = 300
 MAX_LISTED_TOKENS = 4096
 MAX_LOGPROBS = 20
+MAX_PROMPT_FIGURES = 1 << 16
 MAX_CHOICES = 64
 
 _PENALTIES = (
@@ -30,6 +31,7 @@ _PENALTIES = (
 _NOT_WITH_BEAMS = (
     ("best_of", None),
     ("logprobs", None),
+    ("prompt_logprobs", None),
     ("min_p", 0.0),
     ("stop", ()),
     ("top_k", 0),
@@ -68,6 +70,9 @@ class SamplingOptions:
         logprobs: report the logarithms of the probabilities of each output token and of so many
             most likely ones, 0 to 20, as the model gives them, before all other options; None for
             no report.
+        prompt_logprobs: report the same of the prompt's tokens but the first, once, with the first
+            output token; at most 65,536 figures: (this + 1) times the prompt's tokens. None for no
+            report.
         seed: 0 to 2**63 - 1; None derives it from the request id, so that a request that is
             continued by another worker draws the same random numbers.
         stop: up to 16 strings; output text ends before the first that appears.
@@ -112,6 +117,7 @@ class SamplingOptions:
     banned_token_ids: tuple[int, ...] = ()
     min_tokens: int = 0
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -149,6 +155,8 @@ class SamplingOptions:
         check.integer("min_tokens", self.min_tokens, 0, self.max_tokens)
         if self.logprobs is not None:
             check.integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if self.prompt_logprobs is not None:
+            check.integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
         if self.seed is not None:
             check.integer("seed", self.seed, 0, 2**63 - 1)
         put(self, "stop", check.strings("stop", self.stop, MAX_STOP_STRINGS, MAX_STOP_BYTES))
@@ -173,6 +181,9 @@ class SamplingOptions:
         check.integer("best_of", self.best_of, 1, MAX_CHOICES)
         if self.best_of < self.n:
             raise InvalidRequest("best_of", self.best_of, f"at least n, which is {self.n}")
+        if self.best_of > self.n and self.prompt_logprobs is not None:
+            allowed = "nothing beside a best_of over n, whose outputs are published whole"
+            raise InvalidRequest("prompt_logprobs", self.prompt_logprobs, allowed)
         if self.best_of > self.n and self.temperature == 0:
             allowed = "n or none with temperature 0, which makes all candidates equal"
             raise InvalidRequest("best_of", self.best_of, allowed)
@@ -226,6 +237,20 @@ class SamplingOptions:
             return None
         given = {name: getattr(self, name) for name in constraints.CONSTRAINTS}
         return constraints.exclusive(given)
+
+    def check_prompt(self, num_tokens: int) -> None:
+        """Whether the report of a prompt of so many tokens is within its bound.
+
+        Raises:
+            InvalidRequest: it is not.
+        """
+        width = self.prompt_logprobs
+        if width is not None and num_tokens * (width + 1) > MAX_PROMPT_FIGURES:
+            allowed = (
+                f"less, or a shorter prompt: {num_tokens} tokens of {width + 1} figures are over "
+                f"{MAX_PROMPT_FIGURES}"
+            )
+            raise InvalidRequest("prompt_logprobs", width, allowed)
 
     def ending_ids(self, eos_token_ids: frozenset[int]) -> frozenset[int]:
         """The token ids that end the output, given those that end a text of the model."""

@@ -110,7 +110,7 @@ class Engine:
             grammar=None if request.grammar is None else request.grammar(),
         )
         finish = self._limits.prompt_too_long(sequence)
-        finish = finish or refuse_options(request.options, self._config)
+        finish = finish or refuse_options(request.options, self._config, sequence.num_prompt_tokens)
         if finish is None:
             finish = self._begin(request, sequence)
         if finish is not None:
@@ -119,6 +119,8 @@ class Engine:
 
     def _begin(self, request: EngineRequest, sequence: Sequence) -> Finish | None:
         """Take the request; its end, if it has one already."""
+        if request.options.prompt_logprobs is not None and not request.has_published:
+            sequence.prompt_logprobs = []
         if request.options.num_sequences == 1:
             output = self._output(sequence)
             finish = replay(output, request.output_ids) or self._limits.too_large(sequence)
@@ -188,7 +190,7 @@ class Engine:
         num_computed = num_sampled = 0
         finished, outputs = SequenceStatus.FINISHED, self._outputs
         block_size, pool_tokens = self._config.block_size, self._limits.pool_tokens
-        logprobs = output.logprobs
+        logprobs, of_prompt = output.logprobs, output.prompt_logprobs
         ends = map(failures.get, range(len(spans))) if failures else repeat(None)
         late = map(output.deferred.__contains__, range(len(spans))) if output.deferred else _NEVER
         for span, token_ids, failure, is_late in zip(
@@ -213,6 +215,8 @@ class Engine:
             if num_tokens > 1 or stop % block_size == 0:  # else it has filled no block
                 self._blocks.settle(sequence)
             num_computed += num_tokens
+            if of_prompt and sequence in of_prompt and sequence.prompt_logprobs is not None:
+                sequence.prompt_logprobs += of_prompt[sequence]
             if not token_ids:
                 continue
             num_sampled += 1
@@ -222,6 +226,8 @@ class Engine:
             update = outputs[sequence.id].append(token_ids)
             if logprobs and sequence in logprobs:
                 update.logprobs = logprobs[sequence]
+            if sequence.prompt_logprobs is not None:
+                _report_prompt(sequence, update)
             if update.finish is not None or len(sequence.token_ids) > pool_tokens:
                 self._finish(sequence, update)
             updates.append(update)
@@ -340,6 +346,8 @@ class Engine:
         """What a step gave for one of several sequences of a request."""
         group = self._groups[sequence.id]
         updates = group.collect(sequence, token_ids, output)
+        if sequence.prompt_logprobs is not None:
+            _report_prompt(sequence, updates[0])
         if group.is_over:
             del self._groups[sequence.id]
         return updates
@@ -368,6 +376,13 @@ class Engine:
         self._in_flight = None
         if plan.swaps_out:
             self._host.settle() if moved else self._host.distrust()
+
+
+def _report_prompt(sequence: Sequence, update: Update) -> None:
+    """Tell of the prompt with the first token, so once: what is published is not asked for."""
+    assert sequence.prompt_logprobs is not None
+    update.prompt_logprobs = (None, *sequence.prompt_logprobs)
+    sequence.prompt_logprobs = None
 
 
 def _bare_end(sequence: Sequence, start: int, finish: Finish) -> Update:

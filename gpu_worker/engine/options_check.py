@@ -13,10 +13,16 @@ __all__ = ["refuse_options"]
 _LISTS = ("stop_token_ids", "allowed_token_ids", "banned_token_ids")
 
 
-def refuse_options(options: SamplingOptions, config: EngineConfig) -> Finish | None:
-    """The end of a request whose options name ids the model does not have, or leave it none."""
+def refuse_options(
+    options: SamplingOptions, config: EngineConfig, num_prompt_tokens: int = 1
+) -> Finish | None:
+    """The end of a request whose options name ids the model does not have, or leave it none.
+
+    Or ask for a report of a prompt that is too long for one.
+    """
     try:
         _check(options, config)
+        options.check_prompt(num_prompt_tokens)
     except InvalidRequest as error:
         return Finish(Reason.INVALID, str(error))
     return None

@@ -47,6 +47,15 @@ class Span:
     num_drafts: int = 0
     source: Source | None = None
 
+    @property
+    def prompt_rows(self) -> range:
+        """Query positions whose logits are asked for, since a token of the prompt comes next."""
+        known, sequence = self.sequence.prompt_logprobs, self.sequence
+        if known is None:
+            return range(0)
+        stop = min(self.start + self.num_tokens, sequence.num_prompt_tokens - 1)
+        return range(max(self.start, len(known)), stop)
+
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
@@ -95,6 +104,8 @@ class StepOutput:
         failures: by index of span, why its request must end; that span's tokens are not looked at.
             One request's failure leaves the others of the step alone.
         logprobs: one per token of the sequences that ask for them.
+        prompt_logprobs: of sequences that ask for them, one for each of the span's
+            ``prompt_rows``: of the token behind it.
         candidates: the most likely next tokens of the sequences that have ``num_candidates``, with
             the natural logarithms of their probabilities, the most likely first; fewer than that
             if no more are possible.
@@ -115,3 +126,4 @@ class StepOutput:
     deferred: frozenset[int] = frozenset()
     drafted: Mapping[Sequence, int] = field(default_factory=dict)
     timing: StepTiming | None = field(default=None, compare=False)
+    prompt_logprobs: Mapping[Sequence, tuple[TokenLogprobs, ...]] = field(default_factory=dict)

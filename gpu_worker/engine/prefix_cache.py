@@ -129,8 +129,13 @@ class PrefixCache:
 
 
 def longest_hit(sequence: Sequence, block_size: int) -> int:
-    """Most blocks of ``sequence`` that may come from a cache: never that of its last token."""
-    return (sequence.num_tokens - 1) // block_size
+    """Most blocks of ``sequence`` that may come from a cache: never that of its last token.
+
+    Nor of prompt tokens whose logits are asked for and were not seen yet.
+    """
+    seen = sequence.prompt_logprobs
+    num_tokens = sequence.num_tokens - 1
+    return (num_tokens if seen is None else min(num_tokens, len(seen))) // block_size
 
 
 def _root(salt: bytes) -> bytes:

@@ -43,6 +43,11 @@ class EngineRequest:
     deadline: float | None = None
     grammar: Callable[[], object] | None = None
 
+    @property
+    def has_published(self) -> bool:
+        """Whether another worker has published a part of the output."""
+        return bool(self.output_ids) or any(self.choice_ids)
+
 
 @dataclass(frozen=True, slots=True)
 class Finish:
@@ -67,6 +72,8 @@ class Update:
         prompt_tokens: tokens of the prompt.
         cached_tokens: prompt tokens taken from the prefix cache.
         logprobs: one per token if the request asks for them, else empty.
+        prompt_logprobs: with the first token, one per token of the prompt if the request asks for
+            them, else empty; None of the first.
         choice: which of the request's outputs it is about.
         parts: of a request with several, whose the tokens are and why that choice ended, if it did.
         discarded_tokens: output tokens that were generated and are no part of the answer, such as
@@ -84,3 +91,4 @@ class Update:
     choice: int = 0
     parts: tuple[Part, ...] = ()
     discarded_tokens: int = 0
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()

@@ -201,7 +201,7 @@ class Scheduler:
     def _continue_running(self, step: Step) -> bool:
         """Plan what runs; False if some sequence had to be preempted."""
         queue = [sequence for sequences in self._running.values() for sequence in sequences]
-        all_kept = True
+        all_kept, chunk_size = True, self._config.chunk_size
         spans, budget, num_behind = step.spans, step.budget, len(queue)
         for sequence in queue:
             num_behind -= 1
@@ -218,7 +218,7 @@ class Scheduler:
                 continue
             if num_tokens == 0:
                 continue  # a beam that waits for the others of its group
-            num_tokens = min(num_tokens, self._config.chunk_size, budget - num_behind)
+            num_tokens = min(sequence.chunk(num_tokens), budget - num_behind, chunk_size)
             stop = start + num_tokens
             if not self._blocks.try_reserve(sequence, stop, step.copies):
                 all_kept = False
@@ -300,7 +300,7 @@ class Scheduler:
         self._policy.admit(sequence)
         sequence.status = SequenceStatus.RUNNING
         self._running[sequence.lane][sequence] = None
-        step.add(sequence, min(num_missing, self._config.chunk_size, step.budget))
+        step.add(sequence, min(sequence.chunk(num_missing), self._config.chunk_size, step.budget))
         return True
 
     def _longest_common(self, sequence: Sequence) -> tuple[Sequence, int] | None:

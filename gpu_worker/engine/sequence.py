@@ -5,11 +5,16 @@ from __future__ import annotations
 import enum
 from collections.abc import Collection, Iterable
 
-from penstock.shared.protocol import Lane, SamplingOptions
+from penstock.shared.protocol import Lane, SamplingOptions, TokenLogprobs
 
 from .drafting import Drafting
 
 __all__ = ["Sequence", "SequenceStatus"]
+
+
+_MOST_PROMPT_ROWS = 256
+"""Query tokens in one step of a sequence whose prompt's logits are asked for, as a row of logits is
+large: 256 of a vocabulary of 150,000 take 77 MB in half precision."""
 
 
 class SequenceStatus(enum.Enum):
@@ -62,6 +67,8 @@ class Sequence:
             none do, and while it runs.
         num_swapped_tokens: leading tokens whose keys and values are kept there.
         drafting: what is known of its drafts; None until it could have some.
+        prompt_logprobs: what is known of the prompt's tokens from the second on, as a request asks
+            for it that has published nothing; None: nobody asks.
         rank: ``lane.rank``, looked up once; 0 is the most urgent.
         choice: which of its request's outputs this is; 0 for a request that has one.
         siblings: the sequences of its request that the scheduler has, itself among them; empty for
@@ -92,6 +99,7 @@ class Sequence:
         "num_swapped_tokens",
         "num_writable_tokens",
         "options",
+        "prompt_logprobs",
         "rank",
         "seed",
         "siblings",
@@ -127,6 +135,7 @@ class Sequence:
         self.siblings: Collection[Sequence] = ()
         self.num_candidates = 0
         self.grammar = grammar
+        self.prompt_logprobs: list[TokenLogprobs] | None = None
         self.rank = lane.rank
         self.status = SequenceStatus.WAITING
         self.token_ids = list(prompt_ids)
@@ -168,6 +177,11 @@ class Sequence:
             f"{self.num_computed_tokens} of {self.num_tokens} tokens computed, "
             f"{self.num_output_tokens} of them output, {len(self.block_table)} blocks>"
         )
+
+    def chunk(self, most: int) -> int:
+        """How many of the next ``most`` tokens one step may compute."""
+        # Others need one row of logits, this one needs a row for every token of the prompt.
+        return most if self.prompt_logprobs is None else min(most, _MOST_PROMPT_ROWS)
 
     @property
     def num_tokens(self) -> int:

@@ -21,10 +21,12 @@ from ..engine.sequence import Sequence
 from ..engine.speculation_cost import StepTiming
 from .draft_rows import DraftRows, SampledRow
 from .drafters import Drafter
+from .grammar import Follower
 from .kv_pool import KVPool
 from .logits_processors import nothing_left
 from .masks import MaskMaker, Masks
 from .packing import Piece, Rows, decode_pieces, forward_logits, pack
+from .prompt_logprobs import PromptRows
 from .sampler import INVALID_TOKEN, NO_TOKEN_LEFT, Sampler, SamplingBatch
 from .swap_pool import SwapPool
 from .timing import least_seconds
@@ -96,6 +98,35 @@ class ModelRunner:
         followers = self._masks.begin(sampling)
         drafts, draft_seconds = self._propose(plan)
         logits = self._forward([_piece(span, drafts.get(span.sequence)) for span in plan.spans])
+        times = began, draft_seconds
+        prompts = PromptRows.of(plan.spans, drafts, self.loaded.device)
+        if prompts is None:
+            return self._sample(plan, logits, sampling, followers, drafts, times)
+        figures = prompts.compute(logits)
+        logits = logits[prompts.sampled]
+        output = self._sample(plan, logits, sampling, followers, drafts, times)
+        return replace(output, prompt_logprobs=prompts.by_sequence(figures))
+
+    def _sample(
+        self,
+        plan: Plan,
+        logits: Tensor,
+        sampling: list[Sequence],
+        followers: dict[int, Follower],
+        drafts: dict[Sequence, tuple[int, ...]],
+        times: tuple[float, float],
+    ) -> StepOutput:
+        """What a step gives whose forward is queued.
+
+        Args:
+            plan: the step's.
+            logits: a row for each token that is sampled.
+            sampling: the sequences of these rows; one with drafts has a row more for each.
+            followers: what the masks are asked of.
+            drafts: of the sequences that have some.
+            times: when the step began, and the seconds its draft model took.
+        """
+        began, draft_seconds = times
         if not sampling:
             return StepOutput(tuple(() for _ in plan.spans), swap_s=self._swap_seconds())
         rows: list[SampledRow] = list(sampling)
@@ -284,5 +315,8 @@ def _piece(span: Span, drafts: tuple[int, ...] | None) -> Piece:
     token_ids = sequence.token_ids[start : start + span.num_tokens]
     if drafts:  # behind the one token that is not computed yet; every row is wanted
         return Piece([*token_ids, *drafts], start, sequence.block_table, Rows.ALL)
-    rows = Rows.LAST if span.samples else Rows.NONE
+    if sequence.prompt_logprobs is not None and span.prompt_rows:
+        rows = Rows.ALL
+    else:
+        rows = Rows.LAST if span.samples else Rows.NONE
     return Piece(token_ids, start, sequence.block_table, rows)

@@ -183,6 +183,7 @@ def chunk_facts(request_id: str, chunk: Chunk) -> dict[str, Any]:
         "text": chunk.text,
         **_logprobs(chunk.logprobs),
         **({"parts": [part._asdict() for part in chunk.parts]} if chunk.parts else {}),
+        **_prompt_logprobs(chunk.prompt_logprobs),
     }
 
 
@@ -199,6 +200,7 @@ def result_facts(result: Result) -> dict[str, Any]:
         "token_ids": list(result.token_ids),
         **_logprobs(result.logprobs),
         **_choices(result.choices),
+        **_prompt_logprobs(result.prompt_logprobs),
         **_end(result.end),
     }
 
@@ -223,6 +225,11 @@ def _logprobs(logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
     if not logprobs:
         return {}
     return {"logprobs": [{"logprob": of.logprob, "top": of.top} for of in logprobs]}
+
+
+def _prompt_logprobs(logprobs: Sequence[TokenLogprobs | None]) -> dict[str, Any]:
+    facts = [None if of is None else {"logprob": of.logprob, "top": of.top} for of in logprobs]
+    return {"prompt_logprobs": facts} if facts else {}
 
 
 def _end(end: End) -> dict[str, Any]:

@@ -78,6 +78,9 @@ def submit(
     logprobs: Annotated[
         int | None, typer.Option(help="With --json: report so many likeliest tokens each [none].")
     ] = None,
+    prompt_logprobs: Annotated[
+        int | None, typer.Option(help="The same of the prompt's tokens [none].")
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Same seed, same tokens [from id].")] = None,
     stop: Annotated[
         list[str] | None, typer.Option(help="End before this text; may be repeated.")
@@ -152,6 +155,7 @@ def submit(
         frequency_penalty=frequency_penalty,
         min_tokens=min_tokens,
         logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
         seed=seed,
         stop=stop,
         n=n,

@@ -81,6 +81,11 @@ def decode(token_ids: Iterable[int], *, final: bool) -> str:
     return codecs.getincrementaldecoder("utf-8")("replace").decode(data, final)
 
 
+def prompt_report(token_id: int) -> TokenLogprobs:
+    """What the fake model reports of a prompt's token."""
+    return TokenLogprobs(-float(token_id))
+
+
 def cut(text: str, stops: Iterable[str]) -> str | None:
     """What stands before the stop string that is complete first; None if there is none."""
     found = [(text.find(stop) + len(stop), text.find(stop)) for stop in stops if stop in text]
@@ -189,7 +194,15 @@ class FakeRunner:
             if span.samples and sequence.num_candidates:
                 candidates[sequence] = tuple(likelihoods(last)[: sequence.num_candidates])
         self.num_computed += plan.num_tokens
-        return StepOutput(tuple(sampled), logprobs=logprobs, candidates=candidates)
+        reports = {
+            span.sequence: tuple(
+                prompt_report(span.sequence.token_ids[row + 1]) for row in span.prompt_rows
+            )
+            for span in plan.spans
+        }
+        return StepOutput(
+            tuple(sampled), logprobs=logprobs, candidates=candidates, prompt_logprobs=reports
+        )
 
     def _write(self, plan: Plan) -> None:
         assert plan.spans

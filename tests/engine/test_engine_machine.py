@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from engine.fakes import EOS, FakeRunner, PieceStream, Result, config, request, solo
+from engine.fakes import EOS, FakeRunner, PieceStream, Result, config, prompt_report, request, solo
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -46,6 +46,10 @@ class Log:
         assert update.start == len(self.token_ids)
         assert update.token_ids or update.finish is not None
         assert update.token_ids or not update.text
+        asked = self.request.options.prompt_logprobs is not None
+        tells = asked and bool(update.token_ids) and not self.token_ids
+        ids = self.request.prompt_ids
+        assert update.prompt_logprobs == ((None, *map(prompt_report, ids[1:])) if tells else ())
         assert update.prompt_tokens == len(self.request.prompt_ids)
         assert 0 <= update.cached_tokens < update.prompt_tokens + len(self.token_ids) + 1
         self.token_ids += update.token_ids
@@ -121,6 +125,7 @@ class EngineMachine(RuleBasedStateMachine):
         stop=stop_lists,
         stop_token_ids=st.sampled_from([(), (), (8,)]),
         ignore_eos=st.booleans(),
+        prompt_logprobs=st.sampled_from([None, None, 0]),
         passed=st.sampled_from([0.0, 0.5, 3.0]),
         time_left=st.none() | st.sampled_from([-1.0, 0.5, 1.0, 8.0]),
     )

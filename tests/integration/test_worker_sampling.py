@@ -66,6 +66,32 @@ async def test_logprobs_come_with_the_tokens(producer: Producer, answer: str) ->
         assert report.logprob < 0
 
 
+@pytest.mark.parametrize("answer", ["msgpack", "json"])
+@pytest.mark.parametrize("n", [1, 2])
+async def test_the_prompts_logprobs_come_once_with_the_first_chunk(
+    producer: Producer, answer: str, n: int
+) -> None:
+    prompt = [1, 5, 6, 7, 8, 9, 10, 11, 12, 13]
+    options = {"max_tokens": 6, "prompt_logprobs": 3, "answer": answer, "n": n}
+    submitted = await producer.submit(prompt, temperature=1, seed=3, **options)
+    chunks = [chunk async for chunk in producer.stream(submitted.id)]
+    first, *rest = chunks
+    assert not any(chunk.prompt_logprobs for chunk in rest)
+    assert len(first.prompt_logprobs) == len(prompt)
+    assert first.prompt_logprobs[0] is None
+    assert all(entry and len(entry.top) == 3 for entry in first.prompt_logprobs[1:])
+    late = await producer.stream(submitted.id).collect()
+    assert late.prompt_logprobs == first.prompt_logprobs
+    after = await producer.stream(submitted.id, from_index=first.stop).collect()
+    assert after.prompt_logprobs == ()
+
+
+async def test_a_report_of_a_long_text_is_refused_by_the_worker(producer: Producer) -> None:
+    submitted = await producer.submit("a b c " * 1500, prompt_logprobs=20, max_tokens=1)
+    result = await asyncio.wait_for(producer.stream(submitted.id).collect(), 60)
+    assert result.reason in (Reason.INVALID, Reason.PROMPT_TOO_LONG)
+
+
 async def test_unknown_tokens_are_refused_by_the_name_of_their_field(producer: Producer) -> None:
     result = await result_of(producer, banned_token_ids=[5, 10**6])
     assert (result.state, result.reason) == (State.FAILED, Reason.INVALID)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import msgpack
@@ -36,6 +37,25 @@ def test_a_chunk_survives_the_wire(chunk: Chunk, answer: Answer) -> None:
     assert all(isinstance(report, TokenLogprobs) for report in event.logprobs)
 
 
+@pytest.mark.parametrize("answer", Answer)
+def test_prompt_logprobs_are_an_eighth_element(answer: Answer) -> None:
+    for chunk in (PLAIN, CHUNK):
+        whole = replace(chunk, prompt_logprobs=(None, *REPORTS))
+        assert unpack_event(whole.pack(answer)) == whole
+        assert whole.without(1, None).prompt_logprobs == ()
+    wire = msgpack.unpackb(whole.pack())
+    assert wire[:5] == msgpack.unpackb(CHUNK.pack())
+    assert wire[5:7] == [None, None]
+    assert wire[7] == [None, *wire[4]]
+
+
+@pytest.mark.parametrize("extra", [[[-1.0, []]], 7, [None, None], [None, [1]], "abc"])
+def test_a_malformed_eighth_element_is_refused(extra: Any) -> None:
+    wire = msgpack.unpackb(PLAIN.pack())
+    with pytest.raises(ProtocolError):
+        unpack_event(msgpack.packb([*wire, None, None, None, extra]))
+
+
 def test_logprobs_are_a_fifth_element_that_others_may_ignore() -> None:
     wire = msgpack.unpackb(CHUNK.pack())
     assert wire[:4] == msgpack.unpackb(PLAIN.pack())
@@ -51,7 +71,7 @@ def test_logprobs_are_a_fifth_element_that_others_may_ignore() -> None:
 def test_an_empty_fifth_element_says_nothing(extra: Any) -> None:
     wire = msgpack.unpackb(PLAIN.pack())
     assert unpack_event(msgpack.packb([*wire, extra])) == PLAIN
-    assert unpack_event(msgpack.packb([*wire, extra, extra, extra, "of a later version"])) == PLAIN
+    assert unpack_event(msgpack.packb([*wire, *[extra] * 4, "of a later version"])) == PLAIN
 
 
 @pytest.mark.parametrize("extra", [[[-1.0, []]], 7, [[-1.0], [-1.0], [-1.0]], [1, 2, 3], "abc"])

@@ -45,6 +45,8 @@ def deep_map(depth: int) -> dict[str, Any]:
         ("logprobs", 20, 21),
         ("logprobs", 0, -1),
         ("logprobs", None, True),
+        ("prompt_logprobs", 20, 21),
+        ("prompt_logprobs", 0, -1),
     ],
 )
 def test_ranges(field: str, good: Any, bad: Any) -> None:
@@ -96,6 +98,20 @@ def test_an_output_has_one_form() -> None:
 def test_beam_search_goes_without_a_form() -> None:
     with pytest.raises(InvalidRequest, match=r"^regex: got 'a'; allowed: nothing beside beam"):
         SamplingOptions(regex="a", beam_width=2)
+
+
+def test_a_report_of_a_prompt_has_a_bound() -> None:
+    Request.build(id="a", prompt=[5] * 3120, prompt_logprobs=20)
+    Request.build(id="a", prompt=[5] * 65_536, prompt_logprobs=0)
+    for length, width in ((3121, 20), (65_537, 0)):
+        with pytest.raises(InvalidRequest, match=rf"^prompt_logprobs: got {width}; allowed: less"):
+            Request.build(id="a", prompt=[5] * length, prompt_logprobs=width)
+
+
+@pytest.mark.parametrize("options", [{"beam_width": 2}, {"best_of": 2}], ids=str)
+def test_what_is_published_whole_reports_no_prompt(options: dict[str, int]) -> None:
+    with pytest.raises(InvalidRequest, match=r"^prompt_logprobs: got 1; allowed: nothing beside"):
+        SamplingOptions(prompt_logprobs=1, **options)
 
 
 def test_a_schema_keeps_the_order_of_its_properties() -> None:
