@@ -178,7 +178,7 @@ def preempt(
     contexts: Annotated[
         str, typer.Option(help="Tokens of a request, prompt and output, with commas.")
     ] = "64,512",
-    requests: Annotated[int, typer.Option(help="Requests that want to run together.")] = 16,
+    requests: Annotated[int, typer.Option(help="Requests that want to run together.")] = 12,
     pool_percent: Annotated[
         int, typer.Option(help="KV memory there is, of what all of them will need.")
     ] = 40,
@@ -188,7 +188,7 @@ def preempt(
     ] = None,
     as_json: _Json = False,
 ) -> None:
-    """Too little KV memory on this CPU: swap, recompute, and auto."""
+    """Too little KV memory, or too few places, on this CPU: swap, recompute, and auto."""
     options = PreemptionOptions(
         model=model,
         contexts=_counts("--contexts", contexts),

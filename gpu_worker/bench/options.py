@@ -87,7 +87,7 @@ class PreemptionOptions:
     Attributes:
         model: a checkpoint's directory, or ``demo``.
         contexts: prompt and output tokens of a request, one measurement each.
-        requests: that want to run at the same time.
+        requests: that want to run at the same time, at least 2.
         pool_percent: KV blocks there are, of what all of them will need.
         rounds: measurements of each way.
         threads: CPU threads; None takes the number that suits the model.
@@ -95,7 +95,7 @@ class PreemptionOptions:
 
     model: str = "demo"
     contexts: Sequence[int] = (64, 512)
-    requests: int = 16
+    requests: int = 12
     pool_percent: int = 40
     rounds: int = 5
     threads: int | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 import time
-from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -32,13 +32,50 @@ _WITHIN = 1.1
 
 _MODES: tuple[PreemptionChoice, ...] = ("swap", "recompute", "auto")
 
+_URGENT_EVERY = 6
+_URGENT_PROMPT = 16
+_URGENT_TOKENS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class _Load:
+    """What is to be served.
+
+    Attributes:
+        name: in the names of figures.
+        context: tokens of a request, half of them prompt.
+        displaced: enough KV memory and a prefix cache, but places for half of the requests; every
+            few steps a short urgent one takes the place of one that runs. Otherwise there are
+            places for all, and too little KV memory.
+    """
+
+    name: str
+    context: int
+    displaced: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """What serving a load took.
+
+    Attributes:
+        seconds: CPU time.
+        copying_s: of the clock, for which swaps held up steps.
+        stats: of the engine in the end.
+    """
+
+    seconds: float
+    copying_s: float
+    stats: EngineStats
+
 
 def bench_preemption(options: PreemptionOptions, progress: Progress = lambda *_: None) -> Report:
-    """All three in turn, ``rounds`` times for each context length, with a real model on this CPU.
+    """All three in turn, ``rounds`` times for each load, with a real model on this CPU.
 
-    Half of a context is prompt, half is output, and the pool holds ``pool_percent`` of what all
-    requests will need: so those that run outgrow it, and are preempted with contexts of every
-    length. CPU time of the process, as on a busy machine the clock would tell of others.
+    Where KV is short, half of a context is prompt, half is output, and the pool holds
+    ``pool_percent`` of what all requests will need: so those that run outgrow it, and are preempted
+    with contexts of every length. CPU time of the process, as on a busy machine the clock would
+    tell of others.
 
     Raises:
         ModelError: the model cannot be loaded.
@@ -47,49 +84,56 @@ def bench_preemption(options: PreemptionOptions, progress: Progress = lambda *_:
     threads = torch.get_num_threads()
     progress("loading", 0, 0)
     machine, rounds = Machine(), Rounds()
-    total, done = len(options.contexts) * options.rounds * len(_MODES), 0
+    loads = [_Load(str(context), context) for context in options.contexts]
+    loads.append(_Load("displaced", max(options.contexts), displaced=True))
+    total, done = len(loads) * options.rounds * len(_MODES), 0
     try:
-        model = _load(options)
+        model = _model(options)
         with calm_collector():
-            for context in options.contexts:
-                _run(model, options, context, "swap", -1)  # what is set up at a first call is
+            for load in loads:
+                _run(model, options, load, "swap", -1)  # what is set up at a first call is
                 for number in range(options.rounds):
                     # Each begins in turn, so that none has what another has left in the caches.
                     first = number % len(_MODES)
                     seconds = {}
                     for mode in (*_MODES[first:], *_MODES[:first]):
-                        seconds[mode], stats = _run(model, options, context, mode, number)
-                        _add(rounds, mode, context, seconds[mode], stats)
+                        outcome = _run(model, options, load, mode, number)
+                        seconds[mode] = outcome.seconds
+                        _add(rounds, f"{mode}_{load.name}", outcome)
                         done += 1
-                        progress(f"{mode}, contexts of {context}", done, total)
+                        progress(f"{mode}, {load.name}", done, total)
                     better = min(seconds["swap"], seconds["recompute"])
-                    rounds.add(f"auto_over_better_{context}", seconds["auto"] / better)
+                    rounds.add(f"auto_over_better_{load.name}", seconds["auto"] / better)
                     gain = seconds["recompute"] / seconds["swap"]
-                    rounds.add(f"recompute_over_swap_{context}", gain)
+                    rounds.add(f"recompute_over_swap_{load.name}", gain)
     finally:
         torch.set_num_threads(threads)
     what = (
-        f"{options.requests} requests, half of each context prompt and half output, in a pool for "
-        f"{options.pool_percent} % of them; CPU seconds of the process"
+        f"numbers: {options.requests} requests of so many tokens, half of them prompt, in a pool "
+        f"for {options.pool_percent} % of them, no prefix cache; displaced: room for all and a "
+        f"prefix cache, places for half, and every {_URGENT_EVERY} steps an urgent request takes "
+        "one; CPU seconds of the process"
     )
     return rounds.report(
         "preempt",
         machine,
-        at_most=[(f"auto_over_better_{context}", _WITHIN) for context in options.contexts],
+        at_most=[(f"auto_over_better_{load.name}", _WITHIN) for load in loads],
         notes=(model.summary, what),
     )
 
 
-def _add(rounds: Rounds, mode: str, context: int, seconds: float, stats: EngineStats) -> None:
+def _add(rounds: Rounds, which: str, outcome: _Outcome) -> None:
+    stats = outcome.stats
     figures: dict[str, Number] = {
-        "cpu_s": seconds,
+        "cpu_s": outcome.seconds,
+        "copying_percent": 100 * outcome.copying_s / outcome.seconds,
         "preemptions": sum(stats.preemptions.values()),
         "swapped_share": _share(stats),
         "computed_tokens": stats.computed_tokens,
         "swapped_mib": (stats.swapped_out_bytes + stats.swapped_in_bytes) / 2**20,
     }
     for name, value in figures.items():
-        rounds.add(f"{name}_{mode}_{context}", value)
+        rounds.add(f"{name}_{which}", value)
 
 
 def _share(stats: EngineStats) -> float:
@@ -99,7 +143,7 @@ def _share(stats: EngineStats) -> float:
     return swaps / total if total else 0.0
 
 
-def _load(options: PreemptionOptions) -> ServingModel:
+def _model(options: PreemptionOptions) -> ServingModel:
     longest = max(options.contexts)
     settings = load_settings(
         {
@@ -110,7 +154,6 @@ def _load(options: PreemptionOptions) -> ServingModel:
             "engine.max_sequences": options.requests,
             "engine.block_size": _BLOCK_SIZE,
             "engine.threads": options.threads,
-            "engine.prefix_cache": False,
             "engine.chunking": "fixed",
             "engine.preemption": "swap",
         }
@@ -124,46 +167,49 @@ def _load(options: PreemptionOptions) -> ServingModel:
 def _run(
     model: ServingModel,
     options: PreemptionOptions,
-    context: int,
+    load: _Load,
     mode: PreemptionChoice,
     number: int,
-) -> tuple[float, EngineStats]:
-    """CPU seconds that all requests take."""
-    config = _squeezed(model.config, options, context, mode)
+) -> _Outcome:
+    config = _config(model.config, options, load, mode)
     engine, rng = Engine(config, model.new_text_stream), random.Random(number)
-    prompts: Sequence[tuple[int, ...]] = [
-        tuple(rng.randrange(3, 1000) for _ in range(context // 2 + rng.randrange(-4, 5)))
-        for _ in range(options.requests)
-    ]
-    for index, prompt in enumerate(prompts):
-        engine.add(
-            EngineRequest(
-                id=f"r{index}",
-                lane=Lane.NORMAL,
-                tenant="default",
-                prompt_ids=prompt,
-                options=SamplingOptions(
-                    max_tokens=context - len(prompt), temperature=0.0, ignore_eos=True
-                ),
-                seed=0,
-                arrival=0.0,
-            )
-        )
-    cpu = time.process_time()
-    began = time.perf_counter()
+    for index in range(options.requests):
+        prompt = load.context // 2 + rng.randrange(-4, 5)
+        engine.add(_request(f"r{index}", rng, prompt, load.context - prompt, Lane.BATCH))
+    cpu, began, steps, copying = time.process_time(), time.perf_counter(), 0, 0.0
     while plan := engine.schedule():
-        engine.collect(plan, model.runner.run(plan))
+        output = model.runner.run(plan)
+        copying += output.swap_s or 0.0
+        engine.collect(plan, output)
         now = time.perf_counter()
         engine.observe(plan, now - began)
-        began = now
-    return time.process_time() - cpu, engine.stats()
+        began, steps = now, steps + 1
+        if load.displaced and steps % _URGENT_EVERY == 0 and engine.has_work:
+            name = f"urgent{steps}"
+            engine.add(_request(name, rng, _URGENT_PROMPT, _URGENT_TOKENS, Lane.CRITICAL))
+    return _Outcome(time.process_time() - cpu, copying, engine.stats())
 
 
-def _squeezed(
-    config: EngineConfig, options: PreemptionOptions, context: int, mode: PreemptionChoice
+def _config(
+    config: EngineConfig, options: PreemptionOptions, load: _Load, mode: PreemptionChoice
 ) -> EngineConfig:
-    blocks_each = -(-context // _BLOCK_SIZE)
+    if load.displaced:
+        return dataclasses.replace(
+            config, max_sequences=options.requests // 2, prefix_cache=True, preemption=mode
+        )
+    blocks_each = -(-load.context // _BLOCK_SIZE)
     wanted = options.requests * blocks_each * options.pool_percent // 100
-    return dataclasses.replace(
-        config, num_blocks=min(config.num_blocks, max(wanted, blocks_each)), preemption=mode
+    num_blocks = min(config.num_blocks, max(wanted, blocks_each))
+    return dataclasses.replace(config, num_blocks=num_blocks, prefix_cache=False, preemption=mode)
+
+
+def _request(id: str, rng: random.Random, prompt: int, tokens: int, lane: Lane) -> EngineRequest:
+    return EngineRequest(
+        id=id,
+        lane=lane,
+        tenant="default",
+        prompt_ids=tuple(rng.randrange(3, 1000) for _ in range(prompt)),
+        options=SamplingOptions(max_tokens=tokens, temperature=0.0, ignore_eos=True),
+        seed=0,
+        arrival=0.0,
     )
