@@ -82,6 +82,7 @@ class Ledger:
         violations: the first of them.
         ended: every accepted request that has ended.
         latest_end_ms: the longest that an end came after its deadline.
+        longest_sweep_pause_ms: the longest time in which no worker swept.
     """
 
     counts: Counter[str] = field(default_factory=Counter)
@@ -89,6 +90,7 @@ class Ledger:
     violations: list[Violation] = field(default_factory=list)
     ended: dict[str, Ended] = field(default_factory=dict)
     latest_end_ms: int = 0
+    longest_sweep_pause_ms: int = 0
 
     def violated(self, invariant: Invariant, where: str, seen: str) -> None:
         """Note a violation."""

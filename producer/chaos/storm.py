@@ -24,12 +24,15 @@ from .options import StormOptions
 from .parts import Parts, open_parts
 from .run_case import CaseRunner
 from .schedule import Fault, draw_schedule
+from .sweeps import SweepWatch
 from .workload import Oracle, RecordedOracle, SyntheticOracle, Workload
 
 __all__ = ["Storm", "StormResult"]
 
 _RECOUNT_EVERY_S = 1.0
 _SETTLE_S = 90.0
+_SWEEP_MS = 1000
+"""For the sweep itself: it takes its share of many that are overdue at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +68,7 @@ class Storm:
         self._options = options
         self._show = show
         self._ledger = Ledger()
+        self._sweeps = SweepWatch()
         self._began = 0.0
         self._submitted = 0
         self._cases: set[asyncio.Task[None]] = set()
@@ -117,7 +121,7 @@ class Storm:
         runner = CaseRunner(
             parts,
             self._ledger,
-            late_ms=lambda: options.lease_ms + 3000 + 2 * int(1000 * maker.longest_outage_s),
+            late_ms=lambda: self._late_ms(maker),
         )
         self._began = time.monotonic()
         try:
@@ -128,12 +132,19 @@ class Storm:
             for task in self._cases:
                 task.cancel()
 
+    def _late_ms(self, maker: FaultMaker) -> int:
+        """How long after its deadline a request may end: it needs a server, and a sweep."""
+        usual = self._options.lease_ms + 3000 + 2 * int(1000 * maker.longest_outage_s)
+        pause = self._ledger.longest_sweep_pause_ms = int(1000 * self._sweeps.longest_pause_s)
+        return max(usual, pause + _SWEEP_MS)
+
     async def _run_tasks(
         self, parts: Parts, workload: Workload, runner: CaseRunner, maker: FaultMaker
     ) -> None:
         async with asyncio.TaskGroup() as group:
             background = [
                 group.create_task(self._watch_fleet(parts.fleet)),
+                group.create_task(self._sweeps.run(parts)),
                 group.create_task(self._recount_often(parts)),
                 group.create_task(self._tell(maker)),
             ]

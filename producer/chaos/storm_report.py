@@ -54,6 +54,7 @@ def report_storm(result: StormResult) -> Report:
     for name in ("duplicate_submits", "conflicts_refused", "cancels", "recounts"):
         figures[name] = counts[name]
     figures["latest_end_after_deadline_ms"] = result.ledger.latest_end_ms
+    figures["longest_sweep_pause_ms"] = result.ledger.longest_sweep_pause_ms
     checks = [Check(name, result.ledger.found[name], 0) for name in Invariant]
     checks.append(Check("requests", counts["requests"], 1, at_least=True))
     checks += [

@@ -116,6 +116,7 @@ async def test_stop_string_ends_the_text_before_it(producer: Producer) -> None:
         (msgpack.packb({"v": 1, "id": "x", "prompt": ""}), "prompt"),
         (msgpack.packb({"v": 1, "id": "x", "prompt": [10**6]}), "prompt"),
         (msgpack.packb({"v": 1, "id": "x", "prompt": "a", "wings": 2}), "wings"),
+        (msgpack.packb({"v": 1, "id": "x", "prompt": "a" * 1_100_000}), "<= 1048576 bytes"),
     ],
 )
 async def test_payload_that_no_client_of_ours_sends_fails_alone(
