@@ -21,14 +21,23 @@ from penstock.shared.keys import Keys
 from penstock.shared.operations import Bounds, Operations
 from penstock.shared.protocol import Chunk, Request, unpack_event
 
-__all__ = ["Peer", "stamp"]
+__all__ = ["Peer", "ages_of", "stamp"]
 
 _SILENCE_S = 5.0
 
 
 def stamp() -> str:
-    """Now, as a text that can travel in a chunk."""
-    return f"{time.monotonic_ns():x}"
+    """Now, as a text that can travel in a chunk, alone or before others."""
+    return f"{time.monotonic_ns():x} "
+
+
+def ages_of(text: str) -> list[int]:
+    """How old the stamps in a chunk are, in ns.
+
+    There are several where the worker's edge fell behind: it publishes what is there together.
+    """
+    now = time.monotonic_ns()
+    return [now - int(stamped, 16) for stamped in text.split()]
 
 
 class Peer:
@@ -87,7 +96,7 @@ async def _subscribe(redis: Redis, keys: Keys, *, ids: list[str], tokens: int) -
                 continue
             chunk = unpack_event(message["data"])
             assert isinstance(chunk, Chunk)
-            ages.append(time.monotonic_ns() - int(chunk.text, 16))
+            ages += ages_of(chunk.text)
     return ages
 
 

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from penstock.gpu_worker.bench.peer import ages_of, stamp
+
 QUEUE = {
     "worker_cpu_us_per_token_256", "unpipelined_ratio_256", "redis_cpu_us_per_token_256",
     "round_trips_per_step", "step_ms_p99_256", "submit_to_claim_ms_p99",
@@ -71,6 +73,12 @@ def test_queue() -> None:
     assert figures["tenant_b_done_after_pulls"] <= 15
     assert figures["tenant_c_done_after_pulls"] <= 15
     assert figures["bytes_per_queued_request"] > figures["bytes_per_queued_request_payload"] > 200
+
+
+def test_tokens_published_together_are_told_apart() -> None:
+    before = stamp()
+    older, younger = ages_of(before + stamp())
+    assert 0 <= younger < older < 10**9
 
 
 def test_engine() -> None:
