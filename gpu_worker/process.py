@@ -146,7 +146,6 @@ class _Process:
                 Capacity(
                     max_sequences=settings.engine.max_sequences,
                     claim_batch=settings.worker.claim_batch,
-                    block_size=settings.engine.block_size,
                     lease_ms=settings.worker.lease_ms,
                     heartbeat_ms=settings.worker.heartbeat_interval_ms,
                 ),

@@ -49,14 +49,12 @@ class Capacity:
     Attributes:
         max_sequences: requests owned at the same time.
         claim_batch: requests claimed in one exchange at most.
-        block_size: tokens per KV block.
         lease_ms: how long Redis believes a silent worker alive.
         heartbeat_ms: how often the lease is renewed when no exchange does it.
     """
 
     max_sequences: int
     claim_batch: int
-    block_size: int
     lease_ms: int
     heartbeat_ms: int
 
@@ -234,13 +232,11 @@ class RedisEdge:
         return room if room.least_urgent.rank > self._searched else _NO_ROOM
 
     def _claim(self, room: Room) -> Call:
-        stats = self._worker.stats
-        free_tokens = (stats.free_blocks + stats.cached_blocks) * self._capacity.block_size
         return self._operations.claim(
             self._worker_id,
             lease_ms=self._capacity.lease_ms,
             requests=room.requests,
-            tokens=max(1, free_tokens),
+            tokens=max(1, self._worker.stats.available_tokens),
             suspect_ok=self._outbox.suspects == 0,
             least_urgent=room.least_urgent,
         )

@@ -124,6 +124,7 @@ def build_synthetic(settings: Settings) -> ServingModel:
         max_model_len=max_model_len,
         eos_token_ids=frozenset(),
         prefix_cache=engine.prefix_cache,
+        salt_by_tenant=engine.salt_by_tenant,
         policy=PolicyName(engine.policy),
         max_overtake_s=engine.max_overtake_s,
         chunking=Chunking(engine.chunking),

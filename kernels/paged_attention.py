@@ -101,6 +101,10 @@ def _check(
             f"the key cache has {num_blocks} blocks of {block_size} tokens, the batch uses block "
             f"{batch.max_block} of {batch.block_size} tokens"
         )
+    if batch.window is not None and (window is None or window > batch.window):
+        raise ValueError(
+            f"window is {window}, but the batch's tables are filled for {batch.window} tokens back"
+        )
     if key_dim != cache_dim or num_heads % num_kv_heads:
         raise ValueError(
             f"query {list(query.shape)} does not fit the key cache {list(key_cache.shape)}: the "

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 import torch
@@ -38,7 +38,10 @@ class RaggedBatch:
         host_context_lens: ``context_lens``, on the host.
         host_query_starts: ``query_starts``, on the host.
         host_block_tables: ``block_tables``, on the host.
+        host_positions: ``positions``, on the host.
         max_block: the largest block id used; the cache must have more blocks than this.
+        window: how far back of each query its table is filled, in tokens, itself included: for
+            layers with that window or a smaller one. None: to the begin.
     """
 
     query_starts: Tensor
@@ -51,9 +54,11 @@ class RaggedBatch:
     host_context_lens: tuple[int, ...]
     host_query_starts: tuple[int, ...]
     host_block_tables: Tensor
+    host_positions: Tensor
     max_query_len: int
     max_context_len: int
     max_block: int
+    window: int | None = None
     _groups: dict[tuple[int | None, int], tuple[Group, ...]] = field(
         default_factory=dict, repr=False
     )
@@ -68,6 +73,7 @@ class RaggedBatch:
         *,
         block_size: int,
         device: torch.device | str = "cpu",
+        window: int | None = None,
     ) -> RaggedBatch:
         """Lays out a step from what the scheduler knows.
 
@@ -77,44 +83,69 @@ class RaggedBatch:
             block_tables: S lists of block ids; those past the context are ignored.
             block_size: tokens per block.
             device: where the tensors go; the host copies stay on the CPU.
+            window: no layer sees further back; ids of blocks that lie wholly before the window of
+                a sequence's first query token may be negative. None: layers see everything.
 
         Raises:
             ValueError: lengths disagree, a query is longer than its context or empty, a block table
-                is too short for its context, or a block id is negative.
+                is too short for its context, or the id of a block that is seen is negative.
         """
         _validate(query_lens, context_lens, block_tables, block_size)
-        num_sequences = len(query_lens)
         starts = (0, *accumulate(query_lens))
         num_tokens = starts[-1]
 
         lengths = torch.tensor((starts[:-1], query_lens, context_lens), dtype=torch.int64)
-        tables = _pad_tables(block_tables, context_lens, block_size)
+        tables = _pad_tables(block_tables, query_lens, context_lens, block_size, window)
         # Row r of sequence s sits at position context - query_len + (r - start).
         shift = lengths[2] - lengths[1] - lengths[0]
         rows = torch.arange(num_tokens)
-        if num_tokens == num_sequences:
-            sequence_of_row = rows
-        else:
-            sequence_of_row = torch.repeat_interleave(lengths[1], output_size=num_tokens)
+        sequence_of_row = _sequence_of_row(lengths[1], num_tokens)
         positions = rows + shift[sequence_of_row]
-        blocks = tables[sequence_of_row, positions // block_size]
-        slots = blocks * block_size + positions % block_size
-
         target = torch.device(device)
         return cls(
             query_starts=torch.tensor(starts, dtype=torch.int32).to(target),
             context_lens=lengths[2].to(target, torch.int32),
             block_tables=tables.to(target),
             positions=positions.to(target),
-            slots=slots.to(target),
+            slots=_slots(tables, sequence_of_row, positions, block_size).to(target),
             block_size=block_size,
             host_query_lens=tuple(query_lens),
             host_context_lens=tuple(context_lens),
             host_query_starts=starts,
             host_block_tables=tables,
+            host_positions=positions,
             max_query_len=max(query_lens),
             max_context_len=max(context_lens),
             max_block=int(tables.max()),
+            window=window,
+        )
+
+    def with_tables(
+        self, block_tables: Sequence[Sequence[int]], *, window: int | None
+    ) -> RaggedBatch:
+        """The same tokens with their keys and values in other blocks: those of other layers.
+
+        Args:
+            block_tables: as in :meth:`from_lists`.
+            window: as in :meth:`from_lists`.
+
+        Raises:
+            ValueError: as in :meth:`from_lists`.
+        """
+        query_lens, context_lens = self.host_query_lens, self.host_context_lens
+        _validate(query_lens, context_lens, block_tables, self.block_size)
+        tables = _pad_tables(block_tables, query_lens, context_lens, self.block_size, window)
+        sequence_of_row = _sequence_of_row(torch.tensor(query_lens), self.num_tokens)
+        device = self.slots.device
+        slots = _slots(tables, sequence_of_row, self.host_positions, self.block_size)
+        return replace(
+            self,
+            block_tables=tables.to(device),
+            slots=slots.to(device),
+            host_block_tables=tables,
+            max_block=int(tables.max()),
+            window=window,
+            _groups={},
         )
 
     @property
@@ -199,8 +230,25 @@ def _validate(
             )
 
 
+def _sequence_of_row(query_lens: Tensor, num_tokens: int) -> Tensor:
+    """int64 [T], to which sequence each packed row belongs."""
+    if num_tokens == len(query_lens):
+        return torch.arange(num_tokens)
+    return torch.repeat_interleave(query_lens, output_size=num_tokens)
+
+
+def _slots(tables: Tensor, sequence_of_row: Tensor, positions: Tensor, block_size: int) -> Tensor:
+    """int64 [T], where each row's key and value go."""
+    blocks = tables[sequence_of_row, positions // block_size]
+    return blocks * block_size + positions % block_size
+
+
 def _pad_tables(
-    block_tables: Sequence[Sequence[int]], context_lens: Sequence[int], block_size: int
+    block_tables: Sequence[Sequence[int]],
+    query_lens: Sequence[int],
+    context_lens: Sequence[int],
+    block_size: int,
+    window: int | None,
 ) -> Tensor:
     """int32 [S, B] on the host, holding just the blocks the contexts reach, padded with 0."""
     needed = [-(-context_len // block_size) for context_len in context_lens]
@@ -216,6 +264,13 @@ def _pad_tables(
             flat.extend(padding[count:])
     tables = torch.frombuffer(flat, dtype=torch.int32).view(len(needed), width)
     if int(tables.min()) < 0:
-        index = int((tables < 0).any(dim=1).nonzero()[0])
-        raise ValueError(f"block table of sequence {index} has a negative block id")
+        reach = max(context_lens) if window is None else window
+        first = [
+            max(0, c - q - reach + 1) // block_size
+            for c, q in zip(context_lens, query_lens, strict=True)
+        ]
+        seen = torch.arange(width) >= torch.tensor(first)[:, None]
+        if bool((bad := (tables < 0) & seen).any()):
+            index = int(bad.any(dim=1).nonzero()[0])
+            raise ValueError(f"block table of sequence {index} has a negative block id")
     return tables

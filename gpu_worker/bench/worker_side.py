@@ -73,7 +73,6 @@ class WorkerSide:
             Capacity(
                 max_sequences=self._requests,
                 claim_batch=min(self._requests, 128),
-                block_size=_BLOCK_SIZE,
                 lease_ms=2_000,
                 heartbeat_ms=500,
             ),

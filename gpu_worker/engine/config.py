@@ -172,7 +172,8 @@ class EngineConfig:
     @property
     def max_span(self) -> int:
         """Most query tokens of one sequence in one step."""
-        return min(self.chunk_size, self.max_batch_tokens)
+        longest = self.max_model_len if self.chunking is Chunking.OFF else self.chunk_size
+        return min(longest, self.max_batch_tokens)
 
     @property
     def watermark_blocks(self) -> int:

@@ -112,8 +112,9 @@ class PagedAttention:
         **_: Any,
     ) -> tuple[Tensor, None]:
         """See :class:`AttentionFunction`."""
-        pool, batch = self._context.current()
+        pool, batches = self._context.current()
         layer = pool.layers[self.layer_indices[module]]
+        batch = batches[layer.kind]
         # A layer that reuses an earlier layer's KV is handed tensors that are already stored.
         if layer.writes:
             write_kv(

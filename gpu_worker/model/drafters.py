@@ -166,7 +166,7 @@ class DraftModel:
         return self._sampler.sample(self._fit(self._read(pieces)), batch).tolist()
 
     def _read(self, pieces: list[Piece]) -> torch.Tensor:
-        step = pack(pieces, self.pool.block_size, self.loaded.device)
+        step = pack(pieces, self.pool)
         return forward_logits(self.loaded.model, self.loaded.context, self.pool, step)
 
     def _fit(self, logits: torch.Tensor) -> torch.Tensor:

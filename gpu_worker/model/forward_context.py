@@ -20,7 +20,9 @@ __all__ = ["ForwardContext"]
 
 
 class ForwardContext:
-    """Holds the KV pool and the batch of the forward in progress; empty between forwards.
+    """Holds the KV pool and the batches of the forward in progress; empty between forwards.
+
+    There is a batch for each KV kind of the pool: the same tokens, with that kind's block tables.
 
     Empty between forwards, so that neither a registered attention function nor a model keeps a
     pool alive that its owner has dropped.
@@ -29,19 +31,19 @@ class ForwardContext:
     __slots__ = ("_step",)
 
     def __init__(self) -> None:
-        self._step: tuple[KVPool, RaggedBatch] | None = None
+        self._step: tuple[KVPool, tuple[RaggedBatch, ...]] | None = None
 
     @contextmanager
-    def step(self, pool: KVPool, batch: RaggedBatch) -> Iterator[None]:
-        """Make ``pool`` and ``batch`` current for the forward run inside the ``with``."""
-        self._step = (pool, batch)
+    def step(self, pool: KVPool, batches: tuple[RaggedBatch, ...]) -> Iterator[None]:
+        """Make ``pool`` and ``batches`` current for the forward run inside the ``with``."""
+        self._step = (pool, batches)
         try:
             yield
         finally:
             self._step = None
 
-    def current(self) -> tuple[KVPool, RaggedBatch]:
-        """The pool and batch of the forward in progress.
+    def current(self) -> tuple[KVPool, tuple[RaggedBatch, ...]]:
+        """The pool and batches of the forward in progress.
 
         Raises:
             RuntimeError: the model was called without them, as one calls a plain transformers

@@ -231,12 +231,7 @@ def trial_logits(
     blocks = list(range(-(-len(ids) // BLOCK_SIZE)))
     pool = KVPool(geometry, len(blocks), BLOCK_SIZE, model.device, model.dtype)
     steps = (Piece(ids[:last], 0, blocks, Rows.ALL), Piece(ids[last:], last, blocks, Rows.ALL))
-    return torch.cat(
-        [
-            forward_logits(model, context, pool, pack([piece], BLOCK_SIZE, model.device))
-            for piece in steps
-        ]
-    )
+    return torch.cat([forward_logits(model, context, pool, pack([piece], pool)) for piece in steps])
 
 
 def _own_logits(model: Any, attention: str, *sequences: list[int]) -> list[Tensor]:
@@ -292,10 +287,7 @@ def _paged_logits(
             Piece(one[-1:], len(one) - 1, first, Rows.ALL),
         ),
     )
-    logits = [
-        forward_logits(model, context, pool, pack(pieces, BLOCK_SIZE, model.device)).float()
-        for pieces in steps
-    ]
+    logits = [forward_logits(model, context, pool, pack(pieces, pool)).float() for pieces in steps]
     begin, middle, end = logits
     # The last token of the first sequence was computed twice: whole, and alone over stored KV.
     return (

@@ -63,6 +63,20 @@ class KVGeometry:
         """Numbers stored for each token in all layers."""
         return sum(layer.elements_per_token for layer in self.layers)
 
+    def kept_windows(self, context: int) -> tuple[int | None, ...]:
+        """Per layer how far back what it reads must be kept, in tokens; None: to the begin.
+
+        That is its own window, or the widest of all layers that read the same keys and values. A
+        window of a whole ``context`` is none.
+        """
+        kept = []
+        for index, layer in enumerate(self.layers):
+            stored = index if layer.shares is None else layer.shares
+            readers = [o for i, o in enumerate(self.layers) if stored in (i, o.shares)]
+            widest = max(context if o.window is None else o.window for o in readers)
+            kept.append(widest if widest < context else None)
+        return tuple(kept)
+
     @property
     def windows(self) -> tuple[int, ...]:
         """The distinct sliding windows, ascending; empty when every layer sees everything."""

@@ -11,7 +11,9 @@ from torch import Tensor
 
 from penstock.shared.errors import InsufficientMemory
 
+from ..engine.kinds import KVKind
 from .geometry import KVGeometry, LayerGeometry
+from .kv_kinds import kinds_of_layers
 from .memory import format_bytes
 
 if TYPE_CHECKING:
@@ -28,11 +30,13 @@ class LayerPool:
         key: ``[num_blocks, block_size, Hkv, Dk]``.
         value: ``[num_blocks, block_size, Hkv, Dv]``.
         writes: False for a layer that reads what an earlier one has stored.
+        kind: index of its KV kind: which block table of a sequence is for this layer.
     """
 
     key: Tensor
     value: Tensor
     writes: bool
+    kind: int
 
 
 def bytes_per_block(geometry: KVGeometry, block_size: int, dtype: torch.dtype) -> int:
@@ -64,7 +68,8 @@ class KVPool:
 
     Args:
         geometry: of the model.
-        num_blocks: blocks in the pool.
+        blocks: the KV kinds; each layer belongs to the narrowest one that keeps all it reads. A
+            number is one kind for all layers, which keeps everything.
         block_size: tokens in a block.
         device: of the tensors.
         dtype: of the tensors.
@@ -76,28 +81,31 @@ class KVPool:
     def __init__(
         self,
         geometry: KVGeometry,
-        num_blocks: int,
+        blocks: int | Sequence[KVKind],
         block_size: int,
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
         self.geometry = geometry
-        self.num_blocks = num_blocks
+        self.kinds = (KVKind(blocks),) if isinstance(blocks, int) else tuple(blocks)
+        self.num_blocks = self.kinds[0].num_blocks
         self.block_size = block_size
         self.device = device
         self.dtype = dtype
+        self._kind_of = kinds_of_layers(geometry, self.kinds)
         layers: list[LayerPool] = []
         try:
-            for layer in geometry.layers:
+            for layer, kind in zip(geometry.layers, self._kind_of, strict=True):
                 if layer.shares is None:
-                    layers.append(self._allocate(layer))
+                    layers.append(self._allocate(layer, kind))
                 else:
                     source = layers[layer.shares]
-                    layers.append(LayerPool(source.key, source.value, writes=False))
+                    layers.append(LayerPool(source.key, source.value, writes=False, kind=kind))
         except (torch.OutOfMemoryError, RuntimeError) as error:
-            size = format_bytes(num_blocks * bytes_per_block(geometry, block_size, dtype))
+            count = " and ".join(str(kind.num_blocks) for kind in self.kinds)
             raise InsufficientMemory(
-                f"{device} cannot give {size} for {num_blocks} KV blocks of {block_size} tokens "
+                f"{device} cannot give {format_bytes(self.num_bytes)} for {count} KV blocks of "
+                f"{block_size} tokens "
                 f"({_first_line(error)}); lower the KV memory budget"
             ) from error
         self.layers = tuple(layers)
@@ -110,31 +118,35 @@ class KVPool:
     @property
     def num_bytes(self) -> int:
         """Bytes of the whole pool."""
-        return self.num_blocks * self.bytes_per_block
+        num_elements = sum(
+            layer.elements_per_token * self.kinds[kind].num_blocks
+            for layer, kind in zip(self.geometry.layers, self._kind_of, strict=True)
+        )
+        return num_elements * self.block_size * self.dtype.itemsize
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
-        """Copy whole blocks in all layers: all are read before any is written.
+        """Copy whole blocks in all layers of their kind: all are read before any is written.
 
         Args:
-            copies: no block may be the target of two.
+            copies: no block of a kind may be the target of two.
         """
-        if not copies:
-            return
-        pairs = [[copy.source for copy in copies], [copy.target for copy in copies]]
-        sources, targets = torch.tensor(pairs, device=self.device)
-        for layer in self.layers:
-            if layer.writes:
-                layer.key[targets] = layer.key[sources]
-                layer.value[targets] = layer.value[sources]
+        for kind in sorted({copy.kind for copy in copies}):
+            pairs = [(copy.source, copy.target) for copy in copies if copy.kind == kind]
+            sources, targets = torch.tensor(pairs, device=self.device).T
+            for layer in self.layers:
+                if layer.writes and layer.kind == kind:
+                    layer.key[targets] = layer.key[sources]
+                    layer.value[targets] = layer.value[sources]
 
-    def _allocate(self, layer: LayerGeometry) -> LayerPool:
+    def _allocate(self, layer: LayerGeometry, kind: int) -> LayerPool:
         # Zeros, because a masked score still multiplies what lies in an unused slot, and
         # 0 * NaN is NaN. On CPU the system gives zero pages only as they are touched.
-        rows = (self.num_blocks, self.block_size, layer.num_kv_heads)
+        rows = (self.kinds[kind].num_blocks, self.block_size, layer.num_kv_heads)
         return LayerPool(
             torch.zeros(*rows, layer.key_dim, dtype=self.dtype, device=self.device),
             torch.zeros(*rows, layer.value_dim, dtype=self.dtype, device=self.device),
             writes=True,
+            kind=kind,
         )
 
 

@@ -35,12 +35,14 @@ class Piece:
         start: position of the first of them in its sequence; the KV of all before lies in the pool.
         block_table: the sequence's blocks, covering at least ``start + len(token_ids)`` tokens.
         rows: whose logits are wanted.
+        more_tables: those of the pool's other KV kinds.
     """
 
     token_ids: Sequence[int]
     start: int
     block_table: Sequence[int]
     rows: Rows = Rows.NONE
+    more_tables: Sequence[Sequence[int]] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,23 +53,24 @@ class PackedStep:
         input_ids: int64 ``[1, T]``.
         rows: int64 ``[R]``, the packed tokens whose logits are wanted, at least one.
         num_rows: how many of them were asked for; 0 where ``rows`` had to name one all the same.
-        batch: whose tokens these are and where in their sequences.
+        batches: whose tokens these are and where in their sequences; one for each KV kind of the
+            pool, with its block tables.
     """
 
     input_ids: Tensor
     rows: Tensor
     num_rows: int
-    batch: RaggedBatch
+    batches: tuple[RaggedBatch, ...]
 
 
-def pack(pieces: Sequence[Piece], block_size: int, device: torch.device) -> PackedStep:
+def pack(pieces: Sequence[Piece], pool: KVPool) -> PackedStep:
     """Pack ``pieces`` in their order.
 
     Args:
         pieces: at least one, each with at least one token.
-        block_size: tokens in a block of the pool.
-        device: where the tensors go.
+        pool: where their KV lies; the tensors go to its device.
     """
+    device = pool.device
     token_ids: list[int] = []
     rows: list[int] = []
     for piece in pieces:
@@ -81,15 +84,20 @@ def pack(pieces: Sequence[Piece], block_size: int, device: torch.device) -> Pack
         [len(piece.token_ids) for piece in pieces],
         [piece.start + len(piece.token_ids) for piece in pieces],
         [piece.block_table for piece in pieces],
-        block_size=block_size,
+        block_size=pool.block_size,
         device=device,
+        window=pool.kinds[0].window,
+    )
+    more = (
+        batch.with_tables([piece.more_tables[index] for piece in pieces], window=kind.window)
+        for index, kind in enumerate(pool.kinds[1:])
     )
     return PackedStep(
         input_ids=torch.tensor([token_ids], device=device),
         # An empty selection is an odd shape for quantised and prepacked output layers.
         rows=torch.tensor(rows or [0], device=device),
         num_rows=len(rows),
-        batch=batch,
+        batches=(batch, *more),
     )
 
 
@@ -101,10 +109,11 @@ def decode_pieces(pool: KVPool, num_sequences: int, num_drafts: int = 0) -> list
     size, count = pool.block_size, 1 + num_drafts
     each = -(-count // size)
     rows = Rows.ALL if num_drafts else Rows.LAST
-    starts = range(0, pool.num_blocks - each + 1, each)[:num_sequences]
+    num_more, num_blocks = len(pool.kinds) - 1, min(kind.num_blocks for kind in pool.kinds)
+    tables = [range(start, start + each) for start in range(0, num_blocks - each + 1, each)]
     return [
-        Piece([0] * count, each * size - count, range(start, start + each), rows)
-        for start in starts
+        Piece([0] * count, each * size - count, table, rows, [table] * num_more)
+        for table in tables[:num_sequences]
     ]
 
 
@@ -114,10 +123,10 @@ def forward_logits(model: Any, context: ForwardContext, pool: KVPool, step: Pack
     Returns:
         The logits of the wanted rows, ``[num_rows, vocab]``, in the model's dtype.
     """
-    with context.step(pool, step.batch):
+    with context.step(pool, step.batches):
         logits: Tensor = model(
             input_ids=step.input_ids,
-            position_ids=step.batch.positions.unsqueeze(0),
+            position_ids=step.batches[0].positions.unsqueeze(0),
             use_cache=False,
             # As a tensor; and never lm_head alone: softcap and scaling of logits live in forward.
             logits_to_keep=step.rows,

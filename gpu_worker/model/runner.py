@@ -219,9 +219,11 @@ class ModelRunner:
             Seconds it took.
         """
         begin = time.perf_counter()
-        size, blocks = self.pool.block_size, range(self.pool.num_blocks)
+        size, num_more = self.pool.block_size, len(self.pool.kinds) - 1
+        blocks = range(min(kind.num_blocks for kind in self.pool.kinds))
         longest = min(max_batch_tokens, self.loaded.max_model_len, size * len(blocks))
-        prefill = Piece([0] * longest, 0, blocks[: -(-longest // size)], Rows.LAST)
+        table = blocks[: -(-longest // size)]
+        prefill = Piece([0] * longest, 0, table, Rows.LAST, [table] * num_more)
         decode = self._decode_pieces(min(max_sequences, max_batch_tokens))
         for pieces in ([prefill], decode, decode[:1]):
             self._forward(pieces)
@@ -247,7 +249,7 @@ class ModelRunner:
         return decode_pieces(self.pool, num_sequences, num_drafts)
 
     def _forward(self, pieces: Seq[Piece]) -> Tensor:
-        step = pack(pieces, self.pool.block_size, self.loaded.device)
+        step = pack(pieces, self.pool)
         return forward_logits(self.loaded.model, self.loaded.context, self.pool, step)
 
 
@@ -313,10 +315,11 @@ def _set_apart(plan: Plan, output: StepOutput, masks: Masks) -> StepOutput:
 def _piece(span: Span, drafts: tuple[int, ...] | None) -> Piece:
     sequence, start = span.sequence, span.start
     token_ids = sequence.token_ids[start : start + span.num_tokens]
+    tables = sequence.block_table, sequence.more_tables
     if drafts:  # behind the one token that is not computed yet; every row is wanted
-        return Piece([*token_ids, *drafts], start, sequence.block_table, Rows.ALL)
+        return Piece([*token_ids, *drafts], start, tables[0], Rows.ALL, tables[1])
     if sequence.prompt_logprobs is not None and span.prompt_rows:
         rows = Rows.ALL
     else:
         rows = Rows.LAST if span.samples else Rows.NONE
-    return Piece(token_ids, start, sequence.block_table, rows)
+    return Piece(token_ids, start, tables[0], rows, tables[1])

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import logging
 import os
+from dataclasses import replace
 
 import torch
 
 from penstock.shared.settings import EngineSettings, Settings
 
 from ..engine.config import Chunking, EngineConfig, PolicyName
+from ..engine.kinds import KVKind
 from ..serving import ServingModel
 from .decoding import decoder_of
 from .detokenizer import IncrementalDetokenizer
 from .drafters import DraftModel
+from .geometry import KVGeometry
 from .grammar import GrammarCompiler
-from .kv_pool import KVPool, blocks_in_budget, bytes_per_block
+from .kv_kinds import kinds_in_budget
+from .kv_pool import KVPool, blocks_in_budget
 from .loader import LoadedModel, load_model
 from .masks import MaskMaker
 from .memory import format_bytes, kv_budget, swap_budget
@@ -51,10 +54,9 @@ def build_model(settings: Settings) -> ServingModel:
     )
     draft = load_draft(settings, loaded)
     config = _engine_config(settings.engine, loaded, draft)
-    pool = KVPool(
-        loaded.geometry, config.num_blocks, config.block_size, loaded.device, loaded.dtype
-    )
-    swap_pool = SwapPool(pool, config.num_host_blocks) if config.num_host_blocks else None
+    pool = KVPool(loaded.geometry, config.kinds, config.block_size, loaded.device, loaded.dtype)
+    num_host_blocks = [kind.num_host_blocks for kind in config.kinds]
+    swap_pool = SwapPool(pool, num_host_blocks) if any(num_host_blocks) else None
     masks = MaskMaker(
         _mask_threads(),
         wait_s=settings.engine.grammar_wait_ms / 1000,
@@ -68,13 +70,13 @@ def build_model(settings: Settings) -> ServingModel:
     speculation = configure(settings, runner, drafter, config.max_sequences)
     # A fast tokenizer sets up its truncation at the first call, which two threads must not share.
     loaded.tokenizer("warm-up")
-    capacity = config.num_blocks * config.block_size
+    kv = " and ".join(_kind_summary(kind, config.block_size) for kind in config.kinds)
     summary = (
         f"{loaded.path.name} in {loaded.dtype} on {loaded.device}, context {loaded.max_model_len}, "
-        f"KV for {capacity} tokens ({format_bytes(pool.num_bytes)})"
+        f"KV for {kv} ({format_bytes(pool.num_bytes)})"
     )
     return ServingModel(
-        config=dataclasses.replace(config, speculation=speculation),
+        config=replace(config, speculation=speculation),
         runner=runner,
         encode=functools.partial(encode_prompt, loaded.tokenizer, vocab_size=loaded.vocab_size),
         compile=GrammarCompiler(loaded.tokenizer, loaded.vocab_size, loaded.eos_token_ids).compile,
@@ -120,20 +122,12 @@ def _engine_config(
     if draft is not None:  # a block has room for both models' KV
         own = loaded.geometry.elements_per_token
         budget = budget * own // (own + draft.geometry.elements_per_token)
-    num_blocks = blocks_in_budget(loaded.geometry, settings.block_size, loaded.dtype, budget)
-    # Past the point where every sequence has a whole context, more blocks only cost start-up time.
-    enough = settings.max_sequences * -(-loaded.max_model_len // settings.block_size)
-    num_blocks = num_blocks if settings.kv_memory else min(num_blocks, enough)
-    size = bytes_per_block(loaded.geometry, settings.block_size, loaded.dtype)
-    swap_bytes = 0
-    if settings.preemption != "recompute":
-        swap_bytes = swap_budget(settings.swap_memory, num_blocks * size, loaded.device)
     default_tokens = _GPU_BATCH_TOKENS if on_gpu else _CPU_BATCH_TOKENS
     whole = loaded.max_model_len if settings.chunking == "off" else 0
     batch_tokens = settings.max_batch_tokens or max(default_tokens, whole + settings.max_sequences)
-    return EngineConfig(
+    config = EngineConfig(
         block_size=settings.block_size,
-        num_blocks=num_blocks,
+        num_blocks=blocks_in_budget(loaded.geometry, settings.block_size, loaded.dtype, budget),
         max_batch_tokens=batch_tokens,
         max_sequences=settings.max_sequences,
         chunk_size=settings.chunk_size or batch_tokens,
@@ -147,6 +141,36 @@ def _engine_config(
         target_itl_s=settings.target_itl_ms / 1000,
         min_chunk_size=settings.min_chunk_size,
         preemption=settings.preemption,
-        num_host_blocks=swap_bytes // size,
-        block_bytes=size,
+        salt_by_tenant=settings.salt_by_tenant,
     )
+    # Past the point where every sequence has a whole context, more blocks only cost start-up time.
+    kinds = kinds_in_budget(
+        loaded.geometry if draft is None else _without_windows(loaded.geometry),
+        loaded.dtype,
+        budget,
+        config,
+        use_all=settings.kv_memory is not None,
+    )
+    if settings.preemption != "recompute":
+        num_bytes = sum(kind.num_blocks * kind.block_bytes for kind in kinds)
+        share = swap_budget(settings.swap_memory, num_bytes, loaded.device) / num_bytes
+        kinds = tuple(replace(k, num_host_blocks=int(share * k.num_blocks)) for k in kinds)
+    first, *more = kinds
+    return replace(
+        config,
+        num_blocks=first.num_blocks,
+        window=first.window,
+        num_host_blocks=first.num_host_blocks,
+        block_bytes=first.block_bytes,
+        more_kinds=tuple(more),
+    )
+
+
+def _without_windows(geometry: KVGeometry) -> KVGeometry:
+    """As if all layers saw everything: a draft model, which shares the block tables, may do so."""
+    return KVGeometry(tuple(replace(layer, window=None) for layer in geometry.layers))
+
+
+def _kind_summary(kind: KVKind, block_size: int) -> str:
+    tokens = f"{kind.num_blocks * block_size} tokens"
+    return tokens if kind.window is None else f"{tokens} in windows of {kind.window}"

@@ -27,30 +27,36 @@ both hold waits for no copy."""
 class SwapPool:
     """Blocks of host memory; which sequence owns which is the engine's business.
 
-    One row of memory holds one block of the device, of all layers, so that a block crosses the bus
-    as one copy. Next to a GPU the memory is pinned.
+    One row of memory holds one block of the device, of all layers of a KV kind, so that a block
+    crosses the bus as one copy. Next to a GPU the memory is pinned.
 
     Args:
         pool: whose blocks are kept here.
-        num_blocks: rows, at least 1.
+        num_blocks: rows of each KV kind; at least one has some.
 
     Raises:
         InsufficientMemory: the host cannot give the memory.
     """
 
-    def __init__(self, pool: KVPool, num_blocks: int) -> None:
-        self.num_blocks = num_blocks
-        shape = (num_blocks, pool.geometry.elements_per_token * pool.block_size)
+    def __init__(self, pool: KVPool, num_blocks: Sequence[int]) -> None:
         on_gpu = pool.device.type == "cuda"
+        kinds = [_stored(pool, kind) for kind in range(len(pool.kinds))]
+        sizes = [count * _row_size(layers) for count, layers in zip(num_blocks, kinds, strict=True)]
         try:
-            rows = torch.empty(shape, dtype=pool.dtype, pin_memory=on_gpu)
+            memory = torch.empty(sum(sizes), dtype=pool.dtype, pin_memory=on_gpu)
         except (MemoryError, RuntimeError) as error:
-            size = format_bytes(num_blocks * pool.bytes_per_block)
+            size = format_bytes(sum(sizes) * pool.dtype.itemsize)
             raise InsufficientMemory(
-                f"the host cannot give {size} for {num_blocks} blocks of swapped KV; "
+                f"the host cannot give {size} for {sum(num_blocks)} blocks of swapped KV; "
                 "lower engine.swap_memory, or set it to 0 for no swapping"
             ) from error
-        self._side = _Streamed(pool, rows) if on_gpu else _Direct(pool, rows)
+        parts = memory.split(sizes)
+        self._sides: list[_Direct | _Streamed] = []
+        for count, layers, part in zip(num_blocks, kinds, parts, strict=True):
+            rows = part.view(count, _row_size(layers))
+            self._sides.append(
+                _Streamed(pool.device, layers, rows) if on_gpu else _Direct(layers, rows)
+            )
 
     def swap(self, out: Sequence[BlockCopy], back: Sequence[BlockCopy]) -> None:
         """Copy blocks to the host, then blocks from the host.
@@ -58,22 +64,26 @@ class SwapPool:
         On a GPU this only queues work: what is queued on the current stream afterwards finds the
         copies made, and may write the blocks that were copied out.
         """
-        if out or back:
-            self._side.swap(out, back)
+        for kind, side in enumerate(self._sides):
+            mine = [[copy for copy in copies if copy.kind == kind] for copies in (out, back)]
+            if any(mine):
+                side.swap(*mine)
 
     def take_seconds(self) -> float | None:
         """For how long the device did nothing else in the last :meth:`swap`, once.
 
         Call it when the step has been waited for. None if there was no swap since the last call.
         """
-        return self._side.take_seconds()
+        taken = [side.take_seconds() for side in self._sides]
+        seconds = [one for one in taken if one is not None]
+        return sum(seconds) if seconds else None
 
 
 class _Direct:
     """Device memory is host memory: copies are made at once."""
 
-    def __init__(self, pool: KVPool, rows: Tensor) -> None:
-        self._layers, self._kept = _stored(pool), _cut(pool, rows)
+    def __init__(self, layers: list[LayerPool], rows: Tensor) -> None:
+        self._layers, self._kept = layers, _cut(layers, rows)
         self._seconds: float | None = None
 
     def swap(self, out: Sequence[BlockCopy], back: Sequence[BlockCopy]) -> None:
@@ -108,13 +118,14 @@ class _Streamed:
     - rows of the host are touched on the copy stream alone, so in the order in which it was asked.
     """
 
-    def __init__(self, pool: KVPool, rows: Tensor) -> None:
-        self._device, self._rows = pool.device, rows
-        self._layers = _stored(pool)
-        self._stream: torch.cuda.Stream = cast(Any, torch.cuda.Stream)(pool.device)
-        size = max(1, min(len(rows), _STAGE_BYTES // pool.bytes_per_block))
+    def __init__(self, device: torch.device, layers: list[LayerPool], rows: Tensor) -> None:
+        self._device, self._rows = device, rows
+        self._layers = layers
+        self._stream: torch.cuda.Stream = cast(Any, torch.cuda.Stream)(device)
+        row_bytes = rows.shape[1] * rows.dtype.itemsize
+        size = max(1, min(len(rows), _STAGE_BYTES // row_bytes))
         self._size = size
-        self._stages = [_Stage(pool, size) for _ in range(2)]
+        self._stages = [_Stage(layers, size) for _ in range(2)]
         self._turn = 0
         self._timed: tuple[Any, Any] | None = None
 
@@ -169,10 +180,10 @@ class _Streamed:
 class _Stage:
     """A buffer on the device for ``size`` blocks, one row each."""
 
-    def __init__(self, pool: KVPool, size: int) -> None:
-        elements = pool.geometry.elements_per_token * pool.block_size
-        self.rows = torch.empty((size, elements), dtype=pool.dtype, device=pool.device)
-        self.layers = _cut(pool, self.rows)
+    def __init__(self, layers: list[LayerPool], size: int) -> None:
+        like = layers[0].key
+        self.rows = torch.empty((size, _row_size(layers)), dtype=like.dtype, device=like.device)
+        self.layers = _cut(layers, self.rows)
         self.free: torch.cuda.Event | None = None
 
     def wait_free(self, stream: torch.cuda.Stream) -> None:
@@ -180,24 +191,29 @@ class _Stage:
             stream.wait_event(self.free)
 
 
-def _stored(pool: KVPool) -> list[LayerPool]:
-    """The layers that have memory of their own."""
-    return [layer for layer in pool.layers if layer.writes]
+def _stored(pool: KVPool, kind: int) -> list[LayerPool]:
+    """The layers of a KV kind that have memory of their own."""
+    return [layer for layer in pool.layers if layer.writes and layer.kind == kind]
 
 
-def _cut(pool: KVPool, rows: Tensor) -> list[LayerPool]:
+def _row_size(layers: list[LayerPool]) -> int:
+    """Elements of a block in all ``layers``."""
+    return sum(layer.key[0].numel() + layer.value[0].numel() for layer in layers)
+
+
+def _cut(layers: list[LayerPool], rows: Tensor) -> list[LayerPool]:
     """The same layers as views of ``rows`` (``[N, elements of a block]``), N blocks each."""
-    layers, first = [], 0
-    for layer in _stored(pool):
+    views, first = [], 0
+    for layer in layers:
         parts = []
         for tensor in (layer.key, layer.value):
             shape = tensor.shape[1:]
             part = rows[:, first : first + shape.numel()]
             parts.append(part.view(len(rows), *shape))
             first += shape.numel()
-        layers.append(LayerPool(parts[0], parts[1], writes=True))
+        views.append(LayerPool(parts[0], parts[1], writes=True, kind=layer.kind))
     assert first == rows.shape[1]
-    return layers
+    return views
 
 
 def _parts(copies: Sequence[BlockCopy], size: int) -> Iterator[Sequence[BlockCopy]]:

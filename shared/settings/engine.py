@@ -94,6 +94,12 @@ class EngineSettings(Section):
     prefix_cache: bool = setting(
         True, "Whether the KV blocks of equal beginnings of prompts are computed once and shared."
     )
+    salt_by_tenant: bool = setting(
+        False,
+        "Whether only requests of the same tenant share them. Then no tenant can tell by the time "
+        "to its first token what another one has asked; a beginning that all tenants have in "
+        "common is computed once for each.",
+    )
     preemption: Literal["auto", "swap", "recompute"] = setting(
         "auto",
         "What becomes of the KV of a sequence that must give up its blocks: `swap` copies it to "

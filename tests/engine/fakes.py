@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import codecs
+import math
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from penstock.gpu_worker.engine import (
+    NO_BLOCK,
     BlockCopy,
     EngineConfig,
     EngineRequest,
+    KVKind,
     Plan,
     Sequence,
     StepOutput,
@@ -123,57 +126,80 @@ def likelihoods(tag: int) -> list[tuple[int, float]]:
 
 
 class FakeKV:
-    """KV memory: slot -> tag. Checks each read as attention would."""
+    """KV memory: slot -> tag, for each KV kind. Checks each read as attention would."""
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, kinds: Seq[KVKind] = (KVKind(0),)) -> None:
         self.block_size = block_size
-        self.memory: dict[int, int] = {}
-        self.host: dict[int, dict[int, int]] = {}  # block -> offset -> tag
+        self.windows = [kind.window for kind in kinds]
+        self.memory: list[dict[int, int]] = [{} for _ in kinds]
+        self.host: dict[tuple[int, int], dict[int, int]] = {}  # kind, block -> offset -> tag
 
-    def slot(self, sequence: Sequence, position: int) -> int:
-        block = sequence.block_table[position // self.block_size]
+    def slot(self, sequence: Sequence, position: int, kind: int) -> int:
+        table = (sequence.block_table, *sequence.more_tables)[kind]
+        block = table[position // self.block_size]
+        assert block != NO_BLOCK, f"{sequence} reaches for {position}, which has left the window"
         return block * self.block_size + position % self.block_size
 
     def swap(self, plan: Plan) -> None:
         """Out before in; each in whatever order."""
         size = self.block_size
         for copies in (plan.swaps_out, plan.swaps_in):
-            assert len({copy.target for copy in copies}) == len(copies), "a target of two swaps"
+            targets = {(copy.kind, copy.target) for copy in copies}
+            assert len(targets) == len(copies), "a target of two swaps"
         written = [(copy.kind, copy.target) for copy in (*plan.swaps_in, *plan.copies)]
         assert len(set(written)) == len(written), "what came in is overwritten by a block copy"
         for copy in plan.swaps_out:
             slots = range(copy.source * size, (copy.source + 1) * size)
-            self.host[copy.target] = {s % size: self.memory[s] for s in slots if s in self.memory}
+            memory = self.memory[copy.kind]
+            self.host[copy.kind, copy.target] = {s % size: memory[s] for s in slots if s in memory}
         for copy in plan.swaps_in:
-            for offset, tag in self.host[copy.source].items():
-                self.memory[copy.target * size + offset] = tag
+            for offset, tag in self.host[copy.kind, copy.source].items():
+                self.memory[copy.kind][copy.target * size + offset] = tag
+
+    def write(self, sequence: Sequence, position: int, tag: int) -> None:
+        for kind, memory in enumerate(self.memory):
+            memory[self.slot(sequence, position, kind)] = tag
 
     def copy(self, copies: Iterable[BlockCopy]) -> None:
         """In order, and all reads before all writes: a plan allows both, so both must agree."""
-        size, gathered, in_order = self.block_size, dict(self.memory), dict(self.memory)
+        copies = list(copies)
+        for kind in range(len(self.memory)):
+            self._copy([copy for copy in copies if copy.kind == kind], kind)
+
+    def _copy(self, copies: Iterable[BlockCopy], kind: int) -> None:
+        memory = self.memory[kind]
+        size, gathered, in_order = self.block_size, dict(memory), dict(memory)
         targets: set[int] = set()
         for copy in copies:
             assert copy.target not in targets, "a block is the target of two copies"
             targets.add(copy.target)
             for offset in range(size):
                 source, target = copy.source * size + offset, copy.target * size + offset
-                gathered[target] = self.memory.get(source, 0)
+                gathered[target] = memory.get(source, 0)
                 in_order[target] = in_order.get(source, 0)
         assert gathered == in_order
-        self.memory = gathered
+        self.memory[kind] = gathered
 
-    def read(self, sequence: Sequence, stop: int) -> None:
-        """Positions ``[0, stop)`` hold this sequence's tokens, computed after these same tokens."""
+    def read(self, sequence: Sequence, start: int, stop: int) -> int | None:
+        """All that queries at positions ``[start, stop)`` see is of this sequence's own tokens.
+
+        Returns:
+            What is stored for the last of them.
+        """
         expected = tags(sequence.token_ids[:stop], sequence.cache_salt)
-        found = [self.memory.get(self.slot(sequence, position)) for position in range(stop)]
-        assert found == expected, f"{sequence}: the KV of other tokens is in its blocks"
+        for kind, window in enumerate(self.windows):
+            first = 0 if window is None else max(0, start - window + 1)
+            slots = [self.slot(sequence, position, kind) for position in range(first, stop)]
+            found = [self.memory[kind].get(slot) for slot in slots]
+            assert found == expected[first:], f"{sequence}: the KV of other tokens is in its blocks"
+        return expected[-1] if expected else None
 
 
 class FakeRunner:
     """Runs plans over a :class:`FakeKV`; the next token comes from what is stored there."""
 
-    def __init__(self, block_size: int) -> None:
-        self.kv = FakeKV(block_size)
+    def __init__(self, block_size: int, kinds: Seq[KVKind] = (KVKind(0),)) -> None:
+        self.kv = FakeKV(block_size, kinds)
         self.num_computed = 0
 
     def run(self, plan: Plan) -> StepOutput:
@@ -184,9 +210,9 @@ class FakeRunner:
         for span in plan.spans:
             # After all spans have written, as in a real forward pass: nobody's writing may have
             # touched what another one reads.
-            self.kv.read(span.sequence, span.start + span.num_tokens)
             sequence = span.sequence
-            last = self.kv.memory[self.kv.slot(sequence, span.start + span.num_tokens - 1)]
+            last = self.kv.read(sequence, span.start, span.start + span.num_tokens)
+            assert last is not None
             sampled.append((next_token(last, sequence.choice),) if span.samples else ())
             if span.samples and sequence.options.logprobs is not None:
                 figures = dict(likelihoods(last))
@@ -209,7 +235,7 @@ class FakeRunner:
         assert len({span.sequence for span in plan.spans}) == len(plan.spans)
         keys = {(span.sequence.id, span.sequence.choice) for span in plan.spans}
         assert len(keys) == len(plan.spans)
-        written: set[int] = set()
+        written: set[tuple[int, int]] = set()
         for span in plan.spans:
             sequence, stop = span.sequence, span.start + span.num_tokens
             assert span.start == sequence.num_computed_tokens
@@ -217,10 +243,11 @@ class FakeRunner:
             assert span.samples == (stop == sequence.num_tokens)
             known = tags(sequence.token_ids[:stop], sequence.cache_salt)
             for position in range(span.start, stop):
-                slot = self.kv.slot(sequence, position)
-                assert slot not in written, "two sequences write the same slot"
-                written.add(slot)
-                self.kv.memory[slot] = known[position]
+                for kind in range(len(self.kv.memory)):
+                    slot = kind, self.kv.slot(sequence, position, kind)
+                    assert slot not in written, "two sequences write the same slot"
+                    written.add(slot)
+                self.kv.write(sequence, position, known[position])
 
 
 @dataclass(frozen=True)
@@ -246,8 +273,19 @@ def solo(req: EngineRequest, cfg: EngineConfig, choice: int = 0) -> Result:
         if len(out) == options.max_tokens or len(prompt) + len(out) == cfg.max_model_len:
             reason = Reason.LENGTH if cut(whole, options.stop) is None else Reason.STOP
             return _result(out, whole, options.stop, reason)
-        if len(prompt) + len(out) > cfg.num_blocks * cfg.block_size:
+        if len(prompt) + len(out) > capacity(cfg):
             return _result(out, whole, options.stop, Reason.OUT_OF_MEMORY)
+
+
+def capacity(cfg: EngineConfig) -> float:
+    """Tokens of the longest sequence that fits into its pools, alone."""
+    size, most = cfg.block_size, math.inf
+    for kind in cfg.kinds:
+        # A window, a step, what a half-filled block keeps, and the begin of the first block.
+        span = (kind.window or math.inf) - 1 + min(cfg.chunk_size, cfg.max_batch_tokens) + size - 1
+        if span + size - 1 > kind.num_blocks * size:
+            most = min(most, kind.num_blocks * size)
+    return most
 
 
 def _result(out: Seq[int], text: str, stops: Iterable[str], reason: Reason) -> Result:

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import pytest
-from engine.fakes import FakeKV, tags
+from engine.fakes import FakeKV, config, tags
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from penstock.gpu_worker.engine import BlockCopy, BlockManager, Sequence
+from penstock.gpu_worker.engine import NO_BLOCK, BlockCopy, BlockManager, KVKind, Sequence
+from penstock.gpu_worker.engine.hybrid_blocks import make_blocks
+from penstock.gpu_worker.engine.kinds import most_blocks_held
 from penstock.shared.errors import IntegrityError
 from penstock.shared.protocol import SamplingOptions
 
@@ -194,13 +196,38 @@ def test_integrity_finds_what_is_wrong() -> None:
         blocks.check_integrity([seq])
 
 
+MAX_SPAN = 5
+pools = st.integers(1, 10)
+kinds = st.one_of(
+    st.builds(KVKind, pools).map(lambda kind: [kind]),
+    st.builds(KVKind, pools, st.integers(1, 5)).map(lambda kind: [kind]),
+    st.tuples(
+        st.builds(KVKind, pools, st.none() | st.just(6)),
+        st.builds(KVKind, pools, st.integers(1, 5)),
+        st.builds(KVKind, pools, st.just(2)),
+    ).flatmap(lambda three: st.sampled_from([list(three), list(three[:2])])),
+)
+
+
+def tables(seq: Sequence) -> tuple[list[int], ...]:
+    return (seq.block_table, *seq.more_tables)
+
+
 class BlockMachine(RuleBasedStateMachine):
     """Sequences come, grow, fork and go; their memory must always hold their own tokens."""
 
-    @initialize(num_blocks=st.integers(1, 10), size=st.integers(1, 4), prefix_cache=st.booleans())
-    def build(self, num_blocks: int, size: int, prefix_cache: bool) -> None:
-        self.blocks = BlockManager(num_blocks, size, prefix_cache=prefix_cache)
-        self.kv = FakeKV(size)
+    @initialize(kinds=kinds, size=st.integers(1, 4), prefix_cache=st.booleans())
+    def build(self, kinds: list[KVKind], size: int, prefix_cache: bool) -> None:
+        cfg = config(
+            block_size=size,
+            num_blocks=kinds[0].num_blocks,
+            window=kinds[0].window,
+            more_kinds=tuple(kinds[1:]),
+            prefix_cache=prefix_cache,
+            chunk_size=MAX_SPAN,
+        )
+        self.blocks = make_blocks(cfg)
+        self.kv = FakeKV(size, kinds)
         self.live: list[Sequence] = []
         self.num_made = 0
 
@@ -208,49 +235,77 @@ class BlockMachine(RuleBasedStateMachine):
         self.num_made += 1
         return sequence(token_ids, f"s{self.num_made}", salt)
 
+    def needed(self, num_tokens: int) -> list[int]:
+        """Most blocks of each kind that a sequence of this length may hold."""
+        return [
+            -(-num_tokens // kind.block_size)
+            if kind.window is None
+            else min(
+                -(-num_tokens // kind.block_size),
+                most_blocks_held(kind.window, MAX_SPAN, kind.block_size),
+            )
+            for kind in self.blocks.kinds
+        ]
+
+    def held(self, seq: Sequence) -> list[int]:
+        return [len(table) - table.count(NO_BLOCK) for table in tables(seq)]
+
+    def available(self) -> list[int]:
+        return [kind.num_available for kind in self.blocks.kinds]
+
     def write(self, seq: Sequence, stop: int, copies: list[BlockCopy]) -> None:
         self.kv.copy(copies)
         known = tags(seq.token_ids[:stop], seq.cache_salt)
         for position in range(seq.num_computed_tokens, stop):
-            block = seq.block_table[position // self.blocks.block_size]
-            owners = [other for other in self.live if block in other.block_table]
-            assert owners == [seq], f"{seq} writes block {block} of {owners}"
-            self.kv.memory[self.kv.slot(seq, position)] = known[position]
+            for kind in range(len(self.blocks.kinds)):
+                block = tables(seq)[kind][position // self.blocks.block_size]
+                owners = [other for other in self.live if block in tables(other)[kind]]
+                assert owners == [seq], f"{seq} writes block {block} of {owners}"
+            self.kv.write(seq, position, known[position])
+        self.kv.read(seq, seq.num_computed_tokens, stop)
         seq.num_computed_tokens = stop
 
     @rule(
-        token_ids=st.lists(st.integers(0, 1), min_size=1, max_size=12),
+        token_ids=st.lists(st.integers(0, 1), min_size=1, max_size=12)
+        | st.integers(1, 24).map(lambda length: [0] * length),
         salt=st.sampled_from([b"", b"x"]),
         spare=st.integers(0, 2),
     )
     def admit(self, token_ids: list[int], salt: bytes, spare: int) -> None:
-        before = self.blocks.num_available
+        before = self.available()
         seq = self.new(token_ids, salt)
         if self.blocks.try_admit(seq, spare):
-            assert self.blocks.num_available >= spare
+            assert self.available()[0] >= spare
             assert seq.num_computed_tokens < seq.num_tokens
-            assert len(seq.block_table) == self.blocks.blocks_for(seq.num_tokens)
+            assert max(self.held(seq)) <= self.blocks.kinds[0].blocks_for(seq.num_tokens)
             self.live.append(seq)
         else:
-            assert before < self.blocks.blocks_for(seq.num_tokens) + spare
-            assert (seq.block_table, self.blocks.num_available) == ([], before)
+            needed = self.needed(seq.num_tokens)
+            share = [-(-spare * k.num_blocks // self.blocks.kinds[0].num_blocks)
+                     for k in self.blocks.kinds]  # fmt: skip
+            assert any(b < n + s for b, n, s in zip(before, needed, share, strict=True))
+            assert (seq.block_table, self.available()) == ([], before)
 
     @precondition(lambda self: self.live)
-    @rule(data=st.data(), num_new=st.integers(0, 5), publish=st.booleans())
-    def compute(self, data: st.DataObject, num_new: int, publish: bool) -> None:
+    @rule(data=st.data(), num_new=st.integers(1, 5))
+    def compute(self, data: st.DataObject, num_new: int) -> None:
         seq = data.draw(st.sampled_from(self.live))
         seq.token_ids += data.draw(st.lists(st.integers(0, 1), min_size=num_new, max_size=num_new))
         if seq.num_computed_tokens == seq.num_tokens:
             return
-        stop = data.draw(st.integers(seq.num_computed_tokens + 1, seq.num_tokens))
-        copies, table = list[BlockCopy](), list(seq.block_table)
-        before = self.blocks.num_available
+        start = seq.num_computed_tokens
+        stop = data.draw(st.integers(start + 1, min(seq.num_tokens, start + MAX_SPAN)))
+        copies, before = list[BlockCopy](), ([list(t) for t in tables(seq)], self.available())
         if self.blocks.try_reserve(seq, stop, copies):
+            held = self.held(seq)
+            assert all(h <= n for h, n in zip(held, self.needed(seq.num_tokens), strict=True))
             self.write(seq, stop, copies)
-            if publish:
+            if stop - start > 1 or stop % self.blocks.block_size == 0:  # as the engine does
                 self.blocks.settle(seq)
         else:
-            assert (copies, seq.block_table, self.blocks.num_available) == ([], table, before)
+            alone = len(self.live) == 1
+            assert not alone or seq.num_tokens > self.blocks.capacity_tokens
+            assert (copies, ([list(t) for t in tables(seq)], self.available())) == ([], before)
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
@@ -275,14 +330,14 @@ class BlockMachine(RuleBasedStateMachine):
     @invariant()
     def everyone_reads_its_own_tokens(self) -> None:
         for seq in getattr(self, "live", ()):
-            self.kv.read(seq, seq.num_computed_tokens)
+            self.kv.read(seq, seq.num_computed_tokens, seq.num_computed_tokens)
 
     def teardown(self) -> None:
         for seq in getattr(self, "live", ()):
             self.blocks.release(seq)
         if hasattr(self, "blocks"):
             self.blocks.check_integrity([])
-            assert self.blocks.num_available == self.blocks.num_blocks
+            assert self.available() == [kind.num_blocks for kind in self.blocks.kinds]
 
 
 TestBlockMachine = BlockMachine.TestCase

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from engine.fakes import EOS, FakeRunner, PieceStream, Result, config, prompt_report, request, solo
+from engine.fakes import (
+    EOS,
+    FakeRunner,
+    PieceStream,
+    Result,
+    capacity,
+    config,
+    prompt_report,
+    request,
+    solo,
+)
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -15,6 +25,7 @@ from penstock.gpu_worker.engine import (
     EngineConfig,
     EngineRequest,
     Finish,
+    KVKind,
     Plan,
     PolicyName,
     Sequence,
@@ -30,6 +41,9 @@ prompts = st.one_of(
     st.integers(1, 14).map(lambda n: [1, 2, 1, 2, 3, 1, 2, 1, 2, 3, 1, 2, 1, 2][:n]),
 )
 stop_lists = st.lists(st.sampled_from(["ab", "aab ", "é", "ba\ufffd", " ", "bb"]), max_size=2)
+
+
+more_kinds = st.just(()) | st.tuples(st.builds(KVKind, st.integers(1, 14), st.integers(1, 6)))
 
 
 @dataclass
@@ -82,6 +96,8 @@ class EngineMachine(RuleBasedStateMachine):
     @initialize(
         block_size=st.integers(1, 4),
         num_blocks=st.integers(1, 14),
+        window=st.none() | st.integers(1, 8),
+        more_kinds=more_kinds,
         max_sequences=st.integers(1, 6),
         more_tokens=st.integers(0, 12),
         chunk_size=st.integers(1, 10),
@@ -107,7 +123,7 @@ class EngineMachine(RuleBasedStateMachine):
             min_chunk_size=1, target_itl_s=1.0, **limits,
         )  # fmt: skip
         self.engine = Engine(self.config, PieceStream)
-        self.runner = FakeRunner(self.config.block_size)
+        self.runner = FakeRunner(self.config.block_size, self.config.kinds)
         self.live: dict[str, Log] = {}
         self.ended: list[Log] = []
         self.seen: dict[str, Sequence] = {}  # sequences of live requests, as plans showed them
@@ -277,17 +293,17 @@ class EngineMachine(RuleBasedStateMachine):
     def admit(self, log: Log) -> None:
         req, cfg = replace(log.request, output_ids=tuple(log.token_ids)), self.config
         update = self.engine.add(req)
-        num_prompt, num_slots = len(req.prompt_ids), cfg.num_blocks * cfg.block_size
+        num_prompt, most = len(req.prompt_ids), capacity(cfg)
         if update is None:
             assert num_prompt < cfg.max_model_len
-            assert num_prompt + len(req.output_ids) <= num_slots
+            assert num_prompt + len(req.output_ids) <= most
             self.live[req.id] = log
             self.arrivals.append(req.id)
             return
         log.publish(update)
         assert not log.token_ids, "a request that was going on cannot end by moving"
         too_long = num_prompt + 1 > cfg.max_model_len
-        assert too_long or num_prompt > num_slots
+        assert too_long or num_prompt > most
         assert log.reason is (Reason.PROMPT_TOO_LONG if too_long else Reason.OUT_OF_MEMORY)
 
     def plan(self) -> Plan | None:

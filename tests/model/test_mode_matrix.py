@@ -153,7 +153,7 @@ def serve(model: LoadedModel, cell: Cell) -> tuple[list[tuple[int, ...]], Engine
     """The subject's choices as the engine publishes them; one request arrives in each step."""
     config = cell.config(model)
     pool = KVPool(model.geometry, config.num_blocks, BLOCK_SIZE, model.device, model.dtype)
-    host = SwapPool(pool, config.num_host_blocks) if config.num_host_blocks else None
+    host = SwapPool(pool, [config.num_host_blocks]) if config.num_host_blocks else None
     runner = ModelRunner(model, pool, swap_pool=host)
     engine = Engine(config, lambda ids: IncrementalDetokenizer(model.tokenizer, ids))
     arrivals = _requests(cell)

@@ -19,12 +19,14 @@ from model.families import SUPPORTED, VOCAB_SIZE, WINDOW
 
 from penstock.gpu_worker.engine.config import EngineConfig
 from penstock.gpu_worker.engine.engine import Engine
+from penstock.gpu_worker.engine.kinds import KVKind
 from penstock.gpu_worker.engine.plan import Span
 from penstock.gpu_worker.engine.requests import EngineRequest
 from penstock.gpu_worker.engine.sequence import Sequence
 from penstock.gpu_worker.engine.stats import EngineStats, PreemptionCause, PreemptionMode
 from penstock.gpu_worker.model import KVPool, LoadedModel, ModelRunner
 from penstock.gpu_worker.model.detokenizer import IncrementalDetokenizer
+from penstock.gpu_worker.model.kv_kinds import windows_of_kinds
 from penstock.gpu_worker.model.swap_pool import SwapPool
 from penstock.shared.protocol import Lane, Reason, SamplingOptions, TokenLogprobs
 
@@ -133,9 +135,15 @@ def serve(
 
     ``logprobs`` takes those that were reported.
     """
+    windows = windows_of_kinds(model.geometry, model.max_model_len)
+    # Where all layers have a window, it takes fewer blocks to be short of them.
+    num_blocks = mode.num_blocks if windows[0] is None else mode.num_blocks * 5 // 9
+    first, *more = (KVKind(num_blocks, window, mode.num_host_blocks) for window in windows)
     config = EngineConfig(
         block_size=BLOCK_SIZE,
-        num_blocks=mode.num_blocks,
+        num_blocks=first.num_blocks,
+        window=first.window,
+        more_kinds=tuple(more),
         max_batch_tokens=64,
         max_sequences=mode.max_sequences,
         chunk_size=mode.chunk_size,
@@ -144,11 +152,12 @@ def serve(
         vocab_size=model.vocab_size,
         prefix_cache=mode.prefix_cache,
         preemption="swap" if mode.num_host_blocks else "recompute",
-        num_host_blocks=mode.num_host_blocks,
+        num_host_blocks=first.num_host_blocks,
     )
     engine = Engine(config, lambda ids: IncrementalDetokenizer(model.tokenizer, ids))
-    pool = KVPool(model.geometry, mode.num_blocks, BLOCK_SIZE, model.device, model.dtype)
-    host = SwapPool(pool, mode.num_host_blocks) if mode.num_host_blocks else None
+    pool = KVPool(model.geometry, config.kinds, BLOCK_SIZE, model.device, model.dtype)
+    num_host_blocks = [kind.num_host_blocks for kind in config.kinds]
+    host = SwapPool(pool, num_host_blocks) if mode.num_host_blocks else None
     runner = ModelRunner(model, pool, swap_pool=host)
     outputs = {f"r{i}": list(expected[prompt][: mode.resumed]) for i, prompt in enumerate(PROMPTS)}
     arrivals = iter(enumerate(PROMPTS))

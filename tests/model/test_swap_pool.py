@@ -50,7 +50,7 @@ def erase(pool: KVPool) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_comes_back_is_what_went_out(device: str, dtype: torch.dtype) -> None:
     pool = filled(device, dtype=dtype)
-    host = SwapPool(pool, 5)
+    host = SwapPool(pool, [5])
     before = content(pool)
     host.swap([BlockCopy(7, 0), BlockCopy(2, 4), BlockCopy(3, 1)], [])
     erase(pool)  # as a forward does that is given these blocks
@@ -66,7 +66,7 @@ def test_what_comes_back_is_what_went_out(device: str, dtype: torch.dtype) -> No
 def test_out_comes_before_in(device: str) -> None:
     """One plan may swap a block out, and give its place, or even its host block, at once."""
     pool = filled(device)
-    host = SwapPool(pool, 2)
+    host = SwapPool(pool, [2])
     before = content(pool)
     host.swap([BlockCopy(1, 0)], [])
     host.swap([BlockCopy(2, 1)], [BlockCopy(0, 2), BlockCopy(1, 3)])
@@ -81,7 +81,7 @@ def test_more_blocks_than_the_staging_buffers_hold(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(
         "penstock.gpu_worker.model.swap_pool._STAGE_BYTES", 4 * pool.bytes_per_block
     )
-    host = SwapPool(pool, 300)
+    host = SwapPool(pool, [300])
     before = content(pool)
     everything = [BlockCopy(block, 299 - block) for block in range(300)]
     for _ in range(3):
@@ -94,7 +94,7 @@ def test_more_blocks_than_the_staging_buffers_hold(monkeypatch: pytest.MonkeyPat
 
 def test_seconds_are_told_once_and_only_of_swaps() -> None:
     pool = filled("cpu")
-    host = SwapPool(pool, 2)
+    host = SwapPool(pool, [2])
     host.swap([], [])
     assert host.take_seconds() is None
     host.swap([BlockCopy(0, 0)], [])
@@ -106,7 +106,7 @@ def test_seconds_are_told_once_and_only_of_swaps() -> None:
 
 def test_memory_the_host_cannot_give() -> None:
     with pytest.raises(InsufficientMemory, match=r"host cannot give .*lower engine\.swap_memory"):
-        SwapPool(filled("cpu"), 1 << 50)
+        SwapPool(filled("cpu"), [1 << 50])
 
 
 def test_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
