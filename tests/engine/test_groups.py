@@ -5,8 +5,22 @@ from __future__ import annotations
 import pytest
 from engine.fakes import FakeRunner, PieceStream, Result, config, decode, request, solo
 
-from penstock.gpu_worker.engine import Engine, EngineConfig, EngineRequest, Update
-from penstock.shared.protocol import Reason
+from penstock.gpu_worker.engine import (
+    BlockManager,
+    Engine,
+    EngineConfig,
+    EngineRequest,
+    Scheduler,
+    Sequence,
+    SequenceStatus,
+    StepOutput,
+    Update,
+)
+from penstock.gpu_worker.engine.beam_group import Beams
+from penstock.gpu_worker.engine.limits import Limits
+from penstock.gpu_worker.engine.output import Output
+from penstock.gpu_worker.engine.policies import Fcfs
+from penstock.shared.protocol import Reason, SamplingOptions
 
 PROMPT = (1, 2, 3, 4, 5, 6, 7, 8, 1, 2)  # with blocks of four: two whole ones and a half
 
@@ -230,3 +244,69 @@ def test_a_search_that_cannot_fit_is_refused() -> None:
     assert finish is not None
     assert finish.reason is Reason.INVALID
     assert "beam_width is 4" in finish.message
+
+
+def test_a_copy_never_reads_what_another_copy_of_the_step_makes() -> None:
+    """A beam without a place at first joins one whose block is copied in that very step.
+
+    The fake KV checks that copies give the same in order and all at once.
+    """
+    options = {**BEAMS, "beam_width": 3}
+    alone = Served(config(), request("r", PROMPT, **options)).run().choices()
+    cfg = config(max_sequences=3)
+    served = Served(cfg, request("r", PROMPT, **options), request("o", (5,), max_tokens=1))
+    served.step()  # the prompt becomes three beams, of which two find a place; the other ends
+    plan = served.engine.schedule()
+    assert plan is not None
+    assert [span.sequence.id for span in plan.spans] == ["r"] * 3
+    assert len(plan.copies) == 1
+    starts = [span.start for span in plan.spans]
+    assert starts == [len(PROMPT), len(PROMPT), 8], "the last one begins with whole blocks only"
+    served.publish(served.engine.collect(plan, served.runner.run(plan)))
+    assert served.run().choices() == alone
+
+
+def test_a_beam_is_not_forked_before_it_is_whole() -> None:
+    cfg = config(chunk_size=4)
+    scheduler = Scheduler(cfg, BlockManager(cfg.num_blocks, cfg.block_size), Fcfs())
+    parent = Sequence(id="r", prompt_ids=PROMPT, options=SamplingOptions(beam_width=2))
+    parent.siblings = {parent: None}
+    scheduler.add(parent)
+    assert scheduler.schedule() is not None
+    parent.num_computed_tokens = 4
+    child = parent.twin(1, (*PROMPT, 3))
+    scheduler.fork(parent, child)
+    assert (child.status, child.block_table) == (SequenceStatus.WAITING, [])
+    scheduler.check_integrity({parent, child})
+
+
+class Nobody:
+    """In the scheduler's place: takes every order."""
+
+    def add(self, sequence: Sequence) -> None: ...
+    def finish(self, sequence: Sequence) -> None: ...
+    def fork(self, parent: Sequence, child: Sequence) -> None: ...
+
+
+def test_a_report_from_before_the_last_step_of_a_search_counts_for_nothing() -> None:
+    """A beam lost its blocks after its report, and reports again when all have moved on."""
+    cfg = config()
+    first = Sequence(
+        id="r", prompt_ids=PROMPT, options=SamplingOptions(beam_width=2, temperature=0)
+    )
+    limits = Limits(cfg, BlockManager(cfg.num_blocks, cfg.block_size))
+    beams = Beams(Nobody(), limits, first, lambda s: Output(s, PieceStream(()), cfg))  # type: ignore[arg-type]
+
+    def report(beam: Sequence, likely: tuple[int, int]) -> None:
+        found = {beam: ((likely[0], -1.0), (likely[1], -2.0))}
+        assert beams.collect(beam, (likely[0],), StepOutput(((),), candidates=found)) == []
+
+    first.num_computed_tokens = first.num_tokens
+    report(first, (1, 2))
+    one, two = beams.members
+    assert (one.output_ids, two.output_ids) == ([1], [2])
+    report(one, (3, 4))  # again, from the prompt's end: it has not computed its token
+    for beam, likely in ((one, (5, 6)), (two, (7, 8))):
+        beam.num_computed_tokens = beam.num_tokens
+        report(beam, likely)
+    assert [beam.output_ids for beam in beams.members] == [[1, 5], [1, 6]]
