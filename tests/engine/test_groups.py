@@ -306,7 +306,7 @@ def test_a_report_from_before_the_last_step_of_a_search_counts_for_nothing() -> 
     one, two = beams.members
     assert (one.output_ids, two.output_ids) == ([1], [2])
     report(one, (3, 4))  # again, from the prompt's end: it has not computed its token
-    for beam, likely in ((one, (5, 6)), (two, (7, 8))):
+    for beam, likely in ((two, (7, 8)), (one, (5, 6))):
         beam.num_computed_tokens = beam.num_tokens
         report(beam, likely)
     assert [beam.output_ids for beam in beams.members] == [[1, 5], [1, 6]]
