@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -75,8 +74,7 @@ class Serving:
         )
         self.engine = Engine(config, lambda ids: IncrementalDetokenizer(model.tokenizer, ids))
         pool = KVPool(model.geometry, NUM_BLOCKS, BLOCK_SIZE, model.device, model.dtype)
-        sizes: Any = [num_host_blocks] if hasattr(pool, "kinds") else num_host_blocks
-        self.runner = ModelRunner(model, pool, swap_pool=SwapPool(pool, sizes))
+        self.runner = ModelRunner(model, pool, swap_pool=SwapPool(pool, [num_host_blocks]))
         self.outputs: list[list[int]] = [[] for _ in PROMPTS]
         self.plans: list[Plan] = []
         self.ended: dict[str, Reason] = {}
