@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -107,3 +107,28 @@ def reference_attention(
             out.append(torch.stack(per_head))
             row += 1
     return torch.stack(out)
+
+
+def slid(case: Case, window: int) -> Case:
+    """The case with tables in which blocks before the window of a sequence's queries are gone.
+
+    Whoever reads one all the same reads NaN: id -1 leads to a block before the caches' first.
+    """
+    batch = case.batch
+    size, tables = batch.block_size, []
+    for table, query, context in zip(
+        batch.host_block_tables.tolist(),
+        batch.host_query_lens,
+        batch.host_context_lens,
+        strict=True,
+    ):
+        gone = max(0, context - query - window + 1) // size
+        tables.append([-1] * gone + table[gone:])
+    caches = []
+    for cache in (case.key_cache, case.value_cache):
+        guarded = torch.full_like(cache[:1], float("nan")).repeat(len(cache) + 1, 1, 1, 1)
+        guarded[1:] = cache
+        caches.append(guarded[1:])
+    lens = batch.host_query_lens, batch.host_context_lens
+    slid_batch = RaggedBatch.from_lists(*lens, tables, block_size=size, window=window)
+    return replace(case, key_cache=caches[0], value_cache=caches[1], batch=slid_batch)

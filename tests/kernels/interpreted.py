@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernels_reference import TOLERANCE, make_batch, make_case, reference_attention
+from kernels_reference import TOLERANCE, make_batch, make_case, reference_attention, slid
 from torch import Tensor
 
 from penstock.kernels._kv_write_triton import write_kv_triton
@@ -86,6 +86,21 @@ def test_all_options(lengths, dtype):
 
 def test_a_window_of_one_token():
     check(MIXED, MLA, window=1)
+
+
+@pytest.mark.parametrize("window", [1, 6, 20])
+def test_blocks_before_the_window_need_not_exist(window):
+    heads, kv_heads, key_dim, value_dim = GQA
+    case = make_case(
+        *MIXED, heads=heads, kv_heads=kv_heads, key_dim=key_dim, value_dim=value_dim, block_size=5
+    )
+    options: dict[str, Any] = {"window": window, "softcap": None, "sinks": None}
+    outputs = [
+        paged_attention_triton(c.query, c.key_cache, c.value_cache, c.batch, scale=0.3, **options)
+        for c in (case, slid(case, window))
+    ]
+    assert torch.equal(*outputs)
+    assert outputs[0].isfinite().all()
 
 
 @pytest.mark.parametrize("block_size", [1, 16, 100])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernels_reference import TOLERANCE, Case, make_case, reference_attention
+from kernels_reference import TOLERANCE, Case, make_case, reference_attention, slid
 from torch import Tensor
 
 from penstock.kernels import RaggedBatch, _groups, _paged_attention_torch, paged_attention
@@ -159,6 +159,24 @@ def test_a_window_reads_nothing_before_it():
         case.key_cache[stale.long()] = float("nan")
         case.value_cache[stale.long()] = float("nan")
     assert torch.equal(run(case, window=5), before)
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 3.0}, {"sinks": torch.ones(6)}])
+@pytest.mark.parametrize("window", [1, 4, 5, 13, 100])
+def test_blocks_before_the_window_need_not_exist(window, options):
+    case = some_case("everything", "gqa")
+    gone = slid(case, window)
+    assert (gone.batch.host_block_tables < 0).any() == (window < 100)
+    for narrower in {window, max(1, window - 2)}:
+        assert torch.equal(
+            run(gone, window=narrower, **options), run(case, window=narrower, **options)
+        )
+
+
+@pytest.mark.parametrize("window", [None, 6])
+def test_a_layer_that_sees_further_than_the_tables_is_refused(window):
+    with pytest.raises(ValueError, match=f"window is {window}, but .* filled for 5 tokens back"):
+        run(slid(some_case("everything", "gqa"), 5), window=window)
 
 
 def test_a_query_of_any_strides():

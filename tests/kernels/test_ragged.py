@@ -51,6 +51,31 @@ def test_what_makes_no_batch_is_refused(query_lens, context_lens, tables, block_
         RaggedBatch.from_lists(query_lens, context_lens, tables, block_size=block_size)
 
 
+def test_blocks_before_the_window_may_be_gone():
+    tables = [[-1, -1, 7, 2], [-1, 5, 3]]
+    batch = RaggedBatch.from_lists([1, 3], [14, 11], tables, block_size=4, window=5)
+    assert batch.block_tables.tolist() == [[-1, -1, 7, 2], [-1, 5, 3, 0]]
+    assert batch.slots.tolist() == [2 * 4 + 1, 3 * 4, 3 * 4 + 1, 3 * 4 + 2]
+    # Position 13 sees 9 to 13 in blocks 2 and 3, positions 8 to 10 see 4 to 10 in 1 and 2.
+    for window in (7, None):  # with 7 position 13 sees 7, too
+        with pytest.raises(ValueError, match="table of sequence 0 has a negative block id"):
+            RaggedBatch.from_lists([1, 3], [14, 11], tables, block_size=4, window=window)
+
+
+@pytest.mark.parametrize("query_lens", [[1, 1], [1, 5]])
+def test_the_same_tokens_with_other_tables(query_lens):
+    context_lens, first, second = [9, 6], [[0, 1, 2], [3, 4]], [[-1, 9, 8], [7, 6]]
+    built = RaggedBatch.from_lists(query_lens, context_lens, first, block_size=4)
+    found = built.with_tables(second, window=5)
+    expected = RaggedBatch.from_lists(query_lens, context_lens, second, block_size=4, window=5)
+    for name in ("block_tables", "slots", "positions", "query_starts", "context_lens"):
+        assert torch.equal(getattr(found, name), getattr(expected, name))
+    assert (found.max_block, found.window) == (9, 5)
+    assert built.groups(5, 4)[0].slots.tolist() != found.groups(5, 4)[0].slots.tolist()
+    with pytest.raises(ValueError, match="too few for its context"):
+        built.with_tables([[1], [2]], window=None)
+
+
 sequences = st.lists(
     st.tuples(st.integers(1, 40), st.integers(0, 900)).map(lambda pair: (pair[0], sum(pair))),
     min_size=1,
