@@ -78,7 +78,7 @@ BROKEN = {
     ),
     "a continuation that begins anew": (
         "gpu_worker/intake.py",
-        "output_ids=tuple(i for chunk in claim.chunks for i in chunk.token_ids)",
+        "output_ids=() if several else tuple(i for c in claim.chunks for i in c.token_ids)",
         "output_ids=()",
         {Fault.STOP, Fault.DRAIN},
         {Invariant.READERS_AGREE},
