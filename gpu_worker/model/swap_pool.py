@@ -50,7 +50,7 @@ class SwapPool:
                 f"the host cannot give {size} for {sum(num_blocks)} blocks of swapped KV; "
                 "lower engine.swap_memory, or set it to 0 for no swapping"
             ) from error
-        parts = memory.split(sizes)
+        parts = torch.split(memory, sizes)
         self._sides: list[_Direct | _Streamed] = []
         for count, layers, part in zip(num_blocks, kinds, parts, strict=True):
             rows = part.view(count, _row_size(layers))
