@@ -41,7 +41,7 @@ def test_a_long_run_leaves_nothing_behind(policy: PolicyName, count: int) -> Non
         policy=policy, chunking=Chunking.ADAPTIVE,
     )  # fmt: skip
     requests = drawn(
-        count, 700.0, output=Lengths("uniform:1:15"), prompt=Lengths("exp:40"),
+        count, 500.0, burstiness=3.0, output=Lengths("uniform:1:15"), prompt=Lengths("exp:40"),
         tenants={f"t{index}": 1 for index in range(20)}, deadlines=(0.1, 20.0),
     )  # fmt: skip
     samples = Samples(requests, count)
