@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal, cast
 
 import typer
 
@@ -18,6 +18,7 @@ from .options import (
     PreemptionOptions,
     QueueOptions,
     SchedulerOptions,
+    SpeculationOptions,
 )
 
 __all__ = ["bench"]
@@ -201,6 +202,50 @@ def preempt(
         from .preemption import bench_preemption
 
         report = bench_preemption(options, progress)
+    _finish(report, as_json)
+
+
+@bench.command("spec")
+def spec(
+    model: Annotated[
+        str, typer.Option(help="Directory of a checkpoint, or 'demo' for the model shipped here.")
+    ] = "demo",
+    draft: Annotated[
+        str, typer.Option(help="Directory of its draft model; 'auto' for that of the demo model.")
+    ] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "cpu",
+    batches: Annotated[
+        str, typer.Option(help="Sequences that run together, with commas.")
+    ] = "1,2,4,8,16,32",
+    tokens: Annotated[int, typer.Option(help="Output tokens of each.")] = 128,
+    length: Annotated[int, typer.Option(help="Drafts where they are not chosen.")] = 4,
+    rounds: _Rounds = 5,
+    threads: Annotated[
+        int | None, typer.Option(help="CPU threads; by default the number that suits the model.")
+    ] = None,
+    clock: Annotated[
+        bool, typer.Option("--clock", help="Time by the clock, and not CPU time of the process.")
+    ] = False,
+    as_json: _Json = False,
+) -> None:
+    """Drafts of coming tokens: none, from own text, from a draft model, and what auto chooses."""
+    if device not in ("auto", "cpu", "cuda"):
+        raise typer.BadParameter(f"got {device!r}; allowed: auto, cpu, cuda", param_hint="--device")
+    options = SpeculationOptions(
+        model=model,
+        draft=draft,
+        device=cast(Literal["auto", "cpu", "cuda"], device),
+        batches=_counts("--batches", batches),
+        tokens=tokens,
+        length=length,
+        rounds=rounds,
+        threads=threads,
+        cpu_time=not clock,
+    )
+    with show_progress() as progress:
+        from .speculation import bench_speculation
+
+        report = bench_speculation(options, progress)
     _finish(report, as_json)
 
 

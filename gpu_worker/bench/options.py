@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from penstock.shared.errors import ConfigurationError
 
@@ -14,6 +15,7 @@ __all__ = [
     "PreemptionOptions",
     "QueueOptions",
     "SchedulerOptions",
+    "SpeculationOptions",
 ]
 
 
@@ -164,5 +166,40 @@ class SchedulerOptions:
             if not values or min(values) < low:
                 raise ConfigurationError(f"--{name}: got {list(values)}; allowed: {low} or more")
         for name in ("rounds", "steps"):
+            if getattr(self, name) < 1:
+                raise ConfigurationError(f"--{name}: got {getattr(self, name)}; allowed: 1 or more")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculationOptions:
+    """What to measure.
+
+    Attributes:
+        model: a checkpoint's directory, or ``demo``.
+        draft: the draft model's directory; ``auto`` for that of ``demo``.
+        device: ``auto``, ``cpu`` or ``cuda``.
+        batches: sequences that run together.
+        tokens: output tokens of each.
+        length: drafts of the modes that do not choose them.
+        rounds: measurements of each kind.
+        threads: CPU threads; None takes the number that suits the model.
+        cpu_time: count CPU time of the process, not the clock's.
+    """
+
+    model: str = "demo"
+    draft: str = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "cpu"
+    batches: Sequence[int] = (1, 2, 4, 8, 16, 32)
+    tokens: int = 128
+    length: int = 4
+    rounds: int = 5
+    threads: int | None = None
+    cpu_time: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.batches or min(self.batches) < 1:
+            got = list(self.batches)
+            raise ConfigurationError(f"--batches: got {got}; allowed: 1 or more")
+        for name in ("tokens", "length", "rounds"):
             if getattr(self, name) < 1:
                 raise ConfigurationError(f"--{name}: got {getattr(self, name)}; allowed: 1 or more")
