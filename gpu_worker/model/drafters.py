@@ -7,23 +7,40 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import torch
+from torch import Tensor
 
+from ..engine.kinds import NO_BLOCK
 from ..engine.plan import BlockCopy, Span
 from ..engine.sequence import Sequence, SequenceStatus
 from .draft_rows import DraftRows, SampledRow
 from .kv_pool import KVPool
+from .lean import LeanLlama
 from .packing import Piece, Rows, decode_pieces, forward_logits, pack
 from .sampler import Sampler, SamplingBatch
 from .timing import least_seconds
+from .verification import DRAFT_STREAM
 
 if TYPE_CHECKING:
     from .loader import LoadedModel
 
-__all__ = ["DraftModel", "Drafter"]
+__all__ = ["DraftModel", "Drafter", "Proposal"]
 
 _CATCH_UP = 512
 """Most tokens of one sequence that the draft model reads in one step. One that is further behind
 reads on in the next steps, and has no drafts meanwhile."""
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """Drafts for one sequence.
+
+    Attributes:
+        token_ids: k of them.
+        probabilities: float64 ``[k, V]``, from which each was drawn; None if it was certain.
+    """
+
+    token_ids: tuple[int, ...]
+    probabilities: Tensor | None = None
 
 
 class Drafter(Protocol):
@@ -40,7 +57,7 @@ class Drafter(Protocol):
             copies: as in a plan.
         """
 
-    def propose(self, spans: Seq[Span]) -> list[tuple[int, ...]]:
+    def propose(self, spans: Seq[Span]) -> list[Proposal]:
         """Drafts for spans whose last token is the sequence's last.
 
         Args:
@@ -81,6 +98,8 @@ class DraftModel:
         pool: of its geometry, with as many blocks as the target's.
         sampler: picks the proposals.
         target: whose tokens are to be guessed; of the same tokenizer.
+        independent: draw with random numbers of its own, and tell the probabilities, as rejection
+            sampling needs it.
     """
 
     def __init__(
@@ -89,21 +108,26 @@ class DraftModel:
         pool: KVPool,
         sampler: Sampler,
         target: LoadedModel,
+        *,
+        independent: bool = False,
     ) -> None:
         self.loaded = loaded
         self.pool = pool
         self._sampler = sampler
         self._eos_token_ids = target.eos_token_ids
         self._vocab_size = target.vocab_size
+        self._independent = independent
         self._known: dict[Sequence, _Known] = {}
         self._rows = DraftRows()
         self._batches: dict[int, SamplingBatch] = {}
+        self._lean: LeanLlama | None = None
+        self._lean = LeanLlama.of(loaded.model, self._trial)
 
     def copy_blocks(self, copies: Seq[BlockCopy]) -> None:
         """See :class:`Drafter`; its own KV has the block numbers of the first KV kind."""
         self.pool.copy_blocks([copy for copy in copies if copy.kind == 0])
 
-    def propose(self, spans: Seq[Span]) -> list[tuple[int, ...]]:
+    def propose(self, spans: Seq[Span]) -> list[Proposal]:
         """See :class:`Drafter`. A sequence that must be caught up with first has no drafts yet."""
         drafts: dict[Sequence, list[int]] = {}
         pieces: list[Piece] = []
@@ -113,6 +137,8 @@ class DraftModel:
             start, stop = self._num_read(sequence), len(sequence.token_ids)
             if stop + span.num_drafts > self.loaded.max_model_len:
                 continue
+            if sequence.block_table[0] == NO_BLOCK and start == 0:
+                continue  # what it would have to read has left the window
             if stop - start > _CATCH_UP:
                 stop = start + _CATCH_UP
                 self._read([Piece(sequence.token_ids[start:stop], start, sequence.block_table)])
@@ -123,8 +149,11 @@ class DraftModel:
         for span in active:
             drafts[span.sequence] = []
         offset = 0
+        likely: dict[Sequence, list[Tensor]] = {span.sequence: [] for span in active}
         while active:
-            tokens = self._draw(pieces, active, drafts, offset)
+            tokens, probabilities = self._draw(pieces, active, drafts, offset)
+            for span, row in zip(active, probabilities, strict=False):
+                likely[span.sequence].append(row)
             for span, token in zip(active, tokens, strict=True):
                 drafts[span.sequence].append(token)
             offset += 1
@@ -135,7 +164,10 @@ class DraftModel:
             ]
             pieces = [_one(span.sequence, drafts[span.sequence]) for span in active]
         self._remember(spans, drafts)
-        return [tuple(t for t in drafts.get(span.sequence, ()) if t >= 0) for span in spans]
+        return [
+            _proposal(drafts.get(span.sequence, []), likely.get(span.sequence, []))
+            for span in spans
+        ]
 
     @torch.inference_mode()
     def time_round(self, num_sequences: int, *, repeats: int = 5) -> float:
@@ -153,7 +185,7 @@ class DraftModel:
         spans: Seq[Span],
         drafts: dict[Sequence, list[int]],
         offset: int,
-    ) -> list[int]:
+    ) -> tuple[list[int], Seq[Tensor]]:
         rows: list[SampledRow] = [
             self._rows.of(span.sequence, drafts[span.sequence])[offset] for span in spans
         ]
@@ -162,14 +194,35 @@ class DraftModel:
             self.loaded.device,
             self._batches.get(offset),
             eos_token_ids=self._eos_token_ids,
+            stream=DRAFT_STREAM if self._independent else 0,
         )
-        return self._sampler.sample(self._fit(self._read(pieces)), batch).tolist()
+        logits = self._fit(self._read(pieces))
+        tokens: list[int] = self._sampler.sample(logits, batch).tolist()
+        return tokens, tuple(
+            self._sampler.probabilities(logits, batch)
+        ) if self._independent else ()
 
-    def _read(self, pieces: list[Piece]) -> torch.Tensor:
+    def _read(self, pieces: list[Piece]) -> Tensor:
         step = pack(pieces, self.pool)
+        if self._lean is not None:
+            return self._lean.forward(step, self.pool)
         return forward_logits(self.loaded.model, self.loaded.context, self.pool, step)
 
-    def _fit(self, logits: torch.Tensor) -> torch.Tensor:
+    @torch.inference_mode()
+    def _trial(self, lean: LeanLlama | None) -> Tensor:
+        """Logits of a chunk and of steps after it; it writes to the pool, as timing does."""
+        size, self._lean = self.pool.block_size, lean
+        table = range(min(2, self.pool.num_blocks))
+        most = min(size * len(table), self.loaded.max_model_len, self.loaded.vocab_size) - 2
+        ids = list(range(1, most + 1))
+        whole = self._read([Piece(ids, 0, table, Rows.ALL)])
+        more = [
+            self._read([Piece([position], position, table, Rows.LAST)])
+            for position in (most, most + 1)
+        ]
+        return torch.cat((whole, *more))
+
+    def _fit(self, logits: Tensor) -> Tensor:
         """As wide as the target's: output layers are padded beyond the tokens there are."""
         missing = self._vocab_size - logits.shape[1]
         if missing > 0:
@@ -202,6 +255,13 @@ class DraftModel:
             self._known = {
                 s: k for s, k in self._known.items() if s.status is not SequenceStatus.FINISHED
             }
+
+
+def _proposal(drafts: Seq[int], likely: Seq[Tensor]) -> Proposal:
+    count = len(drafts) - any(token_id < 0 for token_id in drafts[-1:])  # no distribution: no draft
+    return Proposal(
+        tuple(drafts[:count]), torch.stack(tuple(likely[:count])) if likely[:count] else None
+    )
 
 
 def _one(sequence: Sequence, drafts: list[int]) -> Piece:

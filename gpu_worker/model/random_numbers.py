@@ -47,27 +47,29 @@ def philox4x32(counter: Tensor, key: Tensor) -> Tensor:
     return torch.stack((even[0], odd[0], even[1], odd[1]))
 
 
-def uniform_bits(seeds: Tensor, choices: Tensor, indexes: Tensor) -> Tensor:
+def uniform_bits(seeds: Tensor, choices: Tensor, indexes: Tensor, stream: int = 0) -> Tensor:
     """One draw of :data:`BITS` random bits per row.
 
     Args:
         seeds: int64 ``[N]`` in ``[0, 2**63)``.
         choices: int64 ``[N]`` in ``[0, 2**32)``: which of a request's parallel outputs.
         indexes: int64 ``[N]`` in ``[0, 2**32)``: index of the token in that output.
+        stream: numbers of another stream have nothing to do with these; in ``[0, 2**32)``.
 
     Returns:
         int64 ``[N]`` in ``[0, 2**62)``.
     """
     nothing = torch.zeros_like(indexes)
     words = philox4x32(
-        torch.stack((indexes, choices, nothing, nothing)), torch.stack((seeds & _MASK, seeds >> 32))
+        torch.stack((indexes, choices, nothing + stream, nothing)),
+        torch.stack((seeds & _MASK, seeds >> 32)),
     )
     return ((words[0] >> 1) << _HALF) | (words[1] >> 1)
 
 
-def uniform(seeds: Tensor, choices: Tensor, indexes: Tensor) -> Tensor:
+def uniform(seeds: Tensor, choices: Tensor, indexes: Tensor, stream: int = 0) -> Tensor:
     """The draws of :func:`uniform_bits` as float64 ``[N]`` in ``[0, 1)``; never 1."""
-    return (uniform_bits(seeds, choices, indexes) >> (BITS - 53)).double() * 2.0**-53
+    return (uniform_bits(seeds, choices, indexes, stream) >> (BITS - 53)).double() * 2.0**-53
 
 
 def scaled_draw(bits: Tensor, total: Tensor) -> Tensor:

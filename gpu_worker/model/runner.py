@@ -20,7 +20,7 @@ from ..engine.requests import Finish
 from ..engine.sequence import Sequence
 from ..engine.speculation_cost import StepTiming
 from .draft_rows import DraftRows, SampledRow
-from .drafters import Drafter
+from .drafters import Drafter, Proposal
 from .grammar import Follower
 from .kv_pool import KVPool
 from .logits_processors import nothing_left
@@ -30,7 +30,7 @@ from .prompt_logprobs import PromptRows
 from .sampler import INVALID_TOKEN, NO_TOKEN_LEFT, Sampler, SamplingBatch
 from .swap_pool import SwapPool
 from .timing import least_seconds
-from .verification import agreed, take_typical
+from .verification import agreed, reject, take_typical
 
 if TYPE_CHECKING:
     from .loader import LoadedModel
@@ -57,6 +57,7 @@ class ModelRunner:
         swap_pool: keeps blocks of ``pool`` that plans swap out; None if none do.
         masks: makes the masks of outputs that have a form; None makes one.
         drafter: proposes drafts where a plan asks for some; None proposes none.
+        rejection: verify drafts by rejection sampling, see :mod:`.verification`.
     """
 
     def __init__(
@@ -67,11 +68,14 @@ class ModelRunner:
         swap_pool: SwapPool | None = None,
         masks: MaskMaker | None = None,
         drafter: Drafter | None = None,
+        *,
+        rejection: bool = False,
     ) -> None:
         self.loaded = loaded
         self.pool = pool
         self.swap_pool = swap_pool
         self._drafter = drafter
+        self._rejection = rejection
         self._draft_rows = DraftRows()
         self._sampler = Sampler() if sampler is None else sampler
         self._masks = MaskMaker() if masks is None else masks
@@ -96,15 +100,16 @@ class ModelRunner:
             return _unmoved(plan, error)
         sampling = [span.sequence for span in plan.spans if span.samples]
         followers = self._masks.begin(sampling)
-        drafts, draft_seconds = self._propose(plan)
-        logits = self._forward([_piece(span, drafts.get(span.sequence)) for span in plan.spans])
+        proposals, draft_seconds = self._propose(plan)
+        drafts = {sequence: of.token_ids for sequence, of in proposals.items()}
+        logits = self._forward([_piece(span, drafts.get(span.sequence, ())) for span in plan.spans])
         times = began, draft_seconds
         prompts = PromptRows.of(plan.spans, drafts, self.loaded.device)
         if prompts is None:
-            return self._sample(plan, logits, sampling, followers, drafts, times)
+            return self._sample(plan, logits, sampling, followers, proposals, times)
         figures = prompts.compute(logits)
         logits = logits[prompts.sampled]
-        output = self._sample(plan, logits, sampling, followers, drafts, times)
+        output = self._sample(plan, logits, sampling, followers, proposals, times)
         return replace(output, prompt_logprobs=prompts.by_sequence(figures))
 
     def _sample(
@@ -113,7 +118,7 @@ class ModelRunner:
         logits: Tensor,
         sampling: list[Sequence],
         followers: dict[int, Follower],
-        drafts: dict[Sequence, tuple[int, ...]],
+        proposals: Mapping[Sequence, Proposal],
         times: tuple[float, float],
     ) -> StepOutput:
         """What a step gives whose forward is queued.
@@ -123,10 +128,11 @@ class ModelRunner:
             logits: a row for each token that is sampled.
             sampling: the sequences of these rows; one with drafts has a row more for each.
             followers: what the masks are asked of.
-            drafts: of the sequences that have some.
+            proposals: the drafts of the sequences that have some.
             times: when the step began, and the seconds its draft model took.
         """
         began, draft_seconds = times
+        drafts = {sequence: of.token_ids for sequence, of in proposals.items()}
         if not sampling:
             return StepOutput(tuple(() for _ in plan.spans), swap_s=self._swap_seconds())
         rows: list[SampledRow] = list(sampling)
@@ -138,10 +144,8 @@ class ModelRunner:
         )
         masks = self._masks.join(followers, others=len(followers) < len(plan.spans))
         chosen = self._sampler.sample(logits, self._batch, masks.tensors)
-        if drafts and any(row.options.accept_threshold for row in rows):
-            places = [t for s in sampling for t in (*drafts.get(s, ()), INVALID_TOKEN)]
-            likely = self._sampler.probabilities(logits, self._batch, masks.tensors)
-            chosen = take_typical(chosen, rows, places, likely)
+        if drafts:
+            chosen = self._verify(logits, chosen, rows, proposals, masks.tensors)
         report = self._sampler.report(logits, self._batch, chosen)
         candidates = self._sampler.candidates(logits, self._batch)
         # The step's one wait for the device: everything before only queues work on it.
@@ -150,7 +154,7 @@ class ModelRunner:
         for span in plan.spans:
             begins.append(begin)
             if span.samples:
-                proposed = drafts.get(span.sequence, ()) if drafts else ()
+                proposed = drafts.get(span.sequence, ())
                 token_ids.append(agreed(proposed, sampled[begin : begin + len(proposed) + 1]))
                 begin += len(proposed) + 1
             else:
@@ -168,16 +172,47 @@ class ModelRunner:
             return output
         return _set_apart(plan, output, masks)
 
-    def _propose(self, plan: Plan) -> tuple[dict[Sequence, tuple[int, ...]], float]:
+    def _verify(
+        self,
+        logits: Tensor,
+        chosen: Tensor,
+        rows: Seq[SampledRow],
+        drafts: Mapping[Sequence, Proposal],
+        masks: Seq[Tensor],
+    ) -> Tensor:
+        """What is chosen in each row, given what was drawn there."""
+        typical = any(row.options.accept_threshold for row in rows)
+        if not self._rejection and not typical:
+            return chosen
+        assert self._batch is not None
+        places = [INVALID_TOKEN] * len(rows)
+        likely = self._sampler.probabilities(logits, self._batch, masks)
+        proposed = torch.zeros_like(likely)
+        for begin, row in enumerate(rows):
+            proposal = drafts.get(row) if isinstance(row, Sequence) else None
+            if proposal is None:
+                continue
+            end = begin + len(proposal.token_ids)
+            places[begin:end] = proposal.token_ids
+            if proposal.probabilities is not None:
+                proposed[begin:end] = proposal.probabilities
+            else:
+                ids = torch.tensor(proposal.token_ids, device=likely.device).unsqueeze(1)
+                proposed[begin:end].scatter_(1, ids, 1.0)
+        if self._rejection:
+            chosen = reject(chosen, rows, places, likely, proposed)
+        return take_typical(chosen, rows, places, likely) if typical else chosen
+
+    def _propose(self, plan: Plan) -> tuple[dict[Sequence, Proposal], float]:
         """The drafts of each sequence that has some, and the seconds the draft model took."""
-        drafts = {span.sequence: span.drafts for span in plan.spans if span.drafts}
+        drafts = {span.sequence: Proposal(span.drafts) for span in plan.spans if span.drafts}
         asking = [span for span in plan.spans if span.num_drafts and not span.drafts]
         if not asking or self._drafter is None:
             return drafts, 0.0
         began = time.perf_counter()
-        for span, proposed in zip(asking, self._drafter.propose(asking), strict=True):
-            if proposed:
-                drafts[span.sequence] = proposed
+        for span, proposal in zip(asking, self._drafter.propose(asking), strict=True):
+            if proposal.token_ids:
+                drafts[span.sequence] = proposal
         return drafts, time.perf_counter() - began
 
     def _move(self, plan: Plan) -> None:
@@ -205,7 +240,7 @@ class ModelRunner:
             float32 ``[rows, vocab]``, span after span.
         """
         rows = Rows.LAST if last_only else Rows.ALL
-        pieces = [replace(_piece(span, None), rows=rows) for span in spans]
+        pieces = [replace(_piece(span, ()), rows=rows) for span in spans]
         return self._forward(pieces).float()
 
     @torch.inference_mode()
@@ -312,7 +347,7 @@ def _set_apart(plan: Plan, output: StepOutput, masks: Masks) -> StepOutput:
     )
 
 
-def _piece(span: Span, drafts: tuple[int, ...] | None) -> Piece:
+def _piece(span: Span, drafts: tuple[int, ...]) -> Piece:
     sequence, start = span.sequence, span.start
     token_ids = sequence.token_ids[start : start + span.num_tokens]
     tables = sequence.block_table, sequence.more_tables

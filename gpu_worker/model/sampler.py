@@ -57,15 +57,19 @@ class _Members:
         seeds: int64 ``[R]``, on the host.
         choices: the same.
         group: all but the random bits.
+        stream: which of a token's random numbers are taken.
     """
 
     sequences: tuple[Sampleable, ...]
     seeds: Tensor
     choices: Tensor
     group: Group
+    stream: int
 
     @classmethod
-    def of(cls, rows: list[int], sequences: Sequence[Sampleable], device: torch.device) -> _Members:
+    def of(
+        cls, rows: list[int], sequences: Sequence[Sampleable], device: torch.device, stream: int
+    ) -> _Members:
         mine = tuple(sequences[row] for row in rows)
         options = [sequence.options for sequence in mine]
         # The division must stay defined for temperatures that float32 cannot hold; at the smallest
@@ -79,13 +83,13 @@ class _Members:
             bits=torch.empty_like(seeds),
         )
         choices = torch.tensor([sequence.choice for sequence in mine])
-        return cls(mine, seeds, choices, group)
+        return cls(mine, seeds, choices, group, stream)
 
     def draw(self) -> Group:
         """The group with the random bits of each sequence's next token."""
         indexes = torch.tensor([sequence.num_output_tokens for sequence in self.sequences])
         # Drawn on the host, where the indexes are: a step sends one small tensor to the device.
-        bits = uniform_bits(self.seeds, self.choices, indexes)
+        bits = uniform_bits(self.seeds, self.choices, indexes, self.stream)
         return replace(self.group, bits=bits.to(self.group.rows.device, non_blocking=True))
 
 
@@ -119,6 +123,7 @@ class SamplingBatch:
         previous: SamplingBatch | None = None,
         *,
         eos_token_ids: frozenset[int] = frozenset(),
+        stream: int = 0,
     ) -> SamplingBatch:
         """The batch for one step.
 
@@ -128,6 +133,7 @@ class SamplingBatch:
             previous: the batch of the step before. Its tensors are used again if it has the same
                 sequences in the same order; only the random numbers are drawn anew.
             eos_token_ids: ids that end an output, unless its request ignores them.
+            stream: which of a token's random numbers to draw with; the same as ``previous``.
         """
         device = torch.device(device)
         if previous is not None and previous.is_of(sequences, device):
@@ -136,9 +142,9 @@ class SamplingBatch:
             if processed is not None:
                 processed = replace(processed, groups=_draws(processed.members))
         else:
-            members = _members(sequences, device, processes_too=False)
+            members = _members(sequences, device, stream, processes_too=False)
             before = None if previous is None else previous.processed
-            processed = _Processed.of(sequences, device, eos_token_ids, before)
+            processed = _Processed.of(sequences, device, eos_token_ids, before, stream)
             reported = LogprobRows.of([sequence.options for sequence in sequences], device)
             beams = CandidateRows.of(sequences, device, eos_token_ids)
         draws = _draws(members)
@@ -176,6 +182,7 @@ class _Processed:
         device: torch.device,
         eos_token_ids: frozenset[int],
         previous: _Processed | None,
+        stream: int,
     ) -> _Processed | None:
         rows = [row for row, sequence in enumerate(sequences) if processes(sequence.options)]
         if not rows:
@@ -183,7 +190,7 @@ class _Processed:
         mine = [sequences[row] for row in rows]
         before = None if previous is None else previous.processors.history
         processors = LogitsProcessors(mine, device, eos_token_ids, before)
-        members = _members(mine, device, processes_too=True)
+        members = _members(mine, device, stream, processes_too=True)
         return cls(torch.tensor(rows, device=device), processors, members, _draws(members))
 
 
@@ -192,7 +199,7 @@ def _draws(members: tuple[_Members, ...]) -> tuple[Group, ...]:
 
 
 def _members(
-    sequences: Sequence[Sampleable], device: torch.device, *, processes_too: bool
+    sequences: Sequence[Sampleable], device: torch.device, stream: int, *, processes_too: bool
 ) -> tuple[_Members, ...]:
     plain: list[int] = []
     filtered: list[int] = []
@@ -201,7 +208,7 @@ def _members(
         drawn = options.temperature > 0 and not sequence.num_candidates
         if drawn and (processes_too or not processes(options)):
             (filtered if narrows(options) else plain).append(row)
-    return tuple(_Members.of(rows, sequences, device) for rows in (plain, filtered) if rows)
+    return tuple(_Members.of(rows, sequences, device, stream) for rows in (plain, filtered) if rows)
 
 
 class Sampler:

@@ -62,8 +62,11 @@ def build_model(settings: Settings) -> ServingModel:
         wait_s=settings.engine.grammar_wait_ms / 1000,
         limit_s=settings.engine.grammar_timeout_s,
     )
-    drafter = None if draft is None else _drafter(draft, loaded, config)
-    runner = ModelRunner(loaded, pool, swap_pool=swap_pool, masks=masks, drafter=drafter)
+    rejection = settings.speculation.verification == "rejection"
+    drafter = None if draft is None else _drafter(draft, loaded, config, rejection)
+    runner = ModelRunner(
+        loaded, pool, swap_pool=swap_pool, masks=masks, drafter=drafter, rejection=rejection
+    )
     runner.warm_up(max_batch_tokens=config.max_batch_tokens, max_sequences=config.max_sequences)
     if settings.engine.threads is None and loaded.device.type == "cpu":
         _choose_threads(runner)
@@ -109,9 +112,11 @@ def _choose_threads(runner: ModelRunner) -> None:
     )  # fmt: skip
 
 
-def _drafter(draft: LoadedModel, target: LoadedModel, config: EngineConfig) -> DraftModel:
+def _drafter(
+    draft: LoadedModel, target: LoadedModel, config: EngineConfig, rejection: bool
+) -> DraftModel:
     pool = KVPool(draft.geometry, config.num_blocks, config.block_size, draft.device, draft.dtype)
-    return DraftModel(draft, pool, Sampler(), target)
+    return DraftModel(draft, pool, Sampler(), target, independent=rejection)
 
 
 def _engine_config(

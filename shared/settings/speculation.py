@@ -28,6 +28,14 @@ class SpeculationSettings(Section):
         none="off",
         min_length=1,
     )
+    verification: Literal["coupled", "rejection"] = setting(
+        "coupled",
+        "How drafts are accepted; both give the model's distribution exactly. `coupled`: where "
+        "they are what would have been sampled, so that the tokens are those without drafts, "
+        "whatever worker and load. `rejection`: by rejection sampling, which accepts sampled "
+        "drafts of a draft model more often, and where a seed gives the same tokens only with the "
+        "same drafts.",
+    )
     length: int | None = setting(
         None,
         "Drafts of each sequence in each step. `auto` chooses them, none included, by what they "

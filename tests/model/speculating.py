@@ -19,7 +19,7 @@ from penstock.gpu_worker.engine import (
 )
 from penstock.gpu_worker.model import KVPool, LoadedModel, ModelRunner
 from penstock.gpu_worker.model.detokenizer import IncrementalDetokenizer
-from penstock.gpu_worker.model.drafters import Drafter, DraftModel
+from penstock.gpu_worker.model.drafters import Drafter, DraftModel, Proposal
 from penstock.gpu_worker.model.sampler import Sampler
 from penstock.shared.protocol import Lane, SamplingOptions
 
@@ -46,8 +46,8 @@ class Oracle:
     def copy_blocks(self, copies: Seq[BlockCopy]) -> None:
         """It has no KV."""
 
-    def propose(self, spans: Seq[Span]) -> list[tuple[int, ...]]:
-        return [self._of(span) for span in spans]
+    def propose(self, spans: Seq[Span]) -> list[Proposal]:
+        return [Proposal(self._of(span)) for span in spans]
 
     def _of(self, span: Span) -> tuple[int, ...]:
         sequence = span.sequence
@@ -102,9 +102,11 @@ def engine_config(model: LoadedModel, **changes: object) -> EngineConfig:
     return EngineConfig(**{**values, **changes})  # type: ignore[arg-type]
 
 
-def draft_model(draft: LoadedModel, target: LoadedModel, num_blocks: int) -> DraftModel:
+def draft_model(
+    draft: LoadedModel, target: LoadedModel, num_blocks: int, *, independent: bool = False
+) -> DraftModel:
     pool = KVPool(draft.geometry, num_blocks, BLOCK_SIZE, draft.device, draft.dtype)
-    return DraftModel(draft, pool, Sampler(), target)
+    return DraftModel(draft, pool, Sampler(), target, independent=independent)
 
 
 def serve(
@@ -115,18 +117,20 @@ def serve(
     drafter: Drafter | None = None,
     seeds: Mapping[str, int] | None = None,
     begun: Mapping[str, Iterable[int]] | None = None,
+    rejection: bool = False,
+    at_once: int = 2,
     **changes: object,
 ) -> Served:
-    """Run requests together to their ends, two arriving in each step."""
+    """Run requests together to their ends, some arriving in each step."""
     config = engine_config(model, speculation=speculation, **changes)
     engine = Engine(config, lambda ids: IncrementalDetokenizer(model.tokenizer, ids))
     pool = KVPool(model.geometry, config.num_blocks, BLOCK_SIZE, model.device, model.dtype)
-    runner = ModelRunner(model, pool, drafter=drafter)
+    runner = ModelRunner(model, pool, drafter=drafter, rejection=rejection)
     served = Served(updates={id: [] for id in requests})
     coming = list(requests.items())
     live = 0
     while coming or live:
-        for id, (prompt, options) in coming[:2]:
+        for id, (prompt, options) in coming[:at_once]:
             before = tuple((begun or {}).get(id, ()))
             refused = engine.add(
                 EngineRequest(
@@ -145,7 +149,7 @@ def serve(
             if refused is not None:
                 served.updates[id].append(refused)
                 live -= 1
-        coming = coming[2:]
+        coming = coming[at_once:]
         plan = engine.schedule()
         if plan is None:
             continue

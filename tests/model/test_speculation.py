@@ -15,6 +15,7 @@ from model.speculating import Oracle, Served, draft_model, serve
 
 from penstock.gpu_worker.engine import Span, SpeculationConfig
 from penstock.gpu_worker.model import LoadedModel
+from penstock.gpu_worker.model.drafters import Proposal
 from penstock.shared.protocol import SamplingOptions, Speculation
 
 Loaded = Callable[[str], LoadedModel]
@@ -306,8 +307,8 @@ class Always(Oracle):
         super().__init__({}, 0.0, VOCAB_SIZE)
         self._token_id = token_id
 
-    def propose(self, spans: Seq[Span]) -> list[tuple[int, ...]]:
-        return [(self._token_id,) * span.num_drafts for span in spans]
+    def propose(self, spans: Seq[Span]) -> list[Proposal]:
+        return [Proposal((self._token_id,) * span.num_drafts) for span in spans]
 
 
 def test_a_threshold_takes_likely_drafts_and_no_forbidden_ones(loaded: Loaded) -> None:
