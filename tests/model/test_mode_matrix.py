@@ -19,10 +19,12 @@ from model.families import VOCAB_SIZE, WINDOW
 
 from penstock.gpu_worker.engine.config import Chunking, EngineConfig
 from penstock.gpu_worker.engine.engine import Engine
+from penstock.gpu_worker.engine.kinds import KVKind
 from penstock.gpu_worker.engine.requests import EngineRequest
 from penstock.gpu_worker.engine.stats import EngineStats, PreemptionMode
 from penstock.gpu_worker.model import KVPool, LoadedModel, ModelRunner
 from penstock.gpu_worker.model.detokenizer import IncrementalDetokenizer
+from penstock.gpu_worker.model.kv_kinds import windows_of_kinds
 from penstock.gpu_worker.model.swap_pool import SwapPool
 from penstock.shared.protocol import Lane, Reason, SamplingOptions
 
@@ -42,7 +44,11 @@ OUTPUT_TOKENS = 20
 PROMPT_TOKENS = WINDOW + 5
 MAX_MODEL_LEN = PROMPT_TOKENS + OUTPUT_TOKENS + 2
 MAX_SEQUENCES = 8
-PLENTY, SCARCE = 200, -(-MAX_MODEL_LEN // BLOCK_SIZE) + 3
+PLENTY = 200
+SCARCE = -(-MAX_MODEL_LEN // BLOCK_SIZE) + 3
+"""Blocks of a pool, for two sequences hardly."""
+SCARCE_IN_WINDOW = SCARCE - 3
+"""The same where a long sequence gives up what left the window."""
 
 
 def _ids(seed: int, count: int) -> tuple[int, ...]:
@@ -82,10 +88,18 @@ class Cell:
     def config(self, model: LoadedModel) -> EngineConfig:
         whole = MAX_MODEL_LEN + MAX_SEQUENCES
         chunked = self.chunking is not Chunking.OFF
+        windows = windows_of_kinds(model.geometry, MAX_MODEL_LEN)
+        host = PLENTY if self.preemption == "swap" else 0
+        first, *more = (
+            KVKind(SCARCE if window is None else SCARCE_IN_WINDOW, window, host)
+            for window in windows
+        )
         most = {Chunking.FIXED: 5, Chunking.ADAPTIVE: 20, Chunking.OFF: MAX_MODEL_LEN}
         return EngineConfig(
             block_size=BLOCK_SIZE,
-            num_blocks=SCARCE,
+            num_blocks=first.num_blocks,
+            window=first.window,
+            more_kinds=tuple(more),
             max_batch_tokens=24 if chunked else whole,
             max_sequences=MAX_SEQUENCES,
             chunk_size=most[self.chunking],
@@ -98,7 +112,7 @@ class Cell:
             prefix_cache=self.prefix_cache,
             watermark=0.0,
             preemption="swap" if self.preemption == "swap" else "recompute",
-            num_host_blocks=PLENTY if self.preemption == "swap" else 0,
+            num_host_blocks=first.num_host_blocks,
         )
 
 
@@ -152,8 +166,9 @@ def _requests(cell: Cell) -> Iterator[EngineRequest]:
 def serve(model: LoadedModel, cell: Cell) -> tuple[list[tuple[int, ...]], EngineStats]:
     """The subject's choices as the engine publishes them; one request arrives in each step."""
     config = cell.config(model)
-    pool = KVPool(model.geometry, config.num_blocks, BLOCK_SIZE, model.device, model.dtype)
-    host = SwapPool(pool, [config.num_host_blocks]) if config.num_host_blocks else None
+    pool = KVPool(model.geometry, config.kinds, BLOCK_SIZE, model.device, model.dtype)
+    num_host_blocks = [kind.num_host_blocks for kind in config.kinds]
+    host = SwapPool(pool, num_host_blocks) if cell.preemption == "swap" else None
     runner = ModelRunner(model, pool, swap_pool=host)
     engine = Engine(config, lambda ids: IncrementalDetokenizer(model.tokenizer, ids))
     arrivals = _requests(cell)
