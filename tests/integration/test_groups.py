@@ -18,7 +18,7 @@ from workers import WorkerFactory, WorkerProcess
 from penstock.producer import Producer, Reason, Result
 from penstock.producer.sync import BlockingProducer
 from penstock.shared.embedded import EmbeddedRedis
-from penstock.shared.errors import InvalidRequest, UnknownRequest
+from penstock.shared.errors import UnknownRequest
 from penstock.shared.keys import Keys
 from penstock.shared.protocol import Request, unpack_event
 from penstock.shared.synthetic import SYNTHETIC, synthetic_tokens
@@ -126,32 +126,6 @@ async def test_beams_come_ranked_and_at_once(producer: Producer, answer: str) ->
     assert stream.end is not None
     assert stream.end.usage is not None
     assert stream.end.usage.output_tokens > chunk.stop
-
-
-@pytest.mark.parametrize(
-    ("field", "options"),
-    [
-        ("n", {"n": 0}),
-        ("n", {"n": 65}),
-        ("n", {"n": 3, "beam_width": 2}),
-        ("best_of", {"n": 3, "best_of": 2}),
-        ("best_of", {"best_of": 2, "temperature": 0}),
-        ("best_of", {"best_of": 4, "beam_width": 4}),
-        ("temperature", {"beam_width": 2, "temperature": 0.7}),
-        ("top_k", {"beam_width": 2, "top_k": 5}),
-        ("stop", {"beam_width": 2, "stop": ["x"]}),
-        ("logprobs", {"beam_width": 2, "logprobs": 1}),
-        ("length_penalty", {"length_penalty": 2.0}),
-        ("early_stopping", {"early_stopping": True}),
-        ("early_stopping", {"beam_width": 2, "early_stopping": "sometimes"}),
-    ],
-)
-async def test_what_contradicts_itself_is_refused(
-    producer: Producer, field: str, options: dict[str, Any]
-) -> None:
-    with pytest.raises(InvalidRequest) as caught:
-        await producer.submit(PROMPT, **options)
-    assert caught.value.field == field
 
 
 async def test_a_search_wider_than_the_worker_fails_alone(producer: Producer) -> None:

@@ -160,3 +160,46 @@ def test_what_ends_an_output() -> None:
     assert SamplingOptions().ending_ids(eos) == {1, 2}
     assert SamplingOptions(stop_token_ids=[5]).ending_ids(eos) == {1, 2, 5}
     assert SamplingOptions(stop_token_ids=[5], ignore_eos=True).ending_ids(eos) == {5}
+
+
+@pytest.mark.parametrize(
+    ("field", "options"),
+    [
+        ("n", {"n": 0}),
+        ("n", {"n": 65}),
+        ("n", {"n": 3, "beam_width": 2}),
+        ("best_of", {"n": 3, "best_of": 2}),
+        ("best_of", {"best_of": 2, "temperature": 0}),
+        ("best_of", {"best_of": 65}),
+        ("beam_width", {"beam_width": 0}),
+        ("best_of", {"best_of": 4, "beam_width": 4}),
+        ("temperature", {"beam_width": 2, "temperature": 0.7}),
+        ("top_k", {"beam_width": 2, "top_k": 5}),
+        ("stop", {"beam_width": 2, "stop": ["x"]}),
+        ("logprobs", {"beam_width": 2, "logprobs": 1}),
+        ("length_penalty", {"length_penalty": 2.0}),
+        ("early_stopping", {"early_stopping": True}),
+        ("early_stopping", {"beam_width": 2, "early_stopping": "sometimes"}),
+    ],
+)
+def test_outputs_whose_options_contradict_each_other(field: str, options: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        SamplingOptions(**options)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("options", "sequences"),
+    [
+        ({}, 1),
+        ({"n": 3}, 3),
+        ({"n": 2, "best_of": 5}, 5),
+        ({"n": 2, "beam_width": 4, "temperature": 0, "early_stopping": "never"}, 4),
+        ({"beam_width": 4, "length_penalty": -1, "early_stopping": True}, 4),
+    ],
+)
+def test_every_sequence_counts_at_the_door(options: dict[str, Any], sequences: int) -> None:
+    request = Request.build(id="r", prompt=[1, 2, 3], max_tokens=10, **options)
+    assert request.options.num_sequences == sequences
+    assert request.cost_estimate == 3 + 10 * sequences
+    assert Request.unpack(request.pack()) == request
