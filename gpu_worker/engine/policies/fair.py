@@ -20,7 +20,8 @@ class TenantFair(Policy):
 
     Every tenant has a virtual counter of tokens in each lane, and the least is next (start-time
     fair queueing, Goyal et al., 1996; for tokens of LLMs, Sheng et al., 2024). Admission charges a
-    request's prompt and all tokens it may give; its end pays back those that it did not give. So
+    request's prompt and all tokens it may give, in all its sequences; the end of the first of them
+    pays back those that it did not give. So
     between two requests of one tenant that waits, any other gets at most what the first of them
     cost, and one request more.
 
@@ -84,8 +85,8 @@ class _Shares:
         self._idle: Heap[str] = Heap()  # counters above the floor of those that do not
         self._arrivals: Heap[Sequence] = Heap()
         self._latest = -math.inf
-        # What running ones were charged, and in which busy period.
-        self._charged: dict[Sequence, tuple[int, int]] = {}
+        # Those that were charged and have not ended, and in which busy period that was.
+        self._charged: dict[Sequence, int] = {}
         self._floor = 0.0  # the counter that is being served
         self._period = 0
 
@@ -123,8 +124,9 @@ class _Shares:
             return
         tenant = sequence.tenant
         counter = self._turns.key(tenant)
-        cost = sequence.num_prompt_tokens + sequence.options.max_tokens
-        self._charged[sequence] = (self._period, cost)
+        options = sequence.options
+        cost = sequence.num_prompt_tokens + options.max_tokens * options.num_sequences
+        self._charged[sequence] = self._period
         self._floor = max(self._floor, counter)
         self._turns.put(tenant, counter + cost)
         self._leave(sequence)
@@ -142,10 +144,10 @@ class _Shares:
     def settle(self, sequence: Sequence) -> None:
         if sequence not in self._charged:
             return  # it was never admitted for itself
-        period, cost = self._charged.pop(sequence)
-        if period != self._period:
+        if self._charged.pop(sequence) != self._period:
             return  # what it was charged is forgotten
-        tenant, unused = sequence.tenant, cost - sequence.num_tokens
+        tenant = sequence.tenant
+        unused = sequence.options.max_tokens - sequence.num_output_tokens
         for counters in (self._turns, self._idle):
             if tenant in counters:
                 counters.put(tenant, counters.key(tenant) - unused)
