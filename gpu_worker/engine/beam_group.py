@@ -56,6 +56,11 @@ class Beams(Group):
         self.members[sequence] = None
         scheduler.add(sequence)
 
+    @property
+    def num_unpublished(self) -> int:
+        """What all beams of all steps had, until the search is over."""
+        return self._num_generated
+
     def collect(
         self, sequence: Sequence, token_ids: tuple[int, ...], output: StepOutput
     ) -> list[Update]:

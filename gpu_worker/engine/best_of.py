@@ -59,6 +59,11 @@ class Candidates(Choices):
         for sequence in outputs:
             sequence.options = options
 
+    @property
+    def num_unpublished(self) -> int:
+        """All that the candidates have, until the last has ended."""
+        return sum(len(one.token_ids) for one in self._whole.values())
+
     def collect(
         self, sequence: Sequence, token_ids: tuple[int, ...], output: StepOutput
     ) -> list[Update]:
@@ -71,10 +76,7 @@ class Candidates(Choices):
             return []
         assert update.finish is not None
         if whole.reason is None:  # one does not fit into memory, and so the request has failed
-            generated = sum(len(one.token_ids) for one in self._whole.values())
-            last = self.end(update.finish)
-            last.discarded_tokens = generated
-            return [last]
+            return [self.end(update.finish)]
         ranked = sorted(self._whole.values(), key=lambda one: -one.mean_logprob)
         return answer(self.first, ranked, with_logprobs=self._wants_logprobs)
 

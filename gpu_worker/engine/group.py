@@ -42,6 +42,11 @@ class Group(ABC):
         """Whether the request has ended."""
         return not self.members
 
+    @property
+    def num_unpublished(self) -> int:
+        """Output tokens that were generated and not published."""
+        return 0
+
     @abstractmethod
     def collect(
         self, sequence: Sequence, token_ids: tuple[int, ...], output: StepOutput
@@ -71,7 +76,9 @@ class Group(ABC):
         self.remove()
         first = self.first
         num_prompt, num_cached = first.num_prompt_tokens, first.num_cached_tokens
-        return Update(first.id, 0, (), "", finish, num_prompt, num_cached)
+        update = Update(first.id, 0, (), "", finish, num_prompt, num_cached)
+        update.discarded_tokens = self.num_unpublished
+        return update
 
 
 class Choices(Group):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from engine.fakes import FakeRunner, PieceStream, Result, config, decode, request, solo
 
@@ -195,6 +197,17 @@ def test_best_of_gives_the_likeliest_candidates() -> None:
     assert all(not update.logprobs for update in best.updates)
     assert best.end().discarded_tokens == 4 * 7
     assert decode(best.choices()[0].token_ids, final=True) == best.choices()[0].text
+
+
+@pytest.mark.parametrize("kind", [{"best_of": 3}, {"beam_width": 3, "temperature": 0}])
+def test_what_a_failed_request_has_generated_is_counted(kind: dict[str, Any]) -> None:
+    served = Served(config(), request("r", PROMPT, **kind))
+    for _ in range(3):
+        served.step()
+    plan = served.engine.schedule()
+    assert plan is not None
+    (update,) = served.engine.fail(plan, Reason.ENGINE_ERROR, "injected")
+    assert update.discarded_tokens == 1 + 3 + 3  # the prompt's one, then of three sequences
 
 
 def test_best_of_publishes_nothing_before_its_end() -> None:
