@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+import pytest
 from engine.fakes import (
     EOS,
     FakeRunner,
@@ -17,7 +18,14 @@ from engine.fakes import (
 )
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from penstock.gpu_worker.engine import (
     Chunking,
@@ -93,6 +101,9 @@ class Before:
 
 
 class EngineMachine(RuleBasedStateMachine):
+    policy = PolicyName.FCFS
+    chunking = Chunking.FIXED
+
     @initialize(
         block_size=st.integers(1, 4),
         num_blocks=st.integers(1, 14),
@@ -105,22 +116,18 @@ class EngineMachine(RuleBasedStateMachine):
         prefix_cache=st.booleans(),
         salt_by_tenant=st.booleans(),
         watermark=st.sampled_from([0.0, 0.01, 0.3]),
-        policy=st.sampled_from(PolicyName),
         max_overtake_s=st.sampled_from([0.0, 2.0, 30.0]),
-        chunking=st.sampled_from(Chunking),
         preemption=st.sampled_from(["auto", "swap", "recompute"]),
         num_host_blocks=st.integers(0, 10),
     )
-    def build(
-        self, max_sequences: int, more_tokens: int, chunking: Chunking, **limits: object
-    ) -> None:
+    def build(self, max_sequences: int, more_tokens: int, **limits: object) -> None:
         max_batch_tokens = max_sequences + more_tokens
-        if chunking is Chunking.OFF:
+        if self.chunking is Chunking.OFF:
             max_batch_tokens += limits["max_model_len"]  # type: ignore[operator]
             limits["chunk_size"] = max_batch_tokens
         self.config: EngineConfig = config(
-            max_sequences=max_sequences, max_batch_tokens=max_batch_tokens, chunking=chunking,
-            min_chunk_size=1, target_itl_s=1.0, **limits,
+            max_sequences=max_sequences, max_batch_tokens=max_batch_tokens, policy=self.policy,
+            chunking=self.chunking, min_chunk_size=1, target_itl_s=1.0, **limits,
         )  # fmt: skip
         self.engine = Engine(self.config, PieceStream)
         self.runner = FakeRunner(self.config.block_size, self.config.kinds)
@@ -395,13 +402,19 @@ class EngineMachine(RuleBasedStateMachine):
             self.arrivals.remove(id)
 
 
-TestEngineMachine = EngineMachine.TestCase
-TestEngineMachine.settings = settings(
-    max_examples=150,
-    stateful_step_count=50,
-    deadline=None,  # a busy machine is no finding
-    suppress_health_check=[HealthCheck.too_slow],
-)
+# Drawn like the rest, some of them would hardly ever come: each has its own share of the examples.
+@pytest.mark.parametrize("chunking", list(Chunking))
+@pytest.mark.parametrize("policy", list(PolicyName))
+def test_engine_machine(policy: PolicyName, chunking: Chunking) -> None:
+    default = policy is PolicyName.FCFS and chunking is Chunking.FIXED
+    limits = settings(
+        max_examples=100 if default else 10,
+        stateful_step_count=50,
+        deadline=None,  # a busy machine is no finding
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+    choice = {"policy": policy, "chunking": chunking}
+    run_state_machine_as_test(type("Machine", (EngineMachine,), choice), settings=limits)
 
 
 def test_the_model_reaches_every_end() -> None:
