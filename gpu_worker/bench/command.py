@@ -16,6 +16,7 @@ from .options import (
     ChunkingOptions,
     EngineOptions,
     PreemptionOptions,
+    PrefixOptions,
     QueueOptions,
     SchedulerOptions,
     SpeculationOptions,
@@ -202,6 +203,40 @@ def preempt(
         from .preemption import bench_preemption
 
         report = bench_preemption(options, progress)
+    _finish(report, as_json)
+
+
+@bench.command("prefix")
+def prefix(
+    model: Annotated[
+        str, typer.Option(help="Directory of a checkpoint, or 'demo' for the model shipped here.")
+    ] = "demo",
+    requests: Annotated[int, typer.Option(help="Requests that begin in the same way.")] = 64,
+    shared: Annotated[int, typer.Option(help="Prompt tokens they have in common.")] = 1000,
+    own: Annotated[int, typer.Option(help="Prompt tokens of each behind them.")] = 16,
+    tokens: Annotated[int, typer.Option(help="Output tokens of each.")] = 16,
+    slots: Annotated[int, typer.Option(help="Requests that run together.")] = 32,
+    rounds: Annotated[int, typer.Option(help="Rounds, each with the cache and without.")] = 3,
+    threads: Annotated[
+        int | None, typer.Option(help="CPU threads; by default the number that suits the model.")
+    ] = None,
+    as_json: _Json = False,
+) -> None:
+    """Requests with the same begin, on this CPU: the prefix cache against none."""
+    options = PrefixOptions(
+        model=model,
+        requests=requests,
+        shared=shared,
+        own=own,
+        tokens=tokens,
+        slots=slots,
+        rounds=rounds,
+        threads=threads,
+    )
+    with show_progress() as progress:
+        from .prefix import bench_prefix
+
+        report = bench_prefix(options, progress)
     _finish(report, as_json)
 
 

@@ -116,6 +116,36 @@ class PreemptionOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixOptions:
+    """What to measure.
+
+    Attributes:
+        model: a checkpoint's directory, or ``demo``.
+        requests: how many begin in the same way.
+        shared: prompt tokens that they have in common.
+        own: prompt tokens of each behind them.
+        tokens: output tokens of each.
+        slots: sequences that run together.
+        rounds: measurements with the cache and without.
+        threads: CPU threads; None takes the number that suits the model.
+    """
+
+    model: str = "demo"
+    requests: int = 64
+    shared: int = 1000
+    own: int = 16
+    tokens: int = 16
+    slots: int = 32
+    rounds: int = 3
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("requests", "shared", "own", "tokens", "slots", "rounds"):
+            if getattr(self, name) < 1:
+                raise ConfigurationError(f"--{name}: got {getattr(self, name)}; allowed: 1 or more")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class QueueOptions:
     """What to measure and where.
 

@@ -141,6 +141,19 @@ def test_preempt() -> None:
     assert figures["preemptions_recompute_displaced"] > 0
 
 
+def test_prefix() -> None:
+    facts = report(
+        "prefix", "--requests", "5", "--shared", "64", "--own", "3", "--tokens", "2",
+        "--slots", "2", "--rounds", "1", "--threads", "1",
+    )  # fmt: skip
+    figures = facts["figures"]
+    # All but the first find the whole blocks of what they share.
+    assert math.isclose(figures["hit_rate"], 4 * 64 / (5 * 67))
+    saved = figures["computed_tokens_uncached"] - figures["computed_tokens_cached"]
+    assert saved == 4 * 64
+    assert math.isclose(figures["speedup"], figures["cpu_s_uncached"] / figures["cpu_s_cached"])
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -150,6 +163,7 @@ def test_preempt() -> None:
         (("queue", "--seconds", "0"), "--seconds: got 0.0; allowed: above 0"),
         (("queue", "--redis", "redis://127.0.0.1:1"), "cannot measure redis://127.0.0.1:1"),
         (("chunking", "--target-itl-ms", "0"), "--target-itl-ms: got 0.0; allowed: above 0"),
+        (("prefix", "--shared", "0"), "--shared: got 0; allowed: 1 or more"),
         (("preempt", "--contexts", "8"), "--contexts: got [8]; allowed: 16 or more"),
         (("preempt", "--pool-percent", "0"), "--pool-percent: got 0; allowed: 1 to 100"),
         (("engine", "--batches", "1,-1"), "--batches: got [1, -1]; allowed: 1 or more"),
