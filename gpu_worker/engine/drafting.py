@@ -8,10 +8,10 @@ from .speculation_ngram import NgramIndex
 
 __all__ = ["Drafting", "Source"]
 
-_MEMORY = 0.9
-"""What a step's drafts weigh after one more step with drafts: a window of about ten steps."""
+_MEMORY = 0.96
+"""What a step's drafts weigh after one more step with drafts: a window of some 25 steps."""
 
-_PRIOR = 2.0
+_PRIOR = 4.0
 """How many drafts of experience the worker's mean counts for, in a sequence's own rate."""
 
 

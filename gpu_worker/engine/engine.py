@@ -204,6 +204,7 @@ class Engine:
                 continue
             if is_late:
                 num_tokens -= 1  # the last token is computed again, for its logits
+                self._blocks.trim(sequence)  # and drafts, if it had some, are drawn anew
             elif span.num_drafts:
                 num_computed += 1 + span.num_drafts
                 num_sampled += len(token_ids)

@@ -21,8 +21,11 @@ from .speculation_length import Pool, best_lengths, cut, worth_verifying
 
 __all__ = ["Choice", "SpeculationConfig", "SpeculationStats", "Speculator"]
 
-_SMOOTHING = 0.02
+_SMOOTHING = 0.005
 """Weight of one sequence's step in the worker's mean acceptance rate."""
+
+_GAIN_SMOOTHING = 0.02
+"""Weight of one step in the gain that is shown."""
 
 _PROBE_EVERY = (64, 1024)
 """Steps without drafts, while there could be some, after which a few are tried: at first, and when
@@ -146,8 +149,10 @@ class Speculator:
         """The best source for a span, with as many drafts as could be of use."""
         span = spans[index]
         sequence = span.sequence
-        if span.num_tokens != 1 or not span.samples or sequence.num_candidates:
-            return None  # a prompt, or a beam: whose next token is not sampled
+        if not span.samples or span.start < sequence.num_prompt_tokens or span.num_tokens != 1:
+            return None  # a prompt, or what is computed again after a preemption
+        if sequence.num_candidates:
+            return None  # a beam: its next token is not sampled
         if sequence.grammar is not None:
             return None  # what may follow is known for its next token alone
         wish = sequence.options.speculation
@@ -259,7 +264,7 @@ class Speculator:
         costs.observe_verify(num_sequences, num_drafts / num_sequences, verify_seconds)
         plain_rate = num_sequences / costs.verify(num_sequences, 0)
         gain = num_sampled / timing.seconds / plain_rate
-        self._gain += _SMOOTHING * (gain - self._gain)
+        self._gain += _GAIN_SMOOTHING * (gain - self._gain)
 
     def stats(self) -> SpeculationStats:
         """Counts so far and the present lengths: the same object as long as they are the same."""

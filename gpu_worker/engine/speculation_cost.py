@@ -11,11 +11,17 @@ __all__ = ["Calibration", "StepCosts", "StepTiming"]
 _SMOOTHING = 0.05
 """Weight of one step in a correction: it follows load and context within some twenty steps."""
 
-_FORGETTING = 0.002
-"""How fast a cell that is not visited returns to what the others say, per step."""
+_RARE = 0.25
+"""Largest weight of one step."""
+
+_FORGETTING = 0.001
+"""How fast a factor that is not looked at follows the others, per step."""
 
 _OUTLIER = 2.0
 """A step this many times slower than expected was held up by something else."""
+
+_FAR = 4.0
+"""The same of what drafts add, which is a difference and so less certain."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +61,9 @@ class StepTiming:
 class StepCosts:
     """Predicts the seconds of a step; what was measured at start is scaled by what is measured now.
 
-    Each combination that was timed has a factor of its own, because load, context length and the
-    caches of a processor do not act on all of them alike.
+    For each number of sequences that was timed there are two factors: of the step without drafts,
+    and of what drafts add to it. Load, context length and the caches of a processor act on them
+    differently; the shape in between is that of the start.
 
     Args:
         calibration: the times at start.
@@ -64,20 +71,25 @@ class StepCosts:
 
     def __init__(self, calibration: Calibration) -> None:
         self._times = calibration
-        self._factors = [[1.0] * len(calibration.drafts) for _ in calibration.sequences]
-        self._factor = 1.0
+        self._plain = [1.0] * len(calibration.sequences)
+        self._added = [1.0] * len(calibration.sequences)
         self._draft_factor = 1.0
+        self._since_plain = 0
 
     def verify(self, num_sequences: int, drafts_each: float) -> float:
         """Seconds of the target's step, with so many drafts for each sequence on average."""
-        times, factors = self._times.verify, self._factors
         row, weight = _place(self._times.sequences, num_sequences)
         column, share = _place(self._times.drafts, drafts_each)
         total = 0.0
         for i, w in ((row, 1 - weight), (row + 1, weight)):
-            for j, s in ((column, 1 - share), (column + 1, share)):
-                if w and s:
-                    total += w * s * times[i][j] * factors[i][j]
+            if not w:
+                continue
+            times = self._times.verify[i]
+            with_drafts = times[column]
+            if share:
+                with_drafts += share * (times[column + 1] - with_drafts)
+            added = self._added[i] * (with_drafts - times[0])
+            total += w * (self._plain[i] * times[0] + added)
         return max(total, 1e-9)
 
     def token(self, num_sequences: int) -> float:
@@ -97,17 +109,27 @@ class StepCosts:
 
     def observe_verify(self, num_sequences: int, drafts_each: float, seconds: float) -> None:
         """A decode step without prompts has taken so long, drafting not counted."""
-        expected = self.verify(num_sequences, drafts_each)
-        ratio = min(seconds / expected, _OUTLIER)
-        row = _nearest(self._times.sequences, num_sequences)
-        column = _nearest(self._times.drafts, drafts_each)
-        factors = self._factors
-        for line in factors:
-            for j, factor in enumerate(line):
-                line[j] = factor + _FORGETTING * (self._factor - factor)
-        before = factors[row][column]
-        factors[row][column] = before * (1 + _SMOOTHING * (ratio - 1))
-        self._factor += _SMOOTHING * (factors[row][column] - self._factor)
+        row, plain = _nearest(self._times.sequences, num_sequences), self.verify(num_sequences, 0)
+        if drafts_each == 0:
+            ratio = min(seconds / plain, _OUTLIER)
+            # While steps have drafts those without are rare, and each must count for more.
+            weight = min(_SMOOTHING * max(1.0, self._since_plain / 4), _RARE)
+            self._plain[row] *= 1 + weight * (ratio - 1)
+            self._since_plain = 0
+        else:
+            added = self.verify(num_sequences, drafts_each) - plain
+            if added > 0.01 * plain:
+                ratio = min(max((seconds - plain) / added, 1 / _FAR), _FAR)
+                self._added[row] *= 1 + _SMOOTHING * (ratio - 1)
+            self._since_plain += 1
+        for factors in (self._plain, self._added):
+            self._forget(factors, row)
+
+    def _forget(self, factors: list[float], row: int) -> None:
+        """What was learned long ago of other numbers of sequences goes the way of this one's."""
+        now = factors[row]
+        for i, factor in enumerate(factors):
+            factors[i] = factor + _FORGETTING * (now - factor)
 
     def observe_draft(self, num_sequences: int, rounds: int, seconds: float) -> None:
         """The draft model has taken so long."""

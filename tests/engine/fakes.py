@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -16,6 +16,7 @@ from penstock.gpu_worker.engine import (
     KVKind,
     Plan,
     Sequence,
+    Span,
     StepOutput,
 )
 from penstock.shared.protocol import Lane, Reason, SamplingOptions, TokenLogprobs
@@ -160,6 +161,11 @@ class FakeKV:
         for kind, memory in enumerate(self.memory):
             memory[self.slot(sequence, position, kind)] = tag
 
+    def tag(self, sequence: Sequence, position: int) -> int:
+        """What is stored for a position, in all kinds alike."""
+        (tag,) = {m[self.slot(sequence, position, kind)] for kind, m in enumerate(self.memory)}
+        return tag
+
     def copy(self, copies: Iterable[BlockCopy]) -> None:
         """In order, and all reads before all writes: a plan allows both, so both must agree."""
         copies = list(copies)
@@ -201,11 +207,14 @@ class FakeRunner:
     def __init__(self, block_size: int, kinds: Seq[KVKind] = (KVKind(0),)) -> None:
         self.kv = FakeKV(block_size, kinds)
         self.num_computed = 0
+        self.num_drafted = 0
+        self.num_accepted = 0
 
     def run(self, plan: Plan) -> StepOutput:
         self.kv.swap(plan)
         self.kv.copy(plan.copies)
-        self._write(plan)
+        drafts = {span.sequence: self._drafts(span) for span in plan.spans if span.num_drafts}
+        self._write(plan, drafts)
         sampled, logprobs, candidates = [], {}, {}
         for span in plan.spans:
             # After all spans have written, as in a real forward pass: nobody's writing may have
@@ -213,10 +222,19 @@ class FakeRunner:
             sequence = span.sequence
             last = self.kv.read(sequence, span.start, span.start + span.num_tokens)
             assert last is not None
-            sampled.append((next_token(last, sequence.choice),) if span.samples else ())
+            chosen, figures = [], []
+            for place, draft in enumerate((*drafts.get(sequence, ()), None)):
+                chosen.append(next_token(last, sequence.choice))
+                figures.append(TokenLogprobs(dict(likelihoods(last))[chosen[-1]]))
+                if draft != chosen[-1]:
+                    break
+                last = tag_after(last, draft)
+                position = span.start + span.num_tokens + place
+                assert self.kv.tag(sequence, position) == last, "another has written over a draft"
+            self.num_accepted += len(chosen) - 1
+            sampled.append(tuple(chosen) if span.samples else ())
             if span.samples and sequence.options.logprobs is not None:
-                figures = dict(likelihoods(last))
-                logprobs[sequence] = (TokenLogprobs(figures[sampled[-1][0]]),)
+                logprobs[sequence] = tuple(figures)
             if span.samples and sequence.num_candidates:
                 candidates[sequence] = tuple(likelihoods(last)[: sequence.num_candidates])
         self.num_computed += plan.num_tokens
@@ -227,10 +245,31 @@ class FakeRunner:
             for span in plan.spans
         }
         return StepOutput(
-            tuple(sampled), logprobs=logprobs, candidates=candidates, prompt_logprobs=reports
+            tuple(sampled),
+            logprobs=logprobs,
+            candidates=candidates,
+            prompt_logprobs=reports,
+            drafted={sequence: len(ids) for sequence, ids in drafts.items()},
         )
 
-    def _write(self, plan: Plan) -> None:
+    def _drafts(self, span: Span) -> tuple[int, ...]:
+        """Those of the plan, or a draft model's: mostly right, and now and then too few."""
+        sequence = span.sequence
+        assert span.num_tokens == 1
+        assert span.samples
+        assert not sequence.num_candidates
+        assert len(span.drafts) in (0, span.num_drafts)
+        drafts = list(span.drafts)
+        if not drafts:
+            last = tags(sequence.token_ids, sequence.cache_salt)[-1]
+            for _ in range(span.num_drafts - (last % 5 == 0)):
+                right = next_token(last, sequence.choice)
+                drafts.append((right + (last % 4 == 0)) % len(PIECES))
+                last = tag_after(last, drafts[-1])
+        self.num_drafted += len(drafts)
+        return tuple(drafts)
+
+    def _write(self, plan: Plan, drafts: Mapping[Sequence, tuple[int, ...]]) -> None:
         assert plan.spans
         assert len({span.sequence for span in plan.spans}) == len(plan.spans)
         keys = {(span.sequence.id, span.sequence.choice) for span in plan.spans}
@@ -241,8 +280,9 @@ class FakeRunner:
             assert span.start == sequence.num_computed_tokens
             assert 0 < span.num_tokens <= sequence.num_tokens - span.start
             assert span.samples == (stop == sequence.num_tokens)
-            known = tags(sequence.token_ids[:stop], sequence.cache_salt)
-            for position in range(span.start, stop):
+            new = drafts.get(sequence, ())
+            known = tags([*sequence.token_ids[:stop], *new], sequence.cache_salt)
+            for position in range(span.start, stop + len(new)):
                 for kind in range(len(self.kv.memory)):
                     slot = kind, self.kv.slot(sequence, position, kind)
                     assert slot not in written, "two sequences write the same slot"

@@ -38,6 +38,7 @@ from penstock.gpu_worker.engine import (
     PolicyName,
     Sequence,
     SequenceStatus,
+    SpeculationConfig,
     StepOutput,
     Update,
 )
@@ -52,6 +53,15 @@ stop_lists = st.lists(st.sampled_from(["ab", "aab ", "é", "ba\ufffd", " ", "bb"
 
 
 more_kinds = st.just(()) | st.tuples(st.builds(KVKind, st.integers(1, 14), st.integers(1, 6)))
+
+
+speculations = st.none() | st.builds(
+    SpeculationConfig,
+    ngram=st.booleans(),
+    draft=st.booleans(),
+    length=st.none() | st.integers(1, 6),
+    longest=st.integers(1, 6),
+)
 
 
 @dataclass
@@ -119,6 +129,7 @@ class EngineMachine(RuleBasedStateMachine):
         max_overtake_s=st.sampled_from([0.0, 2.0, 30.0]),
         preemption=st.sampled_from(["auto", "swap", "recompute"]),
         num_host_blocks=st.integers(0, 10),
+        speculation=speculations,
     )
     def build(self, max_sequences: int, more_tokens: int, **limits: object) -> None:
         max_batch_tokens = max_sequences + more_tokens
@@ -196,7 +207,9 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([0.0, 0.01, 0.5, 2.0, 50.0]))
     def step(self, seconds: float = 0.5) -> None:
         if (plan := self.plan()) is not None:
+            before = self.unseen()
             self.collect(plan)
+            assert self.unseen() == before
             self.engine.observe(plan, seconds)
 
     @precondition(lambda self: self.live)
@@ -277,6 +290,30 @@ class EngineMachine(RuleBasedStateMachine):
         if hasattr(self, "engine"):
             self.engine.check_integrity()
             assert self.engine.has_work == bool(self.live)
+            self.check_drafts()
+
+    def check_drafts(self) -> None:
+        """What was drafted was accepted or rejected; aborted sequences are not looked at again."""
+        stats = self.engine.stats().speculation
+        if stats is None:
+            assert self.runner.num_drafted == 0
+            return
+        drafted, accepted = stats.drafted, stats.accepted
+        assert sum(drafted.values()) <= self.runner.num_drafted
+        assert sum(accepted.values()) <= self.runner.num_accepted
+        for (source, position), count in drafted.items():
+            assert accepted.get((source, position), 0) <= count
+            # A draft is accepted only if the one before it was.
+            before = accepted.get((source, position - 1), count)
+            assert accepted.get((source, position), 0) <= before
+
+    def unseen(self) -> tuple[int, int]:
+        """Drafts and accepted ones whose outcome the engine did not get to see."""
+        stats = self.engine.stats().speculation
+        drafted, accepted = self.runner.num_drafted, self.runner.num_accepted
+        if stats is None:
+            return drafted, accepted
+        return drafted - sum(stats.drafted.values()), accepted - sum(stats.accepted.values())
 
     def teardown(self) -> None:
         """Without further arrivals everything ends, in a bounded number of steps."""

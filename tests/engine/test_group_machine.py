@@ -18,6 +18,7 @@ from penstock.gpu_worker.engine import (
     Finish,
     Plan,
     PolicyName,
+    SpeculationConfig,
     Update,
 )
 from penstock.shared.protocol import Lane, Reason
@@ -117,6 +118,8 @@ class GroupMachine(RuleBasedStateMachine):
         chunking=st.sampled_from(Chunking),
         preemption=st.sampled_from(["swap", "recompute"]),
         num_host_blocks=st.integers(0, 20),
+        speculation=st.none()
+        | st.builds(SpeculationConfig, draft=st.just(True), length=st.integers(1, 4)),
     )
     def build(
         self, max_sequences: int, more_tokens: int, chunking: Chunking, **limits: object
