@@ -40,8 +40,8 @@ class Source(StrEnum):
         """Chance that a draft is accepted, before anything was seen."""
         return {
             Source.DRAFT: 0.6,
-            Source.NGRAM_SHORT: 0.3,
-            Source.NGRAM_MEDIUM: 0.5,
+            Source.NGRAM_SHORT: 0.45,
+            Source.NGRAM_MEDIUM: 0.6,
             Source.NGRAM_LONG: 0.8,
         }[self]
 
@@ -72,6 +72,10 @@ class Drafting:
         accepted = self._accepted.get(source, 0.0)
         tried = accepted + self._refused.get(source, 0.0)
         return (accepted + _PRIOR * mean) / (tried + _PRIOR)
+
+    def tried(self, source: Source) -> float:
+        """Drafts of late from ``source`` of which the outcome is known."""
+        return self._accepted.get(source, 0.0) + self._refused.get(source, 0.0)
 
     def observe(self, source: Source, num_drafted: int, num_accepted: int) -> None:
         """Drafts were verified."""

@@ -17,11 +17,11 @@ from penstock.shared.protocol import Speculation
 from .drafting import Drafting, Source
 from .plan import Span
 from .speculation_cost import FREE, Calibration, StepCosts, StepTiming
-from .speculation_length import Pool, best_lengths, cut, worth_verifying
+from .speculation_length import Pool, best_lengths, cut, expected_gain, worth_verifying
 
 __all__ = ["Choice", "SpeculationConfig", "SpeculationStats", "Speculator"]
 
-_SMOOTHING = 0.005
+_SMOOTHING = 0.02
 """Weight of one sequence's step in the worker's mean acceptance rate."""
 
 _GAIN_SMOOTHING = 0.02
@@ -32,6 +32,9 @@ _PROBE_EVERY = (64, 1024)
 trying has changed nothing again and again."""
 
 _PROBE_LENGTH = 2
+
+_TYPICAL_LENGTH = 4
+"""By which sources are compared, before it is known how many drafts there will be."""
 
 _PLAIN_EVERY = 64
 """Steps with drafts after which one without shows what those cost now."""
@@ -112,7 +115,8 @@ class Speculator:
         wanted = config.longest if config.length is None else config.length
         self._longest = min(wanted, max_span - 1)
         self._costs = StepCosts(config.calibration)
-        self._means = {source: source.prior for source in Source}
+        self._means = {(source, warmth): source.prior for source in Source for warmth in range(4)}
+        self._draft_share = 1.0
         self._text_length = self._draft_length = 0
         self._probe_every = _PROBE_EVERY[0]
         self._since_drafts = self._since_plain = 0
@@ -134,6 +138,7 @@ class Speculator:
         Returns:
             Choices in the order of the spans, of ``budget`` drafts at most together.
         """
+        self._draft_share = self._costs.worth_of_drafting(len(spans))
         choices = [choice for index in range(len(spans)) if (choice := self._look(index, spans))]
         if not choices:
             return choices
@@ -169,17 +174,23 @@ class Speculator:
         drafting = sequence.drafting
         if drafting is None:
             drafting = sequence.drafting = Drafting()
-        choice = None
+        choice, warmth = None, _warmth(sequence.options.temperature)
         if self._config.ngram and wish is not Speculation.DRAFT:
             drafts, match = drafting.look_up(sequence.token_ids, most)
             if match:
                 source = Source.of_match(match)
-                rate = drafting.rate(source, self._means[source])
+                rate = drafting.rate(source, self._means[source, warmth])
                 choice = Choice(index, source, rate, most, drafts)
         if self._config.draft and wish is not Speculation.NGRAM:
-            rate = drafting.rate(Source.DRAFT, self._means[Source.DRAFT])
-            if choice is None or choice.rate < rate:
+            rate = drafting.rate(Source.DRAFT, self._means[Source.DRAFT, warmth])
+            # What stands in the text costs no model: the draft model must be so much surer.
+            if choice is None or _typical_gain(choice.rate) < self._draft_share * _typical_gain(
+                rate
+            ):
                 choice = Choice(index, Source.DRAFT, rate, most)
+        if choice is not None and self._config.length is None:
+            # One more with every draft seen: a sequence nobody can guess is found out cheaply.
+            choice.count = min(most, 1 + int(drafting.tried(choice.source)))
         return choice
 
     def _adapt(self, choices: list[Choice], spans: Sequence[Span]) -> None:
@@ -239,7 +250,8 @@ class Speculator:
         tried = num_accepted + refused
         if tried:
             weight = 1 - (1 - _SMOOTHING) ** tried
-            self._means[source] += weight * (num_accepted / tried - self._means[source])
+            key = source, _warmth(span.sequence.options.temperature)
+            self._means[key] += weight * (num_accepted / tried - self._means[key])
 
     def observe_step(
         self, spans: Sequence[Span], num_sampled: int, timing: StepTiming | None
@@ -278,6 +290,15 @@ class Speculator:
                 self._gain,
             )
         return self._shown
+
+
+def _warmth(temperature: float) -> int:
+    """Temperatures that are guessed about equally well."""
+    return (temperature > 0) + (temperature > 0.7) + (temperature > 1.2)
+
+
+def _typical_gain(rate: float) -> float:
+    return 1 + expected_gain(rate, _TYPICAL_LENGTH)
 
 
 def _pool(rates: list[float], present: int) -> Pool:

@@ -107,6 +107,11 @@ class StepCosts:
         above = weight * times[row + 1] if weight else 0.0
         return rounds * self._draft_factor * ((1 - weight) * times[row] + above)
 
+    def worth_of_drafting(self, num_sequences: int, length: int = 4) -> float:
+        """Share of a step's time that is left if the draft model proposes for all sequences."""
+        verify = self.verify(num_sequences, length)
+        return verify / (verify + self.draft(num_sequences, length))
+
     def observe_verify(self, num_sequences: int, drafts_each: float, seconds: float) -> None:
         """A decode step without prompts has taken so long, drafting not counted."""
         row, plain = _nearest(self._times.sequences, num_sequences), self.verify(num_sequences, 0)
