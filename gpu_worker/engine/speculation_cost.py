@@ -125,7 +125,8 @@ class StepCosts:
             added = self.verify(num_sequences, drafts_each) - plain
             if added > 0.01 * plain:
                 ratio = min(max((seconds - plain) / added, 1 / _FAR), _FAR)
-                self._added[row] *= 1 + _SMOOTHING * (ratio - 1)
+                factor = self._added[row] * (1 + _SMOOTHING * (ratio - 1))
+                self._added[row] = min(max(factor, 1 / _FAR), _FAR)
             self._since_plain += 1
         for factors in (self._plain, self._added):
             self._forget(factors, row)

@@ -27,7 +27,7 @@ _DRAFTS = (0, 1, 3, AUTO_LONGEST)
 _GROWTH = 4
 _REPEATS = 3
 
-_SECONDS = 1.5
+_SECONDS = 2.5
 """What timing steps at start may take; larger ones than came by then are extrapolated."""
 
 
