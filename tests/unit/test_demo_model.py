@@ -199,8 +199,8 @@ def test_round_trip(tokenizer: Any, text: str) -> None:
 
 
 @settings(max_examples=300, deadline=None)
-@given(text=st.text())
-def test_any_text_round_trips_and_gives_no_special_token(tokenizer: Any, text: str) -> None:
+@given(text=st.text().filter(lambda text: not any(name in text for name in SPECIAL)))
+def test_any_other_text_round_trips_and_gives_no_special_token(tokenizer: Any, text: str) -> None:
     ids = tokenizer(text).input_ids
     assert tokenizer.decode(ids) == text
     assert not set(ids) & set(tokenizer.all_special_ids)
