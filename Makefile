@@ -66,5 +66,5 @@ $(VENV)/.files: $(VENV)/.installed FORCE
 
 # An installation that has just been made is linked already, which make cannot know.
 $(VENV)/.linked: $(VENV)/.files
-	@test $@ -nt $< || { echo "linking added and removed files"; $(RELINK); }
+	@test ! $< -nt $@ || { echo "linking added and removed files"; $(RELINK); }
 	@touch $@

@@ -1,6 +1,8 @@
 """The wire protocol without penstock: only a Redis client, a msgpack library and submit.lua.
 
-python examples/by_hand.py redis://localhost:6379/0
+python examples/by_hand.py
+
+The server is that of REDIS_URL, or of the argument.
 
 Written to be translated into other languages; docs/protocol.md explains every step.
 """
@@ -8,6 +10,7 @@ Written to be translated into other languages; docs/protocol.md explains every s
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import struct
 import sys
@@ -97,5 +100,6 @@ def read(server: redis.Redis, id: str) -> None:
 
 
 if __name__ == "__main__":
-    with redis.Redis.from_url(sys.argv[1]) as connection:
+    url = sys.argv[1] if len(sys.argv) > 1 else os.environ["REDIS_URL"]
+    with redis.Redis.from_url(url) as connection:
         read(connection, submit(connection, "The list type", 48))

@@ -178,8 +178,12 @@ class EmbeddedRedis:
 
     @property
     def url(self) -> str:
-        """Address for any Redis client, password included."""
-        user = f":{self._password}@" if self._password else ""
+        """Address for any Redis client, password included.
+
+        With the name that Redis gives the user of a password alone: redis-cli takes the empty one
+        of ``redis://:password@`` for a name.
+        """
+        user = f"default:{self._password}@" if self._password else ""
         return f"redis://{user}127.0.0.1:{self.port}/0"
 
     @property

@@ -129,10 +129,11 @@ def _read_values(fields: Sequence[bytes]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for raw_name, raw in zip(fields[0::2], fields[1::2], strict=True):
         name = _text("field name", raw_name)
+        text = _text(name, raw)
         read = _READERS.get(name)
         if read is None:
-            raise check.unknown(name, raw, _READERS)
-        value = read(name, _text(name, raw))
+            raise check.unknown(name, text, _READERS)
+        value = read(name, text)
         if name in _REPEATED:
             values[name] = (*values.get(name, ()), value)
         elif name in values:
@@ -173,7 +174,9 @@ def _as_flag(name: str, value: str) -> bool:
 
 
 def _as_early_stopping(name: str, value: str) -> bool | str:
-    return value if value == "never" else _as_flag(name, value)
+    if value not in ("true", "false", "never"):
+        raise InvalidRequest(name, value, "true, false or never")
+    return value if value == "never" else value == "true"
 
 
 def _as_list(name: str, value: str, of: type = object) -> list[Any]:

@@ -149,7 +149,7 @@ def chunking(
         int | None, typer.Option(help="CPU threads; by default the number that suits the model.")
     ] = None,
     picture: Annotated[
-        Path | None, typer.Option("--plot", help="Write a PNG; needs penstock[plot].")
+        Path | None, typer.Option("--plot", help="Write a PNG; needs the extra plot.")
     ] = None,
     as_json: _Json = False,
 ) -> None:

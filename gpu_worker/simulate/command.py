@@ -47,7 +47,10 @@ def simulate(
         float, typer.Option(help="Variation of the time between requests; 1 is Poisson.")
     ] = 1.0,
     prompt: Annotated[
-        str, typer.Option(help="Lengths of prompts: const:N, uniform:A:B, exp:M, lognormal:M:S.")
+        str,
+        typer.Option(
+            help="Lengths of prompts: const:N, uniform:LOW:HIGH, exp:MEAN or lognormal:MEAN:SIGMA."
+        ),
     ] = "lognormal:512:1:max=8192",
     output: Annotated[
         str, typer.Option(help="Lengths of outputs, likewise.")
@@ -106,7 +109,7 @@ def simulate(
         bool, typer.Option("--json", help="Print one JSON object: figures, checks, notes.")
     ] = False,
     picture: Annotated[
-        Path | None, typer.Option("--plot", help="Write a PNG; needs penstock[plot].")
+        Path | None, typer.Option("--plot", help="Write a PNG; needs the extra plot.")
     ] = None,
     save_trace: Annotated[
         Path | None, typer.Option(help="Write the requests of the first fleet as a trace.")

@@ -58,30 +58,42 @@ def submit(
     chat: Annotated[
         bool, typer.Option("--chat", help="The prompt is a user's chat message.")
     ] = False,
-    max_tokens: Annotated[int | None, typer.Option(help="Output tokens at most [256].")] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy [1].")] = None,
-    top_k: Annotated[int | None, typer.Option(help="Keep the k likeliest tokens [all].")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Keep this probability mass [1].")] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(help="Output tokens at most; default: 256.")
+    ] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy; default: 1.")] = None,
+    top_k: Annotated[
+        int | None, typer.Option(help="Keep the k likeliest tokens; default: all.")
+    ] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="Keep this probability mass; default: 1.")
+    ] = None,
     min_p: Annotated[
-        float | None, typer.Option(help="Drop tokens this much less likely than the best [0].")
+        float | None,
+        typer.Option(help="Drop tokens this much less likely than the best; default: 0."),
     ] = None,
     repetition_penalty: Annotated[
-        float | None, typer.Option(help="Over 1: repeat less of prompt and output [1].")
+        float | None, typer.Option(help="Over 1: repeat less of prompt and output; default: 1.")
     ] = None,
     presence_penalty: Annotated[
-        float | None, typer.Option(help="Over 0: fewer tokens that the output has [0].")
+        float | None, typer.Option(help="Over 0: fewer tokens that the output has; default: 0.")
     ] = None,
     frequency_penalty: Annotated[
-        float | None, typer.Option(help="The same, times how often it has them [0].")
+        float | None, typer.Option(help="The same, times how often it has them; default: 0.")
     ] = None,
-    min_tokens: Annotated[int | None, typer.Option(help="Output tokens at least [0].")] = None,
+    min_tokens: Annotated[
+        int | None, typer.Option(help="Output tokens at least; default: 0.")
+    ] = None,
     logprobs: Annotated[
-        int | None, typer.Option(help="With --json: report so many likeliest tokens each [none].")
+        int | None,
+        typer.Option(help="With --json: report so many likeliest tokens each; default: none."),
     ] = None,
     prompt_logprobs: Annotated[
-        int | None, typer.Option(help="The same of the prompt's tokens [none].")
+        int | None, typer.Option(help="The same of the prompt's tokens; default: none.")
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="Same seed, same tokens [from id].")] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Same seed, same tokens; default: from id.")
+    ] = None,
     stop: Annotated[
         list[str] | None, typer.Option(help="End before this text; may be repeated.")
     ] = None,
@@ -101,29 +113,32 @@ def submit(
         list[str] | None, typer.Option(help="The output is this or another such text.")
     ] = None,
     n: Annotated[
-        int | None, typer.Option("--n", "-n", help="Outputs, shown one after the other [1].")
+        int | None,
+        typer.Option("--n", "-n", help="Outputs, shown one after the other; default: 1."),
     ] = None,
     best_of: Annotated[
-        int | None, typer.Option(help="Generate so many and give the n likeliest [n].")
+        int | None, typer.Option(help="Generate so many and give the n likeliest; default: n.")
     ] = None,
     beam_width: Annotated[
-        int | None, typer.Option(help="Over 1: beam search with so many beams [1].")
+        int | None, typer.Option(help="Over 1: beam search with so many beams; default: 1.")
     ] = None,
     length_penalty: Annotated[
-        float | None, typer.Option(help="Of beam search: over 0 favours longer outputs [1].")
+        float | None,
+        typer.Option(help="Of beam search: over 0 favours longer outputs; default: 1."),
     ] = None,
     early_stopping: Annotated[
-        str | None, typer.Option(help="Of beam search: true, false or never [false].")
+        str | None, typer.Option(help="Of beam search: true, false or never; default: false.")
     ] = None,
     speculation: Annotated[
-        str | None, typer.Option(help="Drafts from: auto, off, ngram or draft [auto].")
+        str | None, typer.Option(help="Drafts from: auto, off, ngram or draft; default: auto.")
     ] = None,
     deadline_ms: Annotated[int | None, typer.Option(help="Time for all of it, in ms.")] = None,
     max_queue_ms: Annotated[
         int | None, typer.Option(help="Longest wait for a worker, in ms.")
     ] = None,
     on_disconnect: Annotated[
-        str | None, typer.Option(help="When no reader is left: cancel or continue [continue].")
+        str | None,
+        typer.Option(help="When no reader is left: cancel or continue; default: continue."),
     ] = None,
     stream: Annotated[
         bool, typer.Option("--stream/--no-stream", help="Show the output, or print the id only.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import stat
@@ -131,6 +132,14 @@ def test_server_asks_for_its_password(start_redis: Starter) -> None:
         pytest.raises(redis.AuthenticationError, match=r"(?i)authenticat"),
     ):
         stranger.get("x")
+
+
+def test_redis_cli_takes_the_address(start_redis: Starter) -> None:
+    if (program := shutil.which("redis-cli")) is None:
+        pytest.skip("there is no redis-cli")
+    command = [program, "-u", start_redis().url, "--no-auth-warning", "PING"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    assert (done.stdout, done.stderr) == ("PONG\n", "")
 
 
 def test_data_directory_outlives_the_server(

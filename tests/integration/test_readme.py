@@ -107,8 +107,8 @@ def test_blocking(run: Run) -> None:
     assert printed.count("->") >= 3
 
 
-def test_by_hand(run: Run, url: str) -> None:
-    printed = run(EXAMPLES / "by_hand.py", url)
+def test_by_hand(run: Run) -> None:
+    printed = run(EXAMPLES / "by_hand.py")
     assert re.search(r"\ncompleted \((length|stop)\) after \d+ tokens", printed)
     assert "'output_tokens'" in printed
 

@@ -17,6 +17,7 @@ import msgpack
 import pytest
 import typer
 from prometheus_client.metrics import MetricWrapperBase
+from rich.text import Text
 
 from penstock.gpu_worker.metrics import WorkerMetrics
 from penstock.gpu_worker.tally import TallyHistogram
@@ -443,8 +444,8 @@ def test_tests_that_are_named_exist(page: Path) -> None:
         assert re.search(rf"^\s*(async )?def {name}\b", source, re.MULTILINE), f"{name} in {target}"
 
 
-def _commands() -> dict[str, set[str]]:
-    """Commands of the program and their flags; a group has those of all its commands."""
+def _program() -> dict[str, Any]:
+    """The program's commands by name, those that entry points add included."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     added = typer.Typer()
     for name, place in project["entry-points"]["penstock.commands"].items():
@@ -454,11 +455,30 @@ def _commands() -> dict[str, set[str]]:
             added.add_typer(command, name=name)
         else:
             added.command(name)(command)
-    found: dict[str, set[str]] = {}
+    found: dict[str, Any] = {}
     for group in (typer.main.get_command(app), typer.main.get_command(added)):
-        for name, command in group.commands.items():  # type: ignore[attr-defined]
-            found[name] = {"--help", *_flags(command)}
+        found.update(group.commands)  # type: ignore[attr-defined]
     return found
+
+
+def _commands() -> dict[str, set[str]]:
+    """The flags of the program's commands; a group has those of all its commands."""
+    return {name: {"--help", *_flags(command)} for name, command in _program().items()}
+
+
+def _help_texts(command: Any) -> Iterator[str]:
+    yield command.help or ""
+    for parameter in command.params:
+        yield getattr(parameter, "help", None) or ""
+    for inner in getattr(command, "commands", {}).values():
+        yield from _help_texts(inner)
+
+
+@pytest.mark.parametrize("name", sorted(_program()))
+def test_help_is_shown_as_it_is_written(name: str) -> None:
+    """typer reads help as rich markup: ``[all]`` would be a style and ``:M:`` a picture."""
+    for text in _help_texts(_program()[name]):
+        assert Text.from_markup(text).plain == text
 
 
 def _flags(command: Any) -> Iterator[str]:
