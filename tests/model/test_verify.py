@@ -209,7 +209,7 @@ def shift_positions(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def second_best_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(self: Any, logits: torch.Tensor, batch: Any) -> torch.Tensor:
+    def wrong(self: Any, logits: torch.Tensor, batch: Any, masks: Any = ()) -> torch.Tensor:
         best = logits.topk(2, dim=-1)
         close = best.values[:, 0] - best.values[:, 1] < 0.05 * best.values[:, 0]
         return torch.where(close, best.indices[:, 1], best.indices[:, 0])
