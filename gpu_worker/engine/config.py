@@ -139,17 +139,18 @@ class EngineConfig:
             self._check_unchunked()
 
     def _check_unchunked(self) -> None:
-        if self.chunk_size < self.max_model_len:
-            raise ConfigurationError(
-                f"chunking is off and chunk_size is {self.chunk_size}, below max_model_len "
-                f"({self.max_model_len}): leave chunk_size out, or take chunking 'fixed'"
-            )
+        # First, since chunk_size is the whole budget where none is set.
         longest = self.max_model_len + self.max_sequences
         if self.max_batch_tokens < longest:
             raise ConfigurationError(
                 f"chunking is off and max_batch_tokens is {self.max_batch_tokens}: without chunks "
                 "the longest prompt and a token of every other sequence must fit into one step; "
                 f"raise it to max_model_len + max_sequences ({longest}), or lower those"
+            )
+        if self.chunk_size < self.max_model_len:
+            raise ConfigurationError(
+                f"chunking is off and chunk_size is {self.chunk_size}, below max_model_len "
+                f"({self.max_model_len}): leave chunk_size out, or take chunking 'fixed'"
             )
 
     def _check_adaptive(self) -> None:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 
-from penstock.shared.errors import ConfigurationError
+from penstock.shared.errors import ConfigurationError, ModelError
 from penstock.shared.settings import Settings
 
 from ..engine.speculation import SpeculationConfig
@@ -36,18 +36,27 @@ def load_draft(settings: Settings, target: LoadedModel) -> LoadedModel | None:
 
     Raises:
         ModelError: it cannot be loaded.
-        ConfigurationError: its tokens are not the target's.
+        ConfigurationError: it alone is to propose drafts and is not there, or its tokens are not
+            the target's.
     """
     path = settings.speculation.draft_model
     if path == "auto":
         path = DEMO_DRAFT if settings.model.path == DEMO else None
+    if path is None and settings.speculation.source == "draft":
+        raise ConfigurationError(
+            "speculation.source is draft, and there is no draft model: give its directory as "
+            "speculation.draft_model, or take source auto, ngram or off"
+        )
     if path is None or settings.speculation.source not in ("auto", "draft"):
         return None
-    draft = load_model(
-        path,
-        dtype=str(target.dtype).removeprefix("torch."),
-        device=str(target.device),
-    )
+    try:
+        draft = load_model(
+            path,
+            dtype=str(target.dtype).removeprefix("torch."),
+            device=str(target.device),
+        )
+    except ModelError as error:
+        raise ModelError(f"speculation.draft_model: {error}") from error
     if draft.tokenizer.get_vocab() != target.tokenizer.get_vocab():
         raise ConfigurationError(
             f"speculation.draft_model: the tokens of {draft.path} are not those of {target.path}; "

@@ -221,6 +221,10 @@ def test_without_chunks_a_prompt_is_read_in_one_step() -> None:
     ("changes", "field"),
     [
         ({"chunking": Chunking.OFF, "max_batch_tokens": 71, "chunk_size": 71}, "max_batch_tokens"),
+        (
+            {"chunking": Chunking.OFF, "max_batch_tokens": 63, "chunk_size": 63},
+            "and max_batch_tokens is",
+        ),
         ({"chunking": Chunking.OFF, "max_batch_tokens": 72, "chunk_size": 63}, "chunk_size"),
         ({"chunking": Chunking.ADAPTIVE, "target_itl_s": 0.0}, "target_itl_s"),
         ({"chunking": Chunking.ADAPTIVE, "min_chunk_size": 17}, "min_chunk_size"),
