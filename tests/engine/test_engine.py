@@ -3,9 +3,26 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import pytest
-from engine.fakes import EOS, FakeRunner, PieceStream, Result, config, request, solo
+from engine.fakes import (
+    EOS,
+    FakeRunner,
+    PieceStream,
+    Result,
+    config,
+    prompt_report,
+    request,
+    solo,
+)
 
-from penstock.gpu_worker.engine import Engine, EngineRequest, Finish, Plan, StepOutput, Update
+from penstock.gpu_worker.engine import (
+    Engine,
+    EngineRequest,
+    Finish,
+    Plan,
+    SpeculationConfig,
+    StepOutput,
+    Update,
+)
 from penstock.shared.errors import IntegrityError, InvalidRequest
 from penstock.shared.protocol import Lane, Reason
 
@@ -485,3 +502,19 @@ def test_every_mode_gives_what_each_request_gives_alone(
     assert stats.used_blocks == 0
     assert bool(stats.preemptions) == (num_blocks < 64)
     assert bool(stats.prefix_hit_tokens) == prefix_cache
+
+
+# --- several features at once -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_prompt_whose_last_chunk_is_a_token_is_reported_before_any_drafts(n: int) -> None:
+    prompt_ids = (1, 2, 1, 2, 1)
+    eng = engine(chunk_size=4, speculation=SpeculationConfig(draft=True, length=2))
+    eng.add(request("a", prompt_ids, n=n, prompt_logprobs=0, max_tokens=8))
+    runner, updates = FakeRunner(4), []
+    while plan := eng.schedule():
+        updates += eng.collect(plan, runner.run(plan))
+    assert runner.num_drafted
+    reports = [update.prompt_logprobs for update in updates]
+    assert reports == [(None, *map(prompt_report, prompt_ids[1:])), *[()] * (len(updates) - 1)]

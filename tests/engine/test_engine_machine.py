@@ -52,7 +52,9 @@ prompts = st.one_of(
 stop_lists = st.lists(st.sampled_from(["ab", "aab ", "é", "ba\ufffd", " ", "bb"]), max_size=2)
 
 
-more_kinds = st.just(()) | st.tuples(st.builds(KVKind, st.integers(1, 14), st.integers(1, 6)))
+more_kinds = st.just(()) | st.tuples(
+    st.builds(KVKind, st.integers(1, 14), st.integers(1, 6), st.integers(0, 20))
+)
 
 
 speculations = st.none() | st.builds(
@@ -110,6 +112,14 @@ class Before:
     preemptions: int
 
 
+def defer_some(plan: Plan, output: StepOutput, data: st.DataObject) -> StepOutput:
+    """The same with some spans deferred, as beams never are."""
+    could = [i for i, s in enumerate(plan.spans) if s.samples and not s.sequence.num_candidates]
+    deferred = frozenset(data.draw(st.sets(st.sampled_from(could))) if could else ())
+    token_ids = tuple(() if i in deferred else t for i, t in enumerate(output.token_ids))
+    return replace(output, token_ids=token_ids, deferred=deferred)
+
+
 class EngineMachine(RuleBasedStateMachine):
     policy = PolicyName.FCFS
     chunking = Chunking.FIXED
@@ -128,7 +138,7 @@ class EngineMachine(RuleBasedStateMachine):
         watermark=st.sampled_from([0.0, 0.01, 0.3]),
         max_overtake_s=st.sampled_from([0.0, 2.0, 30.0]),
         preemption=st.sampled_from(["auto", "swap", "recompute"]),
-        num_host_blocks=st.integers(0, 10),
+        num_host_blocks=st.integers(0, 20),
         speculation=speculations,
     )
     def build(self, max_sequences: int, more_tokens: int, **limits: object) -> None:
@@ -173,6 +183,20 @@ class EngineMachine(RuleBasedStateMachine):
             deadline=None if time_left is None else self.now + time_left, **options,
         )  # type: ignore[arg-type]  # fmt: skip
         self.admit(Log(req))
+
+    @rule(
+        shapes=st.lists(st.tuples(prompts, st.integers(4, 16)), min_size=2, max_size=6),
+        lanes=st.lists(st.sampled_from(Lane), min_size=6, max_size=6),
+        count=st.integers(1, 12),
+    )
+    def rush(self, shapes: list[tuple[list[int], int]], lanes: list[Lane], count: int) -> None:
+        """More than there is room for, and a while undisturbed, so that KV gets short."""
+        for (prompt_ids, max_tokens), lane in zip(shapes, lanes, strict=False):
+            self.add(prompt_ids, 0.0, None, lane=lane, max_tokens=max_tokens)
+            self.step()
+        for _ in range(count):
+            self.step()
+            self.everything_adds_up()
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
@@ -277,10 +301,8 @@ class EngineMachine(RuleBasedStateMachine):
     def step_that_defers_some(self, data: st.DataObject) -> None:
         plan = self.plan()
         assert plan is not None
-        output, sampling = self.runner.run(plan), [i for i, s in enumerate(plan.spans) if s.samples]
-        deferred = frozenset(data.draw(st.sets(st.sampled_from(sampling))) if sampling else ())
-        token_ids = tuple(() if i in deferred else t for i, t in enumerate(output.token_ids))
-        updates = self.engine.collect(plan, replace(output, token_ids=token_ids, deferred=deferred))
+        output = defer_some(plan, self.runner.run(plan), data)
+        deferred, updates = output.deferred, self.engine.collect(plan, output)
         assert not {u.id for u in updates} & {plan.spans[i].sequence.id for i in deferred}
         for update in updates:
             self.publish(update)

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from engine.fakes import FakeRunner, PieceStream, Result, config, request, solo
+from engine.fakes import (
+    FakeRunner,
+    PieceStream,
+    Result,
+    capacity,
+    config,
+    prompt_report,
+    request,
+    solo,
+)
+from engine.test_engine_machine import Poisoned, defer_some, speculations
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -16,17 +27,19 @@ from penstock.gpu_worker.engine import (
     EngineConfig,
     EngineRequest,
     Finish,
+    KVKind,
     Plan,
     PolicyName,
-    SpeculationConfig,
     Update,
 )
+from penstock.gpu_worker.worker import run_isolated
 from penstock.shared.protocol import Lane, Reason
 
 PROMPTS = st.integers(1, 14).map(lambda n: [1, 2, 1, 2, 3, 1, 2, 1, 2, 3, 1, 2, 1, 2][:n])
 KINDS: list[dict[str, Any]] = [
     {},
     {"n": 2},
+    {"n": 2, "prompt_logprobs": 0},
     {"n": 3, "temperature": 0},
     {"n": 5},
     {"best_of": 3},
@@ -77,6 +90,10 @@ class Log:
         assert update.token_ids or (update.finish is not None and not update.text)
         assert update.prompt_tokens == len(self.request.prompt_ids)
         assert len(update.parts) == (several and bool(update.token_ids))
+        asked = self.request.options.prompt_logprobs is not None
+        tells = asked and bool(update.token_ids) and not self.token_ids
+        ids = self.request.prompt_ids
+        assert update.prompt_logprobs == ((None, *map(prompt_report, ids[1:])) if tells else ())
         if update.token_ids:
             choice, known = update.choice, self.token_ids.get(update.choice, ())
             assert update.start == len(known)
@@ -118,8 +135,10 @@ class GroupMachine(RuleBasedStateMachine):
         chunking=st.sampled_from(Chunking),
         preemption=st.sampled_from(["swap", "recompute"]),
         num_host_blocks=st.integers(0, 20),
-        speculation=st.none()
-        | st.builds(SpeculationConfig, draft=st.just(True), length=st.integers(1, 4)),
+        window=st.none() | st.integers(1, 8),
+        more_kinds=st.just(())
+        | st.tuples(st.builds(KVKind, st.integers(4, 30), st.integers(1, 6), st.integers(0, 20))),
+        speculation=speculations,
     )
     def build(
         self, max_sequences: int, more_tokens: int, chunking: Chunking, **limits: object
@@ -133,7 +152,7 @@ class GroupMachine(RuleBasedStateMachine):
             min_chunk_size=1, target_itl_s=1.0, **limits,
         )  # fmt: skip
         self.engine = Engine(self.config, PieceStream)
-        self.runner = FakeRunner(self.config.block_size)
+        self.runner = FakeRunner(self.config.block_size, self.config.kinds)
         self.live: dict[str, Log] = {}
         self.ended: list[Log] = []
         self.num_made = 0
@@ -160,14 +179,28 @@ class GroupMachine(RuleBasedStateMachine):
         log.publish(update)
         cfg, width, num_prompt = self.config, req.options.beam_width, len(prompt_ids)
         longest = min(num_prompt + req.options.max_tokens, cfg.max_model_len)
-        needs = width * -(-longest // cfg.block_size)
+        short = any(width * held(cfg, kind, longest) > kind.num_blocks for kind in cfg.kinds)
         assert log.reason is not None
         assert log.reason.state.value == "failed"
         assert (
             num_prompt >= cfg.max_model_len
-            or num_prompt > cfg.num_blocks * cfg.block_size
-            or (width > 1 and (width > cfg.max_sequences or needs > cfg.num_blocks))
+            or num_prompt > capacity(cfg)
+            or (width > 1 and (width > cfg.max_sequences or short))
         )
+
+    @rule(
+        kinds=st.lists(st.sampled_from(KINDS), min_size=2, max_size=4),
+        prompt_ids=PROMPTS,
+        count=st.integers(1, 12),
+    )
+    def rush(self, kinds: list[dict[str, Any]], prompt_ids: list[int], count: int) -> None:
+        """More than there is room for, and a while undisturbed, so that KV gets short."""
+        for kind, lane in zip(kinds, itertools.cycle(Lane), strict=False):
+            self.add(prompt_ids, kind, lane=lane, max_tokens=10)
+            self.step()
+        for _ in range(count):
+            self.step()
+            self.everything_adds_up()
 
     @precondition(lambda self: self.live)
     @rule(data=st.data(), again=st.booleans())
@@ -214,6 +247,25 @@ class GroupMachine(RuleBasedStateMachine):
         failures = {index: Finish(Reason.ENGINE_ERROR, "injected")}
         self.publish(self.engine.collect(plan, replace(output, failures=failures)))
         assert plan.spans[index].sequence.id not in self.live
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def step_isolated(self, data: st.DataObject) -> None:
+        """The forward raises for one request, after the copies: its halves run without them."""
+        plan = self.plan()
+        assert plan is not None
+        culprit = data.draw(st.sampled_from([span.sequence.id for span in plan.spans]))
+        output = run_isolated(Poisoned(self.runner, culprit), plan)
+        self.publish(self.engine.collect(plan, output))
+        assert culprit not in self.live
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def step_that_defers_some(self, data: st.DataObject) -> None:
+        """Those whose mask is late; beams have none."""
+        plan = self.plan()
+        assert plan is not None
+        self.publish(self.engine.collect(plan, defer_some(plan, self.runner.run(plan), data)))
 
     @precondition(lambda self: self.live)
     @rule(moved=st.booleans())
@@ -296,6 +348,13 @@ class GroupMachine(RuleBasedStateMachine):
         for choice, ids in log.token_ids.items():
             assert whole[choice].token_ids[: len(ids)] == ids
             assert whole[choice].text.startswith(log.texts[choice])
+
+
+def held(cfg: EngineConfig, kind: KVKind, num_tokens: int) -> int:
+    """Most blocks of a kind that a sequence holds until it has so many tokens."""
+    size = cfg.block_size
+    span = (kind.window or num_tokens) - 1 + min(cfg.chunk_size, cfg.max_batch_tokens) + size - 1
+    return min(-(-num_tokens // size), 1 + -(-(span - 1) // size))
 
 
 def failed(log: Log) -> bool:
