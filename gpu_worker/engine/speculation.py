@@ -3,7 +3,8 @@
 A step verifies a sequence's drafts beside its last token and takes those the model agrees with
 (Leviathan, Kalman and Matias, 2023; Chen et al., 2023). Drafts cost time whether they are taken or
 not. What they cost and how often they are taken is measured all the time, and each step gets as
-many as promise the most tokens per second; often that is none.
+many as promise the most tokens per second; often that is none. What is promised must also be kept:
+see ``speculation_guard``.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from penstock.shared.protocol import Speculation
 from .drafting import Drafting, Source
 from .plan import Span
 from .speculation_cost import FREE, Calibration, StepCosts, StepTiming
+from .speculation_guard import Guard, Permission
 from .speculation_length import Pool, best_lengths, cut, expected_gain, worth_verifying
 
 __all__ = ["Choice", "SpeculationConfig", "SpeculationStats", "Speculator"]
@@ -27,17 +29,13 @@ _SMOOTHING = 0.02
 _GAIN_SMOOTHING = 0.02
 """Weight of one step in the gain that is shown."""
 
-_PROBE_EVERY = (64, 1024)
-"""Steps without drafts, while there could be some, after which a few are tried: at first, and when
-trying has changed nothing again and again."""
+_TRIAL_LENGTH = 2
 
-_PROBE_LENGTH = 2
+_TRIAL_COST = 2.0
+"""A step that tries drafts which promise nothing may be expected to take so much longer."""
 
 _TYPICAL_LENGTH = 4
 """By which sources are compared, before it is known how many drafts there will be."""
-
-_PLAIN_EVERY = 64
-"""Steps with drafts after which one without shows what those cost now."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,11 +113,10 @@ class Speculator:
         wanted = config.longest if config.length is None else config.length
         self._longest = min(wanted, max_span - 1)
         self._costs = StepCosts(config.calibration)
+        self._guard = Guard(self._costs.timed)
         self._means = {(source, warmth): source.prior for source in Source for warmth in range(4)}
         self._draft_share = 1.0
         self._text_length = self._draft_length = 0
-        self._probe_every = _PROBE_EVERY[0]
-        self._since_drafts = self._since_plain = 0
         self._drafted: Counter[tuple[Speculation, int]] = Counter()
         self._accepted: Counter[tuple[Speculation, int]] = Counter()
         self._gain = 1.0
@@ -138,12 +135,19 @@ class Speculator:
         Returns:
             Choices in the order of the spans, of ``budget`` drafts at most together.
         """
+        permission = Permission.PROMISING
+        if self._config.length is None:
+            permission = self._guard.permit(len(spans))
+            if permission is Permission.NONE:
+                self._show_lengths(0, 0)
+            if permission in (Permission.NONE, Permission.PAUSE):
+                return []  # before anything is looked up: not to draft must cost nothing
         self._draft_share = self._costs.worth_of_drafting(len(spans))
         choices = [choice for index in range(len(spans)) if (choice := self._look(index, spans))]
         if not choices:
             return choices
         if self._config.length is None:
-            self._adapt(choices, spans)
+            self._adapt(choices, spans, permission)
         left = budget
         for choice in choices:
             choice.count = min(choice.count, left)
@@ -193,11 +197,8 @@ class Speculator:
             choice.count = min(most, 1 + int(drafting.tried(choice.source)))
         return choice
 
-    def _adapt(self, choices: list[Choice], spans: Sequence[Span]) -> None:
+    def _adapt(self, choices: list[Choice], spans: Sequence[Span], permission: Permission) -> None:
         """Shorten the choices to what promises the most tokens per second."""
-        if self._since_plain >= _PLAIN_EVERY:
-            _limit(choices, 0, 0)
-            return
         num_sequences = len(spans)
         num_prompt = sum([span.num_tokens for span in spans]) - num_sequences
         text = _pool([c.rate for c in choices if c.source.is_text], self._text_length)
@@ -205,27 +206,41 @@ class Speculator:
         text_length, draft_length, promised = best_lengths(
             self._costs, num_sequences, num_prompt, text, draft, self._longest
         )
-        if text.count:
-            self._text_length = text_length
-        if draft.count:
-            self._draft_length = draft_length
+        self._show_lengths(
+            text_length if text.count else self._text_length,
+            draft_length if draft.count else self._draft_length,
+        )
         if text_length == draft_length == 0:
-            self._changed |= self._since_drafts == 0
-            self._since_drafts += 1
-            if self._since_drafts >= self._probe_every:
-                self._since_drafts = 0
-                self._probe_every = min(2 * self._probe_every, _PROBE_EVERY[1])
-                _limit(choices, _PROBE_LENGTH, _PROBE_LENGTH)
+            if permission is Permission.TRIAL:
+                self._try(choices, num_sequences)
             else:
                 _limit(choices, 0, 0)
+                self._guard.decline(num_sequences)
             return
-        self._since_drafts = 0
-        self._probe_every = _PROBE_EVERY[0]
         _limit(choices, text_length, draft_length)
         num_drafts = sum([choice.count for choice in choices])
         worth = worth_verifying(self._costs, num_sequences, num_drafts, promised)
         for choice in choices:
             choice.count = cut(choice.rate, choice.count, worth)
+
+    def _show_lengths(self, text: int, draft: int) -> None:
+        if (text, draft) != (self._text_length, self._draft_length):
+            self._text_length, self._draft_length = text, draft
+            self._changed = True
+
+    def _try(self, choices: list[Choice], num_sequences: int) -> None:
+        """Shorten the choices to a few drafts, of as many sequences as do not cost too much."""
+        most = _TRIAL_COST * self._costs.verify(num_sequences, 0)
+        tried = 0
+        for choice in choices:
+            choice.count = min(choice.count, _TRIAL_LENGTH)
+            each = (tried + 1) * _TRIAL_LENGTH / num_sequences
+            seconds = self._costs.verify(num_sequences, each)
+            seconds += self._costs.draft(tried + 1, _TRIAL_LENGTH)
+            if tried and seconds > most:
+                choice.count = 0
+            else:
+                tried += 1
 
     # -- after a step ---------------------------------------------------------------------------
 
@@ -263,16 +278,30 @@ class Speculator:
             num_sampled: tokens that its sequences got.
             timing: what it took, if that is known.
         """
+        if timing is None:
+            self._guard.observe_unknown()
         num_drafts = sum([span.num_drafts for span in spans])
-        self._since_plain = self._since_plain + 1 if num_drafts else 0
         self._changed |= num_drafts > 0
-        if timing is None or any(span.num_tokens != 1 for span in spans):
+        num_sequences, costs, guard = len(spans), self._costs, self._guard
+        if timing is None or not (num_drafts or guard.wants(num_sequences)):
             return
-        num_sequences, costs = len(spans), self._costs
+        if any(span.num_tokens != 1 for span in spans):
+            return
         asking = [span.num_drafts for span in spans if span.num_drafts and not span.drafts]
+        drafting = costs.draft(len(asking), max(asking, default=0))
+        verify_seconds = timing.seconds - timing.draft_seconds
+        if num_drafts:
+            expected = costs.verify(num_sequences, num_drafts / num_sequences)
+            guard.observe_drafted(
+                num_sequences,
+                num_sampled,
+                (verify_seconds, expected),
+                (timing.draft_seconds, drafting),
+            )
+        else:
+            guard.observe_plain(num_sequences, timing.seconds)
         if asking:
             costs.observe_draft(len(asking), max(asking), timing.draft_seconds)
-        verify_seconds = timing.seconds - timing.draft_seconds
         costs.observe_verify(num_sequences, num_drafts / num_sequences, verify_seconds)
         plain_rate = num_sequences / costs.verify(num_sequences, 0)
         gain = num_sampled / timing.seconds / plain_rate

@@ -92,6 +92,12 @@ class StepCosts:
             total += w * (self._plain[i] * times[0] + added)
         return max(total, 1e-9)
 
+    def timed(self, num_sequences: int) -> float:
+        """Seconds that a step without drafts took at start."""
+        row, weight = _place(self._times.sequences, num_sequences)
+        above = weight * self._times.verify[row + 1][0] if weight else 0.0
+        return max((1 - weight) * self._times.verify[row][0] + above, 1e-9)
+
     def token(self, num_sequences: int) -> float:
         """Seconds that one more query token costs in a large step."""
         most = self._times.drafts[-1]

@@ -1,0 +1,257 @@
+"""Drafting is never much slower than not drafting, whatever fits and noise say."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.gpu_worker.engine import Calibration, Span, SpeculationConfig, StepTiming
+from penstock.gpu_worker.engine.sequence import Sequence
+from penstock.gpu_worker.engine.speculation import Speculator
+from penstock.gpu_worker.engine.speculation_cost import StepCosts
+from penstock.gpu_worker.engine.speculation_guard import Guard, Permission
+from penstock.shared.protocol import SamplingOptions
+
+STEPS = 2000
+
+# --- the guard alone
+
+
+def drive(guard: Guard, steps: int, drafted: Callable[[int], tuple[float, int]]) -> list[bool]:
+    """Steps of one sequence that draft where they may; ``drafted`` gives seconds and tokens."""
+    took_drafts = []
+    for step in range(steps):
+        drafts = guard.permit(1) in (Permission.TRIAL, Permission.PROMISING)
+        if drafts:
+            seconds, tokens = drafted(step)
+            guard.observe_drafted(1, tokens, (seconds, 1.0), (0.0, 0.0))
+        elif guard.wants(1):
+            guard.observe_plain(1, 1.0)
+        took_drafts.append(drafts)
+    return took_drafts
+
+
+@given(st.lists(st.tuples(st.floats(0.5, 1.9), st.integers(1, 2)), min_size=1, max_size=60))
+def test_no_course_of_costs_loses_more_than_a_per_cent(course: list[tuple[float, int]]) -> None:
+    """Where no step is an outlier: then it holds for every course, not on average."""
+    lost = 0.0
+
+    def drafted(step: int) -> tuple[float, int]:
+        nonlocal lost
+        seconds, tokens = course[step % len(course)]
+        lost += seconds - tokens
+        return seconds, tokens
+
+    drive(Guard(lambda _: 1.0), STEPS, drafted)
+    assert lost < 0.015 * STEPS + 4
+
+
+def test_it_begins_without_drafts_and_stays_with_those_that_pay() -> None:
+    took = drive(Guard(lambda _: 1.0), STEPS, lambda _: (1.5, 2))
+    assert took.index(True) == 5
+    assert sum(took) > 0.97 * STEPS
+    assert not all(took[5:])  # what a step without them takes is still measured
+
+
+def test_pauses_become_longer_and_an_attempt_that_pays_ends_them() -> None:
+    pays_from = 5000
+    took = drive(Guard(lambda _: 1.0), 9000, lambda step: (1.3, 1 + (step >= pays_from)))
+    begins = [i for i in range(1, pays_from) if took[i] and not took[i - 1]]
+    pauses = [later - earlier for earlier, later in pairwise(begins)]
+    assert pauses[0] < 300
+    assert pauses[-1] > 1000
+    assert pauses == sorted(pauses)
+    assert sum(took[pays_from:]) > 2800
+
+
+def test_batch_sizes_are_judged_apart() -> None:
+    guard = Guard(lambda count: float(count))
+    may: dict[int, int] = {1: 0, 30: 0}
+    for _ in range(400):
+        for count in may:
+            if guard.permit(count) in (Permission.TRIAL, Permission.PROMISING):
+                may[count] += 1
+                seconds = 1.2 if count == 1 else 120.0
+                guard.observe_drafted(count, 2 * count, (seconds, seconds), (0.0, 0.0))
+            elif guard.wants(count):
+                guard.observe_plain(count, float(count))
+    assert may[1] > 380
+    assert may[30] <= 4
+
+
+def test_reading_a_long_prompt_does_not_end_drafts_that_pay() -> None:
+    guard = Guard(lambda _: 1.0)
+    drafts = 0
+    for _ in range(300):
+        if guard.permit(1) in (Permission.TRIAL, Permission.PROMISING):
+            reading = 10.0 if drafts == 0 else 0.0
+            guard.observe_drafted(1, 2, (1.1, 1.1), (0.1 + reading, 0.1))
+            drafts += 1
+        else:
+            guard.observe_plain(1, 1.0)
+    assert drafts > 280
+
+
+def test_without_times_promises_must_do() -> None:
+    guard = Guard(lambda _: 1.0)
+    assert guard.permit(3) is Permission.NONE
+    guard.observe_unknown()
+    assert guard.permit(3) is Permission.PROMISING
+
+
+# --- with the choice of lengths, in worlds whose costs differ from what was timed at start
+
+DRAFTS = (0, 1, 7)
+
+
+def times(per_draft: float, draft: float) -> Calibration:
+    """A step of 1 s, which each draft of each sequence makes ``per_draft`` longer."""
+    sequences = (1, 8, 64)
+    return Calibration(
+        sequences=sequences,
+        drafts=DRAFTS,
+        verify=tuple(tuple(1.0 + per_draft * s * d for d in DRAFTS) for s in sequences),
+        draft=tuple(draft for _ in sequences),
+    )
+
+
+@dataclass
+class World:
+    """Steps whose cost and acceptance are given, and how exactly they are measured."""
+
+    count: int
+    per_draft: float
+    draft: float
+    rate: Callable[[int], float]
+    speed: Callable[[int], float] = lambda _: 1.0
+    jitter: float = 0.0
+    outliers: float = 0.0
+    seed: int = 0
+    tokens: float = 0.0
+    seconds: float = 0.0
+    plain_seconds: float = 0.0
+    _random: random.Random = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._random = random.Random(self.seed)
+
+    def run(self, config: SpeculationConfig, steps: int = STEPS) -> float:
+        """Tokens per second over those without drafts, both without the noise."""
+        truth = StepCosts(times(self.per_draft, self.draft))
+        speculator = Speculator(config, 10**6, 100)
+        options = SamplingOptions(max_tokens=100_000)
+        sequences = [
+            Sequence(id=str(i), prompt_ids=range(10 * i, 10 * i + 5), options=options)
+            for i in range(self.count)
+        ]
+        for sequence in sequences:
+            sequence.token_ids.append(7)
+        for step in range(steps):
+            spans = [Span(s, s.num_tokens - 1, 1, True) for s in sequences]
+            for choice in speculator.choose(spans, 10_000):
+                spans[choice.index].num_drafts = choice.count
+                spans[choice.index].source = choice.source
+            came = self._verify(speculator, spans, self.rate(step))
+            drafts = [span.num_drafts for span in spans]
+            drafting = truth.draft(sum(d > 0 for d in drafts), max(drafts)) * self.speed(step)
+            verify = truth.verify(self.count, sum(drafts) / self.count) * self.speed(step)
+            self.tokens += came / self.count
+            self.seconds += verify + drafting
+            self.plain_seconds += self.speed(step) * came / self.count
+            noise = self._noise()
+            speculator.observe_step(spans, came, StepTiming(verify * noise + drafting, drafting))
+        return self.plain_seconds / self.seconds
+
+    def _verify(self, speculator: Speculator, spans: list[Span], rate: float) -> int:
+        came = len(spans)
+        for span in spans:
+            accepted = 0
+            while accepted < span.num_drafts and self._random.random() < rate:
+                accepted += 1
+            if span.num_drafts:
+                speculator.observe(span, span.num_drafts, accepted)
+            came += accepted
+        return came
+
+    def _noise(self) -> float:
+        noise = 1 + self.jitter * self._random.random()
+        return noise * (5.0 if self._random.random() < self.outliers else 1.0)
+
+
+def auto(per_draft: float, draft: float) -> SpeculationConfig:
+    """A worker that timed such steps at start."""
+    return SpeculationConfig(ngram=False, draft=True, calibration=times(per_draft, draft))
+
+
+@settings(max_examples=25)
+@given(
+    count=st.sampled_from([1, 2, 4, 8]),
+    per_draft=st.sampled_from([0.002, 0.02, 0.1, 0.4]),
+    believed=st.sampled_from([0.0, 0.002, 0.05]),
+    rate=st.sampled_from([0.0, 0.1, 0.4, 0.8]),
+    jitter=st.sampled_from([0.0, 0.3]),
+    outliers=st.sampled_from([0.0, 0.03]),
+    seed=st.integers(0, 9),
+)
+def test_the_loss_is_at_most_three_per_cent(
+    count: int,
+    per_draft: float,
+    believed: float,
+    rate: float,
+    jitter: float,
+    outliers: float,
+    seed: int,
+) -> None:
+    """Drafts useless or not, verifying dearer than was timed, steps noisy."""
+    world = World(
+        count, per_draft, 0.1, lambda _: rate, jitter=jitter, outliers=outliers, seed=seed
+    )
+    assert world.run(auto(believed, 0.02)) > 0.97
+
+
+@pytest.mark.parametrize(("per_draft", "count"), [(0.4, 30), (0.1, 64), (2.0, 16)])
+def test_nor_where_large_batches_make_verifying_very_dear(per_draft: float, count: int) -> None:
+    world = World(count, per_draft, 0.1, lambda _: 0.6)
+    assert world.run(auto(0.001, 0.02)) > 0.97
+
+
+@pytest.mark.parametrize("period", [150, 500, 1000])
+def test_nor_where_workload_and_machine_change(period: int) -> None:
+    def rate(step: int) -> float:
+        return 0.8 if step // period % 2 else 0.0
+
+    def speed(step: int) -> float:
+        return 1.7 if step // (period + 70) % 2 else 1.0
+
+    for per_draft in (0.02, 0.3):
+        assert World(2, per_draft, 0.1, rate, speed, jitter=0.2).run(auto(0.01, 0.02)) > 0.97
+
+
+@pytest.mark.parametrize(
+    ("per_draft", "rate", "count"), [(0.01, 0.7, 1), (0.01, 0.9, 4), (0.05, 0.8, 2), (0.3, 0.9, 1)]
+)
+@pytest.mark.parametrize("noise", [(0.0, 0.0), (0.3, 0.03)])
+def test_where_drafts_help_nine_tenths_of_the_best_fixed_length_are_reached(
+    per_draft: float, rate: float, count: int, noise: tuple[float, float]
+) -> None:
+    def world() -> World:
+        return World(count, per_draft, 0.1, lambda _: rate, jitter=noise[0], outliers=noise[1])
+
+    def fixed(length: int) -> SpeculationConfig:
+        return SpeculationConfig(ngram=False, draft=True, length=length)
+
+    best = max(world().run(fixed(length), 600) for length in range(1, 8))
+    assert best > 1.2
+    assert world().run(auto(per_draft / 2, 0.15)) > 0.9 * best
+
+
+def test_what_becomes_guessable_is_found_out() -> None:
+    world = World(1, 0.02, 0.1, lambda step: 0.8 if step > 1000 else 0.0)
+    world.run(auto(0.02, 0.1), 4000)
+    assert world.tokens > 1000 + 2 * 3000
