@@ -1,13 +1,18 @@
-"""Draws tokens: temperature, top-k, top-p and min-p, then the inverse of the distribution.
+"""Draws tokens: temperature, top-k, top-p and min-p, then a race.
 
-Probabilities are held as **integers**: ``trunc(exp((logit - largest) / temperature) * 2**s)``, with
-``s`` the largest shift for which a row's sum fits into 62 bits (44 for a vocabulary of 2**18).
-Integer sums do not depend on the order of summation, so a row's token depends on that row alone,
-not on how a device splits a scan over the batch. There is no rounding to argue about at the ends
-either: the random number becomes an integer ``t`` in ``[0, sum)`` by one exact product, and the
-first token whose cumulative sum exceeds ``t`` is taken. That token has a positive weight, so one
-that was filtered out can never be picked, and for the largest ``t`` there always is one. The price
-is that a token less likely than ``2**-s`` times the most likely one is never drawn.
+Every token runs with its score, ``logit / temperature``, plus Gumbel noise of its own, and the
+largest wins: with the probability that the softmax gives it (Gumbel, 1954; the exponential race of
+Efraimidis and Spirakis, 2006, is the same). The noise is a function of (seed, choice, index, token
+id) alone. Inverting the cumulative distribution at one random number would need less of it, but
+there every rounding in a logit moves the borders of all tokens behind it, and which token comes
+would change now and then with the batch a row is computed in. In a race a rounding decides only
+between two tokens that are equal to the last digit. For the same reason two models that
+nearly agree nearly always draw the same token, which drafts live on.
+
+Which tokens top-p keeps is decided by probabilities that are held as **integers**:
+``trunc(exp((logit - largest) / temperature) * 2**s)``, with ``s`` the largest shift for which a
+row's sum fits into 62 bits (44 for a vocabulary of 2**18). Integer sums do not depend on the order
+of summation, so a row's token depends on that row alone, not on how a device splits a scan.
 """
 
 from __future__ import annotations
@@ -21,7 +26,7 @@ from torch import Tensor
 
 from penstock.shared.protocol import SamplingOptions
 
-from .random_numbers import BITS, scaled_draw
+from .random_numbers import BITS, gumbel
 
 __all__ = [
     "Filters",
@@ -127,7 +132,8 @@ def draw(logits: Tensor, largest: Tensor, valid: Tensor, group: Group) -> Tensor
     """Tokens int64 ``[R]`` of the group's rows; any token for a row that is not valid."""
     scores = _scores(logits, largest, valid, group)
     if group.filters is None:
-        return _invert(integer_weights(scores, scores.shape[1]), group.bits)
+        ids = torch.arange(scores.shape[1], device=scores.device)
+        return scores.add_(gumbel(group.bits, ids)).argmax(dim=-1)
     width = max(group.filters.widest_k + 1, _CANDIDATES)
     return _draw_filtered(scores, group.filters, group.bits, width)
 
@@ -170,13 +176,6 @@ def integer_weights(scores: Tensor, vocab_size: int) -> Tensor:
     return scores.exp_().mul_(2.0 ** weight_shift(vocab_size)).to(torch.int64)
 
 
-def _invert(weights: Tensor, bits: Tensor) -> Tensor:
-    """The position ``[R]`` in which each row's draw falls, by the weights ``[R, W]``."""
-    cumulative = weights.cumsum(dim=-1)
-    target = scaled_draw(bits, cumulative[:, -1])
-    return torch.searchsorted(cumulative, target.unsqueeze(1), right=True).squeeze(1)
-
-
 def _draw_filtered(scores: Tensor, filters: Filters, bits: Tensor, width: int) -> Tensor:
     """Draws among the ``width`` most likely tokens, and more of them for rows that need it."""
     vocab_size = scores.shape[1]
@@ -196,16 +195,20 @@ class _Ranking:
 
     Attributes:
         ids: int64 ``[R, W]``, most likely first, of equals the lowest id first.
+        scores: float32 ``[R, W]``, those of these tokens.
         weights: int64 ``[R, W]``, 0 for a token that was filtered out.
         covered: bool ``[R]``: no token beyond these ``W`` has a say.
     """
 
     ids: Tensor
+    scores: Tensor
     weights: Tensor
     covered: Tensor
 
     def draw(self, bits: Tensor) -> Tensor:
-        return self.ids.gather(1, _invert(self.weights, bits).unsqueeze(1)).squeeze(1)
+        runners = self.scores.masked_fill(self.weights == 0, -math.inf)
+        winner = runners.add_(gumbel(bits, self.ids)).argmax(dim=-1, keepdim=True)
+        return self.ids.gather(1, winner).squeeze(1)
 
 
 def rank(scores: Tensor, filters: Filters, width: int) -> _Ranking:
@@ -240,7 +243,7 @@ def rank(scores: Tensor, filters: Filters, width: int) -> _Ranking:
         kept &= values >= filters.log_min_p.unsqueeze(1)
         # Without top-k the whole that top-p is a share of is known, whatever was not looked at.
         covered |= ~limits_k & (values[:, -1] < filters.log_min_p)
-    return _Ranking(ids, weights.masked_fill_(~kept, 0), covered)
+    return _Ranking(ids, values, weights.masked_fill_(~kept, 0), covered)
 
 
 def most_likely(scores: Tensor, width: int) -> tuple[Tensor, Tensor]:

@@ -10,10 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["BITS", "philox4x32", "scaled_draw", "uniform", "uniform_bits"]
+__all__ = ["BITS", "gumbel", "philox4x32", "uniform", "uniform_bits"]
 
 BITS = 62
-"""Random bits per draw: the most for which :func:`scaled_draw` stays inside int64."""
+"""Random bits per draw."""
 
 _MASK = 0xFFFFFFFF
 _HALF = BITS // 2
@@ -21,6 +21,8 @@ _HALF_MASK = (1 << _HALF) - 1
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
+_MIX = (0x7FEB352D, 0x846CA68B - (1 << 32))
+_BELOW_ONE = 1 - 2.0**-24
 
 
 def philox4x32(counter: Tensor, key: Tensor) -> Tensor:
@@ -72,15 +74,42 @@ def uniform(seeds: Tensor, choices: Tensor, indexes: Tensor, stream: int = 0) ->
     return (uniform_bits(seeds, choices, indexes, stream) >> (BITS - 53)).double() * 2.0**-53
 
 
-def scaled_draw(bits: Tensor, total: Tensor) -> Tensor:
-    """``floor(bits * total / 2**62)``, exactly: an integer in ``[0, total)``.
+def gumbel(bits: Tensor, ids: Tensor) -> Tensor:
+    """Gumbel noise of each token of each row: ``-log(-log(u))`` of uniform numbers of their own.
+
+    A row's bits key a hash of the token id, so that a token has the same noise wherever it stands
+    and whichever others are looked at. Philox for each of them would cost ten times as much, and
+    no user's secret hangs on it: the ids are spread by one round of the mixer of Wellons (2018,
+    "Prospecting for Hash Functions"), keyed by an odd factor and a summand, and mixed once more.
 
     Args:
-        bits: int64 ``[N]`` in ``[0, 2**62)``.
-        total: int64 ``[N]`` in ``[1, 2**62]``.
+        bits: int64 ``[R]`` in ``[0, 2**62)``, as :func:`uniform_bits` gives them.
+        ids: int64 ``[W]``, or ``[R, W]``.
+
+    Returns:
+        float32 ``[R, W]``, finite.
     """
-    bits_high, bits_low = bits >> _HALF, bits & _HALF_MASK
-    total_high, total_low = total >> _HALF, total & _HALF_MASK
-    # Each cross product is below 2**62, so that their sum fits into int64.
-    cross = bits_high * total_low + bits_low * total_high + ((bits_low * total_low) >> _HALF)
-    return bits_high * total_high + (cross >> _HALF)
+    factor = (_word(bits >> _HALF) | 1).unsqueeze(1)
+    summand = _word(bits).unsqueeze(1)
+    # All in 32 bits, which wrap around: half the memory traffic of 64.
+    hashed = _mix(_mix(ids.to(torch.int32) + 1) * factor + summand)
+    # 31 bits, since float32 tells small numbers apart, not those next to 1: of 1 - u the small ones
+    # decide which unlikely token wins.
+    above = hashed.bitwise_and_(0x7FFFFFFF).float().add_(0.5).mul_(2.0**-31)
+    return above.clamp_(max=_BELOW_ONE).neg_().log1p_().neg_().log_().neg_()
+
+
+def _word(bits: Tensor) -> Tensor:
+    """The lower 31 bits and a copy of one of them, as int32 of either sign."""
+    low = bits & _HALF_MASK
+    return (low | ((low & 1) << 31)).to(torch.int32)
+
+
+def _mix(words: Tensor) -> Tensor:
+    """Wellons' ``lowbias32`` of int32 words, whose shifts must bring in zeros; in place."""
+    words ^= (words >> 16) & 0xFFFF
+    words *= _MIX[0]
+    words ^= (words >> 15) & 0x1FFFF
+    words *= _MIX[1]
+    words ^= (words >> 16) & 0xFFFF
+    return words

@@ -1,8 +1,8 @@
 """From logits to tokens, for the whole batch at once.
 
 Greedy rows take the first of the largest logits. The others go through temperature, top-k, top-p
-and min-p, in this order (that of transformers' ``generate``), and are picked by inverting the
-cumulative distribution at a counter-based random number. Rows with penalties, biases or forbidden
+and min-p, in this order (that of transformers' ``generate``), and the winner of a race with
+counter-based random numbers is taken. Rows with penalties, biases or forbidden
 tokens have a matrix of their own, which :mod:`.logits_processors` fills; the others never see it.
 """
 

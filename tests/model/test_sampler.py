@@ -17,8 +17,8 @@ from transformers import (
 from penstock.gpu_worker.model import drawing
 from penstock.gpu_worker.model import sampler as sampler_module
 from penstock.gpu_worker.model.random_numbers import (
+    gumbel,
     philox4x32,
-    scaled_draw,
     uniform,
     uniform_bits,
 )
@@ -104,16 +104,53 @@ def test_every_part_of_the_key_matters():
     assert int(bits.min()) >= 0
 
 
-@given(bits=st.integers(0, 2**62 - 1), total=st.integers(1, 2**62))
-def test_scaled_draw_is_the_exact_product(bits, total):
-    drawn = scaled_draw(torch.tensor([bits]), torch.tensor([total]))
-    assert drawn.tolist() == [bits * total >> 62]
+def test_noise_is_a_tokens_own_wherever_it_stands():
+    bits = uniform_bits(torch.arange(4), torch.zeros(4, dtype=torch.int64), torch.arange(4) * 7)
+    whole = gumbel(bits, torch.arange(5000))
+    some = torch.tensor([[3, 4999, 77]]).expand(4, 3)
+    assert torch.equal(gumbel(bits, some), whole[:, [3, 4999, 77]])
+    assert torch.equal(gumbel(bits[2:3], some[:1]), whole[2:3, [3, 4999, 77]])
 
 
-def test_scaled_draw_never_reaches_the_total():
-    totals = torch.tensor([1, 2, 3, 2**31, 2**53 + 1, 2**62 - 1, 2**62])
-    drawn = scaled_draw(torch.full_like(totals, 2**62 - 1), totals)
-    assert drawn.tolist() == [total - 1 for total in totals.tolist()]
+@pytest.mark.parametrize("rows", [1, 400])
+def test_noise_has_gumbels_distribution(rows):
+    """Along the tokens of a row, and along the rows of a token: Kolmogorov-Smirnov, 0.1 %."""
+    count = 200_000 // rows
+    indexes = torch.arange(rows)
+    bits = uniform_bits(torch.full_like(indexes, 11), torch.zeros_like(indexes), indexes)
+    noise = gumbel(bits, torch.arange(count)).double()
+    assert torch.isfinite(noise).all()
+    for sample_of in (noise.flatten(), noise[:, 0] if rows > 1 else noise[0]):
+        ordered = torch.exp(-torch.exp(-sample_of)).sort().values
+        ranks = torch.arange(1, len(ordered) + 1, dtype=torch.float64) / len(ordered)
+        assert float((ordered - ranks).abs().max()) < 1.95 / len(ordered) ** 0.5 + 1 / len(ordered)
+
+
+def test_noise_of_neighbours_is_uncorrelated():
+    """Neighbouring tokens, rows that follow each other, tokens and rows at once."""
+    indexes = torch.arange(300)
+    bits = uniform_bits(torch.full_like(indexes, 3), torch.zeros_like(indexes), indexes)
+    noise = gumbel(bits, torch.arange(1000)).double()
+    noise = (noise - noise.mean()) / noise.std()
+    bound = 5 / noise[1:, 1:].numel() ** 0.5  # five standard deviations
+    for shifted in (noise[:-1, 1:], noise[1:, :-1]):
+        assert float((noise[:-1, :-1] * shifted).mean().abs()) < bound
+    assert float((noise[:-1, :-1] * noise[1:, 1:]).mean().abs()) < bound
+
+
+def test_rounding_does_not_change_the_token():
+    """Logits that differ a little, as they do by less from batch to batch, give nearly always the
+    same: in one of 2,000 draws here. The inverse of the distribution moves in one of 20."""
+    logits = random_logits(64, 4096, 9)
+    rounded = logits * (1 + 1e-4 * torch.randn(logits.shape, generator=torch.manual_seed(0)))
+    differing = total = 0
+    for index in range(40):
+        rows = [row(seed=64 * index + i) for i in range(64)]
+        found, again = sample(logits, rows), sample(rounded, rows)
+        differing += sum(a != b for a, b in zip(found, again, strict=True))
+        total += 64
+    assert total == 2560
+    assert differing <= 10
 
 
 # --- choosing -------------------------------------------------------------------------------
@@ -238,9 +275,8 @@ EXTREMES = [0, 1, 2**61, 2**62 - 2, 2**62 - 1]
 
 
 @pytest.mark.parametrize("bits", EXTREMES)
-def test_a_filtered_token_is_never_picked_at_any_edge_of_u(monkeypatch, bits):
+def test_a_filtered_token_is_never_picked_whatever_the_bits(monkeypatch, bits):
     monkeypatch.setattr(sampler_module, "uniform_bits", lambda seeds, *_: seeds * 0 + bits)
-    # Kept tokens stand inside, first and last, so that both ends of the scan are tried.
     for position in (0, 3, 7):
         logits = torch.zeros(1, 8)
         logits[0, position] = 5.0
@@ -248,13 +284,7 @@ def test_a_filtered_token_is_never_picked_at_any_edge_of_u(monkeypatch, bits):
         assert sample(logits, [row(top_p=0.01)]) == [position]
     masked = torch.full((1, 8), -math.inf)
     masked[0, 2], masked[0, 5] = 1.0, 1.0
-    assert sample(masked, [row()]) == [2 if bits < 2**61 else 5]
-
-
-def test_the_largest_u_finds_a_token_in_a_large_vocabulary(monkeypatch):
-    monkeypatch.setattr(sampler_module, "uniform_bits", lambda seeds, *_: seeds * 0 + 2**62 - 1)
-    logits = torch.zeros(1, 2**18)
-    assert sample(logits, [row()]) == [2**18 - 1]
+    assert sample(masked, [row()])[0] in (2, 5)
 
 
 @pytest.mark.parametrize("options", MIXES, ids=str)
