@@ -35,10 +35,18 @@ _COST_SHARE = 0.01
 
 _MOST_PAUSE = 8192
 
-_PLAIN_EVERY = 64
-"""Steps with drafts after which one without shows what those cost now."""
+_PLAIN_EVERY = (24, 64)
+"""Steps with drafts after which one without shows what those cost now: while drafts save little or
+that is not sure yet, and while they save much. A machine that has become faster looks like a gain.
+"""
 
-_PLAIN_WINDOW = 15
+_MUCH = 0.85
+"""Time with drafts, in that without, below which they save much."""
+
+_SURE = 64
+"""Steps with drafts after which it is sure."""
+
+_PLAIN_WINDOW = 11
 _ENOUGH_PLAIN = 5
 """Steps without drafts that must be known before any are tried."""
 
@@ -147,6 +155,7 @@ class _Class:
     """Steps of about as many sequences. Times are in steps without drafts."""
 
     __slots__ = (
+        "_counted",
         "_failures",
         "_idle",
         "_late",
@@ -155,6 +164,7 @@ class _Class:
         "_pause",
         "_plain_times",
         "_ratios",
+        "_seconds",
         "_since_plain",
         "_steps",
         "_sum",
@@ -165,10 +175,10 @@ class _Class:
         self.plain = 0.0
         self._plain_times: deque[float] = deque(maxlen=_PLAIN_WINDOW)
         self._ratios: deque[float] = deque(maxlen=_RATIO_WINDOW)
-        self._on = False
+        self._on, self._counted = False, False
         self._pause = self._failures = 0
         self._since_plain = self._idle = self._steps = 0
-        self._sum = self._lost = self._late = 0.0
+        self._sum = self._lost = self._late = self._seconds = 0.0
 
     def permit(self) -> Permission:
         if not self._on:
@@ -176,13 +186,34 @@ class _Class:
             if self._pause > 0 or len(self._plain_times) < _ENOUGH_PLAIN:
                 return Permission.NONE
             self._begin()
-        if self._since_plain >= _PLAIN_EVERY:
+        if self._since_plain >= _PLAIN_EVERY[self._saves_much()]:
             self._since_plain = 0
             return Permission.PAUSE
         pays = self._sum <= _DOUBT and self._steps < _TRIED_WELL
         if self._steps < _TRIED or pays:
             return Permission.TRIAL
         return Permission.PROMISING
+
+    def _saves_much(self) -> bool:
+        return self._steps >= _SURE and self._seconds < _MUCH * (self._seconds - self._lost)
+
+    def decline(self) -> None:
+        self._idle += 1
+        if self._idle >= _IDLE:
+            self._end()
+
+    def wants(self) -> bool:
+        return self._on or len(self._plain_times) < _PLAIN_WINDOW or self._pause % _SAMPLED == 0
+
+    def observe_plain(self, seconds: float) -> None:
+        self._since_plain = 0
+        self._plain_times.append(seconds)
+        # The lower quartile: other load only ever slows steps down, and a slow stretch must not
+        # make the drafts after it look cheap.
+        self.plain = sorted(self._plain_times)[len(self._plain_times) // 4]
+
+    def _saves_much(self) -> bool:
+        return self._steps >= _SURE and self._seconds < _MUCH * (self._seconds - self._lost)
 
     def decline(self) -> None:
         self._idle += 1
@@ -214,18 +245,22 @@ class _Class:
         charged = self._late / _AMORTISED
         self._late -= charged
         ratios = self._ratios
-        if len(ratios) > 2 and ratios[-1] > _OUTLIER * _median(ratios):
+        held_up = len(ratios) > 2 and ratios[-1] > _OUTLIER * _median(ratios)
+        if held_up and self._counted:
+            self._counted = False  # two in a row are no accident
             return
+        self._counted = True
         seconds += charged
         self._lost += seconds - gained
+        self._seconds += seconds
         loss = min(_MARGIN * seconds - gained, _MOST_AT_ONCE)
         self._sum = max(0.0, self._sum + loss)
         if self._sum >= _LIMIT:
             self._end()
 
     def _begin(self) -> None:
-        self._on = True
-        self._sum, self._lost, self._late = _DOUBT, 0.0, 0.0
+        self._on, self._counted = True, False
+        self._sum, self._lost, self._late, self._seconds = _DOUBT, 0.0, 0.0, 0.0
         self._steps = self._idle = self._since_plain = 0
 
     def _end(self) -> None:
