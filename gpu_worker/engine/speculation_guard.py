@@ -212,24 +212,6 @@ class _Class:
         # make the drafts after it look cheap.
         self.plain = sorted(self._plain_times)[len(self._plain_times) // 4]
 
-    def _saves_much(self) -> bool:
-        return self._steps >= _SURE and self._seconds < _MUCH * (self._seconds - self._lost)
-
-    def decline(self) -> None:
-        self._idle += 1
-        if self._idle >= _IDLE:
-            self._end()
-
-    def wants(self) -> bool:
-        return self._on or len(self._plain_times) < _PLAIN_WINDOW or self._pause % _SAMPLED == 0
-
-    def observe_plain(self, seconds: float) -> None:
-        self._since_plain = 0
-        self._plain_times.append(seconds)
-        median = _median(self._plain_times)
-        usual = [one for one in self._plain_times if one <= _OUTLIER * median]
-        self.plain = sum(usual) / len(usual)
-
     def observe_ratio(self, ratio: float) -> None:
         """A step with drafts took so many times what was expected of it."""
         self._ratios.append(ratio)
