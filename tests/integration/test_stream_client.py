@@ -136,10 +136,10 @@ async def test_servers_that_cannot_be_used(start_redis: Callable[..., EmbeddedRe
         await Producer(server.url.replace("right", "wrong")).connect()
     assert "wrong" not in str(caught.value)
     with pytest.raises(RedisUnavailable, match="refuses access"):
-        await Producer(server.url.replace(":right@", "")).connect()
+        await Producer(server.url.replace("default:right@", "")).connect()
     server.stop()
     began = time.monotonic()
-    with pytest.raises(RedisUnavailable, match="cannot reach Redis at redis://127") as caught:
+    with pytest.raises(RedisUnavailable, match="cannot reach Redis at redis://") as caught:
         await Producer(server.url).connect()
     assert time.monotonic() - began < 2
     assert "right" not in str(caught.value)
