@@ -44,8 +44,8 @@ faults: install ## Run fault storms and the long form of the fault tests: twenty
 	$(BIN)/penstock chaos --stall
 	$(BIN)/pytest tests/faults -m "" --timeout 3600 $(ARGS)
 
-soak: install ## Run a million requests through the simulator, twice, and look for what stays
-	$(BIN)/pytest tests/simulate/test_soak.py -m "" $(ARGS)
+soak: install ## A million requests through the simulator, twice, and minutes of real ones: what stays?
+	$(BIN)/pytest tests/simulate/test_soak.py tests/faults/test_soak.py -m "" $(ARGS)
 
 install: $(VENV)/.linked ## Make the virtual environment, or bring it up to date
 

@@ -6,18 +6,19 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from redis.asyncio import ConnectionPool, Redis
+from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
+from penstock.shared.cluster import Route, open_pool
 from penstock.shared.wire import WireLink
 
 __all__ = ["Link", "connect"]
 
 
-def connect(url: str, *, timeout_s: float) -> Redis:
+def connect(url: str, *, timeout_s: float, route: Route | None = None) -> Redis:
     """A client as the worker uses it; no connection is made yet.
 
     Nothing is retried in it: who sends must know when an outcome is unknown.
@@ -25,12 +26,10 @@ def connect(url: str, *, timeout_s: float) -> Redis:
     Args:
         url: address of the server.
         timeout_s: bound on connecting and on each reply, in seconds.
+        route: which node of a cluster to go to, shared by all connections of a process.
     """
-    return Redis.from_pool(_pool(url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s))
-
-
-def _pool(url: str, **options: Any) -> ConnectionPool:
-    return ConnectionPool.from_url(url, retry=Retry(NoBackoff(), 0), **options)
+    limits = {"socket_timeout": timeout_s, "socket_connect_timeout": timeout_s}
+    return Redis.from_pool(open_pool(url, route=route, retry=Retry(NoBackoff(), 0), **limits))
 
 
 class Link(WireLink):
@@ -44,11 +43,13 @@ class Link(WireLink):
     Args:
         url: address of the server.
         timeout_s: bound on connecting, and on a batch from its first byte to its last reply.
+        route: as of :func:`connect`.
     """
 
-    def __init__(self, url: str, *, timeout_s: float) -> None:
+    def __init__(self, url: str, *, timeout_s: float, route: Route | None = None) -> None:
         self._timeout_s = timeout_s
-        pool = _pool(url, socket_connect_timeout=timeout_s)
+        retry = Retry(NoBackoff(), 0)
+        pool = open_pool(url, route=route, retry=retry, socket_connect_timeout=timeout_s)
         self._connection = pool.connection_class(**pool.connection_kwargs)
         self._free = asyncio.Lock()
 

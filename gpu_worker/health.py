@@ -16,6 +16,8 @@ from penstock.shared.errors import ConfigurationError
 
 __all__ = ["HealthServer"]
 
+_POLL_S = 0.05
+
 
 class HealthServer:
     """Serves until closed.
@@ -70,7 +72,10 @@ class HealthServer:
             ) from None
         self._server.daemon_threads = True
         self._thread = threading.Thread(
-            target=self._server.serve_forever, name="health", daemon=True
+            # How often it looks whether it is to end, which a drain waits for.
+            target=lambda: self._server.serve_forever(poll_interval=_POLL_S),
+            name="health",
+            daemon=True,
         )
         self._thread.start()
 

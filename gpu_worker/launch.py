@@ -1,4 +1,4 @@
-"""What the supervisor tells the engine process, and what that one's exit code tells back."""
+"""What supervisor and edge tell the process below them, and what exit codes tell back."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EXIT_BROKEN = 70
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """What the supervisor tells the engine process.
+    """What the supervisor tells the edge process, and the edge process the engine process.
 
     Attributes:
         settings: the whole tree; ``redis.url`` is resolved.

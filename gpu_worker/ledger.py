@@ -37,7 +37,8 @@ class TokenLedger:
         finish: how it ended; its end is in flight.
         prompt_tokens: tokens of the prompt, as far as the engine has told.
         cached_tokens: those of them that were not computed.
-        sequences: how many the engine runs for it.
+        sequences: how many the engine runs for it; 0 from when its end is near.
+        last_index: index of its last token, unless it ends before; -1: not known.
         discarded_tokens: output tokens that were generated and not published.
         run: its name in the engine, see :func:`run_name`.
         in_stream: it has had a token from this worker, has not ended, and its answer is msgpack:
@@ -59,6 +60,7 @@ class TokenLedger:
     cached_tokens: int = 0
     in_stream: bool = False
     sequences: int = 1
+    last_index: int = -1
     discarded_tokens: int = 0
     run: str = field(init=False)
     id: str = field(init=False)

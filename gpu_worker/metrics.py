@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from .engine.speculation import SpeculationStats
 from .engine.stats import EngineStats
+from .messages import StepRecord
 from .tally import TallyHistogram
 
 __all__ = ["WorkerMetrics"]
@@ -127,6 +128,9 @@ class WorkerMetrics:
         self.accepted_tokens = counter(
             "accepted_tokens", "Of those, the ones that became output", "source", "position"
         )
+        self.draft_failures = counter(
+            "draft_failures", "Steps without drafts because the draft model failed"
+        )
         self.draft_length = gauge(
             "draft_length", "Drafts of a sequence in the present steps", "source"
         )
@@ -137,12 +141,28 @@ class WorkerMetrics:
         self.kv_blocks_total = gauge("kv_blocks_total", "KV blocks in the pool")
         self.kv_blocks_used = gauge("kv_blocks_used", "KV blocks that sequences hold")
         self.kv_blocks_cached = gauge("kv_blocks_cached", "Free KV blocks with a reusable prefix")
+        self.pool_blocks_total = gauge("kv_pool_blocks_total", "KV blocks in the pool", "window")
+        self.pool_blocks_used = gauge(
+            "kv_pool_blocks_used", "KV blocks of the pool that sequences hold", "window"
+        )
+        self.pool_blocks_cached = gauge(
+            "kv_pool_blocks_cached", "Free KV blocks of the pool with a reusable prefix", "window"
+        )
         self.host_blocks_total = gauge("host_blocks_total", "Host blocks for swapped sequences")
         self.host_blocks_used = gauge("host_blocks_used", "Host blocks that hold one")
         self.queue_requests = gauge("queue_requests", "Requests waiting in the shard", "lane")
         self.queue_tokens = gauge("queue_tokens", "Estimated tokens waiting in the shard", "lane")
         self.ready = gauge("ready", "1 after warm-up, 0 while loading or draining")
         self._seen: EngineStats | None = None
+
+    def observe_step(self, record: StepRecord) -> None:
+        """Count a step of the model."""
+        self.step_seconds.observe(record.seconds)
+        self.step_tokens.observe(record.num_tokens)
+        self.step_sequences.observe(record.num_sequences)
+        self.step_failures.inc(record.num_failures)
+        self.deferrals.inc(record.num_deferred)
+        self.draft_failures.inc(record.draft_failed)
 
     def show_engine(self, stats: EngineStats) -> None:
         """Set the gauges to the engine's figures, and raise the counters by what they gained."""
@@ -153,6 +173,11 @@ class WorkerMetrics:
         self.kv_blocks_total.set(stats.num_blocks)
         self.kv_blocks_used.set(stats.used_blocks)
         self.kv_blocks_cached.set(stats.cached_blocks)
+        for pool in stats.pools:
+            window = "full" if pool.window is None else str(pool.window)
+            self.pool_blocks_total.labels(window).set(pool.num_blocks)
+            self.pool_blocks_used.labels(window).set(pool.used_blocks)
+            self.pool_blocks_cached.labels(window).set(pool.cached_blocks)
         self.host_blocks_total.set(stats.num_host_blocks)
         self.host_blocks_used.set(stats.used_host_blocks)
         seen, self._seen = self._seen, stats

@@ -1,7 +1,7 @@
 """Tokens out: what the engine produced and Redis has not confirmed yet.
 
-One :class:`TokenLedger` per owned request holds how far its log is written. The engine's thread
-posts updates; the Redis edge takes everything pending as one batch of appends, sends it (again and
+One :class:`TokenLedger` per owned request holds how far its log is written. What the engine says
+is posted here; the Redis edge takes everything pending as one batch of appends, sends it (again and
 again, unchanged, until it is answered) and settles the answer. Only one batch is ever in flight,
 so an append can rely on the count and the digest its ledger has confirmed.
 
@@ -11,7 +11,6 @@ a step of 256 tokens should not need a millisecond. `penstock bench queue` measu
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +23,7 @@ from penstock.shared.protocol import Answer, Chunk, End, Reason, rolling_digest
 
 from .engine.requests import Finish, Update
 from .ledger import TokenLedger, run_name
+from .messages import bare_end
 from .metrics import WorkerMetrics
 
 __all__ = ["Outbox", "Settled"]
@@ -49,11 +49,9 @@ class Settled:
 class Outbox:
     """Pending output of all owned requests.
 
-    The engine's thread calls :meth:`post`, the Redis edge's everything else.
-
     Args:
         metrics: counts tokens, latencies and ends as they are confirmed.
-        wake: called, from the engine's thread, when there is something to take.
+        wake: called when there is something to take.
         clock: monotonic seconds.
     """
 
@@ -66,11 +64,10 @@ class Outbox:
         self._metrics = metrics
         self._wake = wake
         self._clock = clock
-        self._lock = threading.Lock()  # for what both threads touch: what is to be said
         self._pack_chunk = chunk_packer()
         self._ledgers: dict[str, TokenLedger] = {}  # by request
         self._runs: dict[str, TokenLedger] = {}  # the same by run
-        # Sequences of requests whose end was not taken, by lane.
+        # Sequences by lane; see open_sequences.
         self._open: Counter[str] = Counter()
         # What is to be said, by run; None: only to be asked whether it is still ours.
         self._dirty: dict[str, Update | None] = {}
@@ -94,9 +91,10 @@ class Outbox:
         return sum(ledger.claim.suspect for ledger in self._ledgers.values())
 
     def open_sequences(self) -> Mapping[str, int]:
-        """Sequences of owned requests whose end was not taken yet, by lane.
+        """Sequences of owned requests whose end is not near, by lane. A lane without any may lack.
 
-        A lane without any may lack.
+        Near is what was taken, and what the step gives that runs now: a request that is claimed
+        meanwhile takes over the sequence without leaving a step out.
         """
         return self._open
 
@@ -105,14 +103,26 @@ class Outbox:
 
         An append without tokens writes nothing; its status tells whether we still own the request.
         """
-        with self._lock:
-            for run in self._runs:
-                self._dirty.setdefault(run, None)
+        for run in self._runs:
+            self._dirty.setdefault(run, None)
 
     def open(
-        self, claim: Claim, lane: str, answer: Answer = Answer.MSGPACK, sequences: int = 1
+        self,
+        claim: Claim,
+        lane: str,
+        answer: Answer = Answer.MSGPACK,
+        sequences: int = 1,
+        max_tokens: int | None = None,
     ) -> None:
-        """Begin to own a request, for which the engine runs so many sequences."""
+        """Begin to own a request.
+
+        Args:
+            claim: how it was claimed.
+            lane: its lane, as a metric label.
+            answer: form of its chunks and its end.
+            sequences: how many the engine runs for it.
+            max_tokens: its end comes with so many tokens, if not before; None: not known.
+        """
         ledger = TokenLedger(
             claim=claim,
             lane=lane,
@@ -122,50 +132,31 @@ class Outbox:
             ttft_ms=claim.ttft_ms,
             answer=answer,
             sequences=sequences,
+            last_index=max_tokens - 1 if max_tokens is not None and sequences == 1 else -1,
         )
         self._drop(claim.id)
         self._ledgers[claim.id] = self._runs[ledger.run] = ledger
         self._open[lane] += sequences
 
-    def owns(self, claim: Claim) -> bool:
-        """Whether that very claim still is this worker's, as far as it knows."""
-        ledger = self._ledgers.get(claim.id)
-        return ledger is not None and ledger.epoch == claim.epoch
-
     def post(self, updates: Sequence[Update]) -> None:
         """Take what the engine produced in a step; updates carry the names of runs."""
-        with self._lock:
-            dirty = self._dirty
-            for update in updates:
-                before = dirty.get(update.id)
-                dirty[update.id] = update if before is None else _joined(before, update)
+        dirty = self._dirty
+        for update in updates:
+            before = dirty.get(update.id)
+            dirty[update.id] = update if before is None else _joined(before, update)
         if dirty:
             self._wake()
 
     def end(self, claim: Claim, reason: Reason, message: str) -> None:
         """End a request that never reached the engine."""
-        finish = Finish(reason, message)
-        self.post(
-            [
-                Update(
-                    id=run_name(claim.id, claim.epoch),
-                    start=0,
-                    token_ids=(),
-                    text="",
-                    finish=finish,
-                    prompt_tokens=0,
-                    cached_tokens=0,
-                )
-            ]
-        )
+        self.post([bare_end(run_name(claim.id, claim.epoch), reason, message)])
 
     def take(self, limit: int) -> list[AppendRow]:
         """Everything pending of up to ``limit`` requests, as appends; oldest first."""
-        with self._lock:
-            if len(self._dirty) <= limit:
-                dirty, self._dirty = self._dirty, {}
-            else:
-                dirty = {run: self._dirty.pop(run) for run in list(self._dirty)[:limit]}
+        if len(self._dirty) <= limit:
+            dirty, self._dirty = self._dirty, {}
+        else:
+            dirty = {run: self._dirty.pop(run) for run in list(self._dirty)[:limit]}
         rows: list[AppendRow] = []
         times: list[float] = []  # of the tokens before
         gaps: list[tuple[float, int]] = []
@@ -187,6 +178,8 @@ class Outbox:
                 start = ledger.confirmed
                 digest = ledger.digest = rolling_digest(ids, ledger.digest)
                 ledger.confirmed = start + 1
+                if start + 1 == ledger.last_index:
+                    self._close_sequences(ledger)
                 times.append(ledger.last_token_at)
                 ledger.last_token_at = now
                 chunk = self._pack_chunk((start, ids, update.text, digest))
@@ -228,7 +221,9 @@ class Outbox:
             )  # fmt: skip
             ledger.digest = whole.digest_after(ledger.digest)
             ledger.confirmed = start + len(ids)
-            chunk = replace(whole, digest=ledger.digest).pack(ledger.answer)
+            if ledger.confirmed == ledger.last_index:
+                self._close_sequences(ledger)
+            chunk = whole._replace(digest=ledger.digest).pack(ledger.answer)
             if start > ledger.claim.n:  # not this worker's first
                 gaps.append(((now - ledger.last_token_at) / len(ids), len(ids)))
             elif ledger.ttft_ms is None:
@@ -277,8 +272,7 @@ class Outbox:
             message = "its token log in Redis holds a value of another type"
             self._finish(ledger, Finish(Reason.ENGINE_ERROR, message))
             ledger.confirmed = row[2]
-            with self._lock:
-                self._dirty.setdefault(ledger.run, None)
+            self._dirty.setdefault(ledger.run, None)
             return
         self._metrics.orphan_tokens.inc(count + self._drop(request_id))
         if status == AppendStatus.MISMATCH:
@@ -301,8 +295,8 @@ class Outbox:
             self._drop(request_id)
 
     def _close_sequences(self, ledger: TokenLedger) -> None:
-        if ledger.finish is None:
-            self._open[ledger.lane] -= ledger.sequences
+        self._open[ledger.lane] -= ledger.sequences
+        ledger.sequences = 0
 
     def _drop(self, request_id: str) -> int:
         """Own a request no longer; returns how many of its tokens were not taken."""
@@ -311,8 +305,7 @@ class Outbox:
             return 0
         del self._runs[ledger.run]
         self._close_sequences(ledger)
-        with self._lock:
-            update = self._dirty.pop(ledger.run, None)
+        update = self._dirty.pop(ledger.run, None)
         return 0 if update is None else len(update.token_ids)
 
 

@@ -1,7 +1,9 @@
-"""The engine process: puts a worker together, runs it, and takes it apart in the right order.
+"""The edge process: everything of a worker that talks to Redis, with the engine process below it.
 
-Started by the supervisor with one line of JSON on standard input. Exit codes are the contract
-with it: 0 drained; 2 configuration or model refused, do not restart; anything else, restart.
+Puts the parts together, runs them, and takes them apart in the right order. Started by the
+supervisor with one line of JSON on standard input. Exit codes are the contract with it: 0 drained;
+2 configuration or model refused, do not restart; anything else, restart. If the engine process
+dies, this one ends in the same way, so that the supervisor sees what killed it.
 """
 
 from __future__ import annotations
@@ -14,23 +16,22 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from redis.asyncio import Redis
+from redis.exceptions import RedisError
 
+from penstock.shared.cluster import Route, follow
 from penstock.shared.door_operations import DoorOperations
 from penstock.shared.errors import PenstockError
 from penstock.shared.keys import Keys
 from penstock.shared.log_operations import LogOperations
 from penstock.shared.operations import Bounds, Operations
-from penstock.shared.settings import Settings
-from penstock.shared.synthetic import SYNTHETIC
 
 from .compactor import Compactor
 from .connection import Link, connect
 from .door import Door
-from .engine.engine import Engine
+from .engine_link import EngineEnded, EngineLink
 from .garbage import calm_collector
 from .health import HealthServer
 from .intake import Intake
@@ -39,9 +40,6 @@ from .logs import configure_logging
 from .metrics import WorkerMetrics
 from .outbox import Outbox
 from .redis_edge import Capacity, RedisEdge
-from .serving import ServingModel
-from .synthetic import build_synthetic
-from .worker import Worker
 
 __all__ = ["main"]
 
@@ -55,18 +53,12 @@ def main() -> int:
     configure_logging(launch.worker_id, level=worker.log_level, form=worker.log_format)
     try:
         return asyncio.run(_Process(launch).run())
+    except EngineEnded as error:
+        _log.critical("%s", error)
+        return _end_like(error.code)
     except PenstockError as error:
         _log.error("%s", error)
         return EXIT_REFUSED
-
-
-def _build(settings: Settings) -> ServingModel:
-    """Load the model. Its packages are imported here, since they take seconds themselves."""
-    if settings.model.path == SYNTHETIC:
-        return build_synthetic(settings)
-    from .model.serving import build_model
-
-    return build_model(settings)
 
 
 class _Process:
@@ -79,16 +71,37 @@ class _Process:
         self._state = "loading the model"
         self._edge: RedisEdge | None = None
         self._drain = asyncio.Event()
+        self._route = Route()
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._ask_to_drain)
+        wake = asyncio.Event()
+        outbox = Outbox(self._metrics, wake.set)
+        engine = EngineLink(outbox, self._metrics, wake.set)
         with self._health() as health:
-            model = await asyncio.to_thread(_build, self._settings)
-            if self._drain.is_set():
-                return 0
-            return await self._serve(model, health)
+            try:
+                summary = await self._load(engine)
+                if summary is None:
+                    _log.info("drained: the model was still being loaded")
+                    return 0
+                return await self._serve(engine, outbox, wake, summary, health)
+            except EngineEnded:
+                raise EngineEnded(await engine.exit_code()) from None
+            finally:
+                engine.kill()
+
+    async def _load(self, engine: EngineLink) -> str | None:
+        """Have the model loaded; a line about it, or None if a drain was asked for meanwhile."""
+        loading = asyncio.create_task(engine.start(self._launch))
+        drain = asyncio.create_task(self._drain.wait())
+        await asyncio.wait({loading, drain}, return_when=asyncio.FIRST_COMPLETED)
+        drain.cancel()
+        if loading.done():
+            return loading.result()
+        loading.cancel()
+        return None
 
     def _ask_to_drain(self) -> None:
         self._drain.set()
@@ -116,58 +129,56 @@ class _Process:
     def _unhealthy(self) -> str | None:
         if self._edge is not None and self._edge.hung:
             return "the engine hangs: its present step has run for too long"
+        if self._edge is not None and self._edge.engine_failure is not None:
+            return f"the engine broke: {self._edge.engine_failure}"
         return None
 
-    async def _serve(self, model: ServingModel, health: HealthServer | None) -> int:
-        settings, loop = self._settings, asyncio.get_running_loop()
-        wake = asyncio.Event()
-        outbox = Outbox(self._metrics, lambda: loop.call_soon_threadsafe(wake.set))
-        engine = Engine(model.config, model.new_text_stream)
-        worker = Worker(engine, model.runner, outbox, self._metrics)
+    async def _serve(
+        self,
+        engine: EngineLink,
+        outbox: Outbox,
+        wake: asyncio.Event,
+        summary: str,
+        health: HealthServer | None,
+    ) -> int:
+        settings = self._settings
         timeout = settings.redis.socket_timeout_s
         link, listener = self._link(timeout), self._connect(timeout + 2)
         keys = Keys(settings.queue.model, settings.queue.shard)
+        # Finds the node of a cluster for all connections; if it fails, they find it themselves.
+        with contextlib.suppress(RedisError, OSError):
+            await follow(lambda: listener.exists(keys.counters))
         retention_ms = settings.queue.retention_s * 1000
-        operations = Operations(link, keys, retention_ms=retention_ms)
-        with ThreadPoolExecutor(2, thread_name_prefix="tokenise") as pool:
-            intake = Intake(
-                model.encode,
-                model.compile,
-                worker.add,
-                outbox,
-                self._metrics,
-                pool,
-                compile_timeout_s=settings.engine.grammar_timeout_s,
-            )
-            self._edge = edge = RedisEdge(
-                listener,
-                operations,
-                self._launch.worker_id,
-                Capacity(
-                    max_sequences=settings.engine.max_sequences,
-                    claim_batch=settings.worker.claim_batch,
-                    lease_ms=settings.worker.lease_ms,
-                    heartbeat_ms=settings.worker.heartbeat_interval_ms,
-                ),
-                worker=worker,
-                outbox=outbox,
-                intake=intake,
-                metrics=self._metrics,
-                wake=wake,
-                hang_timeout_s=settings.worker.hang_timeout_s,
-            )
-            door, compactor = self._door(retention_ms, edge), self._compactor(keys)
-            worker.start()
-            self._announce(model, health)
-            if self._drain.is_set():
-                edge.stop()
-            door.start()
-            compactor.start()
-            with calm_collector():
-                if not await edge.run():
-                    return self._abandon(worker)
-            await asyncio.gather(door.close(), compactor.close())
-            await self._hand_over(worker, edge, intake)
+        self._edge = edge = RedisEdge(
+            listener,
+            Operations(link, keys, retention_ms=retention_ms),
+            self._launch.worker_id,
+            Capacity(
+                max_sequences=settings.engine.max_sequences,
+                claim_batch=settings.worker.claim_batch,
+                lease_ms=settings.worker.lease_ms,
+                heartbeat_ms=settings.worker.heartbeat_interval_ms,
+            ),
+            engine=engine,
+            outbox=outbox,
+            intake=Intake(engine.add, outbox, self._metrics),
+            metrics=self._metrics,
+            wake=wake,
+            hang_timeout_s=settings.worker.hang_timeout_s,
+        )
+        door, compactor = self._door(retention_ms, edge), self._compactor(keys)
+        self._announce(summary, health)
+        if self._drain.is_set():
+            edge.stop()
+        door.start()
+        compactor.start()
+        with calm_collector():
+            if not await edge.run():
+                return await self._abandon(engine)
+        # What others have to go on with comes first; entries at hand in the door, others find.
+        closing = asyncio.gather(door.close(), compactor.close())
+        await self._hand_over(engine, edge)
+        await closing
         await link.aclose()
         await listener.aclose()
         return 0
@@ -211,25 +222,25 @@ class _Process:
     def _link(self, timeout_s: float) -> Link:
         url = self._settings.redis.url
         assert url is not None
-        return Link(url, timeout_s=timeout_s)
+        return Link(url, timeout_s=timeout_s, route=self._route)
 
     def _connect(self, timeout_s: float) -> Redis:
         url = self._settings.redis.url
         assert url is not None
-        return connect(url, timeout_s=timeout_s)
+        return connect(url, timeout_s=timeout_s, route=self._route)
 
-    def _announce(self, model: ServingModel, health: HealthServer | None) -> None:
+    def _announce(self, summary: str, health: HealthServer | None) -> None:
         self._state = ""
         self._metrics.ready.set(1)
         port = health.port if health else None
-        _log.info("ready: %s, metrics on port %s", model.summary, port)
+        _log.info("ready: %s, metrics on port %s", summary, port)
         if self._launch.ready_file is not None:
             facts: dict[str, Any] = {"worker_id": self._launch.worker_id, "metrics_port": port}
             whole = self._launch.ready_file.with_suffix(".part")
             whole.write_text(json.dumps(facts))
             whole.rename(self._launch.ready_file)
 
-    async def _hand_over(self, worker: Worker, edge: RedisEdge, intake: Intake) -> None:
+    async def _hand_over(self, engine: EngineLink, edge: RedisEdge) -> None:
         """Drain: stop the engine first, so that what it still says is published, then give back.
 
         The lease is kept by nobody meanwhile, hence the time limit.
@@ -237,9 +248,7 @@ class _Process:
         self._state = "draining"
         self._metrics.ready.set(0)
         timeout = self._settings.worker.drain_timeout_s
-        worker.stop()
-        await intake.close()
-        if not await asyncio.to_thread(worker.join, timeout):
+        if not await engine.stop(timeout):
             _log.warning("the present step outlasts the drain; others take over by the lease")
         try:
             released = await asyncio.wait_for(edge.drain(), timeout)
@@ -248,11 +257,20 @@ class _Process:
         else:
             _log.info("drained: handed over %d requests", released)
 
-    def _abandon(self, worker: Worker) -> int:
-        """The engine hangs or broke. Its thread can not be stopped, so the process must end."""
-        _log.critical("giving up: %s", worker.failure or "the engine hangs")
+    async def _abandon(self, engine: EngineLink) -> int:
+        """The engine hangs, broke or died. What it holds is given back by who sees us end."""
+        _log.critical("giving up: %s", engine.failure or "the engine hangs")
+        return _end_like(await engine.exit_code())
+
+
+def _end_like(code: int) -> int:
+    """End as the engine process did, if a signal ended it; otherwise the exit code to give."""
+    if code < 0:
         logging.shutdown()
-        os._exit(EXIT_BROKEN)
+        if -code != signal.SIGKILL:
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    return code or EXIT_BROKEN
 
 
 if __name__ == "__main__":

@@ -2,27 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
-from redis.asyncio import Redis
 from redis.exceptions import AuthenticationError, NoPermissionError, RedisError
 
+from penstock.shared.cluster import follow
 from penstock.shared.embedded import check_server
 from penstock.shared.errors import RedisUnavailable
 from penstock.shared.settings import redact_url
 
+from .connection import connect
+
 __all__ = ["check_redis"]
 
 
-async def check_redis(url: str, *, timeout_s: float) -> None:
+async def check_redis(url: str, key: str, *, timeout_s: float) -> None:
     """Refuse a server on which penstock's promises would not hold.
+
+    Args:
+        url: its address; of a cluster, any node's.
+        key: any key of the shard, by which the cluster's node is found.
+        timeout_s: bound on connecting and on each reply.
 
     Raises:
         RedisUnavailable: it does not answer, refuses access, is older than 6.2, or evicts keys
             when its memory is full (an accepted request could vanish).
     """
-    redis: Redis = Redis.from_url(url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s)
+    redis = connect(url, timeout_s=timeout_s)
     try:
+        with contextlib.suppress(NoPermissionError):
+            await follow(lambda: redis.exists(key))
         facts: dict[str, Any] = await redis.info()
     except NoPermissionError:
         return  # a restricted user: what it may not see can not be checked

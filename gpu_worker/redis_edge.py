@@ -26,11 +26,12 @@ from penstock.shared.protocol import Lane
 from penstock.shared.replies import read_statuses
 from penstock.shared.script_loader import Call, Command
 
+from .engine_link import EngineLink
 from .intake import Intake
 from .ledger import run_name
 from .metrics import WorkerMetrics
 from .outbox import Outbox
-from .worker import Worker
+from .room import NO_ROOM, Room
 
 __all__ = ["Capacity", "RedisEdge"]
 
@@ -59,23 +60,6 @@ class Capacity:
     heartbeat_ms: int
 
 
-@dataclass(frozen=True, slots=True)
-class Room:
-    """How many more requests a worker can run, and of which lanes.
-
-    Attributes:
-        requests: how many.
-        least_urgent: of this lane, and of all more urgent ones.
-    """
-
-    requests: int
-    least_urgent: Lane
-
-
-_BY_URGENCY = tuple(sorted(Lane, key=lambda lane: lane.rank))
-_NO_ROOM = Room(0, Lane.CRITICAL)
-
-
 class RedisEdge:
     """Exchanges with Redis on behalf of one worker.
 
@@ -84,7 +68,7 @@ class RedisEdge:
         operations: the scripts of the shard.
         worker_id: unique to this process; never reused.
         capacity: see there.
-        worker, outbox, intake, metrics: the worker's other parts.
+        engine, outbox, intake, metrics: the worker's other parts.
         hang_timeout_s: a step that runs longer means that the engine hangs; then nothing is sent
             any more, so that the lease ends and others take over.
     """
@@ -96,7 +80,7 @@ class RedisEdge:
         worker_id: str,
         capacity: Capacity,
         *,
-        worker: Worker,
+        engine: EngineLink,
         outbox: Outbox,
         intake: Intake,
         metrics: WorkerMetrics,
@@ -107,7 +91,7 @@ class RedisEdge:
         self._operations = operations
         self._worker_id = worker_id
         self._capacity = capacity
-        self._worker = worker
+        self._engine = engine
         self._outbox = outbox
         self._intake = intake
         self._metrics = metrics
@@ -128,7 +112,12 @@ class RedisEdge:
     @property
     def hung(self) -> bool:
         """Whether the present step has run for longer than any step may."""
-        return self._worker.stuck_for() > self._hang_timeout_s
+        return self._engine.stuck_for() > self._hang_timeout_s
+
+    @property
+    def engine_failure(self) -> str | None:
+        """Why the engine must be replaced; None while it need not be."""
+        return None if self._stopping else self._engine.failure
 
     def expect_work(self) -> None:
         """There is something to claim: do it at once, without waiting for the bell."""
@@ -148,7 +137,7 @@ class RedisEdge:
                 await self.exchange()
                 await self._wake.wait()
                 self._wake.clear()
-                works = not self.hung and self._worker.failure is None
+                works = not self.hung and self._engine.failure is None
             # Some cancellations are lost inside redis-py on Python 3.11 (asyncio.wait_for); then
             # the flag ends the listener when its read returns.
             self._stopping = True
@@ -171,6 +160,8 @@ class RedisEdge:
         if sweep:
             calls += (self._operations.sweep(), self._operations.depth())
         replies = await self._send(calls)
+        if replies is None:
+            return
         self._next_renewal = now + self._capacity.heartbeat_ms / 1000
         await self._settle(batches, replies[: len(batches)])
         if len(calls) > len(batches) + 2 * sweep:
@@ -210,45 +201,40 @@ class RedisEdge:
         return self._operations.append(self._worker_id, batch, lease_ms=self._capacity.lease_ms)
 
     def _room(self) -> Room:
-        """What to ask for now.
-
-        Sequences only keep those from running that are not more urgent, since the engine lets
-        urgent work displace the rest. So for each lane, those at least as urgent count; the least
-        urgent lane for which a sequence is left is what to ask for.
-
-        Nothing is hoarded: a claimed request that only waits here could be running elsewhere, so
-        more is asked for only while everything as urgent that was claimed before runs.
-        """
-        waiting = self._worker.stats.waiting
-        if self._stopping or self._intake.preparing or self._searched == Lane.BATCH.rank:
-            return _NO_ROOM
-        room, owned, owned_by_lane = _NO_ROOM, 0, self._outbox.open_sequences()
-        for lane in _BY_URGENCY:
-            owned += owned_by_lane.get(lane, 0)
-            free = min(self._capacity.claim_batch, self._capacity.max_sequences - owned)
-            if free <= 0 or waiting.get(lane, 0):
-                break
-            room = Room(free, lane)
-        return room if room.least_urgent.rank > self._searched else _NO_ROOM
+        """What to ask for now; nothing where it was asked for and not found."""
+        if self._stopping or self._engine.preparing or self._searched == Lane.BATCH.rank:
+            return NO_ROOM
+        room = Room.beside(
+            self._outbox.open_sequences(),
+            self._engine.load.waiting,
+            max_sequences=self._capacity.max_sequences,
+            claim_batch=self._capacity.claim_batch,
+        )
+        return room if room.least_urgent.rank > self._searched else NO_ROOM
 
     def _claim(self, room: Room) -> Call:
         return self._operations.claim(
             self._worker_id,
             lease_ms=self._capacity.lease_ms,
             requests=room.requests,
-            tokens=max(1, self._worker.stats.available_tokens),
+            tokens=max(1, self._engine.load.available_tokens),
             suspect_ok=self._outbox.suspects == 0,
             least_urgent=room.least_urgent,
         )
 
-    async def _send(self, calls: Sequence[Call | Command]) -> list[Any]:
-        """Send until answered. What to send is fixed: only the outcome is unknown in between."""
+    async def _send(self, calls: Sequence[Call | Command]) -> list[Any] | None:
+        """Send until answered. What to send is fixed: only the outcome is unknown in between.
+
+        None if the engine ended before Redis answered: then others go on, and soon.
+        """
         for attempt in range(1_000_000_000):
             began = time.perf_counter()
             try:
                 replies = await self._operations.run(calls)
             except (RedisConnectionError, RedisTimeoutError, OSError) as error:
                 self._needs_audit = True
+                if self.engine_failure is not None:
+                    return None
                 await self._pause(attempt, error)
                 continue
             self._metrics.exchange_seconds.observe(time.perf_counter() - began)
@@ -279,7 +265,7 @@ class RedisEdge:
 
     async def _give_up(self, lost: Sequence[str], release: Sequence[str]) -> None:
         for run in lost:
-            self._worker.abort(run)
+            self._engine.abort(run)
         if lost:
             self._searched = -1
         if release:
@@ -353,7 +339,8 @@ class RedisEdge:
             try:
                 rung = await self._listener.xread({key: last}, count=1, block=1000)
             except (RedisError, OSError):
-                await asyncio.sleep(0.5)
+                if not self._stopping:
+                    await asyncio.sleep(0.5)
                 continue
             if rung:
                 last = rung[0][1][-1][0].decode()

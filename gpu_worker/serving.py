@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from penstock.shared.protocol import SamplingOptions
 
 from .engine.config import EngineConfig
+from .engine.form import Form
 from .engine.text import TextStream
 from .worker import Runner
 
@@ -31,6 +32,6 @@ class ServingModel:
     config: EngineConfig
     runner: Runner
     encode: Callable[[object], Sequence[int]]
-    compile: Callable[[SamplingOptions], Callable[[], object] | None]
+    compile: Callable[[SamplingOptions], Callable[[], Form] | None]
     new_text_stream: Callable[[tuple[int, ...]], TextStream]
     summary: str

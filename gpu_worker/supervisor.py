@@ -1,4 +1,4 @@
-"""``penstock worker``: a small process without torch that keeps one engine process alive.
+"""``penstock worker``: a small process that keeps one edge process, and its engine, alive.
 
 The moment its child dies, it gives the child's requests back to the queues, so that another
 worker continues them within milliseconds instead of after the lease. It tells a crash and a kill
@@ -9,6 +9,7 @@ restarts with backoff.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import secrets
@@ -23,11 +24,13 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from penstock.shared.children import spawn_bound
+from penstock.shared.cluster import follow
 from penstock.shared.errors import PenstockError
 from penstock.shared.keys import Keys
 from penstock.shared.operations import Operations
 from penstock.shared.settings import Settings
 
+from .connection import connect
 from .launch import EXIT_REFUSED, Launch
 from .logs import configure_logging
 from .oom import OomWatch, find_counter
@@ -48,13 +51,15 @@ request that brings it about.)"""
 
 _LOOK_S = 1.0
 
+_CLEAR_S = 10.0
+
 
 class Supervisor:
-    """Runs engine processes, one at a time, until told to stop.
+    """Runs edge processes, each with its engine, one at a time, until told to stop.
 
     Args:
         settings: the whole tree; ``redis.url`` is resolved.
-        ready_file: passed to the engine process.
+        ready_file: passed to the edge process.
     """
 
     def __init__(self, settings: Settings, ready_file: Path | None = None) -> None:
@@ -62,12 +67,13 @@ class Supervisor:
         self._ready_file = ready_file
         self._stop = asyncio.Event()
         self._oom = OomWatch(None)
+        self._group = 0
         self._redis, self._operations = self._connect()
 
     async def run(self) -> int:
         """Supervise until SIGTERM or SIGINT; returns the exit code.
 
-        0 after a drain; 2 if the engine process refused its configuration or model.
+        0 after a drain; 2 if configuration or model were refused.
 
         Raises:
             RedisUnavailable: the server does not answer or is not fit; see :func:`check_redis`.
@@ -77,7 +83,8 @@ class Supervisor:
             loop.add_signal_handler(number, self._stop.set)
         redis = self._settings.redis
         assert redis.url is not None
-        await check_redis(redis.url, timeout_s=redis.socket_timeout_s)
+        keys = Keys(self._settings.queue.model, self._settings.queue.shard)
+        await check_redis(redis.url, keys.counters, timeout_s=redis.socket_timeout_s)
         failures = 0
         while True:
             worker_id = new_worker_id(self._settings.worker.name)
@@ -87,6 +94,7 @@ class Supervisor:
                 return max(0, code)
             starved = code == -signal.SIGKILL and self._oom.killed_lately()
             await self._release(worker_id, blame=starved or _is_crash(code), died=True)
+            await self._clear()
             failures = 0 if time.monotonic() - began > _STABLE_S else failures + 1
             pause = _BACKOFF_S[min(failures, len(_BACKOFF_S) - 1)]
             why = _tell(code) + (", killed for want of memory" if starved else "")
@@ -98,7 +106,7 @@ class Supervisor:
             return 0
 
     async def _run_child(self, worker_id: str) -> int:
-        """Start an engine process and wait for its end; its exit code, negative for a signal."""
+        """Start an edge process and wait for its end; its exit code, negative for a signal."""
         configure_logging(
             worker_id,
             level=self._settings.worker.log_level,
@@ -107,6 +115,7 @@ class Supervisor:
         argv = [sys.executable, "-m", "penstock.gpu_worker.process"]
         # A session of its own: Ctrl-C reaches the supervisor alone, which then asks for a drain.
         child = spawn_bound(argv, stdin=subprocess.PIPE, new_session=True)
+        self._group = child.pid
         assert child.stdin is not None
         child.stdin.write(Launch(self._settings, worker_id, self._ready_file).to_line())
         child.stdin.close()
@@ -132,9 +141,25 @@ class Supervisor:
             await self._release(worker_id, blame=False, died=False)
         return code
 
+    async def _clear(self) -> None:
+        """Wait until the engine below a dead edge is gone, too: the next one needs its memory."""
+        deadline = time.monotonic() + _CLEAR_S
+        while time.monotonic() < deadline:
+            with contextlib.suppress(ChildProcessError):
+                # In a container orphans may be this process's to reap. (It does not block.)
+                os.waitpid(-self._group, os.WNOHANG)  # noqa: ASYNC222
+            try:
+                os.killpg(self._group, signal.SIGKILL)
+            except ProcessLookupError:
+                return
+            await asyncio.sleep(0.01)
+        _log.warning("an engine process of the dead worker is still there; going on without it")
+
     async def _release(self, worker_id: str, *, blame: bool, died: bool) -> None:
         try:
-            count = await self._operations.release_all(worker_id, blame=blame, died=died)
+            count = await follow(
+                lambda: self._operations.release_all(worker_id, blame=blame, died=died)
+            )
             _log.warning("gave back %d requests of the dead engine process", count)
         except (PenstockError, RedisError, OSError) as error:
             _log.warning("could not give back its requests (%s); the lease will", error)
@@ -147,7 +172,7 @@ class Supervisor:
         """What gives work back: made before it is needed, since streams stand still until then."""
         settings = self._settings
         assert settings.redis.url is not None
-        redis = Redis.from_url(settings.redis.url, socket_timeout=settings.redis.socket_timeout_s)
+        redis = connect(settings.redis.url, timeout_s=settings.redis.socket_timeout_s)
         keys = Keys(settings.queue.model, settings.queue.shard)
         retention_ms = settings.queue.retention_s * 1000
         return redis, Operations(redis, keys, retention_ms=retention_ms)

@@ -1,34 +1,37 @@
-"""The worker's loop: pull -> schedule -> run -> publish, on a thread of its own.
+"""The worker's loop: pull -> schedule -> run -> publish.
 
-The thread owns the engine and the model; nobody else touches them. Orders reach it through an
-inbox, results leave through the outbox, and neither waits: a slow Redis never holds the device,
-and a long step never holds the lease. While step n + 1 runs, the edge publishes step n.
+Its thread owns the engine and the model; nobody else touches them. It reads its orders itself, as
+any other thread would take the interpreter lock from it in the middle of a step. What a step gave
+leaves in one message to the edge process, which publishes step n while step n + 1 runs: a slow
+Redis never holds the device, and a long step never holds the lease.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from penstock.shared.protocol import Reason
 
 from .engine.engine import Engine
 from .engine.plan import Plan, StepOutput
-from .engine.requests import EngineRequest, Finish
-from .engine.stats import EngineStats
-from .metrics import WorkerMetrics
-from .outbox import Outbox
+from .engine.requests import EngineRequest, Finish, Update
+from .engine.work import Work
+from .messages import Broken, Step, StepRecord, packed_updates
+from .step_log import StepLog
 
-__all__ = ["Runner", "Worker"]
+__all__ = ["Orders", "Runner", "Worker"]
 
 _log = logging.getLogger("penstock.worker")
 
 _QUIET_S = 0.5
 """Without work for this long, the worker checks that its books balance."""
+
+_STATS_S = 0.1
+"""How often all figures are told while steps run: to put them together takes a while."""
 
 
 class Runner(Protocol):
@@ -42,82 +45,71 @@ class Runner(Protocol):
         """
 
 
+class Orders(Protocol):
+    """Where orders come from: what it reads, it gives to the worker's methods."""
+
+    def poll(self) -> None:
+        """Read what has come, without waiting."""
+
+    def wait(self, timeout_s: float | None) -> bool:
+        """Wait until something has come; False after the timeout."""
+
+
 class Worker:
     """One engine, one model, and the loop that drives them.
 
     Args:
         engine: pure scheduling and stop rules.
         runner: computes plans on the device.
-        outbox: takes what each step produced.
-        metrics: observed once per step.
+        tell: takes what there is to say after each step; may wait.
+        orders: read before each step, and when there is nothing to do.
         clock: monotonic seconds.
+        step_log: is told the work of each step and the seconds of its turn; None: nobody is.
     """
 
     def __init__(
         self,
         engine: Engine,
         runner: Runner,
-        outbox: Outbox,
-        metrics: WorkerMetrics,
+        tell: Callable[[Step | Broken], None],
+        orders: Orders,
         clock: Callable[[], float] = time.monotonic,
+        step_log: StepLog | None = None,
     ) -> None:
         self._engine = engine
         self._runner = runner
-        self._outbox = outbox
-        self._metrics = metrics
+        self._tell = tell
+        self._orders = orders
         self._clock = clock
+        self._step_log = step_log
         self._inbox: deque[EngineRequest | str] = deque()
-        self._news = threading.Event()
         self._stopping = False
-        self._step_began: float | None = None
-        self._stats = engine.stats()
+        self._told_stats_at = clock()
         self._failure: BaseException | None = None
-        self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
 
-    # -- for other threads ----------------------------------------------------------------------
-
-    def start(self) -> None:
-        """Start the loop."""
-        self._thread.start()
+    # -- orders, as `Orders` reads them ---------------------------------------------------------
 
     def add(self, request: EngineRequest) -> None:
         """Have a request served."""
         self._inbox.append(request)
-        self._news.set()
 
     def abort(self, request_id: str) -> None:
-        """Stop a request at the next step; nothing more is posted about it."""
+        """Stop a request at the next step; nothing more is told about it."""
         self._inbox.append(request_id)
-        self._news.set()
 
     def stop(self) -> None:
         """End the loop after the step that runs now."""
         self._stopping = True
-        self._news.set()
-
-    def join(self, timeout_s: float) -> bool:
-        """Wait for the loop to end; whether it has."""
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
-
-    @property
-    def stats(self) -> EngineStats:
-        """The engine's figures as of the last step."""
-        return self._stats
 
     @property
     def failure(self) -> BaseException | None:
         """What ended the loop, if it was not :meth:`stop`. Such a worker must be replaced."""
         return self._failure
 
-    def stuck_for(self) -> float:
-        """Seconds the present step has been running; 0 between steps."""
-        began = self._step_began
-        return 0.0 if began is None else self._clock() - began
-
     # -- the loop -------------------------------------------------------------------------------
 
-    def _main(self) -> None:
+    def run(self) -> None:
+        """Serve until :meth:`stop`, or until the loop breaks, which is told."""
         try:
             while not self._stopping:
                 self._step()
@@ -126,31 +118,39 @@ class Worker:
             # so the process must end; the supervisor hands its requests to others.
             _log.exception("the engine loop broke")
             self._failure = error
+            self._tell(Broken(repr(error)))
 
     def _step(self) -> None:
+        turn_began = self._clock()
         self._pull()
+        if self._stopping:
+            return  # told just now: the step before was the last
         began = self._clock()
         plan = self._engine.schedule()
         if plan is None:
             self._idle()
             return
-        output = self._run(plan)
-        self._publish(plan, output)
+        output, record = self._run(plan)
+        self._publish(plan, output, record)
         self._engine.observe(plan, self._clock() - began)
+        if self._step_log is not None:
+            self._step_log.write(Work.of(plan), self._clock() - turn_began)
 
-    def _run(self, plan: Plan) -> StepOutput:
-        self._step_began = began = self._clock()
+    def _run(self, plan: Plan) -> tuple[StepOutput, StepRecord]:
+        began = self._clock()
         output = run_isolated(self._runner, plan)
-        self._step_began = None
-        self._metrics.step_seconds.observe(self._clock() - began)
-        self._metrics.step_tokens.observe(plan.num_tokens)
-        self._metrics.step_sequences.observe(len(plan.spans))
-        self._metrics.step_failures.inc(len(output.failures))
-        if output.deferred:
-            self._metrics.deferrals.inc(len(output.deferred))
-        return output
+        seconds = self._clock() - began
+        return output, StepRecord(
+            seconds,
+            plan.num_tokens,
+            len(plan.spans),
+            num_failures=len(output.failures),
+            num_deferred=len(output.deferred),
+            draft_failed=output.draft_failed,
+        )
 
     def _pull(self) -> None:
+        self._orders.poll()
         while self._inbox:
             order = self._inbox.popleft()
             if isinstance(order, str):
@@ -158,24 +158,26 @@ class Worker:
                 continue
             refusal = self._engine.add(order)
             if refusal is not None:
-                self._outbox.post([refusal])
+                self._say([refusal])
 
-    def _publish(self, plan: Plan, output: StepOutput) -> None:
-        self._outbox.post(self._engine.collect(plan, output))
-        self._show_stats()
+    def _publish(self, plan: Plan, output: StepOutput, record: StepRecord) -> None:
+        self._say(self._engine.collect(plan, output), record)
 
     def _idle(self) -> None:
-        self._show_stats()
+        self._say(())
         # A recount of the whole pool takes milliseconds, which the next request would wait for:
         # it is for quiet moments, not for every gap between two requests.
-        if not self._news.wait(_QUIET_S):
+        if not self._orders.wait(_QUIET_S):
             self._engine.check_integrity()
-            self._news.wait()
-        self._news.clear()
+            self._orders.wait(None)
 
-    def _show_stats(self) -> None:
-        self._stats = self._engine.stats()
-        self._metrics.show_engine(self._stats)
+    def _say(self, updates: Sequence[Update], record: StepRecord | None = None) -> None:
+        engine, now = self._engine, self._clock()
+        busy = engine.has_work or bool(self._inbox)
+        stats = None
+        if not busy or now - self._told_stats_at > _STATS_S:
+            stats, self._told_stats_at = engine.stats(), now
+        self._tell(Step(packed_updates(updates), engine.load(), busy, record, stats))
 
 
 def run_isolated(runner: Runner, plan: Plan) -> StepOutput:
@@ -208,6 +210,7 @@ def run_isolated(runner: Runner, plan: Plan) -> StepOutput:
             prompt_logprobs={**first.prompt_logprobs, **rest.prompt_logprobs},
             deferred=first.deferred.union(middle + index for index in rest.deferred),
             drafted={**first.drafted, **rest.drafted},
+            draft_failed=first.draft_failed or rest.draft_failed,
         )
 
 

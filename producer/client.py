@@ -10,10 +10,18 @@ from typing import TYPE_CHECKING, Any, Self
 from redis.asyncio import Redis
 
 from penstock.shared.errors import UnknownRequest
-from penstock.shared.fields import integer
+from penstock.shared.fields import integer, number
 from penstock.shared.keys import Keys
 from penstock.shared.operations import Bounds, CancelReply, Operations
-from penstock.shared.protocol import End, Lane, Reason, Request, State, unpack_event
+from penstock.shared.protocol import (
+    End,
+    Lane,
+    Reason,
+    Request,
+    State,
+    check_id,
+    unpack_event,
+)
 
 from .dead_letters import DeadLetters
 from .link import Link
@@ -29,6 +37,8 @@ if TYPE_CHECKING:
 __all__ = ["Producer"]
 
 _MAX_INDEX = 2**31 - 1
+_MAX_DIGEST = 2**32 - 1
+_MAX_TIMEOUT_S = 1e9
 
 
 class Producer:
@@ -121,14 +131,14 @@ class Producer:
             RedisUnavailable: not reachable, access refused, or older than 6.2.
         """
         try:
-            await self._link.connect()
+            await self._link.connect(self._keys.counters)
         except BaseException:
             await self.aclose()
             raise
         return self
 
     async def aclose(self) -> None:
-        """Close all connections. Requests run on; open streams hear nothing more."""
+        """Close all connections. Requests run on; who reads an open stream gets a RuntimeError."""
         await self._presence.aclose()
         await self._subscriber.aclose()
         await self._link.aclose()
@@ -214,9 +224,13 @@ class Producer:
             timeout: longest wait for the next chunk in seconds; None waits as long as it takes.
 
         Raises:
-            InvalidRequest: ``from_index`` is negative or not an integer.
+            InvalidRequest: an argument is not as above, or out of range.
         """
+        check_id(id)
         integer("from_index", from_index, 0, _MAX_INDEX)
+        if from_digest is not None:
+            integer("from_digest", from_digest, 0, _MAX_DIGEST)
+        _check_timeout(timeout)
         return TokenStream(
             id,
             log=self._log,
@@ -254,7 +268,9 @@ class Producer:
             UnknownRequest: no such request.
             TimeoutError: it did not end within ``timeout``; it runs on.
             StreamError, RedisUnavailable: see :class:`TokenStream`.
+            InvalidRequest: that is no id, or no timeout.
         """
+        _check_timeout(timeout)
         try:
             async with asyncio.timeout(timeout), self.stream(id) as stream:
                 result = await stream.collect()
@@ -267,8 +283,10 @@ class Producer:
 
         Raises:
             UnknownRequest: no such request.
+            InvalidRequest: that is no id.
             RedisUnavailable: see the class.
         """
+        check_id(id)
         reply = await self._link.call(lambda: self._operations.cancel(id, Reason.CLIENT))
         if reply.state is None:
             raise UnknownRequest(id)
@@ -279,8 +297,10 @@ class Producer:
 
         Raises:
             UnknownRequest: no such request.
+            InvalidRequest: that is no id.
             RedisUnavailable: see the class.
         """
+        check_id(id)
         names = ["st", "n", "lane", "ten", "end", "t0", "t1", "tf", "t2"]
 
         async def send() -> list[bytes | None]:
@@ -306,3 +326,8 @@ class Producer:
             first_token_at=first_token,
             ended_at=ended,
         )
+
+
+def _check_timeout(timeout_s: float | None) -> None:
+    if timeout_s is not None:
+        number("timeout", timeout_s, 0, _MAX_TIMEOUT_S)

@@ -12,13 +12,14 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from redis.asyncio import Redis
+from redis.asyncio import Redis, RedisCluster, SSLConnection
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError, NoPermissionError, RedisError, ResponseError
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
+from penstock.shared.cluster import Route, follow, named_node, open_pool
 from penstock.shared.errors import ConfigurationError, RedisUnavailable
 
 __all__ = ["Link"]
@@ -37,18 +38,25 @@ class Link:
     log after a reconnection do not open a thousand connections.
 
     Args:
-        redis: a client of the caller's, which stays the caller's to close; or a URL.
+        redis: a client of the caller's, which stays the caller's to close; or a URL. Of a cluster
+            the URL may name any node; a client must be one of the node that serves the shard.
         socket_timeout_s: for a client made from a URL: bound on connecting and on each reply.
         outage_s: how long commands are tried again while the server cannot be reached.
 
     Raises:
-        ConfigurationError: the URL is not one, or the client decodes responses.
+        ConfigurationError: the URL is not one, or the client decodes responses or is one of a
+            whole cluster.
     """
 
     def __init__(
         self, redis: Redis | str, *, socket_timeout_s: float = 5.0, outage_s: float = 10.0
     ) -> None:
         self._owned = isinstance(redis, str)
+        if isinstance(redis, RedisCluster):
+            raise ConfigurationError(
+                "a RedisCluster client is not taken, since a shard lies on one node: give the URL "
+                "of any node instead, from which the right one is found"
+            )
         self.redis = _open(redis, socket_timeout_s) if isinstance(redis, str) else redis
         self.outage_s = outage_s
         parameters = self.redis.connection_pool.connection_kwargs
@@ -58,6 +66,8 @@ class Link:
                 "make it without decode_responses"
             )
         self._places = asyncio.Semaphore(_CONNECTIONS)
+        self._closed = False
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     @property
     def address(self) -> str:
@@ -65,17 +75,35 @@ class Link:
         at = self.redis.connection_pool.connection_kwargs
         if "path" in at:
             return f"unix://{at['path']}"
-        return f"redis://{at.get('host', 'localhost')}:{at.get('port', 6379)}/{at.get('db', 0)}"
+        scheme = "rediss" if self._encrypted else "redis"
+        return f"{scheme}://{at.get('host', 'localhost')}:{at.get('port', 6379)}/{at.get('db', 0)}"
 
-    async def connect(self) -> None:
+    @property
+    def _encrypted(self) -> bool:
+        return issubclass(self.redis.connection_pool.connection_class, SSLConnection)
+
+    @property
+    def node(self) -> str | None:
+        """The node of a cluster that serves the shard, as host:port; None: the address names it."""
+        route = self.redis.connection_pool.connection_kwargs.get("route")
+        if not isinstance(route, Route) or route.node is None:
+            return None
+        return f"{route.node[0]}:{route.node[1]}"
+
+    async def connect(self, key: str) -> None:
         """Reach the server once and look at its version; nothing is tried again.
 
+        Args:
+            key: any key of the shard: of a cluster, the node that serves it is reached.
+
         Raises:
-            RedisUnavailable: not reachable, access refused, or too old.
+            RedisUnavailable: not reachable, access refused, too old, or a client of the caller's
+                is connected to another node of a cluster.
         """
         from penstock.shared.embedded import check_server
 
         try:
+            await self._find_node(key)
             facts = await self._attempt(lambda: self.redis.info("server"))
         except (RedisConnectionError, RedisTimeoutError, OSError) as error:
             raise self._unreachable(error) from error
@@ -83,13 +111,28 @@ class Link:
             _log.info("the server's version is not checked: its user may not run INFO")
             return
         except ResponseError as error:
-            raise RedisUnavailable(f"Redis at {self.address} refuses INFO: {error}") from error
+            raise RedisUnavailable(f"Redis at {self.address} refuses: {error}") from error
         check_server(str(facts["redis_version"]))
+
+    async def _find_node(self, key: str) -> None:
+        try:
+            await self._attempt(lambda: self.redis.exists(key))
+        except NoPermissionError:
+            return  # then what is sent first finds the node
+        except ResponseError as error:
+            node = named_node(error)
+            if node is None:
+                raise
+            raise RedisUnavailable(
+                f"Redis at {self.address} does not serve this shard, {node[0]}:{node[1]} does: "
+                "connect your client to that node, or give the URL of any node instead of a client"
+            ) from error
 
     async def call(self, send: Callable[[], Awaitable[_T]]) -> _T:
         """Run a repeatable command; on a broken connection run it again.
 
         Raises:
+            RuntimeError: the connections were closed, or belong to another event loop.
             RedisUnavailable: the server could not be reached for ``outage_s`` seconds, refuses
                 access, or refuses the command.
         """
@@ -116,9 +159,17 @@ class Link:
     async def _attempt(self, send: Callable[[], Awaitable[_T]]) -> _T:
         task = asyncio.current_task()
         assert task is not None
+        self._loop = self._loop or task.get_loop()
+        if self._loop is not task.get_loop():
+            raise RuntimeError(
+                "this producer belongs to another event loop; make one for each loop, "
+                "or a BlockingProducer, which threads may share"
+            )
         async with self._places:
+            if self._closed:  # redis-py would open new connections, which nobody closes
+                raise RuntimeError("this producer is closed")
             cancelled_before = task.cancelling()
-            reply = await send()
+            reply = await follow(send)
         # redis-py sends within asyncio.wait_for, which in Python 3.11 swallows a cancellation
         # that comes just when the sending is done: the caller would go on for ever.
         if task.cancelling() > cancelled_before:
@@ -126,7 +177,8 @@ class Link:
         return reply
 
     async def aclose(self) -> None:
-        """Close the connections, if they are our own."""
+        """Close the connections, if they are our own; nothing can be sent any more."""
+        self._closed = True
         if self._owned:
             await self.redis.aclose()
 
@@ -137,15 +189,16 @@ class Link:
                 "check user and password in REDIS_URL"
             )
         reason = str(error) or type(error).__name__
+        tls = ", which must be redis:// unless it speaks TLS on that port"
         return RedisUnavailable(
-            f"cannot reach Redis at {self.address}: {reason}; "
-            "start the server, or set REDIS_URL or --redis to its address"
+            f"cannot reach Redis at {self.address}: {reason}; start the server, "
+            f"or set REDIS_URL or --redis to its address{tls if self._encrypted else ''}"
         )
 
 
 def _open(url: str, socket_timeout_s: float) -> Redis:
     try:
-        redis: Redis = Redis.from_url(
+        pool = open_pool(
             url,
             socket_timeout=socket_timeout_s,
             socket_connect_timeout=socket_timeout_s,
@@ -157,4 +210,4 @@ def _open(url: str, socket_timeout_s: float) -> Redis:
             f"the Redis address is not one: {error}; "
             "it must be redis://host:port/db, rediss://host:port/db or unix:///path"
         ) from None
-    return redis
+    return Redis.from_pool(pool)

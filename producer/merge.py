@@ -17,6 +17,10 @@ __all__ = ["Merger"]
 _BOUNDARIES_KEPT = 128
 
 
+_Boundary = tuple[int, int, dict[int, int]]
+"""An index, and how many characters come before it: of the one text, or of each choice's."""
+
+
 class Merger:
     """The reading position in one request's output.
 
@@ -33,6 +37,11 @@ class Merger:
         ready: chunks to hand out, in order, without gap or overlap.
     """
 
+    __slots__ = (
+        "_began_at", "_boundaries", "_here", "_proved", "_request_id",
+        "digest", "end", "index", "ready",
+    )  # fmt: skip
+
     def __init__(self, request_id: str, index: int = 0, digest: int | None = None) -> None:
         self.index = index
         self.digest = 0 if index == 0 else digest
@@ -41,12 +50,10 @@ class Merger:
         self._request_id = request_id
         self._began_at = index
         self._proved = digest is not None
-        # Text delivered so far in characters by choice, and how much that was at recent chunk
-        # boundaries: after a failover a worker may publish the same tokens again, cut differently.
-        self._lengths: dict[int, int] = {}
-        self._boundaries: deque[tuple[int, dict[int, int]]] = deque(
-            [(index, {})], maxlen=_BOUNDARIES_KEPT
-        )
+        # Where recent chunks ended: after a failover a worker may publish the same tokens again,
+        # cut differently.
+        self._here: _Boundary = (index, 0, {})
+        self._boundaries = deque([self._here], maxlen=_BOUNDARIES_KEPT)
 
     def add(self, event: Chunk | End) -> bool:
         """Take an event in.
@@ -62,19 +69,20 @@ class Merger:
         """
         if isinstance(event, End):
             return self._add_end(event)
-        if event.start > self.index:
+        index, stop = self.index, event.stop
+        known = index - event.start
+        if known < 0:
             return False
-        known = self.index - event.start
-        if event.stop >= self.index:
+        if stop >= index:
             self._verify(event, known)
-        elif (lengths := self._lengths_at(event.start)) is not None:
-            self._boundaries.append((event.stop, _longer(lengths, event)))
-        if event.stop > self.index:
+        elif (before := self._boundary(event.start)) is not None:
+            self._boundaries.append(_after(before, event))
+        if stop > index:
             chunk = self._cut(event, known) if known else event
             self.ready.append(chunk)
-            self.index = event.stop
-            self._lengths = _longer(self._lengths, chunk)
-            self._boundaries.append((self.index, self._lengths))
+            self.index = stop
+            self._here = _after(self._here, chunk)
+            self._boundaries.append(self._here)
         return True
 
     def _add_end(self, end: End) -> bool:
@@ -94,31 +102,37 @@ class Merger:
         self.digest = event.digest
 
     def _cut(self, event: Chunk, known: int) -> Chunk:
-        if self.index == self._began_at or event.text_lengths:
-            # Reading begins within this chunk; or it is one in place of those that were published,
-            # and cut where they were.
+        if self.index == self._began_at or event.has_seam(known):
+            # Reading begins within this chunk; or it can be cut here, as one in place of those
+            # that were published can.
             return event.without(known, None)
         # The text up to an index depends on the tokens before it alone, and the digest has just
         # shown that they are the same, of the same choices: so is the length of their text.
-        before = self._lengths_at(event.start)
+        before = self._boundary(event.start)
         if before is not None:
-            delivered = {c: n - before.get(c, 0) for c, n in self._lengths.items()}
-            return event.without(known, delivered)
+            return event.without(known, _between(before, self._here))
         raise StreamError(
             f"stream of {self._request_id!r} was published again from token {event.start} on, "
             f"and its text cannot be joined at token {self.index}; read again from index 0"
         )
 
-    def _lengths_at(self, index: int) -> dict[int, int] | None:
-        """Lengths of the delivered texts up to a chunk boundary, if that is remembered."""
-        return next((lengths for at, lengths in reversed(self._boundaries) if at == index), None)
+    def _boundary(self, index: int) -> _Boundary | None:
+        """The chunk boundary at an index, if there was one and it is remembered."""
+        return next((known for known in reversed(self._boundaries) if known[0] == index), None)
 
 
-def _longer(lengths: dict[int, int], chunk: Chunk) -> dict[int, int]:
-    """Lengths of the texts by choice, after a chunk."""
+def _after(before: _Boundary, chunk: Chunk) -> _Boundary:
+    _, characters, by_choice = before
     if not chunk.parts:
-        return {0: lengths.get(0, 0) + len(chunk.text)}
-    lengths = dict(lengths)
+        return chunk.stop, characters + len(chunk.text), by_choice
+    lengths = dict(by_choice)
     for part in chunk.parts:
         lengths[part.choice] = lengths.get(part.choice, 0) + len(part.text)
-    return lengths
+    return chunk.stop, characters, lengths
+
+
+def _between(before: _Boundary, after: _Boundary) -> dict[int, int]:
+    """How many characters of each choice's text come between two boundaries."""
+    if not after[2]:
+        return {0: after[1] - before[1]}
+    return {choice: n - before[2].get(choice, 0) for choice, n in after[2].items()}

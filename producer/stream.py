@@ -25,12 +25,10 @@ from .log_reader import LogReader
 from .merge import Merger
 from .presence import Attendance, Presence
 from .results import Result
-from .subscriber import Subscriber, Subscription
+from .subscriber import Subscriber
+from .subscription import Subscription
 
 __all__ = ["TokenStream"]
-
-_SILENCE_S = 1.0
-_LONGEST_SILENCE_S = 4.0
 
 
 class TokenStream:
@@ -61,6 +59,12 @@ class TokenStream:
         timeout: longest wait for the next chunk in seconds; None waits as long as it takes.
     """
 
+    __slots__ = (
+        "__weakref__", "_cleanup", "_closed", "_digest", "_id", "_inbox", "_keys", "_leave",
+        "_left", "_log", "_merger", "_needs_reader", "_presence", "_read_log",
+        "_subscriber", "_subscription", "_timeout",
+    )  # fmt: skip
+
     def __init__(
         self,
         request_id: str,
@@ -87,7 +91,6 @@ class TokenStream:
         self._digest = self._merger.digest
         self._read_log = True
         self._needs_reader = False
-        self._silence_s = _SILENCE_S
         self._closed = False  # nothing more will be read
         self._left = False  # nothing more will be handed out
 
@@ -126,18 +129,23 @@ class TokenStream:
             RedisUnavailable: see :class:`Producer`.
             TimeoutError: no chunk within ``timeout``; the iteration may go on after it.
         """
-        if not self._merger.ready and not self._left:
-            try:
-                if self._timeout is None:
-                    await self._fill()
+        merger = self._merger
+        deadline = None if self._timeout is None else _now() + self._timeout
+        try:
+            # In the one coroutine, because this is what every token of every stream comes through.
+            while not merger.ready and not self._closed:
+                if self._read_log or self._subscription is None:
+                    await self._take_page_by(deadline)
+                elif await self._subscription.wait(deadline):
+                    self._take_messages(self._subscription.take())
                 else:
-                    await self._fill_within(self._timeout)
-            except (StreamError, InvalidRequest):
-                self._close()
-                raise
-        if self._left or not self._merger.ready:
+                    raise self._late()
+        except (StreamError, InvalidRequest):
+            self._close()
+            raise
+        if self._left or not merger.ready:
             raise StopAsyncIteration
-        chunk = self._merger.ready.popleft()
+        chunk = merger.ready.popleft()
         self._digest = chunk.digest
         return chunk
 
@@ -169,41 +177,36 @@ class TokenStream:
     ) -> None:
         await self.aclose()
 
-    async def _fill_within(self, timeout_s: float) -> None:
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._fill()
-        except TimeoutError:
-            message = f"no token of request {self._id!r} within {timeout_s:g} s"
-            raise TimeoutError(message) from None
+    def _take_messages(self, messages: list[bytes] | None) -> None:
+        """Merge what the channel brought; the log has to be asked if it lacks something."""
+        self._read_log = messages is None or not self._merge(messages)
+        if self._merger.end is not None:
+            self._close()
 
-    async def _fill(self) -> None:
-        """Wait until there are chunks to hand out, or none will come any more."""
-        while not self._merger.ready and not self._closed:
-            if not self._read_log:
-                self._read_log = not await self._take_messages()
-            if self._read_log:
-                # A cancelled read leaves the mark, so that the next one reads the log again.
-                self._read_log = await self._take_page()
-                if not self._read_log and self._subscription is None:
-                    self._subscribe()
-            if self._merger.end is not None:
-                self._close()
-
-    async def _take_messages(self) -> bool:
-        """Merge what the channel brought; False if the log has to be asked."""
-        assert self._subscription is not None
-        if not await self._subscription.wait(self._silence_s):
-            self._silence_s = min(2 * self._silence_s, _LONGEST_SILENCE_S)
-            return False
-        self._silence_s = _SILENCE_S
-        messages, behind = self._subscription.take()
-        if behind:
-            return False
+    def _merge(self, messages: list[bytes]) -> bool:
         try:
-            return all(self._merger.add(unpack_event(message)) for message in messages)
+            for message in messages:
+                if not self._merger.add(unpack_event(message)):
+                    return False
         except (StreamError, InvalidRequest):
             return False  # anyone may publish; what counts is whether the log says so, too
+        return True
+
+    def _late(self) -> TimeoutError:
+        return TimeoutError(f"no token of request {self._id!r} within {self._timeout:g} s")
+
+    async def _take_page_by(self, deadline: float | None) -> None:
+        """Merge a page of the log, and subscribe after the last one."""
+        try:
+            async with asyncio.timeout_at(deadline):
+                # A read that is given up leaves the mark, so that the next call reads again.
+                self._read_log = await self._take_page()
+        except TimeoutError:
+            raise self._late() from None
+        if self._merger.end is not None:
+            self._close()
+        elif not self._read_log and self._subscription is None:
+            self._subscribe()
 
     async def _take_page(self) -> bool:
         """Merge a page of the log; True if there is another."""
@@ -228,8 +231,6 @@ class TokenStream:
         )
 
     def _subscribe(self) -> None:
-        if self._merger.end is not None:
-            return
         self._subscription = (
             self._subscriber.open(self._keys.channel(self._id))
             if self._inbox is None
@@ -250,6 +251,10 @@ class TokenStream:
             self._leave()
         if self._cleanup is not None:
             self._cleanup.detach()
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
 
 
 def _leave(unsubscribe: Callable[[], None], presence: Presence, attendance: Attendance) -> None:

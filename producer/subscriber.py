@@ -11,130 +11,23 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Collection, Mapping
-from typing import Any
 
-from redis.asyncio import ConnectionPool, Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
+from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from penstock.shared.errors import ProtocolError, RedisUnavailable
-from penstock.shared.events import unpack_letter
+from penstock.shared.event_reader import unpack_letter
 
-__all__ = ["Subscriber", "Subscription"]
+from .channel_link import ChannelLink
+from .subscription import Subscription
+
+__all__ = ["Subscriber"]
 
 _log = logging.getLogger(__name__)
 
-_BUFFER = 256
-_PING_AFTER_S = 5.0
 _BACKOFF_S = (0.02, 1.0)
-
-
-class Subscription:
-    """One reader of one channel, or of one request in an inbox. Ended by :meth:`Subscriber.close`.
-
-    Nearly every token of a stream is waited for, so waiting must cost little: no timer is made
-    and cancelled for each. One alarm goes off when the time of silence may be over, and is put
-    off if news has come meanwhile.
-
-    Args:
-        channel: the channel's name.
-        request_id: in an inbox, the request whose events are wanted; else None.
-        behind: whether the reader has to read the log before anything else.
-    """
-
-    __slots__ = (
-        "__weakref__", "_alarm", "_behind", "_error", "_messages", "_silent_at", "_waiter",
-        "channel", "request_id",
-    )  # fmt: skip
-
-    def __init__(self, channel: bytes, request_id: bytes | None, *, behind: bool) -> None:
-        self.channel = channel
-        self.request_id = request_id
-        self._messages: list[bytes] = []
-        self._behind = behind
-        self._error: RedisUnavailable | None = None
-        self._waiter: asyncio.Future[bool] | None = None
-        self._alarm: asyncio.TimerHandle | None = None
-        self._silent_at = 0.0
-
-    @property
-    def has_news(self) -> bool:
-        """Whether :meth:`take` has something to say."""
-        return bool(self._messages) or self._behind or self._error is not None
-
-    async def wait(self, silence_s: float) -> bool:
-        """Wait until :meth:`take` has something to say; False: it had not for ``silence_s``.
-
-        Raises:
-            RuntimeError: another task waits already.
-        """
-        if self.has_news:
-            return True
-        if self._waiter is not None:
-            raise RuntimeError("a stream can be read by one task at a time")
-        loop = asyncio.get_running_loop()
-        self._silent_at = loop.time() + silence_s
-        if self._alarm is None:
-            self._alarm = loop.call_at(self._silent_at, self._ring)
-        elif self._alarm.when() > self._silent_at:
-            self._alarm.cancel()
-            self._alarm = loop.call_at(self._silent_at, self._ring)
-        self._waiter = loop.create_future()
-        try:
-            return await self._waiter
-        finally:
-            self._waiter = None
-
-    def _ring(self) -> None:
-        self._alarm = None
-        waiter = self._waiter
-        if waiter is None or waiter.done():
-            return  # nobody waits; who waits next sets it again
-        loop = waiter.get_loop()
-        if loop.time() >= self._silent_at:
-            waiter.set_result(False)
-        else:
-            self._alarm = loop.call_at(self._silent_at, self._ring)
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(True)
-
-    def take(self) -> tuple[list[bytes], bool]:
-        """The messages that came since the last call, and whether some may be missing.
-
-        If so, the messages are to be thrown away and the log is to be read.
-
-        Raises:
-            RedisUnavailable: the server refuses the subscription.
-        """
-        if self._error is not None:
-            raise self._error
-        messages, self._messages = self._messages, []
-        behind, self._behind = self._behind, False
-        return messages, behind
-
-    def push(self, message: bytes) -> None:
-        """Store a message; on overflow all are dropped and the subscription falls behind."""
-        if len(self._messages) >= _BUFFER:
-            self.fall_behind()
-        elif not self._behind:
-            self._messages.append(message)
-            self._wake()
-
-    def fall_behind(self) -> None:
-        """Drop what is stored and send the reader to the log."""
-        self._messages.clear()
-        self._behind = True
-        self._wake()
-
-    def fail(self, error: RedisUnavailable) -> None:
-        """Let the reader raise this error."""
-        self._error = error
-        self._wake()
 
 
 class Subscriber:
@@ -145,24 +38,16 @@ class Subscriber:
 
     Args:
         redis: the client whose connection parameters are used.
+        ping_after_s: how long the server may be silent before it is pinged, and then before it
+            counts as gone.
 
     Attributes:
         connections: how often a connection was made.
     """
 
-    def __init__(self, redis: Redis) -> None:
-        pool = redis.connection_pool
-        # Reconnecting is decided here alone: a retry inside redis-py would be done by whichever
-        # of reader and writer fails first, under the other's feet.
-        parameters = {
-            **pool.connection_kwargs,
-            "retry": Retry(NoBackoff(), 0),
-            "retry_on_error": [],
-            "retry_on_timeout": False,
-            "health_check_interval": 0,
-        }
-        self._pool = ConnectionPool(connection_class=pool.connection_class, **parameters)
-        self._redis = Redis(connection_pool=self._pool)
+    def __init__(self, redis: Redis, *, ping_after_s: float = 5.0) -> None:
+        self._redis = redis
+        self._ping_after_s = ping_after_s
         self._readers: dict[bytes, set[Subscription]] = {}
         # Those of them that read one request each, by inbox and request.
         self._inboxes: dict[bytes, dict[bytes, set[Subscription]]] = {}
@@ -170,6 +55,8 @@ class Subscriber:
         self._confirmed: set[bytes] = set()
         self._changed: set[bytes] = set()
         self._work = asyncio.Event()
+        self._heard = False
+        self._ping = False
         self._task: asyncio.Task[None] | None = None
         self._pause_s = _BACKOFF_S[0]
         self._closed = False
@@ -201,6 +88,7 @@ class Subscriber:
 
     def close(self, subscription: Subscription) -> None:
         """End a subscription; the channel's last one unsubscribes it. Again is harmless."""
+        subscription.close()
         readers = self._readers.get(subscription.channel)
         if readers is None:
             return
@@ -221,7 +109,7 @@ class Subscriber:
             self._inboxes.pop(channel, None)
 
     async def aclose(self) -> None:
-        """End the connection; open subscriptions hear nothing more."""
+        """End the connection; readers of open subscriptions are told."""
         # Not by cancelling alone: asyncio.wait_for of Python 3.11, which redis-py sends with, can
         # swallow a cancellation.
         self._closed = True
@@ -229,8 +117,10 @@ class Subscriber:
         if task is not None:
             task.cancel()
             await asyncio.wait([task])
-        await self._redis.aclose()
-        await self._pool.aclose()
+        for readers in self._readers.values():
+            for subscription in readers:
+                subscription.fail(RuntimeError("this producer is closed"))
+                subscription.close()
 
     def _touch(self, channel: bytes) -> None:
         self._changed.add(channel)
@@ -253,16 +143,21 @@ class Subscriber:
         while not self._readers:
             self._work.clear()
             await self._work.wait()
-        async with self._redis.pubsub() as pubsub:
+        link = ChannelLink(self._redis)
+        try:
+            await link.connect()
             self._changed.clear()
             self._sent = set(self._readers)
-            await pubsub.subscribe(*self._sent)
+            await link.send("SUBSCRIBE", *self._sent)
             self.connections += 1
             async with asyncio.TaskGroup() as group:
-                group.create_task(self._read(pubsub))
-                group.create_task(self._write(pubsub))
+                group.create_task(self._read(link))
+                group.create_task(self._write(link))
+                group.create_task(self._watch())
+        finally:
+            await link.aclose()
 
-    async def _write(self, pubsub: Any) -> None:
+    async def _write(self, link: ChannelLink) -> None:
         """Bring the server's list of our channels up to date, in one command for many."""
         while not self._closed:
             await self._work.wait()
@@ -272,36 +167,47 @@ class Subscriber:
             old = [name for name in changed if name not in self._readers and name in self._sent]
             if new:
                 self._sent.update(new)
-                await pubsub.subscribe(*new)
+                await link.send("SUBSCRIBE", *new)
             if old:
                 self._sent.difference_update(old)
                 self._confirmed.difference_update(old)
-                await pubsub.unsubscribe(*old)
+                await link.send("UNSUBSCRIBE", *old)
+            if self._ping:
+                self._ping = False
+                await link.send("PING")
 
-    async def _read(self, pubsub: Any) -> None:
-        pinged = False
+    async def _watch(self) -> None:
+        """Have a server pinged that is silent; one that does not even answer that is gone."""
+        while not self._closed:
+            self._heard = False
+            await asyncio.sleep(self._ping_after_s)
+            if self._heard:
+                continue
+            self._ping = True
+            self._work.set()
+            await asyncio.sleep(self._ping_after_s)
+            if not self._heard:
+                raise RedisConnectionError("no answer to a ping; the connection is dead")
+
+    async def _read(self, link: ChannelLink) -> None:
         while not self._closed:
             try:
-                message = await pubsub.get_message(timeout=_PING_AFTER_S)
+                message = await link.receive()
             except ResponseError as error:
                 self._fail_unconfirmed(error)
                 continue
-            if message is None:
-                if pinged:
-                    raise RedisConnectionError("no answer to a ping; the connection is dead")
-                await pubsub.ping()
-                pinged = True
-                continue
-            pinged = False
-            kind, channel = message["type"], message["channel"]
-            if kind == "message":
+            self._heard = True
+            if type(message) is not list or len(message) != 3:
+                continue  # the answer to a ping
+            kind, channel, data = message
+            if kind == b"message":
                 inbox = self._inboxes.get(channel)
                 if inbox is not None:
-                    _deliver(inbox, message["data"])
+                    _deliver(inbox, data)
                     continue
                 for subscription in self._readers.get(channel, ()):
-                    subscription.push(message["data"])
-            elif kind == "subscribe":
+                    subscription.push(data)
+            elif kind == b"subscribe":
                 self._pause_s = _BACKOFF_S[0]
                 if channel in self._sent:  # not since unsubscribed
                     self._confirmed.add(channel)

@@ -2,7 +2,8 @@
 
 A log grows by an entry per step, mostly of one token, whose frame (names, counts, a digest each)
 takes several times what is in it. When nothing is added any more, columns do better: all ids, the
-whole text, one digest, and how much of the text came with each token.
+whole text, one digest, and how much of the text came with each token. Of a request with several
+choices the parts stay as they were published, since they say where the texts may be cut.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ import msgpack
 
 __all__ = ["compacted"]
 
-_PLAIN = {b"\x94", b"\x95"}
-"""How chunks of this version begin: as arrays of four elements, or of five with logprobs."""
+_KNOWN = {b"\x94", b"\x95", b"\x97", b"\x98"}
+"""How chunks of this version begin: as arrays of four elements, or of five with logprobs, seven
+with parts, eight with logprobs of the prompt. (Of six are compact ones.)"""
 
 
 def compacted(chunks: Sequence[bytes]) -> bytes | None:
@@ -28,7 +30,7 @@ def compacted(chunks: Sequence[bytes]) -> bytes | None:
         None if this log had better stay as it is: it has less than two chunks, or one that is not
         msgpack as this version writes it (JSON, or a form of a later version), or a gap.
     """
-    if len(chunks) < 2 or not {packed[:1] for packed in chunks} <= _PLAIN:
+    if len(chunks) < 2 or not {packed[:1] for packed in chunks} <= _KNOWN:
         return None
     unpacker = msgpack.Unpacker(
         max_buffer_size=0
@@ -38,6 +40,8 @@ def compacted(chunks: Sequence[bytes]) -> bytes | None:
     texts: list[str] = []
     lengths: list[int] = []
     logprobs: list[Any] = []
+    parts: list[Any] = []
+    of_prompt: Any = None
     digest = 0
     try:
         for start, some, text, after, *more in unpacker:
@@ -50,11 +54,37 @@ def compacted(chunks: Sequence[bytes]) -> bytes | None:
                 lengths += [0] * (len(some) - 1)
             lengths.append(len(text) if text.isascii() else len(text.encode()))
             if more:
-                logprobs += more[0]
-        whole = (0, ids, "".join(texts), digest, logprobs or None, lengths)
+                logprobs += more[0] or ()
+            if len(more) > 1:
+                of_prompt = more[3] if len(more) > 3 else of_prompt
+                # The second is a compact chunk's. Logprobs of the prompt come first or not at all.
+                if more[1] is not None or (len(more) > 3 and start):
+                    return None
+                parts += more[2] or ()
+        fits = len(texts) == len(chunks) and len(lengths) == len(ids)
+        if not fits or len(logprobs) not in (0, len(ids)):
+            return None
+        if parts and (any(texts) or sum(row[2] for row in parts) != len(ids)):
+            return None
+        whole = _whole(ids, "".join(texts), digest, logprobs, lengths, parts, of_prompt)
         # By hand and not by Chunk.pack, which would make, and check, objects by the thousand.
         packed: bytes = msgpack.packb(whole, use_single_float=True)
-    except (msgpack.UnpackException, TypeError, ValueError, AttributeError):
+    except (msgpack.UnpackException, TypeError, ValueError, AttributeError, LookupError):
         return None
-    fits = len(texts) == len(chunks) and len(lengths) == len(ids)
-    return packed if fits and len(logprobs) in (0, len(ids)) else None
+    return packed
+
+
+def _whole(
+    ids: Sequence[int],
+    text: str,
+    digest: int,
+    logprobs: Sequence[Any],
+    lengths: Sequence[int],
+    parts: Sequence[Any],
+    of_prompt: Any,
+) -> tuple[Any, ...]:
+    """What stands in the one chunk: as many elements as it takes."""
+    wire = (0, ids, text, digest, logprobs or None)
+    if of_prompt:
+        return (*wire, None if parts else lengths, parts or None, of_prompt)
+    return (*wire, None, parts) if parts else (*wire, lengths)

@@ -1,7 +1,6 @@
 """What comes back over Redis: ``Chunk`` and ``End``, as msgpack or, if a request asks for it, JSON.
 
-Both forms say the same; which one it is tells the first byte. A JSON event is an object and begins
-with ``{``, a msgpack one is an array and never does.
+Read again by :mod:`.event_reader`.
 """
 
 from __future__ import annotations
@@ -9,14 +8,13 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 from zlib import crc32
 
 import msgpack
 
-from .errors import ProtocolError
-from .parts import Part, cut_parts, digest_words, read_parts
+from .parts import Part, cut_parts, digest_words
 from .states import Answer, Reason, State
 
 __all__ = [
@@ -27,31 +25,9 @@ __all__ = [
     "Usage",
     "chunk_packer",
     "rolling_digest",
-    "unpack_event",
-    "unpack_letter",
-    "unpack_msgpack",
 ]
 
 END_MARK = -1
-
-
-def unpack_letter(message: bytes) -> Iterator[tuple[bytes, bytes]]:
-    """What a message in an inbox holds: pairs of a request's id and a packed event of its.
-
-    Raises:
-        ProtocolError: it is not such a message.
-    """
-    try:
-        parts = msgpack.unpackb(message, raw=True)
-    except (ValueError, msgpack.UnpackException) as error:
-        raise ProtocolError("letter", message, f"msgpack: {error}") from None
-    if (
-        not isinstance(parts, list)
-        or len(parts) % 2
-        or not all(isinstance(part, bytes) for part in parts)
-    ):
-        raise ProtocolError("letter", message, "an array of ids and events in turn")
-    return zip(parts[::2], parts[1::2], strict=True)
 
 
 def rolling_digest(token_ids: Sequence[int], digest: int = 0) -> int:
@@ -105,9 +81,11 @@ class Run(NamedTuple):
     logprobs: tuple[TokenLogprobs, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(NamedTuple):
     """Tokens of one request that were published together. Never empty.
+
+    A tuple, because readers make one for every token, and a frozen dataclass takes three times as
+    long to make.
 
     Attributes:
         start: index of the first token in the request's output. Tokens of all its choices are
@@ -151,6 +129,20 @@ class Chunk:
             yield Run(choice, start, self.token_ids[piece], text, reason, self.logprobs[piece])
             at += count
 
+    def has_seam(self, known: int) -> bool:
+        """Whether the texts can be cut behind the first ``known`` tokens, wherever they were cut.
+
+        Of several choices they can between parts: a choice's text up to one of its tokens depends
+        on its tokens before alone.
+        """
+        if self.text_lengths:
+            return True
+        for part in self.parts:
+            if known <= 0:
+                break
+            known -= part.num_tokens
+        return bool(self.parts) and known == 0
+
     def digest_after(self, before: int, known: int = 0) -> int:
         """What ``digest`` must be, given the digest before the chunk's token ``known``."""
         if self.parts:
@@ -171,8 +163,7 @@ class Chunk:
             text = text.encode()[sum(self.text_lengths[:known]) :].decode()
         elif delivered is not None:
             text = text[delivered.get(0, 0) :]
-        return replace(
-            self,
+        return self._replace(
             start=self.start + known,
             token_ids=self.token_ids[known:],
             text=text,
@@ -291,92 +282,5 @@ class End:
         return packed
 
 
-def unpack_event(data: bytes) -> Chunk | End:
-    """The chunk or end in one log entry or one channel message, in either form.
-
-    Raises:
-        ProtocolError: the bytes are neither.
-    """
-    try:
-        wire = _read_json(data) if data[:1] == b"{" else unpack_msgpack("event", data)
-        if wire[0] != END_MARK and len(wire) == 4:  # what nearly every event is
-            start, token_ids, text, digest = wire
-            return Chunk(int(start), tuple(token_ids), text, int(digest))
-        if wire[0] == END_MARK:
-            return _end(*wire[1:6])
-        start, token_ids, text, digest = wire[:4]
-        logprobs = _logprobs(wire[4], len(token_ids)) if len(wire) > 4 else ()
-        lengths = _text_lengths(wire[5], token_ids, text) if len(wire) > 5 else ()
-        parts = read_parts(wire[6], len(token_ids)) if len(wire) > 6 else ()
-        of_prompt = _prompt_logprobs(wire[7]) if len(wire) > 7 else ()
-        return Chunk(
-            int(start), tuple(token_ids), text, int(digest), logprobs, lengths, parts, of_prompt
-        )
-    except (TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
-        allowed = "[start, [ids], text, digest] or [-1, n, state, reason, message, usage]"
-        raise ProtocolError("event", data, f"{allowed}, or their JSON objects") from error
-
-
-def _logprobs(wire: Any, num_tokens: int) -> tuple[TokenLogprobs, ...]:
-    if not wire:  # nil or empty: none
-        return ()
-    if len(wire) != num_tokens:
-        raise ValueError("logprobs of another number of tokens")
-    return tuple(map(_token_logprobs, wire))
-
-
-def _prompt_logprobs(wire: Any) -> tuple[TokenLogprobs | None, ...]:
-    if not wire:
-        return ()
-    if wire[0] is not None:
-        raise ValueError("logprobs of a first token")
-    return (None, *map(_token_logprobs, wire[1:]))
-
-
-def _token_logprobs(wire: Any) -> TokenLogprobs:
-    logprob, top = wire
-    return TokenLogprobs(float(logprob), tuple((int(i), float(other)) for i, other in top))
-
-
-def _text_lengths(wire: Any, token_ids: Sequence[int], text: str) -> tuple[int, ...]:
-    lengths = tuple(wire or ())
-    if lengths and (len(lengths) != len(token_ids) or sum(lengths) != len(text.encode())):
-        raise ValueError("lengths of another text")
-    return lengths
-
-
-def _end(n: int, state: str, reason_name: str, message: str, usage: Any) -> End:
-    reason = Reason(reason_name)
-    if reason.state != state:
-        raise ProtocolError("event.state", state, f"{reason.state} for reason {reason}")
-    known = {k: v for k, v in (usage or {}).items() if k in _USAGE_NAMES}
-    return End(n=n, reason=reason, message=message, usage=Usage(**known) if usage else None)
-
-
-def _read_json(data: bytes) -> tuple[Any, ...]:
-    """A JSON event in the order of the msgpack form."""
-    wire: Mapping[str, Any] = json.loads(data)
-    if wire.get("end") is True:
-        names = ("n", "state", "reason", "message", "usage")
-        return (END_MARK, *(wire[name] for name in names))
-    chunk = tuple(wire[name] for name in ("start", "ids", "text", "digest"))
-    more = wire.get("logprobs"), None, wire.get("parts"), wire.get("prompt_logprobs")
-    return (*chunk, *more)
-
-
 def _json(event: Mapping[str, Any]) -> bytes:
     return json.dumps(event, ensure_ascii=False, separators=(",", ":")).encode()
-
-
-def unpack_msgpack(where: str, data: bytes) -> Any:
-    """One msgpack value from bytes from anywhere.
-
-    Raises:
-        ProtocolError: they are not one; the message begins with ``where``.
-    """
-    try:
-        return msgpack.unpackb(data, raw=False, strict_map_key=True)
-    except UnicodeDecodeError:
-        raise ProtocolError(where, data, "msgpack whose strings are valid UTF-8") from None
-    except (msgpack.UnpackException, ValueError) as error:
-        raise ProtocolError(where, data, f"one msgpack value ({error})") from None

@@ -8,16 +8,13 @@ replies are in the script's own header. A worker's step sends several in one rou
 from __future__ import annotations
 
 import hashlib
-import re
-from collections.abc import Callable, Collection, Sequence
-from functools import lru_cache, partial
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import msgpack
 
-from . import fields as check
 from .errors import IdConflict, QueueFull
-from .keys import Keys
+from .operator_operations import OperatorOperations
 from .protocol import Lane, Reason, Request, State
 from .replies import (
     Append,
@@ -34,12 +31,12 @@ from .replies import (
     SweepReply,
     accepted,
     read_claims,
-    read_dead_letter,
 )
-from .script_loader import Call, Command, Pipelined, Script, load_script, run_calls
-from .wire import KeyPair, WireLink
+from .script_loader import Call, Command
+from .shard_scripts import SCRIPTS
 
 __all__ = [
+    "SCRIPTS",
     "Append",
     "AppendRow",
     "AppendStatus",
@@ -56,23 +53,11 @@ __all__ = [
 ]
 
 
-SCRIPTS = (
-    "append", "attend", "audit", "cancel", "claim", "recount", "redrive", "release", "submit",
-    "sweep",
-)  # fmt: skip
-"""Names of the scripts: those of ``scripts/`` that are not included by others."""
-
 _RETRY_AFTER_MS = 1000
 
-_KEY_PAIRS_KEPT = 4096
-"""Requests whose keys stay encoded between two appends; some 300 bytes each."""
 
-_ENTRY = re.compile(r"[0-9]{1,20}-[0-9]{1,20}")
-_ENTRY_ALLOWED = "the name of a dead letter, such as 1700000000000-0"
-
-
-class Operations:
-    """The scripts of one shard.
+class Operations(OperatorOperations):
+    """The operations of one shard: of clients, of workers, and, inherited, of operators.
 
     Args:
         redis: a ``redis.asyncio.Redis`` without ``decode_responses``, or a connection that takes
@@ -82,38 +67,6 @@ class Operations:
         retry: when a request that keeps losing its worker is given up.
         load: where the scripts come from; tests put altered ones in their place.
     """
-
-    def __init__(
-        self,
-        redis: Pipelined | WireLink,
-        keys: Keys,
-        *,
-        retention_ms: int = 600_000,
-        retry: RetryPolicy | None = None,
-        load: Callable[[str], Script] = load_script,
-    ) -> None:
-        self._redis = redis
-        self._keys = keys
-        self._retention_ms = retention_ms
-        self._retry = retry or RetryPolicy()
-        self._scripts = {name: load(name) for name in SCRIPTS}
-        self._key_pair = lru_cache(_KEY_PAIRS_KEPT)(
-            partial(KeyPair.of, keys.request(""), keys.log(""))
-        )
-
-    @property
-    def keys(self) -> Keys:
-        """Names of the shard."""
-        return self._keys
-
-    async def run(self, calls: Sequence[Call | Command]) -> list[Any]:
-        """Run calls in one round trip; replies are raw, see :func:`run_calls`."""
-        return await run_calls(self._redis, calls)
-
-    async def _one(self, call: Call) -> Any:
-        (reply,) = await self.run([call])
-        accepted(call.script.name, reply)
-        return reply
 
     async def submit(
         self, request: Request, *, bounds: Bounds, default_deadline_ms: int, inbox: str = ""
@@ -317,84 +270,3 @@ class Operations:
             count, more = await self._one(call)
             total += count
         return total
-
-    async def dead_letters(self, *, after: str = "-", count: int = 100) -> list[DeadLetter]:
-        """Dead letters, oldest first.
-
-        Args:
-            after: entry of the last one already seen; ``-`` begins at the oldest.
-            count: how many at most.
-
-        Raises:
-            RedisUnavailable: the server refuses.
-        """
-        start = after if after == "-" else f"({after}"
-        return await self._letters(start, "+", count)
-
-    async def dead_letter(self, entry: str) -> DeadLetter | None:
-        """The dead letter of that name, None if there is none.
-
-        Raises:
-            RedisUnavailable: the server refuses.
-        """
-        found = await self._letters(entry, entry, 1)
-        return found[0] if found else None
-
-    async def _letters(self, start: str, stop: str, count: int) -> list[DeadLetter]:
-        for bound in (start.removeprefix("("), stop):
-            if bound not in "-+":
-                check.name("entry", bound, _ENTRY, _ENTRY_ALLOWED)
-        command = ("XRANGE", self._keys.dead_letters, start, stop, "COUNT", count)
-        (rows,) = await self.run([Command(command)])
-        accepted("XRANGE", rows)
-        return [read_dead_letter(entry, fields) for entry, fields in rows]
-
-    async def redrive(self, entry: str) -> RedriveReply:
-        """Give a dead request a new life, from token 0 and with a new deadline of the same length.
-
-        Raises:
-            RedisUnavailable: the server refuses (for example at maxmemory).
-        """
-        letter = await self.dead_letter(entry)
-        if letter is None:
-            return RedriveReply(False, None)
-        keys = self._keys
-        names = (
-            keys.dead_letters, keys.request(letter.id), keys.log(letter.id),
-            keys.queue(letter.lane, letter.tenant), keys.tenants(letter.lane), keys.lanes,
-            keys.floors, keys.deadlines, keys.counters, keys.bell,
-        )  # fmt: skip
-        args = (keys.prefix, entry, self._retention_ms)
-        reply = await self._one(Call(self._scripts["redrive"], names, args))
-        state = State(reply[1].decode()) if reply[0] == b"busy" else None
-        return RedriveReply(reply[0] == b"ok", state)
-
-    async def drop_dead_letter(self, entry: str) -> bool:
-        """Throw a dead letter away; False if there is none of that name.
-
-        Raises:
-            RedisUnavailable: the server refuses.
-        """
-        check.name("entry", entry, _ENTRY, _ENTRY_ALLOWED)
-        command = ("XDEL", self._keys.dead_letters, entry)
-        (dropped,) = await self.run([Command(command)])
-        accepted("XDEL", dropped)
-        return bool(dropped)
-
-    async def recount(self) -> tuple[int, int]:
-        """Set the counters of waiting work to what the records say.
-
-        They are right by themselves; this is for an operator after commands were denied in the
-        middle of scripts, or keys deleted by hand. Not bounded, see the script.
-
-        Returns:
-            Waiting requests, and how many counters were wrong.
-
-        Raises:
-            RedisUnavailable: the server refuses.
-        """
-        names = (self._keys.deadlines, self._keys.counters)
-        waiting, wrong = await self._one(
-            Call(self._scripts["recount"], names, (self._keys.prefix,))
-        )
-        return waiting, wrong

@@ -17,16 +17,8 @@ import msgpack
 
 from . import fields as check
 from .errors import InvalidRequest, ProtocolError
-from .events import (
-    Chunk,
-    End,
-    Run,
-    TokenLogprobs,
-    Usage,
-    rolling_digest,
-    unpack_event,
-    unpack_msgpack,
-)
+from .event_reader import unpack_event, unpack_msgpack
+from .events import Chunk, End, Run, TokenLogprobs, Usage, rolling_digest
 from .parts import Part
 from .sampling_options import SamplingOptions
 from .states import Answer, Lane, OnDisconnect, Reason, Speculation, State

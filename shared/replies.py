@@ -279,6 +279,11 @@ def script_error(name: str, error: ResponseError) -> PenstockError:
         )
     if any(word in text for word in ("NOPERM", "ACL", "can't run this command")):
         return RedisUnavailable(f"Redis denies a command of {name}: {text}; see docs/protocol.md")
+    if "read only replica" in text:
+        return RedisUnavailable(
+            f"Redis refused {name}: the server is a read only replica; point REDIS_URL or --redis "
+            "to its primary"
+        )
     return RedisUnavailable(f"Redis refused {name}: {text}")
 
 

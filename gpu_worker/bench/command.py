@@ -19,6 +19,7 @@ from .options import (
     PrefixOptions,
     QueueOptions,
     SchedulerOptions,
+    SimulatorOptions,
     SpeculationOptions,
 )
 
@@ -252,20 +253,35 @@ def spec(
     batches: Annotated[
         str, typer.Option(help="Sequences that run together, with commas.")
     ] = "1,2,4,8,16,32",
-    tokens: Annotated[int, typer.Option(help="Output tokens of each.")] = 128,
+    tokens: Annotated[int, typer.Option(help="Output tokens of each in a round.")] = 96,
     length: Annotated[int, typer.Option(help="Drafts where they are not chosen.")] = 4,
-    rounds: _Rounds = 5,
+    rounds: _Rounds = 7,
     threads: Annotated[
         int | None, typer.Option(help="CPU threads; by default the number that suits the model.")
     ] = None,
     clock: Annotated[
         bool, typer.Option("--clock", help="Time by the clock, and not CPU time of the process.")
     ] = False,
+    tasks: Annotated[
+        bool, typer.Option(help="Also an edit, and what nobody can guess.", show_default=True)
+    ] = True,
+    shape: Annotated[
+        str | None,
+        typer.Option(
+            help="7b or small: random weights of that shape instead of a model; synthetic.",
+            show_default=False,
+        ),
+    ] = None,
+    acceptance: Annotated[
+        float, typer.Option(help="Chance that a draft is right, with --shape.")
+    ] = 0.7,
     as_json: _Json = False,
 ) -> None:
     """Drafts of coming tokens: none, from own text, from a draft model, and what auto chooses."""
     if device not in ("auto", "cpu", "cuda"):
         raise typer.BadParameter(f"got {device!r}; allowed: auto, cpu, cuda", param_hint="--device")
+    if shape not in (None, "7b", "small"):
+        raise typer.BadParameter(f"got {shape!r}; allowed: 7b, small", param_hint="--shape")
     options = SpeculationOptions(
         model=model,
         draft=draft,
@@ -276,11 +292,69 @@ def spec(
         rounds=rounds,
         threads=threads,
         cpu_time=not clock,
+        tasks=tasks,
+        shape=cast(Literal["7b", "small"] | None, shape),
+        acceptance=acceptance,
     )
     with show_progress() as progress:
         from .speculation import bench_speculation
 
         report = bench_speculation(options, progress)
+    _finish(report, as_json)
+
+
+@bench.command("simulator")
+def simulator(
+    model: Annotated[
+        str, typer.Option(help="Directory of a checkpoint, 'demo' or 'synthetic'.")
+    ] = "demo",
+    synthetic_step_ms: Annotated[
+        float, typer.Option(help="What a step of 'synthetic' takes.")
+    ] = 20.0,
+    loads: Annotated[
+        str, typer.Option(help="Percent of what the worker can do, with commas.")
+    ] = "40,70,90",
+    seconds: Annotated[float, typer.Option(help="How long requests come at each load.")] = 12.0,
+    lesson_seconds: Annotated[
+        float, typer.Option(help="Time to learn step times in, before and after each.")
+    ] = 6.0,
+    rounds: Annotated[int, typer.Option(help="Rounds; a figure is the median over them.")] = 1,
+    slots: Annotated[int, typer.Option(help="Sequences that run at the same time.")] = 16,
+    prompt: Annotated[
+        str, typer.Option(help="Lengths of prompts, as for penstock simulate.")
+    ] = "lognormal:100:1:max=800",
+    output: Annotated[
+        str, typer.Option(help="Lengths of outputs, likewise.")
+    ] = "lognormal:32:0.7:max=200",
+    threads: Annotated[
+        int | None, typer.Option(help="CPU threads; by default the number that suits the model.")
+    ] = None,
+    keep: Annotated[
+        Path | None,
+        typer.Option(help="Directory for the traces as played, and the steps learned from."),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of everything drawn.")] = 0,
+    as_json: _Json = False,
+) -> None:
+    """The simulator against a real worker, on the same traces, told what its steps took."""
+    options = SimulatorOptions(
+        model=model,
+        synthetic_step_ms=synthetic_step_ms,
+        loads=_counts("--loads", loads),
+        seconds=seconds,
+        lesson_seconds=lesson_seconds,
+        rounds=rounds,
+        slots=slots,
+        prompt=prompt,
+        output=output,
+        threads=threads,
+        keep=keep,
+        seed=seed,
+    )
+    with show_progress() as progress:
+        from .simulator import bench_simulator
+
+        report = bench_simulator(options, progress)
     _finish(report, as_json)
 
 

@@ -60,9 +60,9 @@ async def _bench(options: EngineOptions, progress: Progress) -> Report:
     choice = {options.threads} if options.threads else {1, cores or 1}
     theirs = TransformersSide(options.model, sorted(choice))
     rounds, rng = Rounds(), random.Random(0)
-    # A few percent between two runs of seconds: it takes more pairs than the other figures.
-    pairs = 2 * options.rounds + 1
-    stages, done = options.rounds * (len(options.batches) + 1) + 2 * pairs, 0
+    # A few percent on a machine that is not steady: it takes many pairs of turns.
+    turns = 8 * options.rounds
+    stages, done = options.rounds * (len(options.batches) + 1) + turns, 0
     machine = Machine()
     with calm_collector():
         for batch in options.batches:
@@ -80,16 +80,16 @@ async def _bench(options: EngineOptions, progress: Progress) -> Report:
 
         def pair_done() -> None:
             nonlocal done
-            done += 2
+            done += 1
             progress("through Redis", done, stages)
 
         await measure_redis_cost(
-            ours,
             settings,
             rounds,
-            new_trace=lambda: _mixed(options, rng, theirs),
+            trace=_mixed(options, rng, theirs),
             slots=options.slots,
-            pairs=pairs,
+            threads=ours.threads,
+            turns=turns,
             progress=pair_done,
         )
     notes = (

@@ -15,6 +15,7 @@ __all__ = [
     "PreemptionOptions",
     "QueueOptions",
     "SchedulerOptions",
+    "SimulatorOptions",
     "SpeculationOptions",
 ]
 
@@ -201,6 +202,56 @@ class SchedulerOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatorOptions:
+    """What to compare.
+
+    Attributes:
+        model: a checkpoint's directory, ``demo`` or ``synthetic``.
+        synthetic_step_ms: what a step of ``synthetic`` takes.
+        loads: of what the worker can do, in percent.
+        seconds: how long requests come at each load.
+        lesson_seconds: how long requests to learn the costs from are played before and after each.
+        rounds: how often all of that.
+        slots: sequences that run at the same time.
+        prompt, output: lengths, as ``penstock simulate`` takes them.
+        threads: CPU threads; None takes the number that suits the model.
+        keep: directory for the last round's traces as they were played and the steps that were
+            learned from; None: nowhere.
+        seed: of everything drawn.
+    """
+
+    model: str = "demo"
+    synthetic_step_ms: float = 20.0
+    loads: Sequence[int] = (40, 70, 90)
+    seconds: float = 12.0
+    lesson_seconds: float = 6.0
+    rounds: int = 1
+    slots: int = 16
+    prompt: str = "lognormal:100:1:max=800"
+    output: str = "lognormal:32:0.7:max=200"
+    threads: int | None = None
+    keep: Path | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.loads or min(self.loads) < 1 or max(self.loads) > 200:
+            got = list(self.loads)
+            raise ConfigurationError(f"--loads: got {got}; allowed: percentages from 1 to 200")
+        if len(set(self.loads)) < len(self.loads):
+            raise ConfigurationError(f"--loads: got {list(self.loads)}; allowed: each once")
+        for name in ("rounds", "slots"):
+            if getattr(self, name) < 1:
+                raise ConfigurationError(f"--{name}: got {getattr(self, name)}; allowed: 1 or more")
+        for name in ("seconds", "lesson_seconds"):
+            value = getattr(self, name)
+            if not 0 < value <= 600:
+                option = "--" + name.replace("_", "-")
+                raise ConfigurationError(f"{option}: got {value}; allowed: above 0, up to 600")
+        if self.keep is not None and not self.keep.is_dir():
+            raise ConfigurationError(f"--keep: {self.keep} is no directory; make it first")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationOptions:
     """What to measure.
 
@@ -209,22 +260,28 @@ class SpeculationOptions:
         draft: the draft model's directory; ``auto`` for that of ``demo``.
         device: ``auto``, ``cpu`` or ``cuda``.
         batches: sequences that run together.
-        tokens: output tokens of each.
+        tokens: output tokens of each in a round, and of a request on average.
         length: drafts of the modes that do not choose them.
         rounds: measurements of each kind.
         threads: CPU threads; None takes the number that suits the model.
         cpu_time: count CPU time of the process, not the clock's.
+        tasks: measure the edit and what nobody can guess, too.
+        shape: ``7b`` or ``small``: random weights of that shape instead of ``model``.
+        acceptance: chance that a draft is right, with a shape.
     """
 
     model: str = "demo"
     draft: str = "auto"
     device: Literal["auto", "cpu", "cuda"] = "cpu"
     batches: Sequence[int] = (1, 2, 4, 8, 16, 32)
-    tokens: int = 128
+    tokens: int = 96
     length: int = 4
-    rounds: int = 5
+    rounds: int = 7
     threads: int | None = None
     cpu_time: bool = True
+    tasks: bool = True
+    shape: Literal["7b", "small"] | None = None
+    acceptance: float = 0.7
 
     def __post_init__(self) -> None:
         if not self.batches or min(self.batches) < 1:
@@ -233,3 +290,9 @@ class SpeculationOptions:
         for name in ("tokens", "length", "rounds"):
             if getattr(self, name) < 1:
                 raise ConfigurationError(f"--{name}: got {getattr(self, name)}; allowed: 1 or more")
+        if not 0 <= self.acceptance <= 1:
+            raise ConfigurationError(f"--acceptance: got {self.acceptance}; allowed: 0 to 1")
+        if self.device != "cpu" and self.cpu_time:
+            raise ConfigurationError(
+                f"--device {self.device}: a GPU's time is not the process's; add --clock"
+            )

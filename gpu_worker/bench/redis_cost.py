@@ -1,106 +1,229 @@
 """What the way through Redis takes of an engine's throughput.
 
-The same trace goes through a worker process and through the same engine in this process, in turn,
-and which is first changes from pair to pair: what is compared is two neighbours of a few seconds
-each. A machine with few cores takes part in the answer, since the server and the reader need some
-of what the engine would use; so CPU is told, too, which other processes disturb less than time.
+A worker process behind Redis and the same engine alone in a process of its own generate the same
+trace, in turns of half a second: while one runs, the other is stopped. What is compared is
+neighbouring turns, since the speed of a shared machine changes within seconds by more than what
+is to be measured. Both always have work waiting, so this is throughput and not how a trace begins
+and ends.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import itertools
+import os
+import signal
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 
 from redis.asyncio import Redis
 
 from penstock.shared.embedded import EmbeddedRedis
+from penstock.shared.errors import PenstockError
 from penstock.shared.keys import Keys
+from penstock.shared.operations import Bounds, Operations
+from penstock.shared.protocol import Chunk, unpack_event
 from penstock.shared.settings import Settings
 
-from .generation import EngineSide
-from .rounds import Rounds, process_s
-from .through_redis import run_through_redis, worker_process
+from .alone import EngineAlone
+from .bench_worker import worker_process
+from .rounds import Rounds, group_s, process_s
 from .traces import Trace, requests_of
 
 __all__ = ["measure_redis_cost"]
 
+_TURN_S = 0.5
+_SETTLE_S = 0.03
+"""After it was stopped: what it had sent is heard within this time."""
+
+_SILENCE_S = 60.0
+
 
 async def measure_redis_cost(
-    side: EngineSide,
     settings: Settings,
     rounds: Rounds,
     *,
-    new_trace: Callable[[], Trace],
+    trace: Trace,
     slots: int,
-    pairs: int,
+    threads: int,
+    turns: int,
     progress: Callable[[], None],
 ) -> None:
-    """Run ``pairs`` traces both ways.
+    """Give each side ``turns`` turns.
 
-    Adds per pair ``tokens_per_s_in_process``, ``tokens_per_s_through_redis``,
-    ``redis_cost_percent`` (of time, one over the other); where the system tells, also
-    ``redis_cost_cpu_percent`` (CPU of the whole worker process, over that of the engine here: what
-    a worker does beside its model) and ``cores_beside_worker`` (CPU cores that the server and the
-    reader kept busy meanwhile).
+    Adds per pair of turns ``tokens_per_s_in_process``, ``tokens_per_s_through_redis`` and
+    ``redis_cost_percent`` (one over the other); where the system tells, also, once,
+    ``redis_cost_cpu_percent`` (CPU per token of all of the worker, over that of the engine alone)
+    and ``cores_beside_worker`` (CPU cores that the server and the reader kept busy meanwhile).
 
     Args:
-        side: the engine in this process.
-        settings: the worker's, but for Redis and what ``side`` and ``slots`` decide.
+        settings: the worker's, but for Redis and what is said here.
         rounds: gets the figures.
-        new_trace: makes one trace after the other.
+        trace: generated again and again.
         slots: sequences that run at the same time.
-        pairs: how many.
+        threads: CPU threads of either engine.
+        turns: how many.
         progress: told when a pair is done.
+
+    Raises:
+        PenstockError: a side generated nothing.
     """
     tree = settings.model_dump()
-    tree["engine"].update(threads=side.threads, max_sequences=slots)
-    keys = Keys("bench")
-    async with EmbeddedRedis() as server, Redis.from_url(server.url) as observer:
+    tree["engine"].update(threads=threads, max_sequences=slots)
+    async with EmbeddedRedis() as server:
         tree["redis"].update(url=server.url)
-
-        async def server_s() -> float:
-            cpu = await observer.info("cpu")
-            return float(cpu["used_cpu_user"] + cpu["used_cpu_sys"])
-
-        async with worker_process(Settings.model_validate(tree)) as pid:
-
-            async def through_redis(trace: Trace, name: str) -> tuple[float, float, float]:
-                """Seconds, CPU of the worker, and CPU of server and reader."""
-                requests = requests_of(trace, name)
-                worker, beside = process_s(pid), await server_s() + time.process_time()
-                seconds = await run_through_redis(server.url, keys, requests)
-                beside = await server_s() + time.process_time() - beside
-                return seconds, process_s(pid) - worker, beside
-
-            def in_process(trace: Trace) -> tuple[float, float]:
-                """Seconds and CPU."""
-                cpu = time.process_time()
-                seconds, _ = side.run(trace, slots)
-                return seconds, time.process_time() - cpu
-
-            await through_redis(new_trace(), "warm-up")
-            for index in range(pairs):
-                trace = new_trace()
-                if index % 2:
-                    with_redis = await through_redis(trace, f"pair-{index}")
-                    without = in_process(trace)
-                else:
-                    without = in_process(trace)
-                    with_redis = await through_redis(trace, f"pair-{index}")
-                _add_pair(rounds, sum(item.max_tokens for item in trace), without, with_redis)
-                progress()
+        chosen = Settings.model_validate(tree)
+        with EngineAlone(chosen, trace) as alone:
+            os.kill(alone.pid, signal.SIGSTOP)
+            async with (
+                worker_process(chosen) as worker,
+                Redis.from_url(server.url) as redis,
+                _generated(redis, trace, slots) as reading,
+            ):
+                sides = (
+                    _Side(worker.pid, os.killpg, lambda: reading.tokens, group_s),
+                    _Side(alone.pid, os.kill, lambda: alone.tokens, process_s),
+                )
+                sides[0].stop()
+                try:
+                    await _take_turns(sides, rounds, turns, redis, progress)
+                finally:
+                    sides[0].go_on()
 
 
-def _add_pair(
+class _Side:
+    """One of the two, to be stopped and continued.
+
+    Args:
+        pid: of its process, or of its group of processes.
+        send: sends a signal there.
+        tokens: how many it has generated.
+        cpu_s: CPU seconds it has used.
+    """
+
+    def __init__(
+        self,
+        pid: int,
+        send: Callable[[int, int], None],
+        tokens: Callable[[], int],
+        cpu_s: Callable[[int], float],
+    ) -> None:
+        self._pid, self._send, self._cpu_s = pid, send, cpu_s
+        self.tokens = tokens
+        self.generated, self.ran_s = 0, 0.0
+        self._cpu_before = 0.0
+
+    def stop(self) -> None:
+        """Have it stand still."""
+        self._send(self._pid, signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """Have it run."""
+        self._send(self._pid, signal.SIGCONT)
+
+    def note_cpu(self) -> None:
+        """From here on, :attr:`cpu_s_per_token` counts."""
+        self._cpu_before = self._cpu_s(self._pid)
+
+    @property
+    def cpu_s_per_token(self) -> float:
+        """CPU seconds per token; NaN where that is not known."""
+        return (self._cpu_s(self._pid) - self._cpu_before) / self.generated
+
+    async def turn(self) -> float:
+        """Run for a turn; tokens per second."""
+        before, began = self.tokens(), time.perf_counter()
+        self.go_on()
+        await asyncio.sleep(_TURN_S)
+        self.stop()
+        seconds = time.perf_counter() - began
+        await asyncio.sleep(_SETTLE_S)
+        generated = self.tokens() - before
+        if generated <= 0:
+            raise PenstockError(f"no token within a turn of {seconds:.1f} s")
+        self.generated += generated
+        self.ran_s += seconds
+        return generated / seconds
+
+
+async def _take_turns(
+    sides: tuple[_Side, _Side],
     rounds: Rounds,
-    tokens: int,
-    without: tuple[float, float],
-    with_redis: tuple[float, float, float],
+    turns: int,
+    redis: Redis,
+    progress: Callable[[], None],
 ) -> None:
-    (seconds, cpu), (redis_seconds, worker_cpu, beside) = without, with_redis
-    rounds.add("tokens_per_s_in_process", tokens / seconds)
-    rounds.add("tokens_per_s_through_redis", tokens / redis_seconds)
-    rounds.add("redis_cost_percent", 100 * (redis_seconds / seconds - 1))
-    if worker_cpu == worker_cpu:  # not NaN
-        rounds.add("redis_cost_cpu_percent", 100 * (worker_cpu / cpu - 1))
-    rounds.add("cores_beside_worker", beside / redis_seconds)
+    with_redis, without = sides
+    for side in sides:
+        side.note_cpu()
+    beside = await _server_s(redis) + time.process_time()
+    for index in range(turns):
+        first, second = sides if index % 2 else sides[::-1]
+        rates = {first: await first.turn(), second: await second.turn()}
+        rounds.add("tokens_per_s_in_process", rates[without])
+        rounds.add("tokens_per_s_through_redis", rates[with_redis])
+        rounds.add("redis_cost_percent", 100 * (rates[without] / rates[with_redis] - 1))
+        progress()
+    beside = await _server_s(redis) + time.process_time() - beside
+    rounds.add("cores_beside_worker", beside / with_redis.ran_s)
+    ratio = with_redis.cpu_s_per_token / without.cpu_s_per_token
+    if ratio == ratio:  # not NaN
+        rounds.add("redis_cost_cpu_percent", 100 * (ratio - 1))
+
+
+async def _server_s(redis: Redis) -> float:
+    cpu = await redis.info("cpu")
+    return float(cpu["used_cpu_user"] + cpu["used_cpu_sys"])
+
+
+class _Reading:
+    """Tokens that have come through Redis."""
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self.began = asyncio.Event()
+
+    def take(self, chunk: Chunk) -> None:
+        """Count a chunk's."""
+        self.tokens += len(chunk.token_ids)
+        self.began.set()
+
+
+@contextlib.asynccontextmanager
+async def _generated(redis: Redis, trace: Trace, slots: int) -> AsyncIterator[_Reading]:
+    """Keep requests waiting and read their tokens while the ``with`` lasts."""
+    keys, reading, room = Keys("bench"), _Reading(), asyncio.Semaphore(2 * slots)
+
+    async def submit() -> None:
+        operations = Operations(redis, keys)
+        for turn in itertools.count():
+            for request in requests_of(trace, f"turn-{turn}"):
+                await room.acquire()
+                await operations.submit(request, bounds=Bounds(), default_deadline_ms=600_000)
+
+    async def read() -> None:
+        async with redis.pubsub() as pubsub:
+            await pubsub.psubscribe(keys.channel("*"))
+            submitting = asyncio.create_task(submit())
+            try:
+                while True:
+                    message = await pubsub.get_message(True, timeout=_SILENCE_S)
+                    if message is None:
+                        continue
+                    event = unpack_event(message["data"])
+                    if isinstance(event, Chunk):
+                        reading.take(event)
+                    else:
+                        room.release()
+            finally:
+                submitting.cancel()
+
+    task = asyncio.create_task(read())
+    try:
+        await asyncio.wait_for(reading.began.wait(), _SILENCE_S)
+        yield reading
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task

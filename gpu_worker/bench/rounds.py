@@ -11,7 +11,7 @@ from pathlib import Path
 
 from penstock.shared.report import Check, Number, Report
 
-__all__ = ["Machine", "Progress", "Rounds", "family_s", "percentile", "process_s"]
+__all__ = ["Machine", "Progress", "Rounds", "family_s", "group_s", "percentile", "process_s"]
 
 Progress = Callable[[str, int, int], None]
 """Told the stage, how much of it is done and how much there is."""
@@ -107,6 +107,22 @@ def process_s(pid: int) -> float:
     except OSError:
         return math.nan
     return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
+
+
+def group_s(group: int) -> float:
+    """The same of all living processes of a group."""
+    found = math.nan
+    for entry in _PROC.iterdir() if _PROC.is_dir() else ():
+        if not entry.name.isdigit():
+            continue
+        try:
+            fields = (entry / "stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue  # it ended meanwhile
+        if int(fields[2]) == group:
+            seconds = sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
+            found = seconds + (0.0 if math.isnan(found) else found)
+    return found
 
 
 def family_s() -> float:

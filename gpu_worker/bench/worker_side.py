@@ -5,30 +5,26 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, Self
 
 from penstock.shared.keys import Keys
 from penstock.shared.operations import Bounds, Claim, Operations
-from penstock.shared.protocol import Request, SamplingOptions
+from penstock.shared.protocol import Request
 
 from ..connection import Link, connect
-from ..engine.config import EngineConfig
-from ..engine.engine import Engine
-from ..engine.plan import Plan, StepOutput
-from ..engine.requests import EngineRequest, Update
-from ..engine.text import TextStream
+from ..engine.requests import Update
+from ..engine.stats import Load
+from ..engine_link import EngineLink
 from ..intake import Intake
+from ..messages import Add
 from ..metrics import WorkerMetrics
 from ..outbox import Outbox
 from ..redis_edge import Capacity, RedisEdge
-from ..worker import Worker
 
 __all__ = ["WorkerSide", "submit_all"]
 
 _TIMEOUT_S = 30.0
-_BLOCK_SIZE = 16
 
 
 class WorkerSide:
@@ -55,7 +51,6 @@ class WorkerSide:
         self.runs: list[str] = []
         self._requests = requests
         self._claimed = claimed
-        self._pool = ThreadPoolExecutor(1)
 
     async def __aenter__(self) -> Self:
         self._loop = asyncio.get_running_loop()
@@ -65,7 +60,8 @@ class WorkerSide:
         self.operations = Operations(self._link, self._keys)
         metrics = WorkerMetrics()
         self.outbox = Outbox(metrics, lambda: self._loop.call_soon_threadsafe(self._wake.set))
-        engine = Engine(_config(self._requests), _no_text)
+        engine = EngineLink(self.outbox, metrics, self._wake.set)
+        engine.load = Load({}, 1 << 30)  # room for all that is claimed
         self.edge = RedisEdge(
             self._listener,
             self.operations,
@@ -76,11 +72,9 @@ class WorkerSide:
                 lease_ms=2_000,
                 heartbeat_ms=500,
             ),
-            worker=Worker(engine, _NoRunner(), self.outbox, metrics),
+            engine=engine,
             outbox=self.outbox,
-            intake=_Intake(
-                self._claimed, _encode, _any_form, self._take, self.outbox, metrics, self._pool
-            ),
+            intake=_Intake(self._claimed, self._take, self.outbox, metrics),
             metrics=metrics,
             wake=self._wake,
             hang_timeout_s=_TIMEOUT_S,
@@ -95,10 +89,9 @@ class WorkerSide:
     ) -> None:
         await self._link.aclose()
         await self._listener.aclose()
-        self._pool.shutdown()
 
-    def _take(self, request: EngineRequest) -> None:
-        self.runs.append(request.id)
+    def _take(self, order: Add) -> None:
+        self.runs.append(order.run)
 
     @property
     def round_trips(self) -> int:
@@ -145,36 +138,6 @@ class _Intake(Intake):
     def accept(self, claims: Sequence[Claim]) -> None:
         self._claimed(claims)
         super().accept(claims)
-
-
-class _NoRunner:
-    def run(self, plan: Plan) -> StepOutput:
-        raise AssertionError(f"nothing runs here, but {plan} was planned")
-
-
-def _config(requests: int) -> EngineConfig:
-    return EngineConfig(
-        block_size=_BLOCK_SIZE,
-        num_blocks=1 << 20,  # room for all that is claimed
-        max_batch_tokens=requests,
-        max_sequences=requests,
-        chunk_size=requests,
-        max_model_len=1 << 16,
-        eos_token_ids=frozenset(),
-    )
-
-
-def _no_text(prompt_ids: tuple[int, ...]) -> TextStream:
-    raise AssertionError(f"nothing runs here, but text was asked for after {prompt_ids}")
-
-
-def _encode(prompt: object) -> Sequence[int]:
-    assert isinstance(prompt, tuple)
-    return prompt
-
-
-def _any_form(options: SamplingOptions) -> None:
-    del options
 
 
 async def submit_all(operations: Operations, requests: Sequence[Request], *, at_once: int) -> None:

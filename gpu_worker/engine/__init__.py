@@ -13,6 +13,7 @@ from .blocks import BlockManager
 from .chunking import AdaptiveChunks
 from .config import Chunking, EngineConfig, PolicyName
 from .engine import Engine
+from .form import Form
 from .hybrid_blocks import HybridBlocks
 from .kinds import NO_BLOCK, KVKind
 from .plan import BlockCopy, Plan, Span, StepOutput
@@ -49,6 +50,7 @@ __all__ = [
     "EngineStats",
     "Fcfs",
     "Finish",
+    "Form",
     "HostPool",
     "HybridBlocks",
     "KVKind",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 
 from .block_books import BlockBooks
 from .kinds import NO_BLOCK, first_seen_block, most_blocks_held
@@ -92,27 +93,54 @@ class BlockManager(BlockBooks):
         return True
 
     def victims_needed(
-        self, sequence: Sequence, spare: int, victims: Iterable[Sequence]
+        self,
+        sequence: Sequence,
+        victims: list[Sequence],
+        spare: Callable[[int], int],
+        stops: Callable[[], Mapping[Sequence, int]],
     ) -> int | None:
         """How many of ``victims``, in their order, must lose their blocks to admit ``sequence``.
 
-        None if all of them together would not do. Blocks that victims share with others are counted
-        though they may not become available.
+        After that :meth:`try_admit` succeeds, and then :meth:`try_reserve` for all others. Before
+        it they would not all; but where several share the block they write next, the last of them
+        is counted with a copy that it need not make. None if all victims would not do.
+
+        Args:
+            sequence: holds no block.
+            victims: some of those that run.
+            spare: blocks that must be left over when so many of the victims are gone.
+            stops: gives, for all that run, one past the last position that they are about to write;
+                asked only if that decides.
         """
         prefix = self._cache.match(sequence) if self._cache is not None else []
-        missing = self.admission_cost(sequence, prefix) + spare - self.num_available
-        return self.victims_holding(missing, victims)
+        return self.victims_freeing(sequence, prefix, victims, spare, stops)
 
-    def victims_holding(self, num_blocks: int, victims: Iterable[Sequence]) -> int | None:
-        """How many of ``victims``, in their order, hold ``num_blocks``; None if all hold less."""
-        count = 0
-        for victim in victims:
-            if num_blocks <= 0:
-                break
-            table = self._table(victim)
-            num_blocks -= len(table) - (table.count(NO_BLOCK) if self.window is not None else 0)
-            count += 1
-        return count if num_blocks <= 0 else None
+    def victims_freeing(
+        self,
+        sequence: Sequence,
+        prefix: list[int],
+        victims: list[Sequence],
+        spare: Callable[[int], int],
+        stops: Callable[[], Mapping[Sequence, int]],
+    ) -> int | None:
+        """:meth:`victims_needed`, with ``prefix`` from the cache as the begin of the table."""
+        missing = self.admission_cost(sequence, prefix) - self.num_available
+        # What they hold, shared or not, is quickly summed. If even that is not enough, it is so in
+        # every step for as long as the sequence waits.
+        if missing + spare(len(victims)) > sum(len(self._table(victim)) for victim in victims):
+            return None
+        growth = {other: self._growth(other, stop) for other, stop in stops().items()}
+        missing += sum(growth.values())
+        kept, holders = set(self._begin(sequence, prefix)), Counter[int]()
+        for count, victim in enumerate(victims):
+            if missing + spare(count) <= 0:
+                return count
+            missing -= growth[victim]
+            for block in self._table(victim):
+                if block != NO_BLOCK and block not in kept:
+                    holders[block] += 1
+                    missing -= holders[block] == self._ref_counts[block]
+        return len(victims) if missing + spare(len(victims)) <= 0 else None
 
     def admission_cost(self, sequence: Sequence, prefix: list[int]) -> int:
         """Blocks that :meth:`admit` takes of those available."""
@@ -240,10 +268,14 @@ class BlockManager(BlockBooks):
 
     def can_reserve(self, sequence: Sequence, stop: int) -> bool:
         """Whether :meth:`try_reserve` would succeed."""
+        return self._growth(sequence, stop) <= len(self._unused)
+
+    def _growth(self, sequence: Sequence, stop: int) -> int:
+        """Blocks that :meth:`try_reserve` takes."""
         table = self._table(sequence)
         index, offset = divmod(sequence.num_computed_tokens, self.block_size)
         unshare = offset != 0 and self._ref_counts[table[index]] > 1
-        return max(self.blocks_for(stop) - len(table), 0) + unshare <= len(self._unused)
+        return max(self.blocks_for(stop) - len(table), 0) + unshare
 
     def trim(self, sequence: Sequence) -> None:
         """Take back blocks behind the tokens ``sequence`` has: they were for refused drafts."""
@@ -269,6 +301,15 @@ class BlockManager(BlockBooks):
         """Let others hit the first ``num_full`` blocks of ``sequence``, which are computed."""
         if self._cache is not None:
             self._cache.publish(sequence, self._table(sequence), num_full)
+
+    def reclaim(self, sequences: Iterable[Sequence]) -> None:
+        """Take back at once what :meth:`settle` would when a sequence has filled its next block.
+
+        Called when blocks are short, so that nobody loses its own for some that nobody needs.
+        """
+        if self.window is not None:
+            for sequence in sequences:
+                self.slide(sequence)
 
     def slide(self, sequence: Sequence) -> None:
         """Give up the blocks that no token of ``sequence`` still to be computed will see.

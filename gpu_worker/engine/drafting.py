@@ -61,10 +61,16 @@ class Drafting:
         self._accepted: dict[Source, float] = {}
         self._refused: dict[Source, float] = {}
 
-    def look_up(self, token_ids: list[int], most: int) -> tuple[tuple[int, ...], int]:
-        """See :meth:`NgramIndex.propose`; the index is made at the first call."""
+    def read(self, token_ids: list[int], most: int) -> int:
+        """See :meth:`NgramIndex.read`; the index is made at the first call."""
         if self._index is None:
             self._index = NgramIndex()
+        return self._index.read(token_ids, most)
+
+    def look_up(self, token_ids: list[int], most: int) -> tuple[tuple[int, ...], int]:
+        """See :meth:`NgramIndex.propose`; nothing as long as not all of the text was read."""
+        if self._index is None or self._index.num_missing(token_ids):
+            return (), 0
         return self._index.propose(token_ids, most)
 
     def rate(self, source: Source, mean: float) -> float:

@@ -5,23 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import repeat
 
-from penstock.shared.errors import IntegrityError, InvalidRequest
+from penstock.shared.errors import IntegrityError
 from penstock.shared.protocol import Lane, Reason
 
 from .config import EngineConfig
-from .group import Group, replay
 from .hybrid_blocks import make_blocks
 from .limits import Limits
-from .open_group import open_group
-from .options_check import refuse_options
-from .output import Output
+from .live_requests import LiveRequests
 from .plan import Plan, Span, StepOutput
 from .policies import Policy, make_policy
 from .requests import EngineRequest, Finish, Update
 from .scheduler import Scheduler
-from .sequence import Sequence, SequenceStatus
+from .sequence import SequenceStatus
 from .speculation import Speculator
-from .stats import EngineStats, PoolUse
+from .stats import EngineStats, Load, PoolUse
 from .swap import HostPool
 from .text import TextStream
 
@@ -57,7 +54,6 @@ class Engine:
         policy: Policy | None = None,
     ) -> None:
         self._config = config
-        self._detokenizer = detokenizer
         self._policy = policy if policy is not None else make_policy(config)
         self._blocks = make_blocks(config)
         self._limits = Limits(config, self._blocks)
@@ -68,10 +64,9 @@ class Engine:
         self._scheduler = Scheduler(
             config, self._blocks, self._policy, self._host, self._speculator
         )
-        self._outputs: dict[str, Output] = {}  # requests with one sequence
-        self._groups: dict[str, Group] = {}  # and those with several
+        self._live = LiveRequests(config, self._limits, self._scheduler, detokenizer)
         self._in_flight: Plan | None = None
-        self._swap_s = 0.0  # of the last step
+        self._apart_s = 0.0  # swaps and draft model of the last step
         self._num_steps = 0
         self._num_computed_tokens = 0
         self._num_output_tokens = 0
@@ -79,7 +74,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether any request is waiting or running, i.e. ``schedule`` would return a plan."""
-        return bool(self._outputs or self._groups)
+        return len(self._live) > 0
 
     def add(self, request: EngineRequest) -> Update | None:
         """Take a request, or the rest of one that another worker began.
@@ -93,50 +88,7 @@ class Engine:
         Raises:
             InvalidRequest: the id is in the engine already, or the prompt is empty.
         """
-        if request.id in self._outputs or request.id in self._groups:
-            raise InvalidRequest("id", request.id, "an id that is not in the engine")
-        if not request.prompt_ids:
-            raise InvalidRequest("prompt_ids", request.prompt_ids, "at least one token")
-        sequence = Sequence(
-            id=request.id,
-            prompt_ids=request.prompt_ids,
-            options=request.options,
-            lane=request.lane,
-            tenant=request.tenant,
-            seed=request.seed,
-            arrival=request.arrival,
-            deadline=request.deadline,
-            cache_salt=request.tenant.encode() if self._config.salt_by_tenant else b"",
-            grammar=None if request.grammar is None else request.grammar(),
-        )
-        finish = self._limits.prompt_too_long(sequence)
-        finish = finish or refuse_options(request.options, self._config, sequence.num_prompt_tokens)
-        if finish is None:
-            finish = self._begin(request, sequence)
-        if finish is not None:
-            return _bare_end(sequence, len(request.output_ids), finish)
-        return None
-
-    def _begin(self, request: EngineRequest, sequence: Sequence) -> Finish | None:
-        """Take the request; its end, if it has one already."""
-        if request.options.prompt_logprobs is not None and not request.has_published:
-            sequence.prompt_logprobs = []
-        if request.options.num_sequences == 1:
-            output = self._output(sequence)
-            finish = replay(output, request.output_ids) or self._limits.too_large(sequence)
-            if finish is None:
-                self._outputs[sequence.id] = output
-                self._scheduler.add(sequence)
-            return finish
-        group = open_group(request, sequence, self._limits, self._scheduler, self._output)
-        if isinstance(group, Finish):
-            return group
-        self._groups[request.id] = group
-        return None
-
-    def _output(self, sequence: Sequence) -> Output:
-        prompt_ids = tuple(sequence.token_ids)
-        return Output(sequence, self._detokenizer(prompt_ids), self._config)
+        return self._live.add(request)
 
     def abort(self, request_id: str) -> bool:
         """Forget a request and free all it holds; no update comes after.
@@ -144,15 +96,7 @@ class Engine:
         Returns:
             False if there is no such request: it was never here or has ended.
         """
-        output = self._outputs.get(request_id)
-        if output is not None:
-            self._remove(output.sequence)
-            return True
-        group = self._groups.pop(request_id, None)
-        if group is None:
-            return False
-        group.remove()
-        return True
+        return self._live.abort(request_id)
 
     def schedule(self) -> Plan | None:
         """Plan the next step; None if there is nothing to do.
@@ -180,7 +124,9 @@ class Engine:
             IntegrityError: plan and output do not belong together.
         """
         self._land(plan, moved=output.moved)
-        self._swap_s = output.swap_s or 0.0
+        self._apart_s = output.swap_s or 0.0
+        if output.timing is not None:
+            self._apart_s += output.timing.draft_seconds
         if output.swap_s is not None:
             self._scheduler.observe_swaps(plan, output.swap_s)
         spans, failures = plan.spans, output.failures
@@ -188,7 +134,7 @@ class Engine:
             raise IntegrityError(f"{len(output.token_ids)} outputs for {len(spans)} spans")
         updates: list[Update] = []
         num_computed = num_sampled = 0
-        finished, outputs = SequenceStatus.FINISHED, self._outputs
+        finished, outputs = SequenceStatus.FINISHED, self._live.outputs
         block_size, pool_tokens = self._config.block_size, self._limits.pool_tokens
         logprobs, of_prompt = output.logprobs, output.prompt_logprobs
         ends = map(failures.get, range(len(spans))) if failures else repeat(None)
@@ -200,7 +146,7 @@ class Engine:
             if sequence.status is finished:
                 continue  # aborted while the step ran
             if failure is not None:
-                updates.append(self._end(sequence, failure))
+                updates.append(self._live.end(sequence, failure))
                 continue
             if is_late:
                 num_tokens -= 1  # the last token is computed again, for its logits
@@ -222,18 +168,22 @@ class Engine:
                 continue
             num_sampled += 1
             if sequence.siblings:
-                updates += self._advance(sequence, token_ids, output)
+                updates += self._live.collect(sequence, token_ids, output)
                 continue
             update = outputs[sequence.id].append(token_ids)
             if logprobs and sequence in logprobs:
                 update.logprobs = logprobs[sequence]
-            if sequence.prompt_logprobs is not None:
-                _report_prompt(sequence, update)
-            if update.finish is not None or len(sequence.token_ids) > pool_tokens:
-                self._finish(sequence, update)
+            if (
+                update.finish is not None
+                or sequence.prompt_logprobs is not None
+                or len(sequence.token_ids) > pool_tokens
+            ):
+                self._live.settle(sequence, update)
             updates.append(update)
         if self._speculator is not None:
-            self._speculator.observe_step(spans, num_sampled, output.timing)
+            self._speculator.observe_step(
+                spans, num_sampled, output.timing, failed=output.draft_failed
+            )
         self._num_steps += 1
         self._num_computed_tokens += num_computed
         self._num_output_tokens += num_sampled
@@ -244,7 +194,7 @@ class Engine:
 
         Adaptive chunks need it, and the choice between swap and recompute.
         """
-        self._scheduler.observe(plan, seconds - self._swap_s)
+        self._scheduler.observe(plan, seconds - self._apart_s)
 
     def _collect_drafted(
         self, span: Span, token_ids: tuple[int, ...], output: StepOutput
@@ -262,24 +212,12 @@ class Engine:
         self._speculator.observe(span, num_drafted, len(token_ids) - 1)
         sequence.num_computed_tokens = span.start + 1
         self._blocks.settle(sequence)
-        updates = self._take(sequence, token_ids, output)
+        updates = self._live.collect(sequence, token_ids, output)
         if sequence.status is not SequenceStatus.FINISHED:
             sequence.num_computed_tokens += sequence.num_tokens - num_before - 1
             self._blocks.settle(sequence)
             self._blocks.trim(sequence)
         return updates
-
-    def _take(
-        self, sequence: Sequence, token_ids: tuple[int, ...], output: StepOutput
-    ) -> list[Update]:
-        """As ``collect`` does for one token."""
-        if sequence.siblings:
-            return self._advance(sequence, token_ids, output)
-        update = self._outputs[sequence.id].append_run(token_ids, self._limits.pool_tokens)
-        update.logprobs = output.logprobs.get(sequence, ())[: len(update.token_ids)]
-        if update.finish is not None or len(sequence.token_ids) > self._limits.pool_tokens:
-            self._finish(sequence, update)
-        return [update]
 
     def fail(self, plan: Plan, reason: Reason, message: str) -> list[Update]:
         """The step raised: end its sequences. Nothing it may have computed or copied is used.
@@ -293,10 +231,15 @@ class Engine:
         self._land(plan, moved=False)
         finish = Finish(reason, message)
         return [
-            self._end(span.sequence, finish)
+            self._live.end(span.sequence, finish)
             for span in plan.spans
             if span.sequence.status is not SequenceStatus.FINISHED  # as its siblings end with it
         ]
+
+    def load(self) -> Load:
+        """What decides how much more work to take."""
+        waiting = {lane: count for lane in Lane if (count := self._policy.num_waiting(lane))}
+        return Load(waiting, self._blocks.available_tokens(self._config.max_model_len))
 
     def stats(self) -> EngineStats:
         """Counts of now and totals since the start, in O(1)."""
@@ -309,7 +252,8 @@ class Engine:
             cached_blocks=blocks.num_cached,
             free_blocks=blocks.num_available - blocks.num_cached,
             pools=tuple(
-                PoolUse(kind.window, kind.num_blocks, kind.num_used) for kind in blocks.kinds
+                PoolUse(kind.window, kind.num_blocks, kind.num_used, kind.num_cached)
+                for kind in blocks.kinds
             ),
             available_tokens=blocks.available_tokens(self._config.max_model_len),
             evictions=blocks.num_evictions,
@@ -336,40 +280,7 @@ class Engine:
         Raises:
             IntegrityError: an invariant does not hold; the message says which.
         """
-        live = {output.sequence for output in self._outputs.values()}
-        for group in self._groups.values():
-            live.update(group.members)
-        self._scheduler.check_integrity(live)
-
-    def _advance(
-        self, sequence: Sequence, token_ids: tuple[int, ...], output: StepOutput
-    ) -> list[Update]:
-        """What a step gave for one of several sequences of a request."""
-        group = self._groups[sequence.id]
-        updates = group.collect(sequence, token_ids, output)
-        if sequence.prompt_logprobs is not None:
-            _report_prompt(sequence, updates[0])
-        if group.is_over:
-            del self._groups[sequence.id]
-        return updates
-
-    def _finish(self, sequence: Sequence, update: Update) -> None:
-        """The sequence ends with this update: by its own rules, or because the pool is full."""
-        if update.finish is None:
-            update.finish = self._limits.too_large(sequence)
-            update.text += self._outputs[sequence.id].flush()
-        self._remove(sequence)
-
-    def _end(self, sequence: Sequence, finish: Finish) -> Update:
-        group = self._groups.pop(sequence.id, None)
-        if group is not None:
-            return group.end(finish)
-        self._remove(sequence)
-        return _bare_end(sequence, sequence.num_output_tokens, finish)
-
-    def _remove(self, sequence: Sequence) -> None:
-        del self._outputs[sequence.id]
-        self._scheduler.finish(sequence)
+        self._scheduler.check_integrity(self._live.sequences())
 
     def _land(self, plan: Plan, *, moved: bool) -> None:
         if plan is not self._in_flight:
@@ -377,16 +288,3 @@ class Engine:
         self._in_flight = None
         if plan.swaps_out:
             self._host.settle() if moved else self._host.distrust()
-
-
-def _report_prompt(sequence: Sequence, update: Update) -> None:
-    """Tell of the prompt with the first token, so once: what is published is not asked for."""
-    assert sequence.prompt_logprobs is not None
-    update.prompt_logprobs = (None, *sequence.prompt_logprobs)
-    sequence.prompt_logprobs = None
-
-
-def _bare_end(sequence: Sequence, start: int, finish: Finish) -> Update:
-    """The end of a sequence without further tokens."""
-    num_cached = sequence.num_cached_tokens
-    return Update(sequence.id, start, (), "", finish, sequence.num_prompt_tokens, num_cached)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from penstock.shared.errors import IntegrityError
 
@@ -98,13 +98,20 @@ class HybridBlocks:
         return True
 
     def victims_needed(
-        self, sequence: Sequence, spare: int, victims: Iterable[Sequence]
+        self,
+        sequence: Sequence,
+        victims: list[Sequence],
+        spare: Callable[[int], int],
+        stops: Callable[[], Mapping[Sequence, int]],
     ) -> int | None:
         """As :meth:`BlockManager.victims_needed`: as many as the scarcest kind needs."""
-        victims, most = list(victims), 0
+        most = 0
         for kind, prefix in zip(self.kinds, self._prefixes(sequence), strict=True):
-            cost = kind.admission_cost(sequence, prefix) + self._spare(kind, spare)
-            count = kind.victims_holding(cost - kind.num_available, victims)
+
+            def scaled(gone: int, kind: BlockManager = kind) -> int:
+                return self._spare(kind, spare(gone))
+
+            count = kind.victims_freeing(sequence, prefix, victims, scaled, stops)
             if count is None:
                 return None
             most = max(most, count)
@@ -156,6 +163,12 @@ class HybridBlocks:
             kind.publish(sequence, num_full)
             kind.slide(sequence)
         sequence.num_published_blocks = num_full
+
+    def reclaim(self, sequences: Iterable[Sequence]) -> None:
+        """As :meth:`BlockManager.reclaim`."""
+        sequences = list(sequences)
+        for kind in self.kinds:
+            kind.reclaim(sequences)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """As :meth:`BlockManager.fork`."""

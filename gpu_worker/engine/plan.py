@@ -114,6 +114,7 @@ class StepOutput:
         deferred: indexes of spans that sample, but did not in this step, since what may follow was
             not known yet. Nothing is wrong with them: they sample in a later one.
         drafted: of sequences for which the drafter proposed some, how many were verified.
+        draft_failed: the drafter could propose nothing, for it failed.
         timing: what the step took; None if nobody has looked.
     """
 
@@ -125,5 +126,6 @@ class StepOutput:
     swap_s: float | None = None
     deferred: frozenset[int] = frozenset()
     drafted: Mapping[Sequence, int] = field(default_factory=dict)
+    draft_failed: bool = False
     timing: StepTiming | None = field(default=None, compare=False)
     prompt_logprobs: Mapping[Sequence, tuple[TokenLogprobs, ...]] = field(default_factory=dict)

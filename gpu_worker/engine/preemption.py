@@ -1,52 +1,107 @@
-"""Whether the KV of a preempted sequence is better copied away or computed again."""
+"""Taking the blocks of running sequences back: from whom, and what becomes of their KV."""
 
 from __future__ import annotations
 
-from .chunking import AdaptiveChunks
-from .cost_fit import CostFit
+from collections import Counter
+from collections.abc import Iterable
 
-__all__ = ["PreemptionCosts"]
+from .config import EngineConfig
+from .hybrid_blocks import Blocks
+from .plan import BlockCopy
+from .policies import Policy
+from .preemption_costs import PreemptionCosts
+from .running import Running
+from .sequence import Sequence, SequenceStatus
+from .stats import Preemption, PreemptionCause, PreemptionMode
+from .step import Step
+from .swap import HostPool
+
+__all__ = ["Preemptor", "by_loss"]
 
 
-class PreemptionCosts:
-    """Compares by what this device was measured to take.
+class Preemptor:
+    """Preempts running sequences, and counts it.
 
-    Computing again costs a time per token, as the steps made so far show; a swap costs a time per
-    copy, there and back, and a time per block. Part of what was preempted comes back from the
-    prefix cache, and is neither computed nor copied back; it has been copied out all the same. So
-    swapping pays where blocks are cheap against their tokens and little of them stays on the
-    device, and computing again where sequences are short, the bus is slow, or the cache keeps them.
+    A preempted sequence waits at the front of its lane. Its keys and values are kept in host memory
+    or thrown away; either way it comes back by the same door as all others, with what the prefix
+    cache still has of it, what the host kept, and the rest to compute.
+
+    A sequence that was already planned in a step is never preempted in it: blocks are taken only
+    from those behind, in the order of service, and from the sequence that needs them itself. So
+    plans and block copies need not be taken back.
 
     Args:
-        steps: learns what a token costs.
+        costs: chooses between swap and recompute; None: ``config`` has chosen.
+
+    Attributes:
+        counts: preemptions by the victim's lane, the cause and the mode.
+        tokens: computed tokens of their victims.
     """
 
-    _PACE = 0.1
-    """Weight of one return in the share that the prefix cache gives back."""
-    _CURIOSITY = 0.03
-    """What may be spent on swaps that seem too dear, to see what they cost now: a share of what
-    computing again has taken since the last swap."""
+    def __init__(
+        self,
+        config: EngineConfig,
+        blocks: Blocks,
+        policy: Policy,
+        host: HostPool,
+        running: Running,
+        costs: PreemptionCosts | None,
+    ) -> None:
+        self._blocks = blocks
+        self._policy = policy
+        self._host = host
+        self._running = running
+        self._costs = costs
+        self._swaps = host.num_blocks > 0 and config.preemption != "recompute"
+        self.counts: Counter[Preemption] = Counter()
+        self.tokens: Counter[Preemption] = Counter()
 
-    def __init__(self, steps: AdaptiveChunks) -> None:
-        self._steps = steps
-        self._copies = CostFit((1, 4))
-        self._regained = 0.0
-        self._spent = 0.0
+    def preempt(self, sequence: Sequence, cause: PreemptionCause, step: Step) -> None:
+        """Take the blocks back. Tokens stay; their keys and values are kept elsewhere, or not."""
+        saved = self._try_swap_out(sequence, step.swaps_out)
+        mode = PreemptionMode.SWAP if saved else PreemptionMode.RECOMPUTE
+        self.counts[sequence.lane, cause, mode] += 1
+        self.tokens[sequence.lane, cause, mode] += sequence.num_computed_tokens
+        self._running.remove(sequence)
+        self._blocks.release(sequence)
+        sequence.num_preemptions += 1
+        sequence.status = SequenceStatus.WAITING
+        self._policy.put_back(sequence)
 
-    def prefers_swap(self, num_tokens: int, num_blocks: int) -> bool:
-        """Whether these tokens, in so many blocks, are better swapped."""
-        missing = 1.0 - self._regained
-        recompute = missing * num_tokens * self._steps.token_seconds
-        swap = self._copies.predict((2, (1.0 + missing) * num_blocks))
-        loss = swap - recompute
-        chosen = not self._copies.known or loss < 0 or loss < self._CURIOSITY * self._spent
-        self._spent = 0.0 if chosen else self._spent + recompute
-        return chosen
+    def make_room(self, sequence: Sequence, stop: int, behind: list[Sequence], step: Step) -> bool:
+        """Preempt until ``sequence`` can have its blocks; False if it had to give up its own.
 
-    def observe_swaps(self, num_out: int, num_in: int, seconds: float) -> None:
-        """The blocks that a step swapped held it up for so long."""
-        self._copies.learn(((num_out > 0) + (num_in > 0), num_out + num_in), seconds)
+        Args:
+            sequence: runs, and is short of blocks.
+            stop: one past the last position that it is to write.
+            behind: those behind it in the order of service.
+            step: gets the copies.
+        """
+        self._blocks.reclaim(self._running)
+        candidates = (s for s in reversed(behind) if s.status is SequenceStatus.RUNNING)
+        victims = iter(by_loss(candidates))
+        while not self._blocks.try_reserve(sequence, stop, step.copies):
+            victim = next(victims, None)
+            if victim is None:
+                self.preempt(sequence, PreemptionCause.YIELDED, step)
+                return False
+            self.preempt(victim, PreemptionCause.EARLIER, step)
+        return True
 
-    def observe_return(self, num_tokens: int, num_hit: int) -> None:
-        """A preempted sequence was admitted again: so much of it was in the prefix cache."""
-        self._regained += self._PACE * (num_hit / num_tokens - self._regained)
+    def _try_swap_out(self, sequence: Sequence, copies: list[BlockCopy]) -> bool:
+        if not self._swaps:
+            return False
+        if self._costs is not None and not self._costs.prefers_swap(
+            sequence.num_computed_tokens, self._host.num_needed(sequence)
+        ):
+            return False
+        return self._host.try_save(sequence, copies)
+
+
+def by_loss(candidates: Iterable[Sequence]) -> list[Sequence]:
+    """Victims in their order: last in lane first, then the least work lost.
+
+    Args:
+        candidates: of equals the first one goes first; so give the one admitted last first.
+    """
+    return sorted(candidates, key=lambda s: (-s.rank, s.num_computed_tokens))

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from penstock.shared.protocol import Lane, Part, Reason, SamplingOptions, TokenLogprobs
 
+from .form import Form
+
 __all__ = ["EngineRequest", "Finish", "Update"]
 
 
@@ -27,8 +29,8 @@ class EngineRequest:
         arrival: when the request came, in seconds of any monotonic clock.
         deadline: when it expires, by the same clock; None: never. Only an order of admission looks
             at it: it is Redis' sweep that ends what is past its time.
-        grammar: makes what the model side needs to follow a sequence's output, for requests that
-            say what form it has; see :attr:`Sequence.grammar`.
+        grammar: makes what follows a sequence's output, for requests that say what form it has; see
+            :attr:`Sequence.grammar`.
     """
 
     id: str
@@ -41,7 +43,7 @@ class EngineRequest:
     seed: int
     arrival: float
     deadline: float | None = None
-    grammar: Callable[[], object] | None = None
+    grammar: Callable[[], Form] | None = None
 
     @property
     def has_published(self) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable
 from penstock.shared.protocol import Lane, SamplingOptions, TokenLogprobs
 
 from .drafting import Drafting
+from .form import Form
 
 __all__ = ["Sequence", "SequenceStatus"]
 
@@ -61,8 +62,7 @@ class Sequence:
         block_digests: chained content digests of the first full blocks (see ``prefix_cache``).
         num_published_blocks: leading blocks that were already offered to the prefix cache.
         num_preemptions: how often it lost its blocks.
-        grammar: what the model side needs to follow the form that the output must have; the engine
-            only keeps it. None: the output has no form.
+        grammar: follows the form that the output must have, on the model side. None: it has none.
         host_blocks: per KV kind the blocks of host memory that keep its KV while it waits; empty if
             none do, and while it runs.
         num_swapped_tokens: leading tokens whose keys and values are kept there.
@@ -121,7 +121,7 @@ class Sequence:
         cache_salt: bytes = b"",
         deadline: float | None = None,
         choice: int = 0,
-        grammar: object | None = None,
+        grammar: Form | None = None,
     ) -> None:
         self.id = id
         self.lane = lane

@@ -10,13 +10,14 @@ see ``speculation_guard``.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.shared.protocol import Speculation
 
 from .drafting import Drafting, Source
 from .plan import Span
+from .speculation_choice import Choice, limit
 from .speculation_cost import FREE, Calibration, StepCosts, StepTiming
 from .speculation_guard import Guard, Permission
 from .speculation_length import Pool, best_lengths, cut, expected_gain, worth_verifying
@@ -29,10 +30,21 @@ _SMOOTHING = 0.02
 _GAIN_SMOOTHING = 0.02
 """Weight of one step in the gain that is shown."""
 
-_TRIAL_LENGTH = 2
-
 _TRIAL_COST = 2.0
 """A step that tries drafts which promise nothing may be expected to take so much longer."""
+
+_FIRST_LENGTH = 3
+"""Drafts of a sequence of which no outcome is known; it may have one more with every one seen."""
+
+_READING = 1024
+"""Tokens that one step may read into the indexes of texts, of all sequences together (0.2 us each).
+A long prompt, or all that came in a pause, is read over several steps."""
+
+_READING_EACH = 16
+"""Tokens that each sequence may read beside that: so whoever has caught up never falls behind."""
+
+_COMPARED = 8
+"""Steps after which it is asked again whether all sequences should have a draft model's drafts."""
 
 _TYPICAL_LENGTH = 4
 """By which sources are compared, before it is known how many drafts there will be."""
@@ -77,25 +89,6 @@ class SpeculationStats:
     gain: float
 
 
-@dataclass(slots=True)
-class Choice:
-    """Drafts for one span.
-
-    Attributes:
-        index: of the span.
-        source: where they come from.
-        rate: how likely each is accepted once those before it were.
-        count: how many.
-        drafts: the tokens, at least ``count``; empty where the draft model is to propose them.
-    """
-
-    index: int
-    source: Source
-    rate: float
-    count: int
-    drafts: tuple[int, ...] = ()
-
-
 class Speculator:
     """Chooses the drafts of each step, and learns from what became of them.
 
@@ -116,6 +109,8 @@ class Speculator:
         self._guard = Guard(self._costs.timed)
         self._means = {(source, warmth): source.prior for source in Source for warmth in range(4)}
         self._draft_share = 1.0
+        self._reading = self._turn = 0
+        self._for_all = False
         self._text_length = self._draft_length = 0
         self._drafted: Counter[tuple[Speculation, int]] = Counter()
         self._accepted: Counter[tuple[Speculation, int]] = Counter()
@@ -143,27 +138,30 @@ class Speculator:
             if permission in (Permission.NONE, Permission.PAUSE):
                 return []  # before anything is looked up: not to draft must cost nothing
         self._draft_share = self._costs.worth_of_drafting(len(spans))
-        choices = [choice for index in range(len(spans)) if (choice := self._look(index, spans))]
+        self._reading = _READING
+        found = [both for index in range(len(spans)) if (both := self._look(index, spans))]
+        choices = [self._surer(both) for both in found]
         if not choices:
             return choices
         if self._config.length is None:
-            self._adapt(choices, spans, permission)
+            choices = self._adapt(choices, found, spans, permission)
         left = budget
         for choice in choices:
             choice.count = min(choice.count, left)
             left -= choice.count
         return [choice for choice in choices if choice.count]
 
-    def _look(self, index: int, spans: Sequence[Span]) -> Choice | None:
-        """The best source for a span, with as many drafts as could be of use."""
+    def _look(self, index: int, spans: Sequence[Span]) -> list[Choice] | None:
+        """The sources there are for a span, its own text first, with as many drafts as may be."""
         span = spans[index]
         sequence = span.sequence
         if not span.samples or span.start < sequence.num_prompt_tokens or span.num_tokens != 1:
             return None  # a prompt, or what is computed again after a preemption
         if sequence.num_candidates:
             return None  # a beam: its next token is not sampled
-        if sequence.grammar is not None:
-            return None  # what may follow is known for its next token alone
+        form = sequence.grammar
+        if form is not None and not form.may_draft:
+            return None
         wish = sequence.options.speculation
         if wish is Speculation.OFF:
             return None
@@ -178,50 +176,94 @@ class Speculator:
         drafting = sequence.drafting
         if drafting is None:
             drafting = sequence.drafting = Drafting()
-        choice, warmth = None, _warmth(sequence.options.temperature)
+        found, warmth = [], _warmth(sequence.options.temperature)
         if self._config.ngram and wish is not Speculation.DRAFT:
+            num_read = drafting.read(sequence.token_ids, _READING_EACH + self._reading)
+            self._reading -= max(0, num_read - _READING_EACH)
             drafts, match = drafting.look_up(sequence.token_ids, most)
-            if match:
+            if match and form is not None:
+                # What its form forbids is refused for sure: cut before it costs anything.
+                allowed = form.num_allowed(sequence.token_ids, sequence.num_prompt_tokens, drafts)
+                drafts = drafts[:allowed]
+            if drafts:
                 source = Source.of_match(match)
                 rate = drafting.rate(source, self._means[source, warmth])
-                choice = Choice(index, source, rate, most, drafts)
+                found.append(Choice(index, source, rate, len(drafts), drafts))
         if self._config.draft and wish is not Speculation.NGRAM:
             rate = drafting.rate(Source.DRAFT, self._means[Source.DRAFT, warmth])
-            # What stands in the text costs no model: the draft model must be so much surer.
-            if choice is None or _typical_gain(choice.rate) < self._draft_share * _typical_gain(
-                rate
-            ):
-                choice = Choice(index, Source.DRAFT, rate, most)
-        if choice is not None and self._config.length is None:
-            # One more with every draft seen: a sequence nobody can guess is found out cheaply.
-            choice.count = min(most, 1 + int(drafting.tried(choice.source)))
-        return choice
+            found.append(Choice(index, Source.DRAFT, rate, most))
+        if self._config.length is None:
+            for choice in found:
+                # A sequence nobody can guess is found out cheaply.
+                known = int(drafting.tried(choice.source))
+                choice.count = min(choice.count, _FIRST_LENGTH + known)
+        return found or None
 
-    def _adapt(self, choices: list[Choice], spans: Sequence[Span], permission: Permission) -> None:
-        """Shorten the choices to what promises the most tokens per second."""
+    def _surer(self, found: list[Choice]) -> Choice:
+        """The source for a sequence by itself.
+
+        What stands in the text costs no model: the draft model must be so much surer.
+        """
+        text, draft = found[0], found[-1]
+        gain, share = _typical_gain(draft.rate), self._draft_share
+        return draft if _typical_gain(text.rate) < share * gain else text
+
+    def _adapt(
+        self,
+        choices: list[Choice],
+        found: list[list[Choice]],
+        spans: Sequence[Span],
+        permission: Permission,
+    ) -> list[Choice]:
+        """Choices, shortened to what promises the most tokens per second.
+
+        Those given suit each sequence by itself; ``found`` has all that there are for each.
+        """
+        # A draft model takes about as long for all as for a few. Looked at now and then.
+        for_all, self._turn = [both[-1] for both in found], (self._turn + 1) % _COMPARED
+        if self._turn and self._for_all:
+            choices = for_all
+        lengths = self._lengths(choices, spans, permission)
+        if not self._turn:
+            others = self._lengths(for_all, spans, permission)
+            self._for_all = others[2] > lengths[2]
+            if self._for_all:
+                choices, lengths = for_all, others
+        text_length, draft_length, promised = lengths
         num_sequences = len(spans)
-        num_prompt = sum([span.num_tokens for span in spans]) - num_sequences
-        text = _pool([c.rate for c in choices if c.source.is_text], self._text_length)
-        draft = _pool([c.rate for c in choices if not c.source.is_text], self._draft_length)
-        text_length, draft_length, promised = best_lengths(
-            self._costs, num_sequences, num_prompt, text, draft, self._longest
-        )
+        has_text = any(choice.source.is_text for choice in choices)
+        has_draft = any(not choice.source.is_text for choice in choices)
         self._show_lengths(
-            text_length if text.count else self._text_length,
-            draft_length if draft.count else self._draft_length,
+            text_length if has_text else self._text_length,
+            draft_length if has_draft else self._draft_length,
         )
+        most = 1 if permission is Permission.TASTE else self._longest
+        limit(choices, min(text_length, most), min(draft_length, most))
         if text_length == draft_length == 0:
-            if permission is Permission.TRIAL:
-                self._try(choices, num_sequences)
-            else:
-                _limit(choices, 0, 0)
-                self._guard.decline(num_sequences)
-            return
-        _limit(choices, text_length, draft_length)
-        num_drafts = sum([choice.count for choice in choices])
-        worth = worth_verifying(self._costs, num_sequences, num_drafts, promised)
-        for choice in choices:
-            choice.count = cut(choice.rate, choice.count, worth)
+            self._guard.decline(num_sequences)
+        elif promised < num_sequences / self._costs.verify(num_sequences, 0):
+            self._try(choices, num_sequences)
+        else:
+            num_drafts = sum([choice.count for choice in choices])
+            worth = worth_verifying(self._costs, num_sequences, num_drafts, promised)
+            for choice in choices:
+                choice.count = cut(choice.rate, choice.count, worth)
+        return choices
+
+    def _lengths(
+        self, choices: list[Choice], spans: Sequence[Span], permission: Permission
+    ) -> tuple[int, int, float]:
+        """See :func:`best_lengths`."""
+        num_sequences = len(spans)
+        return best_lengths(
+            self._costs,
+            num_sequences,
+            sum([span.num_tokens for span in spans]) - num_sequences,
+            _pool([c.rate for c in choices if c.source.is_text], self._text_length),
+            _pool([c.rate for c in choices if not c.source.is_text], self._draft_length),
+            self._longest,
+            some=permission in (Permission.TASTE, Permission.TRIAL),
+        )
 
     def _show_lengths(self, text: int, draft: int) -> None:
         if (text, draft) != (self._text_length, self._draft_length):
@@ -229,18 +271,19 @@ class Speculator:
             self._changed = True
 
     def _try(self, choices: list[Choice], num_sequences: int) -> None:
-        """Shorten the choices to a few drafts, of as many sequences as do not cost too much."""
+        """Keep as many choices as do not cost too much, though they do not promise to pay."""
         most = _TRIAL_COST * self._costs.verify(num_sequences, 0)
-        tried = 0
+        num_drafts, asking, longest = 0, 0, 0
         for choice in choices:
-            choice.count = min(choice.count, _TRIAL_LENGTH)
-            each = (tried + 1) * _TRIAL_LENGTH / num_sequences
+            asks = not choice.drafts
+            length = max(longest, choice.count) if asks else longest
+            each = (num_drafts + choice.count) / num_sequences
             seconds = self._costs.verify(num_sequences, each)
-            seconds += self._costs.draft(tried + 1, _TRIAL_LENGTH)
-            if tried and seconds > most:
+            seconds += self._costs.draft(asking + asks, length)
+            if num_drafts and seconds > most:
                 choice.count = 0
             else:
-                tried += 1
+                num_drafts, asking, longest = num_drafts + choice.count, asking + asks, length
 
     # -- after a step ---------------------------------------------------------------------------
 
@@ -269,7 +312,12 @@ class Speculator:
             self._means[key] += weight * (num_accepted / tried - self._means[key])
 
     def observe_step(
-        self, spans: Sequence[Span], num_sampled: int, timing: StepTiming | None
+        self,
+        spans: Sequence[Span],
+        num_sampled: int,
+        timing: StepTiming | None,
+        *,
+        failed: bool = False,
     ) -> None:
         """A step has ended.
 
@@ -277,6 +325,8 @@ class Speculator:
             spans: of the step.
             num_sampled: tokens that its sequences got.
             timing: what it took, if that is known.
+            failed: the drafter did. Such a step tells what drafts are worth, and not what they or
+                verifying them cost.
         """
         if timing is None:
             self._guard.observe_unknown()
@@ -300,6 +350,8 @@ class Speculator:
             )
         else:
             guard.observe_plain(num_sequences, timing.seconds)
+        if failed:
+            return
         if asking:
             costs.observe_draft(len(asking), max(asking), timing.draft_seconds)
         costs.observe_verify(num_sequences, num_drafts / num_sequences, verify_seconds)
@@ -332,8 +384,3 @@ def _typical_gain(rate: float) -> float:
 
 def _pool(rates: list[float], present: int) -> Pool:
     return Pool(len(rates), sum(rates) / len(rates) if rates else 0.0, present)
-
-
-def _limit(choices: Iterable[Choice], text_length: int, draft_length: int) -> None:
-    for choice in choices:
-        choice.count = min(choice.count, text_length if choice.source.is_text else draft_length)

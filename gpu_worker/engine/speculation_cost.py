@@ -4,24 +4,27 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from .cost_fit import CostFit
 
 __all__ = ["Calibration", "StepCosts", "StepTiming"]
 
 _SMOOTHING = 0.05
-"""Weight of one step in a correction: it follows load and context within some twenty steps."""
-
-_RARE = 0.25
-"""Largest weight of one step."""
-
-_FORGETTING = 0.001
-"""How fast a factor that is not looked at follows the others, per step."""
+"""Weight of one step of the draft model in what it is taken to cost."""
 
 _OUTLIER = 2.0
-"""A step this many times slower than expected was held up by something else."""
+"""One this many times slower than expected was held up by something else."""
 
-_FAR = 4.0
-"""The same of what drafts add, which is a difference and so less certain."""
+_SPREAD = (0.1, 0.2, 0.5)
+"""How far off the three factors of a number of sequences may be: without drafts, that there are
+any, and how many."""
+
+_SPEED = 0.5
+"""How far off the first and the last may be together: the machine may have been slower at start."""
+
+_NOISE = 0.05
+"""Of a step, as a share of its time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,38 +62,49 @@ class StepTiming:
 
 
 class StepCosts:
-    """Predicts the seconds of a step; what was measured at start is scaled by what is measured now.
+    """Predicts the seconds of a step: those measured at start, as corrected by every step.
 
-    For each number of sequences that was timed there are two factors: of the step without drafts,
-    and of what drafts add to it. Load, context length and the caches of a processor act on them
-    differently; the shape in between is that of the start.
+    For each number of sequences that was timed three factors are followed (:class:`CostFit`): of
+    the step without drafts, of what each draft adds, and of what it adds that there are any. The
+    last was not seen at start, when all sequences had equally many: sequences of different lengths
+    in one step cost attention more calls, however few the drafts. Were that taken for the price of
+    a draft, few would be chosen, which is the worst of all lengths. If steps without drafts turn
+    out to be faster than at start, the machine was slower then: drafts are taken to have become
+    cheaper by as much, those of a draft model, too.
 
     Args:
-        calibration: the times at start.
+        calibration: the times at start. A step that was faster with more drafts than with fewer was
+            measured badly with fewer.
     """
 
     def __init__(self, calibration: Calibration) -> None:
-        self._times = calibration
-        self._plain = [1.0] * len(calibration.sequences)
-        self._added = [1.0] * len(calibration.sequences)
+        verify = tuple(tuple(_ascending(times)) for times in calibration.verify)
+        self._times = replace(calibration, verify=verify)
+        self._fits = [_fit(times) for times in verify]
         self._draft_factor = 1.0
-        self._since_plain = 0
 
     def verify(self, num_sequences: int, drafts_each: float) -> float:
         """Seconds of the target's step, with so many drafts for each sequence on average."""
         row, weight = _place(self._times.sequences, num_sequences)
-        column, share = _place(self._times.drafts, drafts_each)
-        total = 0.0
-        for i, w in ((row, 1 - weight), (row + 1, weight)):
-            if not w:
-                continue
-            times = self._times.verify[i]
-            with_drafts = times[column]
-            if share:
-                with_drafts += share * (times[column + 1] - with_drafts)
-            added = self._added[i] * (with_drafts - times[0])
-            total += w * (self._plain[i] * times[0] + added)
+        total = (1 - weight) * self._of_row(row, drafts_each)
+        if weight:
+            total += weight * self._of_row(row + 1, drafts_each)
         return max(total, 1e-9)
+
+    def _of_row(self, row: int, drafts_each: float) -> float:
+        plain, some, more = self._amounts(row, drafts_each)
+        costs = self._fits[row].costs
+        return costs[0] * plain + costs[1] * some + costs[2] * more
+
+    def _amounts(self, row: int, drafts_each: float) -> tuple[float, float, float]:
+        times = self._times.verify[row]
+        if drafts_each <= 0:
+            return times[0], 0.0, 0.0
+        column, share = _place(self._times.drafts, drafts_each)
+        with_drafts = times[column]
+        if share:
+            with_drafts += share * (times[column + 1] - with_drafts)
+        return times[0], times[0], with_drafts - times[0]
 
     def timed(self, num_sequences: int) -> float:
         """Seconds that a step without drafts took at start."""
@@ -100,9 +114,9 @@ class StepCosts:
 
     def token(self, num_sequences: int) -> float:
         """Seconds that one more query token costs in a large step."""
-        most = self._times.drafts[-1]
-        added = self.verify(num_sequences, most) - self.verify(num_sequences, 0)
-        return max(added, 0.0) / (most * num_sequences)
+        least, most = self._times.drafts[1], self._times.drafts[-1]
+        added = self.verify(num_sequences, most + 1) - self.verify(num_sequences, least)
+        return max(added, 0.0) / ((most + 1 - least) * num_sequences)
 
     def draft(self, num_sequences: int, rounds: int) -> float:
         """Seconds in which the draft model proposes ``rounds`` tokens for each."""
@@ -111,7 +125,9 @@ class StepCosts:
             return 0.0
         row, weight = _place(self._times.sequences, num_sequences)
         above = weight * times[row + 1] if weight else 0.0
-        return rounds * self._draft_factor * ((1 - weight) * times[row] + above)
+        speed = self._fits[_nearest(self._times.sequences, num_sequences)].costs[0]
+        factor = rounds * self._draft_factor * max(speed, _NOISE)
+        return factor * ((1 - weight) * times[row] + above)
 
     def worth_of_drafting(self, num_sequences: int, length: int = 4) -> float:
         """Share of a step's time that is left if the draft model proposes for all sequences."""
@@ -120,28 +136,10 @@ class StepCosts:
 
     def observe_verify(self, num_sequences: int, drafts_each: float, seconds: float) -> None:
         """A decode step without prompts has taken so long, drafting not counted."""
-        row, plain = _nearest(self._times.sequences, num_sequences), self.verify(num_sequences, 0)
-        if drafts_each == 0:
-            ratio = min(seconds / plain, _OUTLIER)
-            # While steps have drafts those without are rare, and each must count for more.
-            weight = min(_SMOOTHING * max(1.0, self._since_plain / 4), _RARE)
-            self._plain[row] *= 1 + weight * (ratio - 1)
-            self._since_plain = 0
-        else:
-            added = self.verify(num_sequences, drafts_each) - plain
-            if added > 0.01 * plain:
-                ratio = min(max((seconds - plain) / added, 1 / _FAR), _FAR)
-                factor = self._added[row] * (1 + _SMOOTHING * (ratio - 1))
-                self._added[row] = min(max(factor, 1 / _FAR), _FAR)
-            self._since_plain += 1
-        for factors in (self._plain, self._added):
-            self._forget(factors, row)
-
-    def _forget(self, factors: list[float], row: int) -> None:
-        """What was learned long ago of other numbers of sequences goes the way of this one's."""
-        now = factors[row]
-        for i, factor in enumerate(factors):
-            factors[i] = factor + _FORGETTING * (now - factor)
+        row = _nearest(self._times.sequences, num_sequences)
+        # As if it had been of the very number that was timed.
+        scale = self.timed(num_sequences) / self._times.verify[row][0]
+        self._fits[row].learn(self._amounts(row, drafts_each), seconds / scale)
 
     def observe_draft(self, num_sequences: int, rounds: int, seconds: float) -> None:
         """The draft model has taken so long."""
@@ -161,6 +159,22 @@ def _place(points: Sequence[int], value: float) -> tuple[int, float]:
     index = min(bisect_left(points, value), len(points) - 1) - 1
     low, high = points[index], points[index + 1]
     return index, (value - low) / (high - low)
+
+
+def _ascending(times: Sequence[float]) -> list[float]:
+    """Each no more than those behind it."""
+    least, result = times[-1], []
+    for seconds in reversed(times):
+        least = min(least, seconds)
+        result.append(least)
+    return result[::-1]
+
+
+def _fit(times: Sequence[float]) -> CostFit:
+    """Factors that begin at 1, 0 and 1, as times at start say."""
+    fit = CostFit((times[0], times[0], max(times[-1] - times[0], _NOISE * times[0])))
+    fit.assume((1.0, 0.0, 1.0), _SPREAD, _SPEED, _NOISE * times[0])
+    return fit
 
 
 def _nearest(points: Sequence[int], value: float) -> int:

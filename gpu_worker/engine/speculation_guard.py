@@ -5,6 +5,10 @@ or for a workload that changes; then drafting would be slower than not drafting,
 time that steps with drafts lose or save against steps without is added up, as a cumulative sum test
 does (Page, 1954, "Continuous inspection schemes"): it ends the drafting once a few steps' time is
 lost, however noisy each step, and hardly ever where drafts save much.
+
+Machines become slower and faster, by half within a second. A step with drafts is therefore judged
+only when steps without have been timed before and after it, and by both: else whatever slows the
+machine down would look like a loss, and end drafts that pay.
 """
 
 from __future__ import annotations
@@ -17,6 +21,10 @@ __all__ = ["Guard", "Permission"]
 
 _LIMIT = 4.0
 """Time of plain steps that may be lost since drafts last paid, before they end."""
+
+_BANKED = (0.25, 12.0)
+"""Share of what an attempt has saved that may be lost beyond that, and the most of it: where drafts
+have paid for long, a bad second is more likely the machine's than theirs."""
 
 _DOUBT = 2.0
 """What counts as lost already when they begin: they have to prove themselves."""
@@ -35,18 +43,24 @@ _COST_SHARE = 0.01
 
 _MOST_PAUSE = 8192
 
-_PLAIN_EVERY = (24, 64)
-"""Steps with drafts after which one without shows what those cost now: while drafts save little or
-that is not sure yet, and while they save much. A machine that has become faster looks like a gain.
-"""
+_PLAIN_EVERY = (6, 24, 64)
+"""Steps with drafts after which one without shows what those cost now: while it is not sure yet
+that drafts save anything, while they save little, and while they save much."""
 
 _MUCH = 0.85
 """Time with drafts, in that without, below which they save much."""
 
-_SURE = 64
+_SURE = 48
 """Steps with drafts after which it is sure."""
 
-_PLAIN_WINDOW = 11
+_SUSPECTED = 0.5
+"""Share of what may be lost that may seem so since the last steps without drafts, before there are
+some again."""
+
+_PLAIN_WINDOW = 3
+"""Steps without drafts whose median is what such a step takes now; and how many of them are made in
+a row where drafts seem to lose."""
+
 _ENOUGH_PLAIN = 5
 """Steps without drafts that must be known before any are tried."""
 
@@ -76,6 +90,7 @@ class Permission(Enum):
     NONE = "none"
     PAUSE = "pause"  # none this once, to know what that takes now
     PROMISING = "promising"
+    TASTE = "taste"  # one of each at most: what they cost may be quite unlike what is thought
     TRIAL = "trial"  # some drafts also if they promise nothing
 
 
@@ -130,14 +145,13 @@ class Guard:
             verify: seconds of the target, measured and expected.
             draft: seconds of the draft model, likewise.
         """
-        state = self._of(num_sequences)
-        plain = state.plain * self._shape(num_sequences)
-        if plain <= 0:
+        state, shape = self._of(num_sequences), self._shape(num_sequences)
+        if state.plain <= 0:
             return  # not timed yet: drafts of a step that was planned before
         state.observe_ratio(verify[0] / verify[1])
         drafting = min(draft)
         seconds, late = verify[0] + drafting, draft[0] - drafting
-        state.observe_drafted(num_tokens / num_sequences, seconds / plain, late / plain)
+        state.observe_drafted(num_tokens / num_sequences, seconds / shape, late / shape)
 
     def observe_unknown(self) -> None:
         """Nobody times the steps: there is nothing to judge by, and promises must do."""
@@ -152,7 +166,7 @@ class Guard:
 
 
 class _Class:
-    """Steps of about as many sequences. Times are in steps without drafts."""
+    """Steps of about as many sequences. Times are over the shape, or in steps without drafts."""
 
     __slots__ = (
         "_counted",
@@ -160,8 +174,11 @@ class _Class:
         "_idle",
         "_late",
         "_lost",
+        "_num_plain",
         "_on",
         "_pause",
+        "_pausing",
+        "_pending",
         "_plain_times",
         "_ratios",
         "_seconds",
@@ -174,28 +191,36 @@ class _Class:
     def __init__(self) -> None:
         self.plain = 0.0
         self._plain_times: deque[float] = deque(maxlen=_PLAIN_WINDOW)
+        self._num_plain = 0
         self._ratios: deque[float] = deque(maxlen=_RATIO_WINDOW)
+        self._pending: list[tuple[float, float]] = []
         self._on, self._counted = False, False
-        self._pause = self._failures = 0
+        self._pause = self._failures = self._pausing = 0
         self._since_plain = self._idle = self._steps = 0
         self._sum = self._lost = self._late = self._seconds = 0.0
 
     def permit(self) -> Permission:
         if not self._on:
             self._pause -= 1
-            if self._pause > 0 or len(self._plain_times) < _ENOUGH_PLAIN:
+            if self._pause > 0 or self._num_plain < _ENOUGH_PLAIN:
                 return Permission.NONE
             self._begin()
-        if self._since_plain >= _PLAIN_EVERY[self._saves_much()]:
-            self._since_plain = 0
+        if not self._pausing and self._since_plain >= _PLAIN_EVERY[self._certainty()]:
+            self._pausing = 1
+        if self._pausing:
             return Permission.PAUSE
+        if not self._steps:
+            return Permission.TASTE
         pays = self._sum <= _DOUBT and self._steps < _TRIED_WELL
         if self._steps < _TRIED or pays:
             return Permission.TRIAL
         return Permission.PROMISING
 
-    def _saves_much(self) -> bool:
-        return self._steps >= _SURE and self._seconds < _MUCH * (self._seconds - self._lost)
+    def _certainty(self) -> int:
+        """That drafts save: 0 for none yet, 1 for little, 2 for much."""
+        if self._steps < _SURE:
+            return 0
+        return 1 + (self._seconds < _MUCH * (self._seconds - self._lost))
 
     def decline(self) -> None:
         self._idle += 1
@@ -203,21 +228,30 @@ class _Class:
             self._end()
 
     def wants(self) -> bool:
-        return self._on or len(self._plain_times) < _PLAIN_WINDOW or self._pause % _SAMPLED == 0
+        return self._on or self._num_plain < _ENOUGH_PLAIN or self._pause % _SAMPLED == 0
 
     def observe_plain(self, seconds: float) -> None:
         self._since_plain = 0
+        self._pausing = max(0, self._pausing - 1)
+        self._num_plain += 1
+        before = self.plain or seconds
         self._plain_times.append(seconds)
-        # The lower quartile: other load only ever slows steps down, and a slow stretch must not
-        # make the drafts after it look cheap.
-        self.plain = sorted(self._plain_times)[len(self._plain_times) // 4]
+        self.plain = _median(self._plain_times)
+        if not self._pausing:
+            self._judge((before + self.plain) / 2)
 
     def observe_ratio(self, ratio: float) -> None:
         """A step with drafts took so many times what was expected of it."""
         self._ratios.append(ratio)
 
     def observe_drafted(self, gained: float, seconds: float, late: float) -> None:
-        """A step gave ``gained`` plain steps' tokens, and took so long, reading up apart."""
+        """A step gave ``gained`` plain steps' tokens, and took so long, reading up apart.
+
+        Args:
+            gained: number of steps without drafts that give as many tokens.
+            seconds: over :attr:`Guard`'s shape.
+            late: of the draft model beyond what was expected, likewise.
+        """
         self._since_plain += 1
         self._steps += 1
         self._idle = 0
@@ -232,18 +266,33 @@ class _Class:
             self._counted = False  # two in a row are no accident
             return
         self._counted = True
-        seconds += charged
-        self._lost += seconds - gained
-        self._seconds += seconds
-        loss = min(_MARGIN * seconds - gained, _MOST_AT_ONCE)
-        self._sum = max(0.0, self._sum + loss)
-        if self._sum >= _LIMIT:
+        self._pending.append((gained, seconds + charged))
+        if self._loss(self.plain) >= _SUSPECTED * self._limit():
+            self._pausing = _PLAIN_WINDOW
+
+    def _loss(self, plain: float) -> float:
+        """What steps that are not judged yet have lost, if one without drafts takes so long."""
+        return sum([_MARGIN * seconds / plain - gained for gained, seconds in self._pending])
+
+    def _judge(self, plain: float) -> None:
+        for gained, seconds in self._pending:
+            taken = seconds / plain
+            self._lost += taken - gained
+            self._seconds += taken
+            self._sum = max(0.0, self._sum + min(_MARGIN * taken - gained, _MOST_AT_ONCE))
+        self._pending.clear()
+        if self._on and self._sum >= self._limit():
             self._end()
+
+    def _limit(self) -> float:
+        share, most = _BANKED
+        return _LIMIT + min(most, max(0.0, -self._lost) * share)
 
     def _begin(self) -> None:
         self._on, self._counted = True, False
         self._sum, self._lost, self._late, self._seconds = _DOUBT, 0.0, 0.0, 0.0
-        self._steps = self._idle = self._since_plain = 0
+        self._steps = self._idle = self._since_plain = self._pausing = 0
+        self._pending.clear()
 
     def _end(self) -> None:
         self._on = False

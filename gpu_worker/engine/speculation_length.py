@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from .speculation_cost import StepCosts
@@ -39,7 +40,14 @@ def expected_gain(rate: float, length: int) -> float:
 
 
 def best_lengths(
-    costs: StepCosts, num_sequences: int, num_prompt: int, text: Pool, draft: Pool, longest: int
+    costs: StepCosts,
+    num_sequences: int,
+    num_prompt: int,
+    text: Pool,
+    draft: Pool,
+    longest: int,
+    *,
+    some: bool = False,
 ) -> tuple[int, int, float]:
     """Drafts for each sequence with a text match and for each with the draft model.
 
@@ -52,6 +60,7 @@ def best_lengths(
         text: sequences with a match.
         draft: sequences that can only have the draft model's.
         longest: most drafts.
+        some: not none, even if that promises more.
 
     Returns:
         Both lengths, and the tokens per second they promise.
@@ -68,22 +77,33 @@ def best_lengths(
 
     text_length, draft_length = 0, 0
     if text.count:
-        rates = [rate(length, 0) for length in range(longest + 1)]
-        text_length = _choose(rates, text.present)
+        text_length = _choose(lambda k: rate(k, 0), text.present, longest, some)
     if draft.count:
-        rates = [rate(text_length, length) for length in range(longest + 1)]
-        draft_length = _choose(rates, draft.present)
+        needed = some and not text.count
+        draft_length = _choose(lambda k: rate(text_length, k), draft.present, longest, needed)
+        if draft_length and text.count and not text_length:
+            # That there are any drafts is paid for now.
+            text_length = _choose(lambda k: rate(k, draft_length), text.present, longest, False)
     return text_length, draft_length, rate(text_length, draft_length)
 
 
-def _choose(rates: list[float], present: int) -> int:
-    """The best length, if it is clearly better than staying and than none."""
-    best = max(range(len(rates)), key=rates.__getitem__)
-    if rates[best] < rates[present] * _MARGIN:
-        best = present
+def _choose(rate: Callable[[int], float], present: int, longest: int, some: bool) -> int:
+    """The best length, if it is clearly better than staying and than none.
+
+    Beyond the first draft rates rise and then fall: nobody looks further than that.
+    """
+    none, best, highest = rate(0), 0, 0.0
+    for length in range(1, longest + 1):
+        promised = rate(length)
+        if promised <= highest:
+            break
+        best, highest = length, promised
+    if some:
+        return best
+    if 0 < present <= longest and highest < rate(present) * _MARGIN:
+        best, highest = present, rate(present)
     # To begin takes more than to go on, so that it does not flicker at the edge.
-    enough = rates[0] * (1.0 if present else _SOME)
-    return best if rates[best] > enough else 0
+    return best if highest > none * (1.0 if present else _SOME) else 0
 
 
 def worth_verifying(

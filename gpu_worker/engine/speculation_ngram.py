@@ -21,7 +21,8 @@ class NgramIndex:
 
     Grows with the sequence, a dictionary entry for each token; nothing is ever scanned again. A
     look-up follows a few earlier places of the last pair and compares backwards from there: time
-    in proportion to the length of the match.
+    in proportion to the length of the match. Whoever must not wait for a long text to be read
+    calls :meth:`read` with a bound, step by step, and proposes once nothing is missing.
     """
 
     __slots__ = ("_before", "_last")
@@ -31,8 +32,25 @@ class NgramIndex:
         # Position p -> the place before p at which the pair ending in p ended; -1: none.
         self._before: list[int] = [-1]
 
+    def num_missing(self, token_ids: list[int]) -> int:
+        """How many tokens at the end are not in it yet."""
+        return len(token_ids) - len(self._before)
+
+    def read(self, token_ids: list[int], most: int) -> int:
+        """Take in up to ``most`` more tokens; how many it were."""
+        last, before = self._last, self._before
+        begin = len(before)
+        stop = min(len(token_ids), begin + most)
+        for position in range(begin, stop):
+            pair = token_ids[position - 1] << 32 | token_ids[position]
+            before.append(last.get(pair, -1))
+            last[pair] = position
+        return max(0, stop - begin)
+
     def propose(self, token_ids: list[int], most: int) -> tuple[tuple[int, ...], int]:
         """Up to ``most`` tokens that followed the last ones when they came before.
+
+        What is missing is read first.
 
         Args:
             token_ids: the same list at each call, with tokens added at its end.
@@ -42,7 +60,7 @@ class NgramIndex:
             The drafts, and the length of the match they continue, at least 2; nothing and 0 where
             the last two tokens have not come before.
         """
-        self._catch_up(token_ids)
+        self.read(token_ids, len(token_ids))
         end = len(token_ids) - 1
         place, longest, found = self._before[end] if end else -1, 0, -1
         for _ in range(_CANDIDATES):
@@ -62,13 +80,6 @@ class NgramIndex:
         while len(drafts) < most:
             drafts.append(drafts[-period])
         return tuple(drafts), longest
-
-    def _catch_up(self, token_ids: list[int]) -> None:
-        last, before = self._last, self._before
-        for position in range(len(before), len(token_ids)):
-            pair = token_ids[position - 1] << 32 | token_ids[position]
-            before.append(last.get(pair, -1))
-            last[pair] = position
 
 
 def _common_suffix(token_ids: list[int], place: int, end: int) -> int:

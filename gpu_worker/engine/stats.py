@@ -5,12 +5,13 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from penstock.shared.protocol import Lane
 
 from .speculation import SpeculationStats
 
-__all__ = ["EngineStats", "PoolUse", "Preemption", "PreemptionCause", "PreemptionMode"]
+__all__ = ["EngineStats", "Load", "PoolUse", "Preemption", "PreemptionCause", "PreemptionMode"]
 
 
 class PreemptionCause(enum.StrEnum):
@@ -24,6 +25,18 @@ class PreemptionCause(enum.StrEnum):
     """It needed KV itself, and there was none but with sequences before it."""
 
 
+class Load(NamedTuple):
+    """What decides how much more work an engine can take.
+
+    Attributes:
+        waiting: waiting sequences by lane; a lane without any may lack.
+        available_tokens: tokens of new sequences for which there is room.
+    """
+
+    waiting: Mapping[Lane, int]
+    available_tokens: int
+
+
 @dataclass(frozen=True, slots=True)
 class PoolUse:
     """How full the pool of one KV kind is.
@@ -32,11 +45,13 @@ class PoolUse:
         window: of its layers, in tokens; None: they see all tokens.
         num_blocks: blocks in the pool.
         used_blocks: of these, held by running sequences.
+        cached_blocks: of these, free and with content that could still be hit.
     """
 
     window: int | None
     num_blocks: int
     used_blocks: int
+    cached_blocks: int
 
 
 class PreemptionMode(enum.StrEnum):

@@ -10,15 +10,16 @@ __all__ = ["Step"]
 
 
 class Step:
-    """The step being planned, and what is left of its token budget."""
+    """The step being planned, what is left of its token budget, and who was displaced in it."""
 
-    __slots__ = ("budget", "copies", "spans", "swaps_in", "swaps_out")
+    __slots__ = ("budget", "copies", "displaced", "spans", "swaps_in", "swaps_out")
 
     def __init__(self) -> None:
         self.budget = 0
         self.spans: list[Span] = []
         self.copies: list[BlockCopy] = []
         self.swaps_out: list[BlockCopy] = []
+        self.displaced: set[Sequence] = set()
         self.swaps_in: list[BlockCopy] = []
 
     def plan(self) -> Plan:

@@ -27,8 +27,8 @@ class HostPool:
 
     - Out reads device blocks that were freed in this plan, before anything in it writes them.
     - In reads host blocks that no copy of the plan writes after it: room is made before anybody is
-      admitted, so all of a plan's host blocks were taken before any is given back. A sequence
-      may even go out and come back in one plan.
+      admitted, so all of a plan's host blocks were taken before any is given back. (Who displaces
+      others is admitted at once, but with room for all who go on, so nobody is preempted after it.)
     - In writes device blocks that were free when it was planned. The source of a block copy is not
       among them: somebody else holds it as well, and had he been preempted after the block copy was
       planned, nobody would have been admitted (thrash guard, part 1). A block copy may read what

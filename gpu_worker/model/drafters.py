@@ -12,6 +12,7 @@ from torch import Tensor
 from ..engine.kinds import NO_BLOCK
 from ..engine.plan import BlockCopy, Span
 from ..engine.sequence import Sequence, SequenceStatus
+from .draft_masks import Walks
 from .draft_rows import DraftRows, SampledRow
 from .kv_pool import KVPool
 from .lean import LeanLlama
@@ -65,6 +66,10 @@ class Drafter(Protocol):
 
         Returns:
             For each span ``num_drafts`` tokens, or none.
+
+        Raises:
+            Exception: anything. The step goes on without drafts, and the next call from where this
+                one began.
         """
 
 
@@ -125,10 +130,26 @@ class DraftModel:
 
     def copy_blocks(self, copies: Seq[BlockCopy]) -> None:
         """See :class:`Drafter`; its own KV has the block numbers of the first KV kind."""
-        self.pool.copy_blocks([copy for copy in copies if copy.kind == 0])
+        try:
+            self.pool.copy_blocks([copy for copy in copies if copy.kind == 0])
+        except BaseException:
+            self._known.clear()  # nobody knows whose blocks hold what they should
+            raise
 
     def propose(self, spans: Seq[Span]) -> list[Proposal]:
-        """See :class:`Drafter`. A sequence that must be caught up with first has no drafts yet."""
+        """See :class:`Drafter`. A sequence that must be caught up with first has no drafts yet.
+
+        It writes behind what it has read, and takes note of that at the end. So if it raises, what
+        it knew is right, and the rest is read again.
+        """
+        try:
+            return self._propose(spans)
+        except BaseException:
+            self._batches.clear()  # half set up for these rows, perhaps
+            self._rows = DraftRows()
+            raise
+
+    def _propose(self, spans: Seq[Span]) -> list[Proposal]:
         drafts: dict[Sequence, list[int]] = {}
         pieces: list[Piece] = []
         active: list[Span] = []
@@ -150,8 +171,10 @@ class DraftModel:
             drafts[span.sequence] = []
         offset = 0
         likely: dict[Sequence, list[Tensor]] = {span.sequence: [] for span in active}
+        walks = Walks([span.sequence for span in active])
         while active:
-            tokens, probabilities = self._draw(pieces, active, drafts, offset)
+            masks = walks.masks([span.sequence for span in active], drafts)
+            tokens, probabilities = self._draw(pieces, active, drafts, offset, masks)
             for span, row in zip(active, probabilities, strict=False):
                 likely[span.sequence].append(row)
             for span, token in zip(active, tokens, strict=True):
@@ -185,6 +208,7 @@ class DraftModel:
         spans: Seq[Span],
         drafts: dict[Sequence, list[int]],
         offset: int,
+        masks: Seq[Tensor],
     ) -> tuple[list[int], Seq[Tensor]]:
         rows: list[SampledRow] = [
             self._rows.of(span.sequence, drafts[span.sequence])[offset] for span in spans
@@ -197,9 +221,9 @@ class DraftModel:
             stream=DRAFT_STREAM if self._independent else 0,
         )
         logits = self._fit(self._read(pieces))
-        tokens: list[int] = self._sampler.sample(logits, batch).tolist()
+        tokens: list[int] = self._sampler.sample(logits, batch, masks).tolist()
         return tokens, tuple(
-            self._sampler.probabilities(logits, batch)
+            self._sampler.probabilities(logits, batch, masks)
         ) if self._independent else ()
 
     def _read(self, pieces: list[Piece]) -> Tensor:

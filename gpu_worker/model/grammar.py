@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from penstock.shared.errors import InvalidRequest
 from penstock.shared.protocol import SamplingOptions
@@ -25,7 +26,7 @@ from penstock.shared.protocol import SamplingOptions
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-__all__ = ["Follower", "Grammar", "GrammarCompiler", "GrammarError", "GrammarState"]
+__all__ = ["Follower", "Grammar", "GrammarCompiler", "GrammarError", "GrammarState", "Place"]
 
 _KEPT = 128
 """Compiled grammars kept for requests that bring the same one; about 50 KiB each."""
@@ -35,9 +36,66 @@ _WHITESPACE = " ?"
 too, and a model that has begun to write spaces may never end. A schema can say otherwise in
 ``x-guidance``."""
 
+_QUICK_S = 0.001
+"""What a mask may take if there are to be drafts: most take a tenth of it."""
+
 
 class GrammarError(Exception):
     """A sequence cannot go on in its grammar: it is too complex, or an id does not follow."""
+
+
+class Place:
+    """A place in a grammar.
+
+    Args:
+        matcher: this place's alone.
+        num_words: 32-bit words of a mask.
+        stop_token_ids: ids that may come where the output may end.
+    """
+
+    def __init__(self, matcher: LLMatcher, num_words: int, stop_token_ids: Sequence[int]) -> None:
+        self._matcher = matcher
+        self._num_words = num_words
+        self._stop_token_ids = tuple(stop_token_ids)
+
+    def copy(self) -> Place:
+        """The same place, to go on from by other ids. Takes a microsecond."""
+        return Place(self._matcher.deep_copy(), self._num_words, self._stop_token_ids)
+
+    def empty_mask(self) -> Tensor:
+        """Allows nothing: int32 ``[num_words]`` on the host."""
+        return torch.zeros(self._num_words, dtype=torch.int32)
+
+    def skip(self, token_ids: Sequence[int]) -> None:
+        """Go on by these ids. What is wrong with them is found by :meth:`advance`."""
+        if token_ids:
+            self._matcher.consume_tokens(list(token_ids))
+
+    def advance(self, token_ids: Sequence[int], mask: Tensor) -> None:
+        """Go on by these ids, and make the mask of what may follow.
+
+        Args:
+            token_ids: none to stay here.
+            mask: to be filled: bit ``i % 32`` of word ``i // 32`` tells whether token ``i`` may
+                come next.
+
+        Raises:
+            GrammarError: there is none.
+        """
+        self.skip(token_ids)
+        matcher = self._matcher
+        if not matcher.is_error():
+            matcher.unsafe_compute_mask_ptr(mask.data_ptr(), mask.nbytes)
+        if matcher.is_error():
+            raise GrammarError(_first_line(matcher.get_error()))
+        if self._stop_token_ids and matcher.is_accepting():
+            bits = mask.numpy().view("uint32")
+            for token_id in self._stop_token_ids:
+                bits[token_id >> 5] |= 1 << (token_id & 31)
+
+    def num_valid(self, token_ids: Sequence[int]) -> int:
+        """How many of these ids, from the first on, may follow in a row; nothing changes."""
+        return self._matcher.validate_tokens(list(token_ids))
 
 
 class GrammarState:
@@ -45,74 +103,120 @@ class GrammarState:
 
     Args:
         field: the request's field, for messages.
-        matcher: at the beginning of the output; this state's alone.
-        num_words: 32-bit words of a mask.
-        stop_token_ids: ids that may come where the output may end.
-
-    Attributes:
-        mask: int32 ``[num_words]`` on the host: bit ``i % 32`` of word ``i // 32`` tells whether
-            token ``i`` may come next. Of the state that :meth:`fill` last saw.
+        place: the beginning of the output.
     """
 
-    def __init__(
-        self, field: str, matcher: LLMatcher, num_words: int, stop_token_ids: Sequence[int] = ()
-    ) -> None:
+    def __init__(self, field: str, place: Place) -> None:
         self.field = field
-        self.mask = torch.zeros(num_words, dtype=torch.int32)
-        self._matcher = matcher
-        self._stop_token_ids = tuple(stop_token_ids)
+        self._place = place
+        self._masks = [place.empty_mask()]
+        self._num_made = 0
 
-    def fill(self, token_ids: Sequence[int]) -> None:
-        """Go on by these output ids, and make the mask of what may follow them.
+    def fill(self, token_ids: Sequence[int], drafts: Sequence[int] = ()) -> None:
+        """Go on by these output ids, and make the masks of what may follow them and each draft.
+
+        Drafts are not gone on by: the next call says which of them became output. Where they leave
+        the grammar, or it becomes too complex, the masks behind them allow nothing.
 
         Raises:
-            GrammarError: there is none.
+            GrammarError: nothing may follow the output.
         """
-        matcher, mask = self._matcher, self.mask
-        if token_ids:
-            matcher.consume_tokens(list(token_ids))
-        if not matcher.is_error():
-            matcher.unsafe_compute_mask_ptr(mask.data_ptr(), mask.nbytes)
-        if matcher.is_error():
-            raise GrammarError(_first_line(matcher.get_error()))
-        if self._stop_token_ids and matcher.is_accepting():
-            self._allow(self._stop_token_ids)
+        self._num_made = 0
+        self._place.advance(token_ids, self._masks[0])
+        self._num_made = 1
+        if not drafts:
+            return
+        ahead = self._place.copy()
+        for number, draft in enumerate(drafts, start=1):
+            if number == len(self._masks):
+                self._masks.append(ahead.empty_mask())
+            try:
+                ahead.advance((draft,), self._masks[number])
+            except GrammarError:
+                return
+            self._num_made = number + 1
 
-    def allowed_prefix(self, drafts: Sequence[int]) -> int:
+    def masks(self, count: int) -> list[Tensor]:
+        """``count`` masks int32 ``[words]`` on the host: of the next token, and behind each draft.
+
+        As :meth:`fill` was last asked for them.
+        """
+        made = self._masks[: min(count, self._num_made)]
+        return made + [self._place.empty_mask() for _ in range(count - len(made))]
+
+    def ahead(self) -> Place:
+        """The place after the last :meth:`fill`, to go on from without changing this."""
+        return self._place.copy()
+
+    def allowed_prefix(self, token_ids: Sequence[int]) -> int:
         """How many of these ids, from the first on, may follow the output in a row.
 
         The output is that of the last :meth:`fill`; nothing changes.
         """
-        return self._matcher.validate_tokens(list(drafts))
-
-    def _allow(self, token_ids: Sequence[int]) -> None:
-        bits = self.mask.numpy().view("uint32")
-        for token_id in token_ids:
-            bits[token_id >> 5] |= 1 << (token_id & 31)
+        return self._place.num_valid(token_ids)
 
 
 class Follower:
     """A sequence's grammar state, and what the threads of :mod:`.masks` have to do with it.
 
-    The engine keeps it for its sequence and does not look into it.
+    It is the :class:`Form` that the engine asks.
 
     Attributes:
         state: touched by a thread while ``busy``, and by nobody else then.
         num_followed: output tokens that were handed to it.
+        drafts: and drafts behind them.
         busy: a thread has it.
         late: a step has waited for it in vain.
         began: monotonic time in seconds when it was handed over.
+        seconds: CPU time of a mask, when it was last asked for some.
         error: why it cannot go on.
     """
 
-    __slots__ = ("began", "busy", "error", "late", "num_followed", "state")
+    __slots__ = (
+        "began",
+        "busy",
+        "drafts",
+        "error",
+        "late",
+        "num_followed",
+        "seconds",
+        "state",
+    )
 
     def __init__(self, state: GrammarState) -> None:
         self.state = state
         self.num_followed = -1  # not even the beginning has a mask
+        self.drafts: tuple[int, ...] = ()
         self.busy = self.late = False
-        self.began = 0.0
+        self.began = self.seconds = 0.0
         self.error: Exception | None = None
+
+    @property
+    def may_draft(self) -> bool:
+        """See :class:`Form`: no thread has it, and its masks are made in no time.
+
+        A sequence with drafts needs a mask for each, and its step waits for all of them.
+        """
+        idle = not self.busy and self.error is None and self.num_followed >= 0
+        return idle and self.seconds <= _QUICK_S
+
+    def num_allowed(
+        self, token_ids: Sequence[int], num_prompt_tokens: int, drafts: Sequence[int]
+    ) -> int:
+        """See :class:`Form`."""
+        new = token_ids[num_prompt_tokens + self.num_followed :]
+        return max(0, self.state.allowed_prefix([*new, *drafts]) - len(new))
+
+    def ahead(self, token_ids: Sequence[int], num_prompt_tokens: int) -> Place:
+        """The place behind this output, to go on from by drafts.
+
+        Args:
+            token_ids: prompt and output.
+            num_prompt_tokens: how many of them are the prompt.
+        """
+        place = self.state.ahead()
+        place.skip(token_ids[num_prompt_tokens + self.num_followed :])
+        return place
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +230,8 @@ class Grammar:
 
     def __call__(self) -> Follower:
         """At the beginning of an output. Takes microseconds."""
-        matcher = self.template.deep_copy()
-        state = GrammarState(self.field, matcher, self.num_words, self.stop_token_ids)
-        return Follower(state)
+        place = Place(self.template.deep_copy(), self.num_words, self.stop_token_ids)
+        return Follower(GrammarState(self.field, place))
 
 
 class GrammarCompiler:
@@ -186,9 +289,9 @@ class GrammarCompiler:
         matcher = LLMatcher(words, lark, log_level=0, limits=limits)
         if matcher.is_error():
             raise _refusal(field, source, matcher.get_error())
-        trial = GrammarState(field, matcher.deep_copy(), -(-self._vocab_size // 32))
+        place = Place(matcher.deep_copy(), -(-self._vocab_size // 32), ())
         try:
-            trial.fill(())
+            place.advance((), place.empty_mask())
         except GrammarError as error:
             raise _refusal(field, source, f"no text has this form ({error})") from None
         return matcher

@@ -48,6 +48,7 @@ def kinds_in_budget(
     config: EngineConfig,
     *,
     use_all: bool,
+    draft: KVGeometry | None = None,
 ) -> tuple[KVKind, ...]:
     """Split a budget between the KV kinds of a model.
 
@@ -61,6 +62,8 @@ def kinds_in_budget(
         budget_bytes: holds at least one block of every layer.
         config: limits of the engine; its own pools are not looked at.
         use_all: spend what no running sequence can need, too: on more cached prefixes.
+        draft: of the draft model. Its KV has the block numbers of the first kind, so a block of
+            that takes as much more.
     """
     windows = windows_of_kinds(geometry, config.max_model_len)
     layers = kinds_of_layers(geometry, [KVKind(1, window) for window in windows])
@@ -68,17 +71,20 @@ def kinds_in_budget(
     for layer, kind in zip(geometry.layers, layers, strict=True):
         token_bytes[kind] += layer.elements_per_token * dtype.itemsize
     block_bytes = [size * config.block_size for size in token_bytes]
+    costs = list(block_bytes)
+    if draft is not None:
+        costs[0] += draft.elements_per_token * dtype.itemsize * config.block_size
     enough = [_most_needed(window, config) for window in windows]
     counts: dict[int, int] = {}
     remaining = budget_bytes
     while len(counts) < len(windows):
         missing = [kind for kind in range(len(windows)) if kind not in counts]
-        each = remaining // sum(block_bytes[kind] for kind in missing)
+        each = remaining // sum(costs[kind] for kind in missing)
         bounded = missing[1:] if use_all and 0 in missing else missing
         filled = [kind for kind in bounded if enough[kind] <= each]
         for kind in filled or missing:
             counts[kind] = enough[kind] if filled else each
-            remaining -= counts[kind] * block_bytes[kind]
+            remaining -= counts[kind] * costs[kind]
     return tuple(
         KVKind(counts[kind], window, block_bytes=block_bytes[kind])
         for kind, window in enumerate(windows)

@@ -45,20 +45,34 @@ def bytes_per_block(geometry: KVGeometry, block_size: int, dtype: torch.dtype) -
 
 
 def blocks_in_budget(
-    geometry: KVGeometry, block_size: int, dtype: torch.dtype, budget_bytes: int
+    geometry: KVGeometry,
+    block_size: int,
+    dtype: torch.dtype,
+    budget_bytes: int,
+    draft: KVGeometry | None = None,
 ) -> int:
     """How many blocks fit in ``budget_bytes``.
+
+    Args:
+        geometry: of the model.
+        block_size: tokens in a block.
+        dtype: of the KV.
+        budget_bytes: what there is.
+        draft: of the draft model, whose KV lies in the same blocks.
 
     Raises:
         InsufficientMemory: not even one.
     """
     size = bytes_per_block(geometry, block_size, dtype)
+    size += 0 if draft is None else bytes_per_block(draft, block_size, dtype)
     count = budget_bytes // size
     if count < 1:
+        models = "this model" if draft is None else "this model and its draft model"
         raise InsufficientMemory(
-            f"the KV memory budget of {format_bytes(budget_bytes)} holds no block of {block_size} "
-            f"tokens, which takes {format_bytes(size)} in this model; raise the budget to at "
-            "least that, or lower the block size"
+            f"engine.kv_memory: a budget of {format_bytes(budget_bytes)} holds no block of "
+            f"{block_size} tokens, which takes {size} bytes ({format_bytes(size)}) in {models}; "
+            "set it to at least that, and to as many blocks as the sequences that shall run at "
+            "the same time need, or lower engine.block_size"
         )
     return count
 
@@ -106,7 +120,7 @@ class KVPool:
             raise InsufficientMemory(
                 f"{device} cannot give {format_bytes(self.num_bytes)} for {count} KV blocks of "
                 f"{block_size} tokens "
-                f"({_first_line(error)}); lower the KV memory budget"
+                f"({_first_line(error)}); lower engine.kv_memory"
             ) from error
         self.layers = tuple(layers)
 

@@ -34,7 +34,7 @@ from .geometry import KVGeometry, probe_geometry
 from .memory import available_bytes
 from .patches import prepack_linears
 
-__all__ = ["DEMO", "LoadedModel", "load_model"]
+__all__ = ["DEMO", "LoadedModel", "adopt_model", "load_model", "pick_device"]
 
 log = logging.getLogger(__name__)
 
@@ -122,7 +122,7 @@ def load_model(
     """
     begin = time.perf_counter()
     folder = find_checkpoint(path)
-    target = _pick_device(device)
+    target = pick_device(device)
     if dtype != "auto" and dtype not in DTYPES:
         raise ConfigurationError(f"dtype: got {dtype!r}; allowed: auto, {', '.join(DTYPES)}")
     with quiet():
@@ -131,30 +131,15 @@ def load_model(
         context_length = _context_length(config, max_model_len)
         tokenizer = load_tokenizer(folder)
         model = load_weights(folder, config, _pick_dtype(dtype, config, target), target)
-        context, attention_name, geometry, vocab_size = _attach(model, config, target)
-    if prepack and target.type == "cpu":
-        trial = functools.partial(gate.trial_logits, model, context, geometry, vocab_size)
-        prepack_linears(model, trial, available_bytes(target) // 8)
-    result = LoadedModel(
-        model=model,
-        tokenizer=tokenizer,
-        device=target,
-        dtype=model.dtype,
-        geometry=geometry,
-        max_model_len=context_length,
-        eos_token_ids=_eos_token_ids(model, tokenizer),
-        vocab_size=vocab_size,
-        path=folder,
-        context=context,
-        attention_name=attention_name,
-        load_seconds=time.perf_counter() - begin,
+    result = adopt_model(
+        model, tokenizer, folder, max_model_len=context_length, prepack=prepack, begin=begin
     )
     log.info(
         "loaded %s from %s in %.1f s: %d layers, %s on %s, context of %d tokens",
         config.model_type,
         folder,
         result.load_seconds,
-        len(geometry.layers),
+        len(result.geometry.layers),
         str(model.dtype).removeprefix("torch."),
         target,
         context_length,
@@ -162,7 +147,58 @@ def load_model(
     return result
 
 
-def _pick_device(device: str) -> torch.device:
+def adopt_model(
+    model: Any,
+    tokenizer: Any,
+    path: Path,
+    *,
+    max_model_len: int,
+    prepack: bool = True,
+    begin: float | None = None,
+) -> LoadedModel:
+    """Make a model of transformers that has its weights already ready to run, through every gate.
+
+    Args:
+        model: on its device, in eval mode.
+        tokenizer: None for a model that is given ids and asked for ids.
+        path: where it comes from, for messages.
+        max_model_len: prompt and output tokens of one sequence, at most.
+        prepack: as in :func:`load_model`.
+        begin: ``time.perf_counter()`` when loading began; None: now.
+
+    Raises:
+        UnsupportedModel: the gate refused its architecture.
+        InsufficientMemory: a trial step does not fit beside the weights.
+    """
+    began = time.perf_counter() if begin is None else begin
+    target = model.device
+    with quiet():
+        context, attention_name, geometry, vocab_size = _attach(model, model.config, target)
+    if prepack and target.type == "cpu":
+        trial = functools.partial(gate.trial_logits, model, context, geometry, vocab_size)
+        prepack_linears(model, trial, available_bytes(target) // 8)
+    return LoadedModel(
+        model=model,
+        tokenizer=tokenizer,
+        device=target,
+        dtype=model.dtype,
+        geometry=geometry,
+        max_model_len=max_model_len,
+        eos_token_ids=_eos_token_ids(model, tokenizer),
+        vocab_size=vocab_size,
+        path=path,
+        context=context,
+        attention_name=attention_name,
+        load_seconds=time.perf_counter() - began,
+    )
+
+
+def pick_device(device: str) -> torch.device:
+    """The device that a setting names.
+
+    Raises:
+        ConfigurationError: there is none of this name.
+    """
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

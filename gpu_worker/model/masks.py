@@ -1,18 +1,20 @@
 """Makes grammar masks beside the forward pass, and waits for none that is slow.
 
 The mask for a sequence's next token depends on its tokens so far alone, so it is made by a few
-threads (llguidance releases the interpreter lock) while the device computes the logits. Sampling
-then waits for what is missing, but only for a short time and once: whose mask is late samples
-nothing in this step and is *deferred*. It is looked at again in the next one, and until it is there
-nobody waits for it.
+threads (llguidance releases the interpreter lock) while the device computes the logits. A sequence
+with drafts needs one more for each of them, and they are made together. Sampling then waits for
+what is missing, but only for a short time and once: whose masks are late samples nothing in this
+step and is *deferred*. It is looked at again in the next one, and until they are there nobody waits
+for them.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
@@ -23,7 +25,7 @@ from penstock.shared.protocol import Reason
 from ..engine.requests import Finish
 from .grammar import Follower, GrammarError
 
-__all__ = ["Constrained", "MaskMaker", "Masks"]
+__all__ = ["Asked", "Constrained", "MaskMaker", "Masks"]
 
 _ALONE_S = 0.05
 """Where nobody else would sample, a step waits so long: there is nothing better to do."""
@@ -46,11 +48,26 @@ class Constrained(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Asked:
+    """Masks that a step needs of one sequence.
+
+    Attributes:
+        row: its position among the sequences that sample.
+        follower: who makes them.
+        count: how many: one, and one for each of its drafts.
+    """
+
+    row: int
+    follower: Follower
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
 class Masks:
     """What came of one step's masks; rows are positions among the sequences that sample.
 
     Attributes:
-        tensors: int32 ``[words]`` of each constrained row in order, also of one that has none.
+        tensors: int32 ``[words]``, those that were asked for in order, also where there are none.
         deferred: rows whose mask is not there yet.
         failures: rows whose grammar cannot go on.
     """
@@ -64,6 +81,7 @@ class Masks:
 class _Job:
     follower: Follower
     token_ids: list[int]
+    drafts: tuple[int, ...]
 
 
 class MaskMaker:
@@ -92,34 +110,42 @@ class MaskMaker:
         self._done: SimpleQueue[Follower] = SimpleQueue()
         self._threads: list[threading.Thread] = []
 
-    def begin(self, sequences: Sequence[Constrained]) -> dict[int, Follower]:
+    def begin(
+        self, sequences: Sequence[Constrained], drafts: Iterable[tuple[int, ...]] | None = None
+    ) -> list[Asked]:
         """Ask for the masks of these sequences' next tokens; to be called before the forward.
 
+        Args:
+            sequences: those that sample.
+            drafts: of each of them; None: nobody has any. Who is :attr:`~Follower.busy` has none.
+
         Returns:
-            What :meth:`join` takes: the constrained ones by row.
+            What :meth:`join` takes: of the constrained ones, in order.
         """
         self._collect()
-        followers: dict[int, Follower] = {}
-        for row, sequence in enumerate(sequences):
+        asked: list[Asked] = []
+        of_all = repeat(()) if drafts is None else drafts
+        for row, (sequence, mine) in enumerate(zip(sequences, of_all, strict=False)):
             follower = sequence.grammar
             if follower is None:
                 continue
             assert isinstance(follower, Follower)
-            followers[row] = follower
+            asked.append(Asked(row, follower, 1 + len(mine)))
             if not follower.busy:
-                self._ask(follower, sequence)
-        return followers
+                self._ask(follower, sequence, mine)
+        return asked
 
-    def join(self, followers: dict[int, Follower], *, others: bool) -> Masks:
+    def join(self, asked: Sequence[Asked], *, others: bool) -> Masks:
         """Take the masks that are there, or come within the time a step may wait.
 
         Args:
-            followers: of :meth:`begin`.
+            asked: of :meth:`begin`.
             others: whether the step is of use to anybody else.
         """
-        if not followers:
+        if not asked:
             return Masks()
         self._collect()
+        followers = {of.row: of.follower for of in asked}
         fresh = {id(f) for f in followers.values() if f.busy and not f.late}
         self._wait(fresh, self._wait_s)
         if not others and all(follower.busy for follower in followers.values()):
@@ -134,7 +160,7 @@ class MaskMaker:
                     deferred.add(row)
             elif follower.error is not None:
                 failures[row] = _ended_by(follower)
-        tensors = tuple(follower.state.mask for follower in followers.values())
+        tensors = tuple(mask for of in asked for mask in of.follower.state.masks(of.count))
         return Masks(tensors, frozenset(deferred), failures)
 
     def close(self) -> None:
@@ -142,17 +168,18 @@ class MaskMaker:
         for _ in self._threads:
             self._jobs.put(None)
 
-    def _ask(self, follower: Follower, sequence: Constrained) -> None:
+    def _ask(self, follower: Follower, sequence: Constrained, drafts: tuple[int, ...]) -> None:
         num_output = len(sequence.token_ids) - sequence.num_prompt_tokens
         follower.late = False
-        if follower.num_followed == num_output or follower.error is not None:
+        made = follower.num_followed == num_output and drafts == follower.drafts[: len(drafts)]
+        if made or follower.error is not None:
             return  # the step before deferred it or failed
         begin = sequence.num_prompt_tokens + max(follower.num_followed, 0)
-        follower.num_followed = num_output
+        follower.num_followed, follower.drafts = num_output, drafts
         follower.busy, follower.began = True, self._clock()
         if not self._threads:
             self._start()
-        self._jobs.put(_Job(follower, sequence.token_ids[begin:]))
+        self._jobs.put(_Job(follower, sequence.token_ids[begin:], drafts))
 
     def _collect(self) -> None:
         """Note what the threads have done."""
@@ -182,11 +209,13 @@ class MaskMaker:
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
+            follower, began = job.follower, time.thread_time()
             try:
-                job.follower.state.fill(job.token_ids)
+                follower.state.fill(job.token_ids, job.drafts)
             except Exception as error:
-                job.follower.error = error
-            self._done.put(job.follower)
+                follower.error = error
+            follower.seconds = (time.thread_time() - began) / (1 + len(job.drafts))
+            self._done.put(follower)
 
 
 def _too_slow(follower: Follower, limit_s: float) -> Finish:

@@ -92,8 +92,8 @@ def kv_budget(setting: str | int | None, device: torch.device) -> int:
     budget = parse_bytes(setting)
     if budget > available:
         raise InsufficientMemory(
-            f"the KV memory budget of {format_bytes(budget)} is more than {device} has available "
-            f"({format_bytes(available)}); lower it"
+            f"engine.kv_memory is {format_bytes(budget)}, more than {device} has available "
+            f"({format_bytes(available)}); lower it, or leave it out to take a part of that"
         )
     return budget
 

@@ -19,12 +19,12 @@ from ..engine.plan import Plan, Span, StepOutput
 from ..engine.requests import Finish
 from ..engine.sequence import Sequence
 from ..engine.speculation_cost import StepTiming
+from .draft_fallback import DraftFallback
 from .draft_rows import DraftRows, SampledRow
 from .drafters import Drafter, Proposal
-from .grammar import Follower
 from .kv_pool import KVPool
 from .logits_processors import nothing_left
-from .masks import MaskMaker, Masks
+from .masks import Asked, MaskMaker, Masks
 from .packing import Piece, Rows, decode_pieces, forward_logits, pack
 from .prompt_logprobs import PromptRows
 from .sampler import INVALID_TOKEN, NO_TOKEN_LEFT, Sampler, SamplingBatch
@@ -74,7 +74,7 @@ class ModelRunner:
         self.loaded = loaded
         self.pool = pool
         self.swap_pool = swap_pool
-        self._drafter = drafter
+        self._drafter = None if drafter is None else DraftFallback(drafter)
         self._rejection = rejection
         self._draft_rows = DraftRows()
         self._sampler = Sampler() if sampler is None else sampler
@@ -99,17 +99,17 @@ class ModelRunner:
         except Exception as error:  # whatever it was, blocks do not hold what they should
             return _unmoved(plan, error)
         sampling = [span.sequence for span in plan.spans if span.samples]
-        followers = self._masks.begin(sampling)
         proposals, draft_seconds = self._propose(plan)
         drafts = {sequence: of.token_ids for sequence, of in proposals.items()}
+        asked = self._masks.begin(sampling, [drafts.get(s, ()) for s in sampling])
         logits = self._forward([_piece(span, drafts.get(span.sequence, ())) for span in plan.spans])
         times = began, draft_seconds
         prompts = PromptRows.of(plan.spans, drafts, self.loaded.device)
         if prompts is None:
-            return self._sample(plan, logits, sampling, followers, proposals, times)
+            return self._sample(plan, logits, sampling, asked, proposals, times)
         figures = prompts.compute(logits)
         logits = logits[prompts.sampled]
-        output = self._sample(plan, logits, sampling, followers, proposals, times)
+        output = self._sample(plan, logits, sampling, asked, proposals, times)
         return replace(output, prompt_logprobs=prompts.by_sequence(figures))
 
     def _sample(
@@ -117,7 +117,7 @@ class ModelRunner:
         plan: Plan,
         logits: Tensor,
         sampling: list[Sequence],
-        followers: dict[int, Follower],
+        asked: Seq[Asked],
         proposals: Mapping[Sequence, Proposal],
         times: tuple[float, float],
     ) -> StepOutput:
@@ -127,7 +127,7 @@ class ModelRunner:
             plan: the step's.
             logits: a row for each token that is sampled.
             sampling: the sequences of these rows; one with drafts has a row more for each.
-            followers: what the masks are asked of.
+            asked: the masks that are being made.
             proposals: the drafts of the sequences that have some.
             times: when the step began, and the seconds its draft model took.
         """
@@ -142,7 +142,7 @@ class ModelRunner:
         self._batch = SamplingBatch.from_sequences(
             rows, self.loaded.device, self._batch, eos_token_ids=self.loaded.eos_token_ids
         )
-        masks = self._masks.join(followers, others=len(followers) < len(plan.spans))
+        masks = self._masks.join(asked, others=len(asked) < len(plan.spans))
         chosen = self._sampler.sample(logits, self._batch, masks.tensors)
         if drafts:
             chosen = self._verify(logits, chosen, rows, proposals, masks.tensors)
@@ -165,7 +165,10 @@ class ModelRunner:
             {} if report is None else _reported(plan, report.by_row(), begins, token_ids),
             {} if candidates is None else _of_sequences(rows, candidates.by_row()),
             swap_s=self._swap_seconds(),
-            drafted={sequence: len(ids) for sequence, ids in drafts.items()},
+            draft_failed=self._drafter is not None and self._drafter.take_failed(),
+            drafted={
+                s.sequence: len(drafts.get(s.sequence, ())) for s in plan.spans if s.num_drafts
+            },
             timing=StepTiming(time.perf_counter() - began, draft_seconds),
         )
         if min(sampled) >= 0 and not masks.deferred and not masks.failures:
@@ -205,14 +208,16 @@ class ModelRunner:
 
     def _propose(self, plan: Plan) -> tuple[dict[Sequence, Proposal], float]:
         """The drafts of each sequence that has some, and the seconds the draft model took."""
-        drafts = {span.sequence: Proposal(span.drafts) for span in plan.spans if span.drafts}
-        asking = [span for span in plan.spans if span.num_drafts and not span.drafts]
+        wanting = [span for span in plan.spans if span.num_drafts and _may_draft(span.sequence)]
+        drafts = {span.sequence: Proposal(span.drafts) for span in wanting if span.drafts}
+        asking = [span for span in wanting if not span.drafts]
         if not asking or self._drafter is None:
             return drafts, 0.0
         began = time.perf_counter()
         for span, proposal in zip(asking, self._drafter.propose(asking), strict=True):
-            if proposal.token_ids:
-                drafts[span.sequence] = proposal
+            allowed = _cut(span.sequence, proposal)
+            if allowed.token_ids:
+                drafts[span.sequence] = allowed
         return drafts, time.perf_counter() - began
 
     def _move(self, plan: Plan) -> None:
@@ -286,6 +291,26 @@ class ModelRunner:
     def _forward(self, pieces: Seq[Piece]) -> Tensor:
         step = pack(pieces, self.pool)
         return forward_logits(self.loaded.model, self.loaded.context, self.pool, step)
+
+
+def _may_draft(sequence: Sequence) -> bool:
+    """Whether masks can be made for drafts, also in a step that is run again since it raised."""
+    return sequence.grammar is None or sequence.grammar.may_draft
+
+
+def _cut(sequence: Sequence, proposal: Proposal) -> Proposal:
+    """The proposal up to the first draft that the form of the output forbids.
+
+    Where drafts were drawn by chance rejection sampling must see those, too: what comes in their
+    place comes from what the target has left beside them.
+    """
+    form = sequence.grammar
+    if form is None or proposal.probabilities is not None:
+        return proposal
+    drafts = proposal.token_ids
+    return Proposal(
+        drafts[: form.num_allowed(sequence.token_ids, sequence.num_prompt_tokens, drafts)]
+    )
 
 
 def _reported(

@@ -124,15 +124,15 @@ def _engine_config(
 ) -> EngineConfig:
     on_gpu = loaded.device.type == "cuda"
     budget = kv_budget(settings.kv_memory, loaded.device)
-    if draft is not None:  # a block has room for both models' KV
-        own = loaded.geometry.elements_per_token
-        budget = budget * own // (own + draft.geometry.elements_per_token)
+    beside = None if draft is None else draft.geometry
     default_tokens = _GPU_BATCH_TOKENS if on_gpu else _CPU_BATCH_TOKENS
     whole = loaded.max_model_len if settings.chunking == "off" else 0
     batch_tokens = settings.max_batch_tokens or max(default_tokens, whole + settings.max_sequences)
     config = EngineConfig(
         block_size=settings.block_size,
-        num_blocks=blocks_in_budget(loaded.geometry, settings.block_size, loaded.dtype, budget),
+        num_blocks=blocks_in_budget(
+            loaded.geometry, settings.block_size, loaded.dtype, budget, beside
+        ),
         max_batch_tokens=batch_tokens,
         max_sequences=settings.max_sequences,
         chunk_size=settings.chunk_size or batch_tokens,
@@ -150,11 +150,12 @@ def _engine_config(
     )
     # Past the point where every sequence has a whole context, more blocks only cost start-up time.
     kinds = kinds_in_budget(
-        loaded.geometry if draft is None else _without_windows(loaded.geometry),
+        loaded.geometry if draft is None else _readable_by_draft(loaded.geometry),
         loaded.dtype,
         budget,
         config,
         use_all=settings.kv_memory is not None,
+        draft=beside,
     )
     if settings.preemption != "recompute":
         num_bytes = sum(kind.num_blocks * kind.block_bytes for kind in kinds)
@@ -171,8 +172,15 @@ def _engine_config(
     )
 
 
-def _without_windows(geometry: KVGeometry) -> KVGeometry:
-    """As if all layers saw everything: a draft model, which shares the block tables, may do so."""
+def _readable_by_draft(geometry: KVGeometry) -> KVGeometry:
+    """With at least one layer that keeps everything, since the draft model reads from the begin.
+
+    Its KV lies in the blocks of the first KV kind. Where some layer sees everything, that is the
+    first, and layers with a window give up what left it. Where none does, all keep everything: a
+    draft model that begins late, or after a preemption, would find the begin gone.
+    """
+    if any(layer.window is None for layer in geometry.layers):
+        return geometry
     return KVGeometry(tuple(replace(layer, window=None) for layer in geometry.layers))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -25,7 +26,7 @@ AUTO_LONGEST = 7
 
 _DRAFTS = (0, 1, 3, AUTO_LONGEST)
 _GROWTH = 4
-_REPEATS = 3
+_PASSES, _REPEATS = 3, 2
 
 _SECONDS = 2.5
 """What timing steps at start may take; larger ones than came by then are extrapolated."""
@@ -103,25 +104,25 @@ def configure(
 
 def _calibrate(runner: ModelRunner, drafter: DraftModel | None, max_sequences: int) -> Calibration:
     began = time.perf_counter()
-    sequences: list[int] = []
-    verify: list[tuple[float, ...]] = []
-    draft: list[float] = []
-    for count in _powers(max_sequences):
-        spent = time.perf_counter() - began
-        if sequences and spent * (1 + _GROWTH) > _SECONDS:
-            break
-        times = [
-            runner.time_decode(count, num_drafts=drafts, repeats=_REPEATS) for drafts in _DRAFTS
-        ]
-        sequences.append(count)
-        verify.append(tuple(times))
-        if drafter is not None:
-            draft.append(drafter.time_round(count, repeats=_REPEATS))
+    verify: dict[int, list[float]] = {}
+    draft: dict[int, float] = {}
+    for number in range(_PASSES):
+        # All sizes in turn, and again: a machine that is slow for a while is so for all of them.
+        for count in tuple(verify) if number else _powers(max_sequences):
+            spent = time.perf_counter() - began
+            if not number and verify and spent * (1 + _GROWTH) > _SECONDS / _PASSES:
+                break
+            before = verify.get(count, [math.inf] * len(_DRAFTS))
+            times = (runner.time_decode(count, num_drafts=k, repeats=_REPEATS) for k in _DRAFTS)
+            verify[count] = list(map(min, before, times))
+            if drafter is not None:
+                seconds = drafter.time_round(count, repeats=_REPEATS)
+                draft[count] = min(draft.get(count, math.inf), seconds)
     return Calibration(
-        sequences=tuple(sequences),
+        sequences=tuple(verify),
         drafts=_DRAFTS,
-        verify=tuple(verify),
-        draft=tuple(draft) if drafter is not None else None,
+        verify=tuple(map(tuple, verify.values())),
+        draft=tuple(draft.values()) if drafter is not None else None,
     )
 
 

@@ -1,12 +1,13 @@
 """A fleet in virtual time: the real engine and the real order of claims, without a device.
 
-Read in this order: ``workload`` (what is asked), ``cost`` (how long a step takes), ``lanes`` (who
-is next), ``node`` (one worker), ``fleet`` (who gets what, and the clock), ``measures``,
-``scenario`` (one run), ``command`` and ``plot``.
+Read in this order: ``workload`` (what is asked), ``cost`` and ``fitted`` (how long a step takes),
+``lanes`` (who is next), ``node`` (one worker), ``fleet`` (the clock), ``dispatch`` (who gets what),
+``measures``, ``scenario`` (one run), ``comparison``, ``command``, ``view`` and ``plot``.
 """
 
 from .cost import HARDWARE, MODELS, ConstantCost, CostModel, Hardware, ModelShape, Roofline
-from .fleet import Dispatch, Run
+from .dispatch import Dispatch
+from .fleet import Run
 from .lanes import FairQueue
 from .measures import ServiceLevel
 from .scenario import Outcome, Scenario, simulate

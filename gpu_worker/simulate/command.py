@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,8 @@ from penstock.shared.report_view import show_progress
 from ..engine.config import PolicyName
 from .comparison import ChunkChoice, Comparison, PreemptionMode, compare, report
 from .cost import HARDWARE, MODELS, ConstantCost, CostModel, Roofline, calibrated, read_metrics
-from .fleet import Dispatch
+from .dispatch import Dispatch
+from .fitted import fit_costs, read_steps
 from .measures import ServiceLevel
 from .plot import plot, require_matplotlib
 from .view import show
@@ -25,6 +27,7 @@ from .workload import Lengths, write_trace
 __all__ = ["simulate"]
 
 _Value = TypeVar("_Value")
+_Choice = TypeVar("_Choice", bound=enum.StrEnum)
 
 
 def simulate(
@@ -72,8 +75,12 @@ def simulate(
         Path | None,
         typer.Option(help="A scrape of a worker's /metrics: scale step times to its mean step."),
     ] = None,
+    steps: Annotated[
+        Path | None,
+        typer.Option(help="A worker's log of steps (worker.step_log): fit step times to it."),
+    ] = None,
     context: Annotated[
-        int, typer.Option(help="Mean context of a sequence in that run, in tokens.")
+        int, typer.Option(help="Mean context of a sequence in the run of --calibrate.")
     ] = 512,
     max_sequences: Annotated[str, typer.Option(help="Of a worker; several compare.")] = "64",
     chunk_size: Annotated[
@@ -100,7 +107,13 @@ def simulate(
         int | None,
         typer.Option(help="Tokens per KV block; 16 if not given, more in a large fleet."),
     ] = None,
+    prefix_cache: Annotated[
+        bool, typer.Option(help="Preempted work may find its KV again, as long as there is room.")
+    ] = True,
     exchange_ms: Annotated[float, typer.Option(help="One round trip with Redis.")] = 1.0,
+    wake_ms: Annotated[
+        float, typer.Option(help="From the bell until a worker that hears it asks for work.")
+    ] = 0.0,
     claim_batch: Annotated[int, typer.Option(help="Most requests claimed at once.")] = 16,
     slo_ttft_ms: Annotated[float, typer.Option(help="Good is a first token within this.")] = 1000.0,
     slo_itl_ms: Annotated[float, typer.Option(help="And further ones this far apart.")] = 50.0,
@@ -124,16 +137,17 @@ def simulate(
     if picture is not None:
         require_matplotlib()
     comparison = Comparison(
-        workers=_list("--workers", workers, int),
-        dispatch=_list("--dispatch", dispatch, Dispatch),
-        max_sequences=_list("--max-sequences", max_sequences, int),
+        workers=_list("--workers", workers, _whole),
+        dispatch=_list("--dispatch", dispatch, _one_of(Dispatch)),
+        max_sequences=_list("--max-sequences", max_sequences, _whole),
         chunk_sizes=_list("--chunk-size", chunk_size, _chunk),
         kv_blocks=_list("--kv-blocks", kv_blocks, _int_or_all),
-        policies=_list("--policy", policy, PolicyName),
+        policies=_list("--policy", policy, _one_of(PolicyName)),
         preemptions=_list("--preemption", preemption, _preemption),
         target_itl_s=target_itl_ms / 1000,
-        host_blocks=_list("--host-blocks", host_blocks, _int_or_all)[0],
-        cost=_cost(hardware, model, step_ms, calibrate, context),
+        host_blocks=_single("--host-blocks", host_blocks, _int_or_all),
+        prefix_cache=prefix_cache,
+        cost=_cost(hardware, model, step_ms, calibrate, steps, context),
         trace=trace,
         requests=requests,
         rate=rate,
@@ -141,12 +155,13 @@ def simulate(
         burstiness=burstiness,
         prompt=Lengths(prompt),
         output=Lengths(output),
-        lanes=_mix("--lanes", lanes, Lane),
+        lanes=_mix("--lanes", lanes, _one_of(Lane)),
         tenants=_mix("--tenants", tenants, str),
         deadlines=_span("--deadlines", deadlines),
         max_batch_tokens=max_batch_tokens,
         block_size=block_size,
         exchange_s=exchange_ms / 1000,
+        wake_s=wake_ms / 1000,
         claim_batch=claim_batch,
         level=ServiceLevel(ttft_s=slo_ttft_ms / 1000, itl_s=slo_itl_ms / 1000),
         seed=seed,
@@ -166,8 +181,19 @@ def simulate(
 
 
 def _cost(
-    hardware: str, model: str, step_ms: float | None, scrape: Path | None, context: int
+    hardware: str,
+    model: str,
+    step_ms: float | None,
+    scrape: Path | None,
+    steps: Path | None,
+    context: int,
 ) -> CostModel:
+    given = {"--step-ms": step_ms, "--calibrate": scrape, "--steps": steps}
+    names = [name for name, value in given.items() if value is not None]
+    if len(names) > 1:
+        raise ConfigurationError(
+            f"{' and '.join(names)} are given, and each says what a step takes: leave one"
+        )
     if step_ms is not None:
         if not 0 < step_ms < 1e6:
             raise ConfigurationError(f"--step-ms is {step_ms}; allowed: above 0, below 1000000")
@@ -178,8 +204,10 @@ def _cost(
         raise ConfigurationError(f"--model is {model!r}; known: {', '.join(MODELS)}")
     if context < 1:
         raise ConfigurationError(f"--context is {context}; allowed: 1 or more tokens")
-    cost = Roofline(HARDWARE[hardware], MODELS[model])
-    return cost if scrape is None else calibrated(cost, read_metrics(scrape), context)
+    device = Roofline(HARDWARE[hardware], MODELS[model])
+    if steps is not None:
+        return fit_costs(read_steps(steps), device)
+    return device if scrape is None else calibrated(device, read_metrics(scrape), context)
 
 
 def _list(flag: str, text: str, kind: Callable[[str], _Value]) -> tuple[_Value, ...]:
@@ -192,13 +220,36 @@ def _list(flag: str, text: str, kind: Callable[[str], _Value]) -> tuple[_Value, 
     return values
 
 
+def _single(flag: str, text: str, kind: Callable[[str], _Value]) -> _Value:
+    value, *more = _list(flag, text, kind)
+    if more:
+        raise ConfigurationError(f"{flag} is {text!r}; allowed: one value, it is not compared")
+    return value
+
+
+def _whole(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is no whole number") from None
+
+
 def _int_or_all(text: str) -> int | None:
-    return None if text == "all" else int(text)
+    return None if text == "all" else _whole(text)
 
 
 def _chunk(text: str) -> ChunkChoice:
     words: dict[str, ChunkChoice] = {"all": None, "adaptive": "adaptive", "off": "off"}
-    return words[text] if text in words else int(text)
+    return words[text] if text in words else _whole(text)
+
+
+def _one_of(kind: type[_Choice]) -> Callable[[str], _Choice]:
+    def parse(text: str) -> _Choice:
+        if text not in list(kind):
+            raise ValueError(f"{text!r} is none of {', '.join(kind)}")
+        return kind(text)
+
+    return parse
 
 
 def _preemption(text: str) -> PreemptionMode:

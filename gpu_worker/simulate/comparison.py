@@ -13,8 +13,8 @@ from penstock.shared.protocol import Lane
 from penstock.shared.report import Check, Number, Report
 
 from ..engine.config import Chunking, EngineConfig, PolicyName
-from .cost import CostModel, Roofline
-from .fleet import Dispatch
+from .cost import CostModel
+from .dispatch import Dispatch
 from .measures import ServiceLevel
 from .scenario import Outcome, Scenario, simulate
 from .workload import Generator, Lengths, SimRequest, read_trace
@@ -23,10 +23,6 @@ __all__ = ["ChunkChoice", "Comparison", "PreemptionMode", "Variant", "compare", 
 
 _MOST_BLOCKS = 1 << 22
 """KV blocks of a whole fleet: about 100 bytes of this machine's memory each."""
-
-_CONSTANT_COST_TOKENS = 1 << 20
-"""KV pool of a device of which nothing is known but its step time."""
-
 
 ChunkChoice = int | Literal["adaptive", "off"] | None
 PreemptionMode = Literal["auto", "swap", "recompute"]
@@ -56,6 +52,8 @@ class Comparison:
         target_itl_s: what adaptive chunks steer for.
         host_blocks: KV blocks of a worker's host memory, where a preemption mode swaps; None: as
             many as on the device.
+        prefix_cache: workers keep the KV of what was preempted or has ended while they have room.
+            No two requests share a prefix, so it helps those that come back.
         cost: of a step.
         trace: file of requests; None draws them.
         requests, rate: how many and how fast, if they are drawn.
@@ -63,7 +61,7 @@ class Comparison:
         burstiness, prompt, output, lanes, tenants: see :class:`Generator`.
         max_batch_tokens, block_size: of the engine. A block size of None is 16, or larger in a
             fleet so large that it would need too much memory.
-        exchange_s, claim_batch, level, seed: see :class:`Scenario`.
+        exchange_s, wake_s, claim_batch, level, seed: see :class:`Scenario`.
     """
 
     workers: tuple[int, ...]
@@ -75,6 +73,7 @@ class Comparison:
     preemptions: tuple[PreemptionMode, ...] = ("recompute",)
     target_itl_s: float = 0.05
     host_blocks: int | None = None
+    prefix_cache: bool = True
     cost: CostModel
     trace: Path | None
     requests: int
@@ -89,15 +88,19 @@ class Comparison:
     max_batch_tokens: int
     block_size: int | None
     exchange_s: float
+    wake_s: float = 0.0
     claim_batch: int
     level: ServiceLevel
     seed: int
 
     def __post_init__(self) -> None:
         if min(self.workers) < 1 or max(self.workers) > 1000:
-            raise ConfigurationError(f"workers is {self.workers}; allowed: 1 to 1000")
+            sizes = ", ".join(map(str, self.workers))
+            raise ConfigurationError(f"workers is {sizes}; allowed: 1 to 1000")
         if not 0 <= self.exchange_s <= 10:
             raise ConfigurationError(f"exchange is {self.exchange_s} s; allowed: 0 to 10")
+        if not 0 <= self.wake_s <= 10:
+            raise ConfigurationError(f"wake is {self.wake_s} s; allowed: 0 to 10")
         if self.claim_batch < 1:
             raise ConfigurationError(f"claim_batch is {self.claim_batch}; allowed: 1 or more")
 
@@ -113,6 +116,7 @@ class Comparison:
                 cost=self.cost,
                 level=self.level,
                 exchange_s=self.exchange_s,
+                wake_s=self.wake_s,
                 claim_batch=self.claim_batch,
                 seed=self.seed,
             )
@@ -171,9 +175,8 @@ class Comparison:
 
     def _config(self, variant: Variant) -> EngineConfig:
         size, blocks = self._pool(variant)
-        roofline = self.cost if isinstance(self.cost, Roofline) else None
-        context = roofline.model.context if roofline else _CONSTANT_COST_TOKENS
-        budget, chunk = max(self.max_batch_tokens, variant.sequences), variant.chunk
+        context = self.cost.context
+        budget, chunk = self.max_batch_tokens, variant.chunk
         chunking = Chunking(chunk) if isinstance(chunk, str) else Chunking.FIXED
         if chunking is Chunking.OFF:
             budget = context + variant.sequences
@@ -187,7 +190,7 @@ class Comparison:
             chunk_size=chunk if isinstance(chunk, int) else budget,
             max_model_len=context,
             eos_token_ids=frozenset(),
-            prefix_cache=False,  # all prompts are made of one token: they would all hit
+            prefix_cache=self.prefix_cache,
             policy=variant.policy,
             chunking=chunking,
             target_itl_s=self.target_itl_s,
@@ -202,18 +205,13 @@ class Comparison:
             size = self._block_size(variant.workers) if variant.blocks is None else 16
         elif size < 1:
             raise ConfigurationError(f"block_size is {size}; allowed: 1 or more")
-        blocks = self._blocks_that_fit(size) if variant.blocks is None else variant.blocks
+        blocks = self.cost.kv_blocks(size) if variant.blocks is None else variant.blocks
         return size, blocks
-
-    def _blocks_that_fit(self, block_size: int) -> int:
-        if isinstance(self.cost, Roofline):
-            return self.cost.kv_blocks(block_size)
-        return max(1, _CONSTANT_COST_TOKENS // block_size)
 
     def _block_size(self, workers: int) -> int:
         """16 tokens, or so many more that the books of all pools fit into memory."""
         size = 16
-        while workers * self._blocks_that_fit(size) > _MOST_BLOCKS:
+        while workers * self.cost.kv_blocks(size) > _MOST_BLOCKS:
             size *= 2
         return size
 
@@ -248,6 +246,6 @@ def report(outcomes: list[Outcome]) -> Report:
         checks.extend(outcome.checks())
     notes = (
         "time is virtual: engine and order of claims are the real ones, step times are modelled",
-        "the prefix cache is off, and no worker, request or connection fails",
+        "no two prompts begin alike, and no worker, request or connection fails",
     )
     return Report(f"{len(outcomes)} scenarios", figures, tuple(checks), notes)

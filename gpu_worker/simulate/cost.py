@@ -14,7 +14,7 @@ from typing import Protocol
 
 from penstock.shared.errors import ConfigurationError
 
-from ..engine.plan import Plan
+from ..engine.work import Work
 
 __all__ = [
     "HARDWARE",
@@ -24,48 +24,22 @@ __all__ = [
     "Hardware",
     "ModelShape",
     "Roofline",
-    "Work",
     "calibrated",
     "read_metrics",
 ]
 
 
-@dataclass(slots=True)
-class Work:
-    """What a step computes, in the numbers its cost depends on.
-
-    Attributes:
-        tokens: query tokens.
-        context: tokens whose keys and values are read.
-        pairs: query-key pairs of attention.
-        sequences: sequences in the batch.
-        swapped_blocks: KV blocks that are copied to the host or back before it.
-    """
-
-    tokens: int
-    context: int
-    pairs: float
-    sequences: int
-    swapped_blocks: int = 0
-
-    @classmethod
-    def of(cls, plan: Plan) -> Work:
-        """The work of an engine's plan."""
-        tokens = context = 0
-        pairs = 0.0
-        for span in plan.spans:
-            count = span.num_tokens
-            stop = span.start + count
-            tokens += count
-            context += stop
-            # Causal: the first of the chunk sees the fewest, the last one all.
-            pairs += stop if count == 1 else count * (stop - (count - 1) / 2)
-        swapped = len(plan.swaps_out) + len(plan.swaps_in)
-        return cls(tokens, context, pairs, len(plan.spans), swapped)
+_CONSTANT_COST_TOKENS = 1 << 20
+"""KV pool of a device of which nothing is known but its step time."""
 
 
 class CostModel(Protocol):
-    """Seconds of a step."""
+    """Seconds of a step, and the device's sizes."""
+
+    @property
+    def context(self) -> int:
+        """Longest context, in tokens."""
+        ...
 
     def seconds(self, work: Work) -> float:
         """How long it takes, without its swaps."""
@@ -73,6 +47,10 @@ class CostModel(Protocol):
 
     def swap_seconds(self, tokens: int) -> float:
         """How long the keys and values of so many tokens are on their way to the host or back."""
+        ...
+
+    def kv_blocks(self, block_size: int) -> int:
+        """KV blocks, of so many tokens each, that there is memory for."""
         ...
 
 
@@ -91,6 +69,15 @@ class ConstantCost:
         """Nothing: of such a device no more is known than its step."""
         del tokens
         return 0.0
+
+    @property
+    def context(self) -> int:
+        """More than any request needs."""
+        return _CONSTANT_COST_TOKENS
+
+    def kv_blocks(self, block_size: int) -> int:
+        """Room for one sequence of that length."""
+        return max(1, _CONSTANT_COST_TOKENS // block_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,6 +188,11 @@ class Roofline:
         self._pair_s = 4 * model.layers * model.query_heads * model.head_dim / flops
         self._overhead_s = hardware.overhead_s * scale
         self._sequence_s = hardware.sequence_s * scale
+
+    @property
+    def context(self) -> int:
+        """The model's."""
+        return self.model.context
 
     def seconds(self, work: Work) -> float:
         """``max(bytes / bandwidth, operations / flops) + overhead``."""

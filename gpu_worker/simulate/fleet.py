@@ -1,33 +1,19 @@
-"""The fleet in virtual time: who gets which request when, and when steps end."""
+"""The fleet in virtual time: workers, the clock, and when steps end."""
 
 from __future__ import annotations
 
-import enum
 import heapq
 import itertools
-import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from .lanes import FairQueue
 from .node import Node
 from .workload import SimRequest
 
-__all__ = ["Dispatch", "Fleet", "LeastLoaded", "Pull", "RoundRobin", "Run", "dispatcher"]
+__all__ = ["Dispatcher", "Fleet", "Run"]
 
 Event = Callable[[float], None]
-
-
-class Dispatch(enum.StrEnum):
-    """How requests find their worker."""
-
-    PULL = "pull"
-    """They wait in one queue, and workers with room claim them: penstock."""
-    ROUND_ROBIN = "round-robin"
-    """Pushed at arrival to one worker after the other."""
-    LEAST_LOADED = "least-loaded"
-    """Pushed at arrival to the worker with the fewest open requests, known exactly at no cost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +37,18 @@ class Run:
     spans: int
     output_tokens: int
     preemptions: int
+
+
+class Dispatcher(ABC):
+    """Decides which worker gets a request."""
+
+    @abstractmethod
+    def arrived(self, request: SimRequest, now: float) -> None:
+        """A request was accepted."""
+
+    @abstractmethod
+    def stepped(self, index: int, ended: list[SimRequest], now: float) -> None:
+        """A worker ended a step, and these requests with it."""
 
 
 class Fleet:
@@ -133,154 +131,3 @@ class Fleet:
         self._arrived += 1
         self._dispatcher.arrived(request, now)
         self._await_next()
-
-
-class Dispatcher(ABC):
-    """Decides which worker gets a request."""
-
-    @abstractmethod
-    def arrived(self, request: SimRequest, now: float) -> None:
-        """A request was accepted."""
-
-    @abstractmethod
-    def stepped(self, index: int, ended: list[SimRequest], now: float) -> None:
-        """A worker ended a step, and these requests with it."""
-
-
-class RoundRobin(Dispatcher):
-    """Pushes to one worker after the other."""
-
-    def __init__(self, fleet: Fleet) -> None:
-        self._fleet = fleet
-        self._turn = itertools.cycle(range(len(fleet.nodes)))
-
-    def arrived(self, request: SimRequest, now: float) -> None:
-        """Half a round trip later it is there."""
-        index, fleet = next(self._turn), self._fleet
-        fleet.at(now + fleet.exchange_s / 2, lambda time: fleet.deliver(index, [request], time))
-
-    def stepped(self, index: int, ended: list[SimRequest], now: float) -> None:
-        """Nothing to learn."""
-
-
-class LeastLoaded(Dispatcher):
-    """Pushes to the worker with the fewest open requests, what is on its way included."""
-
-    def __init__(self, fleet: Fleet) -> None:
-        self._fleet = fleet
-        self._open = [0] * len(fleet.nodes)
-
-    def arrived(self, request: SimRequest, now: float) -> None:
-        """Half a round trip later it is there."""
-        fleet = self._fleet
-        index = self._open.index(min(self._open))
-        self._open[index] += 1
-        fleet.at(now + fleet.exchange_s / 2, lambda time: fleet.deliver(index, [request], time))
-
-    def stepped(self, index: int, ended: list[SimRequest], now: float) -> None:
-        """Room again."""
-        del now
-        self._open[index] -= len(ended)
-
-
-class Pull(Dispatcher):
-    """Workers claim as ``RedisEdge`` does.
-
-    A worker claims with the exchange after each step while the last claim found something, and when
-    the bell rings; only while all it claimed before has found its KV blocks; never more than fits.
-    The bell wakes all that have room, and one of them comes first: chance decides.
-
-    Args:
-        fleet: the workers.
-        max_sequences: requests a worker owns at the same time.
-        claim_batch: requests claimed in one exchange at most.
-        seed: of who hears the bell first.
-    """
-
-    def __init__(self, fleet: Fleet, *, max_sequences: int, claim_batch: int, seed: int) -> None:
-        self._fleet = fleet
-        self._max_sequences = max_sequences
-        self._claim_batch = claim_batch
-        self._rng = random.Random(seed)
-        self._queue = FairQueue()
-        self._claiming = [False] * len(fleet.nodes)
-        # Workers with room that found nothing to claim. With their places: a random one in O(1).
-        self._listeners = list(range(len(fleet.nodes)))
-        self._place = list(range(len(fleet.nodes)))
-
-    @property
-    def num_waiting(self) -> int:
-        """Requests that nobody has claimed."""
-        return len(self._queue)
-
-    def arrived(self, request: SimRequest, now: float) -> None:
-        """Into its queue; the bell rings."""
-        self._queue.push(request)
-        self._ring(now)
-
-    def stepped(self, index: int, ended: list[SimRequest], now: float) -> None:
-        """The exchange after a step publishes, and claims if there is room."""
-        for request in ended:
-            self._queue.settle(request)
-        if not self._claiming[index]:
-            self._consider(index, now)
-
-    def may_claim(self, index: int) -> int:
-        """How many requests a worker would ask for now (``RedisEdge._room``)."""
-        node = self._fleet.nodes[index]
-        if node.load.waiting:
-            return 0
-        return max(0, min(self._claim_batch, self._max_sequences - node.open))
-
-    def _ring(self, now: float) -> None:
-        if self._listeners:
-            index = self._listeners[self._rng.randrange(len(self._listeners))]
-            self._consider(index, now)
-
-    def _consider(self, index: int, now: float) -> None:
-        """Claim if there is room and something waits; else listen, or wait for room."""
-        room = self.may_claim(index)
-        self._listen(index, room > 0 and not len(self._queue))
-        if room and len(self._queue):
-            self._claiming[index] = True
-            half = self._fleet.exchange_s / 2
-            self._fleet.at(now + half, lambda time: self._claim(index, room, time))
-
-    def _claim(self, index: int, room: int, now: float) -> None:
-        """The script runs in Redis."""
-        tokens = max(1, self._fleet.nodes[index].load.free_tokens)
-        claims = self._queue.claim(room, tokens)
-        if len(self._queue):
-            self._ring(now)  # the others have heard the bell, too
-        half = self._fleet.exchange_s / 2
-        self._fleet.at(now + half, lambda time: self._land(index, claims, time))
-
-    def _land(self, index: int, claims: list[SimRequest], now: float) -> None:
-        """Its answer has come."""
-        self._claiming[index] = False
-        if claims:
-            self._fleet.deliver(index, claims, now)
-        self._consider(index, now)
-
-    def _listen(self, index: int, wanted: bool) -> None:
-        listens = self._place[index] >= 0
-        if wanted and not listens:
-            self._place[index] = len(self._listeners)
-            self._listeners.append(index)
-        elif listens and not wanted:
-            place, last = self._place[index], self._listeners.pop()
-            self._place[index] = -1
-            if last != index:
-                self._listeners[place] = last
-                self._place[last] = place
-
-
-def dispatcher(
-    kind: Dispatch, fleet: Fleet, *, max_sequences: int, claim_batch: int, seed: int
-) -> Dispatcher:
-    """The dispatcher of a kind."""
-    if kind is Dispatch.ROUND_ROBIN:
-        return RoundRobin(fleet)
-    if kind is Dispatch.LEAST_LOADED:
-        return LeastLoaded(fleet)
-    return Pull(fleet, max_sequences=max_sequences, claim_batch=claim_batch, seed=seed)

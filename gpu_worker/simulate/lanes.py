@@ -27,10 +27,15 @@ class FairQueue:
         self._tenants: dict[Lane, _Scores] = {lane: _Scores() for lane in Lane}
         self._served: dict[Lane | None, float] = {}  # the hash `vt`; None is its field `*`
         self._queues: dict[tuple[Lane, str], deque[SimRequest]] = {}
-        self._num_waiting = 0
+        self._num_waiting = dict.fromkeys(Lane, 0)
 
     def __len__(self) -> int:
-        return self._num_waiting
+        return sum(self._num_waiting.values())
+
+    def has_work(self, least_urgent: Lane) -> bool:
+        """Whether a request waits in this lane or a more urgent one."""
+        rank = least_urgent.rank
+        return any(count and lane.rank <= rank for lane, count in self._num_waiting.items())
 
     def push(self, request: SimRequest) -> None:
         """A request is accepted. Who comes back from idle starts at what is served now."""
@@ -40,13 +45,18 @@ class FairQueue:
             tenants.put(tenant, self._served.get(lane, 0.0))
         self._lanes.setdefault(lane, self._served.get(None, 0.0))
         self._queues.setdefault((lane, tenant), deque()).append(request)
-        self._num_waiting += 1
+        self._num_waiting[lane] += 1
 
-    def claim(self, requests: int, tokens: int) -> list[SimRequest]:
-        """The next ones: at most ``requests``, and no more once ``tokens`` are used up."""
+    def claim(
+        self, requests: int, tokens: int, least_urgent: Lane = Lane.BATCH
+    ) -> list[SimRequest]:
+        """The next ones of this lane and more urgent ones.
+
+        At most ``requests``, and no more once ``tokens`` are used up.
+        """
         claims: list[SimRequest] = []
         while len(claims) < requests and tokens > 0:
-            request = self._next()
+            request = self._next(least_urgent)
             if request is None:
                 break
             tokens -= request.cost_estimate
@@ -69,11 +79,13 @@ class FairQueue:
             settled = self._lanes[lane] + wrong / LANE_WEIGHTS[lane]
             self._lanes[lane] = max(settled, served.get(None, 0.0))
 
-    def _next(self) -> SimRequest | None:
-        while self._lanes:
+    def _next(self, least_urgent: Lane) -> SimRequest | None:
+        while wanted := [lane for lane in self._lanes if lane.rank <= least_urgent.rank]:
             # The smallest virtual time; of equals the most urgent.
-            lane = min(self._lanes, key=lambda lane: (self._lanes[lane], -LANE_WEIGHTS[lane]))
-            time = self._served[None] = self._lanes[lane]
+            lane = min(wanted, key=lambda lane: (self._lanes[lane], lane.rank))
+            time = self._lanes[lane]
+            if least_urgent is Lane.BATCH:
+                self._served[None] = time
             tenants = self._tenants[lane]
             first = tenants.first()
             if first is None:
@@ -88,7 +100,7 @@ class FairQueue:
             request = queue.popleft()
             if not queue:
                 del self._queues[lane, tenant]
-            self._num_waiting -= 1
+            self._num_waiting[lane] -= 1
             cost = request.cost_estimate
             tenants.put(tenant, score + cost)
             self._lanes[lane] = time + cost / LANE_WEIGHTS[lane]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from penstock.shared.errors import ConfigurationError
 from penstock.shared.protocol import Lane
 
 from .workload import SimRequest
@@ -74,10 +75,18 @@ class ServiceLevel:
     Attributes:
         ttft_s: its first token came within this time of its acceptance.
         itl_s: its further tokens came at most this far apart, on its average.
+
+    Raises:
+        ConfigurationError: one of them is not above 0.
     """
 
     ttft_s: float
     itl_s: float
+
+    def __post_init__(self) -> None:
+        for name, value in (("slo_ttft", self.ttft_s), ("slo_itl", self.itl_s)):
+            if not value > 0:
+                raise ConfigurationError(f"{name} is {value} s; allowed: above 0")
 
 
 class LaneFigures:

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Protocol
 
-from penstock.shared.protocol import SamplingOptions
+from penstock.shared.protocol import Lane, SamplingOptions
 
 from ..engine.config import EngineConfig
 from ..engine.engine import Engine
 from ..engine.plan import Plan, StepOutput
 from ..engine.policies import Policy
 from ..engine.requests import EngineRequest
-from .cost import CostModel, Work
+from ..engine.work import Work
+from .cost import CostModel
 from .measures import Recorder
-from .workload import SimRequest
+from .workload import MOST_TOKENS, SimRequest
 
 __all__ = ["EngineNode", "Load", "Node"]
 
@@ -26,12 +28,12 @@ class Load:
     """What a worker knows of itself as of its last step, and decides by what to claim.
 
     Attributes:
-        waiting: requests in the engine that found no KV blocks yet.
-        free_tokens: tokens for which there are KV blocks.
+        waiting: sequences in the engine that hold no KV blocks, by lane.
+        available_tokens: tokens of new sequences for which there are KV blocks.
     """
 
-    waiting: int
-    free_tokens: int
+    waiting: Mapping[Lane, int]
+    available_tokens: int
 
 
 class Node(Protocol):
@@ -40,12 +42,12 @@ class Node(Protocol):
     ``begin`` and ``complete`` alternate while there is work: the fleet lets the time pass between.
 
     Attributes:
-        open: requests delivered that have not ended.
+        open: requests delivered that have not ended, by lane.
         load: as of the last step.
         steps, spans, output_tokens, preemptions: totals.
     """
 
-    open: int
+    open: Counter[str]
     load: Load
     steps: int
     spans: int
@@ -85,6 +87,7 @@ class _Silence:
 _SILENCE = _Silence()
 _TOKEN = (0,)
 _NOTHING: tuple[int, ...] = ()
+_ZEROS = (0,) * MOST_TOKENS
 
 
 @dataclass(slots=True)
@@ -123,15 +126,16 @@ class EngineNode:
         self._plan: Plan | None = None
         self._step_s = self._swap_s = 0.0
         self._previous = -2.0  # end of the last step; never what an entry begins with
-        self.open = 0
-        self.load = Load(0, config.num_blocks * config.block_size)
+        self.open: Counter[str] = Counter()
+        self.load = Load({}, config.num_blocks * config.block_size)
         self.steps = 0
         self.spans = 0
+        self._num_added = 0
 
     def deliver(self, requests: list[SimRequest]) -> None:
         """They wait for the next step."""
         self._inbox.extend(requests)
-        self.open += len(requests)
+        self.open.update(request.lane for request in requests)
 
     def begin(self, now: float) -> float | None:
         """Pull the inbox and plan, as ``Worker`` does."""
@@ -159,9 +163,9 @@ class EngineNode:
             self._record(self._plan, output, ended, now)
             self._engine.observe(self._plan, self._step_s)
         stats = self._engine.stats()
-        self.load.waiting = sum(stats.waiting.values())
-        self.load.free_tokens = (stats.free_blocks + stats.cached_blocks) * self._block_size
-        self.open -= len(ended)
+        self.load.waiting = stats.waiting
+        self.load.available_tokens = stats.available_tokens
+        self.open.subtract(request.lane for request in ended)
         self._previous = now
         return ended
 
@@ -192,12 +196,15 @@ class EngineNode:
                 recorder.gaps[rank].add(now - previous, count)
 
     def _add(self, request: SimRequest, now: float) -> None:
+        self._num_added += 1
+        name = f"{self._num_added}"  # a trace may use an id twice, as its source may have
         refusal = self._engine.add(
             EngineRequest(
-                id=request.id,
+                id=name,
                 lane=request.lane,
                 tenant=request.tenant,
-                prompt_ids=(0,) * request.prompt_len,
+                # The first id is its own, so that it shares no prefix with anybody.
+                prompt_ids=(self._num_added, *_ZEROS[: request.prompt_len - 1]),
                 options=_options(request.output_len),
                 seed=0,
                 arrival=request.arrival,
@@ -205,7 +212,7 @@ class EngineNode:
             )
         )
         if refusal is None:
-            self._open[request.id] = _Open(request)
+            self._open[name] = _Open(request)
         else:
             self._refused.append(request)
             self._recorder.refuse(request, now)

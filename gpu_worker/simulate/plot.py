@@ -7,7 +7,7 @@ from pathlib import Path
 
 from penstock.shared.errors import ConfigurationError
 
-from .fleet import Dispatch
+from .dispatch import Dispatch
 from .scenario import Outcome
 
 __all__ = ["plot", "require_matplotlib"]

@@ -11,7 +11,8 @@ from penstock.shared.report import Check, Number
 from ..engine.config import EngineConfig
 from ..engine.policies import Policy
 from .cost import CostModel
-from .fleet import Dispatch, Fleet, Run, dispatcher
+from .dispatch import Dispatch, dispatcher
+from .fleet import Fleet, Run
 from .measures import LaneFigures, Recorder, ServiceLevel
 from .node import EngineNode, Node
 from .workload import SimRequest
@@ -34,6 +35,7 @@ class Scenario:
         cost: of every worker's steps.
         level: what counts as a good answer.
         exchange_s: one round trip with Redis.
+        wake_s: seconds from the bell until a worker that hears it sends its claim.
         claim_batch: requests claimed in one exchange at most.
         seed: of who hears the bell first.
         policy: makes a worker's order of admission; None takes the engine's own.
@@ -47,6 +49,7 @@ class Scenario:
     cost: CostModel
     level: ServiceLevel
     exchange_s: float = 1e-3
+    wake_s: float = 0.0
     claim_batch: int = 16
     seed: int = 0
     policy: Callable[[], Policy] | None = None
@@ -153,6 +156,7 @@ def simulate(scenario: Scenario, progress: Callable[[int], None] | None = None) 
             fleet,
             max_sequences=scenario.config.max_sequences,
             claim_batch=scenario.claim_batch,
+            wake_s=scenario.wake_s,
             seed=scenario.seed,
         )
     )

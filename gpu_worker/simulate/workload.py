@@ -17,11 +17,11 @@ from typing import Any
 from penstock.shared.errors import ConfigurationError, InvalidRequest
 from penstock.shared.protocol import Lane, check_tenant
 
-__all__ = ["Generator", "Lengths", "SimRequest", "read_trace", "write_trace"]
+__all__ = ["MOST_TOKENS", "Generator", "Lengths", "SimRequest", "read_trace", "write_trace"]
 
 
-_MOST = 1 << 17
-"""Longest prompt and output; the protocol's bound on ``max_tokens``."""
+MOST_TOKENS = 1 << 17
+"""Longest prompt and longest output: the protocol's bound on ``max_tokens``."""
 
 
 @dataclass(slots=True)
@@ -105,7 +105,7 @@ class Lengths:
     def _parse(self) -> tuple[str, list[float], int]:
         counts = {"const": 1, "uniform": 2, "exp": 1, "lognormal": 2}
         kind, *parts = self.text.split(":")
-        most = _MOST
+        most = MOST_TOKENS
         try:
             if parts and parts[-1].startswith("max="):
                 most = int(parts.pop().removeprefix("max="))
@@ -118,9 +118,13 @@ class Lengths:
                 raise ValueError
         except (ValueError, IndexError):
             raise self._error() from None
-        if len(values) != counts.get(kind) or not 0 < most <= _MOST:
+        if len(values) != counts.get(kind) or not 0 < most <= MOST_TOKENS:
             raise self._error()
-        if min(values) <= 0 or (kind != "lognormal" and min(values) < 1) or max(values) > _MOST:
+        if (
+            min(values) <= 0
+            or (kind != "lognormal" and min(values) < 1)
+            or max(values) > MOST_TOKENS
+        ):
             raise self._error()
         if kind == "uniform" and values[0] > values[1]:
             raise self._error()
@@ -167,13 +171,20 @@ class Generator:
     def __post_init__(self) -> None:
         if self.count < 1:
             raise ConfigurationError(f"requests is {self.count}; allowed: 1 or more")
-        if not self.rate > 0:
-            raise ConfigurationError(f"rate is {self.rate}; allowed: more than 0 a second")
+        if not 0 < self.rate < math.inf:
+            raise ConfigurationError(
+                f"rate is {self.rate}; allowed: more than 0 a second, and finite"
+            )
         if not 0 <= self.burstiness <= 100:
             raise ConfigurationError(f"burstiness is {self.burstiness}; allowed: 0 to 100")
         for name, mix in (("lanes", self.lanes), ("tenants", self.tenants)):
-            if not mix or min(mix.values()) < 0 or sum(mix.values()) <= 0:
-                raise ConfigurationError(f"the mix of {name} needs a weight above 0, none below")
+            weights = mix.values()
+            if not mix or not all(0 <= weight < math.inf for weight in weights) or not any(weights):
+                shown = ",".join(f"{key}={weight:g}" for key, weight in mix.items())
+                raise ConfigurationError(
+                    f"the mix of {name} is {shown!r}; allowed: finite weights from 0 on, one of "
+                    "them above 0"
+                )
 
         low, high = self.deadlines or (0.0, 0.0)
         if not 0 <= low <= high <= 1e6:
@@ -188,7 +199,7 @@ class Generator:
         prompt, output = self.prompt.sampler(), self.output.sampler()
         lanes, lane_weights = list(self.lanes), list(self.lanes.values())
         tenants, tenant_weights = list(self.tenants), list(self.tenants.values())
-        most = self.output.most if self.output.most < _MOST else None
+        most = self.output.most if self.output.most < MOST_TOKENS else None
         now, span = 0.0, self.deadlines
         for index in range(self.count):
             now += self._gap(rng)
@@ -270,15 +281,16 @@ def _parse_line(line: str, where: str, default_id: str) -> SimRequest:
         raise ConfigurationError(f"{where}: not a JSON object")
     unknown = set(values) - set(_FIELDS)
     missing = {"arrival", "prompt_len", "output_len"} - set(values)
-    if unknown or missing:
-        raise ConfigurationError(
-            f"{where}: unknown fields {sorted(unknown)}, missing fields {sorted(missing)}"
-        )
+    if missing:
+        raise ConfigurationError(f"{where}: {_listed(missing)} missing: each request needs its own")
+    if unknown:
+        known = ", ".join(_FIELDS)
+        raise ConfigurationError(f"{where}: {_listed(unknown)} unknown; known: {known}")
     values.setdefault("max_tokens", values["output_len"])
     for name in _COUNTS:
         value = values[name]
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MOST:
-            raise ConfigurationError(f"{where}: {name} is {value!r}; allowed: 1 to {_MOST}")
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST_TOKENS:
+            raise ConfigurationError(f"{where}: {name} is {value!r}; allowed: 1 to {MOST_TOKENS}")
     deadline = values.get("deadline")
     arrival = _seconds(where, "arrival", values["arrival"])
     try:
@@ -288,12 +300,22 @@ def _parse_line(line: str, where: str, default_id: str) -> SimRequest:
             prompt_len=values["prompt_len"],
             output_len=values["output_len"],
             max_tokens=values["max_tokens"],
-            lane=Lane(values.get("lane", Lane.NORMAL)),
+            lane=_lane(where, values.get("lane", Lane.NORMAL)),
             tenant=check_tenant(values.get("tenant", "default")),
             deadline=None if deadline is None else _seconds(where, "deadline", deadline),
         )
     except (ValueError, InvalidRequest) as error:
         raise ConfigurationError(f"{where}: {error}") from None
+
+
+def _listed(names: set[str]) -> str:
+    return " and ".join(sorted(names)) + (" is" if len(names) == 1 else " are")
+
+
+def _lane(where: str, value: Any) -> Lane:
+    if value not in list(Lane):
+        raise ConfigurationError(f"{where}: lane is {value!r}; allowed: {', '.join(Lane)}")
+    return Lane(value)
 
 
 def _seconds(where: str, name: str, value: Any) -> float:

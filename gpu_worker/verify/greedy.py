@@ -12,7 +12,7 @@ from torch import Tensor
 from penstock.shared.report import Number
 
 from ..model.loader import LoadedModel
-from .mixes import Mix, generate_mixed
+from .mixes import Memory, Mix, generate_mixed
 from .reference import Reference
 
 __all__ = ["Greedy", "compare_greedy"]
@@ -21,7 +21,8 @@ TIE = 1e-5
 """Two logits that differ by less than this share of the row's largest are alike in float32: two
 right ways to compute them differ by some 1e-6, and either token is then as good."""
 
-_MIXES = (False, True)  # whether KV blocks are scarce
+_TRIES = 3
+"""A round that did not do what it was for is drawn anew, and made to do it; all are compared."""
 
 
 @dataclass(slots=True)
@@ -37,6 +38,7 @@ class Greedy:
         tied: first differences between tokens that are alike in the reference's logits.
         mismatched: first differences that are not, and outputs that ended early.
         mixes: how each round ran.
+        modes_missing: what rounds were for and did not do in any try.
         notes: one sentence for each difference.
     """
 
@@ -46,6 +48,7 @@ class Greedy:
     tied: int = 0
     mismatched: int = 0
     mixes: list[Mix] = field(default_factory=list)
+    modes_missing: int = 0
     notes: list[str] = field(default_factory=list)
 
     def figures(self) -> dict[str, Number]:
@@ -55,11 +58,16 @@ class Greedy:
             "tokens_equal": self.equal,
             "tokens_tied": self.tied,
             "tokens_mismatched": self.mismatched,
+            "rounds": len(self.mixes),
             "steps": sum(mix.steps for mix in self.mixes),
             "mixed_steps": sum(mix.mixed_steps for mix in self.mixes),
             "widest_step": max(mix.widest for mix in self.mixes),
             "preemptions": sum(mix.preemptions for mix in self.mixes),
+            "swapped_blocks": sum(mix.swapped for mix in self.mixes),
+            "kv_pools": max(mix.pools for mix in self.mixes),
+            "steps_past_windows": sum(mix.left_windows for mix in self.mixes),
             "prefix_hit_tokens": sum(mix.prefix_hits for mix in self.mixes),
+            "modes_missing": self.modes_missing,
         }
 
 
@@ -71,25 +79,47 @@ def compare_greedy(
     rng: random.Random,
     progress: Callable[[str, int, int], None],
 ) -> Greedy:
-    """Continue ``prompts`` by both paths and compare token by token."""
+    """Continue ``prompts`` by both paths and compare token by token.
+
+    Three rounds: with plenty of KV blocks, and with so few that sequences are preempted, and then
+    computed again or swapped. In one of them, which is drawn, all layers share a pool; in the
+    others layers with a window have their own.
+    """
     expected: list[list[int]] = []
     for index, prompt in enumerate(prompts):
         progress("tokens of transformers", index, len(prompts))
         expected.append(reference.generate(prompt, max_tokens))
     result = Greedy([(*prompt, *ids) for prompt, ids in zip(prompts, expected, strict=True)])
-    done, total = 0, len(_MIXES) * len(prompts) * max_tokens
+    each = len(prompts) * max_tokens
+    done, total = 0, len(Memory) * each
 
     def step(num_tokens: int) -> None:
         nonlocal done
         done += num_tokens
         progress("tokens of penstock", done, total)
 
-    for scarce in _MIXES:
-        mix = generate_mixed(loaded, prompts, max_tokens, rng, scarce=scarce, progress=step)
-        result.mixes.append(mix)
-        result.notes += mix.problems
-        for index, (ours, theirs) in enumerate(zip(mix.output_ids, expected, strict=True)):
-            _compare(result, reference, index, len(prompts[index]), ours, theirs)
+    shared = rng.choice(list(Memory))
+    for memory in Memory:
+        for tries in range(1, _TRIES + 1):
+            mix = generate_mixed(
+                loaded,
+                prompts,
+                max_tokens,
+                rng,
+                memory=memory,
+                by_window=memory is not shared,
+                forced=tries > 1,
+                progress=step,
+            )
+            result.mixes.append(mix)
+            result.notes += mix.problems
+            for index, (ours, theirs) in enumerate(zip(mix.output_ids, expected, strict=True)):
+                _compare(result, reference, index, len(prompts[index]), ours, theirs)
+            if not mix.missing:
+                break
+            total += each if tries < _TRIES else 0
+        result.modes_missing += len(mix.missing)
+        result.notes += [f"round '{memory}': {what}; give more prompts" for what in mix.missing]
     return result
 
 

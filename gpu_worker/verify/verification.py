@@ -28,16 +28,25 @@ Progress = Callable[[str, int, int], None]
 
 EXACT_LIMITS: dict[str, Number] = {
     "tokens_mismatched": 0,
+    "modes_missing": 0,
     "max_rel_logit_diff": 1e-4,
     "perplexity_rel_diff": 1e-4,
 }
 """In float32. The largest values seen over 26 tiny random families were 3e-5 and 1e-7."""
 
-HALF_LIMITS: dict[str, Number] = {"logit_error_ratio": 1.5, "perplexity_rel_diff": 5e-2}
+HALF_LIMITS: dict[str, Number] = {
+    "modes_missing": 0,
+    "logit_error_ratio": 1.5,
+    "perplexity_rel_diff": 5e-2,
+}
 """In float16 and bfloat16. The largest values seen over the same families were 1.05 and
 5e-3; a lost softcap, sink or scale, or a window off by one, gives ratios of 10 and more."""
 
-QUANTISED_LIMITS: dict[str, Number] = {"median_rel_logit_diff": 0.1, "perplexity_rel_diff": 5e-2}
+QUANTISED_LIMITS: dict[str, Number] = {
+    "modes_missing": 0,
+    "median_rel_logit_diff": 0.1,
+    "perplexity_rel_diff": 5e-2,
+}
 """For packed weights in half precision, which cannot be computed in float32."""
 
 _SHOWN = 6
@@ -100,9 +109,10 @@ def verify_model(options: VerifyOptions, progress: Progress = lambda *_: None) -
     Loads it twice, so it takes the memory of two (in half precision of four): for penstock, and
     with ``AutoModelForCausalLM`` and eager attention as the reference. Then compares
 
-    1. greedy tokens: all prompts through the engine in random chunks and mixes, once with plenty
-       of KV blocks and once with so few that sequences are preempted, against ``generate`` one
-       prompt at a time,
+    1. greedy tokens: all prompts through the engine in random chunks and mixes, with plenty of KV
+       blocks, with so few that sequences are preempted and computed again, and so that they are
+       swapped; in two of these three rounds layers with a window have pools of their own; against
+       ``generate`` one prompt at a time. A round that did not do what it is for is no success,
     2. logits along the reference's sequences and the text: per token
        ``max|ours - theirs| / max|theirs|``; tokens alone would miss a lost softcap,
     3. the text's perplexity, ``exp`` of the mean negative log-likelihood.

@@ -66,11 +66,6 @@ class FaultMaker:
         self.skipped: Counter[Fault] = Counter()
 
     @property
-    def longest_outage_s(self) -> float:
-        """The longest time for which the server was away."""
-        return self._server.longest_down_s if isinstance(self._server, OwnServer) else 0.0
-
-    @property
     def total(self) -> int:
         """Faults that happened."""
         counts = self._fleet.counts

@@ -1,4 +1,4 @@
-"""The workers of a storm: real ones, each a supervisor with its engine process."""
+"""The workers of a storm: real ones, each a supervisor with its edge and engine processes."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class FleetCounts:
     """What was done to workers.
 
     Attributes:
-        engine_kills: engine processes killed, with a supervisor to notice.
+        engine_kills: edge and engine processes killed, with a supervisor to notice.
         machine_kills: supervisors killed, and their engines with them.
-        stops: engine processes stopped for longer than their lease, and continued.
+        stops: pairs of them stopped for longer than their lease, and continued.
         drains: machines ended with SIGTERM, and replaced.
         restarts: machines that ended by themselves, and were replaced.
         slowest_drain_s: from SIGTERM to the end.
@@ -55,7 +55,7 @@ class FleetCounts:
 
 @dataclass(eq=False)
 class Machine:
-    """A supervisor and its engine process.
+    """A supervisor with its edge and engine processes.
 
     Attributes:
         name: unique in the storm.
@@ -94,11 +94,12 @@ class Machine:
             return None
         return worker_id
 
-    def engine(self) -> int | None:
-        """Process id of its engine, None if there is none now."""
-        found = children(self.process.pid)
+    def processes(self) -> list[int]:
+        """Process ids of its edge and of its engine below that, as far as they run now."""
+        edges = children(self.process.pid)
+        found = edges + [engine for edge in edges for engine in children(edge)]
         self.pids |= {identity(pid) for pid in found}
-        return found[0] if found else None
+        return found
 
 
 class Fleet:
@@ -186,11 +187,15 @@ class Fleet:
     # -- what can be done to one -----------------------------------------------------------------
 
     def kill(self, machine: Machine) -> bool:
-        """Kill its engine process; its supervisor starts another. False if there is none now."""
+        """Kill its edge or its engine in turn; its supervisor starts both anew.
+
+        False if there is nothing to kill now.
+        """
         if machine.kills >= _KILLS_PER_MACHINE:
             self.kill_machine(machine)
             return True
-        if not self._signal_engine(machine, signal.SIGKILL):
+        found = machine.processes()
+        if not found or not _signal(found[machine.kills % len(found)], signal.SIGKILL):
             return False
         machine.ready_file.unlink(missing_ok=True)
         machine.kills += 1
@@ -199,15 +204,15 @@ class Fleet:
 
     def kill_machine(self, machine: Machine) -> None:
         """Kill its supervisor, with which its engine dies; a new machine takes its place."""
-        machine.engine()
+        machine.processes()
         machine.leaving = True
         machine.process.kill()
         self.counts.machine_kills += 1
         self._replace(machine)
 
     def stop(self, machine: Machine, seconds: float) -> bool:
-        """Stop its engine process for a while. False if there is none now."""
-        if not self._signal_engine(machine, signal.SIGSTOP):
+        """Stop its edge and its engine for a while. False if there is none now."""
+        if not [pid for pid in machine.processes() if _signal(pid, signal.SIGSTOP)]:
             return False
         machine.stopped = True
         self.counts.stops += 1
@@ -216,7 +221,7 @@ class Fleet:
 
     def drain(self, machine: Machine) -> None:
         """End it as a rolling restart does; a new machine takes its place."""
-        machine.engine()
+        machine.processes()
         machine.leaving = True
         self.counts.drains += 1
         machine.process.terminate()
@@ -228,7 +233,7 @@ class Fleet:
         for task in list(self._tasks):
             await task
         for machine in self.machines:
-            machine.engine()
+            machine.processes()
             machine.leaving = True
             machine.process.terminate()
         await asyncio.gather(*(self._see_off(machine) for machine in self.machines))
@@ -272,20 +277,12 @@ class Fleet:
     def _replace(self, machine: Machine) -> None:
         self.machines[self.machines.index(machine)] = self._start()
 
-    def _signal_engine(self, machine: Machine, number: signal.Signals) -> bool:
-        pid = machine.engine()
-        if pid is None:
-            return False
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, number)
-            return True
-        return False
-
     async def _continue(self, machine: Machine, seconds: float) -> None:
         try:
             await asyncio.sleep(seconds)
         finally:
-            self._signal_engine(machine, signal.SIGCONT)
+            for pid in machine.processes():
+                _signal(pid, signal.SIGCONT)
             machine.stopped = False
 
     async def _see_off(self, machine: Machine) -> None:
@@ -343,3 +340,11 @@ def _complaints(lines: list[str]) -> list[str]:
         if "engine process ended (" in line and "SIGKILL" not in line:
             found.append(line)
     return found
+
+
+def _signal(pid: int, number: signal.Signals) -> bool:
+    """Whether there was such a process."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+        return True
+    return False

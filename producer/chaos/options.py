@@ -13,7 +13,6 @@ from .schedule import ALL_FAULTS, Fault
 
 __all__ = ["StormOptions", "storm_settings", "worker_arguments", "worker_environment"]
 
-_RETENTION_S = 600
 _SOCKET_TIMEOUT_S = 1.0
 """Short, so that half-open connections are noticed within the storm."""
 
@@ -34,6 +33,7 @@ class StormOptions:
         lease_ms: how long a silent worker is believed alive.
         step_ms: how long a step of the synthetic model takes.
         pace: how many times as often as usual faults happen.
+        retention_s: how long what has ended can be read.
         logs: directory in which the workers' logs are kept; None to throw them away.
     """
 
@@ -48,6 +48,7 @@ class StormOptions:
     lease_ms: int = 800
     step_ms: float = 20.0
     pace: float = 1.0
+    retention_s: int = 600
     logs: Path | None = None
 
     def __post_init__(self) -> None:
@@ -70,7 +71,7 @@ def storm_settings(options: StormOptions) -> Settings:
         {
             "redis": {"socket_timeout_s": _SOCKET_TIMEOUT_S},
             # Logs are made compact while they are read.
-            "queue": {"model": name, "retention_s": _RETENTION_S, "compact_logs_after_s": 0},
+            "queue": {"model": name, "retention_s": options.retention_s, "compact_logs_after_s": 0},
             "worker": {"lease_ms": options.lease_ms, "metrics_port": None},
             "engine": {
                 "max_sequences": max(4, share + share // 4),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from typing import Any
 
 from penstock.shared.errors import IdConflict
@@ -13,7 +13,7 @@ from penstock.shared.protocol import State
 from .ledger import Invariant, Ledger
 from .parts import Parts
 from .readers import Reading, read_jumping, read_returning, read_straight
-from .verdict import judge
+from .verdict import EndsBy, judge
 from .workload import Case, changed_payload, request_fields
 
 __all__ = ["CaseRunner"]
@@ -27,16 +27,17 @@ class CaseRunner:
     Args:
         parts: of the storm.
         ledger: takes counts and findings.
-        late_ms: how long after its deadline a request may end, as of now.
+        ends_by: until when a request may end that is due at a time, both in ms of Redis' clock;
+            None: not known to be too late yet.
     """
 
-    def __init__(self, parts: Parts, ledger: Ledger, *, late_ms: Callable[[], int]) -> None:
+    def __init__(self, parts: Parts, ledger: Ledger, *, ends_by: EndsBy) -> None:
         self._client = parts.client
         self._slow_client = parts.slow_client
         self._link = parts.link
         self._keys = parts.keys
         self._ledger = ledger
-        self._late_ms = late_ms
+        self._ends_by = ends_by
 
     async def run(self, case: Case) -> None:
         """Run a case to its end and judge it.
@@ -60,7 +61,7 @@ class CaseRunner:
             await self._record(case.id),
             self._ledger,
             cancelled=cancel.result(),
-            late_ms=self._late_ms(),
+            ends_by=self._ends_by,
         )
 
     async def _submit(self, case: Case) -> None:

@@ -14,10 +14,10 @@ class Fault(StrEnum):
     """What a storm does. The values are the command's options."""
 
     KILL = "kill"
-    """Engine processes are killed (-9) with a supervisor to notice, and now and then with it."""
+    """Edge and engine processes are killed (-9), and at times their supervisor, too."""
 
     STOP = "stop"
-    """Engine processes stand still for longer than their lease, and wake up as zombies."""
+    """Edge and engine processes stand still for longer than their lease, and wake up as zombies."""
 
     DRAIN = "drain"
     """Workers are ended with SIGTERM and replaced: a rolling restart."""

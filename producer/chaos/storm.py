@@ -32,7 +32,7 @@ __all__ = ["Storm", "StormResult"]
 _RECOUNT_EVERY_S = 1.0
 _SETTLE_S = 90.0
 _SWEEP_MS = 1000
-"""For the sweep itself: it takes its share of many that are overdue at once."""
+"""For those after it: each ends its share of many that are overdue at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,7 @@ class Storm:
         runner = CaseRunner(
             parts,
             self._ledger,
-            late_ms=lambda: self._late_ms(maker),
+            ends_by=self._ends_by,
         )
         self._began = time.monotonic()
         try:
@@ -132,11 +132,11 @@ class Storm:
             for task in self._cases:
                 task.cancel()
 
-    def _late_ms(self, maker: FaultMaker) -> int:
-        """How long after its deadline a request may end: it needs a server, and a sweep."""
-        usual = self._options.lease_ms + 3000 + 2 * int(1000 * maker.longest_outage_s)
-        pause = self._ledger.longest_sweep_pause_ms = int(1000 * self._sweeps.longest_pause_s)
-        return max(usual, pause + _SWEEP_MS)
+    def _ends_by(self, due_ms: int) -> int | None:
+        """Until when a request may end: a deadline is kept by the next sweep after it."""
+        self._ledger.longest_sweep_pause_ms = int(1000 * self._sweeps.longest_pause_s)
+        swept_ms = self._sweeps.next_after(due_ms)
+        return None if swept_ms is None else swept_ms + _SWEEP_MS
 
     async def _run_tasks(
         self, parts: Parts, workload: Workload, runner: CaseRunner, maker: FaultMaker

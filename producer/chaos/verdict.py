@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from penstock.shared.protocol import End, Reason, State, rolling_digest
 
@@ -10,7 +10,9 @@ from .ledger import Ended, Invariant, Ledger
 from .readers import Reading
 from .workload import Case
 
-__all__ = ["judge"]
+__all__ = ["EndsBy", "judge"]
+
+EndsBy = Callable[[int], int | None]
 
 _SHOWN = 8
 
@@ -23,7 +25,7 @@ def judge(
     ledger: Ledger,
     *,
     cancelled: bool,
-    late_ms: int,
+    ends_by: EndsBy,
 ) -> None:
     """Compare everything that is known of an ended request; findings go to the ledger.
 
@@ -34,7 +36,7 @@ def judge(
         record: its record in Redis, without the payload.
         ledger: takes counts and findings.
         cancelled: a cancel was told that it ended the request.
-        late_ms: how long after its deadline a request may still end.
+        ends_by: until when a request may end that is due at a time; see :class:`CaseRunner`.
     """
     for reading in (*readings, late):
         _judge_reader(case, reading, late, ledger)
@@ -42,7 +44,7 @@ def judge(
     if end is None:
         return
     _judge_output(case, late, end, ledger)
-    _judge_end(case, end, record, ledger, cancelled=cancelled, late_ms=late_ms)
+    _judge_end(case, end, record, ledger, cancelled=cancelled, ends_by=ends_by)
     _judge_usage(case, end, record, ledger)
     _count(end, record, ledger)
     ledger.ended[case.id] = Ended(end, rolling_digest(late.token_ids))
@@ -115,7 +117,7 @@ def _judge_end(
     ledger: Ledger,
     *,
     cancelled: bool,
-    late_ms: int,
+    ends_by: EndsBy,
 ) -> None:
     def wrong(seen: str) -> None:
         ledger.violated(Invariant.ONE_END, case.id, seen)
@@ -128,9 +130,11 @@ def _judge_end(
         wrong(f"the record says {said}, the log {end}")
     due = "mq" if end.reason is Reason.QUEUE_TIMEOUT else "dl"
     after = int(record["t2"]) - int(record[due])
+    latest = ends_by(int(record[due]))
     ledger.latest_end_ms = max(ledger.latest_end_ms, after)
-    if after > late_ms:
-        wrong(f"ended {after} ms after its deadline; {late_ms} ms are allowed")
+    if latest is not None and int(record["t2"]) > latest:
+        allowed = latest - int(record[due])
+        wrong(f"ended {after} ms after its deadline; {allowed} ms are allowed by the next sweep")
     if cancelled and end.reason is not Reason.CLIENT:
         wrong(f"a cancel was told that it ended the request; it is {end.state} ({end.reason})")
     if end.state is State.CANCELLED and case.cancel_after_s is None:

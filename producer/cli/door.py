@@ -103,8 +103,8 @@ def _tell(settings: Settings, tenant: str, changed: bool, json: bool, what: str)
 async def _run(settings: Settings, do: Callable[[DoorOperations], Awaitable[_T]]) -> _T:
     link = Link(require_url(settings.redis), socket_timeout_s=settings.redis.socket_timeout_s)
     try:
-        await link.connect()
         keys = Keys(settings.queue.model, settings.queue.shard)
+        await link.connect(keys.counters)
         operations = DoorOperations(link.redis, keys)
         return await link.call(lambda: do(operations))
     finally:

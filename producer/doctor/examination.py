@@ -8,7 +8,9 @@ from enum import StrEnum
 
 from redis.exceptions import ResponseError
 
+from penstock.shared.cluster import ClusterBusy
 from penstock.shared.embedded import require_url
+from penstock.shared.errors import RedisUnavailable
 from penstock.shared.keys import Keys
 from penstock.shared.operations import Bounds
 from penstock.shared.report import Number
@@ -62,6 +64,8 @@ async def _examine(
     patient: Patient, keys: Keys, settings: Settings, role: Role, repair: bool
 ) -> Diagnosis:
     queue = settings.queue
+    # First of all, since it finds the node that everything else is asked of.
+    slot = await _look_at_slot(patient, keys)
     skew_ms, now_ms = await _clock(patient)
     info = await patient.info()
     facts = ServerFacts(
@@ -75,9 +79,8 @@ async def _examine(
     findings = list(look_at_server(facts))
     figures = _figures(facts)
     subject = f"{patient.address}, model {keys.model}, shard {keys.shard}"
-    elsewhere = await _look_at_slot(patient, keys, facts)
-    findings.append(elsewhere)
-    if elsewhere.level is Level.ERROR:
+    findings.append(slot)
+    if slot.level is Level.ERROR:
         return Diagnosis(subject, tuple(findings), figures)
     findings += await look_at_rights(patient, keys, ROLES if role is Role.ALL else (role.value,))
     bounds = Bounds(
@@ -125,21 +128,27 @@ async def _script_ms(patient: Patient) -> float | None:
     return statistics.median(times)
 
 
-async def _look_at_slot(patient: Patient, keys: Keys, facts: ServerFacts) -> Finding:
-    (reply,) = await patient.commands(("EXISTS", keys.request("doctor")))
-    if isinstance(reply, ResponseError) and str(reply).startswith(("MOVED", "CLUSTERDOWN")):
+async def _look_at_slot(patient: Patient, keys: Keys) -> Finding:
+    try:
+        await patient.commands(("EXISTS", keys.request("doctor")))
+    except RedisUnavailable as error:
+        if not isinstance(error.__cause__, ClusterBusy):
+            raise
         return Finding(
-            "cluster", Level.ERROR, str(reply),
-            "this node of the cluster does not serve this shard",
-            "give the address of the node that does (MOVED names it), one shard per node",
+            "cluster", Level.ERROR, str(error.__cause__),
+            "no node of the cluster serves this shard",
+            "look at CLUSTER INFO and CLUSTER SLOTS: every slot needs a node",
         )  # fmt: skip
-    if facts.info.get("cluster_enabled"):
-        return Finding(
-            "cluster", Level.NOTE, "a node of a cluster, and this shard's slot is here",
-            "penstock's clients do not follow a slot that moves to another node",
-            "move slots only while the shard is idle",
-        )  # fmt: skip
-    return Finding("cluster", Level.OK, "no cluster")
+    info = await patient.info()
+    if isinstance(info, ResponseError) or not info.get("cluster_enabled"):
+        return Finding("cluster", Level.OK, "no cluster")
+    where = f"found by way of it at {patient.node}" if patient.node else "here"
+    return Finding(
+        "cluster", Level.NOTE, f"a node of a cluster; this shard's slot is {where}",
+        "clients go to that node by themselves; should it fail, they look for its successor at the "
+        "address that they were given",
+        "let that address be a name of all nodes, and move the slot only while the shard is idle",
+    )  # fmt: skip
 
 
 def _figures(facts: ServerFacts) -> dict[str, Number]:

@@ -38,6 +38,11 @@ class Patient:
         """The server's address without its password."""
         return self._link.address
 
+    @property
+    def node(self) -> str | None:
+        """The node of a cluster that is examined, if the address names another one."""
+        return self._link.node
+
     async def ask(self, send: Callable[[], Awaitable[_T]]) -> _T | ResponseError:
         """Run a command; a refusal is returned.
 

@@ -223,6 +223,13 @@ class WorkerSettings(Section):
         ge=0,
         le=65535,
     )
+    step_log: Path | None = setting(
+        None,
+        "File to which the work and the time of every step are appended, one JSON object a line "
+        "of about 120 bytes: what `penstock simulate --steps` fits its step times to. It grows "
+        "for as long as the worker serves.",
+        none="off",
+    )
     log_level: Literal["debug", "info", "warning", "error"] = setting(
         "info", "Least severity that is logged."
     )

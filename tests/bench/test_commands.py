@@ -174,3 +174,72 @@ def test_wrong_options_are_one_line_and_exit_code_2(arguments: tuple[str, ...], 
     assert done.returncode == 2
     assert says in " ".join(done.stderr.replace("│", " ").split())
     assert "Traceback" not in done.stderr
+
+
+def test_simulator(tmp_path: Path) -> None:
+    """A worker whose steps take 20 ms: what the simulator learns of it, and what it makes of it."""
+    facts = report(
+        "simulator", "--model", "synthetic", "--synthetic-step-ms", "20", "--loads", "50",
+        "--seconds", "2", "--lesson-seconds", "1", "--slots", "4", "--output", "uniform:2:8",
+        "--prompt", "uniform:4:40", "--keep", str(tmp_path),
+    )  # fmt: skip
+    figures = facts["figures"]
+    for name in ("ttft_p50_s", "itl_mean_s", "throughput_tps", "makespan_s"):
+        for label in ("simulated", "at_pace"):
+            real, simulated = figures[f"{name}_50"], figures[f"{name}_{label}_50"]
+            error = figures[f"{name}_{label}_error_percent_50"]
+            assert math.isclose(error, 100 * (simulated / real - 1), abs_tol=1e-9)
+    assert figures["requests_50"] >= 20
+    assert figures["itl_p50_s_50"] >= 0.02
+    # Steps of a fixed time are learned whatever else the machine does, and who arrives when rules.
+    assert abs(figures["makespan_s_at_pace_error_percent_50"]) < 20
+    assert 0.5 < figures["pace_50"] < 2
+    assert {check["name"] for check in facts["checks"]} >= {"ttft_p99_s_at_pace_error_percent_50"}
+    trace, steps = tmp_path / "load-50.jsonl", tmp_path / "steps.jsonl"
+    assert len(trace.read_text().splitlines()) == figures["requests_50"]
+    assert len(steps.read_text().splitlines()) >= 50
+
+
+def test_spec() -> None:
+    facts = report(
+        "spec", "--batches", "1", "--tokens", "8", "--rounds", "1", "--length", "2",
+        "--threads", "1",
+    )  # fmt: skip
+    figures = facts["figures"]
+    for name in ("b1", "edit", "hot"):
+        rates = {mode: figures[f"{mode}.{name}"] for mode in ("plain", "ngram", "draft", "auto")}
+        assert math.isclose(figures[f"auto_vs_plain.{name}"], rates["auto"] / rates["plain"])
+        best = max(rate for mode, rate in rates.items() if mode != "auto")
+        assert math.isclose(figures[f"auto_vs_best.{name}"], rates["auto"] / best)
+    assert 0 < figures["acceptance.draft.p1"] <= 1
+    assert {check["name"]: check["limit"] for check in facts["checks"]} == {
+        **{f"auto_vs_best.{name}": 0.97 for name in ("b1", "edit", "hot")},
+        **{f"auto_vs_plain.{name}": 0.97 for name in ("edit", "hot")},
+        "auto_vs_plain.b1": 1.6, "ngram_vs_plain.edit": 2.0,
+    }  # fmt: skip
+
+
+def test_spec_of_a_shape_accepts_what_it_is_told_to() -> None:
+    facts = report(
+        "spec", "--shape", "small", "--acceptance", "0.6", "--batches", "2", "--tokens", "64",
+        "--rounds", "2", "--threads", "1",
+    )  # fmt: skip
+    figures = facts["figures"]
+    assert not any("ngram" in name for name in figures)
+    assert abs(figures["acceptance.draft.p1"] - 0.6) < 0.15
+    assert abs(figures["acceptance.draft.p2"] - 0.36) < 0.15
+    assert facts["notes"][0].startswith("SYNTHETIC: random weights in float32 on cpu")
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (("--shape", "70b"), "allowed: 7b, small"),
+        (("--acceptance", "1.5"), "--acceptance: got 1.5; allowed: 0 to 1"),
+        (("--device", "cuda"), "--device cuda: a GPU's time is not the process's; add --clock"),
+    ],
+)
+def test_spec_says_what_it_takes(given: tuple[str, str], says: str) -> None:
+    done = bench("spec", *given)
+    assert done.returncode == 2
+    assert says in " ".join(done.stderr.replace("│", " ").split())

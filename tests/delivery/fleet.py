@@ -180,7 +180,12 @@ class FakeWorker:
     claims: dict[str, Claim] = field(default_factory=dict)
 
     def claim_call(
-        self, requests: int = 1, *, tokens: int = 1 << 40, suspect_ok: bool = True
+        self,
+        requests: int = 1,
+        *,
+        tokens: int = 1 << 40,
+        suspect_ok: bool = True,
+        least_urgent: Lane = Lane.BATCH,
     ) -> Call:
         return self.shard.ops.claim(
             self.name,
@@ -188,6 +193,7 @@ class FakeWorker:
             requests=requests,
             tokens=tokens,
             suspect_ok=suspect_ok,
+            least_urgent=least_urgent,
         )
 
     async def claim(self, requests: int = 1, **options: Any) -> tuple[Claim, ...]:

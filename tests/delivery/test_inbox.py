@@ -12,7 +12,7 @@ from redis.asyncio.client import PubSub
 
 from penstock.producer import Producer, State
 from penstock.shared.errors import ProtocolError
-from penstock.shared.events import unpack_letter
+from penstock.shared.event_reader import unpack_letter
 from penstock.shared.protocol import Answer, Chunk, End, Reason, unpack_event
 
 

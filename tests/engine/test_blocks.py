@@ -316,6 +316,40 @@ class BlockMachine(RuleBasedStateMachine):
         self.live.append(child)
 
     @precondition(lambda self: self.live)
+    @rule(data=st.data(), token_ids=st.lists(st.integers(0, 1), min_size=1, max_size=12),
+          spare=st.integers(0, 2))  # fmt: skip
+    def displace(self, data: st.DataObject, token_ids: list[int], spare: int) -> None:
+        """What is counted as enough is enough: for the new one, and for those who go on."""
+        head = self.new(token_ids, b"")
+        victims = data.draw(st.lists(st.sampled_from(self.live), unique=True, max_size=3))
+        stops = {
+            seq: data.draw(st.integers(start, min(seq.num_tokens, start + MAX_SPAN)))
+            for seq in self.live
+            if (start := seq.num_computed_tokens) >= 0
+        }
+        self.blocks.reclaim(self.live)
+        spares = [spare + len(victims) - gone for gone in range(len(victims) + 1)]
+        count = self.blocks.victims_needed(head, victims, spares.__getitem__, lambda: stops)
+        if count is None:
+            return
+        for victim in victims[:count]:
+            self.live.remove(victim)
+            self.blocks.release(victim)
+        assert self.blocks.try_admit(head, spares[count])
+        self.live.append(head)
+        for seq in self.live[:-1]:
+            if stops[seq] > seq.num_computed_tokens:
+                copies = list[BlockCopy]()
+                assert self.blocks.try_reserve(seq, stops[seq], copies)
+                self.write(seq, stops[seq], copies)
+                self.blocks.settle(seq)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def reclaim(self, data: st.DataObject) -> None:
+        self.blocks.reclaim(data.draw(st.lists(st.sampled_from(self.live), unique=True)))
+
+    @precondition(lambda self: self.live)
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
         seq = data.draw(st.sampled_from(self.live))

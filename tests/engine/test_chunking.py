@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from engine.fakes import FakeRunner, PieceStream, config, request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.gpu_worker.engine import AdaptiveChunks, Chunking, Engine, EngineConfig, Plan
+from penstock.gpu_worker.engine import (
+    AdaptiveChunks,
+    Chunking,
+    Engine,
+    EngineConfig,
+    Plan,
+    Span,
+    StepTiming,
+)
+from penstock.gpu_worker.engine.sequence import Sequence
+from penstock.gpu_worker.engine.stats import EngineStats
 from penstock.shared.errors import ConfigurationError
+from penstock.shared.protocol import SamplingOptions
 
 LEAST, MOST = 16, 2048
 
@@ -56,6 +67,49 @@ def test_the_fit_finds_what_steps_cost() -> None:
     for tokens, sequences in ((0, 16), (0, 1), (100, 16), (60, 30)):
         wanted = 0.004 + 2e-4 * tokens + 5e-4 * sequences
         assert chunks.predict(tokens, sequences) == pytest.approx(wanted, abs=0.05 * 0.03)
+
+
+def test_drafts_are_taken_neither_for_prompt_tokens_nor_for_sequences() -> None:
+    """Half of the steps verify drafts, which cost three times what a prompt token does."""
+    device, per_draft = Device(per_pair=0.0, noise=0.05), 6e-4
+    chunks = AdaptiveChunks(0.03, LEAST, MOST)
+    for _ in range(600):
+        tokens, sequences = device.rng.choice([0, 0, 30, 60, 120]), device.rng.randint(1, 32)
+        drafts = device.rng.choice([0, 1, 2, 4]) * sequences
+        seconds = device.seconds(tokens, sequences) + per_draft * drafts
+        spans = [_decoding(drafts // sequences) for _ in range(sequences)]
+        if tokens:
+            spans[0] = Span(spans[0].sequence, 0, tokens + 1, False)
+            drafts -= drafts // sequences
+            seconds = device.seconds(tokens, sequences) + per_draft * drafts
+        chunks.observe(Plan(tuple(spans)), seconds)
+    assert chunks.token_seconds == pytest.approx(2e-4, rel=0.15)
+    for tokens, sequences, drafts in ((0, 16, 0), (100, 16, 0), (0, 16, 64), (60, 30, 30)):
+        wanted = 0.004 + 2e-4 * tokens + 5e-4 * sequences + per_draft * drafts
+        assert chunks.predict(tokens, sequences, drafts) == pytest.approx(wanted, rel=0.08)
+
+
+def _decoding(num_drafts: int) -> Span:
+    sequence = Sequence(id="s", prompt_ids=(1, 2, 3), options=SamplingOptions())
+    return Span(sequence, 2, 1, True, (4,) * num_drafts, num_drafts)
+
+
+def test_the_draft_models_time_is_no_prompts() -> None:
+    """A step in which drafts were proposed for a second: the next chunk is as large as without."""
+    limits = []
+    for draft_seconds in (0.0, 1.0):
+        cfg = config(chunking=Chunking.ADAPTIVE, target_itl_s=0.03, min_chunk_size=4)
+        engine = Engine(cfg, PieceStream)
+        engine.add(request("a", (1, 2, 3), max_tokens=30))
+        engine.add(request("long", (1,) * 40, max_tokens=2))
+        runner, sizes = FakeRunner(cfg.block_size), []
+        while plan := engine.schedule():
+            timing = StepTiming(0.02 + draft_seconds, draft_seconds)
+            engine.collect(plan, replace(runner.run(plan), timing=timing))
+            engine.observe(plan, 0.02 + draft_seconds)
+            sizes.append(plan.num_tokens)
+        limits.append(sizes)
+    assert limits[0] == limits[1]
 
 
 def test_hours_of_decoding_do_not_wipe_out_what_a_prompt_token_costs() -> None:
@@ -137,11 +191,15 @@ def streaming(chunking: Chunking, device: Device, prompts: int = 1) -> list[floa
     for index in range(prompts):
         engine.add(request(f"long{index}", [2] * 4000, max_tokens=1))
     gaps: list[float] = []
-    while engine.stats().running and engine._outputs.keys() & {f"long{i}" for i in range(prompts)}:
+    while _num_live(engine.stats()) > STREAMS:
         gaps += [_step(engine, runner, device)] * STREAMS
     for _ in range(64):
         gaps += [_step(engine, runner, device)] * STREAMS
     return gaps
+
+
+def _num_live(stats: EngineStats) -> int:
+    return sum(stats.running.values()) + sum(stats.waiting.values())
 
 
 class _Silent(FakeRunner):

@@ -8,7 +8,7 @@ import pytest
 from engine.fakes import FakeRunner, PieceStream, config, request
 
 from penstock.gpu_worker.engine import AdaptiveChunks, Engine, PreemptionMode
-from penstock.gpu_worker.engine.preemption import PreemptionCosts
+from penstock.gpu_worker.engine.preemption_costs import PreemptionCosts
 
 
 def learned(token_s: float, copy_s: float, block_s: float) -> PreemptionCosts:

@@ -92,6 +92,36 @@ def test_a_look_up_takes_time_of_its_match_and_not_of_the_text() -> None:
     assert looked[1] < 2 * looked[0]
 
 
+def test_a_text_is_read_in_parts_and_proposes_once_all_of_it_is() -> None:
+    token_ids, drafting = [5, 6, 7, 8] * 50, Drafting()
+    assert drafting.look_up(token_ids, 3) == ((), 0)
+    parts = [drafting.read(token_ids, 64) for _ in range(4)]
+    assert parts == [64, 64, 64, 7]  # of the first token there is no pair
+    assert drafting.look_up(token_ids, 3) == NgramIndex().propose(token_ids, 3)
+    token_ids.append(5)
+    assert drafting.look_up(token_ids, 3) == ((), 0)
+
+
+def test_what_came_in_a_pause_is_read_a_bounded_part_in_each_step() -> None:
+    """Sixteen texts of 4,000 tokens: no step reads more than its share, and all get drafts."""
+    speculator = Speculator(SpeculationConfig(length=3), 10**6, 100)
+    options = SamplingOptions(max_tokens=100_000)
+    sequences = [
+        Sequence(id=str(i), prompt_ids=[*range(2000)] * 2, options=options) for i in range(16)
+    ]
+    for sequence in sequences:
+        sequence.token_ids.append(0)
+    spans = [Span(s, s.num_tokens - 1, 1, True) for s in sequences]
+    read, steps = [0], 0
+    while len(choices := speculator.choose(spans, 10_000)) < 16:
+        missing = [s.drafting._index.num_missing(s.token_ids) for s in sequences if s.drafting]  # type: ignore[union-attr]
+        read.append(16 * 4000 - sum(missing))
+        assert read[-1] - read[-2] <= 1024 + 16 * 16
+        steps += 1
+    assert 16 * 4000 / (1024 + 16 * 16) - 1 <= steps <= 16 * 4000 / 1024 + 1
+    assert all(choice.drafts == (1, 2, 3) for choice in choices)
+
+
 # --- what pays
 
 STEP = 1.0
@@ -224,14 +254,23 @@ class Simulated:
 
 
 @pytest.mark.parametrize(
-    ("per_draft", "rate", "count"),
-    [(0.01, 0.7, 1), (0.01, 0.02, 1), (0.05, 0.7, 8), (0.2, 0.6, 30), (0.3, 0.9, 4)],
+    ("per_draft", "rate", "count", "jump"),
+    [
+        (0.01, 0.7, 1, 0.0),
+        (0.01, 0.02, 1, 0.0),
+        (0.05, 0.7, 8, 0.0),
+        (0.2, 0.6, 30, 0.0),
+        (0.3, 0.9, 4, 0.0),
+        (0.02, 0.7, 4, 0.3),
+        (0.02, 0.3, 4, 0.4),
+    ],
 )
 def test_what_it_chooses_is_within_three_per_cent_of_the_best_fixed_length(
-    per_draft: float, rate: float, count: int
+    per_draft: float, rate: float, count: int, jump: float
 ) -> None:
-    """Also where the times at start were wrong by half."""
-    truth, believed = calibration(per_draft), calibration(per_draft * 0.5, draft=0.15)
+    """Also where the times at start were wrong by half, and the first draft costs much more."""
+    truth = calibration(per_draft, jump=jump)
+    believed = calibration(per_draft * 0.5, draft=0.15)
     adaptive = Simulated(truth, rate, count)
     config = SpeculationConfig(ngram=False, draft=True, calibration=believed)
     found = adaptive.run(speculator := Speculator(config, 10**6, 100), 1500)

@@ -20,6 +20,8 @@ from penstock.shared.protocol import SamplingOptions
 
 STEPS = 2000
 
+DRAFTING = (Permission.TASTE, Permission.TRIAL, Permission.PROMISING)
+
 # --- the guard alone
 
 
@@ -27,7 +29,7 @@ def drive(guard: Guard, steps: int, drafted: Callable[[int], tuple[float, int]])
     """Steps of one sequence that draft where they may; ``drafted`` gives seconds and tokens."""
     took_drafts = []
     for step in range(steps):
-        drafts = guard.permit(1) in (Permission.TRIAL, Permission.PROMISING)
+        drafts = guard.permit(1) in DRAFTING
         if drafts:
             seconds, tokens = drafted(step)
             guard.observe_drafted(1, tokens, (seconds, 1.0), (0.0, 0.0))
@@ -63,8 +65,9 @@ def test_pauses_become_longer_and_an_attempt_that_pays_ends_them() -> None:
     pays_from = 5000
     took = drive(Guard(lambda _: 1.0), 9000, lambda step: (1.3, 1 + (step >= pays_from)))
     begins = [i for i in range(1, pays_from) if took[i] and not took[i - 1]]
-    pauses = [later - earlier for earlier, later in pairwise(begins)]
-    assert pauses[0] < 300
+    # Within an attempt there are steps without drafts, too, to compare with.
+    pauses = [later - earlier for earlier, later in pairwise(begins) if later - earlier > 20]
+    assert pauses[0] < 400
     assert pauses[-1] > 1000
     assert pauses == sorted(pauses)
     assert sum(took[pays_from:]) > 2800
@@ -75,7 +78,7 @@ def test_batch_sizes_are_judged_apart() -> None:
     may: dict[int, int] = {1: 0, 30: 0}
     for _ in range(400):
         for count in may:
-            if guard.permit(count) in (Permission.TRIAL, Permission.PROMISING):
+            if guard.permit(count) in DRAFTING:
                 may[count] += 1
                 seconds = 1.2 if count == 1 else 120.0
                 guard.observe_drafted(count, 2 * count, (seconds, seconds), (0.0, 0.0))
@@ -89,7 +92,7 @@ def test_reading_a_long_prompt_does_not_end_drafts_that_pay() -> None:
     guard = Guard(lambda _: 1.0)
     drafts = 0
     for _ in range(300):
-        if guard.permit(1) in (Permission.TRIAL, Permission.PROMISING):
+        if guard.permit(1) in DRAFTING:
             reading = 10.0 if drafts == 0 else 0.0
             guard.observe_drafted(1, 2, (1.1, 1.1), (0.1 + reading, 0.1))
             drafts += 1
@@ -189,7 +192,7 @@ def auto(per_draft: float, draft: float) -> SpeculationConfig:
     return SpeculationConfig(ngram=False, draft=True, calibration=times(per_draft, draft))
 
 
-@settings(max_examples=25)
+@settings(max_examples=25, deadline=None)
 @given(
     count=st.sampled_from([1, 2, 4, 8]),
     per_draft=st.sampled_from([0.002, 0.02, 0.1, 0.4]),
@@ -249,6 +252,17 @@ def test_where_drafts_help_nine_tenths_of_the_best_fixed_length_are_reached(
     best = max(world().run(fixed(length), 600) for length in range(1, 8))
     assert best > 1.2
     assert world().run(auto(per_draft / 2, 0.15)) > 0.9 * best
+
+
+@pytest.mark.parametrize("period", [40, 130, 400])
+def test_a_machine_that_becomes_slower_and_faster_ends_no_drafts_that_pay(period: int) -> None:
+    """By half, again and again: steps are judged by those beside them."""
+    world = World(
+        4, 0.03, 0.05, lambda _: 0.5, lambda step: 1.6 if step // period % 2 else 1.0, jitter=0.1
+    )
+    steady = World(4, 0.03, 0.05, lambda _: 0.5, jitter=0.1).run(auto(0.03, 0.05))
+    assert steady > 1.12
+    assert world.run(auto(0.03, 0.05)) > 0.96 * steady
 
 
 def test_what_becomes_guessable_is_found_out() -> None:

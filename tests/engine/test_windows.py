@@ -192,9 +192,14 @@ def test_as_many_victims_as_the_scarcest_kind_needs() -> None:
     blocks = hybrid(KVKind(20), KVKind(6, 8), max_span=2)
     victims = [admitted(blocks, [10 * i, 1, 2, 3]) for i in range(3)]
     head = sequence(list(range(50, 58)))
-    assert [kind.victims_needed(head, 0, victims) for kind in blocks.kinds] == [0, 2]
-    assert blocks.victims_needed(head, 0, victims) == 2
-    assert blocks.victims_needed(head, 0, victims[:1]) is None
+
+    def needed(blocks: Blocks, victims: list[Sequence]) -> int | None:
+        return blocks.victims_needed(head, victims, lambda gone: 0, lambda: running)
+
+    running = dict.fromkeys(victims, 4)
+    assert [needed(kind, victims) for kind in blocks.kinds] == [0, 2]
+    assert needed(blocks, victims) == 2
+    assert needed(blocks, victims[:1]) is None
 
 
 def test_integrity_finds_lost_windows() -> None:

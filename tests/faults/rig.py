@@ -49,7 +49,7 @@ class Rig:
         """Submit, read and judge cases side by side."""
 
         async def run() -> None:
-            runner = CaseRunner(self.parts, self.ledger, late_ms=lambda: ON_TIME_MS)
+            runner = CaseRunner(self.parts, self.ledger, ends_by=lambda due_ms: due_ms + ON_TIME_MS)
             await asyncio.gather(*(runner.run(case) for case in cases))
 
         return asyncio.create_task(run())

@@ -14,6 +14,7 @@ from faults.rig import mutated
 
 from penstock.producer.chaos import Fault, Invariant, Storm, StormOptions, StormResult
 from penstock.producer.chaos.readers import Reading
+from penstock.producer.chaos.sweeps import SweepWatch
 from penstock.shared.protocol import Chunk
 
 SHORT = {"workers": 4, "in_flight": 60, "tokens": 60, "step_ms": 15.0}
@@ -109,6 +110,25 @@ async def test_a_broken_worker_is_noticed(
     monkeypatch.setenv("PYTHONPATH", mutated(tmp_path, path, old, new))
     result = await run(seconds=5, faults=frozenset(faults), in_flight=40, pace=2.0)
     assert expected <= set(result.ledger.found), result.ledger.violations
+
+
+def test_which_sweep_is_to_keep_a_deadline() -> None:
+    watch = SweepWatch()
+    for swept_ms in (1000, 1300):
+        watch.note(swept_ms)
+    due = (900, 1000, 1001, 1301)
+    assert [watch.next_after(due_ms) for due_ms in due] == [1000, 1000, 1300, None]
+
+
+async def test_a_deadline_that_is_kept_late_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The requests are long, or they would end by themselves before a late sweep."""
+    when = "KEYS[1], '-inf', now, 'LIMIT', 0, MAX_EXPIRED"
+    late = when.replace("now", "now - 2000")
+    monkeypatch.setenv("PYTHONPATH", mutated(tmp_path, "shared/scripts/sweep.lua", when, late))
+    result = await run(seconds=2, faults=frozenset(), in_flight=40, tokens=240)
+    assert result.ledger.found[Invariant.ONE_END] > 0
 
 
 def chaos(*arguments: str, timeout_s: float) -> dict[str, Any]:

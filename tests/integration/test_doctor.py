@@ -181,8 +181,12 @@ def test_a_fact_of_the_server(facts: dict[str, Any], name: str, level: Level, wo
     assert words in look(**facts)[name].meaning
 
 
-async def test_a_replica_is_no_primary(start_redis: Callable[..., EmbeddedRedis]) -> None:
-    primary, replica = start_redis(password=""), start_redis(password="")
+async def test_a_replica_is_no_primary(
+    start_redis: Callable[..., EmbeddedRedis], tmp_path: Path
+) -> None:
+    # A replica writes what it is sent into a file first, so it needs a directory; without one
+    # Redis 8 stands still for five seconds, again and again.
+    primary, replica = start_redis(password=""), start_redis(password="", data_dir=tmp_path)
     async with Redis.from_url(primary.url) as first, Redis.from_url(replica.url) as second:
         port = first.connection_pool.connection_kwargs["port"]
         await second.execute_command("REPLICAOF", "127.0.0.1", port)

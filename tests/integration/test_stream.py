@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import random
-from collections.abc import AsyncIterator
+import signal
+from collections.abc import AsyncIterator, Callable
 
+import msgpack
 import pytest
 import redis.asyncio
 from log_writer import LogWriter, eventually
 
 from penstock.producer import Producer, TokenStream
+from penstock.producer.subscriber import Subscriber
 from penstock.shared.compaction import compacted
 from penstock.shared.embedded import EmbeddedRedis
 from penstock.shared.errors import (
@@ -184,16 +188,127 @@ async def test_a_message_that_never_came_is_found_after_a_second(
         assert stream.end == writer.end()
 
 
+async def test_who_asks_again_and_again_looks_at_the_log_as_others_do(
+    producer: Producer, redis_client: Client, writer: LogWriter
+) -> None:
+    await writer.append(1)
+    async with producer.stream(writer.id, timeout=0.1) as stream, asyncio.timeout(2.5):
+        check_output(await read(stream, 1), writer, 0, 1)
+        waiting = asyncio.create_task(anext(stream))
+        await until_subscribed(redis_client, writer)
+        await writer.finish(publish=False)
+        with pytest.raises(TimeoutError):
+            await waiting
+        while stream.end is None:
+            with contextlib.suppress(TimeoutError):
+                assert await anext(stream, None) is None
+
+
+async def test_a_closed_stream_lets_go_of_who_waits_on_it(
+    producer: Producer, redis_client: Client, writer: LogWriter
+) -> None:
+    async with live_stream(producer, redis_client, writer) as stream:
+        waiting = asyncio.create_task(anext(stream, None))
+        await asyncio.sleep(0)
+        await stream.aclose()
+        async with asyncio.timeout(0.5):  # at once, and not when a second of silence is over
+            assert await waiting is None
+
+
+async def test_a_closed_producer_says_so(
+    redis_url: str, redis_client: Client, writer: LogWriter
+) -> None:
+    producer = await Producer(redis_url).connect()
+    async with live_stream(producer, redis_client, writer) as stream:
+        waiting = asyncio.create_task(anext(stream))
+        await asyncio.sleep(0)
+        await producer.aclose()
+        async with asyncio.timeout(0.5):
+            for reading in (waiting, anext(stream), producer.stream(writer.id).collect()):
+                with pytest.raises(RuntimeError, match="this producer is closed"):
+                    await reading
+    with pytest.raises(RuntimeError, match="this producer is closed"):
+        await producer.submit("x")
+    await producer.aclose()
+
+    async def gone() -> bool:
+        return len(await redis_client.client_list()) == 1
+
+    await eventually(gone, "no connection is left")
+
+
+async def test_a_server_that_answers_no_ping_is_left_and_found_again(
+    start_redis: Callable[..., EmbeddedRedis], caplog: pytest.LogCaptureFixture
+) -> None:
+    server = start_redis(password="")
+    async with Client.from_url(server.url, socket_connect_timeout=0.2) as client:
+        subscriber = Subscriber(client, ping_after_s=0.1)
+        subscription = subscriber.open("news")
+        now = asyncio.get_running_loop().time
+
+        async def confirmed() -> bool:
+            return await subscription.wait(now() + 5) and subscription.take() is None
+
+        assert await confirmed()
+        assert not await subscription.wait(now() + 0.5), "behind without a reason"
+        assert subscriber.connections == 1, "a server that is only silent was left"
+        os.kill(server.pid, signal.SIGSTOP)
+        try:
+
+            async def left() -> bool:
+                return "no answer to a ping" in caplog.text
+
+            await eventually(left, "the connection is given up")
+        finally:
+            os.kill(server.pid, signal.SIGCONT)
+        assert await confirmed()
+        assert subscriber.connections == 2
+        await subscriber.aclose()
+
+
+MALFORMED = [
+    b"\xc1 not msgpack",
+    b"{not JSON",
+    b"",
+    *map(
+        msgpack.packb,
+        [
+            [2, ["x"], "t", 1],
+            [2, [-1], "t", 1],
+            [2, [1 << 40], "t", 1],
+            [2, [5.5], "t", 1],
+            [2, "ab", "t", 1],
+            [2, {"a": 1}, "t", 1],
+            [2, [5], 7, 1],
+            [2, [5], "t", None],
+            ["2", [5], "t", 1],
+            [-5, [5] * 7, "t", 1],
+            [-1, "2", "completed", "stop", "", None],
+            [-1, 2.5, "completed", "stop", "", None],
+            [-1, 2, "completed", "stop", 5, None],
+            [-1, 2, "completed", "stop", "", {"prompt_tokens": "x"}],
+            [],
+            {},
+            None,
+        ],
+    ),
+]
+
+
 async def test_what_others_publish_does_no_harm(
     producer: Producer, redis_client: Client, writer: LogWriter
 ) -> None:
     async with live_stream(producer, redis_client, writer) as stream:
-        assert await writer.publish(b"\xc1 not msgpack") == 1
-        assert await writer.publish(Chunk(2, (5, 5), "wrong", digest=1)) == 1
+        for number, message in enumerate(MALFORMED):
+            assert await writer.publish(message) == 1
+            await writer.append(1)
+            check_output(await read(stream, 1), writer, 2 + number, 3 + number)
+        begin = writer.n
+        assert await writer.publish(Chunk(begin, (5, 5), "wrong", digest=1)) == 1
         assert await writer.publish(Chunk(90, (5, 5), "far ahead", digest=1)) == 1
         await write(writer, 20)
         await writer.finish()
-        check_output([chunk async for chunk in stream], writer, 2, 22)
+        check_output([chunk async for chunk in stream], writer, begin, begin + 20)
 
 
 @pytest.mark.parametrize("kind", ["pubsub", "normal"])

@@ -7,6 +7,7 @@ import gc
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import pytest
 import redis.asyncio
@@ -74,6 +75,35 @@ async def test_bad_requests_are_refused_before_anything_is_sent(producer: Produc
         with pytest.raises(InvalidRequest) as caught:
             await producer.submit(**wrong)  # type: ignore[arg-type]
         assert caught.value.field == list(wrong)[-1]
+
+
+@pytest.mark.parametrize("wrong", ["\ud800", "", "a b", 7, None])
+async def test_what_is_no_id_is_refused(producer: Producer, wrong: Any) -> None:
+    for call in (producer.cancel, producer.status, producer.result):
+        with pytest.raises(InvalidRequest, match=r"^id: got "):
+            await call(wrong)
+    with pytest.raises(InvalidRequest, match=r"^id: got "):
+        producer.stream(wrong)
+
+
+async def test_arguments_of_a_stream_that_are_none(producer: Producer) -> None:
+    for wrong in (-1, "5", float("nan"), True):
+        with pytest.raises(InvalidRequest, match=r"^timeout: got "):
+            producer.stream("r", timeout=wrong)  # type: ignore[arg-type]
+        with pytest.raises(InvalidRequest, match=r"^timeout: got "):
+            await producer.result("r", timeout=wrong)  # type: ignore[arg-type]
+    for wrong in (-1, "5", 1 << 32):
+        with pytest.raises(InvalidRequest, match=r"^from_digest: got "):
+            producer.stream("r", from_digest=wrong)  # type: ignore[arg-type]
+
+
+async def test_a_read_only_replica_is_named(start_redis: Callable[..., EmbeddedRedis]) -> None:
+    replica = start_redis(password="")
+    async with Client.from_url(replica.url) as client, Producer(replica.url) as producer:
+        await client.execute_command("REPLICAOF", "127.0.0.1", "1")
+        for call in (producer.submit("x"), producer.cancel("r")):
+            with pytest.raises(RedisUnavailable, match=r"read only replica.*primary"):
+                await call
 
 
 async def test_a_full_queue(any_redis_url: str) -> None:

@@ -5,20 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import threading
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import redis.asyncio
-from delivery.fleet import Shard
 from workers import WorkerFactory, WorkerProcess
 
-from penstock.gpu_worker.engine.requests import EngineRequest
-from penstock.gpu_worker.intake import Intake
-from penstock.gpu_worker.metrics import WorkerMetrics
-from penstock.gpu_worker.outbox import Outbox
 from penstock.producer import Producer, Reason, Result, State
 from penstock.shared.embedded import EmbeddedRedis
 from penstock.shared.keys import Keys
@@ -161,28 +155,39 @@ async def test_a_killed_workers_json_is_continued_in_mid_value(
     assert second.metric("redeliveries_total") >= 3
 
 
-async def test_a_form_that_takes_too_long_to_compile_is_refused(redis_url: str) -> None:
-    gate = threading.Event()
-    added: list[EngineRequest] = []
+async def test_a_killed_workers_choices_are_all_continued_in_mid_value(
+    redis_url: str, workers: WorkerFactory
+) -> None:
+    """Each choice has a grammar's state of its own, which its own published tokens give back."""
+    settings = {"worker__lease_ms": 600}
+    form: dict[str, Any] = {"json_schema": SCHEMA, "n": 3, "max_tokens": 400}
+    first = workers.engine("first", **settings)
+    async with Producer(redis_url) as producer:
+        expected = await asyncio.gather(*(result_of(producer, seed=s, **form) for s in (1, 2)))
+        streams = [await producer.generate("The list type", seed=s, **form) for s in (1, 2)]
+        counts: Counter[tuple[int, int]] = Counter()
 
-    def slow(options: Any) -> None:
-        gate.wait()
+        async def read(request: int) -> None:
+            async for chunk in streams[request]:
+                for run in chunk.runs():
+                    assert run.start == counts[request, run.choice]
+                    counts[request, run.choice] += len(run.token_ids)
 
-    async with redis.asyncio.Redis.from_url(redis_url) as client, Producer(redis_url) as producer:
-        await producer.submit("x", id="slow", regex="a")
-        await producer.submit("x", id="other")
-        shard, outbox = Shard(client), Outbox(WorkerMetrics(), lambda: None)
-        claims = await shard.worker("w").claim(2)
-        with ThreadPoolExecutor(2) as pool:
-            intake = Intake(
-                lambda prompt: [1], slow, added.append, outbox, WorkerMetrics(), pool,
-                compile_timeout_s=0.05,
-            )  # fmt: skip
-            intake.accept(claims)
-            async with asyncio.timeout(10):
-                while intake.preparing:
-                    await asyncio.sleep(0.005)
-            gate.set()
-        (row,) = outbox.take(8)
-    assert [request.options.regex for request in added] == [None]
-    assert b"regex: got 'a'; allowed: what can be compiled within 0.05 s" in row[5]
+        readers = asyncio.gather(read(0), read(1))
+        async with asyncio.timeout(30):
+            while len(counts) < 6 or min(counts.values()) < 10:
+                await asyncio.sleep(0.001)
+        first.kill()
+        begun = dict(counts)
+        second = workers.engine("second", **settings)
+        await asyncio.wait_for(readers, 60)
+        results = [await producer.result(stream.id) for stream in streams]
+    for request, (result, whole) in enumerate(zip(results, expected, strict=True)):
+        assert [c.text for c in result.choices] == [c.text for c in whole.choices]
+        assert [c.token_ids for c in result.choices] == [c.token_ids for c in whole.choices]
+        assert all(is_valid(choice.text) for choice in result.choices)
+        assert {choice.reason for choice in result.choices} == {Reason.STOP}
+        for choice in result.choices:
+            assert 10 <= begun[request, choice.index] < len(choice.token_ids)
+    assert len({choice.token_ids for choice in results[0].choices}) == 3
+    assert second.metric("redeliveries_total") >= 2

@@ -9,6 +9,7 @@ from typing import Any
 from penstock.gpu_worker.engine import Engine, EngineConfig, EngineRequest, Finish, Update
 from penstock.gpu_worker.model import KVPool, LoadedModel, ModelRunner
 from penstock.gpu_worker.model.detokenizer import IncrementalDetokenizer
+from penstock.gpu_worker.model.drafters import Drafter
 from penstock.gpu_worker.model.grammar import GrammarCompiler
 from penstock.gpu_worker.worker import run_isolated
 from penstock.shared.protocol import Lane, SamplingOptions
@@ -29,7 +30,14 @@ class Answer:
 class Bench:
     """One model's runner and engines over it."""
 
-    def __init__(self, model: LoadedModel, masks: Any = None, **changes: Any) -> None:
+    def __init__(
+        self,
+        model: LoadedModel,
+        masks: Any = None,
+        drafter: Drafter | None = None,
+        rejection: bool = False,
+        **changes: Any,
+    ) -> None:
         values: dict[str, Any] = {
             "block_size": 4,
             "num_blocks": 512,
@@ -46,7 +54,7 @@ class Bench:
             model.geometry, self.config.num_blocks, self.config.block_size, model.device,
             model.dtype,
         )  # fmt: skip
-        self.runner = ModelRunner(model, pool, masks=masks)
+        self.runner = ModelRunner(model, pool, masks=masks, drafter=drafter, rejection=rejection)
         self.engine = Engine(
             self.config, lambda ids: IncrementalDetokenizer(self.model.tokenizer, ids)
         )

@@ -68,12 +68,14 @@ class Served:
         updates: by request, in order.
         stats: of the engine.
         steps: how many there were.
+        draft_failures: in how many of them the drafter failed.
     """
 
     outputs: dict[str, tuple[int, ...]] = field(default_factory=dict)
     updates: dict[str, list[Update]] = field(default_factory=dict)
     stats: EngineStats | None = None
     steps: int = 0
+    draft_failures: int = 0
 
     @property
     def drafted(self) -> int:
@@ -124,7 +126,7 @@ def serve(
     """Run requests together to their ends, some arriving in each step."""
     config = engine_config(model, speculation=speculation, **changes)
     engine = Engine(config, lambda ids: IncrementalDetokenizer(model.tokenizer, ids))
-    pool = KVPool(model.geometry, config.num_blocks, BLOCK_SIZE, model.device, model.dtype)
+    pool = KVPool(model.geometry, config.kinds, BLOCK_SIZE, model.device, model.dtype)
     runner = ModelRunner(model, pool, drafter=drafter, rejection=rejection)
     served = Served(updates={id: [] for id in requests})
     coming = list(requests.items())
@@ -154,7 +156,9 @@ def serve(
         if plan is None:
             continue
         served.steps += 1
-        for update in engine.collect(plan, runner.run(plan)):
+        output = runner.run(plan)
+        served.draft_failures += output.draft_failed
+        for update in engine.collect(plan, output):
             if not update.parts:
                 assert update.start == len(served.outputs[update.id])
             served.outputs[update.id] += update.token_ids

@@ -219,12 +219,12 @@ def test_drafts_are_allowed_as_far_as_they_follow(tiny: LoadedModel) -> None:
     state = compiler.compile(SamplingOptions(regex="[a-c]*!"))().state
     a, b, x, end = (tiny.tokenizer.encode(c)[0] for c in "abx!")
     state.fill([a])
-    before = state.mask.clone()
+    before = state.masks(1)[0].clone()
     assert state.allowed_prefix([b, a, x, a]) == 2
     assert state.allowed_prefix([x]) == 0
     assert state.allowed_prefix([a, end]) == 2
     state.fill([])
-    assert torch.equal(state.mask, before)
+    assert torch.equal(state.masks(1)[0], before)
 
 
 # --- slow for nobody else -------------------------------------------------------------------------
@@ -234,12 +234,12 @@ class Gated:
     """A grammar state that makes no mask before its gate is open."""
 
     def __init__(self, state: Any, gate: threading.Event, limit_s: float = 60.0) -> None:
-        self.field, self.mask = state.field, state.mask
+        self.field, self.masks = state.field, state.masks
         self._state, self._gate, self._limit_s = state, gate, limit_s
 
-    def fill(self, token_ids: Any) -> None:
+    def fill(self, token_ids: Any, drafts: Any = ()) -> None:
         self._gate.wait(self._limit_s)
-        self._state.fill(token_ids)
+        self._state.fill(token_ids, drafts)
 
 
 def gated(gate: threading.Event, limit_s: float = 60.0) -> Callable[[Any], Any]:

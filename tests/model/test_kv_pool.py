@@ -82,13 +82,17 @@ def test_blocks_in_budget() -> None:
 def test_a_budget_below_one_block_says_both_sizes() -> None:
     with pytest.raises(InsufficientMemory) as caught:
         blocks_in_budget(GEOMETRY, 16, torch.float32, 1024)
-    assert "budget of 1.0 KiB" in str(caught.value)
-    assert "block of 16 tokens, which takes 2.2 KiB" in str(caught.value)
-    assert "raise the budget" in str(caught.value)
+    assert str(caught.value) == (
+        "engine.kv_memory: a budget of 1.0 KiB holds no block of 16 tokens, which takes 2304 bytes "
+        "(2.2 KiB) in this model; set it to at least that, and to as many blocks as the sequences "
+        "that shall run at the same time need, or lower engine.block_size"
+    )
+    with pytest.raises(InsufficientMemory, match=r"a budget of 1 B .* this model and its draft"):
+        blocks_in_budget(GEOMETRY, 16, torch.float32, 1, GEOMETRY)
 
 
 def test_a_pool_the_machine_cannot_give() -> None:
-    with pytest.raises(InsufficientMemory, match=r"cpu cannot give .* lower the KV memory budget"):
+    with pytest.raises(InsufficientMemory, match=r"cpu cannot give .* lower engine.kv_memory"):
         KVPool(GEOMETRY, 1 << 45, 16, CPU, torch.float32)
 
 
@@ -131,7 +135,9 @@ def test_the_default_budget_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_budget_beyond_the_machine_says_both_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "available_bytes", lambda device: 2 << 30)
     assert kv_budget("1GiB", CPU) == 1 << 30
-    with pytest.raises(InsufficientMemory, match=r"of 3\.0 GiB is more than cpu has .*2\.0 GiB"):
+    with pytest.raises(
+        InsufficientMemory, match=r"engine\.kv_memory is 3\.0 GiB, more than cpu has .*2\.0 GiB"
+    ):
         kv_budget("3GiB", CPU)
 
 

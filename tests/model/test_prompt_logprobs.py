@@ -124,11 +124,11 @@ def test_beside_a_form_whose_mask_is_late(loaded: Loaded, oracle: Oracle) -> Non
     bench.add("a", ids, max_tokens=4, prompt_logprobs=2, choice=["abc"])
     fill, calls = bench.runner._masks.join, []
 
-    def late(followers: Any, *, others: bool) -> Any:
-        masks = fill(followers, others=others)
+    def late(asked: Any, *, others: bool) -> Any:
+        masks = fill(asked, others=others)
         calls.append(masks)
         if len(calls) == 1:
-            return type(masks)(masks.tensors, frozenset(followers))
+            return type(masks)(masks.tensors, frozenset(of.row for of in asked))
         return masks
 
     bench.runner._masks.join = late  # type: ignore[method-assign]

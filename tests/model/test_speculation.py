@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 from model.families import VOCAB_SIZE, WINDOW
-from model.speculating import Oracle, Served, draft_model, serve
+from model.speculating import BLOCK_SIZE, Oracle, Served, draft_model, serve
 
-from penstock.gpu_worker.engine import Span, SpeculationConfig
+from penstock.gpu_worker.engine import KVKind, Span, SpeculationConfig
+from penstock.gpu_worker.engine.kinds import most_blocks_held
 from penstock.gpu_worker.model import LoadedModel
 from penstock.gpu_worker.model.drafters import Proposal
 from penstock.gpu_worker.model.speculation import load_draft
@@ -125,6 +126,24 @@ def test_greedy_tokens_are_those_of_generate_for_every_drafter(
     assert served.drafted > 0
     if drafter == "draft":
         assert served.accepted == served.drafted
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
+def test_layers_with_a_window_give_up_what_left_it_beside_a_draft_model(
+    loaded: Loaded, greedy: Callable[[str], dict[str, tuple[int, ...]]], family: str
+) -> None:
+    model, most = loaded(family), most_blocks_held(WINDOW, 8, BLOCK_SIZE)
+    served = serve(
+        model,
+        requests(),
+        speculation=SpeculationConfig(ngram=False, draft=True, length=4),
+        drafter=draft_model(model, model, 200),
+        chunk_size=8,
+        # Room for the windows of two: what is not given up would be missed at once.
+        more_kinds=(KVKind(2 * most, WINDOW),),
+    )
+    assert served.outputs == greedy(family)
+    assert served.accepted == served.drafted > 30
 
 
 @pytest.mark.parametrize("how", ["starved", "chunked", "solo", "uncached"])

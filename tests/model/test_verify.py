@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from model.families import REFUSED, VOCAB_SIZE, WINDOW
 
 from penstock.gpu_worker.model import attention, load_model, sampler
+from penstock.gpu_worker.model.kv_kinds import windows_of_kinds
 from penstock.gpu_worker.model.loader import LoadedModel
 from penstock.gpu_worker.verify import (
     VerifyOptions,
@@ -82,7 +83,7 @@ def test_families_give_here_what_they_give_in_transformers(
     report = verify(checkpoint(model_type))
     figures = report.figures
     assert report.ok, report
-    assert figures["tokens_compared"] == 2 * 6 * 12
+    assert figures["tokens_compared"] == figures["rounds"] * 6 * 12
     assert figures["tokens_equal"] + figures["tokens_tied"] == figures["tokens_compared"]
     assert 0 < figures["max_rel_logit_diff"] <= 1e-4
     assert figures["perplexity"] == pytest.approx(figures["perplexity_transformers"], rel=1e-4)
@@ -90,6 +91,12 @@ def test_families_give_here_what_they_give_in_transformers(
     assert figures["mixed_steps"] > 0
     assert figures["widest_step"] > 2
     assert figures["preemptions"] > 0
+    assert figures["swapped_blocks"] > 0
+    loaded = load_model(checkpoint(model_type), device="cpu")
+    windows = windows_of_kinds(loaded.geometry, loaded.max_model_len)
+    loaded.close()
+    assert figures["kv_pools"] == len(windows)
+    assert (figures["steps_past_windows"] > 0) == (windows != (None,))
     assert figures["prefix_hit_tokens"] > 0
     assert figures["longest_sequence"] > 2 * WINDOW
 
@@ -97,7 +104,7 @@ def test_families_give_here_what_they_give_in_transformers(
 def test_the_demo_model_passes(verify: Verify) -> None:
     report = verify(Path("demo"), prompts_count=4, max_tokens=8, text_file=None, context=256)
     assert report.ok, report
-    assert report.figures["tokens_equal"] == 2 * 4 * 8
+    assert report.figures["tokens_equal"] == report.figures["rounds"] * 4 * 8
 
 
 def test_another_seed_verifies_on_other_prompts_and_the_same_seed_on_the_same(
@@ -115,6 +122,7 @@ def test_half_precision_has_limits_of_its_own(verify: Verify, checkpoint: Checkp
     report = verify(checkpoint("llama"), dtype="bfloat16")
     assert report.ok, report
     assert {check.name for check in report.checks} == {
+        "modes_missing",
         "logit_error_ratio",
         "perplexity_rel_diff",
     }
@@ -161,7 +169,7 @@ def test_defaults_of_the_checkpoint_for_generation_play_no_part(
     (folder / "generation_config.json").write_text(json.dumps(settings))
     report = verify(folder, prompts_count=4)
     assert report.ok, report
-    assert report.figures["tokens_equal"] == 2 * 4 * 12
+    assert report.figures["tokens_equal"] == report.figures["rounds"] * 4 * 12
 
 
 # --- bugs that must be found ------------------------------------------------------------------
@@ -266,7 +274,8 @@ def test_logits_that_are_no_numbers_fail(
 
     monkeypatch.setattr(verification, "compare_greedy", then_poison)
     report = verify(checkpoint("llama"), prompts_count=2, dtype=dtype)
-    assert not any(check.ok for check in report.checks if check.name != "tokens_mismatched")
+    earlier = {"tokens_mismatched", "modes_missing"}
+    assert not any(check.ok for check in report.checks if check.name not in earlier)
     assert "NaN" not in json.dumps(report.as_json(), allow_nan=False)
 
 
@@ -447,7 +456,8 @@ def test_command_prints_one_json_object(checkpoint: Checkpoint) -> None:
     assert {"tokens_compared", "tokens_equal", "max_rel_logit_diff", "perplexity"} <= set(
         found["figures"]
     )
-    assert found["figures"]["tokens_equal"] == found["figures"]["tokens_compared"] == 36
+    figures = found["figures"]
+    assert figures["tokens_equal"] == figures["tokens_compared"] == figures["rounds"] * 3 * 6
     assert all(check["ok"] for check in found["checks"])
 
 

@@ -248,8 +248,16 @@ BLOCK = 16 * 2 * 16 * 4
 """Bytes of a block in one layer."""
 
 
-def split(layers: tuple[LayerGeometry, ...], budget: int, *, use_all: bool) -> list[int]:
-    kinds = kinds_in_budget(KVGeometry(layers), torch.float32, budget, limits(), use_all=use_all)
+def split(
+    layers: tuple[LayerGeometry, ...],
+    budget: int,
+    *,
+    use_all: bool,
+    draft: KVGeometry | None = None,
+) -> list[int]:
+    kinds = kinds_in_budget(
+        KVGeometry(layers), torch.float32, budget, limits(), use_all=use_all, draft=draft
+    )
     return [kind.num_blocks for kind in kinds]
 
 
@@ -259,6 +267,9 @@ def test_a_budget_is_split_between_the_kinds() -> None:
     assert needed == 80
     # Enough for every window: the rest is for the layer that keeps everything.
     assert split(hybrid, 1000 * BLOCK, use_all=True) == [1000 - 3 * 80, 80]
+    # A draft model of two layers lies beside that one, and so in as many blocks.
+    draft = KVGeometry((FULL, NARROW))
+    assert split(hybrid, 1000 * BLOCK, use_all=True, draft=draft) == [(1000 - 3 * 80) // 3, 80]
     # In blocks of all four layers the same memory would hold 250.
     assert split((FULL,) * 4, 1000 * BLOCK, use_all=True) == [250]
     # Less than that: all kinds alike.

@@ -6,9 +6,10 @@ import random
 
 import pytest
 
+from penstock.gpu_worker.engine.work import Work
 from penstock.gpu_worker.metrics import WorkerMetrics
 from penstock.gpu_worker.simulate import HARDWARE, MODELS, Hardware, ModelShape, Roofline
-from penstock.gpu_worker.simulate.cost import Work, calibrated
+from penstock.gpu_worker.simulate.cost import calibrated
 from penstock.gpu_worker.simulate.measures import Histogram
 from penstock.shared.errors import ConfigurationError
 

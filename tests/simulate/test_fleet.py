@@ -15,7 +15,8 @@ from penstock.gpu_worker.simulate import (
     SimRequest,
     simulate,
 )
-from penstock.gpu_worker.simulate.fleet import Fleet, Pull, RoundRobin, Run
+from penstock.gpu_worker.simulate.dispatch import Pull, RoundRobin
+from penstock.gpu_worker.simulate.fleet import Fleet, Run
 from penstock.gpu_worker.simulate.measures import Recorder
 from penstock.gpu_worker.simulate.node import EngineNode
 from penstock.shared.protocol import Lane
@@ -66,14 +67,17 @@ class Watch(Pull):
     """Pull that looks at every event how long something has waited beside an idle worker."""
 
     def __init__(self, fleet: Fleet) -> None:
-        super().__init__(fleet, max_sequences=2, claim_batch=4, seed=0)
+        super().__init__(fleet, max_sequences=2, claim_batch=4, wake_s=0.0, seed=0)
         self.idle_since = [0.0] * len(fleet.nodes)
         self.longest = 0.0
 
     def look(self, now: float) -> None:
         for index, since in enumerate(self.idle_since):
-            if self.may_claim(index) and not self._fleet.is_stepping(index):
-                for queue in self._queue._queues.values():
+            room = self.room(index)
+            if room.requests and not self._fleet.is_stepping(index):
+                for (lane, _), queue in self._queue._queues.items():
+                    if lane.rank > room.least_urgent.rank:
+                        continue
                     self.longest = max(self.longest, now - max(since, queue[0].arrival))
 
     def arrived(self, request: SimRequest, now: float) -> None:
@@ -116,8 +120,10 @@ def test_push_leaves_workers_idle_beside_waiting_work() -> None:
         def arrived(self, request: SimRequest, now: float) -> None:
             nonlocal idle_beside_waiting
             super().arrived(request, now)
-            waits = any(node.load.waiting for node in fleet.nodes)
-            idle = any(not fleet.is_stepping(i) and not n.open for i, n in enumerate(fleet.nodes))
+            waits = any(any(node.load.waiting.values()) for node in fleet.nodes)
+            idle = any(
+                not fleet.is_stepping(i) and not n.open.total() for i, n in enumerate(fleet.nodes)
+            )
             idle_beside_waiting += waits and idle
 
     assert fleet.run(Watched(fleet)).ended == 1500
@@ -204,3 +210,42 @@ def test_the_policy_decides_inside_a_worker() -> None:
     # The longest has begun when the others come. Then 1, 2, ... 19 steps follow, or 19, 18, ... 1.
     steps = [sum(k * k for k in range(1, 21)), 20 * 20 + sum(k * (20 - k) for k in range(1, 20))]
     assert means == pytest.approx([0.01 * total / 20 + 0.001 for total in steps])
+
+
+def test_a_full_worker_takes_what_is_more_urgent() -> None:
+    """As the real edge: urgent work displaces `batch`, which finds its KV again and goes on."""
+    requests = [
+        *(fixed(0.0, id=f"b{i}", output=50, lane=Lane.BATCH) for i in range(4)),
+        fixed(0.1, id="late", output=5, lane=Lane.BATCH),
+        fixed(0.1, id="urgent", output=5, lane=Lane.CRITICAL),
+    ]
+    config = engine(max_sequences=4, prefix_cache=True)
+    outcome = simulate(scenario(requests, workers=1, config=config, exchange_s=0.0))
+    urgent, rest = outcome.lanes[Lane.CRITICAL], outcome.lanes[Lane.BATCH]
+    assert urgent.ttft.mean < 0.021  # the step that runs, and its own
+    assert rest.ttft.quantile(1.0) > 0.4
+    assert outcome.run.preemptions == 1
+
+
+def test_the_bell_finds_who_has_room_for_that_lane() -> None:
+    """One worker may take urgent work only, the other one anything: the second hears the bell."""
+    requests = [
+        fixed(0.0, id="runs", output=100, lane=Lane.BATCH),
+        *(fixed(0.1 + i / 10, id=f"next{i}", output=2, lane=Lane.BATCH) for i in range(8)),
+    ]
+    outcome = simulate(
+        scenario(requests, workers=2, config=engine(max_sequences=1), exchange_s=0.0)
+    )
+    assert outcome.total.ttft.quantile(1.0) == pytest.approx(0.01, rel=0.02)
+
+
+def test_an_idle_worker_wakes_up() -> None:
+    """By hand, as the lone request above, and 3 ms until the claim is sent."""
+    outcome = simulate(scenario([fixed(1.0)], exchange_s=0.004, wake_s=0.003))
+    assert outcome.total.ttft.mean == pytest.approx(0.003 + 0.004 + 0.01 + 0.002)
+
+
+def test_ids_may_repeat_in_a_trace() -> None:
+    requests = [fixed(0.0, id="same"), fixed(0.0, id="same"), fixed(0.01, id="same")]
+    outcome = simulate(scenario(requests, workers=1))
+    assert (outcome.run.ended, outcome.total.e2e.count) == (3, 3)

@@ -41,8 +41,9 @@ async def test_model_and_script_hand_out_the_same(redis_url: str, seed: int) -> 
                 assert not reply.duplicate
             elif kind == "claim":
                 room, tokens = rng.randint(1, 5), rng.choice([1, 60, 200, 10_000])
-                wanted = [request.id for request in queue.claim(room, tokens)]
-                claims = await worker.claim(room, tokens=tokens)
+                least_urgent = rng.choice([*Lane, Lane.BATCH, Lane.BATCH])
+                wanted = [request.id for request in queue.claim(room, tokens, least_urgent)]
+                claims = await worker.claim(room, tokens=tokens, least_urgent=least_urgent)
                 assert [claim.id for claim in claims] == wanted
                 order += wanted
             elif worker.claims:

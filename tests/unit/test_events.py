@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from typing import Any
 
 import msgpack
@@ -40,7 +39,7 @@ def test_a_chunk_survives_the_wire(chunk: Chunk, answer: Answer) -> None:
 @pytest.mark.parametrize("answer", Answer)
 def test_prompt_logprobs_are_an_eighth_element(answer: Answer) -> None:
     for chunk in (PLAIN, CHUNK):
-        whole = replace(chunk, prompt_logprobs=(None, *REPORTS))
+        whole = chunk._replace(prompt_logprobs=(None, *REPORTS))
         assert unpack_event(whole.pack(answer)) == whole
         assert whole.without(1, None).prompt_logprobs == ()
     wire = msgpack.unpackb(whole.pack())

@@ -17,7 +17,8 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from penstock.producer import Producer
 from penstock.producer.link import Link
-from penstock.producer.subscriber import Subscriber, Subscription
+from penstock.producer.subscriber import Subscriber
+from penstock.producer.subscription import Subscription
 from penstock.shared.errors import ConfigurationError, RedisUnavailable
 from penstock.shared.protocol import State
 
@@ -113,6 +114,20 @@ async def test_a_cancellation_that_the_command_swallowed_still_counts(
             await Link(fake).call(send)
 
 
+def test_another_event_loop_is_named(fake: fakeredis.FakeAsyncRedis) -> None:
+    link = Link(fake)
+
+    async def send() -> None:
+        pass
+
+    async def call() -> None:
+        await link.call(send)
+
+    asyncio.run(call())
+    with pytest.raises(RuntimeError, match="belongs to another event loop; make one for each"):
+        asyncio.run(call())
+
+
 async def test_only_so_many_commands_at_once(fake: fakeredis.FakeAsyncRedis) -> None:
     link, running, most = Link(fake), 0, 0
 
@@ -140,10 +155,10 @@ async def test_the_servers_version(
 
     monkeypatch.setattr(fake, "info", info)
     if fits:
-        await Link(fake).connect()
+        await Link(fake).connect("any key")
         return
     with pytest.raises(RedisUnavailable, match=rf"version '{version}' is too old.*6\.2 or newer"):
-        await Link(fake).connect()
+        await Link(fake).connect("any key")
 
 
 async def test_a_user_who_may_not_ask_for_the_version(
@@ -156,13 +171,13 @@ async def test_a_user_who_may_not_ask_for_the_version(
 
     monkeypatch.setattr(fake, "info", info)
     with caplog.at_level(logging.INFO):
-        await Link(fake).connect()
+        await Link(fake).connect("any key")
     assert "version is not checked" in caplog.text
 
 
 def test_addresses() -> None:
     assert Link("unix:///run/redis.sock?db=1").address == "unix:///run/redis.sock"
-    assert Link("rediss://:pw@h/3").address == "redis://h:6379/3"
+    assert Link("rediss://:pw@h/3").address == "rediss://h:6379/3"
     for wrong in ("localhost:6379", "http://x", "redis://h:notaport"):
         with pytest.raises(ConfigurationError, match="the Redis address is not one"):
             Link(wrong)
@@ -170,10 +185,14 @@ def test_addresses() -> None:
         Link("redis://h?decode_responses=true")
 
 
+async def wait(subscription: Subscription, silence_s: float) -> bool:
+    return await subscription.wait(asyncio.get_running_loop().time() + silence_s)
+
+
 async def all_dispatched(subscriber: Subscriber, marker_name: str) -> None:
     """One connection, so what was published before the confirmation of another channel is in."""
     marker = subscriber.open(marker_name)
-    assert await marker.wait(5)
+    assert await wait(marker, 5)
     subscriber.close(marker)
 
 
@@ -182,29 +201,28 @@ async def test_a_subscription_says_when_it_may_have_missed_something(
 ) -> None:
     subscriber = Subscriber(fake)
     subscription = subscriber.open("news")
-    assert not subscription.has_news
-    assert await subscription.wait(5)
-    assert subscription.take() == ([], True)  # confirmed: what was published before is not here
+    assert subscription.take() == []
+    assert await wait(subscription, 5)
+    assert subscription.take() is None  # confirmed: what was published before is not here
     for i in range(3):
         assert await fake.publish("news", f"{i}") == 1
     messages: list[bytes] = []
     while len(messages) < 3:
-        assert await subscription.wait(5)
-        came, behind = subscription.take()
-        assert not behind
+        assert await wait(subscription, 5)
+        came = subscription.take()
+        assert came is not None
         messages += came
     assert messages == [b"0", b"1", b"2"]
     second = subscriber.open("news")
-    assert second.take() == ([], True)  # a channel that is open already will not be confirmed
+    assert second.take() is None  # a channel that is open already will not be confirmed
     for i in range(256):
         await fake.publish("news", f"{i}")
     await all_dispatched(subscriber, "marker 1")
-    assert second.take() == ([b"%d" % i for i in range(256)], False)
-    assert subscription.has_news  # a slow reader beside a fast one
+    assert second.take() == [b"%d" % i for i in range(256)]
     await fake.publish("news", "one too many")
     await all_dispatched(subscriber, "marker 2")
-    assert subscription.take() == ([], True)
-    assert second.take() == ([b"one too many"], False)
+    assert subscription.take() is None  # a slow reader beside a fast one
+    assert second.take() == [b"one too many"]
     subscriber.close(subscription)
     subscriber.close(subscription)
     assert subscriber.channels == 1
@@ -248,39 +266,60 @@ def test_importing_the_client_is_light() -> None:
     assert (done.stdout, done.stderr) == ("[]\n", "")
 
 
-async def test_silence_ends_a_wait_and_news_puts_it_off() -> None:
+async def test_a_deadline_ends_a_wait_and_news_end_it_sooner() -> None:
     loop = asyncio.get_running_loop()
     subscription = Subscription(b"news", None, behind=False)
     began = loop.time()
-    assert not await subscription.wait(0.05)
+    assert not await wait(subscription, 0.05)
     assert loop.time() - began >= 0.05
     loop.call_later(0.05, subscription.push, b"one")
-    assert await subscription.wait(5)
-    assert subscription.take() == ([b"one"], False)
+    assert await wait(subscription, 5)
+    assert subscription.take() == [b"one"]
     began = loop.time()
-    assert not await subscription.wait(0.05), "sooner than the alarm of the wait before"
+    assert not await wait(subscription, 0.05), "sooner than the alarm of the wait before"
     assert 0.05 <= loop.time() - began < 4
     loop.call_later(0.05, subscription.push, b"two")
-    assert await subscription.wait(0.1)
+    assert await wait(subscription, 0.1)
     subscription.take()
     began = loop.time()
-    assert not await subscription.wait(0.1), "later than the alarm of the wait before"
+    assert not await wait(subscription, 0.1), "later than the alarm of the wait before"
     assert loop.time() - began >= 0.1
+    subscription.close()
+
+
+async def test_silence_sends_the_reader_to_the_log_and_news_put_it_off() -> None:
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    subscription = Subscription(b"news", None, behind=False)
+    while loop.time() < began + 0.5:
+        assert not await wait(subscription, 0.1)
+    heard_at = loop.time()
+    subscription.push(b"one")
+    assert await subscription.wait()
+    assert subscription.take() == [b"one"]
+    assert await subscription.wait()
+    assert subscription.take() is None
+    assert 1 <= loop.time() - heard_at < 1.5
+    began = loop.time()
+    assert await subscription.wait()
+    assert subscription.take() is None
+    assert 1.9 <= loop.time() - began < 3, "a silence that goes on"
+    subscription.close()
 
 
 async def test_a_wait_that_was_given_up_leaves_the_next_in_peace() -> None:
     subscription = Subscription(b"news", None, behind=False)
-    first = asyncio.create_task(subscription.wait(5))
+    first = asyncio.create_task(wait(subscription, 5))
     await asyncio.sleep(0)
     with pytest.raises(RuntimeError, match="one task at a time"):
-        await subscription.wait(5)
+        await wait(subscription, 5)
     first.cancel()
     with pytest.raises(asyncio.CancelledError):
         await first
-    second = asyncio.create_task(subscription.wait(5))
+    second = asyncio.create_task(wait(subscription, 5))
     await asyncio.sleep(0)
     subscription.push(b"one")
     assert await second
     subscription.push(b"two")
-    assert await subscription.wait(5)
-    assert subscription.take() == ([b"one", b"two"], False)
+    assert await wait(subscription, 5)
+    assert subscription.take() == [b"one", b"two"]

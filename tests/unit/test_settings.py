@@ -88,6 +88,7 @@ def test_every_setting_is_reachable_by_its_variable() -> None:
     free_text = {
         "redis.embedded_dir",
         "worker.metrics_host",
+        "worker.step_log",
         "model.path",
         "speculation.draft_model",
     }

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
 import pytest
 from waiting import wait_until
 
-from penstock.gpu_worker.engine import Engine, EngineConfig, EngineRequest
+from penstock.gpu_worker.engine import Engine, EngineConfig, EngineRequest, KVKind
 from penstock.gpu_worker.engine.plan import Plan, StepOutput
+from penstock.gpu_worker.messages import Broken, Step, unpacked_updates
 from penstock.gpu_worker.metrics import WorkerMetrics
-from penstock.gpu_worker.outbox import Outbox
 from penstock.gpu_worker.synthetic import SyntheticRunner, build_synthetic
 from penstock.gpu_worker.worker import Worker, run_isolated
-from penstock.shared.operations import Claim
-from penstock.shared.protocol import Lane, Reason, SamplingOptions, unpack_event
+from penstock.shared.protocol import Lane, Reason, SamplingOptions
 from penstock.shared.settings import Settings
 from penstock.shared.synthetic import synthetic_tokens
 
@@ -34,18 +39,19 @@ class PoisonedRunner(SyntheticRunner):
         return super().run(plan)
 
 
+CONFIG = EngineConfig(
+    block_size=16,
+    num_blocks=64,
+    max_batch_tokens=64,
+    max_sequences=8,
+    chunk_size=64,
+    max_model_len=256,
+    eos_token_ids=frozenset(),
+)
+
+
 def make_engine() -> Engine:
-    model = build_synthetic(Settings())
-    config = EngineConfig(
-        block_size=16,
-        num_blocks=64,
-        max_batch_tokens=64,
-        max_sequences=8,
-        chunk_size=64,
-        max_model_len=256,
-        eos_token_ids=frozenset(),
-    )
-    return Engine(config, model.new_text_stream)
+    return Engine(CONFIG, build_synthetic(Settings()).new_text_stream)
 
 
 def request(name: str, prompt: tuple[int, ...], max_tokens: int = 5) -> EngineRequest:
@@ -101,57 +107,137 @@ def test_reason_tells_memory_from_other_errors(error: Exception, reason: str) ->
     assert run_isolated(PoisonedRunner(error), plan).failures[0].reason == reason
 
 
-def claim(name: str) -> Claim:
-    return Claim(
-        id=name,
-        epoch=1,
-        attempts=1,
-        suspect=False,
-        payload=b"",
-        age_ms=0,
-        queue_ms=0,
-        ttft_ms=None,
-        deadline_in_ms=1000,
-        chunks=(),
-    )
+class Heard:
+    """Takes what a worker says: the ends of runs, and why its loop broke."""
+
+    def __init__(self) -> None:
+        self.ends: dict[str, Reason] = {}
+        self.last: Step | None = None
+        self.broken: str | None = None
+
+    def __call__(self, message: Step | Broken) -> None:
+        if isinstance(message, Broken):
+            self.broken = message.error
+            return
+        self.last = message
+        for update in unpacked_updates(message.updates):
+            if update.finish is not None:
+                self.ends[update.id] = update.finish.reason
+
+
+class Quiet:
+    """Nothing comes; a wait is short, and what another thread has ordered is looked at then."""
+
+    def poll(self) -> None:
+        """Nothing to read."""
+
+    def wait(self, timeout_s: float | None) -> bool:
+        del timeout_s
+        time.sleep(0.001)
+        return True
+
+
+@contextlib.contextmanager
+def running(worker: Worker) -> Iterator[None]:
+    """The loop, on a thread of its own until the ``with`` ends."""
+    thread = threading.Thread(target=worker.run)
+    thread.start()
+    try:
+        yield
+    finally:
+        worker.stop()
+        thread.join(5)
+    assert not thread.is_alive()
 
 
 def test_loop_serves_while_it_isolates_and_aborts() -> None:
-    metrics = WorkerMetrics()
-    outbox = Outbox(metrics, wake=lambda: None)
-    worker = Worker(make_engine(), PoisonedRunner(ValueError("bad")), outbox, metrics)
-    for name in ("good", "poisoned", "aborted"):
-        outbox.open(claim(name), "normal")
-    worker.start()
-    worker.add(request("good#1", (97,), max_tokens=20))
-    worker.add(request("poisoned#1", (POISON,)))
-    worker.add(request("aborted#1", (98,), max_tokens=200))
-    worker.abort("aborted#1")
-    ended = {}
-
-    def drain() -> bool:
-        for item in outbox.take(256):
-            if item.end:
-                ended[item.id] = unpack_event(item.end)
-        return len(ended) == 2
-
-    wait_until(drain, "both requests ended")
-    assert {name: end.reason for name, end in ended.items()} == {
-        "good": Reason.LENGTH,
-        "poisoned": Reason.ENGINE_ERROR,
-    }
-    worker.stop()
-    assert worker.join(5)
+    heard = Heard()
+    worker = Worker(make_engine(), PoisonedRunner(ValueError("bad")), heard, Quiet())
+    with running(worker):
+        worker.add(request("good", (97,), max_tokens=20))
+        worker.add(request("poisoned", (POISON,)))
+        worker.add(request("aborted", (98,), max_tokens=200))
+        worker.abort("aborted")
+        wait_until(lambda: len(heard.ends) == 2, "both requests ended")
+        assert heard.ends == {"good": Reason.LENGTH, "poisoned": Reason.ENGINE_ERROR}
+        wait_until(lambda: heard.last is not None and not heard.last.busy, "it is idle")
+        assert heard.last is not None
+        assert heard.last.stats is not None
+        assert heard.last.stats.output_tokens >= 20
     assert worker.failure is None
-    assert worker.stuck_for() == 0
 
 
-def test_broken_engine_is_seen_from_outside() -> None:
-    metrics = WorkerMetrics()
-    outbox = Outbox(metrics, wake=lambda: None)
-    worker = Worker(make_engine(), SyntheticRunner(0.0), outbox, metrics)
-    worker.start()
-    worker.add(request("twice", (97,), max_tokens=250))
-    worker.add(request("twice", (97,)))  # a bug at the edge: the engine refuses to go on
-    wait_until(lambda: worker.failure is not None, "the failure is visible")
-    assert worker.join(5)
+class StopsSoon(Quiet):
+    """The order to stop comes between two steps."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+        self.worker: Worker | None = None
+
+    def poll(self) -> None:
+        assert self.worker is not None
+        if self.steps == 0:
+            self.worker.stop()
+        self.steps -= 1
+
+
+def test_no_step_begins_after_the_order_to_stop() -> None:
+    runner, orders = PoisonedRunner(ValueError("bad")), StopsSoon(2)
+    orders.worker = worker = Worker(make_engine(), runner, Heard(), orders)
+    worker.add(request("long", (97,), max_tokens=200))
+    worker.run()
+    assert runner.steps == 2
+
+
+def test_broken_engine_is_told_of() -> None:
+    heard = Heard()
+    worker = Worker(make_engine(), SyntheticRunner(0.0), heard, Quiet())
+    with running(worker):
+        worker.add(request("twice", (97,), max_tokens=250))
+        worker.add(request("twice", (97,)))  # a bug at the edge: the engine refuses to go on
+        wait_until(lambda: heard.broken is not None, "the failure is told")
+    assert "twice" in str(heard.broken)
+    assert worker.failure is not None
+
+
+class DraftsFail(SyntheticRunner):
+    """Says of every step that its draft model failed."""
+
+    def run(self, plan: Plan) -> StepOutput:
+        return replace(super().run(plan), draft_failed=True)
+
+
+def test_steps_whose_draft_model_failed_are_counted() -> None:
+    metrics, heard = WorkerMetrics(), Heard()
+
+    def hear(message: Step | Broken) -> None:
+        heard(message)
+        if isinstance(message, Step) and message.record is not None:
+            metrics.observe_step(message.record)
+
+    worker = Worker(make_engine(), DraftsFail(0.0), hear, Quiet())
+    with running(worker):
+        worker.add(request("r", (97,), max_tokens=3))
+        wait_until(lambda: "r" in heard.ends, "the request ended")
+    value = metrics.registry.get_sample_value
+    assert value("penstock_draft_failures_total") == value("penstock_step_seconds_count") == 3
+
+
+def test_pools_are_shown_one_by_one() -> None:
+    metrics, config = WorkerMetrics(), replace(CONFIG, more_kinds=(KVKind(8, window=32),))
+    engine = Engine(config, build_synthetic(Settings()).new_text_stream)
+    engine.add(request("r", tuple(range(1, 60))))
+    assert engine.schedule() is not None
+    metrics.show_engine(engine.stats())
+
+    def shown(name: str, window: str) -> float | None:
+        return metrics.registry.get_sample_value(
+            f"penstock_kv_pool_blocks_{name}", {"window": window}
+        )
+
+    assert [shown("total", "full"), shown("total", "32")] == [64, 8]
+    assert [shown("used", "full"), shown("used", "32")] == [4, 4]
+    assert [shown("cached", "full"), shown("cached", "32")] == [0, 0]
+    engine.abort("r")
+    metrics.show_engine(engine.stats())
+    assert [shown("used", "full"), shown("used", "32")] == [0, 0]

@@ -8,11 +8,12 @@ from .choice import make_policy
 from .edf import EarliestDeadline
 from .fair import TenantFair
 from .fcfs import Fcfs
-from .policy import Policy
+from .policy import BY_URGENCY, Policy
 from .priority import Composite
 from .sjf import ShortestFirst
 
 __all__ = [
+    "BY_URGENCY",
     "Composite",
     "EarliestDeadline",
     "Fcfs",

@@ -1,0 +1,175 @@
+"""The engine process: loads the model, prepares requests, and runs steps until it is told to stop.
+
+Started by the edge process with one line of JSON on standard input (see :class:`Launch`) and the
+number of an inherited socket as its argument. It knows nothing of Redis. Signals are the edge's
+affair; this process ends when it is told to, or when the edge is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from penstock.shared.errors import PenstockError
+from penstock.shared.settings import Settings
+from penstock.shared.synthetic import SYNTHETIC
+
+from .engine.engine import Engine
+from .garbage import calm_collector
+from .launch import EXIT_REFUSED, Launch
+from .logs import configure_logging
+from .messages import Abort, Add, Frames, Ready, Refused, Stop, frame
+from .preparation import Preparation
+from .serving import ServingModel
+from .step_log import StepLog, step_log
+from .worker import Worker
+
+__all__ = ["main"]
+
+_log = logging.getLogger("penstock.engine")
+
+_READ_BYTES = 1 << 18
+
+
+def main() -> int:
+    """Serve one edge process; returns the exit code."""
+    channel = _Channel(socket.socket(fileno=int(sys.argv[1])))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    launch = Launch.from_line(sys.stdin.buffer.readline())
+    worker = launch.settings.worker
+    configure_logging(launch.worker_id, level=worker.log_level, form=worker.log_format)
+    try:
+        steps = step_log(worker.step_log)
+        model = _build(launch.settings)
+    except PenstockError as error:
+        channel.send(Refused(str(error)))
+        return EXIT_REFUSED
+    channel.send(Ready(model.summary))
+    with calm_collector():
+        _serve(model, launch.settings, channel, steps)
+    # All is said, and nothing here has to be taken apart: a model's memory is freed fastest by
+    # the end of its process, and a drain waits for that.
+    logging.shutdown()
+    os._exit(0)
+
+
+def _build(settings: Settings) -> ServingModel:
+    """Load the model. Its packages are imported here, since they take seconds themselves."""
+    if settings.model.path == SYNTHETIC:
+        from .synthetic import build_synthetic
+
+        return build_synthetic(settings)
+    from .model.serving import build_model
+
+    return build_model(settings)
+
+
+class _Channel:
+    """The socket to the edge process."""
+
+    def __init__(self, channel: socket.socket) -> None:
+        self._channel = channel
+        self._frames = Frames()
+        self._woken, self._wake = socket.socketpair()
+        self._wake.setblocking(False)
+
+    def send(self, message: NamedTuple) -> None:
+        """Write a message; only the loop's thread does, so that what it says is in order.
+
+        Waits while the edge does not read: that keeps one that is stopped from being flooded.
+        """
+        try:
+            self._channel.sendall(frame(message))
+        except OSError:
+            os._exit(0)  # the edge is gone, and with it whoever this could matter to
+
+    def read(self) -> Iterator[object]:
+        """What has come, without waiting for more."""
+        while True:
+            try:
+                data = self._channel.recv(_READ_BYTES, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return
+            except OSError:  # it left something unread
+                data = b""
+            if not data:
+                os._exit(0)  # the edge is gone
+            yield from self._frames.feed(data)
+
+    def wait(self, timeout_s: float | None) -> bool:
+        """Wait for something to read or :meth:`wake`; False after the timeout."""
+        ready, _, _ = select.select([self._channel, self._woken], [], [], timeout_s)
+        if self._woken in ready:
+            self._woken.recv(_READ_BYTES)
+        return bool(ready)
+
+    def wake(self) -> None:
+        """End a wait; from any thread."""
+        with contextlib.suppress(BlockingIOError):  # full of wakes already
+            self._wake.send(b".")
+
+    def close(self) -> None:
+        """All is said. The edge hears so now, and not when this process's memory is taken apart."""
+        with contextlib.suppress(OSError):
+            self._channel.shutdown(socket.SHUT_RDWR)
+
+
+class _Orders:
+    """Reads the edge's orders for the loop; see :class:`.worker.Orders`."""
+
+    def __init__(self, channel: _Channel) -> None:
+        self._channel = channel
+
+    def obey(self, worker: Worker, preparation: Preparation) -> None:
+        """Whom they are for."""
+        self._worker, self._preparation = worker, preparation
+
+    def wait(self, timeout_s: float | None) -> bool:
+        """Wait until there is something to read, or something was prepared."""
+        return self._channel.wait(timeout_s)
+
+    def poll(self) -> None:
+        """Read what has come, and hand on what was prepared since."""
+        for order in self._channel.read():
+            if isinstance(order, Add):
+                self._preparation.begin(order)
+            elif isinstance(order, Abort):
+                if not self._preparation.cancel(order.run):
+                    self._worker.abort(order.run)
+            elif isinstance(order, Stop):
+                self._worker.stop()
+        self._preparation.deliver()
+
+
+def _serve(
+    model: ServingModel, settings: Settings, channel: _Channel, steps: StepLog | None
+) -> None:
+    """Follow orders until the order to stop."""
+    engine, orders = Engine(model.config, model.new_text_stream), _Orders(channel)
+    worker = Worker(engine, model.runner, channel.send, orders, step_log=steps)
+    preparation = Preparation(
+        model.encode,
+        model.compile,
+        worker.add,
+        channel.send,
+        channel.wake,
+        compile_timeout_s=settings.engine.grammar_timeout_s,
+    )
+    orders.obey(worker, preparation)
+    worker.run()
+    channel.close()
+    preparation.close()
+    if steps is not None:
+        steps.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

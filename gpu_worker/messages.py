@@ -1,0 +1,227 @@
+"""What the edge process and the engine process tell each other, and how it travels.
+
+They are two processes because they would be two threads that want the interpreter all the time:
+a step of the model is thousands of small calls that each give the interpreter lock away, and with
+an edge in the same process every one of them may come back late. So the engine's process does
+nothing but steps; what it says goes out in one write, and the edge does the rest on another core.
+
+A message is a pickle behind its length, on a socket pair that only these two processes hold. An
+update of one plain token, nearly always all there is, travels as a tuple: that costs a tenth.
+"""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from penstock.shared.protocol import Reason, Request
+
+from .engine.requests import Finish, Update
+from .engine.stats import EngineStats, Load
+
+__all__ = [
+    "Abort",
+    "Add",
+    "Broken",
+    "Frames",
+    "Prepared",
+    "Ready",
+    "Refused",
+    "Step",
+    "StepRecord",
+    "Stop",
+    "Taken",
+    "bare_end",
+    "frame",
+    "packed_updates",
+    "unpacked_updates",
+]
+
+_LENGTH = struct.Struct("<I")
+
+PackedUpdate = Update | tuple[str, int, tuple[int, ...], str, int, int]
+
+
+# -- from the edge to the engine ----------------------------------------------------------------
+
+
+class Add(NamedTuple):
+    """Serve a request.
+
+    Attributes:
+        run: its name in the engine, see :func:`.ledger.run_name`.
+        request: as it was submitted.
+        output_ids: its published tokens, if it has one choice.
+        choice_ids: its published tokens by choice, if it has several.
+        arrival: when it was accepted, in seconds of the machine's monotonic clock.
+        deadline: when it expires, likewise.
+    """
+
+    run: str
+    request: Request
+    output_ids: tuple[int, ...]
+    choice_ids: tuple[tuple[int, ...], ...]
+    arrival: float
+    deadline: float
+
+
+class Abort(NamedTuple):
+    """Stop serving a run; nothing more needs to be said about it."""
+
+    run: str
+
+
+class Stop(NamedTuple):
+    """End after the step that runs now."""
+
+
+# -- from the engine to the edge ----------------------------------------------------------------
+
+
+class Ready(NamedTuple):
+    """The model is loaded; ``summary`` is a line for the log."""
+
+    summary: str
+
+
+class Refused(NamedTuple):
+    """The model or a setting is refused; a restart would meet the same."""
+
+    message: str
+
+
+class Taken(NamedTuple):
+    """An order was read, and its run takes a while to prepare."""
+
+    run: str
+
+
+class Prepared(NamedTuple):
+    """A run has reached the engine, or has ended before it did."""
+
+    run: str
+    end: Update | None = None
+
+
+class StepRecord(NamedTuple):
+    """What metrics say of a step.
+
+    Attributes:
+        seconds: of the model.
+        num_tokens: computed.
+        num_sequences: in the batch.
+        num_failures: sequences that failed in it.
+        num_deferred: tokens put off.
+        draft_failed: its draft model raised.
+    """
+
+    seconds: float
+    num_tokens: int
+    num_sequences: int
+    num_failures: int
+    num_deferred: int
+    draft_failed: bool = False
+
+
+class Step(NamedTuple):
+    """What the engine's loop has to say after a step, or when it has nothing to do.
+
+    Attributes:
+        updates: what the step added, see :func:`packed_updates`.
+        load: what decides how much more to claim.
+        busy: whether another message follows without any new order.
+        record: of the step; None if there was none.
+        stats: now and then, and whenever ``busy`` is false.
+    """
+
+    updates: Sequence[PackedUpdate]
+    load: Load
+    busy: bool
+    record: StepRecord | None = None
+    stats: EngineStats | None = None
+
+
+class Broken(NamedTuple):
+    """A bug ended the engine's loop: the process must be replaced."""
+
+    error: str
+
+
+# -- how they travel ----------------------------------------------------------------------------
+
+
+def packed_updates(updates: Iterable[Update]) -> list[PackedUpdate]:
+    """Updates in the form in which they travel, in their order."""
+    return [
+        update
+        if update.finish is not None
+        or update.logprobs
+        or update.parts
+        or update.prompt_logprobs
+        or update.choice
+        or update.discarded_tokens
+        else (
+            update.id,
+            update.start,
+            update.token_ids,
+            update.text,
+            update.prompt_tokens,
+            update.cached_tokens,
+        )
+        for update in updates
+    ]
+
+
+def unpacked_updates(packed: Iterable[PackedUpdate]) -> list[Update]:
+    """The inverse of :func:`packed_updates`."""
+    return [
+        item
+        if isinstance(item, Update)
+        else Update(item[0], item[1], item[2], item[3], None, item[4], item[5])
+        for item in packed
+    ]
+
+
+def bare_end(run: str, reason: Reason, message: str) -> Update:
+    """The end of a request that never reached the engine's loop."""
+    return Update(
+        id=run,
+        start=0,
+        token_ids=(),
+        text="",
+        finish=Finish(reason, message),
+        prompt_tokens=0,
+        cached_tokens=0,
+    )
+
+
+def frame(message: NamedTuple) -> bytes:
+    """A message as it travels."""
+    data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+    return _LENGTH.pack(len(data)) + data
+
+
+class Frames:
+    """Puts messages together from the pieces in which a socket gives them."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[object]:
+        """Take what arrived; gives each message that is complete with it."""
+        buffer = self._buffer
+        buffer += data
+        begin = 0
+        try:
+            while len(buffer) - begin >= _LENGTH.size:
+                (size,) = _LENGTH.unpack_from(buffer, begin)
+                end = begin + _LENGTH.size + size
+                if len(buffer) < end:
+                    break
+                message = pickle.loads(memoryview(buffer)[begin + _LENGTH.size : end])
+                begin = end
+                yield message
+        finally:
+            del buffer[:begin]

@@ -1,0 +1,169 @@
+"""Reads what comes back over Redis, whoever published it: nothing malformed gets any further.
+
+An event comes as msgpack or as JSON, and both say the same. Which one it is tells the first byte: a
+JSON event is an object and begins with ``{``, a msgpack one is an array and never does.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+import msgpack
+
+from .errors import ProtocolError
+from .events import END_MARK, Chunk, End, TokenLogprobs, Usage
+from .parts import read_parts
+from .states import Reason
+
+__all__ = ["unpack_event", "unpack_letter", "unpack_msgpack"]
+
+_USAGE_NAMES = frozenset(f.name for f in fields(Usage))
+_MAX_TOKEN_ID = 2**32 - 1
+
+
+def unpack_letter(message: bytes) -> Iterator[tuple[bytes, bytes]]:
+    """What a message in an inbox holds: pairs of a request's id and a packed event of its.
+
+    Raises:
+        ProtocolError: it is not such a message.
+    """
+    try:
+        parts = msgpack.unpackb(message, raw=True)
+    except (ValueError, msgpack.UnpackException) as error:
+        raise ProtocolError("letter", message, f"msgpack: {error}") from None
+    if (
+        not isinstance(parts, list)
+        or len(parts) % 2
+        or not all(isinstance(part, bytes) for part in parts)
+    ):
+        raise ProtocolError("letter", message, "an array of ids and events in turn")
+    return zip(parts[::2], parts[1::2], strict=True)
+
+
+def unpack_event(data: bytes) -> Chunk | End:
+    """The chunk or end in one log entry or one channel message, in either form.
+
+    Raises:
+        ProtocolError: the bytes are neither.
+    """
+    try:
+        wire = _read_json(data) if data[:1] == b"{" else _unpack(data)
+        if len(wire) == 4 and wire[0] != END_MARK:  # what nearly every event is
+            start, token_ids, text, digest = wire
+            chunk = Chunk(start, tuple(token_ids), text, digest)
+        elif wire[0] != END_MARK:
+            chunk = _whole_chunk(*wire[:8])
+        else:
+            return _end(*wire[1:6])
+        _check_chunk(chunk)
+    except msgpack.UnpackException as error:
+        raise ProtocolError("event", data, f"one msgpack value ({error})") from None
+    except UnicodeDecodeError:
+        raise ProtocolError("event", data, "strings that are valid UTF-8") from None
+    except (TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
+        allowed = "[start, [ids], text, digest] or [-1, n, state, reason, message, usage]"
+        raise ProtocolError("event", data, f"{allowed}, or their JSON objects") from error
+    return chunk
+
+
+_unpack = msgpack.unpackb
+
+
+def _whole_chunk(
+    start: Any,
+    token_ids: Any,
+    text: Any,
+    digest: Any,
+    logprobs: Any,
+    lengths: Any = None,
+    parts: Any = None,
+    of_prompt: Any = None,
+) -> Chunk:
+    return Chunk(
+        start,
+        tuple(token_ids),
+        text,
+        digest,
+        _logprobs(logprobs, len(token_ids)),
+        _text_lengths(lengths, token_ids, text),
+        read_parts(parts, len(token_ids)),
+        _prompt_logprobs(of_prompt),
+    )
+
+
+def _check_chunk(chunk: Chunk) -> None:
+    """What merging takes for granted; whatever passes can be compared and digested."""
+    start, token_ids, text, digest, *_ = chunk
+    if type(start) is not int or type(text) is not str or type(digest) is not int or start < 0:
+        raise TypeError("a field of another type")
+    for token_id in token_ids:
+        if type(token_id) is not int or not 0 <= token_id <= _MAX_TOKEN_ID:
+            raise TypeError("an id that is none")
+
+
+def _logprobs(wire: Any, num_tokens: int) -> tuple[TokenLogprobs, ...]:
+    if not wire:  # nil or empty: none
+        return ()
+    if len(wire) != num_tokens:
+        raise ValueError("logprobs of another number of tokens")
+    return tuple(map(_token_logprobs, wire))
+
+
+def _prompt_logprobs(wire: Any) -> tuple[TokenLogprobs | None, ...]:
+    if not wire:
+        return ()
+    if wire[0] is not None:
+        raise ValueError("logprobs of a first token")
+    return (None, *map(_token_logprobs, wire[1:]))
+
+
+def _token_logprobs(wire: Any) -> TokenLogprobs:
+    logprob, top = wire
+    return TokenLogprobs(float(logprob), tuple((int(i), float(other)) for i, other in top))
+
+
+def _text_lengths(wire: Any, token_ids: Sequence[int], text: str) -> tuple[int, ...]:
+    lengths = tuple(wire or ())
+    if lengths and (len(lengths) != len(token_ids) or sum(lengths) != len(text.encode())):
+        raise ValueError("lengths of another text")
+    return lengths
+
+
+def _end(n: Any, state: Any, reason_name: Any, message: Any, usage: Any) -> End:
+    reason = Reason(reason_name)
+    if type(n) is not int or n < 0 or type(message) is not str:
+        raise TypeError("a field of another type")
+    if reason.state != state:
+        raise ProtocolError("event.state", state, f"{reason.state} for reason {reason}")
+    known = {k: v for k, v in (usage or {}).items() if k in _USAGE_NAMES}
+    if any(type(value) is not int for value in known.values() if value is not None):
+        raise TypeError("usage that does not count")
+    return End(n=n, reason=reason, message=message, usage=Usage(**known) if usage else None)
+
+
+def _read_json(data: bytes) -> tuple[Any, ...]:
+    """A JSON event in the order of the msgpack form."""
+    wire: Mapping[str, Any] = json.loads(data)
+    if wire.get("end") is True:
+        names = ("n", "state", "reason", "message", "usage")
+        return (END_MARK, *(wire[name] for name in names))
+    chunk = tuple(wire[name] for name in ("start", "ids", "text", "digest"))
+    more = wire.get("logprobs"), None, wire.get("parts"), wire.get("prompt_logprobs")
+    return (*chunk, *more)
+
+
+def unpack_msgpack(where: str, data: bytes) -> Any:
+    """One msgpack value from bytes from anywhere.
+
+    Raises:
+        ProtocolError: they are not one; the message begins with ``where``.
+    """
+    try:
+        return msgpack.unpackb(data, raw=False, strict_map_key=True)
+    except UnicodeDecodeError:
+        raise ProtocolError(where, data, "msgpack whose strings are valid UTF-8") from None
+    except (msgpack.UnpackException, ValueError) as error:
+        raise ProtocolError(where, data, f"one msgpack value ({error})") from None

@@ -1,0 +1,164 @@
+"""Requests on their way to the engine: in the pool, side by side, each told of once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from waiting import wait_until
+
+from penstock.gpu_worker.engine import EngineRequest
+from penstock.gpu_worker.messages import Add, Prepared, Taken
+from penstock.gpu_worker.preparation import Preparation
+from penstock.shared.errors import InvalidRequest
+from penstock.shared.protocol import Reason, Request, SamplingOptions
+
+
+def order(run: str, **fields: Any) -> Add:
+    return Add(
+        run, Request(**{"id": run.partition("#")[0], "prompt": "x", **fields}), (), (), 1.0, 2.0
+    )
+
+
+class Told(list[Prepared]):
+    """What was told, and what the engine was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.added: list[EngineRequest] = []
+
+    def hear(self, message: Taken | Prepared) -> None:
+        if isinstance(message, Prepared):
+            self.append(message)
+
+
+def prepare(
+    encode: Callable[[object], Sequence[int]],
+    orders: Sequence[Add],
+    compile: Callable[[Any], Any] = lambda options: None,
+    **settings: float,
+) -> Told:
+    told = Told()
+    preparation = Preparation(
+        encode, compile, told.added.append, told.hear, lambda: None, **settings
+    )
+    for one in orders:
+        preparation.begin(one)
+
+    def all_are() -> bool:
+        preparation.deliver()
+        return len(told) == len(orders)
+
+    wait_until(all_are, "all are prepared")
+    preparation.close()
+    return told
+
+
+def test_what_is_ordered_reaches_the_engine() -> None:
+    told = prepare(lambda prompt: [1, 2], [order("a#1", tenant="t")])
+    (request,) = told.added
+    assert told == [Prepared("a#1")]
+    assert (request.id, request.prompt_ids, request.tenant) == ("a#1", (1, 2), "t")
+    assert (request.arrival, request.deadline) == (1.0, 2.0)
+
+
+def test_prompts_are_tokenised_side_by_side_and_not_on_the_loops_thread() -> None:
+    """Each waits for the other, which ends only if both run, and neither on this thread."""
+    together = threading.Barrier(2, timeout=10)
+    threads = set()
+
+    def encode(prompt: object) -> list[int]:
+        threads.add(threading.current_thread())
+        together.wait()
+        return [1]
+
+    assert len((prepare(encode, [order("a"), order("b")])).added) == 2
+    assert len(threads) == 2
+    assert threading.current_thread() not in threads
+
+
+def test_what_can_not_be_prepared_ends_and_says_why() -> None:
+    def encode(prompt: object) -> list[int]:
+        if prompt == "bad":
+            raise InvalidRequest("prompt", prompt, "a good one")
+        raise RuntimeError("the tokenizer broke")
+
+    told = prepare(encode, [order("bad", prompt="bad"), order("other")])
+    ends = {item.run: item.end.finish for item in told if item.end is not None}
+    assert ends["bad"] is not None
+    assert ends["bad"].reason is Reason.INVALID
+    assert "a good one" in ends["bad"].message
+    assert ends["other"] is not None
+    assert ends["other"].reason is Reason.ENGINE_ERROR
+    assert not told.added
+
+
+def test_a_slow_grammar_ends_its_request_and_no_other() -> None:
+    gate = threading.Event()
+    told = prepare(
+        lambda prompt: [1],
+        [order("slow", options=SamplingOptions(regex="a")), order("other")],
+        lambda options: gate.wait(0.5),
+        compile_timeout_s=0.05,
+    )
+    ends = {item.run: item.end for item in told}
+    assert ends["other"] is None
+    assert ends["slow"] is not None
+    assert ends["slow"].finish is not None
+    assert (
+        ends["slow"].finish.message == "regex: got 'a'; allowed: what can be compiled within 0.05 s"
+    )
+
+
+def test_ids_are_prepared_at_once() -> None:
+    """A thread would take the interpreter lock from a step for longer than it takes."""
+    threads = set()
+
+    def encode(prompt: object) -> list[int]:
+        threads.add(threading.current_thread())
+        return [1]
+
+    prepare(encode, [order("a", prompt=(1, 2, 3))])
+    assert threads == {threading.current_thread()}
+
+
+def test_what_is_given_up_while_it_is_prepared_never_reaches_the_engine() -> None:
+    gate, done = threading.Event(), threading.Event()
+    told, woken = Told(), threading.Semaphore(0)
+
+    def encode(prompt: object) -> list[int]:
+        gate.wait(10)
+        if prompt == "last":
+            done.set()
+        return [1]
+
+    preparation = Preparation(
+        encode, lambda options: None, told.added.append, told.hear, lambda: woken.release()
+    )
+    preparation.begin(order("a"))
+    preparation.begin(order("b"))
+    assert preparation.cancel("a")
+    assert not preparation.cancel("a")
+    preparation.begin(order("c", prompt="last"))
+    gate.set()
+    for _ in range(3):
+        assert woken.acquire(timeout=10)
+    assert done.is_set()
+    preparation.deliver()
+    preparation.close()
+    assert sorted(request.id for request in told.added) == ["b", "c"]
+    assert sorted(item.run for item in told) == ["b", "c"]
+
+
+def test_what_a_library_panics_at_ends() -> None:
+    class PanicError(BaseException):
+        pass
+
+    def encode(prompt: object) -> list[int]:
+        raise PanicError("a panic")
+
+    (item,) = prepare(encode, [order("a")])
+    assert item.end is not None
+    assert item.end.finish is not None
+    assert item.end.finish.reason is Reason.ENGINE_ERROR
