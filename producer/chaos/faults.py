@@ -14,6 +14,7 @@ from .fleet import Fleet
 from .proxy import Proxy
 from .schedule import Fault
 from .server import OwnServer, Server
+from .tasks import end_tasks
 
 __all__ = ["FaultMaker"]
 
@@ -95,9 +96,7 @@ class FaultMaker:
         Raises:
             RedisUnavailable: it did not come back.
         """
-        for task in list(self._waiting):
-            task.cancel()
-        await asyncio.gather(*self._waiting, return_exceptions=True)
+        await end_tasks(self._waiting)
         for proxy in (self._workers, self._clients, self._slow):
             proxy.heal()
         if self._restart is not None:

@@ -25,6 +25,7 @@ from .parts import Parts, open_parts
 from .run_case import CaseRunner
 from .schedule import Fault, draw_schedule
 from .sweeps import SweepWatch
+from .tasks import end_tasks
 from .workload import Oracle, RecordedOracle, SyntheticOracle, Workload
 
 __all__ = ["Storm", "StormResult"]
@@ -153,8 +154,7 @@ class Storm:
                 self._hurt(maker),
             )
             await self._wait_for_ends()
-            for task in background:
-                task.cancel()
+            await end_tasks(background)
 
     async def _load(self, workload: Workload, runner: CaseRunner) -> None:
         places = asyncio.Semaphore(self._options.in_flight)
@@ -227,8 +227,7 @@ class Storm:
                 task.get_name(),
                 f"is not done {_SETTLE_S:g} s after the last fault",
             )
-            task.cancel()
-        await asyncio.gather(*late, return_exceptions=True)
+        await end_tasks(late)
 
 
 def _causes(error: Exception) -> list[Exception]:

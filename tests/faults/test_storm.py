@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from faults.rig import mutated
 from penstock.producer.chaos import Fault, Invariant, Storm, StormOptions, StormResult
 from penstock.producer.chaos.readers import Reading
 from penstock.producer.chaos.sweeps import SweepWatch
+from penstock.producer.chaos.tasks import end_tasks
 from penstock.shared.protocol import Chunk
 
 SHORT = {"workers": 4, "in_flight": 60, "tokens": 60, "step_ms": 15.0}
@@ -123,12 +125,32 @@ def test_which_sweep_is_to_keep_a_deadline() -> None:
 async def test_a_deadline_that_is_kept_late_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The requests are long, or they would end by themselves before a late sweep."""
+    """Under this seed four of the first forty run for long after their deadline, if let."""
     when = "KEYS[1], '-inf', now, 'LIMIT', 0, MAX_EXPIRED"
     late = when.replace("now", "now - 2000")
     monkeypatch.setenv("PYTHONPATH", mutated(tmp_path, "shared/scripts/sweep.lua", when, late))
-    result = await run(seconds=2, faults=frozenset(), in_flight=40, tokens=240)
+    result = await run(seconds=2, seed=95, faults=frozenset(), in_flight=40, tokens=240)
     assert result.ledger.found[Invariant.ONE_END] > 0
+
+
+async def test_a_task_that_swallows_its_cancellation_is_ended_all_the_same() -> None:
+    swallowed = 0
+
+    async def look() -> None:
+        nonlocal swallowed
+        while True:
+            try:
+                await asyncio.sleep(3600)
+            except asyncio.CancelledError:
+                swallowed += 1
+                if swallowed > 2:
+                    raise
+
+    task = asyncio.create_task(look())
+    await asyncio.sleep(0)
+    await asyncio.wait_for(end_tasks([task]), 30)
+    assert task.cancelled()
+    assert swallowed == 3
 
 
 def chaos(*arguments: str, timeout_s: float) -> dict[str, Any]:

@@ -1,0 +1,27 @@
+"""Ends tasks for sure."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from typing import Any
+
+__all__ = ["end_tasks"]
+
+_AGAIN_S = 0.2
+
+
+async def end_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Cancel tasks and wait until they have ended, however they did.
+
+    They are cancelled again and again: redis-py sends within ``asyncio.wait_for``, which in Python
+    3.11 swallows a cancellation that comes just when the sending is done. A task that looks at
+    Redis in a loop would then go on for ever.
+    """
+    tasks = list(tasks)
+    pending = set(tasks)
+    while pending:
+        for task in pending:
+            task.cancel()
+        _, pending = await asyncio.wait(pending, timeout=_AGAIN_S)
+    await asyncio.gather(*tasks, return_exceptions=True)
