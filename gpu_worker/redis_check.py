@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-from redis.exceptions import AuthenticationError, NoPermissionError, RedisError
+from redis.exceptions import AuthenticationError, NoPermissionError, RedisError, ResponseError
 
+from penstock.shared.address import redact_url
 from penstock.shared.cluster import follow
 from penstock.shared.embedded import check_server
 from penstock.shared.errors import RedisUnavailable
-from penstock.shared.settings import redact_url
 
 from .connection import connect
 
@@ -26,10 +26,11 @@ async def check_redis(url: str, key: str, *, timeout_s: float) -> None:
         timeout_s: bound on connecting and on each reply.
 
     Raises:
-        RedisUnavailable: it does not answer, refuses access, is older than 6.2, or evicts keys
-            when its memory is full (an accepted request could vanish).
+        RedisUnavailable: it does not answer, refuses access, is older than 6.2, is a replica that
+            takes no writes, or evicts keys when its memory is full (an accepted request could
+            vanish).
     """
-    redis = connect(url, timeout_s=timeout_s)
+    redis, shown = connect(url, timeout_s=timeout_s), redact_url(url)
     try:
         with contextlib.suppress(NoPermissionError):
             await follow(lambda: redis.exists(key))
@@ -38,19 +39,28 @@ async def check_redis(url: str, key: str, *, timeout_s: float) -> None:
         return  # a restricted user: what it may not see can not be checked
     except AuthenticationError as error:
         raise RedisUnavailable(
-            f"Redis at {redact_url(url)} refuses access: {error}; check user and password"
+            f"Redis at {shown} refuses access: {error}; check user and password"
+        ) from None
+    except ResponseError as error:
+        raise RedisUnavailable(
+            f"Redis at {shown} refuses: {error}; check database and user in REDIS_URL or --redis"
         ) from None
     except (RedisError, OSError) as error:
+        tls = ", which must be redis:// unless it speaks TLS on that port"
         raise RedisUnavailable(
-            f"cannot reach Redis at {redact_url(url)}: {error}; start the server, or set "
-            "REDIS_URL or --redis to its address"
+            f"cannot reach Redis at {shown}: {error}; start the server, or set REDIS_URL or "
+            f"--redis to its address{tls if url.startswith('rediss:') else ''}"
         ) from None
     finally:
         await redis.aclose()
     check_server(str(facts["redis_version"]))
+    if facts.get("role") == "slave" and facts.get("slave_read_only") == 1:
+        raise RedisUnavailable(
+            f"Redis at {shown} is a read only replica; point REDIS_URL or --redis to its primary"
+        )
     policy = facts.get("maxmemory_policy", "noeviction")
     if policy != "noeviction":
         raise RedisUnavailable(
-            f"Redis at {redact_url(url)} has maxmemory-policy {policy}, which may evict accepted "
+            f"Redis at {shown} has maxmemory-policy {policy}, which may evict accepted "
             "requests; set it to noeviction (CONFIG SET maxmemory-policy noeviction)"
         )

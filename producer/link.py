@@ -111,7 +111,10 @@ class Link:
             _log.info("the server's version is not checked: its user may not run INFO")
             return
         except ResponseError as error:
-            raise RedisUnavailable(f"Redis at {self.address} refuses: {error}") from error
+            raise RedisUnavailable(
+                f"Redis at {self.address} refuses: {error}; check database and user in REDIS_URL "
+                "or --redis"
+            ) from error
         check_server(str(facts["redis_version"]))
 
     async def _find_node(self, key: str) -> None:
@@ -197,17 +200,11 @@ class Link:
 
 
 def _open(url: str, socket_timeout_s: float) -> Redis:
-    try:
-        pool = open_pool(
-            url,
-            socket_timeout=socket_timeout_s,
-            socket_connect_timeout=socket_timeout_s,
-            # Retried here, so that every kind of connection and error is met the same way.
-            retry=Retry(NoBackoff(), 0),
-        )
-    except ValueError as error:
-        raise ConfigurationError(
-            f"the Redis address is not one: {error}; "
-            "it must be redis://host:port/db, rediss://host:port/db or unix:///path"
-        ) from None
+    pool = open_pool(
+        url,
+        socket_timeout=socket_timeout_s,
+        socket_connect_timeout=socket_timeout_s,
+        # Retried here, so that every kind of connection and error is met the same way.
+        retry=Retry(NoBackoff(), 0),
+    )
     return Redis.from_pool(pool)

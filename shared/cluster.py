@@ -12,7 +12,7 @@ On a server that is no cluster nothing of this happens, and nothing is asked bef
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
 from redis.asyncio.connection import Connection, ConnectionPool, SSLConnection, parse_url
@@ -21,11 +21,15 @@ from redis.exceptions import (
     AuthenticationError,
     ClusterDownError,
     MovedError,
+    RedisError,
     ResponseError,
     TryAgainError,
 )
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from .address import check_address, redact_url
+from .errors import ConfigurationError
 
 __all__ = ["ClusterBusy", "Rerouted", "Route", "follow", "named_node", "open_pool"]
 
@@ -33,6 +37,18 @@ _T = TypeVar("_T")
 
 _HOPS = 5
 """Nodes that are asked in a row before nodes that name each other count as unreachable."""
+
+_PLACE = frozenset({"host", "port", "path", "username", "password"})
+
+_OPTIONS = frozenset(
+    {
+        "client_name", "db", "health_check_interval", "max_connections", "protocol",
+        "retry_on_timeout", "socket_connect_timeout", "socket_keepalive", "socket_timeout",
+        "ssl_ca_certs", "ssl_ca_data", "ssl_cert_reqs", "ssl_certfile", "ssl_check_hostname",
+        "ssl_ciphers", "ssl_keyfile",
+    }
+)  # fmt: skip
+"""What may stand behind the ``?`` of a URL: what redis-py's connections know, and ours can bear."""
 
 _BUSY = (AskError, ClusterDownError, TryAgainError)
 _BUSY_WORDS = ("ASK ", "CLUSTERDOWN ", "TRYAGAIN ")
@@ -132,15 +148,35 @@ def open_pool(url: str, *, route: Route | None = None, **options: Any) -> Connec
         **options: of each connection; those in the URL go before.
 
     Raises:
-        ValueError: the URL is not one.
+        ConfigurationError: the URL is not one, or has an option that can not be.
     """
-    named = parse_url(url)
-    kind = named.pop("connection_class", Connection)
+    try:
+        check_address(url)
+        named = parse_url(url)
+        kind = named.pop("connection_class", Connection)
+        _check_options(kind, named)
+    except (ValueError, TypeError, RedisError) as error:
+        raise ConfigurationError(
+            f"the Redis address {redact_url(url)} cannot be used: {error}"
+        ) from None
     options |= named
     if not issubclass(kind, Connection):  # a Unix socket: its server is here
         return ConnectionPool(connection_class=kind, **options)
     following = _FollowingSSL if issubclass(kind, SSLConnection) else _Following
     return ConnectionPool(connection_class=following, route=route or Route(), **options)
+
+
+def _check_options(kind: Callable[..., Any], named: Mapping[str, Any]) -> None:
+    """Refuse options in a URL that would be found out at the first connection, or never."""
+    unknown = sorted(set(named) - _PLACE - _OPTIONS)
+    if unknown:
+        raise ValueError(
+            f"it has no option {', '.join(unknown)}; leave it out, or take one of "
+            f"{', '.join(sorted(_OPTIONS))}"
+        )
+    if named.get("max_connections", 1) < 1:
+        raise ValueError("max_connections must be at least 1")
+    kind(**{name: value for name, value in named.items() if name != "max_connections"})
 
 
 async def follow(send: Callable[[], Awaitable[_T]]) -> _T:

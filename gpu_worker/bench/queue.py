@@ -10,11 +10,11 @@ from contextlib import asynccontextmanager
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
+from penstock.shared.address import redact_url
 from penstock.shared.embedded import EmbeddedRedis
 from penstock.shared.errors import RedisUnavailable
 from penstock.shared.keys import Keys
 from penstock.shared.report import Number, Report
-from penstock.shared.settings import redact_url
 
 from ..garbage import calm_collector
 from .depth import measure_depth, measure_fairness

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .sources import CONFIG_VARIABLE, environment_name, load_settings, redact_url, setting_names
+from .sources import CONFIG_VARIABLE, environment_name, load_settings, setting_names
 from .tree import (
     EngineSettings,
     ModelSettings,
@@ -22,6 +22,5 @@ __all__ = [
     "WorkerSettings",
     "environment_name",
     "load_settings",
-    "redact_url",
     "setting_names",
 ]

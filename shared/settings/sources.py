@@ -17,21 +17,17 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from ..address import redact_url
 from ..errors import ConfigurationError
 from .tree import Settings
 
-__all__ = ["CONFIG_VARIABLE", "environment_name", "load_settings", "redact_url", "setting_names"]
+__all__ = ["CONFIG_VARIABLE", "environment_name", "load_settings", "setting_names"]
 
 CONFIG_VARIABLE = "PENSTOCK_CONFIG"
 """Environment variable that names the settings file; not itself a setting."""
 
 _PREFIX = "PENSTOCK_"
 _DEFAULT_FILE = "penstock.toml"
-
-_ADDRESS = re.compile(
-    r"(?P<scheme>[a-z]+://)?(?P<user>[^@/?#]*@)?"
-    r"(?P<place>(?:[\w.-]*|\[[0-9a-fA-F:.]+\])(?::\d+)?(?:/[\w./-]*)?)(?:[?#][^@]*)?"
-)
 
 # Kubernetes sets such variables for a Service whose name begins with "penstock".
 _KUBERNETES_NAME = re.compile(r"_SERVICE_(HOST|PORT(_[A-Z0-9_]+)?)$|_PORT(_\d+_(TCP|UDP|SCTP).*)?$")
@@ -105,19 +101,6 @@ def setting_names() -> tuple[str, ...]:
 def environment_name(name: str) -> str:
     """Return the environment variable of a setting: ``redis.url`` is ``PENSTOCK_REDIS__URL``."""
     return _PREFIX + name.replace(".", "__").upper()
-
-
-def redact_url(url: str) -> str:
-    """Return an address fit for logs: without user, password and query arguments.
-
-    Nothing is shown of what does not look like an address, since a password with an unescaped
-    ``/``, ``?`` or ``@`` may be anywhere in it.
-    """
-    parts = _ADDRESS.fullmatch(url)
-    if parts is None:
-        return "***"
-    user = "***@" if parts["user"] else ""
-    return f"{parts['scheme'] or ''}{user}{parts['place']}"
 
 
 def _from_file(path: Path) -> dict[str, _Given]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Annotated, Literal, Self
-from urllib.parse import urlsplit
 
 from pydantic import (
     ByteSize,
@@ -18,6 +17,7 @@ from pydantic import (
     model_validator,
 )
 
+from ..address import check_address
 from .engine import EngineSettings
 from .section import Section, setting
 from .speculation import SpeculationSettings
@@ -33,7 +33,6 @@ __all__ = [
 ]
 
 _WEEK_S = 7 * 24 * 3600
-_URL_SCHEMES = ("redis", "rediss", "unix")
 _ModelName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_./-]{0,95}$")]
 _WorkerName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 
@@ -73,14 +72,7 @@ class RedisSettings(Section):
     def _check_url(cls, url: str | None) -> str | None:
         if url is None:
             return None
-        try:
-            parts = urlsplit(url)
-            place = parts.path if parts.scheme == "unix" else parts.hostname
-            valid = parts.scheme in _URL_SCHEMES and bool(place) and parts.port != 0
-        except ValueError:
-            valid = False  # the reason may quote a password that stands where a port should
-        if not valid:
-            raise ValueError("must be redis://host:port/db, rediss://host:port/db or unix:///path")
+        check_address(url)
         return url
 
 

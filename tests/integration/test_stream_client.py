@@ -175,7 +175,7 @@ async def test_servers_that_cannot_be_used(start_redis: Callable[..., EmbeddedRe
     assert "right" not in str(caught.value)
     with pytest.raises(RedisUnavailable, match="no Redis server is configured"):
         Producer()
-    with pytest.raises(ConfigurationError, match="the Redis address is not one"):
+    with pytest.raises(ConfigurationError, match="http://localhost cannot be used"):
         Producer("http://localhost")
 
 

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 import fakeredis
 import pytest
 from log_writer import LogWriter, eventually
+from redis.asyncio import Redis
 from redis.exceptions import AuthenticationError, BusyLoadingError, NoPermissionError, ResponseError
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
@@ -178,11 +179,8 @@ async def test_a_user_who_may_not_ask_for_the_version(
 def test_addresses() -> None:
     assert Link("unix:///run/redis.sock?db=1").address == "unix:///run/redis.sock"
     assert Link("rediss://:pw@h/3").address == "rediss://h:6379/3"
-    for wrong in ("localhost:6379", "http://x", "redis://h:notaport"):
-        with pytest.raises(ConfigurationError, match="the Redis address is not one"):
-            Link(wrong)
     with pytest.raises(ConfigurationError, match="without decode_responses"):
-        Link("redis://h?decode_responses=true")
+        Link(Redis(decode_responses=True))
 
 
 async def wait(subscription: Subscription, silence_s: float) -> bool:
