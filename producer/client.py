@@ -138,7 +138,12 @@ class Producer:
         return self
 
     async def aclose(self) -> None:
-        """Close all connections. Requests run on; who reads an open stream gets a RuntimeError."""
+        """Close all connections. Requests run on; who reads an open stream gets a RuntimeError.
+
+        Raises:
+            RuntimeError: they belong to another event loop.
+        """
+        self._link.check_loop()
         await self._presence.aclose()
         await self._subscriber.aclose()
         await self._link.aclose()

@@ -22,7 +22,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from penstock.shared.cluster import Route, follow, named_node, open_pool
 from penstock.shared.errors import ConfigurationError, RedisUnavailable
 
-__all__ = ["Link"]
+__all__ = ["Link", "check_loop"]
 
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
@@ -163,11 +163,7 @@ class Link:
         task = asyncio.current_task()
         assert task is not None
         self._loop = self._loop or task.get_loop()
-        if self._loop is not task.get_loop():
-            raise RuntimeError(
-                "this producer belongs to another event loop; make one for each loop, "
-                "or a BlockingProducer, which threads may share"
-            )
+        check_loop(self._loop)
         async with self._places:
             if self._closed:  # redis-py would open new connections, which nobody closes
                 raise RuntimeError("this producer is closed")
@@ -178,6 +174,15 @@ class Link:
         if task.cancelling() > cancelled_before:
             raise asyncio.CancelledError
         return reply
+
+    def check_loop(self) -> None:
+        """See that the running loop is the one in which this was first used, if it was.
+
+        Raises:
+            RuntimeError: it is another.
+        """
+        if self._loop is not None:
+            check_loop(self._loop)
 
     async def aclose(self) -> None:
         """Close the connections, if they are our own; nothing can be sent any more."""
@@ -196,6 +201,19 @@ class Link:
         return RedisUnavailable(
             f"cannot reach Redis at {self.address}: {reason}; start the server, "
             f"or set REDIS_URL or --redis to its address{tls if self._encrypted else ''}"
+        )
+
+
+def check_loop(loop: asyncio.AbstractEventLoop) -> None:
+    """See that this is the running loop.
+
+    Raises:
+        RuntimeError: it is not, with the remedy.
+    """
+    if asyncio.get_running_loop() is not loop:
+        raise RuntimeError(
+            "this producer belongs to another event loop; make one for each loop, "
+            "or a BlockingProducer, which threads may share"
         )
 
 

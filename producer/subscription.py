@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+from .link import check_loop
+
 __all__ = ["Subscription"]
 
 _BUFFER = 256
@@ -55,8 +57,9 @@ class Subscription:
             deadline: a time of the event loop; None: as long as it takes.
 
         Raises:
-            RuntimeError: another task waits already.
+            RuntimeError: another task waits already, or this is another event loop.
         """
+        check_loop(self._loop)
         if self._waiter is not None and not self._waiter.done():
             raise RuntimeError("a stream can be read by one task at a time")
         waiter = self._waiter = asyncio.Future(loop=self._loop)

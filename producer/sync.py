@@ -6,10 +6,12 @@ A private thread runs the event loop with an ordinary :class:`Producer` in it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import threading
 import weakref
 from collections.abc import Coroutine, Iterator
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -27,6 +29,12 @@ __all__ = ["BlockingProducer", "BlockingStream"]
 
 _T = TypeVar("_T")
 
+_CLOSED = "this producer is closed"
+
+
+class _Ended(RuntimeError):
+    """The thread is not there: it was stopped, or belongs to the parent process."""
+
 
 class _LoopThread:
     """An event loop in a daemon thread, stopped by :meth:`stop`."""
@@ -34,6 +42,9 @@ class _LoopThread:
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
         self._last: Coroutine[Any, Any, None] | None = None
+        self._pid = os.getpid()
+        self._stopping = False
+        self._lock = threading.Lock()  # nothing is handed to the loop once it is stopping
         self._thread = threading.Thread(target=self._work, name="penstock-producer", daemon=True)
         self._thread.start()
 
@@ -41,22 +52,48 @@ class _LoopThread:
         """Run a coroutine in the loop and wait for it; an interrupt cancels it.
 
         Raises:
-            RuntimeError: the thread was stopped.
+            RuntimeError: the thread was stopped, before or meanwhile; or this is another process.
         """
-        if not self._thread.is_alive():
-            work.close()
-            raise RuntimeError("this producer is closed")
-        future: Future[_T] = asyncio.run_coroutine_threadsafe(work, self._loop)
+        future = self._start(work)
         try:
             return future.result()
+        except CancelledError:
+            if self._stopping:
+                raise _Ended(_CLOSED) from None
+            raise
         except BaseException:
             future.cancel()
             raise
 
+    def _start(self, work: Coroutine[Any, Any, _T]) -> Future[_T]:
+        if self._is_foreign:  # first: the lock may have been copied locked
+            work.close()
+            raise _Ended(
+                "this producer was made before fork(), which leaves its thread and connections "
+                "to the parent process; make one in each process"
+            )
+        with self._lock:
+            if not self._stopping and self._thread.is_alive():
+                return asyncio.run_coroutine_threadsafe(work, self._loop)
+        work.close()
+        raise _Ended(_CLOSED)
+
+    @property
+    def _is_foreign(self) -> bool:
+        return os.getpid() != self._pid
+
     def stop(self, last: Coroutine[Any, Any, None]) -> None:
-        """Cancel everything, run ``last``, end the thread; returns when it has ended."""
+        """Cancel everything, run ``last``, end the thread; returns when it has ended.
+
+        In a process that was forked off it does nothing: all of it is the parent's.
+        """
+        if self._is_foreign:
+            last.close()
+            return
         self._last = last
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        with self._lock:
+            self._stopping = True
+            self._loop.call_soon_threadsafe(self._loop.stop)
         # A forgotten producer may be collected in the very thread that is to end.
         if threading.current_thread() is not self._thread:
             self._thread.join()
@@ -117,8 +154,12 @@ class BlockingStream(Iterator[Chunk]):
         return self._thread.run(self._stream.collect())
 
     def close(self) -> None:
-        """Leave the stream; the request runs on. Calling it again is harmless."""
-        self._thread.run(self._stream.aclose())
+        """Leave the stream; the request runs on. Calling it again is harmless.
+
+        So it is after the producer was closed, and in a forked process, which has nothing of it.
+        """
+        with contextlib.suppress(_Ended):
+            self._thread.run(self._stream.aclose())
 
     def __enter__(self) -> Self:
         return self
@@ -145,8 +186,10 @@ class BlockingProducer:
             for chunk in producer.generate("The list type", max_tokens=64):
                 print(chunk.text, end="", flush=True)
 
-    It connects at once. Leave the ``with`` block, or call :meth:`close`, to end its thread; it
-    also ends when the object is collected or the interpreter exits.
+    It connects at once, and serves the process that made it: after ``fork()`` (gunicorn with
+    ``preload_app``, ``multiprocessing``) make one in each child. Leave the ``with`` block, or call
+    :meth:`close`, to end its thread; it also ends when the object is collected or the interpreter
+    exits.
 
     Args:
         redis: URL of the server; None takes it from the settings.

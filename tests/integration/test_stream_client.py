@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import gc
-import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
 import redis.asyncio
-from log_writer import LogWriter
-from waiting import wait_until
 
-from penstock.producer import BlockingProducer, Producer
+from penstock.producer import Producer
 from penstock.shared.embedded import EmbeddedRedis
 from penstock.shared.errors import (
     ConfigurationError,
@@ -23,7 +19,6 @@ from penstock.shared.errors import (
     QueueFull,
     RedisUnavailable,
     RequestFailed,
-    UnknownRequest,
 )
 from penstock.shared.protocol import Lane, Reason, Request, State
 from penstock.shared.settings import load_settings
@@ -177,51 +172,3 @@ async def test_servers_that_cannot_be_used(start_redis: Callable[..., EmbeddedRe
         Producer()
     with pytest.raises(ConfigurationError, match="http://localhost cannot be used"):
         Producer("http://localhost")
-
-
-def test_the_blocking_client(redis_url: str) -> None:
-    async def play(request_id: str) -> None:
-        async with Client.from_url(redis_url) as client:
-            writer = await LogWriter(client, request_id).open()
-            for _ in range(10):
-                await writer.append(2)
-            await writer.finish()
-
-    with BlockingProducer(redis_url) as producer:
-        stream = producer.generate("x", timeout=10)
-        worker = threading.Thread(target=lambda: asyncio.run(play(stream.id)))
-        worker.start()
-        text = "".join(chunk.text for chunk in stream)
-        worker.join()
-        assert text == LogWriter.text(0, 20)
-        assert stream.end is not None
-        assert stream.end.n == stream.index == 20
-        assert producer.result(stream.id).text == text
-        assert producer.stream(stream.id, from_index=18).collect().text == LogWriter.text(18, 20)
-        assert producer.status(stream.id).state is State.COMPLETED
-        assert producer.cancel(stream.id).changed is False
-        with producer.stream(stream.id) as early:
-            next(early)
-        assert next(early, None) is None
-        with pytest.raises(UnknownRequest):
-            producer.result("nobody")
-        with pytest.raises(TimeoutError):
-            producer.result(producer.submit("y").id, timeout=0.05)
-    with pytest.raises(RuntimeError, match="closed"):
-        producer.submit("x")
-    producer.close()
-
-
-def test_the_blocking_client_leaves_no_thread(redis_url: str) -> None:
-    def threads() -> list[str]:
-        return [t.name for t in threading.enumerate() if t.name == "penstock-producer"]
-
-    forgotten = BlockingProducer(redis_url)
-    stream = forgotten.generate("x")
-    assert len(threads()) == 1
-    del forgotten, stream
-    gc.collect()
-    wait_until(lambda: not threads(), "the forgotten client's thread has ended")
-    with pytest.raises(RedisUnavailable):
-        BlockingProducer("redis://127.0.0.1:1")
-    assert not threads()
