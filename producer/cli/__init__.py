@@ -2,6 +2,15 @@
 
 from __future__ import annotations
 
-from .app import main
+from collections.abc import Sequence
 
 __all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the program with these arguments, or the process's own; returns the exit code."""
+    try:
+        from .app import main as run  # takes a moment, in which Ctrl-C is no error either
+    except KeyboardInterrupt:
+        return 130
+    return run(arguments)

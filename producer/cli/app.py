@@ -1,17 +1,20 @@
 """Puts the commands together and turns every expected error into one line and an exit code.
 
-Exit codes: 0 done; 1 the request ended, and not with ``completed``, or a check failed; 2 nothing
-was done because something is wrong with the input or the surroundings; 130 interrupted.
+Exit codes: 0 done; 1 the request ended, and not with ``completed``, a check failed, or the output
+could not be written; 2 nothing was done because something is wrong with the input or the
+surroundings; 130 interrupted.
 """
 
 from __future__ import annotations
 
+import errno
 import importlib.metadata
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
+from pydantic import ValidationError
 from typer.core import TyperGroup
 
 from penstock.shared.errors import ConfigurationError, PenstockError, RequestFailed
@@ -21,7 +24,7 @@ from .demo import demo
 from .dlq import dlq
 from .doctor import doctor
 from .door import door
-from .output import make_encodable, one_line
+from .output import drop_output, make_encodable, one_line, open_missing
 
 __all__ = ["main"]
 
@@ -31,6 +34,8 @@ COMMANDS_GROUP = "penstock.commands"
 _WORKER_PACKAGES = frozenset(
     {"jinja2", "prometheus_client", "safetensors", "tokenizers", "torch", "transformers"}
 )
+
+_UNWRITABLE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
 
 
 class _Commands(TyperGroup):
@@ -136,6 +141,7 @@ def _root(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the program with these arguments, or the process's own; returns the exit code."""
+    open_missing()
     make_encodable(sys.stdout, sys.stderr)
     try:
         code = app(args=arguments, prog_name="penstock", standalone_mode=False)
@@ -145,6 +151,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         message, code = _explain(error)
         if message is None:
             raise
+        if isinstance(error, OSError):
+            drop_output()
         sys.stdout.flush()
         print(f"error: {one_line(message)}", file=sys.stderr)
     return code if isinstance(code, int) else 0
@@ -156,6 +164,8 @@ def _explain(error: Exception) -> tuple[str | None, int]:
         return str(error), 1
     if isinstance(error, PenstockError):
         return str(error), 2
+    if isinstance(error, OSError) and error.errno in _UNWRITABLE and error.filename is None:
+        return f"the output cannot be written: {error.strerror}", 1
     if isinstance(error, ModuleNotFoundError):
         missing = _missing_extra(error)
         return (str(missing) if missing else None), 2
@@ -165,5 +175,11 @@ def _explain(error: Exception) -> tuple[str | None, int]:
     if hasattr(error, "format_message"):
         context = getattr(error, "ctx", None)
         where = context.command_path if context is not None else "penstock"
-        return f"{error.format_message()} (see '{where} --help')", 2
+        return f"{error.format_message()}{_given(error)} (see '{where} --help')", 2
     return None, 1
+
+
+def _given(error: Exception) -> str:
+    """The value that an option got; newer releases of typer only say what it should be."""
+    cause = error.__cause__
+    return f"; got {cause.errors()[0]['input']!r}" if isinstance(cause, ValidationError) else ""

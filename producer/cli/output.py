@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -19,9 +20,11 @@ __all__ = [
     "ChoiceWriter",
     "TextWriter",
     "chunk_facts",
+    "drop_output",
     "end_facts",
     "make_encodable",
     "one_line",
+    "open_missing",
     "printable",
     "result_facts",
     "submitted_facts",
@@ -56,6 +59,24 @@ def make_encodable(*streams: TextIO) -> None:
             reconfigure(errors="replace")
 
 
+def open_missing() -> None:
+    """Put the null device where a standard stream was closed before the start (``>&-``).
+
+    Otherwise the next file or connection would get its number, and be what children write to.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - as long as the process
+
+
+def drop_output() -> None:
+    """Give up what could not be written to standard output, or it would be tried again at exit."""
+    with contextlib.suppress(OSError, ValueError):
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())
+        os.close(null)
+
+
 def write_json(facts: dict[str, Any]) -> None:
     """One object on one line of standard output, at once."""
     sys.stdout.write(json.dumps(facts) + "\n")
@@ -64,7 +85,7 @@ def write_json(facts: dict[str, Any]) -> None:
 
 def write_note(text: str) -> None:
     """A line for a person, on standard error, so that output in a pipe stays output."""
-    with contextlib.suppress(BrokenPipeError):
+    with contextlib.suppress(OSError):
         sys.stdout.flush()
     if sys.stderr.isatty():
         text = f"\x1b[2m{text}\x1b[0m"

@@ -194,15 +194,15 @@ def submit(
         async with Producer(settings=settings) as producer:
             submitted = await producer.submit(request, **fields)
             facts = submitted_facts(submitted)
-            if json:
-                write_json({"event": "submitted", **facts} if stream else facts)
-            elif not stream:
-                typer.echo(submitted.id)
-            if not stream:
-                return 0
             try:
+                if json:
+                    write_json({"event": "submitted", **facts} if stream else facts)
+                elif not stream:
+                    typer.echo(submitted.id)
+                if not stream:
+                    return 0
                 return await while_read(_show(producer.stream(submitted.id), json=json))
-            except (asyncio.CancelledError, BrokenPipeError):
+            except (asyncio.CancelledError, OSError):  # nobody reads it, or it cannot be written
                 with contextlib.suppress(PenstockError):
                     await producer.cancel(submitted.id)
                 write_note(f"cancelled {submitted.id}")
@@ -229,7 +229,7 @@ def stream(
 
     async def run() -> int:
         async with Producer(settings=settings) as producer:
-            tokens = producer.stream(id, from_index=from_index)
+            tokens = producer.stream(id, from_index=from_index, timeout=timeout)
             return await while_read(_within(timeout, id, _show(tokens, json=json)))
 
     return asyncio.run(run())

@@ -193,6 +193,36 @@ def test_a_reader_that_leaves_before_anything_is_written(
         assert client.hget(KEYS.request("mine"), "st") == b"cancelled"
 
 
+def in_a_shell(line: str, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", "-c", f"{sys.executable} -m penstock.producer.cli {line}"],
+        capture_output=True, text=True, env=environment, timeout=60, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("options", ["--no-stream", "--no-stream --json", "--json"])
+def test_output_that_cannot_be_written(
+    environment: dict[str, str], redis_url: str, options: str
+) -> None:
+    done = in_a_shell(f"submit x --id mine {options} >/dev/full", environment)
+    assert (done.returncode, done.stderr) == (
+        1,
+        "cancelled mine\nerror: the output cannot be written: No space left on device\n",
+    )
+    with redis.Redis.from_url(redis_url) as client:
+        assert client.hget(KEYS.request("mine"), "st") == b"cancelled"
+
+
+@pytest.mark.usefixtures("worker")
+def test_streams_that_were_closed_before_the_start(environment: dict[str, str]) -> None:
+    done = in_a_shell("submit x --max-tokens 2 >&-", environment)
+    assert (done.returncode, done.stderr.split()[:2]) == (0, ["completed", "(length),"])
+    done = in_a_shell("submit x --max-tokens 2 2>&-", environment)
+    assert (done.returncode, done.stdout) == (0, output(2) + "\n")
+    done = in_a_shell("submit - <&-", environment)
+    assert (done.returncode, done.stderr[:22]) == (2, "error: prompt: got '';")
+
+
 def test_the_demo_in_json(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

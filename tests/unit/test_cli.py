@@ -91,7 +91,7 @@ def test_version(penstock: Run) -> None:
         (["sbumit"], r"No such command 'sbumit'. Did you mean 'submit'\? \(see 'penstock --.*"),
         (["submit"], r"Missing argument '(prompt|PROMPT)'. \(see 'penstock submit --help'\)"),
         (["submit", "x", "--nonsense"], r"No such option: --nonsense.*"),
-        (["submit", "x", "--max-tokens", "many"], r"Invalid value for '--max-tokens': .*"),
+        (["submit", "x", "--max-tokens", "many"], r"Invalid value for '--max-tokens': .*'many'.*"),
         (["submit", ""], r"prompt: got ''; allowed: non-empty text.*"),
         (["submit", "x", "--max-tokens", "0"], r"max_tokens: got 0; allowed: .* from 1 to .*"),
         (["submit", "x", "--max-tokens", "-3"], r"max_tokens: got -3; .*"),
@@ -109,6 +109,7 @@ def test_version(penstock: Run) -> None:
         (["submit", "x", "--redis", "http://h"], r"redis.url = 'http://h' .*"),
         (["submit", "x", "--config", "/none.toml"], r"settings file /none.toml: No such file.*"),
         (["stream", "x", "--from-index", "-1"], r"from_index: got -1; .*"),
+        (["stream", "x", "--timeout", "nan"], r"timeout: got nan; .*"),
     ],
 )  # fmt: skip
 @pytest.mark.usefixtures("connected")
@@ -227,6 +228,17 @@ def test_an_interrupt_is_quiet(penstock: Run, added: Callable[..., None]) -> Non
     added(wait=wait)
     done = penstock("wait")
     assert (done.code, done.out, done.err) == (130, "", "")
+
+
+def test_an_interrupt_while_the_program_is_imported_is_quiet(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "penstock.producer.cli.app")
+    monkeypatch.setattr(typer, "Typer", interrupt)
+    assert main(["--version"]) == 130
 
 
 def test_text_moves_no_cursor() -> None:
