@@ -16,7 +16,7 @@ from penstock.shared.children import spawn_bound
 from penstock.shared.errors import PenstockError
 
 from .engine.stats import Load
-from .launch import EXIT_BROKEN, Launch
+from .launch import EXIT_BROKEN, Launch, describe_exit
 from .messages import (
     Abort,
     Add,
@@ -49,7 +49,7 @@ class EngineEnded(PenstockError):
     """The engine process ended unasked; ``code`` as :class:`subprocess.Popen` gives it."""
 
     def __init__(self, code: int) -> None:
-        super().__init__(f"the engine process ended unasked with code {code}")
+        super().__init__(f"the engine process ended unasked ({describe_exit(code)})")
         self.code = code
 
 

@@ -6,6 +6,7 @@ about the step loop (it ticked recently), not about who answers.
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -66,9 +67,12 @@ class HealthServer:
         try:
             self._server = ThreadingHTTPServer((host, port), Handler)
         except OSError as error:
+            setting, remedy = "host", "an address of this machine, or 0.0.0.0"
+            if error.errno in (errno.EADDRINUSE, errno.EACCES):
+                setting, remedy = "port", "another port, 0 for any free one, or off"
             raise ConfigurationError(
-                f"worker.metrics_port = {port}: cannot listen on {host}:{port} "
-                f"({error.strerror}); give another port, 0 for any free one, or off"
+                f"worker.metrics_{setting}: cannot listen on {host}:{port} ({error.strerror}); "
+                f"give {remedy}"
             ) from None
         self._server.daemon_threads = True
         self._thread = threading.Thread(

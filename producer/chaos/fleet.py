@@ -21,7 +21,7 @@ from penstock.shared.errors import PenstockError
 
 from .processes import children, identity, is_running
 
-__all__ = ["Fleet", "FleetCounts", "Machine"]
+__all__ = ["Fleet", "FleetCounts", "Machine", "find_complaints"]
 
 _READY_TIMEOUT_S = 120.0
 _DRAIN_TIMEOUT_S = 30.0
@@ -250,7 +250,7 @@ class Fleet:
         return [
             f"{machine.name}: {complaint}"
             for machine in self._all
-            for complaint in _complaints(machine.log.read_text(errors="replace").splitlines())
+            for complaint in find_complaints(machine.log.read_text(errors="replace").splitlines())
         ]
 
     # -- inside ----------------------------------------------------------------------------------
@@ -324,8 +324,11 @@ def _tail(log: Path) -> str:
     return lines[-1] if lines else "(nothing)"
 
 
-def _complaints(lines: list[str]) -> list[str]:
-    """Ends of the engine process but by SIGKILL, and what every traceback ends with."""
+def find_complaints(lines: list[str]) -> list[str]:
+    """Ends of the edge process but by SIGKILL, and what every traceback ends with.
+
+    The edge ends as its engine does, so its end tells of both.
+    """
     found = []
     frame: str | None = None
     for line in lines:
@@ -337,7 +340,7 @@ def _complaints(lines: list[str]) -> list[str]:
         elif frame and text and line.rstrip() == text:
             found.append(f"{text} ({frame})")
             frame = None
-        if "engine process ended (" in line and "SIGKILL" not in line:
+        if "edge process ended (" in line and "SIGKILL" not in line:
             found.append(line)
     return found
 

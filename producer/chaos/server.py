@@ -26,8 +26,8 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
 from penstock.shared.children import spawn_bound
-from penstock.shared.embedded import find_server
 from penstock.shared.errors import ConfigurationError, RedisUnavailable
+from penstock.shared.server_binary import find_server
 
 __all__ = ["OwnServer", "Server", "given_server", "through"]
 

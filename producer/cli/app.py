@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
-from pydantic import ValidationError
 from typer.core import TyperGroup
 
 from penstock.shared.errors import ConfigurationError, PenstockError, RequestFailed
@@ -181,5 +180,5 @@ def _explain(error: Exception) -> tuple[str | None, int]:
 
 def _given(error: Exception) -> str:
     """The value that an option got; newer releases of typer only say what it should be."""
-    cause = error.__cause__
-    return f"; got {cause.errors()[0]['input']!r}" if isinstance(cause, ValidationError) else ""
+    problems = getattr(error.__cause__, "errors", None)  # of pydantic, which shared/ alone imports
+    return f"; got {problems()[0]['input']!r}" if callable(problems) else ""

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.shared.embedded import check_server
 from penstock.shared.errors import RedisUnavailable
+from penstock.shared.server_binary import check_server
 
 from .findings import Finding, Level
 

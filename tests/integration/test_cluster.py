@@ -21,9 +21,9 @@ from penstock.producer import BlockingProducer, Producer
 from penstock.producer.doctor import Level, examine
 from penstock.shared.children import spawn_bound
 from penstock.shared.cluster import Rerouted, Route, named_node, open_pool
-from penstock.shared.embedded import find_server
 from penstock.shared.errors import ConfigurationError, RedisUnavailable
 from penstock.shared.keys import Keys
+from penstock.shared.server_binary import find_server
 from penstock.shared.settings import load_settings
 from penstock.shared.synthetic import synthetic_tokens
 

@@ -19,10 +19,11 @@ from penstock.producer.doctor import Diagnosis, Finding, Level, Role, examine
 from penstock.producer.doctor.rights import ROLES, needed_commands
 from penstock.producer.doctor.server import ServerFacts, look_at_server
 from penstock.shared.children import spawn_bound
-from penstock.shared.embedded import EmbeddedRedis, find_servers
+from penstock.shared.embedded import EmbeddedRedis
 from penstock.shared.errors import RedisUnavailable
 from penstock.shared.keys import Keys
 from penstock.shared.protocol import Lane
+from penstock.shared.server_binary import find_servers
 from penstock.shared.settings import Settings, load_settings
 
 MIB = 1 << 20

