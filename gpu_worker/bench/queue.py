@@ -11,6 +11,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from penstock.shared.address import redact_url
+from penstock.shared.cluster import open_pool
 from penstock.shared.embedded import EmbeddedRedis
 from penstock.shared.errors import RedisUnavailable
 from penstock.shared.keys import Keys
@@ -88,10 +89,12 @@ async def _server(url: str | None) -> AsyncIterator[tuple[str, str]]:
             yield server.url, f"{server.binary.kind} {server.binary.version}, started for this"
         return
     try:
-        async with Redis.from_url(url) as redis:
+        async with Redis.from_pool(open_pool(url)) as redis:
             facts = await redis.info()
-    except (RedisError, OSError, ValueError) as error:
-        raise RedisUnavailable(f"cannot measure {redact_url(url)}: {error}") from None
+    except (RedisError, OSError) as error:
+        raise RedisUnavailable(
+            f"cannot measure {redact_url(url)}: {error}; start the server, or leave out --redis"
+        ) from None
     aof = "with AOF" if facts["aof_enabled"] else "without AOF"
     yield url, f"{redact_url(url)}, version {facts['redis_version']}, {aof}"
 

@@ -23,9 +23,11 @@ from urllib.parse import urlsplit, urlunsplit
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 
+from penstock.shared.address import redact_url
 from penstock.shared.children import spawn_bound
+from penstock.shared.cluster import open_pool
 from penstock.shared.errors import ConfigurationError, RedisUnavailable
 from penstock.shared.server_binary import find_server
 
@@ -62,10 +64,8 @@ class Server:
 
     def client(self, timeout_s: float = 2.0) -> Redis:
         """A client past all proxies; commands are not tried again."""
-        client: Redis = Redis.from_url(
-            self.url, socket_timeout=timeout_s, retry=Retry(NoBackoff(), 0)
-        )
-        return client
+        pool = open_pool(self.url, socket_timeout=timeout_s, retry=Retry(NoBackoff(), 0))
+        return Redis.from_pool(pool)
 
     async def command(self, *words: str) -> Any:
         """Run one command.
@@ -76,8 +76,13 @@ class Server:
         client = self.client()
         try:
             return await client.execute_command(*words)  # type: ignore[no-untyped-call]
-        except (RedisError, OSError) as error:
+        except ResponseError as error:
             raise RedisUnavailable(f"Redis refused {' '.join(words[:2])}: {error}") from error
+        except (RedisError, OSError) as error:
+            raise RedisUnavailable(
+                f"cannot reach Redis at {redact_url(self.url)}: {error}; start the server, or give "
+                "no --redis for one of the storm's own"
+            ) from error
         finally:
             await client.aclose()
 

@@ -162,6 +162,7 @@ def test_prefix() -> None:
         (("queue", "--queued", "10"), "--queued: got 10; allowed: 1000 or more"),
         (("queue", "--seconds", "0"), "--seconds: got 0.0; allowed: above 0"),
         (("queue", "--redis", "redis://127.0.0.1:1"), "cannot measure redis://127.0.0.1:1"),
+        (("queue", "--redis", "redis://127.0.0.1/0?timeuot=1"), "it has no option timeuot"),
         (("chunking", "--target-itl-ms", "0"), "--target-itl-ms: got 0.0; allowed: above 0"),
         (("prefix", "--shared", "0"), "--shared: got 0; allowed: 1 or more"),
         (("preempt", "--contexts", "8"), "--contexts: got [8]; allowed: 16 or more"),
