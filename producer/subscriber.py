@@ -131,7 +131,9 @@ class Subscriber:
             try:
                 await self._connect_and_serve()
             except* (RedisConnectionError, RedisTimeoutError, OSError) as group:
-                _log.warning("pub/sub connection lost: %s", group.exceptions[0])
+                again = self._pause_s > _BACKOFF_S[0]  # of an outage, one line is enough
+                level = logging.INFO if again else logging.WARNING
+                _log.log(level, "pub/sub connection lost: %s", group.exceptions[0])
             except* Exception as group:
                 _log.exception("pub/sub reader failed")
                 self._fail_unconfirmed(group.exceptions[0])

@@ -211,7 +211,9 @@ async def test_a_timeout_leaves_the_stream_usable(
         await producer.result(writer.id, timeout=0.05)
 
 
-async def test_a_server_that_goes_away_for_good(start_redis: object) -> None:
+async def test_a_server_that_goes_away_for_good(
+    start_redis: object, caplog: pytest.LogCaptureFixture
+) -> None:
     assert callable(start_redis)
     server: EmbeddedRedis = start_redis()
     client = Client.from_url(server.url)
@@ -224,6 +226,8 @@ async def test_a_server_that_goes_away_for_good(start_redis: object) -> None:
                     await anext(stream)
         with pytest.raises(RedisUnavailable):
             await producer.submit("hello")
+    warnings = [record for record in caplog.records if "connection lost" in record.message]
+    assert len(warnings) == 1, "one of an outage, however often it is tried again"
 
 
 async def test_a_user_who_may_not_subscribe(
