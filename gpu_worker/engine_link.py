@@ -58,6 +58,8 @@ class EngineLink(asyncio.Protocol):
 
     Attributes:
         load: how much more it can take, as of its last step.
+        step_tokens: query tokens of one of its steps at most; 0 before it has started.
+        arriving_tokens: about so many of prompts whose first step has not ended.
 
     Args:
         outbox: takes what its steps give.
@@ -74,6 +76,9 @@ class EngineLink(asyncio.Protocol):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.load = Load({}, 0)
+        self.step_tokens = 0
+        self.arriving_tokens = 0
+        self._beginning_tokens = 0  # of those, whose first step may run now
         self._outbox = outbox
         self._metrics = metrics
         self._wake = wake
@@ -85,7 +90,7 @@ class EngineLink(asyncio.Protocol):
         self._gone = asyncio.Event()
         self._failure: str | None = None
         self._unread: set[str] = set()  # orders that the engine's loop has not seen
-        self._unprepared: set[str] = set()  # those, and what is being prepared
+        self._unprepared: dict[str, int] = {}  # tokens of those, and of what is being prepared
         self._busy = False
         self._heard_at = 0.0
 
@@ -119,13 +124,15 @@ class EngineLink(asyncio.Protocol):
         if not self._busy and not self._unread:
             self._heard_at = self._clock()
         self._unread.add(order.run)
-        self._unprepared.add(order.run)
+        tokens = order.request.prompt_estimate + len(order.output_ids)
+        tokens += sum(map(len, order.choice_ids))
+        self._unprepared[order.run] = tokens
+        self.arriving_tokens += tokens
         self._send(order)
 
     def abort(self, run: str) -> None:
         """Stop a request at the next step. What the step gives that runs now still comes."""
-        self._unread.discard(run)
-        self._unprepared.discard(run)
+        self._forget(run)
         self._send(Abort(run))
 
     async def stop(self, timeout_s: float) -> bool:
@@ -148,11 +155,6 @@ class EngineLink(asyncio.Protocol):
             self._transport.write(frame(message))
 
     # -- how it is ------------------------------------------------------------------------------
-
-    @property
-    def preparing(self) -> int:
-        """Orders that have not reached the engine's loop yet."""
-        return len(self._unprepared)
 
     @property
     def failure(self) -> str | None:
@@ -205,14 +207,16 @@ class EngineLink(asyncio.Protocol):
         elif isinstance(message, Taken):
             self._unread.discard(message.run)
         elif isinstance(message, Prepared):
-            self._unread.discard(message.run)
-            self._unprepared.discard(message.run)
             if message.end is None:
+                self._unread.discard(message.run)
+                self._beginning_tokens += self._unprepared.pop(message.run, 0)
                 self._busy = True  # a step follows
             else:
+                self._forget(message.run)
                 self._outbox.post([message.end])
         elif isinstance(message, Ready):
             assert self._ready is not None
+            self.step_tokens = message.step_tokens
             self._ready.set_result(message.summary)
         elif isinstance(message, Refused):
             assert self._ready is not None
@@ -221,8 +225,14 @@ class EngineLink(asyncio.Protocol):
             self._failure = message.error
         self._wake()
 
+    def _forget(self, run: str) -> None:
+        self._unread.discard(run)
+        self.arriving_tokens -= self._unprepared.pop(run, 0)
+
     def _hear_step(self, step: Step) -> None:
         self.load, self._busy = step.load, step.busy
+        self.arriving_tokens -= self._beginning_tokens
+        self._beginning_tokens = 0
         if step.updates:
             self._outbox.post(unpacked_updates(step.updates))
         if step.record is not None:

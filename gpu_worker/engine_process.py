@@ -52,7 +52,7 @@ def main() -> int:
     except PenstockError as error:
         channel.send(Refused(str(error)))
         return EXIT_REFUSED
-    channel.send(Ready(model.summary))
+    channel.send(Ready(model.summary, model.config.max_batch_tokens))
     with calm_collector():
         _serve(model, launch.settings, channel, steps)
     # All is said, and nothing here has to be taken apart: a model's memory is freed fastest by

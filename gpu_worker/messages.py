@@ -81,9 +81,15 @@ class Stop(NamedTuple):
 
 
 class Ready(NamedTuple):
-    """The model is loaded; ``summary`` is a line for the log."""
+    """The model is loaded.
+
+    Attributes:
+        summary: a line for the log.
+        step_tokens: query tokens of a step at most.
+    """
 
     summary: str
+    step_tokens: int
 
 
 class Refused(NamedTuple):

@@ -16,7 +16,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
@@ -55,7 +55,7 @@ def main() -> int:
         return asyncio.run(_Process(launch).run())
     except EngineEnded as error:
         _log.critical("%s", error)
-        return _end_like(error.code)
+        _end_like(error.code)
     except PenstockError as error:
         _log.error("%s", error)
         return EXIT_REFUSED
@@ -89,6 +89,12 @@ class _Process:
                 return await self._serve(engine, outbox, wake, summary, health)
             except EngineEnded:
                 raise EngineEnded(await engine.exit_code()) from None
+            except PenstockError:
+                raise
+            except Exception:
+                _log.critical("a bug ended the edge process", exc_info=True)
+                engine.kill()
+                _end_like(EXIT_BROKEN)
             finally:
                 engine.kill()
 
@@ -174,7 +180,7 @@ class _Process:
         compactor.start()
         with calm_collector():
             if not await edge.run():
-                return await self._abandon(engine)
+                await self._abandon(engine)
         # What others have to go on with comes first; entries at hand in the door, others find.
         closing = asyncio.gather(door.close(), compactor.close())
         await self._hand_over(engine, edge)
@@ -257,20 +263,24 @@ class _Process:
         else:
             _log.info("drained: handed over %d requests", released)
 
-    async def _abandon(self, engine: EngineLink) -> int:
+    async def _abandon(self, engine: EngineLink) -> NoReturn:
         """The engine hangs, broke or died. What it holds is given back by who sees us end."""
         _log.critical("giving up: %s", engine.failure or "the engine hangs")
-        return _end_like(await engine.exit_code())
+        _end_like(await engine.exit_code())
 
 
-def _end_like(code: int) -> int:
-    """End as the engine process did, if a signal ended it; otherwise the exit code to give."""
+def _end_like(code: int) -> NoReturn:
+    """End as the engine process did: by the same signal or with its exit code.
+
+    At once. To close an event loop in order is to wait for its tasks, and some outlive their
+    cancellation: redis-py sends within ``asyncio.wait_for``, which Python 3.11 may lose one in.
+    """
+    logging.shutdown()
     if code < 0:
-        logging.shutdown()
         if -code != signal.SIGKILL:
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
-    return code or EXIT_BROKEN
+    os._exit(code if code > 0 else EXIT_BROKEN)
 
 
 if __name__ == "__main__":

@@ -97,7 +97,7 @@ class RedisEdge:
         self._metrics = metrics
         self._wake = wake
         self._hang_timeout_s = hang_timeout_s
-        self._bell = "0-0"
+        self._rung = "0-0"
         self._searched = -1
         self._next_renewal = 0.0
         self._next_sweep = 0.0
@@ -202,13 +202,15 @@ class RedisEdge:
 
     def _room(self) -> Room:
         """What to ask for now; nothing where it was asked for and not found."""
-        if self._stopping or self._engine.preparing or self._searched == Lane.BATCH.rank:
+        if self._stopping or self._searched == Lane.BATCH.rank:
             return NO_ROOM
         room = Room.beside(
             self._outbox.open_sequences(),
             self._engine.load.waiting,
+            self._engine.arriving_tokens,
             max_sequences=self._capacity.max_sequences,
             claim_batch=self._capacity.claim_batch,
+            step_tokens=self._engine.step_tokens,
         )
         return room if room.least_urgent.rank > self._searched else NO_ROOM
 
@@ -283,9 +285,12 @@ class RedisEdge:
             return
         claimed = self._operations.read_claim(reply)
         if room.requests:
-            self._bell = claimed.bell
-            self._searched = -1 if claimed.claims else room.least_urgent.rank
+            # What came while the answer was on its way, the claim did not see.
+            may_be_more = bool(claimed.claims) or _place(self._rung) > _place(claimed.bell)
+            self._searched = -1 if may_be_more else room.least_urgent.rank
         self._intake.accept(claimed.claims)
+        if claimed.more:
+            self._wake.set()
 
     def _after_sweep(self, now: float, reply: Any, depth: Any) -> None:
         self._next_sweep = now + min(1.0, self._capacity.lease_ms / 3000)
@@ -334,14 +339,19 @@ class RedisEdge:
     async def _hear_bell(self) -> None:
         """Waits for new work. Entries that came since the last claim wake it at once."""
         key = self._operations.keys.bell
-        last = self._bell
         while not self._stopping:
             try:
-                rung = await self._listener.xread({key: last}, count=1, block=1000)
+                rung = await self._listener.xread({key: self._rung}, count=1, block=1000)
             except (RedisError, OSError):
                 if not self._stopping:
                     await asyncio.sleep(0.5)
                 continue
             if rung:
-                last = rung[0][1][-1][0].decode()
+                self._rung = rung[0][1][-1][0].decode()
                 self.expect_work()
+
+
+def _place(entry: str) -> tuple[int, int]:
+    """An id of a stream's entry, to be compared."""
+    ms, _, number = entry.partition("-")
+    return int(ms), int(number)

@@ -29,9 +29,11 @@ class Room:
         cls,
         owned: Mapping[str, int],
         waiting: Mapping[Lane, int],
+        arriving_tokens: int,
         *,
         max_sequences: int,
         claim_batch: int,
+        step_tokens: int,
     ) -> Room:
         """What to ask for beside what is there.
 
@@ -40,16 +42,21 @@ class Room:
         urgent lane for which a sequence is left is what to ask for.
 
         Nothing is hoarded: a claimed request that only waits here could be running elsewhere, so
-        more is asked for only while everything as urgent that was claimed before runs.
+        more is asked for only while everything as urgent that was claimed before runs, and new
+        prompts do not fill a step.
 
         Args:
             owned: sequences of requests claimed and not ended, by lane; a lane without any may
                 lack.
             waiting: of these, sequences without KV blocks; likewise.
+            arriving_tokens: of prompts that were claimed and whose first step has not ended.
             max_sequences: sequences that the worker runs at the same time.
             claim_batch: requests claimed in one exchange at most.
+            step_tokens: query tokens of a step at most.
         """
         room, busy = NO_ROOM, 0
+        if arriving_tokens >= step_tokens:
+            return room
         for lane in _BY_URGENCY:
             busy += owned.get(lane, 0)
             free = min(claim_batch, max_sequences - busy)

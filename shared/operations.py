@@ -155,6 +155,7 @@ class Operations(OperatorOperations):
     ) -> Call:
         """Ask for up to ``requests`` requests of about ``tokens`` tokens; renews the lease.
 
+        One claim brings no more than this worker's share of what waits, see ``claim.lua``.
         With another ``least_urgent`` than ``batch`` only fresh work of that lane and of those
         before it is given.
         """
@@ -178,7 +179,7 @@ class Operations(OperatorOperations):
             RedisUnavailable: the reply is the server's refusal.
         """
         accepted("claim", reply)
-        return ClaimReply(reply[1].decode(), read_claims(reply[2]))
+        return ClaimReply(reply[1].decode(), read_claims(reply[2]), bool(reply[3]))
 
     def append(self, worker_id: str, rows: Sequence[AppendRow], *, lease_ms: int) -> Call:
         """Publish tokens and ends of up to 256 requests; renews the lease."""

@@ -138,17 +138,21 @@ class Request:
     def cost_estimate(self) -> int:
         """Tokens this request may cost, for fair shares and bounds, before tokenisation.
 
-        A text's tokens are taken as its UTF-8 bytes over 4, rounded up; what it really cost is
-        settled when it ends.
+        What it really cost is settled when it ends.
+        """
+        return self.prompt_estimate + self.output_estimate
+
+    @property
+    def prompt_estimate(self) -> int:
+        """Of :attr:`cost_estimate`, the tokens of the prompt.
+
+        Those of a text are taken as its UTF-8 bytes over 4, rounded up.
         """
         if isinstance(self.prompt, str):
-            prompt = -(-len(self.prompt.encode()) // 4)
-        elif isinstance(self.prompt[0], int):
-            prompt = len(self.prompt)
-        else:
-            size = sum(len(m["content"].encode()) for m in self.prompt)
-            prompt = -(-size // 4)
-        return prompt + self.output_estimate
+            return -(-len(self.prompt.encode()) // 4)
+        if isinstance(self.prompt[0], int):
+            return len(self.prompt)
+        return -(-sum(len(m["content"].encode()) for m in self.prompt) // 4)
 
     @property
     def output_estimate(self) -> int:

@@ -139,10 +139,13 @@ class ClaimReply:
     Attributes:
         bell: id of the last bell entry; a worker that got nothing waits for a later one.
         claims: the requests, in the order to serve them.
+        more: only the worker's share of what waits kept this from being more; who still has room
+            should ask again at once.
     """
 
     bell: str
     claims: tuple[Claim, ...]
+    more: bool
 
 
 class Append(NamedTuple):

@@ -74,16 +74,25 @@ class Pull(Dispatcher):
         fleet: the workers.
         max_sequences: sequences that a worker runs at the same time.
         claim_batch: requests claimed in one exchange at most.
+        step_tokens: query tokens of a worker's step at most.
         wake_s: seconds from the bell until a worker that hears it sends its claim.
         seed: of who hears the bell first.
     """
 
     def __init__(
-        self, fleet: Fleet, *, max_sequences: int, claim_batch: int, wake_s: float, seed: int
+        self,
+        fleet: Fleet,
+        *,
+        max_sequences: int,
+        claim_batch: int,
+        step_tokens: int,
+        wake_s: float,
+        seed: int,
     ) -> None:
         self._fleet = fleet
         self._max_sequences = max_sequences
         self._claim_batch = claim_batch
+        self._step_tokens = step_tokens
         self._wake_s = wake_s
         self._rng = random.Random(seed)
         self._queue = FairQueue()
@@ -117,8 +126,10 @@ class Pull(Dispatcher):
         return Room.beside(
             node.open,
             node.load.waiting,
+            node.arriving_tokens,
             max_sequences=self._max_sequences,
             claim_batch=self._claim_batch,
+            step_tokens=self._step_tokens,
         )
 
     def _ring(self, now: float) -> None:
@@ -144,7 +155,9 @@ class Pull(Dispatcher):
     def _claim(self, index: int, room: Room, now: float) -> None:
         """The script runs in Redis."""
         tokens = max(1, self._fleet.nodes[index].load.available_tokens)
-        claims = self._queue.claim(room.requests, tokens, room.least_urgent)
+        claims = self._queue.claim(
+            room.requests, tokens, room.least_urgent, workers=len(self._hears)
+        )
         if len(self._queue):
             self._ring(now)  # the others have heard the bell, too
         half = self._fleet.exchange_s / 2
@@ -199,6 +212,7 @@ def dispatcher(
     *,
     max_sequences: int,
     claim_batch: int,
+    step_tokens: int,
     wake_s: float,
     seed: int,
 ) -> Dispatcher:
@@ -208,5 +222,10 @@ def dispatcher(
     if kind is Dispatch.LEAST_LOADED:
         return LeastLoaded(fleet)
     return Pull(
-        fleet, max_sequences=max_sequences, claim_batch=claim_batch, wake_s=wake_s, seed=seed
+        fleet,
+        max_sequences=max_sequences,
+        claim_batch=claim_batch,
+        step_tokens=step_tokens,
+        wake_s=wake_s,
+        seed=seed,
     )

@@ -118,9 +118,10 @@ class Fleet:
     def _complete(self, index: int, now: float) -> None:
         ended = self.nodes[index].complete(now)
         self._ended += len(ended)
-        self._dispatcher.stepped(index, ended, now)
-        # What the worker claims now arrives while its next step runs already.
+        # What the worker claims now arrives while its next step runs already, and what it claimed
+        # before has begun.
         self._begin(index, now)
+        self._dispatcher.stepped(index, ended, now)
 
     def _await_next(self) -> None:
         request = next(self._requests, None)

@@ -48,14 +48,18 @@ class FairQueue:
         self._num_waiting[lane] += 1
 
     def claim(
-        self, requests: int, tokens: int, least_urgent: Lane = Lane.BATCH
+        self, requests: int, tokens: int, least_urgent: Lane = Lane.BATCH, *, workers: int = 1
     ) -> list[SimRequest]:
         """The next ones of this lane and more urgent ones.
 
-        At most ``requests``, and no more once ``tokens`` are used up.
+        At most ``requests`` and a worker's share of what waits, and no more once ``tokens`` are
+        used up.
         """
+        rank = least_urgent.rank
+        waiting = sum(count for lane, count in self._num_waiting.items() if lane.rank <= rank)
+        most = min(requests, max(1, -(-waiting // workers)))
         claims: list[SimRequest] = []
-        while len(claims) < requests and tokens > 0:
+        while len(claims) < most and tokens > 0:
             request = self._next(least_urgent)
             if request is None:
                 break

@@ -44,11 +44,13 @@ class Node(Protocol):
     Attributes:
         open: requests delivered that have not ended, by lane.
         load: as of the last step.
+        arriving_tokens: of prompts that were delivered and whose first step has not ended.
         steps, spans, output_tokens, preemptions: totals.
     """
 
     open: Counter[str]
     load: Load
+    arriving_tokens: int
     steps: int
     spans: int
 
@@ -128,6 +130,8 @@ class EngineNode:
         self._previous = -2.0  # end of the last step; never what an entry begins with
         self.open: Counter[str] = Counter()
         self.load = Load({}, config.num_blocks * config.block_size)
+        self.arriving_tokens = 0
+        self._beginning_tokens = 0
         self.steps = 0
         self.spans = 0
         self._num_added = 0
@@ -135,12 +139,14 @@ class EngineNode:
     def deliver(self, requests: list[SimRequest]) -> None:
         """They wait for the next step."""
         self._inbox.extend(requests)
+        self.arriving_tokens += sum(request.prompt_len for request in requests)
         self.open.update(request.lane for request in requests)
 
     def begin(self, now: float) -> float | None:
         """Pull the inbox and plan, as ``Worker`` does."""
         while self._inbox:
             self._add(self._inbox.popleft(), now)
+        self._beginning_tokens = self.arriving_tokens
         plan = self._plan = self._engine.schedule()
         if plan is None:
             # Refusals are published, too, although no step runs.
@@ -155,6 +161,8 @@ class EngineNode:
     def complete(self, now: float) -> list[SimRequest]:
         """Sample a token for every span that gets one, and record it."""
         ended, self._refused = self._refused, []
+        self.arriving_tokens -= self._beginning_tokens
+        self._beginning_tokens = 0
         if self._plan is not None:
             output = StepOutput(
                 tuple([_TOKEN if span.samples else _NOTHING for span in self._plan.spans]),

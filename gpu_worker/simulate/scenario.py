@@ -156,6 +156,7 @@ def simulate(scenario: Scenario, progress: Callable[[int], None] | None = None) 
             fleet,
             max_sequences=scenario.config.max_sequences,
             claim_batch=scenario.claim_batch,
+            step_tokens=scenario.config.max_batch_tokens,
             wake_s=scenario.wake_s,
             seed=scenario.seed,
         )

@@ -6,6 +6,10 @@
 -- Order: continued work, one suspect, then lanes by virtual time (weights 8:4:1) and tenants
 -- inside a lane by virtual time in tokens. What is past its time is ended here, not handed out.
 --
+-- One claim takes no more than what waits divided by the living workers, rounded up: guided
+-- self-scheduling (Polychronopoulos, Kuck, 1987). Chance decides who hears of a burst first, and
+-- that one would take all of it, to be served one after the other beside idle workers.
+--
 -- KEYS  1 q:!  stream   2 q:?  stream   3 lanes  zset   4 vt  hash   5 act:critical  zset
 --       6 act:normal  zset   7 act:batch  zset   8 wl  zset   9 own:<wid>  hash   10 dl  zset
 --       11 cnt  hash   12 bell  stream
@@ -14,7 +18,8 @@
 --       6 '1' if the worker runs no suspect now   7 retention_ms
 --       8 the least urgent lane to claim from: 'batch' for all; with another one, only fresh work
 --         of this lane and those before it, for a worker that would displace less urgent work
--- Reply {now, last bell id, claims}; a claim is
+-- Reply {now, last bell id, claims, more}; more is 1 if nothing but the share ended the claiming,
+--       and whoever has room is to claim again at once; a claim is
 --       {id, epoch, n, attempts, suspect, payload, accepted ms ago, ms queued before the first
 --        claim, ms from acceptance to first token or -1, ms to the deadline, log}
 --       where log is what XRANGE of t:<id> gives if n > 0, else empty. The reply's size is bounded
@@ -30,8 +35,26 @@ local MAX_TURNS = 1024
 local turns = 0
 local claims = {}
 
+local all_lanes = ARGV[8] == 'batch'
+local least_weight = WEIGHT[ARGV[8]]
+
+local waiting = 0
+local function share()
+  for lane, weight in pairs(WEIGHT) do
+    if weight >= least_weight then
+      local count = attempt(nil, 'HGET', KEYS[11], 'requests:' .. lane)
+      waiting = waiting + (tonumber(count or 0) or 0)
+    end
+  end
+  -- Itself among them: its lease was renewed just now.
+  local workers = redis.call('ZCOUNT', KEYS[8], '(' .. now, '+inf')
+  return math.max(1, math.ceil(waiting / workers))
+end
+
+local most = want > 0 and math.min(want, share()) or 0
+
 local function wants_more()
-  if #claims >= want or budget <= 0 or turns >= MAX_TURNS then return false end
+  if #claims >= most or budget <= 0 or turns >= MAX_TURNS then return false end
   turns = turns + 1
   return true
 end
@@ -117,9 +140,6 @@ local function adopt(queue, entry, values, suspect)
   return rec.cost
 end
 
-local all_lanes = ARGV[8] == 'batch'
-local least_weight = WEIGHT[ARGV[8]]
-
 while all_lanes and wants_more() do
   local entry, values = take(KEYS[1])
   if not entry then break end
@@ -180,4 +200,5 @@ end
 -- Cut off by the bound with nothing found: let whoever listens look again.
 if turns >= MAX_TURNS and #claims == 0 then ring(prefix) end
 local bell = redis.call('XREVRANGE', KEYS[12], '+', '-', 'COUNT', '1')
-return {now, bell[1] and bell[1][1] or '0-0', claims}
+local more = #claims == most and most < want and most < waiting and budget > 0
+return {now, bell[1] and bell[1][1] or '0-0', claims, more and 1 or 0}

@@ -19,6 +19,7 @@ from penstock.shared.operations import (
     Append,
     Bounds,
     Claim,
+    ClaimReply,
     Operations,
     RetryPolicy,
     SubmitReply,
@@ -197,10 +198,22 @@ class FakeWorker:
         )
 
     async def claim(self, requests: int = 1, **options: Any) -> tuple[Claim, ...]:
-        reply = await self.shard.call(self.claim_call(requests, **options))
-        claims = self.shard.ops.read_claim(reply).claims
-        self.claims.update({claim.id: claim for claim in claims})
+        """Claim, and again as long as only this worker's share ended the claiming."""
+        claims: tuple[Claim, ...] = ()
+        more = True
+        while more:
+            reply = await self.claim_share(requests - len(claims), **options)
+            claims, more = claims + reply.claims, reply.more
+            if any(claim.suspect for claim in reply.claims):
+                options["suspect_ok"] = False
         return claims
+
+    async def claim_share(self, requests: int = 1, **options: Any) -> ClaimReply:
+        """Claim once."""
+        reply = await self.shard.call(self.claim_call(requests, **options))
+        claimed = self.shard.ops.read_claim(reply)
+        self.claims.update({claim.id: claim for claim in claimed.claims})
+        return claimed
 
     async def claim_one(self, **options: Any) -> Claim:
         (claim,) = await self.claim(1, **options)

@@ -20,6 +20,7 @@ from delivery import (
     test_inbox,
     test_lost_workers,
     test_readers,
+    test_shares,
 )
 from delivery.fleet import Shard
 
@@ -168,6 +169,22 @@ MUTANTS = (
     Mutant(
         "tenants pay by request", "tonumber(first[2]) + cost", "tonumber(first[2]) + 1",
         test_fairness.test_tenants_share_by_tokens_and_not_by_requests, "claim",
+    ),
+    Mutant(
+        "no share", "math.min(want, share())", "want",
+        test_shares.test_a_burst_is_spread_over_all_workers, "claim",
+    ),
+    Mutant(
+        "shares of the dead", "'(' .. now, '+inf')", "'-inf', '+inf')",
+        test_shares.test_a_lone_worker_takes_all, "claim",
+    ),
+    Mutant(
+        "share of all lanes", "    if weight >= least_weight then", "    if true then",
+        test_shares.test_a_claim_of_urgent_work_shares_that_alone, "claim",
+    ),
+    Mutant(
+        "no more is told", "more and 1 or 0", "0",
+        test_shares.test_a_burst_is_spread_over_all_workers, "claim",
     ),
     Mutant(
         "no bell for another look", "if turns >= MAX_TURNS and #claims == 0 then ring(prefix) end",

@@ -269,22 +269,6 @@ async def test_health_is_about_the_step_loop(worker: WorkerProcess) -> None:
     assert worker.metric("ready") == 1
 
 
-async def test_hung_engine_counts_as_dead(
-    redis_url: str, workers: WorkerFactory, server: EmbeddedRedis
-) -> None:
-    """A step longer than the bound ends the process, so that the lease ends with it."""
-    hung = workers.engine(
-        "hung",
-        worker__hang_timeout_s=0.0001,
-        worker__heartbeat_ms=50,  # with each the edge looks at it
-        engine__max_batch_tokens=2048,
-    )
-    async with Producer(redis_url) as producer:
-        await producer.submit([300] * 1000, max_tokens=1000, ignore_eos=True)
-        code = await asyncio.to_thread(hung.process.wait, 60)
-    assert code == 70
-
-
 @pytest.mark.parametrize("kind", ["msgpack", "json", "several"])
 async def test_logs_are_made_compact_some_time_after_the_end(
     server: EmbeddedRedis,

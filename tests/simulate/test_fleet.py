@@ -67,7 +67,7 @@ class Watch(Pull):
     """Pull that looks at every event how long something has waited beside an idle worker."""
 
     def __init__(self, fleet: Fleet) -> None:
-        super().__init__(fleet, max_sequences=2, claim_batch=4, wake_s=0.0, seed=0)
+        super().__init__(fleet, max_sequences=2, claim_batch=4, step_tokens=512, wake_s=0.0, seed=0)
         self.idle_since = [0.0] * len(fleet.nodes)
         self.longest = 0.0
 
@@ -85,9 +85,9 @@ class Watch(Pull):
         super().arrived(request, now)
 
     def stepped(self, index: int, ended: list[SimRequest], now: float) -> None:
+        self.idle_since[index] = now  # if no step follows
         self.look(now)
         super().stepped(index, ended, now)
-        self.idle_since[index] = now  # if no step follows
 
 
 def fleet_of(count: int, requests: Iterator[SimRequest], exchange_s: float) -> Fleet:

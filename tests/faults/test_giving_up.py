@@ -1,0 +1,73 @@
+"""A worker that cannot go on ends, whatever else it is doing: else nobody starts it anew."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from faults.rig import change, mutated
+from workers import WorkerFactory
+
+from penstock.producer import BlockingProducer
+from penstock.shared.embedded import EmbeddedRedis
+
+HANDLER = "            except (RedisError, PenstockError, OSError) as error:\n"
+SWALLOWING = "            except asyncio.CancelledError:\n                continue\n"
+DOOR = ("gpu_worker/door.py", HANDLER, SWALLOWING + HANDLER)
+"""A task that swallows its cancellation, as redis-py may on Python 3.11."""
+
+
+@pytest.fixture
+def server() -> Iterator[EmbeddedRedis]:
+    with EmbeddedRedis() as server:
+        yield server
+
+
+BUG = (
+    "gpu_worker/redis_edge.py",
+    "        self._show_depth(depth)\n",
+    "        raise KeyError('a bug')\n",
+)
+
+
+def code_of_a_hanging_worker(server: EmbeddedRedis, folder: Path) -> int:
+    factory = WorkerFactory(server.url, folder)
+    try:
+        worker = factory.engine(
+            "hangs",
+            model__path="synthetic",
+            model__synthetic_step_ms=60_000,
+            worker__hang_timeout_s=0.2,
+            worker__heartbeat_ms=50,
+        )
+        with BlockingProducer(server.url) as producer:
+            producer.submit([1, 2, 3], max_tokens=10)
+            return worker.process.wait(60)
+    finally:
+        factory.close()
+
+
+def test_a_hung_engine_counts_as_dead(server: EmbeddedRedis, tmp_path: Path) -> None:
+    """A step longer than the bound ends the process, so that the lease ends with it."""
+    assert code_of_a_hanging_worker(server, tmp_path) == 70
+
+
+def test_a_task_that_outlives_its_cancellation_holds_nothing_up(
+    server: EmbeddedRedis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", mutated(tmp_path, *DOOR))
+    assert code_of_a_hanging_worker(server, tmp_path) == 70
+
+
+def test_a_bug_at_the_edge_ends_it_all_the_same(
+    server: EmbeddedRedis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = mutated(tmp_path, *DOOR)
+    change(site, *BUG)
+    monkeypatch.setenv("PYTHONPATH", site)
+    factory = WorkerFactory(server.url, tmp_path)
+    try:
+        assert factory.engine("buggy", model__path="synthetic").process.wait(60) == 70
+    finally:
+        factory.close()
