@@ -15,14 +15,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding, linear, silu
+from torch.nn.functional import embedding, silu
 from transformers import LlamaForCausalLM
 
 from penstock.kernels.paged_attention import paged_attention
 
 from .kv_pool import KVPool
 from .packing import PackedStep
-from .patches.prepack import PackedLinear
+from .patches.prepack import PackedLinear, lay_out, multiply
 
 __all__ = ["LeanLlama"]
 
@@ -56,13 +56,13 @@ class LeanLlama:
         self._eps = config.rms_norm_eps
         self._embedding = base.embed_tokens.weight
         self._norm = base.norm.weight
-        self._output = _weight(model.lm_head)
+        self._output = lay_out(_weight(model.lm_head))
         self._layers = [
             _Layer(
-                torch.cat([_weight(getattr(a, f"{n}_proj")) for n in ("q", "k", "v")]),
-                _weight(a.o_proj),
-                torch.cat([_weight(m.gate_proj), _weight(m.up_proj)]),
-                _weight(m.down_proj),
+                lay_out(torch.cat([_weight(getattr(a, f"{n}_proj")) for n in ("q", "k", "v")])),
+                lay_out(_weight(a.o_proj)),
+                lay_out(torch.cat([_weight(m.gate_proj), _weight(m.up_proj)])),
+                lay_out(_weight(m.down_proj)),
                 layer.input_layernorm.weight,
                 layer.post_attention_layernorm.weight,
             )
@@ -106,7 +106,7 @@ class LeanLlama:
         cos, sin = self._cos[batch.positions], self._sin[batch.positions]
         last = self._layers[-1]
         for layer, kv in zip(self._layers, pool.layers, strict=True):
-            projected = linear(self._normed(hidden, layer.before_attention), layer.qkv)
+            projected = multiply(self._normed(hidden, layer.before_attention), layer.qkv)
             projected = projected.view(-1, heads + 2 * kv_heads, dim)
             turned = projected[:, : heads + kv_heads]
             turned = turned * cos + turned.roll(dim // 2, -1) * sin
@@ -126,10 +126,10 @@ class LeanLlama:
             ).view(-1, heads * dim)
             if layer is last and step.rows.shape[0] != attended.shape[0]:
                 hidden, attended = hidden[step.rows], attended[step.rows]
-            hidden = hidden + linear(attended, layer.output)
-            gate, up = linear(self._normed(hidden, layer.before_mlp), layer.gate_up).chunk(2, -1)
-            hidden = hidden + linear(silu(gate).mul_(up), layer.down)
-        return linear(self._normed(hidden, self._norm), self._output)[: step.num_rows]
+            hidden = hidden + multiply(attended, layer.output)
+            gate, up = multiply(self._normed(hidden, layer.before_mlp), layer.gate_up).chunk(2, -1)
+            hidden = hidden + multiply(silu(gate).mul_(up), layer.down)
+        return multiply(self._normed(hidden, self._norm), self._output)[: step.num_rows]
 
     def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
         scale = torch.rsqrt(x.square().mean(-1, keepdim=True).add_(self._eps))
@@ -137,7 +137,7 @@ class LeanLlama:
 
 
 def _weight(layer: Any) -> Tensor:
-    """The weights of a linear layer, unpacked if need be."""
+    """The weights of a linear layer, row by row."""
     plain = layer.plain_layer() if isinstance(layer, PackedLinear) else layer
     weight: Tensor = plain.weight.detach()
     return weight

@@ -22,8 +22,8 @@ PLENTY = 1 << 30
 
 @pytest.fixture
 def pack_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Packed products at every size: those of tiny models would all stay plain."""
-    monkeypatch.setattr(prepack, "PLAIN_PRODUCTS", {torch.float32: 0, torch.bfloat16: 0})
+    """oneDNN's layout at every size: those of tiny models are all laid out by columns."""
+    monkeypatch.setattr(prepack, "COLUMN_WEIGHTS", {torch.float32: 0, torch.bfloat16: 0})
 
 
 def packed_layers(model: LoadedModel) -> list[PackedLinear]:
@@ -68,7 +68,7 @@ def test_one_layer_at_sizes_on_both_sides_of_the_threshold(rows: int, bias: bool
     torch.testing.assert_close(model(x), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_small_layers_keep_both_layouts_and_large_ones_do_not() -> None:
+def test_small_layers_are_laid_out_by_columns_and_large_ones_packed() -> None:
     small, large = nn.Linear(64, 64), nn.Linear(1024, 1024)
     model = nn.Sequential(nn.Sequential(small), nn.Sequential(large)).requires_grad_(False)
 
@@ -77,6 +77,7 @@ def test_small_layers_keep_both_layouts_and_large_ones_do_not() -> None:
 
     assert prepack_linears(model, trial, PLENTY) == 2
     assert not model[0][0].weight.is_mkldnn
+    assert model[0][0].weight.stride() == (1, 64)
     assert model[1][0].weight.is_mkldnn
     assert model[1][0].weight.shape == (1024, 1024)
 
