@@ -1,9 +1,9 @@
 """How the torch path batches a ragged step: few large operations instead of one per sequence.
 
-On the CPU a layer of a small model costs dispatch, not arithmetic, so sequences with equally many
-query tokens are computed together on keys padded to a common length. Everything that does not
-depend on a layer's values (which slots to gather, which of them a query may see) is laid out here,
-once per step and window.
+On the CPU a layer of a small model costs dispatch, not arithmetic, so sequences are computed
+together, with queries and keys padded to common lengths. Everything that does not depend on a
+layer's values (which slots to gather, which of them a query may see) is laid out here, once per
+step and window.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from torch import Tensor
 # they need no copy of the query and no padding of the context.
 LONGEST_BATCHED_QUERY = 16
 
-# One more group costs 10 to 20 us of dispatch a layer, about as much as gathering and multiplying
-# this many bytes of keys that are only padding (measured with fp32 on two Zen 4 cores).
+# One more group costs 20 to 40 us of dispatch a layer, about as much as gathering and multiplying
+# this many bytes of keys that are only padding (measured with fp32 on Zen 4 and on a Xeon); or as
+# multiplying twice as many with queries that are.
 PADDING_BYTES = 256 * 1024
 
 # Keys gathered for one group should still be in the processor's cache when they are multiplied:
@@ -29,14 +30,18 @@ GROUP_BYTES = 2 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Group:
-    """``B`` sequences with ``Q`` query tokens each, their keys padded to ``L`` positions.
+    """``B`` sequences, their queries padded to ``Q`` tokens and their keys to ``L`` positions.
 
     Attributes:
         num_sequences: ``B``.
         query_len: ``Q``.
         kv_len: ``L``.
-        rows: the packed rows of the queries, [B * Q] in order of sequence and position; a slice
-            where they are contiguous.
+        rows: the packed rows of the queries, [R] in order of sequence and position; a slice where
+            they are contiguous.
+        num_rows: ``R``.
+        padded_rows: the same [B * Q], where some of them are padding: a padding query repeats the
+            sequence's last one. None where there is no padding.
+        kept: which of the [B * Q] are no padding, [R]; likewise.
         slots: int64 [B * L], the slot of each key position. A padding position repeats the
             sequence's last slot, so that nothing unwritten is ever read (0 * NaN is NaN).
         visible: bool [B, Q, L], which keys a query may see; None where every query sees all.
@@ -47,6 +52,9 @@ class Group:
     query_len: int
     kv_len: int
     rows: slice | Tensor
+    num_rows: int
+    padded_rows: Tensor | None
+    kept: Tensor | None
     slots: Tensor
     visible: Tensor | None
     is_causal: bool
@@ -110,11 +118,11 @@ def build_groups(
     kv_lens = [context - start for context, start in zip(context_lens, first, strict=True)]
     groups = []
     for members in _partition(query_lens, kv_lens, key_bytes):
-        query_len = query_lens[members[0]]
-        kv_len = max(kv_lens[index] for index in members)
+        lens = [query_lens[index] for index in members]
+        query_len, kv_len = max(lens), max(kv_lens[index] for index in members)
         starts = [query_starts[index] for index in members]
         facts = torch.tensor(
-            (members, [first[i] for i in members], [context_lens[i] for i in members])
+            (members, [first[i] for i in members], [context_lens[i] for i in members], lens)
         )
         slots = _slots(block_tables, facts, kv_len, block_size)
         inert = window is None or max(context_lens[index] for index in members) <= window
@@ -122,12 +130,18 @@ def build_groups(
         visible = None
         if query_len > 1 or min(kv_lens[index] for index in members) < kv_len:
             visible = _visible(facts, query_len, kv_len, None if inert else window).to(device)
+        padded_rows = kept = None
+        if sum(lens) < len(lens) * query_len:
+            padded_rows, kept = _padded(starts, lens, query_len)
         groups.append(
             Group(
                 num_sequences=len(members),
                 query_len=query_len,
                 kv_len=kv_len,
-                rows=_rows(starts, query_len, device),
+                rows=_rows(starts, lens, device),
+                num_rows=sum(lens),
+                padded_rows=None if padded_rows is None else padded_rows.to(device),
+                kept=None if kept is None else kept.to(device),
                 slots=slots.to(device),
                 visible=visible,
                 is_causal=is_causal,
@@ -141,8 +155,9 @@ def _partition(
 ) -> list[list[int]]:
     """Sequence indices by group, ascending within each.
 
-    Walks the sequences from the longest context down, so a group's first member fixes its padded
-    length, and closes the group when its padding costs as much as one more group would.
+    Walks the sequences from the longest query and context down. The first member of a group fixes
+    its lengths; it is closed when its padding costs as much as one more group would, or queries
+    become shorter. Then neighbours are joined where the padding that adds costs less than a group.
     """
     most_padding = PADDING_BYTES // key_bytes
     most_tokens = GROUP_BYTES // key_bytes
@@ -161,21 +176,62 @@ def _partition(
         else:
             groups.append([index])
             query_len, longest, padding = query_lens[index], kv_lens[index], 0
+    if len(groups) > 1 and query_lens[order[0]] != query_lens[order[-1]]:
+        groups = _joined(groups, query_lens, kv_lens, most_padding, most_tokens)
     for group in groups:
         group.sort()
     return groups
 
 
-def _rows(starts: Sequence[int], query_len: int, device: torch.device) -> slice | Tensor:
-    if starts[-1] - starts[0] == (len(starts) - 1) * query_len:
-        return slice(starts[0], starts[-1] + query_len)
-    rows = torch.tensor(starts)[:, None] + torch.arange(query_len)
-    return rows.flatten().to(device)
+def _joined(
+    groups: list[list[int]],
+    query_lens: Sequence[int],
+    kv_lens: Sequence[int],
+    most_padding: int,
+    most_tokens: int,
+) -> list[list[int]]:
+    """Groups of several query lengths, from groups of one each with the longest queries first.
+
+    A query that is only padding counts for half of the keys it is multiplied with.
+    """
+    result: list[list[int]] = []
+    query_len = longest = 0
+    for group in groups:
+        its_query_len, its_longest = query_lens[group[0]], kv_lens[group[0]]
+        if result and its_query_len < query_len <= LONGEST_BATCHED_QUERY:
+            most, size = max(longest, its_longest), len(result[-1])
+            added = size * (most - longest) + len(group) * (most - its_longest)
+            added += len(group) * (query_len - its_query_len) * most // 2
+            if added <= most_padding and (size + len(group)) * most <= most_tokens:
+                result[-1] += group
+                longest = most
+                continue
+        result.append(group)
+        query_len, longest = its_query_len, its_longest
+    return result
+
+
+def _rows(starts: Sequence[int], lens: Sequence[int], device: torch.device) -> slice | Tensor:
+    if starts[-1] + lens[-1] - starts[0] == sum(lens):
+        return slice(starts[0], starts[-1] + lens[-1])
+    rows = [
+        row
+        for start, count in zip(starts, lens, strict=True)
+        for row in range(start, start + count)
+    ]
+    return torch.tensor(rows, device=device)
+
+
+def _padded(starts: Sequence[int], lens: Sequence[int], query_len: int) -> tuple[Tensor, Tensor]:
+    """See :class:`Group`: its padded rows, and those kept."""
+    place, count = torch.arange(query_len), torch.tensor(lens)[:, None]
+    rows = torch.tensor(starts)[:, None] + torch.minimum(place, count - 1)
+    return rows.flatten(), (place < count).flatten().nonzero().squeeze(1)
 
 
 def _slots(block_tables: Tensor, facts: Tensor, kv_len: int, block_size: int) -> Tensor:
-    """int64 [B * kv_len]; ``facts`` holds the rows (sequence, first position, context length)."""
-    members, first, context = facts[:, :, None]
+    """int64 [B * kv_len]; ``facts`` holds the rows sequence, first position, context, query."""
+    members, first, context, _ = facts[:, :, None]
     positions = torch.minimum(first + torch.arange(kv_len), context - 1)
     blocks = block_tables[members, positions // block_size]
     return (blocks.to(torch.int64) * block_size + positions % block_size).flatten()
@@ -183,8 +239,8 @@ def _slots(block_tables: Tensor, facts: Tensor, kv_len: int, block_size: int) ->
 
 def _visible(facts: Tensor, query_len: int, kv_len: int, window: int | None) -> Tensor:
     """Bool [B, query_len, kv_len]: a key is visible up to its query, within the window."""
-    _, first, context = facts[:, :, None, None]
-    query = context - query_len + torch.arange(query_len)[:, None]
+    _, first, context, count = facts[:, :, None, None]
+    query = torch.minimum(context - count + torch.arange(query_len)[:, None], context - 1)
     key = first + torch.arange(kv_len)
     visible: Tensor = key <= query
     return visible if window is None else visible & (key > query - window)

@@ -39,8 +39,10 @@ def paged_attention_torch(
     out: Tensor | None = None
     for group in groups:
         rows = group.rows
-        whole = group.num_sequences * group.query_len == num_tokens
-        if whole:
+        whole = group.num_rows == num_tokens
+        if group.padded_rows is not None:
+            grouped = query.index_select(0, group.padded_rows)
+        elif whole:
             grouped = query
         elif isinstance(rows, slice):
             grouped = query[rows]
@@ -62,6 +64,8 @@ def paged_attention_torch(
             value = batch.gather("value", value_cache.view(-1, value_dim), slots)
             attended = _explicit(grouped, key, value, group, scale, softcap, sinks)
         attended = attended.reshape(-1, num_heads, value_dim)
+        if group.kept is not None:
+            attended = attended.index_select(0, group.kept)
         if whole:
             return attended.contiguous()
         if out is None:

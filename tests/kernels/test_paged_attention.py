@@ -29,6 +29,7 @@ BATCHES = {
     "whole-prompts": ([11, 7], [11, 7]),
     "chunk-of-a-prompt": ([13], [40]),
     "drafts": ([4, 4, 4], [19, 4, 30]),
+    "some-drafts": ([1, 4, 2, 1], [19, 4, 30, 1]),
     "long-chunk": ([_groups.LONGEST_BATCHED_QUERY + 5], [37]),
     "everything": ([1, 7, 1, 18, 1, 7, 20], [33, 7, 1, 41, 12, 30, 20]),
 }

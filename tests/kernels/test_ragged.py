@@ -99,25 +99,46 @@ def test_groups_cover_each_row_once_and_bound_their_padding(
 
     seen: list[int] = []
     for group in batch.groups(window, key_bytes):
-        rows = torch.arange(batch.num_tokens)[group.rows].view(-1, group.query_len)
-        assert len(rows) == group.num_sequences
+        rows = torch.arange(batch.num_tokens)[group.rows]
+        assert len(rows) == group.num_rows
+        seen += rows.tolist()
+        if group.padded_rows is None:
+            padded = rows.view(group.num_sequences, group.query_len)
+        else:
+            padded = group.padded_rows.view(group.num_sequences, group.query_len)
+            assert padded.flatten()[group.kept].tolist() == rows.tolist()
         slots = group.slots.view(group.num_sequences, group.kv_len)
-        padding = 0
-        for member, its_rows in enumerate(rows.tolist()):
+        padding, lengths = 0, set()
+        for member, its_rows in enumerate(padded.tolist()):
             sequence = owner[its_rows[0]]
             table, context = tables[sequence], context_lens[sequence]
-            first = 0 if window is None else max(0, context - group.query_len - window + 1)
+            query_len, begin = query_lens[sequence], batch.host_query_starts[sequence]
+            assert its_rows == [begin + min(i, query_len - 1) for i in range(group.query_len)]
+            first = 0 if window is None else max(0, context - query_len - window + 1)
             expected = [
                 table[position // block_size] * block_size + position % block_size
                 for position in range(first, context)
             ]
+            lengths.add(query_len)
             padding += group.kv_len - len(expected)
+            padding += (group.query_len - query_len) * group.kv_len // 2
             expected += expected[-1:] * (group.kv_len - len(expected))
             assert slots[member].tolist() == expected
-        seen += rows.flatten().tolist()
-        assert padding * key_bytes <= PADDING_BYTES
+        # Each length of queries may have a group's worth of padding, and as much to join another.
+        assert padding * key_bytes <= (2 * len(lengths) - 1) * PADDING_BYTES
         assert group.num_sequences == 1 or len(slots.flatten()) * key_bytes <= GROUP_BYTES
     assert sorted(seen) == list(range(batch.num_tokens))
+
+
+def test_drafts_of_different_lengths_are_one_group():
+    lens = [(1, 9), (4, 12), (2, 6)]
+    batch, _ = make_batch([query for query, _ in lens], [context for _, context in lens], 4)
+
+    (group,) = batch.groups(None, 64)
+    assert (group.num_sequences, group.query_len, group.kv_len) == (3, 4, 12)
+    assert group.rows == slice(0, 7)
+    assert group.padded_rows.tolist() == [0, 0, 0, 0, 1, 2, 3, 4, 5, 6, 6, 6]
+    assert group.kept.tolist() == [0, 4, 5, 6, 7, 8, 9]
 
 
 def test_layers_of_a_step_share_their_groups():
