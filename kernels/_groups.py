@@ -8,6 +8,7 @@ step and window.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -121,9 +122,10 @@ def build_groups(
         lens = [query_lens[index] for index in members]
         query_len, kv_len = max(lens), max(kv_lens[index] for index in members)
         starts = [query_starts[index] for index in members]
-        facts = torch.tensor(
-            (members, [first[i] for i in members], [context_lens[i] for i in members], lens)
-        )
+        flat = array("q", members)
+        for values in (first, context_lens, query_lens):
+            flat.extend(values[i] for i in members)
+        facts = torch.frombuffer(flat, dtype=torch.int64).view(4, -1)
         slots = _slots(block_tables, facts, kv_len, block_size)
         inert = window is None or max(context_lens[index] for index in members) <= window
         is_causal = len(members) == 1 and query_len == kv_len and inert

@@ -92,31 +92,28 @@ class RaggedBatch:
         """
         _validate(query_lens, context_lens, block_tables, block_size)
         starts = (0, *accumulate(query_lens))
-        num_tokens = starts[-1]
-
-        lengths = torch.tensor((starts[:-1], query_lens, context_lens), dtype=torch.int64)
-        tables = _pad_tables(block_tables, query_lens, context_lens, block_size, window)
-        # Row r of sequence s sits at position context - query_len + (r - start).
-        shift = lengths[2] - lengths[1] - lengths[0]
-        rows = torch.arange(num_tokens)
-        sequence_of_row = _sequence_of_row(lengths[1], num_tokens)
-        positions = rows + shift[sequence_of_row]
+        tables, max_block = _pad_tables(block_tables, query_lens, context_lens, block_size, window)
+        positions = array("q")
+        for query_len, context_len in zip(query_lens, context_lens, strict=True):
+            positions.extend(range(context_len - query_len, context_len))
+        host_positions = torch.frombuffer(positions, dtype=torch.int64)
+        slots = _slots(query_lens, context_lens, block_tables, block_size)
         target = torch.device(device)
         return cls(
-            query_starts=torch.tensor(starts, dtype=torch.int32).to(target),
-            context_lens=lengths[2].to(target, torch.int32),
+            query_starts=torch.frombuffer(array("i", starts), dtype=torch.int32).to(target),
+            context_lens=torch.frombuffer(array("i", context_lens), dtype=torch.int32).to(target),
             block_tables=tables.to(target),
-            positions=positions.to(target),
-            slots=_slots(tables, sequence_of_row, positions, block_size).to(target),
+            positions=host_positions.to(target),
+            slots=slots.to(target),
             block_size=block_size,
             host_query_lens=tuple(query_lens),
             host_context_lens=tuple(context_lens),
             host_query_starts=starts,
             host_block_tables=tables,
-            host_positions=positions,
+            host_positions=host_positions,
             max_query_len=max(query_lens),
             max_context_len=max(context_lens),
-            max_block=int(tables.max()),
+            max_block=max_block,
             window=window,
         )
 
@@ -134,16 +131,17 @@ class RaggedBatch:
         """
         query_lens, context_lens = self.host_query_lens, self.host_context_lens
         _validate(query_lens, context_lens, block_tables, self.block_size)
-        tables = _pad_tables(block_tables, query_lens, context_lens, self.block_size, window)
-        sequence_of_row = _sequence_of_row(torch.tensor(query_lens), self.num_tokens)
+        tables, max_block = _pad_tables(
+            block_tables, query_lens, context_lens, self.block_size, window
+        )
         device = self.slots.device
-        slots = _slots(tables, sequence_of_row, self.host_positions, self.block_size)
+        slots = _slots(query_lens, context_lens, block_tables, self.block_size)
         return replace(
             self,
             block_tables=tables.to(device),
             slots=slots.to(device),
             host_block_tables=tables,
-            max_block=int(tables.max()),
+            max_block=max_block,
             window=window,
             _groups={},
         )
@@ -230,17 +228,26 @@ def _validate(
             )
 
 
-def _sequence_of_row(query_lens: Tensor, num_tokens: int) -> Tensor:
-    """int64 [T], to which sequence each packed row belongs."""
-    if num_tokens == len(query_lens):
-        return torch.arange(num_tokens)
-    return torch.repeat_interleave(query_lens, output_size=num_tokens)
+def _slots(
+    query_lens: Sequence[int],
+    context_lens: Sequence[int],
+    block_tables: Sequence[Sequence[int]],
+    block_size: int,
+) -> Tensor:
+    """int64 [T] on the host, where each row's key and value go.
 
-
-def _slots(tables: Tensor, sequence_of_row: Tensor, positions: Tensor, block_size: int) -> Tensor:
-    """int64 [T], where each row's key and value go."""
-    blocks = tables[sequence_of_row, positions // block_size]
-    return blocks * block_size + positions % block_size
+    Without tensors: for a step of a few tokens each operation on one takes longer than all of this.
+    """
+    slots = array("q")
+    for query_len, context_len, table in zip(query_lens, context_lens, block_tables, strict=True):
+        position = context_len - query_len
+        while position < context_len:
+            index, offset = divmod(position, block_size)
+            count = min(block_size - offset, context_len - position)
+            first = table[index] * block_size + offset
+            slots.extend(range(first, first + count))
+            position += count
+    return torch.frombuffer(slots, dtype=torch.int64)
 
 
 def _pad_tables(
@@ -249,8 +256,11 @@ def _pad_tables(
     context_lens: Sequence[int],
     block_size: int,
     window: int | None,
-) -> Tensor:
-    """int32 [S, B] on the host, holding just the blocks the contexts reach, padded with 0."""
+) -> tuple[Tensor, int]:
+    """int32 [S, B] on the host, of just the blocks the contexts reach, padded with 0.
+
+    And the largest id in it.
+    """
     needed = [-(-context_len // block_size) for context_len in context_lens]
     width = max(needed)
     padding = array("i", bytes(4 * width))
@@ -263,7 +273,8 @@ def _pad_tables(
         if count < width:
             flat.extend(padding[count:])
     tables = torch.frombuffer(flat, dtype=torch.int32).view(len(needed), width)
-    if int(tables.min()) < 0:
+    least, most = tables.aminmax()
+    if int(least) < 0:
         reach = max(context_lens) if window is None else window
         first = [
             max(0, c - q - reach + 1) // block_size
@@ -273,4 +284,4 @@ def _pad_tables(
         if bool((bad := (tables < 0) & seen).any()):
             index = int(bad.any(dim=1).nonzero()[0])
             raise ValueError(f"block table of sequence {index} has a negative block id")
-    return tables
+    return tables, int(most)
