@@ -20,8 +20,16 @@ _SPREAD = (0.1, 0.2, 0.5)
 """How far off the three factors of a number of sequences may be: without drafts, that there are
 any, and how many."""
 
+_SLOPE_SPREAD = 0.03
+"""How far off what one draft adds may be, at least, as a share of a step without: at start it may
+have been lost in noise."""
+
 _SPEED = 0.5
 """How far off the first and the last may be together: the machine may have been slower at start."""
+
+_LEAST_SLOPE = 0.01
+"""What each draft is taken to add, as a share of a step without, where less was measured; the
+factor of that is then below 1, and may rise."""
 
 _NOISE = 0.05
 """Of a step, as a share of its time."""
@@ -73,14 +81,15 @@ class StepCosts:
     cheaper by as much, those of a draft model, too.
 
     Args:
-        calibration: the times at start. A step that was faster with more drafts than with fewer was
-            measured badly with fewer.
+        calibration: the times at start. Whatever disturbs a measurement makes it longer: a step
+            that took longer than its neighbours let expect was measured badly.
     """
 
     def __init__(self, calibration: Calibration) -> None:
-        verify = tuple(tuple(_ascending(times)) for times in calibration.verify)
+        verify = tuple(_smooth(calibration.drafts, times) for times in calibration.verify)
         self._times = replace(calibration, verify=verify)
-        self._fits = [_fit(times) for times in verify]
+        self._fits = [_fit(calibration.drafts, times) for times in verify]
+        self._more = [_more(calibration.drafts, times) for times in verify]
         self._draft_factor = 1.0
 
     def verify(self, num_sequences: int, drafts_each: float) -> float:
@@ -101,10 +110,11 @@ class StepCosts:
         if drafts_each <= 0:
             return times[0], 0.0, 0.0
         column, share = _place(self._times.drafts, drafts_each)
-        with_drafts = times[column]
+        more = self._more[row]
+        added = more[column]
         if share:
-            with_drafts += share * (times[column + 1] - with_drafts)
-        return times[0], times[0], with_drafts - times[0]
+            added += share * (more[column + 1] - added)
+        return times[0], times[0], added
 
     def timed(self, num_sequences: int) -> float:
         """Seconds that a step without drafts took at start."""
@@ -161,19 +171,39 @@ def _place(points: Sequence[int], value: float) -> tuple[int, float]:
     return index, (value - low) / (high - low)
 
 
-def _ascending(times: Sequence[float]) -> list[float]:
-    """Each no more than those behind it."""
-    least, result = times[-1], []
-    for seconds in reversed(times):
-        least = min(least, seconds)
-        result.append(least)
-    return result[::-1]
+def _smooth(drafts: Sequence[int], times: Sequence[float]) -> tuple[float, ...]:
+    """The times, none above one with more drafts or the line between two others."""
+    least = times[-1]
+    result = [least := min(least, seconds) for seconds in reversed(times)][::-1]
+    for index in range(1, len(result) - 1):
+        lines = (
+            before + (after - before) * (drafts[index] - drafts[i]) / (drafts[j] - drafts[i])
+            for i, before in enumerate(result[:index])
+            for j, after in enumerate(result[index + 1 :], index + 1)
+        )
+        result[index] = min(result[index], *lines)
+    return tuple(result)
 
 
-def _fit(times: Sequence[float]) -> CostFit:
-    """Factors that begin at 1, 0 and 1, as times at start say."""
-    fit = CostFit((times[0], times[0], max(times[-1] - times[0], _NOISE * times[0])))
-    fit.assume((1.0, 0.0, 1.0), _SPREAD, _SPEED, _NOISE * times[0])
+def _more(drafts: Sequence[int], times: Sequence[float]) -> tuple[float, ...]:
+    """What numbers of drafts add, up to a factor, and never nothing.
+
+    What they add is followed as so many times this: of nothing nothing could be learned.
+    """
+    return tuple(
+        max(seconds - times[0], _LEAST_SLOPE * times[0] * count)
+        for count, seconds in zip(drafts, times, strict=True)
+    )
+
+
+def _fit(drafts: Sequence[int], times: Sequence[float]) -> CostFit:
+    """Factors that begin at what times at start say: 1, 0 and, of what drafts add, 1 or less."""
+    added = _more(drafts, times)[-1]
+    fit = CostFit((times[0], times[0], max(added, _NOISE * times[0])))
+    factor = (times[-1] - times[0]) / added if added else 0.0
+    slope = _SLOPE_SPREAD * times[0] * drafts[-1] / added if added else 0.0
+    spread = (*_SPREAD[:2], max(_SPREAD[2], slope))
+    fit.assume((1.0, 0.0, factor), spread, _SPEED, _NOISE * times[0])
     return fit
 
 
