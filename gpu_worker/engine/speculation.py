@@ -46,6 +46,9 @@ _READING_EACH = 16
 _COMPARED = 8
 """Steps after which it is asked again whether all sequences should have a draft model's drafts."""
 
+_Situation = tuple[int, int, Pool, Pool, bool]
+"""Sequences, prompt tokens, those with a match and those without, and whether some must be."""
+
 _TYPICAL_LENGTH = 4
 """By which sources are compared, before it is known how many drafts there will be."""
 
@@ -111,6 +114,7 @@ class Speculator:
         self._draft_share = 1.0
         self._reading = self._turn = 0
         self._for_all = False
+        self._found: dict[_Situation, tuple[int, int, float]] = {}
         self._text_length = self._draft_length = 0
         self._drafted: Counter[tuple[Speculation, int]] = Counter()
         self._accepted: Counter[tuple[Speculation, int]] = Counter()
@@ -221,6 +225,8 @@ class Speculator:
         """
         # A draft model takes about as long for all as for a few. Looked at now and then.
         for_all, self._turn = [both[-1] for both in found], (self._turn + 1) % _COMPARED
+        if not self._turn:
+            self._found.clear()  # costs are others by now
         if self._turn and self._for_all:
             choices = for_all
         lengths = self._lengths(choices, spans, permission)
@@ -253,17 +259,19 @@ class Speculator:
     def _lengths(
         self, choices: list[Choice], spans: Sequence[Span], permission: Permission
     ) -> tuple[int, int, float]:
-        """See :func:`best_lengths`."""
+        """See :func:`best_lengths`; found anew where something is another, and now and then."""
         num_sequences = len(spans)
-        return best_lengths(
-            self._costs,
-            num_sequences,
-            sum([span.num_tokens for span in spans]) - num_sequences,
-            _pool([c.rate for c in choices if c.source.is_text], self._text_length),
-            _pool([c.rate for c in choices if not c.source.is_text], self._draft_length),
-            self._longest,
-            some=permission in (Permission.TASTE, Permission.TRIAL),
-        )
+        text = _pool([c.rate for c in choices if c.source.is_text], self._text_length)
+        draft = _pool([c.rate for c in choices if not c.source.is_text], self._draft_length)
+        num_prompt = sum([span.num_tokens for span in spans]) - num_sequences
+        some = permission in (Permission.TASTE, Permission.TRIAL)
+        key = num_sequences, num_prompt, text, draft, some
+        found = self._found.get(key)
+        if found is None:
+            found = self._found[key] = best_lengths(
+                self._costs, num_sequences, num_prompt, text, draft, self._longest, some=some
+            )
+        return found
 
     def _show_lengths(self, text: int, draft: int) -> None:
         if (text, draft) != (self._text_length, self._draft_length):
@@ -383,4 +391,6 @@ def _typical_gain(rate: float) -> float:
 
 
 def _pool(rates: list[float], present: int) -> Pool:
-    return Pool(len(rates), sum(rates) / len(rates) if rates else 0.0, present)
+    """Rates to one in 50: they are not known any better, and what follows is looked up."""
+    mean = round(sum(rates) / len(rates) * 50) / 50 if rates else 0.0
+    return Pool(len(rates), mean, present)

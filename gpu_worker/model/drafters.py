@@ -14,6 +14,7 @@ from ..engine.plan import BlockCopy, Span
 from ..engine.sequence import Sequence, SequenceStatus
 from .draft_masks import Walks
 from .draft_rows import DraftRows, SampledRow
+from .drawing import largest
 from .kv_pool import KVPool
 from .lean import LeanLlama
 from .packing import Piece, Rows, decode_pieces, forward_logits, pack
@@ -199,7 +200,7 @@ class DraftModel:
         It writes to its pool: call it before that holds anything.
         """
         return least_seconds(
-            lambda: self._read(decode_pieces(self.pool, num_sequences)).argmax(-1), repeats
+            lambda: largest(self._read(decode_pieces(self.pool, num_sequences)))[1], repeats
         )
 
     def _draw(

@@ -22,6 +22,7 @@ from ..engine.speculation_cost import StepTiming
 from .draft_fallback import DraftFallback
 from .draft_rows import DraftRows, SampledRow
 from .drafters import Drafter, Proposal
+from .drawing import largest
 from .kv_pool import KVPool
 from .logits_processors import nothing_left
 from .masks import Asked, MaskMaker, Masks
@@ -281,7 +282,7 @@ class ModelRunner:
         writes to the pool, like :meth:`warm_up`.
         """
         return least_seconds(
-            lambda: self._forward(self._decode_pieces(num_sequences, num_drafts)).argmax(-1),
+            lambda: largest(self._forward(self._decode_pieces(num_sequences, num_drafts)))[1],
             repeats,
         )
 

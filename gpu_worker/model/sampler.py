@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .candidates import CandidateRows, CandidateTokens
-from .drawing import Filters, Group, draw, narrows, weights
+from .drawing import Filters, Group, draw, largest, narrows, weights
 from .logits_processors import LogitsProcessors, Processable, processes
 from .logprobs import LogprobRows, Logprobs
 from .random_numbers import uniform_bits
@@ -265,21 +265,21 @@ class Sampler:
 
 def _pick(logits: Tensor, groups: Sequence[Group]) -> Tensor:
     """Tokens int64 ``[N]``: drawn in the rows of the groups, the most likely in all others."""
-    largest, tokens = logits.max(dim=-1)  # NaN is larger than everything here
-    valid = torch.isfinite(largest)
+    highest, tokens = largest(logits)  # NaN is larger than everything here
+    valid = torch.isfinite(highest)
     for group in groups:
         for part in group.slices(logits.shape[1]):
-            tokens[part.rows] = draw(logits, largest, valid, part)
+            tokens[part.rows] = draw(logits, highest, valid, part)
     return tokens.masked_fill_(~valid, INVALID_TOKEN)
 
 
 def _weights(logits: Tensor, groups: Sequence[Group]) -> Tensor:
     """Float64 ``[N, V]``, integer weights: those of the groups, and the largest logit's alone."""
-    largest, tokens = logits.max(dim=-1)
+    highest, tokens = largest(logits)
     result = torch.zeros(logits.shape, dtype=torch.float64, device=logits.device)
     result.scatter_(1, tokens.unsqueeze(1), 1.0)
-    valid = torch.isfinite(largest)
+    valid = torch.isfinite(highest)
     for group in groups:
         for part in group.slices(logits.shape[1]):
-            result[part.rows] = weights(logits, largest, valid, part).double()
+            result[part.rows] = weights(logits, highest, valid, part).double()
     return result
