@@ -15,6 +15,10 @@ _PRIOR = 4.0
 """How many drafts of experience the worker's mean counts for, in a sequence's own rate."""
 
 
+_LONG_AGO = 1000
+"""Steps since the draft model was asked, of a sequence for which it never was."""
+
+
 class Source(StrEnum):
     """Where drafts come from. Text matches are told apart by length: longer ones are surer."""
 
@@ -52,11 +56,16 @@ class Drafting:
     An acceptance rate here is the chance that a draft is accepted once all before it were. It is
     taken from a window: decayed counts of drafts accepted and of first drafts refused (those
     behind a refused one say nothing).
+
+    Attributes:
+        asked: number of the last step in which the draft model was asked for drafts of it.
+        missed: how many steps lay between that and the one before.
     """
 
-    __slots__ = ("_accepted", "_index", "_refused")
+    __slots__ = ("_accepted", "_index", "_refused", "asked", "missed")
 
     def __init__(self) -> None:
+        self.asked, self.missed = -_LONG_AGO, 0
         self._index: NgramIndex | None = None
         self._accepted: dict[Source, float] = {}
         self._refused: dict[Source, float] = {}
@@ -72,6 +81,10 @@ class Drafting:
         if self._index is None or self._index.num_missing(token_ids):
             return (), 0
         return self._index.propose(token_ids, most)
+
+    def ask(self, step: int) -> None:
+        """The draft model is asked in this step."""
+        self.missed, self.asked = step - self.asked - 1, step
 
     def rate(self, source: Source, mean: float) -> float:
         """Acceptance rate of this sequence's drafts from ``source``; ``mean`` is the worker's."""

@@ -10,15 +10,15 @@ see ``speculation_guard``.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from penstock.shared.protocol import Speculation
 
 from .drafting import Drafting, Source
 from .plan import Span
 from .speculation_choice import Choice, limit
-from .speculation_cost import FREE, Calibration, StepCosts, StepTiming
+from .speculation_config import SpeculationConfig, SpeculationStats
+from .speculation_cost import StepCosts, StepTiming
 from .speculation_guard import Guard, Permission
 from .speculation_length import Pool, best_lengths, cut, expected_gain, worth_verifying
 
@@ -43,6 +43,11 @@ A long prompt, or all that came in a pause, is read over several steps."""
 _READING_EACH = 16
 """Tokens that each sequence may read beside that: so whoever has caught up never falls behind."""
 
+_READ_ALONG = 1
+"""Steps that a draft model may have missed, to be thought to have read a sequence. What it must
+read takes as long as several proposals: taken for their price, it would let nobody ask it often
+enough to read less."""
+
 _COMPARED = 8
 """Steps after which it is asked again whether all sequences should have a draft model's drafts."""
 
@@ -51,45 +56,6 @@ _Situation = tuple[int, int, Pool, Pool, bool]
 
 _TYPICAL_LENGTH = 4
 """By which sources are compared, before it is known how many drafts there will be."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SpeculationConfig:
-    """What may be drafted.
-
-    Attributes:
-        ngram: whether sequences may have drafts from their own text.
-        draft: whether the model side has a draft model.
-        length: drafts of each sequence in each step; None lets measurement decide.
-        longest: most drafts of a sequence in one step, where measurement decides.
-        calibration: what steps cost at start.
-    """
-
-    ngram: bool = True
-    draft: bool = False
-    length: int | None = None
-    longest: int = 7
-    calibration: Calibration = FREE
-
-
-@dataclass(frozen=True, slots=True)
-class SpeculationStats:
-    """Totals since the start, and what holds now.
-
-    Attributes:
-        drafted: drafts verified, by source (of matches of all lengths together) and position, where
-            1 is the first draft of a step.
-        accepted: those taken, likewise.
-        text_length: drafts that a sequence with a text match has in the present steps.
-        draft_length: drafts that the draft model proposes for a sequence in the present steps.
-        gain: tokens per second of recent steps, over what they would have been without drafts.
-    """
-
-    drafted: Mapping[tuple[Speculation, int], int]
-    accepted: Mapping[tuple[Speculation, int], int]
-    text_length: int
-    draft_length: int
-    gain: float
 
 
 class Speculator:
@@ -112,7 +78,7 @@ class Speculator:
         self._guard = Guard(self._costs.timed)
         self._means = {(source, warmth): source.prior for source in Source for warmth in range(4)}
         self._draft_share = 1.0
-        self._reading = self._turn = 0
+        self._reading = self._turn = self._step = 0
         self._for_all = False
         self._found: dict[_Situation, tuple[int, int, float]] = {}
         self._text_length = self._draft_length = 0
@@ -134,7 +100,7 @@ class Speculator:
         Returns:
             Choices in the order of the spans, of ``budget`` drafts at most together.
         """
-        permission = Permission.PROMISING
+        permission, self._step = Permission.PROMISING, self._step + 1
         if self._config.length is None:
             permission = self._guard.permit(len(spans))
             if permission is Permission.NONE:
@@ -153,7 +119,12 @@ class Speculator:
         for choice in choices:
             choice.count = min(choice.count, left)
             left -= choice.count
-        return [choice for choice in choices if choice.count]
+        chosen = [choice for choice in choices if choice.count]
+        for choice in chosen:
+            drafting = spans[choice.index].sequence.drafting
+            if drafting is not None and not choice.drafts:
+                drafting.ask(self._step)
+        return chosen
 
     def _look(self, index: int, spans: Sequence[Span]) -> list[Choice] | None:
         """The sources there are for a span, its own text first, with as many drafts as may be."""
@@ -345,7 +316,8 @@ class Speculator:
             return
         if any(span.num_tokens != 1 for span in spans):
             return
-        asking = [span.num_drafts for span in spans if span.num_drafts and not span.drafts]
+        asked = [span for span in spans if span.num_drafts and not span.drafts]
+        asking = [span.num_drafts for span in asked]
         drafting = costs.draft(len(asking), max(asking, default=0))
         verify_seconds = timing.seconds - timing.draft_seconds
         if num_drafts:
@@ -360,7 +332,7 @@ class Speculator:
             guard.observe_plain(num_sequences, timing.seconds)
         if failed:
             return
-        if asking:
+        if asking and not any(_is_behind(span) for span in asked):
             costs.observe_draft(len(asking), max(asking), timing.draft_seconds)
         costs.observe_verify(num_sequences, num_drafts / num_sequences, verify_seconds)
         plain_rate = num_sequences / costs.verify(num_sequences, 0)
@@ -379,6 +351,12 @@ class Speculator:
                 self._gain,
             )
         return self._shown
+
+
+def _is_behind(span: Span) -> bool:
+    """Whether the draft model had to read up, which is no cost of proposing."""
+    drafting = span.sequence.drafting
+    return drafting is not None and drafting.missed > _READ_ALONG
 
 
 def _warmth(temperature: float) -> int:

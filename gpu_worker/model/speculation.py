@@ -106,11 +106,12 @@ def _calibrate(runner: ModelRunner, drafter: DraftModel | None, max_sequences: i
     began = time.perf_counter()
     verify: dict[int, list[float]] = {}
     draft: dict[int, float] = {}
+    last = 0.0
     for number in range(_PASSES):
         # All sizes in turn, and again: a machine that is slow for a while is so for all of them.
         for count in tuple(verify) if number else _powers(max_sequences):
-            spent = time.perf_counter() - began
-            if not number and verify and spent * (1 + _GROWTH) > _SECONDS / _PASSES:
+            since = time.perf_counter()
+            if not number and verify and since - began + _GROWTH * last > _SECONDS / _PASSES:
                 break
             before = verify.get(count, [math.inf] * len(_DRAFTS))
             times = (runner.time_decode(count, num_drafts=k, repeats=_REPEATS) for k in _DRAFTS)
@@ -118,6 +119,7 @@ def _calibrate(runner: ModelRunner, drafter: DraftModel | None, max_sequences: i
             if drafter is not None:
                 seconds = drafter.time_round(count, repeats=_REPEATS)
                 draft[count] = min(draft.get(count, math.inf), seconds)
+            last = time.perf_counter() - since
     return Calibration(
         sequences=tuple(verify),
         drafts=_DRAFTS,

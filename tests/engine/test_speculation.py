@@ -208,6 +208,15 @@ def test_acceptance_is_a_windows_and_begins_with_the_workers() -> None:
     assert drafting.rate(Source.DRAFT, 0.6) < 0.25
 
 
+def test_it_is_known_how_many_steps_a_draft_model_has_missed() -> None:
+    drafting, missed = Drafting(), []
+    for step in (1, 2, 4, 9):
+        drafting.ask(step)
+        missed.append(drafting.missed)
+    assert missed[0] > 100  # it has read nothing yet
+    assert missed[1:] == [0, 1, 4]
+
+
 class Simulated:
     """Steps whose cost and acceptance are given; how many tokens come in how much time."""
 
