@@ -67,6 +67,7 @@ _HARMLESS: Mapping[str, tuple[str | None, ...]] = {
     "XREVRANGE": (None, "+", "-", "COUNT", "1"),
     "ZADD": (None, "not a number", "m"),
     "ZRANGE": (None, "0", "-1"),
+    "ZCOUNT": (None, "0", "0"),
     "ZRANGEBYSCORE": (None, "-inf", "+inf"),
     "ZREM": (None, "m"),
     "ZSCAN": (None, "0"),
