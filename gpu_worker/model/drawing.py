@@ -67,7 +67,8 @@ def largest(logits: Tensor) -> tuple[Tensor, Tensor]:
     alone. So the blocks they are in are found first: three times as fast.
     """
     vocab_size = logits.shape[-1]
-    if logits.is_cuda or logits.shape[0] < 2 or logits.numel() < _FEW_LOGITS:
+    few = logits.shape[0] < 2 or vocab_size < _BLOCK or logits.numel() < _FEW_LOGITS
+    if few or logits.is_cuda:
         values, places = logits.max(dim=-1)
         return values, places
     whole = vocab_size - vocab_size % _BLOCK

@@ -18,7 +18,7 @@ from penstock.gpu_worker.engine import (
     SpeculationConfig,
     StepTiming,
 )
-from penstock.gpu_worker.engine.drafting import Drafting, Source
+from penstock.gpu_worker.engine.drafting import Drafting
 from penstock.gpu_worker.engine.sequence import Sequence
 from penstock.gpu_worker.engine.speculation import Speculator
 from penstock.gpu_worker.engine.speculation_cost import StepCosts
@@ -195,26 +195,6 @@ def test_between_and_beyond_what_was_timed_a_line_is_drawn() -> None:
     costs = StepCosts(calibration(0.02))
     assert costs.verify(4, 3) == pytest.approx(STEP + 0.02 * 4 * 3)
     assert costs.verify(128, 7) == pytest.approx(STEP + 0.02 * 128 * 7)
-
-
-def test_acceptance_is_a_windows_and_begins_with_the_workers() -> None:
-    drafting = Drafting()
-    assert drafting.rate(Source.DRAFT, 0.6) == 0.6
-    for _ in range(40):
-        drafting.observe(Source.DRAFT, 4, 4)
-    assert drafting.rate(Source.DRAFT, 0.6) > 0.95
-    for _ in range(120):
-        drafting.observe(Source.DRAFT, 4, 0)
-    assert drafting.rate(Source.DRAFT, 0.6) < 0.25
-
-
-def test_it_is_known_how_many_steps_a_draft_model_has_missed() -> None:
-    drafting, missed = Drafting(), []
-    for step in (1, 2, 4, 9):
-        drafting.ask(step)
-        missed.append(drafting.missed)
-    assert missed[0] > 100  # it has read nothing yet
-    assert missed[1:] == [0, 1, 4]
 
 
 class Simulated:

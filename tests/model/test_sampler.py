@@ -167,23 +167,6 @@ def test_greedy_agrees_with_argmax(dtype):
     assert sample(logits, [row(temperature=0)] * 16) == logits.argmax(-1).tolist()
 
 
-@pytest.mark.parametrize("vocab_size", [1, 63, 300, 4096, 4096 + 37])
-@pytest.mark.parametrize("rows", [1, 2, 9])
-def test_the_largest_is_found_where_max_finds_it(monkeypatch, rows, vocab_size):
-    monkeypatch.setattr(drawing, "_FEW_LOGITS", 64 * rows)
-    generator = torch.Generator().manual_seed(vocab_size + rows)
-    for values in (2, 30, 10**6):  # from nearly all equal to nearly none
-        shape = (rows, vocab_size)
-        logits = torch.randint(values, shape, generator=generator).float() - values
-        logits[rows - 1, vocab_size // 2] = float("nan")
-        if rows > 1:
-            logits[0] = float("-inf")
-            logits[1, vocab_size - 1] = 7.0
-        found, expected = drawing.largest(logits), logits.max(dim=-1)
-        torch.testing.assert_close(found[0], expected.values, equal_nan=True, rtol=0, atol=0)
-        assert found[1].tolist() == expected.indices.tolist()
-
-
 def test_all_greedy_prepares_nothing():
     assert SamplingBatch.from_sequences([row(temperature=0)] * 3, "cpu").groups == ()
 
