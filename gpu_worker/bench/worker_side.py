@@ -61,7 +61,7 @@ class WorkerSide:
         metrics = WorkerMetrics()
         self.outbox = Outbox(metrics, lambda: self._loop.call_soon_threadsafe(self._wake.set))
         engine = EngineLink(self.outbox, metrics, self._wake.set)
-        engine.load = Load({}, 1 << 30)  # room for all that is claimed
+        engine.load, engine.step_tokens = Load({}, 1 << 30), 1 << 30  # room for all that is claimed
         self.edge = RedisEdge(
             self._listener,
             self.operations,
