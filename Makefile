@@ -1,11 +1,13 @@
 # Every target makes the virtual environment it needs; nothing is installed outside of it.
 #
 #   make demo PYTHON=python3.12     another interpreter (3.11 to 3.13)
-#   make test ARGS="-k settings"    arguments for pytest
+#   make test ARGS="-k settings"    arguments for pytest, which then runs one test after the other
+#   make test JOBS=8                so many side by side
 
 PYTHON ?= python3
 VENV   ?= .venv
 ARGS   ?=
+JOBS   ?= 2
 BIN    := $(VENV)/bin
 EXTRAS := worker,embedded,dev
 
@@ -14,6 +16,15 @@ EXTRAS := worker,embedded,dev
 EDITABLE := --config-settings editable_mode=strict
 RELINK := $(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable . $(EDITABLE)
 LIST_FILES := find producer gpu_worker kernels shared -type f -not -path '*/__pycache__/*' | sort
+
+# Faults and measurements last, and one after the other: they have the machine to themselves. Both
+# parts run even if the first one fails.
+define TEST_ALL
+status=0; \
+$(BIN)/pytest -n $(JOBS) --dist loadfile --ignore tests/faults --ignore tests/bench || status=$$?; \
+$(BIN)/pytest tests/faults tests/bench || status=$$?; \
+exit $$status
+endef
 
 .PHONY: help demo test check bench faults soak install clean FORCE
 .DEFAULT_GOAL := help
@@ -26,7 +37,11 @@ demo: install ## Run the whole pipe on this machine: Redis, a worker, streaming 
 	$(BIN)/penstock demo $(ARGS)
 
 test: install ## Run the tests
+ifeq ($(strip $(ARGS)),)
+	@$(TEST_ALL)
+else
 	$(BIN)/pytest $(ARGS)
+endif
 
 check: install ## Lint, formatting, types
 	$(BIN)/ruff check .
