@@ -17,12 +17,12 @@ EDITABLE := --config-settings editable_mode=strict
 RELINK := $(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable . $(EDITABLE)
 LIST_FILES := find producer gpu_worker kernels shared -type f -not -path '*/__pycache__/*' | sort
 
-# Faults and measurements last, and one after the other: they have the machine to themselves. Both
-# parts run even if the first one fails.
+# What counts or times what a whole machine does comes last, one after the other. Both parts run even
+# if the first one fails.
 define TEST_ALL
 status=0; \
-$(BIN)/pytest -n $(JOBS) --dist loadfile --ignore tests/faults --ignore tests/bench || status=$$?; \
-$(BIN)/pytest tests/faults tests/bench || status=$$?; \
+$(BIN)/pytest -n $(JOBS) --dist loadfile -m "not slow and not alone" || status=$$?; \
+$(BIN)/pytest tests/faults tests/simulate -m "alone and not slow" || status=$$?; \
 exit $$status
 endef
 

@@ -177,6 +177,7 @@ class EngineLink(asyncio.Protocol):
         try:
             return await asyncio.to_thread(self._process.wait, _REAP_S)
         except subprocess.TimeoutExpired:
+            self.kill()  # and its memory is free when this process is gone, too
             return EXIT_BROKEN
 
     # -- what it says ---------------------------------------------------------------------------

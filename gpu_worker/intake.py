@@ -29,24 +29,51 @@ class Intake:
 
     Args:
         order: tells the engine process of a request.
+        abort: tells it to stop a run.
         outbox: opens a ledger per claim, and takes the end of what cannot be served.
         metrics: counts claims.
     """
 
     def __init__(
-        self, order: Callable[[Add], None], outbox: Outbox, metrics: WorkerMetrics
+        self,
+        order: Callable[[Add], None],
+        abort: Callable[[str], None],
+        outbox: Outbox,
+        metrics: WorkerMetrics,
     ) -> None:
         self._order = order
+        self._abort = abort
         self._outbox = outbox
         self._metrics = metrics
 
-    def accept(self, claims: Sequence[Claim]) -> None:
-        """Take over claims; the engine gets them when it has prepared them."""
+    def accept(self, claims: Sequence[Claim]) -> bool:
+        """Take over claims; the engine gets them when it has prepared them.
+
+        Returns whether an audit is due, which gives back what was not taken over.
+        """
+        all_taken = True
         for claim in claims:
             self._metrics.claims.inc()
             if claim.attempts > 1:
                 self._metrics.redeliveries.inc()
-            self._accept(claim)
+            if self._ends_earlier_run(claim):
+                self._accept(claim)
+            else:
+                all_taken = False
+        return not all_taken
+
+    def _ends_earlier_run(self, claim: Claim) -> bool:
+        """Stop what still runs of a request that was lost here unnoticed, and came back.
+
+        Returns whether the claim can be taken over. If a failover lost the earlier claim, both
+        have the same epoch and so the same run: what the engine says of it could be of either.
+        """
+        earlier = self._outbox.run_of(claim.id)
+        if earlier is None:
+            return True
+        self._abort(earlier)
+        self._outbox.forget([claim.id])
+        return earlier != run_name(claim.id, claim.epoch)
 
     def _accept(self, claim: Claim) -> None:
         try:

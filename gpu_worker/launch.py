@@ -52,4 +52,9 @@ class Launch:
 
 def describe_exit(code: int) -> str:
     """How a process ended, from its exit code as :class:`subprocess.Popen` gives it."""
-    return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"signal {signal.Signals(-code).name}"
+    except ValueError:  # most of the real-time signals have no name
+        return f"signal {-code}"

@@ -80,6 +80,11 @@ class Outbox:
         """Ids of all owned requests."""
         return tuple(self._ledgers)
 
+    def run_of(self, request_id: str) -> str | None:
+        """The run that serves an owned request; None if it is not owned."""
+        ledger = self._ledgers.get(request_id)
+        return None if ledger is None else ledger.run
+
     @property
     def has_pending(self) -> bool:
         """Whether there is anything to take."""

@@ -167,7 +167,7 @@ class _Process:
             ),
             engine=engine,
             outbox=outbox,
-            intake=Intake(engine.add, outbox, self._metrics),
+            intake=Intake(engine.add, engine.abort, outbox, self._metrics),
             metrics=self._metrics,
             wake=wake,
             hang_timeout_s=settings.worker.hang_timeout_s,

@@ -288,7 +288,7 @@ class RedisEdge:
             # What came while the answer was on its way, the claim did not see.
             may_be_more = bool(claimed.claims) or _place(self._rung) > _place(claimed.bell)
             self._searched = -1 if may_be_more else room.least_urgent.rank
-        self._intake.accept(claimed.claims)
+        self._needs_audit |= self._intake.accept(claimed.claims)
         if claimed.more:
             self._wake.set()
 

@@ -44,7 +44,9 @@ class _LoopThread:
         self._last: Coroutine[Any, Any, None] | None = None
         self._pid = os.getpid()
         self._stopping = False
-        self._lock = threading.Lock()  # nothing is handed to the loop once it is stopping
+        # Nothing is handed to the loop once it is stopping. A signal handler may close the producer
+        # in a thread that has the lock.
+        self._lock = threading.RLock()
         self._thread = threading.Thread(target=self._work, name="penstock-producer", daemon=True)
         self._thread.start()
 

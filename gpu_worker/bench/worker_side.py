@@ -74,7 +74,7 @@ class WorkerSide:
             ),
             engine=engine,
             outbox=self.outbox,
-            intake=_Intake(self._claimed, self._take, self.outbox, metrics),
+            intake=_Intake(self._claimed, self._take, engine.abort, self.outbox, metrics),
             metrics=metrics,
             wake=self._wake,
             hang_timeout_s=_TIMEOUT_S,
@@ -135,9 +135,9 @@ class _Intake(Intake):
         super().__init__(*args)
         self._claimed = claimed
 
-    def accept(self, claims: Sequence[Claim]) -> None:
+    def accept(self, claims: Sequence[Claim]) -> bool:
         self._claimed(claims)
-        super().accept(claims)
+        return super().accept(claims)
 
 
 async def submit_all(operations: Operations, requests: Sequence[Request], *, at_once: int) -> None:

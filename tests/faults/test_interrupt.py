@@ -13,6 +13,8 @@ from waiting import is_running, wait_until
 
 from penstock.producer.chaos.processes import children
 
+pytestmark = pytest.mark.alone
+
 
 def descendants(pid: int) -> set[int]:
     found = set(children(pid))

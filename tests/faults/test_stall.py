@@ -6,6 +6,8 @@ import pytest
 
 from penstock.producer.chaos.stall import StallOptions, measure_stall
 
+pytestmark = pytest.mark.alone
+
 
 @pytest.mark.parametrize("rounds", [3, pytest.param(15, marks=pytest.mark.slow)])
 async def test_stall(rounds: int) -> None:

@@ -19,6 +19,8 @@ from penstock.producer.chaos.sweeps import SweepWatch
 from penstock.producer.chaos.tasks import end_tasks
 from penstock.shared.protocol import Chunk
 
+pytestmark = pytest.mark.alone
+
 SHORT = {"workers": 4, "in_flight": 60, "tokens": 60, "step_ms": 15.0}
 
 

@@ -23,6 +23,8 @@ from penstock.gpu_worker.simulate import (
 from penstock.producer import Producer
 from penstock.shared.keys import Keys
 
+pytestmark = pytest.mark.alone
+
 STEP_S = 0.04
 SEQUENCES = 6
 

@@ -14,10 +14,14 @@ from penstock.shared.protocol import Request
 from penstock.shared.replies import Claim
 
 
-def claim(id: str, **values: int) -> Claim:
+def never(run: str) -> None:
+    raise AssertionError(f"{run} was aborted")
+
+
+def claim(id: str, epoch: int = 1, **values: int) -> Claim:
     times = {"age_ms": 0, "queue_ms": 0, "deadline_in_ms": 60_000, **values}
     return Claim(
-        id=id, epoch=1, attempts=1, suspect=False, payload=Request(id=id, prompt="x").pack(),
+        id=id, epoch=epoch, attempts=1, suspect=False, payload=Request(id=id, prompt="x").pack(),
         ttft_ms=None, chunks=(), **times,
     )  # fmt: skip
 
@@ -25,7 +29,7 @@ def claim(id: str, **values: int) -> Claim:
 def ordered(claims: list[Claim]) -> list[Add]:
     orders: list[Add] = []
     outbox = Outbox(WorkerMetrics(), lambda: None)
-    Intake(orders.append, outbox, WorkerMetrics()).accept(claims)
+    assert not Intake(orders.append, never, outbox, WorkerMetrics()).accept(claims)
     assert set(outbox.owned) == {claim.id for claim in claims}
     return orders
 
@@ -37,3 +41,25 @@ def test_arrival_and_deadline_are_told_in_the_machines_clock() -> None:
     assert order.run == "a#1"
     assert order.arrival == pytest.approx(before - 4.0, abs=passed)
     assert order.deadline == pytest.approx(before + 1.5, abs=passed)
+
+
+def test_a_request_that_came_back_ends_its_earlier_run() -> None:
+    """It was lost without a word, as its lease ended while nothing was to be written."""
+    told: list[str] = []
+    outbox = Outbox(WorkerMetrics(), lambda: None)
+    intake = Intake(lambda add: told.append(f"+{add.run}"), told.append, outbox, WorkerMetrics())
+    assert not intake.accept([claim("a"), claim("b")])
+    assert not intake.accept([claim("a", epoch=3)])
+    assert told == ["+a#1", "+b#1", "a#1", "+a#3"]
+    assert set(outbox.owned) == {"a", "b"}
+
+
+def test_the_same_claim_again_is_left_to_an_audit() -> None:
+    """A failover lost the first one, and what the engine says of the run could be of either."""
+    told: list[str] = []
+    outbox = Outbox(WorkerMetrics(), lambda: None)
+    intake = Intake(lambda add: told.append(f"+{add.run}"), told.append, outbox, WorkerMetrics())
+    assert not intake.accept([claim("a")])
+    assert intake.accept([claim("b"), claim("a")])
+    assert told == ["+a#1", "+b#1", "a#1"]
+    assert outbox.owned == ("b",)

@@ -102,6 +102,7 @@ def test_an_address_for_metrics_that_can_not_be_used(host: str | None, setting: 
 def test_ends_of_processes_are_told_and_a_storm_reads_them() -> None:
     assert describe_exit(70) == "exit code 70"
     assert describe_exit(-signal.SIGSEGV) == "signal SIGSEGV"
+    assert describe_exit(-(signal.SIGRTMIN + 1)) == f"signal {signal.SIGRTMIN + 1}"
     lines = [
         f"error   edge process ended ({describe_exit(code)}); restarting in 0.1 s"
         for code in (70, -signal.SIGSEGV, -signal.SIGKILL)
