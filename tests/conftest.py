@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import AsyncIterator, Callable, Iterator
 
 import pytest
@@ -17,6 +18,11 @@ SERVERS = find_servers()
 # Test models are tiny, and tests run beside worker processes: more threads than one only wait for
 # each other, and on two cores a spinning thread pool slows its neighbours several times over.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A shell starts what it runs in the background with SIGINT ignored, and programs inherit that from
+# us: those that tests interrupt would not notice.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

@@ -264,7 +264,7 @@ class SpeculationOptions:
         length: drafts of the modes that do not choose them.
         rounds: measurements of each kind.
         threads: CPU threads; None takes the number that suits the model.
-        cpu_time: count CPU time of the process, not the clock's.
+        cpu_time: with one CPU thread, count CPU time of the process, not the clock's.
         tasks: measure the edit and what nobody can guess, too.
         shape: ``7b`` or ``small``: random weights of that shape instead of ``model``.
         acceptance: chance that a draft is right, with a shape.

@@ -35,7 +35,8 @@ def bench_speculation(options: SpeculationOptions, progress: Progress = lambda *
     ``ngram`` and ``draft`` draft ``length`` tokens always; ``auto`` decides for itself, in one
     engine that lives through all rounds, as a worker does. A round is ``tokens`` output tokens of
     each sequence; the first three of each workload are not counted. CPU time of the process, as on
-    a busy machine the clock would tell of others. The best mode is the one with the best median.
+    a busy machine the clock would tell of others; the clock's where several CPU threads compute,
+    as they wait for each other at work. The best mode is the one with the best median.
 
     Raises:
         ModelError: a model cannot be loaded.
@@ -108,7 +109,8 @@ class _Bench:
     def _side(self, speculation: SpeculationConfig | None) -> Side:
         config = dataclasses.replace(self._models.config, speculation=speculation)
         engine = Engine(config, self._models.new_text_stream)
-        return Side(engine, self._models.new_runner(), cpu_time=self._options.cpu_time)
+        cpu_time = self._options.cpu_time and torch.get_num_threads() == 1
+        return Side(engine, self._models.new_runner(), cpu_time=cpu_time)
 
     def turn_to(self, name: str, requests: Requests, count: int) -> None:
         """Begin a workload."""

@@ -16,11 +16,11 @@ from penstock.shared.protocol import Speculation
 
 from .drafting import Drafting, Source
 from .plan import Span
-from .speculation_choice import Choice, limit
+from .speculation_choice import Choice, LineUp, limit, line_up
 from .speculation_config import SpeculationConfig, SpeculationStats
 from .speculation_cost import StepCosts, StepTiming
 from .speculation_guard import Guard, Permission
-from .speculation_length import Pool, best_lengths, cut, expected_gain, worth_verifying
+from .speculation_length import Pool, best_lengths, cut, worth_verifying
 
 __all__ = ["Choice", "SpeculationConfig", "SpeculationStats", "Speculator"]
 
@@ -49,13 +49,10 @@ read takes as long as several proposals: taken for their price, it would let nob
 enough to read less."""
 
 _COMPARED = 8
-"""Steps after which it is asked again whether all sequences should have a draft model's drafts."""
+"""Steps after which it is asked again from where the sequences should have their drafts."""
 
 _Situation = tuple[int, int, Pool, Pool, bool]
 """Sequences, prompt tokens, those with a match and those without, and whether some must be."""
-
-_TYPICAL_LENGTH = 4
-"""By which sources are compared, before it is known how many drafts there will be."""
 
 
 class Speculator:
@@ -77,9 +74,8 @@ class Speculator:
         self._costs = StepCosts(config.calibration)
         self._guard = Guard(self._costs.timed)
         self._means = {(source, warmth): source.prior for source in Source for warmth in range(4)}
-        self._draft_share = 1.0
         self._reading = self._turn = self._step = 0
-        self._for_all = False
+        self._way = LineUp.SURER
         self._found: dict[_Situation, tuple[int, int, float]] = {}
         self._text_length = self._draft_length = 0
         self._drafted: Counter[tuple[Speculation, int]] = Counter()
@@ -107,14 +103,14 @@ class Speculator:
                 self._show_lengths(0, 0)
             if permission in (Permission.NONE, Permission.PAUSE):
                 return []  # before anything is looked up: not to draft must cost nothing
-        self._draft_share = self._costs.worth_of_drafting(len(spans))
         self._reading = _READING
         found = [both for index in range(len(spans)) if (both := self._look(index, spans))]
-        choices = [self._surer(both) for both in found]
-        if not choices:
-            return choices
+        if not found:
+            return []
         if self._config.length is None:
-            choices = self._adapt(choices, found, spans, permission)
+            choices = self._adapt(found, spans, permission)
+        else:
+            choices = self._lined_up(LineUp.SURER, found, len(spans))
         left = budget
         for choice in choices:
             choice.count = min(choice.count, left)
@@ -174,40 +170,25 @@ class Speculator:
                 choice.count = min(choice.count, _FIRST_LENGTH + known)
         return found or None
 
-    def _surer(self, found: list[Choice]) -> Choice:
-        """The source for a sequence by itself.
-
-        What stands in the text costs no model: the draft model must be so much surer.
-        """
-        text, draft = found[0], found[-1]
-        gain, share = _typical_gain(draft.rate), self._draft_share
-        return draft if _typical_gain(text.rate) < share * gain else text
+    def _lined_up(self, way: LineUp, found: list[list[Choice]], num_sequences: int) -> list[Choice]:
+        return line_up(way, found, self._costs.worth_of_drafting(num_sequences))
 
     def _adapt(
-        self,
-        choices: list[Choice],
-        found: list[list[Choice]],
-        spans: Sequence[Span],
-        permission: Permission,
+        self, found: list[list[Choice]], spans: Sequence[Span], permission: Permission
     ) -> list[Choice]:
-        """Choices, shortened to what promises the most tokens per second.
-
-        Those given suit each sequence by itself; ``found`` has all that there are for each.
-        """
-        # A draft model takes about as long for all as for a few. Looked at now and then.
-        for_all, self._turn = [both[-1] for both in found], (self._turn + 1) % _COMPARED
+        """Of what there is for each sequence, what promises the most tokens per second."""
+        num_sequences = len(spans)
+        self._turn = (self._turn + 1) % _COMPARED
         if not self._turn:
             self._found.clear()  # costs are others by now
-        if self._turn and self._for_all:
-            choices = for_all
-        lengths = self._lengths(choices, spans, permission)
-        if not self._turn:
-            others = self._lengths(for_all, spans, permission)
-            self._for_all = others[2] > lengths[2]
-            if self._for_all:
-                choices, lengths = for_all, others
-        text_length, draft_length, promised = lengths
-        num_sequences = len(spans)
+            promised = {
+                way: self._lengths(self._lined_up(way, found, num_sequences), spans, permission)[2]
+                for way in LineUp
+            }
+            self._way = max(LineUp, key=promised.__getitem__)
+        choices = self._lined_up(self._way, found, num_sequences)
+        choices = choices or self._lined_up(LineUp.SURER, found, num_sequences)
+        text_length, draft_length, promised_rate = self._lengths(choices, spans, permission)
         has_text = any(choice.source.is_text for choice in choices)
         has_draft = any(not choice.source.is_text for choice in choices)
         self._show_lengths(
@@ -218,11 +199,11 @@ class Speculator:
         limit(choices, min(text_length, most), min(draft_length, most))
         if text_length == draft_length == 0:
             self._guard.decline(num_sequences)
-        elif promised < num_sequences / self._costs.verify(num_sequences, 0):
+        elif promised_rate < num_sequences / self._costs.verify(num_sequences, 0):
             self._try(choices, num_sequences)
         else:
             num_drafts = sum([choice.count for choice in choices])
-            worth = worth_verifying(self._costs, num_sequences, num_drafts, promised)
+            worth = worth_verifying(self._costs, num_sequences, num_drafts, promised_rate)
             for choice in choices:
                 choice.count = cut(choice.rate, choice.count, worth)
         return choices
@@ -362,10 +343,6 @@ def _is_behind(span: Span) -> bool:
 def _warmth(temperature: float) -> int:
     """Temperatures that are guessed about equally well."""
     return (temperature > 0) + (temperature > 0.7) + (temperature > 1.2)
-
-
-def _typical_gain(rate: float) -> float:
-    return 1 + expected_gain(rate, _TYPICAL_LENGTH)
 
 
 def _pool(rates: list[float], present: int) -> Pool:

@@ -17,6 +17,7 @@ from .draft_rows import DraftRows, SampledRow
 from .drawing import largest
 from .kv_pool import KVPool
 from .lean import LeanLlama
+from .memory import available_bytes
 from .packing import Piece, Rows, decode_pieces, forward_logits, pack
 from .sampler import Sampler, SamplingBatch
 from .timing import least_seconds
@@ -30,6 +31,9 @@ __all__ = ["DraftModel", "Drafter", "Proposal"]
 _CATCH_UP = 512
 """Most tokens of one sequence that the draft model reads in one step. One that is further behind
 reads on in the next steps, and has no drafts meanwhile."""
+
+_LEAN_SHARE = 8
+"""Of the memory available, the share (one in so many) that a copy of its weights may take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +131,9 @@ class DraftModel:
         self._rows = DraftRows()
         self._batches: dict[int, SamplingBatch] = {}
         self._lean: LeanLlama | None = None
-        self._lean = LeanLlama.of(loaded.model, self._trial)
+        self._lean = LeanLlama.of(
+            loaded.model, self._trial, available_bytes(loaded.device) // _LEAN_SHARE
+        )
 
     def copy_blocks(self, copies: Seq[BlockCopy]) -> None:
         """See :class:`Drafter`; its own KV has the block numbers of the first KV kind."""

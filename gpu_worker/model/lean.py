@@ -21,6 +21,7 @@ from transformers import LlamaForCausalLM
 from penstock.kernels.paged_attention import paged_attention
 
 from .kv_pool import KVPool
+from .memory import format_bytes
 from .packing import PackedStep
 from .patches.prepack import PackedLinear, lay_out, multiply
 
@@ -78,14 +79,27 @@ class LeanLlama:
         self._cos, self._sin = cos[0].unsqueeze(1), (sin[0] * sign).unsqueeze(1)
 
     @classmethod
-    def of(cls, model: Any, trial: Callable[[LeanLlama | None], Tensor]) -> LeanLlama | None:
+    def of(
+        cls, model: Any, trial: Callable[[LeanLlama | None], Tensor], spare_bytes: int
+    ) -> LeanLlama | None:
         """The lean form of a model; None if it is no plain Llama on a CPU, or fails the trial.
 
         Args:
             model: as transformers loads it.
             trial: logits of some step by a lean form, or for None by the model itself.
+            spare_bytes: memory that its copy of the linear layers' weights may take; if that is
+                not enough, the answer is None, too.
         """
         if not _is_plain(model):
+            return None
+        needed = _copied_bytes(model)
+        if needed > spare_bytes:
+            log.info(
+                "the draft model runs through transformers, which is slower: %s for a copy of its "
+                "weights are more than the %s that can be spared",
+                format_bytes(needed),
+                format_bytes(spare_bytes),
+            )
             return None
         try:
             lean = cls(model)
@@ -134,6 +148,16 @@ class LeanLlama:
     def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
         scale = torch.rsqrt(x.square().mean(-1, keepdim=True).add_(self._eps))
         return (x * scale).mul_(weight)
+
+
+def _copied_bytes(model: Any) -> int:
+    """Of the weights that :class:`LeanLlama` lays out anew."""
+    layers = [model.lm_head]
+    for layer in model.model.layers:
+        a, m = layer.self_attn, layer.mlp
+        layers += (a.q_proj, a.k_proj, a.v_proj, a.o_proj, m.gate_proj, m.up_proj, m.down_proj)
+    weights: int = sum(x.in_features * x.out_features for x in layers)
+    return weights * torch.float32.itemsize
 
 
 def _weight(layer: Any) -> Tensor:

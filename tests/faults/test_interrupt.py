@@ -44,6 +44,7 @@ def test_ended_in_the_middle(number: signal.Signals, tmp_path: Path) -> None:
         output = process.communicate(timeout=30)[0].decode()
     finally:
         process.kill()
+        process.communicate()
     wait_until(lambda: not [pid for pid in seen if is_running(pid)], "all processes ended", 20)
     if number is not signal.SIGKILL:  # which leaves its directory, as any program does
         assert process.returncode == 130

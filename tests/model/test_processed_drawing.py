@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from model.goodness_of_fit import chi_square, chi_square_quantile
 from transformers import (
     LogitsProcessorList,
     NoBadWordsLogitsProcessor,
@@ -80,12 +81,6 @@ def theirs(options: SamplingOptions, logits: torch.Tensor, *, masked: bool) -> t
     return warped[0].double().softmax(-1)
 
 
-def chi_square_quantile(degrees: int, z: float = 3.0902) -> float:
-    """The 0.999 quantile (z of the normal), by Wilson and Hilferty's cube-root approximation."""
-    spread = 2 / (9 * degrees)
-    return degrees * (1 - spread + z * math.sqrt(spread)) ** 3
-
-
 @pytest.mark.parametrize(
     ("options", "masked"),
     [
@@ -110,7 +105,7 @@ def test_drawn_frequencies_follow_the_distribution(options: dict[str, Any], mask
     possible = expected > 0
     assert float(counts[~possible].sum()) == 0
     often = possible & (expected > 5)
-    statistic = float(((counts - expected)[often] ** 2 / expected[often]).sum())
+    statistic = chi_square(counts[often], expected[often])
     assert statistic < chi_square_quantile(int(often.sum()) - 1)
 
 
