@@ -21,6 +21,9 @@ _QUIET_CORES = 0.15
 
 _PROC = Path("/proc")
 
+_LOOP, _LOOPS = 100_000, 5
+"""Turns of the reference loop, and how often it is timed before and after."""
+
 
 def percentile(values: Sequence[float], percent: float) -> float:
     """The smallest value that is not exceeded by ``percent`` % of the values (nearest rank)."""
@@ -57,7 +60,7 @@ class Rounds:
         notes: Iterable[str] = (),
     ) -> Report:
         """Medians and spreads, checked against limits; measuring ends here."""
-        other_cores, note = machine.stop()
+        other_cores, reference_ms, note = machine.stop()
         figures = {name: self.median(name) for name in self._values}
         checks = [Check(name, figures[name], limit) for name, limit in at_most]
         checks += [Check(name, figures[name], limit, at_least=True) for name, limit in at_least]
@@ -67,6 +70,7 @@ class Rounds:
             if len(values) > 1
         }
         figures["other_cpu_cores"] = round(other_cores, 3)
+        figures["reference_loop_ms"] = round(reference_ms, 2)
         return Report(subject, figures, tuple(checks), (*notes, note), spread)
 
 
@@ -74,12 +78,23 @@ class Machine:
     """Watches the machine from its making to :meth:`stop`."""
 
     def __init__(self) -> None:
+        self._loops = _reference_loops()
         self._load = os.getloadavg()[0]
         self._began, self._busy, self._ours = time.monotonic(), _busy_s(), family_s()
 
-    def stop(self) -> tuple[float, str]:
-        """CPU cores that processes other than ours kept busy on average, and a sentence on it."""
+    def stop(self) -> tuple[float, float, str]:
+        """How busy and how fast it was.
+
+        Returns:
+            CPU cores that processes other than ours kept busy on average; the median of a reference
+            loop's milliseconds before and after; a sentence on both.
+        """
         seconds = time.monotonic() - self._began
+        cores, note = self._others(seconds)
+        milliseconds = 1000 * statistics.median(self._loops + _reference_loops())
+        return cores, milliseconds, f"{note}; the reference loop took {milliseconds:.1f} ms"
+
+    def _others(self, seconds: float) -> tuple[float, str]:
         load = f"load average {self._load:.1f} before, {os.getloadavg()[0]:.1f} after"
         if math.isnan(self._busy):
             return math.nan, f"{load}; what others used is not known on this system"
@@ -88,6 +103,20 @@ class Machine:
         used = f"others used {cores:.2f} of {os.cpu_count()} CPU cores for these {seconds:.0f} s"
         verdict = "NOISY, measure again when it is quiet" if cores > _QUIET_CORES else "quiet"
         return cores, f"{verdict}: {used}; {load}"
+
+
+def _reference_loops() -> list[float]:
+    """Seconds of plain Python, by which runs on machines of other speeds can be compared.
+
+    A virtual machine's speed may double within minutes.
+    """
+    taken = []
+    for _ in range(_LOOPS):
+        began, total = time.perf_counter(), 0
+        for number in range(_LOOP):
+            total += number * number % 7
+        taken.append(time.perf_counter() - began)
+    return taken
 
 
 def _busy_s() -> float:

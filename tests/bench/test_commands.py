@@ -48,7 +48,7 @@ def test_scheduler() -> None:
     admissions = {f"policy_us_{name}_{count}" for name in orders for count in (0, 50)}
     sizes = {f"bytes_per_waiting_request_{name}" for name in orders[1:]}
     assert facts["figures"].keys() == steps | admissions | sizes | {
-        "bytes_per_waiting_request", "other_cpu_cores",
+        "bytes_per_waiting_request", "other_cpu_cores", "reference_loop_ms",
     }  # fmt: skip
     assert {check["name"]: check["limit"] for check in facts["checks"]} == {
         "step_us_4_0": 104, "step_us_4_50": 104, "step_us_8_0": 108, "step_us_8_50": 108,

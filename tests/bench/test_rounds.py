@@ -80,12 +80,14 @@ def test_what_others_use_is_told() -> None:
     try:
         machine = Machine()
         spin(1.0)
-        cores, note = machine.stop()
+        cores, milliseconds, note = machine.stop()
     finally:
         os.kill(stranger, signal.SIGKILL)
     assert cores > 0.2
     assert note.startswith("NOISY")
     assert f"others used {cores:.2f} of" in note
+    assert f"the reference loop took {milliseconds:.1f} ms" in note
+    assert 0.1 < milliseconds < 1000
 
 
 def test_the_collector_is_left_as_it_was() -> None:
