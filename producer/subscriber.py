@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import NoPermissionError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from penstock.shared.errors import ProtocolError, RedisUnavailable
@@ -53,6 +53,8 @@ class Subscriber:
         self._inboxes: dict[bytes, dict[bytes, set[Subscription]]] = {}
         self._sent: set[bytes] = set()
         self._confirmed: set[bytes] = set()
+        # Those that were refused together with others: which of them is denied?
+        self._doubtful: set[bytes] = set()
         self._changed: set[bytes] = set()
         self._work = asyncio.Event()
         self._heard = False
@@ -136,7 +138,8 @@ class Subscriber:
                 _log.log(level, "pub/sub connection lost: %s", group.exceptions[0])
             except* Exception as group:
                 _log.exception("pub/sub reader failed")
-                self._fail_unconfirmed(group.exceptions[0])
+                unconfirmed = self._readers.keys() - self._confirmed
+                self._fail(unconfirmed, group.exceptions[0])
             self._confirmed.clear()
             await asyncio.sleep(self._pause_s)
             self._pause_s = min(2 * self._pause_s, _BACKOFF_S[1])
@@ -149,8 +152,10 @@ class Subscriber:
         try:
             await link.connect()
             self._changed.clear()
+            self._doubtful.clear()
             self._sent = set(self._readers)
-            await link.send("SUBSCRIBE", *self._sent)
+            if self._sent:  # the last reader may have left meanwhile
+                await link.send("SUBSCRIBE", *self._sent)
             self.connections += 1
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._read(link))
@@ -167,9 +172,13 @@ class Subscriber:
             changed, self._changed = self._changed, set()
             new = [name for name in changed if name in self._readers and name not in self._sent]
             old = [name for name in changed if name not in self._readers and name in self._sent]
-            if new:
-                self._sent.update(new)
-                await link.send("SUBSCRIBE", *new)
+            alone = self._doubtful.intersection(new)
+            self._sent.update(new)
+            for name in alone:
+                self._doubtful.discard(name)
+                await link.send("SUBSCRIBE", name)
+            if together := [name for name in new if name not in alone]:
+                await link.send("SUBSCRIBE", *together)
             if old:
                 self._sent.difference_update(old)
                 self._confirmed.difference_update(old)
@@ -196,11 +205,13 @@ class Subscriber:
             try:
                 message = await link.receive()
             except ResponseError as error:
-                self._fail_unconfirmed(error)
+                self._heard = True
+                self._take_refusal(error, *link.refused())
                 continue
             self._heard = True
             if type(message) is not list or len(message) != 3:
-                continue  # the answer to a ping
+                link.answered()  # a ping
+                continue
             kind, channel, data = message
             if kind == b"message":
                 inbox = self._inboxes.get(channel)
@@ -209,21 +220,38 @@ class Subscriber:
                     continue
                 for subscription in self._readers.get(channel, ()):
                     subscription.push(data)
-            elif kind == b"subscribe":
+                continue
+            link.answered()
+            if kind == b"subscribe":
                 self._pause_s = _BACKOFF_S[0]
                 if channel in self._sent:  # not since unsubscribed
                     self._confirmed.add(channel)
                 for subscription in self._readers.get(channel, ()):
                     subscription.fall_behind()
 
-    def _fail_unconfirmed(self, error: BaseException) -> None:
+    def _take_refusal(self, error: ResponseError, command: str, channels: Sequence[bytes]) -> None:
+        if command != "SUBSCRIBE":
+            _log.info("Redis refuses %s: %s", command, error)
+        elif len(channels) == 1:
+            self._fail(channels, error)
+        else:
+            # One that is denied is enough for that. Alone, each gets its own answer.
+            self._sent.difference_update(channels)
+            self._doubtful.update(channels)
+            self._changed.update(channels)
+            self._work.set()
+
+    def _fail(self, channels: Iterable[bytes], error: BaseException) -> None:
+        """Let the readers of these channels go with an error: no later connection asks for them."""
         text = f"Redis refuses to subscribe: {error}"
-        if isinstance(error, RedisError) and "NOPERM" in str(error).upper():
+        if isinstance(error, NoPermissionError):
             text += "; the user needs +subscribe and the channels, see docs/protocol.md"
-        for channel, readers in self._readers.items():
-            if channel not in self._confirmed:
-                for subscription in readers:
-                    subscription.fail(RedisUnavailable(text))
+        for channel in channels:
+            self._sent.discard(channel)
+            self._inboxes.pop(channel, None)
+            for subscription in self._readers.pop(channel, ()):
+                subscription.fail(RedisUnavailable(text))
+                subscription.close()
 
 
 def _deliver(inbox: Mapping[bytes, Collection[Subscription]], message: bytes) -> None:
