@@ -4,58 +4,20 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable
 
 import pytest
 from engine.fakes import config
+from engine.waiting_sequences import BOUND_S, drained, filled, make, sequence
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from penstock.gpu_worker.engine import Policy, PolicyName, Sequence, make_policy
+from penstock.gpu_worker.engine import PolicyName, Sequence
 from penstock.gpu_worker.engine.policies.heap import Heap
 from penstock.shared.errors import ConfigurationError
-from penstock.shared.protocol import Lane, SamplingOptions
+from penstock.shared.protocol import Lane
 
 ALL = pytest.mark.parametrize("name", list(PolicyName))
-BOUND_S = 8.0
-"""A power of two, as are all times here: sums are exact, so bounds can be, too."""
-
-
-def sequence(
-    id: str,
-    lane: Lane = Lane.NORMAL,
-    *,
-    tenant: str = "a",
-    arrival: float = 0.0,
-    prompt: int = 1,
-    max_tokens: int = 16,
-    deadline: float | None = None,
-) -> Sequence:
-    return Sequence(
-        id=id, prompt_ids=[1] * prompt, options=SamplingOptions(max_tokens=max_tokens),
-        lane=lane, tenant=tenant, arrival=arrival, deadline=deadline,
-    )  # fmt: skip
-
-
-def make(name: str, **changes: object) -> Policy:
-    limits = {"policy": PolicyName(name), "max_overtake_s": BOUND_S, "max_model_len": 64}
-    return make_policy(config(**{**limits, **changes}))
-
-
-def filled(name: str, sequences: Iterable[Sequence], **changes: object) -> Policy:
-    policy = make(name, **changes)
-    for seq in sequences:
-        policy.add(seq)
-    return policy
-
-
-def drained(policy: Policy) -> list[str]:
-    order = []
-    while (first := policy.peek()) is not None:
-        policy.admit(first)
-        order.append(first.id)
-    return order
 
 
 # -- what all keep -------------------------------------------------------------------------------
@@ -147,68 +109,6 @@ def test_edf_takes_the_earliest_deadline_and_none_counts_as_the_latest() -> None
         )
     )  # fmt: skip
     assert order == ["past", "near", "none", "far", "after"]
-
-
-def test_fair_shares_by_tokens_and_not_by_requests() -> None:
-    """`a` asks for 31 + 1 tokens at a time, `b` for 7 + 1: `b` is admitted four times as often."""
-    policy = filled(
-        "fair",
-        [sequence(f"a{i}", max_tokens=31) for i in range(40)]
-        + [sequence(f"b{i}", tenant="b", max_tokens=7) for i in range(40)],
-    )
-    order = drained(policy)[:40]
-    assert sum(id.startswith("b") for id in order) == 32
-
-
-def test_fair_pays_back_what_was_not_given() -> None:
-    policy = make("fair")
-    early = sequence("early", max_tokens=60)
-    for seq in (early, sequence("a2"), sequence("b1", tenant="b"), sequence("b2", tenant="b")):
-        policy.add(seq)
-    assert policy.peek() is early
-    policy.admit(early)
-    policy.end(early)  # after one of 60 tokens
-    assert drained(policy) == ["b1", "a2", "b2"]
-
-
-def test_fair_gives_no_credit_for_staying_away_and_remembers_no_debt_of_lonely_times() -> None:
-    policy = filled("fair", [sequence(f"a{i}", max_tokens=60) for i in range(20)])
-    drained(policy)
-    for i in range(3):
-        policy.add(sequence(f"a{i}"))
-        policy.add(sequence(f"b{i}", tenant="b"))
-    assert drained(policy) == ["a0", "b0", "a1", "b1", "a2", "b2"]
-
-
-def test_an_endless_line_of_new_tenants_does_not_starve_one() -> None:
-    policy = filled("fair", [sequence("a0"), sequence("a1")])
-    overtaken = 0
-    for i in range(1000):
-        policy.add(sequence(f"new{i}", tenant=f"t{i}", arrival=i / 4))
-        first = policy.peek()
-        assert first is not None
-        policy.admit(first)
-        overtaken += 1
-        if first.id == "a1":
-            break
-    assert overtaken <= 2 + 4 * BOUND_S
-
-
-def test_fair_forgets_tenants_that_are_gone() -> None:
-    """A million tenants that came once must not stay in memory."""
-    policy = make("fair")
-    policy.add(sequence("always0", tenant="x", max_tokens=1))
-    for i in range(2000):
-        policy.add(sequence(f"always{i + 1}", tenant="x", max_tokens=1, arrival=float(i)))
-        policy.add(sequence(f"once{i}", tenant=f"t{i}", arrival=float(i)))
-        for _ in range(2):
-            first = policy.peek()
-            assert first is not None
-            policy.admit(first)
-            policy.end(first)
-    shares = policy._lanes[Lane.NORMAL]  # type: ignore[attr-defined]
-    assert len(shares._turns) + len(shares._idle) < 50
-    assert not shares._charged
 
 
 def test_priority_lets_waiting_make_up_for_the_lane() -> None:

@@ -20,10 +20,10 @@ class TenantFair(Policy):
 
     Every tenant has a virtual counter of tokens in each lane, and the least is next (start-time
     fair queueing, Goyal et al., 1996; for tokens of LLMs, Sheng et al., 2024). Admission charges a
-    request's prompt and all tokens it may give, in all its sequences; the end of the first of them
-    pays back those that it did not give. So
-    between two requests of one tenant that waits, any other gets at most what the first of them
-    cost, and one request more.
+    request's prompt and all tokens it may give, in all its sequences; each that ends pays back
+    those that it did not give. (A beam that is dropped pays nothing back, as another goes on in its
+    place; the end of the search does, for all.) So between two requests of one tenant that waits,
+    any other gets at most what the first of them cost, and one request more.
 
     Counters are kept only while somebody waits: who is alone takes nothing from anybody, and owes
     nothing later. A tenant that comes when others wait starts at the counter that is being served,
@@ -85,8 +85,7 @@ class _Shares:
         self._idle: Heap[str] = Heap()  # counters above the floor of those that do not
         self._arrivals: Heap[Sequence] = Heap()
         self._latest = -math.inf
-        # Those that were charged and have not ended, and in which busy period that was.
-        self._charged: dict[Sequence, int] = {}
+        self._charged: dict[str, _Charge] = {}  # by request; of those that have not ended
         self._floor = 0.0  # the counter that is being served
         self._period = 0
 
@@ -124,9 +123,9 @@ class _Shares:
             return
         tenant = sequence.tenant
         counter = self._turns.key(tenant)
-        options = sequence.options
-        cost = sequence.num_prompt_tokens + options.max_tokens * options.num_sequences
-        self._charged[sequence] = self._period
+        places, longest = sequence.options.num_sequences, sequence.options.max_tokens
+        cost = sequence.num_prompt_tokens + longest * places
+        self._charged[sequence.id] = _Charge(self._period, places)
         self._floor = max(self._floor, counter)
         self._turns.put(tenant, counter + cost)
         self._leave(sequence)
@@ -142,12 +141,16 @@ class _Shares:
             self._leave(sequence)
 
     def settle(self, sequence: Sequence) -> None:
-        if sequence not in self._charged:
-            return  # it was never admitted for itself
-        if self._charged.pop(sequence) != self._period:
+        charge = self._charged.get(sequence.id)
+        if charge is None:
+            return  # its request was never admitted
+        is_over = not sequence.siblings
+        unused = charge.settle(sequence, is_over=is_over)
+        if is_over:
+            del self._charged[sequence.id]
+        if charge.period != self._period:
             return  # what it was charged is forgotten
         tenant = sequence.tenant
-        unused = sequence.options.max_tokens - sequence.num_output_tokens
         for counters in (self._turns, self._idle):
             if tenant in counters:
                 counters.put(tenant, counters.key(tenant) - unused)
@@ -177,3 +180,32 @@ class _Shares:
     def __iter__(self) -> Iterator[Sequence]:
         yield from self._returned
         yield from self._arrivals
+
+
+class _Charge:
+    """What the tenant of a running request may be paid back.
+
+    Args:
+        period: the busy period in which it was charged.
+        places: sequences for which it was, each with ``max_tokens``.
+    """
+
+    __slots__ = ("_places", "period")
+
+    def __init__(self, period: int, places: int) -> None:
+        self.period = period
+        self._places = places
+
+    def settle(self, sequence: Sequence, *, is_over: bool) -> int:
+        """A sequence has ended; the tokens that will not be given now.
+
+        Args:
+            sequence: of the request.
+            is_over: no other sequence of it goes on.
+        """
+        longest, given = sequence.options.max_tokens, sequence.num_output_tokens
+        if sequence.num_candidates:  # a beam: all that go on are as long
+            return self._places * (longest - given) if is_over else 0
+        self._places -= 1
+        # When it is over, those that were never let go will not be, either.
+        return longest - given + (self._places * longest if is_over else 0)

@@ -1,0 +1,53 @@
+"""Sequences as they wait, and orders of admission over them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from engine.fakes import config
+
+from penstock.gpu_worker.engine import Policy, PolicyName, Sequence, make_policy
+from penstock.shared.protocol import Lane, SamplingOptions
+
+__all__ = ["BOUND_S", "drained", "filled", "make", "sequence"]
+
+BOUND_S = 8.0
+"""A power of two, as are all times of these tests: sums are exact, so bounds can be, too."""
+
+
+def sequence(
+    id: str,
+    lane: Lane = Lane.NORMAL,
+    *,
+    tenant: str = "a",
+    arrival: float = 0.0,
+    prompt: int = 1,
+    max_tokens: int = 16,
+    deadline: float | None = None,
+    **options: Any,
+) -> Sequence:
+    return Sequence(
+        id=id, prompt_ids=[1] * prompt, options=SamplingOptions(max_tokens=max_tokens, **options),
+        lane=lane, tenant=tenant, arrival=arrival, deadline=deadline,
+    )  # fmt: skip
+
+
+def make(name: str, **changes: object) -> Policy:
+    limits = {"policy": PolicyName(name), "max_overtake_s": BOUND_S, "max_model_len": 64}
+    return make_policy(config(**{**limits, **changes}))
+
+
+def filled(name: str, sequences: Iterable[Sequence], **changes: object) -> Policy:
+    policy = make(name, **changes)
+    for seq in sequences:
+        policy.add(seq)
+    return policy
+
+
+def drained(policy: Policy) -> list[str]:
+    order = []
+    while (first := policy.peek()) is not None:
+        policy.admit(first)
+        order.append(first.id)
+    return order
