@@ -288,8 +288,7 @@ class Speculator:
             failed: the drafter did. Such a step tells what drafts are worth, and not what they or
                 verifying them cost.
         """
-        if timing is None:
-            self._guard.observe_unknown()
+        self._guard.observe_timing(timing is not None)
         num_drafts = sum([span.num_drafts for span in spans])
         self._changed |= num_drafts > 0
         num_sequences, costs, guard = len(spans), self._costs, self._guard

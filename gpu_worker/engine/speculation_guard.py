@@ -109,17 +109,17 @@ class Guard:
     def __init__(self, shape: Callable[[int], float]) -> None:
         self._shape = shape
         self._classes: dict[int, _Class] = {}
-        self._blind = False
+        self._timed: bool | None = None  # not known before the first step
 
     def permit(self, num_sequences: int) -> Permission:
         """What the next step may do; to be asked once for each step."""
-        if self._blind:
+        if self._timed is False:
             return Permission.PROMISING
         return self._of(num_sequences).permit()
 
     def decline(self, num_sequences: int) -> None:
         """A step had leave to draft, and drafts did not promise to pay."""
-        if not self._blind:
+        if self._timed:
             self._of(num_sequences).decline()
 
     def wants(self, num_sequences: int) -> bool:
@@ -153,9 +153,13 @@ class Guard:
         seconds, late = verify[0] + drafting, draft[0] - drafting
         state.observe_drafted(num_tokens / num_sequences, seconds / shape, late / shape)
 
-    def observe_unknown(self) -> None:
-        """Nobody times the steps: there is nothing to judge by, and promises must do."""
-        self._blind = True
+    def observe_timing(self, timed: bool) -> None:
+        """A step has ended, whatever was in it, and somebody has timed it or not.
+
+        As long as none was timed there is nothing to judge by, and promises must do. Later a step
+        without a time is one that raised, or whose copies failed: it is not judged, no more.
+        """
+        self._timed = timed or bool(self._timed)
 
     def _of(self, num_sequences: int) -> _Class:
         key = num_sequences.bit_length() if num_sequences < 2 else (num_sequences - 1).bit_length()

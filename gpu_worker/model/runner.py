@@ -134,8 +134,12 @@ class ModelRunner:
         """
         began, draft_seconds = times
         drafts = {sequence: of.token_ids for sequence, of in proposals.items()}
-        if not sampling:
-            return StepOutput(tuple(() for _ in plan.spans), swap_s=self._swap_seconds())
+        if not sampling:  # nothing to wait for: a device may still be at it
+            return StepOutput(
+                tuple(() for _ in plan.spans),
+                swap_s=self._swap_seconds(),
+                timing=StepTiming(time.perf_counter() - began, draft_seconds),
+            )
         rows: list[SampledRow] = list(sampling)
         if drafts:
             rows = [r for s in sampling for r in self._draft_rows.of(s, drafts.get(s, ()))]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -18,6 +18,7 @@ from penstock.gpu_worker.engine import (
     Sequence,
     Span,
     StepOutput,
+    StepTiming,
 )
 from penstock.shared.protocol import Lane, Reason, SamplingOptions, TokenLogprobs
 
@@ -201,11 +202,28 @@ class FakeKV:
         return expected[-1] if expected else None
 
 
-class FakeRunner:
-    """Runs plans over a :class:`FakeKV`; the next token comes from what is stored there."""
+def untimed(plan: Plan) -> StepTiming | None:
+    """What a step takes, if nobody looks."""
+    return None
 
-    def __init__(self, block_size: int, kinds: Seq[KVKind] = (KVKind(0),)) -> None:
+
+class FakeRunner:
+    """Runs plans over a :class:`FakeKV`; the next token comes from what is stored there.
+
+    Args:
+        block_size: of the KV memory.
+        kinds: of the KV memory.
+        timing: what a step takes.
+    """
+
+    def __init__(
+        self,
+        block_size: int,
+        kinds: Seq[KVKind] = (KVKind(0),),
+        timing: Callable[[Plan], StepTiming | None] = untimed,
+    ) -> None:
         self.kv = FakeKV(block_size, kinds)
+        self._timing = timing
         self.num_computed = 0
         self.num_drafted = 0
         self.num_accepted = 0
@@ -250,6 +268,7 @@ class FakeRunner:
             candidates=candidates,
             prompt_logprobs=reports,
             drafted={sequence: len(ids) for sequence, ids in drafts.items()},
+            timing=self._timing(plan),
         )
 
     def _drafts(self, span: Span) -> tuple[int, ...]:

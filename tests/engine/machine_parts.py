@@ -12,6 +12,7 @@ from engine.fakes import (
     capacity,
     prompt_report,
     solo,
+    untimed,
 )
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -31,6 +32,7 @@ from penstock.gpu_worker.engine import (
     SequenceStatus,
     SpeculationConfig,
     StepOutput,
+    StepTiming,
     Update,
 )
 from penstock.gpu_worker.engine.stats import Preemption
@@ -55,6 +57,14 @@ speculations = st.none() | st.builds(
     length=st.none() | st.integers(1, 6),
     longest=st.integers(1, 6),
 )
+
+
+def now_and_then(plan: Plan) -> StepTiming | None:
+    """Steps as long as their tokens are many, some of which nobody has timed."""
+    return StepTiming(1 + plan.num_tokens / 100) if plan.num_tokens % 7 else None
+
+
+timings = st.sampled_from([untimed, now_and_then])
 
 
 @dataclass

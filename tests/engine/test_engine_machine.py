@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -22,6 +23,7 @@ from engine.machine_parts import (
     prompts,
     speculations,
     stop_lists,
+    timings,
 )
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -37,8 +39,10 @@ from penstock.gpu_worker.engine import (
     Chunking,
     Engine,
     Finish,
+    Plan,
     PolicyName,
     StepOutput,
+    StepTiming,
 )
 from penstock.gpu_worker.worker import run_isolated
 from penstock.shared.protocol import Lane, Reason
@@ -64,8 +68,15 @@ class EngineMachine(MachineModel):
         preemption=st.sampled_from(["auto", "swap", "recompute"]),
         num_host_blocks=st.integers(0, 20),
         speculation=speculations,
+        timing=timings,
     )
-    def build(self, max_sequences: int, more_tokens: int, **limits: object) -> None:
+    def build(
+        self,
+        max_sequences: int,
+        more_tokens: int,
+        timing: Callable[[Plan], StepTiming | None],
+        **limits: object,
+    ) -> None:
         max_batch_tokens = max_sequences + more_tokens
         if self.chunking is Chunking.OFF:
             max_batch_tokens += limits["max_model_len"]  # type: ignore[operator]
@@ -75,7 +86,7 @@ class EngineMachine(MachineModel):
             chunking=self.chunking, min_chunk_size=1, target_itl_s=1.0, **limits,
         )  # fmt: skip
         self.engine = Engine(self.config, PieceStream)
-        self.runner = FakeRunner(self.config.block_size, self.config.kinds)
+        self.runner = FakeRunner(self.config.block_size, self.config.kinds, timing)
         self.live, self.ended, self.seen, self.arrivals = {}, [], {}, []
         self.num_made = 0
         self.now = 0.0

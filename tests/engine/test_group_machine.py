@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,7 +17,7 @@ from engine.fakes import (
     request,
     solo,
 )
-from engine.test_engine_machine import Poisoned, defer_some, speculations
+from engine.test_engine_machine import Poisoned, defer_some, speculations, timings
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -30,6 +31,7 @@ from penstock.gpu_worker.engine import (
     KVKind,
     Plan,
     PolicyName,
+    StepTiming,
     Update,
 )
 from penstock.gpu_worker.worker import run_isolated
@@ -139,9 +141,15 @@ class GroupMachine(RuleBasedStateMachine):
         more_kinds=st.just(())
         | st.tuples(st.builds(KVKind, st.integers(4, 30), st.integers(1, 6), st.integers(0, 20))),
         speculation=speculations,
+        timing=timings,
     )
     def build(
-        self, max_sequences: int, more_tokens: int, chunking: Chunking, **limits: object
+        self,
+        max_sequences: int,
+        more_tokens: int,
+        chunking: Chunking,
+        timing: Callable[[Plan], StepTiming | None],
+        **limits: object,
     ) -> None:
         max_batch_tokens = max_sequences + more_tokens
         if chunking is Chunking.OFF:
@@ -152,7 +160,7 @@ class GroupMachine(RuleBasedStateMachine):
             min_chunk_size=1, target_itl_s=1.0, **limits,
         )  # fmt: skip
         self.engine = Engine(self.config, PieceStream)
-        self.runner = FakeRunner(self.config.block_size, self.config.kinds)
+        self.runner = FakeRunner(self.config.block_size, self.config.kinds, timing)
         self.live: dict[str, Log] = {}
         self.ended: list[Log] = []
         self.num_made = 0

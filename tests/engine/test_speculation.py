@@ -360,6 +360,26 @@ def test_drafts_preempt_nobody_and_give_their_blocks_back() -> None:
     assert runner.num_drafted > runner.num_accepted > 0
 
 
+@pytest.mark.parametrize("prompt_timed", [True, False])
+def test_drafts_that_never_pay_end_also_after_a_long_prompt(prompt_timed: bool) -> None:
+    """Whether or not anybody timed the chunks that sample nothing; nothing promises a loss."""
+
+    def timing(plan: Plan) -> StepTiming | None:
+        samples = any(span.samples for span in plan.spans)
+        return StepTiming(1.0 + drafted(plan)) if samples or prompt_timed else None
+
+    speculation = SpeculationConfig(ngram=False, draft=True)
+    cfg = config(speculation=speculation, num_blocks=256, max_model_len=1000)
+    engine, runner = Engine(cfg, PieceStream), FakeRunner(cfg.block_size, timing=timing)
+    engine.add(request("a", (1, 2) * 20, max_tokens=400))
+    steps = 0
+    while plan := engine.schedule():
+        steps += drafted(plan) > 0
+        engine.collect(plan, runner.run(plan))
+    assert runner.num_drafted > 0
+    assert steps < 10
+
+
 @pytest.mark.parametrize("wish", Speculation)
 def test_a_wish_is_kept(wish: Speculation) -> None:
     cfg = config(speculation=DRAFTS)

@@ -104,8 +104,18 @@ def test_reading_a_long_prompt_does_not_end_drafts_that_pay() -> None:
 def test_without_times_promises_must_do() -> None:
     guard = Guard(lambda _: 1.0)
     assert guard.permit(3) is Permission.NONE
-    guard.observe_unknown()
+    guard.observe_timing(False)
     assert guard.permit(3) is Permission.PROMISING
+
+
+def test_a_step_without_a_time_is_not_judged_and_the_others_still_are() -> None:
+    """The first step of a worker may raise, and any later one."""
+    guard = Guard(lambda _: 1.0)
+    guard.observe_timing(False)
+    guard.observe_timing(True)
+    assert guard.permit(3) is Permission.NONE
+    guard.observe_timing(False)
+    assert guard.permit(3) is Permission.NONE
 
 
 # --- with the choice of lengths, in worlds whose costs differ from what was timed at start

@@ -87,6 +87,8 @@ def test_a_step_that_samples_nothing(runner: ModelRunner) -> None:
     sequence = make_sequence(1, 9, [0, 1, 2])
     output = runner.run(Plan((Span(sequence, 0, 5, False),)))
     assert output.token_ids == ((),)
+    assert output.timing is not None
+    assert output.timing.seconds > 0
 
 
 def test_greedy_tokens_are_the_argmax_of_the_models_own_logits(
