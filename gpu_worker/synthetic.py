@@ -59,6 +59,9 @@ class SyntheticRunner:
             },
         )
 
+    def recover(self) -> None:
+        """There is nothing that a step could have left."""
+
 
 def _sample(sequence: Sequence) -> int:
     index, last = sequence.num_output_tokens, sequence.token_ids[-1]

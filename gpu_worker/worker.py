@@ -44,6 +44,9 @@ class Runner(Protocol):
         these fail, it says so in its output (``moved``) and does not raise.
         """
 
+    def recover(self) -> None:
+        """Make ready for another run after one that raised, once nobody holds its tensors."""
+
 
 class Orders(Protocol):
     """Where orders come from: what it reads, it gives to the worker's methods."""
@@ -195,30 +198,34 @@ def run_isolated(runner: Runner, plan: Plan) -> StepOutput:
     try:
         return runner.run(plan)
     except Exception as error:
+        finish = Finish(_reason(error), _describe(error))
         if len(plan.spans) == 1:
             _log.error("a request fails in the model: %s", error, exc_info=error)
-            return StepOutput(((),), {0: Finish(_reason(error), _describe(error))})
-        middle = len(plan.spans) // 2
-        first = run_isolated(runner, Plan(plan.spans[:middle]))
-        rest = run_isolated(runner, Plan(plan.spans[middle:]))
-        failures = {middle + index: finish for index, finish in rest.failures.items()}
-        return StepOutput(
-            first.token_ids + rest.token_ids,
-            {**first.failures, **failures},
-            {**first.logprobs, **rest.logprobs},
-            {**first.candidates, **rest.candidates},
-            prompt_logprobs={**first.prompt_logprobs, **rest.prompt_logprobs},
-            deferred=first.deferred.union(middle + index for index in rest.deferred),
-            drafted={**first.drafted, **rest.drafted},
-            draft_failed=first.draft_failed or rest.draft_failed,
-        )
+    # Only now that the exception is gone: its traceback held all tensors of the step that failed.
+    runner.recover()
+    if len(plan.spans) == 1:
+        return StepOutput(((),), {0: finish})
+    middle = len(plan.spans) // 2
+    first = run_isolated(runner, Plan(plan.spans[:middle]))
+    rest = run_isolated(runner, Plan(plan.spans[middle:]))
+    failures = {middle + index: finish for index, finish in rest.failures.items()}
+    return StepOutput(
+        first.token_ids + rest.token_ids,
+        {**first.failures, **failures},
+        {**first.logprobs, **rest.logprobs},
+        {**first.candidates, **rest.candidates},
+        prompt_logprobs={**first.prompt_logprobs, **rest.prompt_logprobs},
+        deferred=first.deferred.union(middle + index for index in rest.deferred),
+        drafted={**first.drafted, **rest.drafted},
+        draft_failed=first.draft_failed or rest.draft_failed,
+    )
 
 
 def _reason(error: Exception) -> Reason:
-    # torch.OutOfMemoryError on a GPU, MemoryError or "can't allocate memory" on a CPU. By name:
-    # this module must not import torch.
+    # torch.OutOfMemoryError on a GPU, MemoryError or "can't allocate memory" on a CPU, and what
+    # cuBLAS says when there is none for itself. By name: this module must not import torch.
     text = f"{type(error).__name__} {error}".lower()
-    signs = ("outofmemory", "out of memory", "allocate memory", "memoryerror")
+    signs = ("outofmemory", "out of memory", "allocate memory", "memoryerror", "_alloc_failed")
     return Reason.OUT_OF_MEMORY if any(sign in text for sign in signs) else Reason.ENGINE_ERROR
 
 

@@ -10,7 +10,14 @@ import torch
 
 from penstock.shared.errors import ConfigurationError, InsufficientMemory
 
-__all__ = ["available_bytes", "format_bytes", "kv_budget", "parse_bytes", "swap_budget"]
+__all__ = [
+    "available_bytes",
+    "format_bytes",
+    "kv_budget",
+    "parse_bytes",
+    "release_unused",
+    "swap_budget",
+]
 
 CPU_SHARE = 0.25
 """Of the memory available when the worker starts: others live on the machine too."""
@@ -122,6 +129,16 @@ def swap_budget(setting: int | None, kv_bytes: int, device: torch.device) -> int
     else:
         budget = setting
     return 1 << (budget.bit_length() - 1) if device.type == "cuda" and budget else budget
+
+
+def release_unused(device: torch.device) -> None:
+    """Give back to ``device`` what torch keeps of freed tensors.
+
+    Torch does so itself before it raises for want of memory. But what the tensors of a failed
+    step held is free only later, and it is not torch alone that allocates: cuBLAS does, too.
+    """
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def _meminfo() -> int | None:

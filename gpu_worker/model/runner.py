@@ -26,6 +26,7 @@ from .drawing import largest
 from .kv_pool import KVPool
 from .logits_processors import nothing_left
 from .masks import Asked, MaskMaker, Masks
+from .memory import release_unused
 from .packing import Piece, Rows, decode_pieces, forward_logits, pack
 from .prompt_logprobs import PromptRows
 from .sampler import INVALID_TOKEN, NO_TOKEN_LEFT, Sampler, SamplingBatch
@@ -112,6 +113,10 @@ class ModelRunner:
         logits = logits[prompts.sampled]
         output = self._sample(plan, logits, sampling, asked, proposals, times)
         return replace(output, prompt_logprobs=prompts.by_sequence(figures))
+
+    def recover(self) -> None:
+        """Make ready for another step after one that raised, once nobody holds its tensors."""
+        release_unused(self.loaded.device)
 
     def _sample(
         self,

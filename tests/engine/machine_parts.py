@@ -104,6 +104,9 @@ class Poisoned:
             raise ValueError("injected")
         return output
 
+    def recover(self) -> None:
+        """Nothing was lost."""
+
 
 @dataclass(frozen=True)
 class Before:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -196,3 +197,14 @@ def test_two_models_take_turns_in_one_process(loaded: Loaded) -> None:
     first = [runner.run(Plan((whole(sequence),))) for runner in runners]
     second = [runner.run(Plan((whole(sequence),))) for runner in reversed(runners)]
     assert first == second[::-1]
+
+
+@pytest.mark.parametrize(("device", "times"), [("cpu", 0), ("cuda", 1)])
+def test_torch_gives_memory_back_after_a_step_that_raised(
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch, device: str, times: int
+) -> None:
+    calls: list[None] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append(None))
+    monkeypatch.setattr(runner, "loaded", replace(runner.loaded, device=torch.device(device)))
+    runner.recover()
+    assert len(calls) == times

@@ -164,6 +164,9 @@ def test_every_step_that_swaps_fails_once_after_its_copies(
                 raise RuntimeError("injected")
             return output
 
+        def recover(self) -> None:
+            serving.runner.recover()
+
     failing = Failing()
     while serving.has_work:
         serving.step(lambda plan: run_isolated(failing, plan))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -96,6 +98,7 @@ def test_only_the_culprits_fail(poisoned: set[int]) -> None:
             "out_of_memory",
         ),
         (RuntimeError("CUDA out of memory. Tried to allocate"), Reason.OUT_OF_MEMORY),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling"), "out_of_memory"),
         (RuntimeError("shape mismatch"), Reason.ENGINE_ERROR),
     ],
 )
@@ -105,6 +108,45 @@ def test_reason_tells_memory_from_other_errors(error: Exception, reason: str) ->
     plan = engine.schedule()
     assert plan is not None
     assert run_isolated(PoisonedRunner(error), plan).failures[0].reason == reason
+
+
+class Tensor:
+    """Large, and gone when nobody holds it."""
+
+
+class Full(SyntheticRunner):
+    """Has no memory for any step, and sees how many forwards before it still hold theirs."""
+
+    def __init__(self) -> None:
+        super().__init__(0.0)
+        self.made: list[weakref.ref[Tensor]] = []
+        self.alive: list[int] = []
+
+    def run(self, plan: Plan) -> StepOutput:
+        self._look()
+        activations = Tensor()
+        self.made.append(weakref.ref(activations))
+        raise MemoryError("out of memory")
+
+    def recover(self) -> None:
+        self._look()
+
+    def _look(self) -> None:
+        self.alive.append(sum(made() is not None for made in self.made))
+
+
+def test_a_failed_step_holds_no_memory_while_its_halves_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # pytest keeps what is logged, with all that its tracebacks hold.
+    monkeypatch.setattr(logging.getLogger("penstock.worker"), "disabled", True)
+    engine, runner = make_engine(), Full()
+    for i in range(8):
+        engine.add(request(f"r{i}", (97 + i,)))
+    plan = engine.schedule()
+    assert plan is not None
+    assert len(run_isolated(runner, plan).failures) == 8
+    assert runner.alive == [0] * 2 * 15  # in each forward, and when memory is given back after it
 
 
 class Heard:
