@@ -76,9 +76,9 @@ class Outbox:
         return len(self._ledgers)
 
     @property
-    def owned(self) -> tuple[str, ...]:
-        """Ids of all owned requests."""
-        return tuple(self._ledgers)
+    def owned(self) -> dict[str, int]:
+        """Epochs of the claims of all owned requests, by id."""
+        return {request_id: ledger.epoch for request_id, ledger in self._ledgers.items()}
 
     def run_of(self, request_id: str) -> str | None:
         """The run that serves an owned request; None if it is not owned."""

@@ -8,7 +8,7 @@ replies are in the script's own header. A worker's step sends several in one rou
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import msgpack
@@ -246,15 +246,20 @@ class Operations(OperatorOperations):
         """Give back these requests, without blame; returns how many the worker owned."""
         return await self._hand_back("release", worker_id, ("only", 0), ids)
 
-    async def audit(self, worker_id: str, known: Collection[str]) -> int:
-        """Give back what Redis thinks the worker owns and the worker does not know.
+    async def audit(self, worker_id: str, known: Mapping[str, int]) -> int:
+        """Give back what Redis thinks the worker owns, by claims that the worker does not know.
 
         Heals a claim whose reply was lost with its connection; returns how many there were.
+
+        Args:
+            worker_id: the worker.
+            known: epochs of the claims it knows of, by request.
         """
-        return await self._hand_back("audit", worker_id, (), known)
+        claims = [part for claim in known.items() for part in claim]
+        return await self._hand_back("audit", worker_id, (), claims)
 
     async def _hand_back(
-        self, script: str, worker_id: str, how: tuple[str | int, ...], ids: Collection[str]
+        self, script: str, worker_id: str, how: tuple[str | int, ...], what: Collection[str | int]
     ) -> int:
         keys, retry = self._keys, self._retry
         names = (
@@ -263,7 +268,7 @@ class Operations(OperatorOperations):
         )  # fmt: skip
         args: tuple[str | int, ...] = (
             keys.prefix, worker_id, *how, retry.max_blames, retry.max_attempts,
-            self._retention_ms, *ids,
+            self._retention_ms, *what,
         )  # fmt: skip
         call = Call(self._scripts[script], names, args)
         total, more = 0, 1

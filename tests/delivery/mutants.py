@@ -331,8 +331,13 @@ MUTANTS = (
     without_oom("ripe", test_compaction.test_it_runs_at_maxmemory),
     # release, requeue, sweep
     Mutant(
-        "no audit", "return not known[rid] end", "return false end",
+        "no audit", "return known[rid] ~= string.match(claim, '^%d+') end", "return false end",
         test_guards.test_audit_gives_back_a_claim_whose_reply_was_lost, "audit",
+    ),
+    Mutant(
+        "audit by id alone", "return known[rid] ~= string.match(claim, '^%d+') end",
+        "return not known[rid] end",
+        test_guards.test_audit_gives_back_a_lost_claim_of_what_the_worker_owned_before, "audit",
     ),
     Mutant(
         "audit blames", "is_astray, 0,", "is_astray, 1,",

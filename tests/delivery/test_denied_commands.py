@@ -106,7 +106,7 @@ async def release(scene: Scene, shard: Shard) -> object:
 
 
 async def audit(scene: Scene, shard: Shard) -> object:
-    return await shard.ops.audit("a", ["running", "bare"])
+    return await shard.ops.audit("a", {"running": 1, "bare": 1})
 
 
 async def sweep(scene: Scene, shard: Shard) -> object:

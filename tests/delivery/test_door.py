@@ -200,7 +200,7 @@ async def test_release_runs_at_maxmemory(shard: Shard) -> None:
 async def test_audit_runs_at_maxmemory(shard: Shard) -> None:
     await fill_up(shard)
     # At the cap of attempts, so that the first thing written is a dead letter.
-    assert await shard.with_retry(max_attempts=0).ops.audit("a", []) == 1
+    assert await shard.with_retry(max_attempts=0).ops.audit("a", {}) == 1
     assert len(await shard.ops.dead_letters()) == 1
     await shard.check()
 

@@ -150,11 +150,25 @@ async def test_audit_gives_back_a_claim_whose_reply_was_lost(shard: Shard) -> No
         await shard.submit(name)
     await worker.claim(1)
     await shard.call(worker.claim_call(2))  # the reply is lost
-    assert await shard.ops.audit("a", ["known"]) == 2
+    assert await shard.ops.audit("a", {"known": 1}) == 2
     assert await shard.state("known") == "running"
     assert {(await shard.record(name)).get("died") for name in ("orphan-1", "orphan-2")} == {"0"}
     assert {claim.id for claim in await other.claim(5)} == {"orphan-1", "orphan-2"}
-    assert await shard.ops.audit("a", ["known"]) == 0
+    assert await shard.ops.audit("a", {"known": 1}) == 0
+    await shard.check()
+
+
+async def test_audit_gives_back_a_lost_claim_of_what_the_worker_owned_before(
+    shard: Shard,
+) -> None:
+    """Its lease lapsed unnoticed; the reply to its next claim of the same request is lost."""
+    worker, other = shard.worker("a"), shard.worker("b")
+    await shard.submit("x")
+    first = await worker.claim_one()
+    await take_over(shard, worker, worker)
+    assert await shard.ops.audit("a", {"x": first.epoch}) == 1
+    await other.claim_one()
+    assert await shard.ops.audit("b", {"x": other.claims["x"].epoch}) == 0
     await shard.check()
 
 

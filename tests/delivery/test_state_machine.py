@@ -238,10 +238,11 @@ class Delivery(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(WORKERS))
     def audit(self, name: str) -> None:
-        """The worker knows what it was told; the rest is given back."""
-        known = {claim.id for worker, claim in self.believed if worker.name == name}
-        orphans = [rid for rid in self.owned_by(name) if rid not in known]
-        assert self.run(self.shard.ops.audit(name, sorted(known))) == len(orphans)
+        """The worker knows its last claims it was told of; the rest is given back."""
+        known = {claim.id: claim.epoch for worker, claim in self.believed if worker.name == name}
+        owned = [(rid, self.model.requests[rid].epoch) for rid in self.owned_by(name)]
+        orphans = [rid for rid, epoch in owned if known.get(rid) != epoch]
+        assert self.run(self.shard.ops.audit(name, known)) == len(orphans)
         for rid in orphans:
             self.model.give_back(rid, blame=False)
 

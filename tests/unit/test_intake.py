@@ -62,4 +62,4 @@ def test_the_same_claim_again_is_left_to_an_audit() -> None:
     assert not intake.accept([claim("a")])
     assert intake.accept([claim("b"), claim("a")])
     assert told == ["+a#1", "+b#1", "a#1"]
-    assert outbox.owned == ("b",)
+    assert tuple(outbox.owned) == ("b",)

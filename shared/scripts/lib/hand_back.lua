@@ -1,7 +1,7 @@
 -- hand_back: requests of a worker go back to the queues, to be continued by others. Included after
 -- requeue.lua. Bounded per call.
 --
---   wanted   whether that one, by its id
+--   wanted   whether that one, by its id and the value that own:<wid> holds
 --   loss     see requeue.lua
 -- Returns how many went back, and whether there are more: then it is to be called again.
 local MAX_HANDED_BACK = 256
@@ -12,7 +12,7 @@ local function hand_back(prefix, wid, wanted, loss, max_blames, max_attempts, re
   local owned = redis.call('HGETALL', owned_by)
   for i = 1, #owned, 2 do
     local rid = owned[i]
-    if wanted(rid) then
+    if wanted(rid, owned[i + 1]) then
       if looked >= MAX_HANDED_BACK then return count, true end
       looked = looked + 1
       local rec = read_record(prefix, rid)
