@@ -21,6 +21,7 @@ from penstock.gpu_worker.model import KVPool, LoadedModel, ModelRunner
 from penstock.gpu_worker.model.detokenizer import IncrementalDetokenizer
 from penstock.gpu_worker.model.drafters import Drafter, DraftModel, Proposal
 from penstock.gpu_worker.model.sampler import Sampler
+from penstock.gpu_worker.model.swap_pool import SwapPool
 from penstock.shared.protocol import Lane, SamplingOptions
 
 BLOCK_SIZE = 4
@@ -127,7 +128,9 @@ def serve(
     config = engine_config(model, speculation=speculation, **changes)
     engine = Engine(config, lambda ids: IncrementalDetokenizer(model.tokenizer, ids))
     pool = KVPool(model.geometry, config.kinds, BLOCK_SIZE, model.device, model.dtype)
-    runner = ModelRunner(model, pool, drafter=drafter, rejection=rejection)
+    host_blocks = [kind.num_host_blocks for kind in config.kinds]
+    swap_pool = SwapPool(pool, host_blocks) if any(host_blocks) else None
+    runner = ModelRunner(model, pool, None, swap_pool, drafter=drafter, rejection=rejection)
     served = Served(updates={id: [] for id in requests})
     coming = list(requests.items())
     live = 0
