@@ -51,6 +51,9 @@ enough to read less."""
 _COMPARED = 8
 """Steps after which it is asked again from where the sequences should have their drafts."""
 
+_TRYING = (Permission.TASTE, Permission.TRIAL)
+"""Steps that draft also where it does not promise to pay."""
+
 _Situation = tuple[int, int, Pool, Pool, bool]
 """Sequences, prompt tokens, those with a match and those without, and whether some must be."""
 
@@ -98,7 +101,7 @@ class Speculator:
         """
         permission, self._step = Permission.PROMISING, self._step + 1
         if self._config.length is None:
-            permission = self._guard.permit(len(spans))
+            permission = self._permit(spans)
             if permission is Permission.NONE:
                 self._show_lengths(0, 0)
             if permission in (Permission.NONE, Permission.PAUSE):
@@ -121,6 +124,14 @@ class Speculator:
             if drafting is not None and not choice.drafts:
                 drafting.ask(self._step)
         return chosen
+
+    def _permit(self, spans: Sequence[Span]) -> Permission:
+        num_decodes = sum([span.num_tokens == 1 for span in spans])
+        if num_decodes == len(spans):
+            return self._guard.permit(num_decodes)
+        if not num_decodes:
+            return Permission.PAUSE
+        return self._guard.permit_beside_prompts(num_decodes)
 
     def _look(self, index: int, spans: Sequence[Span]) -> list[Choice] | None:
         """The sources there are for a span, its own text first, with as many drafts as may be."""
@@ -197,9 +208,11 @@ class Speculator:
         )
         most = 1 if permission is Permission.TASTE else self._longest
         limit(choices, min(text_length, most), min(draft_length, most))
+        some = permission in _TRYING
         if text_length == draft_length == 0:
-            self._guard.decline(num_sequences)
-        elif promised_rate < num_sequences / self._costs.verify(num_sequences, 0):
+            if permission is not Permission.PROVEN:
+                self._guard.decline(num_sequences)
+        elif some and promised_rate < num_sequences / self._costs.verify(num_sequences, 0):
             self._try(choices, num_sequences)
         else:
             num_drafts = sum([choice.count for choice in choices])
@@ -216,7 +229,7 @@ class Speculator:
         text = _pool([c.rate for c in choices if c.source.is_text], self._text_length)
         draft = _pool([c.rate for c in choices if not c.source.is_text], self._draft_length)
         num_prompt = sum([span.num_tokens for span in spans]) - num_sequences
-        some = permission in (Permission.TASTE, Permission.TRIAL)
+        some = permission in _TRYING
         key = num_sequences, num_prompt, text, draft, some
         found = self._found.get(key)
         if found is None:

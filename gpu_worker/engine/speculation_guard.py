@@ -90,6 +90,7 @@ class Permission(Enum):
     NONE = "none"
     PAUSE = "pause"  # none this once, to know what that takes now
     PROMISING = "promising"
+    PROVEN = "proven"  # as promising, in a step that nobody can judge: others like it have paid
     TASTE = "taste"  # one of each at most: what they cost may be quite unlike what is thought
     TRIAL = "trial"  # some drafts also if they promise nothing
 
@@ -112,10 +113,20 @@ class Guard:
         self._timed: bool | None = None  # not known before the first step
 
     def permit(self, num_sequences: int) -> Permission:
-        """What the next step may do; to be asked once for each step."""
+        """What the next step may do, of decodes alone; to be asked once for each step."""
         if self._timed is False:
             return Permission.PROMISING
         return self._of(num_sequences).permit()
+
+    def permit_beside_prompts(self, num_sequences: int) -> Permission:
+        """The same of a step that reads prompts, too; ``num_sequences`` of it decode.
+
+        What such a step would take without drafts is not measured. So nothing is tried in it, and
+        drafts that promise to pay must have paid in steps of decodes alone.
+        """
+        if self._timed is False:
+            return Permission.PROMISING
+        return self._of(num_sequences).permit_beside_prompts()
 
     def decline(self, num_sequences: int) -> None:
         """A step had leave to draft, and drafts did not promise to pay."""
@@ -219,6 +230,12 @@ class _Class:
         if self._steps < _TRIED or pays:
             return Permission.TRIAL
         return Permission.PROMISING
+
+    def permit_beside_prompts(self) -> Permission:
+        if not self._on:
+            self._pause -= 1
+            return Permission.NONE
+        return Permission.PROVEN if self._lost < 0 else Permission.PAUSE
 
     def _certainty(self) -> int:
         """That drafts save: 0 for none yet, 1 for little, 2 for much."""

@@ -136,7 +136,11 @@ def times(per_draft: float, draft: float) -> Calibration:
 
 @dataclass
 class World:
-    """Steps whose cost and acceptance are given, and how exactly they are measured."""
+    """Steps whose cost and acceptance are given, and how exactly they are measured.
+
+    In some steps, by chance ``prompts``, a chunk of a prompt is read. In the others there may be
+    none.
+    """
 
     count: int
     per_draft: float
@@ -146,9 +150,12 @@ class World:
     jitter: float = 0.0
     outliers: float = 0.0
     seed: int = 0
+    prompts: float = 0.0
+    chunk: int = 16
     tokens: float = 0.0
     seconds: float = 0.0
     plain_seconds: float = 0.0
+    beside_prompts: list[bool] = field(default_factory=list)  # of such steps, which had drafts
     _random: random.Random = field(init=False)
 
     def __post_init__(self) -> None:
@@ -165,18 +172,26 @@ class World:
         ]
         for sequence in sequences:
             sequence.token_ids.append(7)
+        prompt = Sequence(id="prompt", prompt_ids=range(STEPS), options=options)
         for step in range(steps):
             spans = [Span(s, s.num_tokens - 1, 1, True) for s in sequences]
+            reads = self.prompts > 0 and self._random.random() < self.prompts
+            if reads:
+                spans.append(Span(prompt, 0, self.chunk, False))
             for choice in speculator.choose(spans, 10_000):
                 spans[choice.index].num_drafts = choice.count
                 spans[choice.index].source = choice.source
-            came = self._verify(speculator, spans, self.rate(step))
+            came = self._verify(speculator, spans[: self.count], self.rate(step))
             drafts = [span.num_drafts for span in spans]
+            prompt_seconds = reads * self.chunk * truth.token(self.count) * self.speed(step)
+            if reads:
+                self.beside_prompts.append(any(drafts))
             drafting = truth.draft(sum(d > 0 for d in drafts), max(drafts)) * self.speed(step)
             verify = truth.verify(self.count, sum(drafts) / self.count) * self.speed(step)
+            verify += prompt_seconds
             self.tokens += came / self.count
             self.seconds += verify + drafting
-            self.plain_seconds += self.speed(step) * came / self.count
+            self.plain_seconds += self.speed(step) * came / self.count + prompt_seconds
             noise = self._noise()
             speculator.observe_step(spans, came, StepTiming(verify * noise + drafting, drafting))
         return self.plain_seconds / self.seconds
@@ -273,6 +288,23 @@ def test_a_machine_that_becomes_slower_and_faster_ends_no_drafts_that_pay(period
     steady = World(4, 0.03, 0.05, lambda _: 0.5, jitter=0.1).run(auto(0.03, 0.05))
     assert steady > 1.12
     assert world.run(auto(0.03, 0.05)) > 0.96 * steady
+
+
+@pytest.mark.parametrize("chunk", [2, 32, 128])
+@pytest.mark.parametrize("prompts", [0.9, 1.0])
+def test_nothing_is_tried_in_steps_that_nobody_can_judge(prompts: float, chunk: int) -> None:
+    world = World(12, 0.05, 0.2, lambda _: 0.0, prompts=prompts, chunk=chunk)
+    assert world.run(auto(0.01, 0.05)) > 0.97
+    assert sum(world.beside_prompts) == 0
+
+
+def test_drafts_that_pay_are_there_beside_prompts_as_long_as_they_promise_to() -> None:
+    world = World(4, 0.02, 0.1, lambda step: 0.8 if step < 1000 else 0.0, prompts=0.9)
+    world.run(auto(0.02, 0.1))
+    begun = world.beside_prompts.index(True)
+    assert begun < 300
+    assert sum(world.beside_prompts[begun:800]) > 0.9 * (800 - begun)
+    assert sum(world.beside_prompts[1000:]) < 20
 
 
 def test_what_becomes_guessable_is_found_out() -> None:
