@@ -5,11 +5,18 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-from redis.exceptions import AuthenticationError, NoPermissionError, RedisError, ResponseError
+from redis.exceptions import (
+    AuthenticationError,
+    BusyLoadingError,
+    NoPermissionError,
+    RedisError,
+    ResponseError,
+)
 
 from penstock.shared.address import redact_url
 from penstock.shared.cluster import follow
 from penstock.shared.errors import RedisUnavailable
+from penstock.shared.passing import NotNow
 from penstock.shared.server_binary import check_server
 
 from .connection import connect
@@ -44,6 +51,10 @@ async def check_redis(url: str, key: str, *, timeout_s: float) -> None:
     except ResponseError as error:
         raise RedisUnavailable(
             f"Redis at {shown} refuses: {error}; check database and user in REDIS_URL or --redis"
+        ) from None
+    except (NotNow, BusyLoadingError) as error:
+        raise RedisUnavailable(
+            f"Redis at {shown} answers, but serves nobody now: {error}; start again when it does"
         ) from None
     except (RedisError, OSError) as error:
         tls = ", which must be redis:// unless it speaks TLS on that port"

@@ -254,7 +254,8 @@ class RedisEdge:
     async def _settle(self, batches: Sequence[Sequence[AppendRow]], replies: Sequence[Any]) -> None:
         for batch, reply in zip(batches, replies, strict=True):
             if isinstance(reply, ResponseError):
-                # The script as a whole was refused (an ACL, a Redis bug): nothing was written.
+                # The script as a whole was refused for good (an ACL, a Redis bug), and nothing was
+                # written. Refusals that pass are broken connections here, see shared/passing.py.
                 _log.error("append was refused: %s", reply)
                 self._metrics.redis_errors.inc()
                 ids = tuple(row[0] for row in batch)

@@ -2,7 +2,8 @@
 
 Everything the client sends may be sent twice without harm: reads are reads, a submit is
 idempotent by its id, a cancel of what has ended changes nothing. So a broken connection is
-repaired by trying again, until an outage has lasted too long.
+repaired by trying again, until an outage has lasted too long. A server that refuses for now is an
+outage, too.
 """
 
 from __future__ import annotations
@@ -15,12 +16,19 @@ from typing import TypeVar
 from redis.asyncio import Redis, RedisCluster, SSLConnection
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import AuthenticationError, NoPermissionError, RedisError, ResponseError
+from redis.exceptions import (
+    AuthenticationError,
+    BusyLoadingError,
+    NoPermissionError,
+    RedisError,
+    ResponseError,
+)
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from penstock.shared.cluster import Route, follow, named_node, open_pool
 from penstock.shared.errors import ConfigurationError, RedisUnavailable
+from penstock.shared.passing import NotNow
 
 __all__ = ["Link", "check_loop"]
 
@@ -197,6 +205,15 @@ class Link:
                 "check user and password in REDIS_URL"
             )
         reason = str(error) or type(error).__name__
+        if isinstance(error, NotNow | BusyLoadingError):
+            remedy = (
+                "point REDIS_URL or --redis to its primary"
+                if "read only replica" in reason
+                else "wait until it does, and look at its log"
+            )
+            return RedisUnavailable(
+                f"Redis at {self.address} answers, but serves nobody now: {reason}; {remedy}"
+            )
         tls = ", which must be redis:// unless it speaks TLS on that port"
         return RedisUnavailable(
             f"cannot reach Redis at {self.address}: {reason}; start the server, "

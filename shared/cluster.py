@@ -16,22 +16,15 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
 from redis.asyncio.connection import Connection, ConnectionPool, SSLConnection, parse_url
-from redis.exceptions import (
-    AskError,
-    AuthenticationError,
-    ClusterDownError,
-    MovedError,
-    RedisError,
-    ResponseError,
-    TryAgainError,
-)
+from redis.exceptions import AuthenticationError, MovedError, RedisError, ResponseError
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from .address import check_address, redact_url
 from .errors import ConfigurationError
+from .passing import PatientConnection, PatientLocalConnection
 
-__all__ = ["ClusterBusy", "Rerouted", "Route", "follow", "named_node", "open_pool"]
+__all__ = ["Rerouted", "Route", "follow", "named_node", "open_pool"]
 
 _T = TypeVar("_T")
 
@@ -50,16 +43,9 @@ _OPTIONS = frozenset(
 )  # fmt: skip
 """What may stand behind the ``?`` of a URL: what redis-py's connections know, and ours can bear."""
 
-_BUSY = (AskError, ClusterDownError, TryAgainError)
-_BUSY_WORDS = ("ASK ", "CLUSTERDOWN ", "TRYAGAIN ")
-
 
 class Rerouted(RedisConnectionError):
     """Another node serves this shard; the next connection goes there."""
-
-
-class ClusterBusy(RedisConnectionError):
-    """No node serves this shard just now: its slot is being moved, or the cluster is down."""
 
 
 class Route:
@@ -80,7 +66,7 @@ class Route:
             self.node = None
 
 
-class _Following(Connection):
+class _Following(PatientConnection, Connection):
     """A connection that goes where its route says.
 
     Args:
@@ -116,7 +102,7 @@ class _Following(Connection):
 
         Raises:
             Rerouted: another node serves the shard. Nothing of the command was executed.
-            ClusterBusy: no node does for now.
+            NotNow: see :class:`PatientConnection`.
         """
         try:
             return await super().read_response(*args, **options)
@@ -129,9 +115,6 @@ class _Following(Connection):
                 raise Rerouted(
                     f"{_address(here)} does not serve this shard, {_address(node)} does"
                 ) from error
-            if isinstance(error, _BUSY) or str(error).startswith(_BUSY_WORDS):
-                await self.disconnect(nowait=True)
-                raise ClusterBusy(str(error)) from error
             raise
 
 
@@ -161,7 +144,7 @@ def open_pool(url: str, *, route: Route | None = None, **options: Any) -> Connec
         ) from None
     options |= named
     if not issubclass(kind, Connection):  # a Unix socket: its server is here
-        return ConnectionPool(connection_class=kind, **options)
+        return ConnectionPool(connection_class=PatientLocalConnection, **options)
     following = _FollowingSSL if issubclass(kind, SSLConnection) else _Following
     return ConnectionPool(connection_class=following, route=route or Route(), **options)
 

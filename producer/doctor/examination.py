@@ -8,11 +8,11 @@ from enum import StrEnum
 
 from redis.exceptions import ResponseError
 
-from penstock.shared.cluster import ClusterBusy
 from penstock.shared.embedded import require_url
 from penstock.shared.errors import RedisUnavailable
 from penstock.shared.keys import Keys
 from penstock.shared.operations import Bounds
+from penstock.shared.passing import ClusterBusy
 from penstock.shared.report import Number
 from penstock.shared.script_loader import Call, load_script
 from penstock.shared.settings import Settings

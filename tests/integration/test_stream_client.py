@@ -94,7 +94,10 @@ async def test_arguments_of_a_stream_that_are_none(producer: Producer) -> None:
 
 async def test_a_read_only_replica_is_named(start_redis: Callable[..., EmbeddedRedis]) -> None:
     replica = start_redis(password="")
-    async with Client.from_url(replica.url) as client, Producer(replica.url) as producer:
+    async with (
+        Client.from_url(replica.url) as client,
+        Producer(replica.url, outage_s=0.1) as producer,
+    ):
         await client.execute_command("REPLICAOF", "127.0.0.1", "1")
         for call in (producer.submit("x"), producer.cancel("r")):
             with pytest.raises(RedisUnavailable, match=r"read only replica.*primary"):
