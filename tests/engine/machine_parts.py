@@ -14,6 +14,7 @@ from engine.fakes import (
     solo,
     untimed,
 )
+from engine.waiting_sequences import may_overtake
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -221,7 +222,7 @@ class MachineModel(RuleBasedStateMachine):
             assert any(s.rank <= min(r.rank for r in before.running) for s in planned)
 
     def check_admissions(self, admitted: list[Sequence]) -> None:
-        """Lane by lane, and nobody is overtaken by who came later than the bound allows."""
+        """Lane by lane, and nobody is overtaken by whom the policy does not let go first."""
         ids, policy = {s.id for s in admitted}, self.config.policy
         rank = {id: self.live[id].request.lane.rank for id in self.arrivals}
         in_line = sorted(self.arrivals, key=lambda id: rank[id])
@@ -233,8 +234,7 @@ class MachineModel(RuleBasedStateMachine):
         for sequence in admitted:
             for left in (self.live[id].request for id in self.arrivals):
                 if left.lane is sequence.lane:
-                    late = sequence.arrival - left.arrival
-                    assert late <= self.config.max_overtake_s or policy is PolicyName.FCFS
+                    assert may_overtake(policy, self.config.max_overtake_s, sequence, left)
 
     def collect(self, plan: Plan) -> None:
         updates = self.engine.collect(plan, self.runner.run(plan))

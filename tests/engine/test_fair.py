@@ -58,6 +58,34 @@ def test_an_endless_line_of_new_tenants_does_not_starve_one() -> None:
     assert overtaken <= 2 + 4 * BOUND_S
 
 
+def test_a_newcomer_has_its_share_beside_a_flood_that_is_older_than_the_bound() -> None:
+    policy = filled("fair", [sequence(f"a{i}", arrival=i / 1024) for i in range(1000)])
+    for _ in range(3):
+        first = policy.peek()
+        assert first is not None
+        policy.admit(first)
+    for i in range(40):
+        policy.add(sequence(f"b{i}", tenant="b", arrival=5 * BOUND_S))
+    order = drained(policy)
+    assert order[1] == "b0"
+    assert abs(sum(id.startswith("b") for id in order[:60]) - 30) <= 3
+    assert sorted(order) == sorted({*order})
+    assert len(order) == 1037
+
+
+def test_a_newcomer_starts_at_the_least_counter_and_not_at_that_of_an_overdue_tenant() -> None:
+    policy = filled("fair", [sequence(f"a{i}", max_tokens=1000) for i in range(3)])
+    for turn in range(2):
+        first = policy.peek()
+        assert first is not None
+        assert first.id == f"a{turn}"  # the second one since it is overdue
+        policy.admit(first)
+        for i in range(9):
+            policy.add(sequence(f"b{turn}{i}", tenant="b", arrival=2 * BOUND_S))
+    policy.add(sequence("c", tenant="c", arrival=2 * BOUND_S))
+    assert drained(policy)[:2] == ["b00", "c"]
+
+
 def test_fair_forgets_tenants_that_are_gone() -> None:
     """A million tenants that came once must not stay in memory."""
     policy = make("fair")
@@ -71,7 +99,8 @@ def test_fair_forgets_tenants_that_are_gone() -> None:
             policy.admit(first)
             policy.end(first)
     shares = policy._lanes[Lane.NORMAL]  # type: ignore[attr-defined]
-    assert len(shares._turns) + len(shares._idle) < 50
+    assert len(shares._turns) + len(shares._idle) + len(shares._since) < 50
+    assert len(shares._served) <= 1
     assert not shares._charged
 
 

@@ -7,7 +7,7 @@ import random
 
 import pytest
 from engine.fakes import config
-from engine.waiting_sequences import BOUND_S, drained, filled, make, sequence
+from engine.waiting_sequences import BOUND_S, drained, filled, make, may_overtake, sequence
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -132,6 +132,48 @@ def test_priority_displaces_only_who_would_wait_behind() -> None:
 # -- any order of events -------------------------------------------------------------------------
 
 
+class Turns:
+    """The bound of ``fair``: of an overdue tenant's lane, every second admission is not for one
+    that has been without a turn for less long.
+
+    Args:
+        bound: in seconds, after which a tenant is overdue.
+    """
+
+    def __init__(self, bound: float) -> None:
+        self.bound = bound
+        self.latest = -math.inf
+        self.served: dict[str, float] = {}
+        self.passed: dict[str, int] = {}
+
+    def add(self, seq: Sequence) -> None:
+        self.latest = max(self.latest, seq.arrival)
+
+    def admit(self, first: Sequence, waiting: list[Sequence]) -> None:
+        """``first`` was admitted, before these others of the lane."""
+        since: dict[str, float] = {}
+        for seq in sorted([first, *waiting], key=lambda s: s.arrival):
+            served = self.served.get(seq.tenant, -math.inf)
+            since.setdefault(seq.tenant, max(seq.arrival, served))
+        for tenant, began in since.items():
+            if tenant == first.tenant or began + self.bound >= self.latest:
+                self.passed[tenant] = 0
+                continue
+            change = 1 if since[first.tenant] > began else -1
+            self.passed[tenant] = max(0, self.passed.get(tenant, 0) + change)
+            assert self.passed[tenant] <= 1
+        self.served[first.tenant] = self.latest
+        self.leave(waiting)
+
+    def leave(self, waiting: list[Sequence]) -> None:
+        """These still wait for their first admission."""
+        tenants = {seq.tenant for seq in waiting}
+        self.served = {t: served for t, served in self.served.items() if t in tenants}
+        self.passed = {t: count for t, count in self.passed.items() if t in tenants}
+        if not waiting:
+            self.latest = -math.inf
+
+
 class PolicyMachine(RuleBasedStateMachine):
     """Arrivals, admissions, preemptions, aborts and ends, as a scheduler brings them."""
 
@@ -142,6 +184,7 @@ class PolicyMachine(RuleBasedStateMachine):
         self.fresh: list[Sequence] = []  # never admitted
         self.returned: list[Sequence] = []  # the last one put back comes first
         self.running: list[Sequence] = []
+        self.turns = {lane: Turns(bound) for lane in Lane}
         self.now = 0.0
         self.num_made = 0
 
@@ -162,6 +205,7 @@ class PolicyMachine(RuleBasedStateMachine):
             deadline=None if deadline is None else self.now + deadline / 4, **values,
         )  # type: ignore[arg-type]  # fmt: skip
         self.policy.add(seq)
+        self.turns[seq.lane].add(seq)
         self.fresh.append(seq)
 
     @precondition(lambda self: self.fresh or self.returned)
@@ -180,9 +224,11 @@ class PolicyMachine(RuleBasedStateMachine):
             self.returned.remove(first)
             return
         self.fresh.remove(first)
+        if self.name is PolicyName.FAIR and self.bound:
+            self.turns[first.lane].admit(first, [s for s in self.fresh if s.lane is first.lane])
         for other in self.fresh:
             if other.lane is first.lane or (not lanes_are_hard and not self.returned):
-                assert first.arrival <= other.arrival + self.bound or self.name is PolicyName.FCFS
+                assert may_overtake(self.name, self.bound, first, other)
         if self.name is PolicyName.FCFS:
             assert all(
                 int(first.id[1:]) < int(s.id[1:]) for s in self.fresh if s.lane is first.lane
@@ -207,6 +253,7 @@ class PolicyMachine(RuleBasedStateMachine):
         seq = data.draw(st.sampled_from(self.fresh + self.returned))
         self.policy.remove(seq)
         (self.fresh if seq in self.fresh else self.returned).remove(seq)
+        self.turns[seq.lane].leave([s for s in self.fresh if s.lane is seq.lane])
 
     @invariant()
     def nobody_is_lost(self) -> None:

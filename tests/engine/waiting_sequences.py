@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Protocol
 
 from engine.fakes import config
 
 from penstock.gpu_worker.engine import Policy, PolicyName, Sequence, make_policy
 from penstock.shared.protocol import Lane, SamplingOptions
 
-__all__ = ["BOUND_S", "drained", "filled", "make", "sequence"]
+__all__ = ["BOUND_S", "drained", "filled", "make", "may_overtake", "sequence"]
 
 BOUND_S = 8.0
 """A power of two, as are all times of these tests: sums are exact, so bounds can be, too."""
+
+
+class Waits(Protocol):
+    """A request or a sequence."""
+
+    @property
+    def arrival(self) -> float: ...
+    @property
+    def tenant(self) -> str: ...
 
 
 def sequence(
@@ -31,6 +40,17 @@ def sequence(
         id=id, prompt_ids=[1] * prompt, options=SamplingOptions(max_tokens=max_tokens, **options),
         lane=lane, tenant=tenant, arrival=arrival, deadline=deadline,
     )  # fmt: skip
+
+
+def may_overtake(name: PolicyName, bound: float, late: Waits, left: Waits) -> bool:
+    """Whether, of one lane, ``late`` may be admitted first, for when both arrived."""
+    if name is PolicyName.FCFS:
+        return True  # whoever was added first
+    if name is PolicyName.FAIR and late.tenant == left.tenant:
+        return late.arrival <= left.arrival
+    if name is PolicyName.FAIR and bound:
+        return True  # as often as turns allow
+    return late.arrival <= left.arrival + bound
 
 
 def make(name: str, **changes: object) -> Policy:

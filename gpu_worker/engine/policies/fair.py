@@ -27,12 +27,17 @@ class TenantFair(Policy):
 
     Counters are kept only while somebody waits: who is alone takes nothing from anybody, and owes
     nothing later. A tenant that comes when others wait starts at the counter that is being served,
-    so nobody saves up credit by staying away. That alone would let an endless line of new tenants
-    pass one whose counter is high; so whoever waits while a request comes that arrived more than
-    ``max_overtake_s`` after it is served first, whatever the counters say.
+    so nobody saves up credit by staying away.
+
+    That alone would let an endless line of new tenants pass one whose counter is high. So a tenant
+    is *overdue* when a request has come that arrived more than ``max_overtake_s`` after both its
+    oldest one and its last turn; and while somebody is, every second admission of the lane is for
+    the tenant that has been without a turn for longest, whatever the counters say. An overdue one
+    waits for at most two admissions for each tenant that was without for longer, and one more; and
+    a flood of one tenant, however old it is, leaves the other half of the admissions to all.
 
     Args:
-        max_overtake_s: see :class:`Policy`.
+        max_overtake_s: see above; 0 serves by arrival.
     """
 
     def __init__(self, max_overtake_s: float) -> None:
@@ -82,9 +87,13 @@ class _Shares:
         self._returned: OrderedDict[Sequence, None] = OrderedDict()
         self._waiting: dict[str, Heap[Sequence]] = {}  # by tenant; no empty ones
         self._turns: Heap[str] = Heap()  # tenants that wait, by counter
+        # The same by when they were last given a turn, or began to wait for one; and the former.
+        self._since: Heap[str] = Heap()
+        self._served: dict[str, float] = {}
         self._idle: Heap[str] = Heap()  # counters above the floor of those that do not
         self._arrivals: Heap[Sequence] = Heap()
         self._latest = -math.inf
+        self._counters_next = False  # the last admission was an overdue one's
         self._charged: dict[str, _Charge] = {}  # by request; of those that have not ended
         self._floor = 0.0  # the counter that is being served
         self._period = 0
@@ -102,6 +111,7 @@ class _Shares:
         own.put(sequence, sequence.arrival)
         self._arrivals.put(sequence, sequence.arrival)
         self._latest = max(self._latest, sequence.arrival)
+        self._date(tenant)
 
     def put_back(self, sequence: Sequence) -> None:
         self._returned[sequence] = None
@@ -110,12 +120,18 @@ class _Shares:
     def first(self) -> Sequence | None:
         if self._returned:
             return next(iter(self._returned))
-        oldest = self._arrivals.first()
-        if oldest is None or oldest.arrival + self._max_overtake_s < self._latest:
-            return oldest
-        tenant = self._turns.first()
-        assert tenant is not None
-        return self._waiting[tenant].first()
+        if not self._max_overtake_s:
+            return self._arrivals.first()
+        tenant = self._turns.first() if self._overdue is None else self._overdue
+        return None if tenant is None else self._waiting[tenant].first()
+
+    @property
+    def _overdue(self) -> str | None:
+        """The tenant whose turn it is, whatever its counter."""
+        tenant = self._since.first()
+        if tenant is None or self._counters_next:
+            return None
+        return tenant if self._since.key(tenant) + self._max_overtake_s < self._latest else None
 
     def admit(self, sequence: Sequence) -> None:
         if sequence in self._returned:
@@ -126,8 +142,12 @@ class _Shares:
         places, longest = sequence.options.num_sequences, sequence.options.max_tokens
         cost = sequence.num_prompt_tokens + longest * places
         self._charged[sequence.id] = _Charge(self._period, places)
-        self._floor = max(self._floor, counter)
+        least = self._turns.first()
+        assert least is not None
+        self._floor = max(self._floor, self._turns.key(least))
+        self._counters_next = self._overdue is not None
         self._turns.put(tenant, counter + cost)
+        self._served[tenant] = self._latest
         self._leave(sequence)
         # Idle tenants whom the floor has reached are as new ones.
         while (idle := self._idle.first()) is not None and self._idle.key(idle) <= self._floor:
@@ -161,8 +181,11 @@ class _Shares:
         own.remove(sequence)
         self._arrivals.remove(sequence)
         if len(own):
+            self._date(tenant)
             return
         del self._waiting[tenant]
+        self._since.remove(tenant)
+        self._served.pop(tenant, None)
         counter = self._turns.key(tenant)
         self._turns.remove(tenant)
         if self._waiting:
@@ -172,7 +195,13 @@ class _Shares:
         # The busy period ends.
         self._idle = Heap()
         self._floor, self._latest = 0.0, -math.inf
+        self._counters_next = False
         self._period += 1
+
+    def _date(self, tenant: str) -> None:
+        oldest = self._waiting[tenant].first()
+        assert oldest is not None
+        self._since.put(tenant, max(oldest.arrival, self._served.get(tenant, -math.inf)))
 
     def __len__(self) -> int:
         return len(self._arrivals) + len(self._returned)
