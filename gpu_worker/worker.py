@@ -33,6 +33,9 @@ _QUIET_S = 0.5
 _STATS_S = 0.1
 """How often all figures are told while steps run: to put them together takes a while."""
 
+_FUTILE = 8
+"""So many requests that fail in a row, and none that is computed in between, are not to blame."""
+
 
 class Runner(Protocol):
     """The model side, as the loop sees it."""
@@ -45,7 +48,10 @@ class Runner(Protocol):
         """
 
     def recover(self) -> None:
-        """Make ready for another run after one that raised, once nobody holds its tensors."""
+        """Make ready for another run after one that failed, once nobody holds its tensors.
+
+        Raises if the device computes nothing any more; then this process is of no use.
+        """
 
 
 class Orders(Protocol):
@@ -89,6 +95,7 @@ class Worker:
         self._stopping = False
         self._told_stats_at = clock()
         self._failure: BaseException | None = None
+        self._futile: set[str] = set()  # requests that failed since one was computed
 
     # -- orders, as `Orders` reads them ---------------------------------------------------------
 
@@ -117,7 +124,7 @@ class Worker:
             while not self._stopping:
                 self._step()
         except BaseException as error:
-            # Only a bug in the engine itself comes here. Its state can not be trusted any more,
+            # A bug in the engine itself, or a device that is lost. Nothing can be trusted any more,
             # so the process must end; the supervisor hands its requests to others.
             _log.exception("the engine loop broke")
             self._failure = error
@@ -143,6 +150,7 @@ class Worker:
         began = self._clock()
         output = run_isolated(self._runner, plan)
         seconds = self._clock() - began
+        self._distrust(plan, output)
         return output, StepRecord(
             seconds,
             plan.num_tokens,
@@ -151,6 +159,28 @@ class Worker:
             num_deferred=len(output.deferred),
             draft_failed=output.draft_failed,
         )
+
+    def _distrust(self, plan: Plan, output: StepOutput) -> None:
+        """Raise if it is not the requests that fail: then they must not end here, but go on.
+
+        Each is blamed as by a crash. So those that do fail wherever they are computed are suspects
+        soon, which are served one by one, and end with what they fail with.
+        """
+        if not output.moved:
+            self._runner.recover()
+        if len(output.failures) < len(plan.spans):
+            self._futile.clear()
+            return
+        self._futile.update(
+            plan.spans[index].sequence.id
+            for index, finish in output.failures.items()
+            if finish.reason is Reason.ENGINE_ERROR
+        )
+        if len(self._futile) >= _FUTILE:
+            (*_, last) = output.failures.values()
+            raise RuntimeError(
+                f"{len(self._futile)} requests in a row failed, the last with: {last.message}"
+            )
 
     def _pull(self) -> None:
         self._orders.poll()
@@ -194,6 +224,9 @@ def run_isolated(runner: Runner, plan: Plan) -> StepOutput:
 
     Returns:
         Tokens of the spans that could be computed, and the failures of the others.
+
+    Raises:
+        Exception: the runner does not recover.
     """
     try:
         return runner.run(plan)

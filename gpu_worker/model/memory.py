@@ -132,12 +132,16 @@ def swap_budget(setting: int | None, kv_bytes: int, device: torch.device) -> int
 
 
 def release_unused(device: torch.device) -> None:
-    """Give back to ``device`` what torch keeps of freed tensors.
+    """Give back to ``device`` what torch keeps of freed tensors, once all that was queued is done.
 
     Torch does so itself before it raises for want of memory. But what the tensors of a failed
     step held is free only later, and it is not torch alone that allocates: cuBLAS does, too.
+
+    Raises:
+        RuntimeError: the device is lost, as one is after an illegal access.
     """
     if device.type == "cuda":
+        torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
 
 

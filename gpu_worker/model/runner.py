@@ -115,7 +115,11 @@ class ModelRunner:
         return replace(output, prompt_logprobs=prompts.by_sequence(figures))
 
     def recover(self) -> None:
-        """Make ready for another step after one that raised, once nobody holds its tensors."""
+        """Make ready for another step after one that failed, once nobody holds its tensors.
+
+        Raises:
+            RuntimeError: the device is lost.
+        """
         release_unused(self.loaded.device)
 
     def _sample(

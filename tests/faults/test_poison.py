@@ -30,6 +30,13 @@ CRASH = """\
                 import os
                 os.kill(os.getpid(), {signal})
 """
+LOST = """\
+        if any(s.sequence.token_ids[0] == ord("!") for s in plan.spans):
+            self._step_s = -1.0
+        if self._step_s < 0:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+"""
+UNSAVED = '        """There is nothing that a step could have left."""\n'
 SEGV, KILL = 11, 9
 STARVE = "bytearray(1 << 30)"
 LOOP = "        loop = asyncio.get_running_loop()\n"
@@ -78,6 +85,18 @@ async def test_poison(
     monkeypatch.setenv("PYTHONPATH", path)
     async with open_rig(tmp_path, workers=workers, lease_ms=20_000) as rig:
         assert await serve_poison(rig, poisoned, good) == [Reason.POISON] * poisoned
+
+
+async def test_request_with_which_the_device_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No process ends by itself, and no step works any more: nobody else fails with it."""
+    path = mutated(tmp_path, "gpu_worker/synthetic.py", STEP, LOST + STEP)
+    asks = "        if self._step_s < 0:\n            raise RuntimeError('the device is lost')\n"
+    change(path, "gpu_worker/synthetic.py", UNSAVED, UNSAVED + asks)
+    monkeypatch.setenv("PYTHONPATH", path)
+    async with open_rig(tmp_path, workers=3, lease_ms=20_000) as rig:
+        assert await serve_poison(rig, 1, 20) == [Reason.POISON]
 
 
 @pytest.fixture

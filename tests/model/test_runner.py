@@ -199,12 +199,15 @@ def test_two_models_take_turns_in_one_process(loaded: Loaded) -> None:
     assert first == second[::-1]
 
 
-@pytest.mark.parametrize(("device", "times"), [("cpu", 0), ("cuda", 1)])
-def test_torch_gives_memory_back_after_a_step_that_raised(
-    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch, device: str, times: int
+def test_recovery_gives_memory_back_and_asks_whether_the_device_is_lost(
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls: list[None] = []
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append(None))
-    monkeypatch.setattr(runner, "loaded", replace(runner.loaded, device=torch.device(device)))
+    calls: list[str] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("empty_cache"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda of: calls.append(f"synchronize {of}"))
     runner.recover()
-    assert len(calls) == times
+    assert not calls
+    cuda = replace(runner.loaded, device=torch.device("cuda", 0))
+    monkeypatch.setattr(runner, "loaded", cuda)
+    runner.recover()
+    assert calls == ["synchronize cuda:0", "empty_cache"]

@@ -9,12 +9,14 @@ import time
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from waiting import wait_until
 
 from penstock.gpu_worker.engine import Engine, EngineConfig, EngineRequest, KVKind
 from penstock.gpu_worker.engine.plan import Plan, StepOutput
+from penstock.gpu_worker.engine.requests import Finish
 from penstock.gpu_worker.messages import Broken, Step, unpacked_updates
 from penstock.gpu_worker.metrics import WorkerMetrics
 from penstock.gpu_worker.synthetic import SyntheticRunner, build_synthetic
@@ -240,6 +242,103 @@ def test_broken_engine_is_told_of() -> None:
         wait_until(lambda: heard.broken is not None, "the failure is told")
     assert "twice" in str(heard.broken)
     assert worker.failure is not None
+
+
+class LostDevice(PoisonedRunner):
+    """Computes nothing any more once it has met the poison, as after an illegal access.
+
+    Args:
+        says_so: when it is asked to recover.
+        moves: what fails is the forward, and not the copies before it.
+    """
+
+    def __init__(self, *, says_so: bool = True, moves: bool = True) -> None:
+        super().__init__(RuntimeError("an illegal memory access was encountered"))
+        self.says_so, self.moves, self.lost = says_so, moves, False
+
+    def run(self, plan: Plan) -> StepOutput:
+        self.lost |= any(POISON in span.sequence.token_ids for span in plan.spans)
+        if not self.lost:
+            return super().run(plan)
+        self.steps += 1
+        if self.moves:
+            raise self.error
+        count = len(plan.spans)
+        failure = Finish(Reason.ENGINE_ERROR, str(self.error))
+        return StepOutput(((),) * count, dict.fromkeys(range(count), failure), moved=False)
+
+    def recover(self) -> None:
+        if self.lost and self.says_so:
+            raise self.error
+
+
+def until_broken(runner: SyntheticRunner, *requests: EngineRequest) -> Heard:
+    """Serve requests, all from the first step on, until the loop breaks."""
+    heard = Heard()
+    worker = Worker(make_engine(), runner, heard, Quiet())
+    for one in requests:
+        worker.add(one)
+    with running(worker):
+        wait_until(lambda: heard.broken is not None, "the failure is told")
+    assert worker.failure is not None
+    return heard
+
+
+@pytest.mark.parametrize("moves", [True, False])
+def test_a_lost_device_ends_the_worker_and_no_request(moves: bool) -> None:
+    runner = LostDevice(moves=moves)
+    heard = until_broken(runner, request("good", (97,)), request("poisoned", (POISON,)))
+    assert "illegal memory access" in str(heard.broken)
+    assert not heard.ends
+    assert runner.steps == 1
+
+
+def test_a_batch_that_fails_to_the_last_is_not_blamed_on_its_requests() -> None:
+    """Whatever is wrong: that all eight are poisoned is the less likely."""
+    runner = LostDevice(says_so=False)
+    others = [request(f"r{i}", (97 + i,)) for i in range(7)]
+    heard = until_broken(runner, request("poisoned", (POISON,)), *others)
+    assert "8 requests in a row failed" in str(heard.broken)
+    assert not heard.ends
+
+
+def test_requests_that_fail_one_by_one_end_the_worker_at_the_eighth() -> None:
+    runner, heard = PoisonedRunner(ValueError("bad")), Heard()
+    worker = Worker(make_engine(), runner, heard, Quiet())
+    with running(worker):
+        for i in range(14):  # each with the one before
+            if i == 7:
+                worker.add(request("good", (97,)))
+                wait_until(lambda: "good" in heard.ends, "it is computed")
+            worker.add(request(f"r{i}", (POISON,)))
+            wait_until(lambda last=f"r{i}": last in heard.ends, "it has failed")
+        assert heard.broken is None
+        worker.add(request("r14", (POISON,)))
+        wait_until(lambda: heard.broken is not None, "the failure is told")
+    assert "r14" not in heard.ends
+    assert len(heard.ends) == 15
+
+
+@pytest.mark.parametrize(
+    ("error", "prompts", "options"),
+    [
+        (MemoryError(), [(POISON, i) for i in range(8)], {}),
+        (ValueError("bad"), [(POISON,)], {"beam_width": 4, "temperature": 0.0}),
+        (ValueError("bad"), [(POISON, i) for i in range(7)] + [(97,)], {}),
+    ],
+    ids=["no memory", "one request", "one is computed"],
+)
+def test_failures_that_are_the_requests_own(
+    error: Exception, prompts: list[tuple[int, ...]], options: dict[str, Any]
+) -> None:
+    heard = Heard()
+    worker = Worker(make_engine(), PoisonedRunner(error), heard, Quiet())
+    for number, prompt in enumerate(prompts):
+        one = request(str(number), prompt)
+        worker.add(replace(one, options=replace(one.options, **options)))
+    with running(worker):
+        wait_until(lambda: len(heard.ends) == len(prompts), "all have ended")
+    assert worker.failure is None
 
 
 class DraftsFail(SyntheticRunner):
