@@ -279,14 +279,14 @@ class _Class:
         if not self._on:
             return  # it was planned before drafting ended
         self._late += late
-        charged = self._late / _AMORTISED
-        self._late -= charged
         ratios = self._ratios
         held_up = len(ratios) > 2 and ratios[-1] > _OUTLIER * _median(ratios)
         if held_up and self._counted:
             self._counted = False  # two in a row are no accident
             return
         self._counted = True
+        charged = self._late / _AMORTISED
+        self._late -= charged
         self._pending.append((gained, seconds + charged))
         if self._loss(self.plain) >= _SUSPECTED * self._limit():
             self._pausing = _PLAIN_WINDOW
@@ -317,6 +317,7 @@ class _Class:
 
     def _end(self) -> None:
         self._on = False
+        self._lost += self._late  # what was read in vain was paid for, too
         if self._lost < 0:
             self._pause, self._failures = _SHORT_PAUSE, 0
             return
