@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from penstock.gpu_worker.engine import PolicyName, Sequence
+from penstock.gpu_worker.engine import Chunking, PolicyName, Sequence
 from penstock.gpu_worker.engine.policies.heap import Heap
 from penstock.shared.errors import ConfigurationError
 from penstock.shared.protocol import Lane
@@ -96,6 +96,28 @@ def test_sjf_counts_what_is_left_and_not_what_was_given() -> None:
 def test_sjf_knows_that_the_context_ends_outputs() -> None:
     full = sequence("full", prompt=60, max_tokens=1000)
     assert drained(filled("sjf", [sequence("new", max_tokens=10), full])) == ["full", "new"]
+
+
+@pytest.mark.parametrize("name", ["sjf", "priority"])
+def test_a_long_prompt_counts_by_its_chunks(name: str) -> None:
+    """30,000 tokens by 256 and one output take 118 steps, 10 tokens and 16 outputs take 17."""
+    sequences = [
+        sequence("long prompt", prompt=30_000, max_tokens=1),
+        sequence("long output", prompt=10, max_tokens=100),
+        sequence("short", prompt=10, max_tokens=16),
+        sequence("two chunks", prompt=257),
+        sequence("three chunks", prompt=513),
+    ]
+    limits = {"max_model_len": 32_768, "max_batch_tokens": 256, "chunk_size": 256}
+    order = ["short", "two chunks", "three chunks", "long output", "long prompt"]
+    assert drained(filled(name, sequences, **limits)) == order
+
+
+@pytest.mark.parametrize("name", ["sjf", "priority"])
+def test_a_prompt_that_is_read_at_once_counts_as_one_step(name: str) -> None:
+    sequences = [sequence("short", max_tokens=3), sequence("long", prompt=40, max_tokens=2)]
+    whole = {"chunking": Chunking.OFF, "max_batch_tokens": 80, "chunk_size": 64}
+    assert drained(filled(name, sequences, **whole)) == ["long", "short"]
 
 
 def test_edf_takes_the_earliest_deadline_and_none_counts_as_the_latest() -> None:

@@ -8,6 +8,7 @@ from .fair import TenantFair
 from .fcfs import Fcfs
 from .policy import Policy
 from .priority import Composite
+from .ranked import Lengths
 from .sjf import ShortestFirst
 
 __all__ = ["make_policy"]
@@ -15,13 +16,14 @@ __all__ = ["make_policy"]
 
 def make_policy(config: EngineConfig) -> Policy:
     """The order of admission that ``config.policy`` names."""
+    lengths = Lengths(config.max_model_len, config.max_span)
     match config.policy:
         case PolicyName.FCFS:
             return Fcfs()
         case PolicyName.SJF:
-            return ShortestFirst(config.max_overtake_s, config.max_model_len)
+            return ShortestFirst(config.max_overtake_s, lengths)
         case PolicyName.PRIORITY:
-            return Composite(config.max_overtake_s, config.max_model_len)
+            return Composite(config.max_overtake_s, lengths)
         case PolicyName.FAIR:
             return TenantFair(config.max_overtake_s)
         case PolicyName.EDF:

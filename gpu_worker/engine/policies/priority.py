@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..sequence import Sequence
 from .policy import BY_URGENCY
-from .ranked import Ranked, length_place
+from .ranked import Lengths, Ranked
 
 __all__ = ["Composite"]
 
@@ -24,16 +24,16 @@ class Composite(Ranked):
 
     Args:
         max_overtake_s: see :class:`Ranked`; here between all sequences.
-        longest: tokens of the longest sequence.
+        lengths: where a sequence stands by its length.
     """
 
-    def __init__(self, max_overtake_s: float, longest: int) -> None:
+    def __init__(self, max_overtake_s: float, lengths: Lengths) -> None:
         super().__init__(max_overtake_s)
-        self._longest = longest
+        self._lengths = lengths
 
     def _place(self, sequence: Sequence) -> float:
         lane = sequence.rank / (len(BY_URGENCY) - 1)
-        length = length_place(sequence, self._longest)
+        length = self._lengths.place(sequence)
         return _LANE_SHARE * lane + (1 - _LANE_SHARE) * length
 
     def peek(self) -> Sequence | None:

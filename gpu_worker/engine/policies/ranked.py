@@ -6,6 +6,7 @@ import math
 from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from penstock.shared.protocol import Lane
 
@@ -13,7 +14,7 @@ from ..sequence import Sequence
 from .heap import Heap
 from .policy import BY_URGENCY, Policy
 
-__all__ = ["Ranked", "length_place"]
+__all__ = ["Lengths", "Ranked"]
 
 
 class Ranked(Policy):
@@ -84,16 +85,30 @@ class Ranked(Policy):
             yield from self._lanes[lane]
 
 
-def length_place(sequence: Sequence, longest: int) -> float:
-    """How long a sequence may still run, from 0 to 1 for the longest, by its logarithm.
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """How long sequences may still run.
 
-    So twice the length is worth the same wait, be it 100 tokens against 50 or 10,000 against 5,000;
-    as a share of a context of 100,000 both would be nothing.
-
-    Measured in steps, since that is for how long it holds its place in the batch: one for each
-    token that it may still give, and one for its prompt (or for catching up with what another
-    worker gave of it). What it really gives is not known; ``max_tokens`` and the context bound it.
+    Attributes:
+        longest: tokens of the longest sequence.
+        chunk_size: most tokens of a sequence that one step computes.
     """
-    allowed = sequence.options.max_tokens - sequence.num_output_tokens
-    steps = 1 + max(0, min(allowed, longest - sequence.num_tokens))
-    return min(1.0, math.log1p(steps) / math.log1p(longest))
+
+    longest: int
+    chunk_size: int
+
+    def place(self, sequence: Sequence) -> float:
+        """From 0 to 1 for the longest, by the logarithm.
+
+        So twice the length is worth the same wait, be it 100 steps against 50 or 10,000 against
+        5,000; as a share of a context of 100,000 both would be nothing.
+
+        Measured in steps, since that is for how long it holds its place in the batch: one for each
+        chunk of its prompt (and of what another worker gave of it), and one for each token that it
+        may still give. What it really gives is not known, nor what the prefix cache will have when
+        it is admitted; ``max_tokens`` and the context bound it.
+        """
+        allowed = sequence.options.max_tokens - sequence.num_output_tokens
+        outputs = max(0, min(allowed, self.longest - sequence.num_tokens))
+        steps = -(-sequence.num_tokens // sequence.chunk(self.chunk_size)) + outputs
+        return min(1.0, math.log1p(steps) / math.log1p(self.longest))

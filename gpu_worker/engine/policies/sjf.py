@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..sequence import Sequence
-from .ranked import Ranked, length_place
+from .ranked import Lengths, Ranked
 
 __all__ = ["ShortestFirst"]
 
@@ -16,13 +16,12 @@ class ShortestFirst(Ranked):
 
     Args:
         max_overtake_s: see :class:`Ranked`.
-        longest: tokens of the longest sequence: one that long may be overtaken for the whole time,
-            a shorter one for a part of it.
+        lengths: the longest may be overtaken for the whole time, a shorter one for a part of it.
     """
 
-    def __init__(self, max_overtake_s: float, longest: int) -> None:
+    def __init__(self, max_overtake_s: float, lengths: Lengths) -> None:
         super().__init__(max_overtake_s)
-        self._longest = longest
+        self._lengths = lengths
 
     def _place(self, sequence: Sequence) -> float:
-        return length_place(sequence, self._longest)
+        return self._lengths.place(sequence)
