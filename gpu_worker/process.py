@@ -27,6 +27,7 @@ from penstock.shared.errors import PenstockError
 from penstock.shared.keys import Keys
 from penstock.shared.log_operations import LogOperations
 from penstock.shared.operations import Bounds, Operations
+from penstock.shared.settings import WorkerSettings
 
 from .compactor import Compactor
 from .connection import Link, connect
@@ -44,6 +45,8 @@ from .redis_edge import Capacity, RedisEdge
 __all__ = ["main"]
 
 _log = logging.getLogger("penstock.process")
+
+_MOST_STEP_PATIENCE_S = 1.0
 
 
 def main() -> int:
@@ -249,15 +252,15 @@ class _Process:
     async def _hand_over(self, engine: EngineLink, edge: RedisEdge) -> None:
         """Drain: stop the engine first, so that what it still says is published, then give back.
 
-        The lease is kept by nobody meanwhile, hence the time limit.
+        A step that lasts is not waited for: others begin it anew, and the engine is killed.
         """
         self._state = "draining"
         self._metrics.ready.set(0)
-        timeout = self._settings.worker.drain_timeout_s
-        if not await engine.stop(timeout):
-            _log.warning("the present step outlasts the drain; others take over by the lease")
+        worker = self._settings.worker
+        if not await engine.stop(_step_patience_s(worker)):
+            _log.warning("the present step takes too long for a drain; others begin it anew")
         try:
-            released = await asyncio.wait_for(edge.drain(), timeout)
+            released = await asyncio.wait_for(edge.drain(), worker.drain_timeout_s)
         except (PenstockError, TimeoutError) as error:
             _log.warning("could not hand over (%s); others take over by the lease", error)
         else:
@@ -267,6 +270,16 @@ class _Process:
         """The engine hangs, broke or died. What it holds is given back by who sees us end."""
         _log.critical("giving up: %s", engine.failure or "the engine hangs")
         _end_like(await engine.exit_code())
+
+
+def _step_patience_s(worker: WorkerSettings) -> float:
+    """How long a drain waits for the step that runs, in seconds.
+
+    The lease, which nobody keeps meanwhile, was renewed a heartbeat ago at the latest: half of what
+    is left of it, then, for if it ended the requests would be blamed.
+    """
+    left_ms = worker.lease_ms - worker.heartbeat_interval_ms
+    return min(_MOST_STEP_PATIENCE_S, left_ms / 2000)
 
 
 def _end_like(code: int) -> NoReturn:

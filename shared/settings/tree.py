@@ -196,8 +196,8 @@ class WorkerSettings(Section):
     )
     drain_timeout_s: float = setting(
         10.0,
-        "Time that handing over the running requests may take after SIGTERM. What is left then is "
-        "taken over by others when the lease ends.",
+        "How long a worker tries to hand over its requests after SIGTERM while Redis does not "
+        "answer. What is left then is taken over by others when the lease ends.",
         unit="s",
         gt=0,
         le=3600,
