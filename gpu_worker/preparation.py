@@ -7,9 +7,11 @@ interpreter lock). What turns out malformed ends at once; nothing else is harmed
 from __future__ import annotations
 
 import logging
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 from penstock.shared.errors import InvalidRequest
 from penstock.shared.protocol import Reason, SamplingOptions
@@ -38,11 +40,11 @@ class Preparation:
         encode: turns a prompt (text, ids or chat messages) into token ids; may raise
             :class:`InvalidRequest`. Runs in a pool, unless there is nearly nothing to do.
         compile: what is needed to follow the form of a request's output; may raise
-            :class:`InvalidRequest`. Runs in a pool, unless there is nothing to do.
+            :class:`InvalidRequest`. Runs in a pool, and only for requests that ask for a form.
         add: gives a prepared request to the engine.
         tell: says what became of each.
         wake: called, from a pool's thread, when there is something to deliver.
-        compile_timeout_s: how long a grammar may take.
+        compile_timeout_s: how long a grammar may take a thread of its pool.
     """
 
     def __init__(
@@ -61,10 +63,10 @@ class Preparation:
         self._tell = tell
         self._wake = wake
         self._compile_timeout_s = compile_timeout_s
-        # Two pools: who prepares waits for who compiles.
+        # Two pools: prompts are not held up by grammars.
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="prepare")
         self._compilers = ThreadPoolExecutor(_THREADS, thread_name_prefix="compile")
-        self._wanted: set[str] = set()  # runs in the pool that nobody has given up
+        self._wanted: set[str] = set()  # runs in the pools that nobody has given up
         self._done: deque[EngineRequest | Update] = deque()
 
     def begin(self, order: Add) -> None:
@@ -73,7 +75,7 @@ class Preparation:
         are_few_ids = isinstance(prompt[0], int) and len(prompt) <= _IDS_CHECKED_AT_ONCE
         self._wanted.add(order.run)
         if are_few_ids and options.constraint is None:
-            self._done.append(self._prepare(order))
+            self._done.append(self._attempt(order, lambda: self._read(order)))
         else:
             self._tell(Taken(order.run))
             self._pool.submit(self._work, order)
@@ -104,23 +106,56 @@ class Preparation:
         self._compilers.shutdown(wait=False, cancel_futures=True)
 
     def _work(self, order: Add) -> None:
-        self._done.append(self._prepare(order))
+        """In a thread of the first pool."""
+        if order.run not in self._wanted:
+            self._wake()
+            return
+        item = self._attempt(order, lambda: self._read(order))
+        if order.request.options.constraint is None or isinstance(item, Update):
+            self._hand_on(item)
+        else:
+            self._compilers.submit(self._follow, order, item)
+
+    def _follow(self, order: Add, request: EngineRequest) -> None:
+        """In a thread of the second pool: its time runs from here on."""
+        if order.run not in self._wanted:
+            self._wake()
+            return
+        timer = threading.Timer(self._compile_timeout_s, self._refuse_slow, (order,))
+        timer.daemon = True
+        timer.start()
+        item = self._attempt(
+            order, lambda: replace(request, grammar=self._compile(request.options))
+        )
+        timer.cancel()
+        self._hand_on(item)  # too late, if the timer was faster
+
+    def _refuse_slow(self, order: Add) -> None:
+        options = order.request.options
+        field = options.constraint
+        assert field is not None
+        allowed = f"what can be compiled within {self._compile_timeout_s:g} s"
+        error = InvalidRequest(field, getattr(options, field), allowed)
+        self._hand_on(_refusal(order, error))
+
+    def _hand_on(self, item: EngineRequest | Update) -> None:
+        self._done.append(item)
         self._wake()
 
-    def _prepare(self, order: Add) -> EngineRequest | Update:
+    def _attempt(self, order: Add, work: Callable[[], EngineRequest]) -> EngineRequest | Update:
         """The request, or its end."""
         try:
-            return self._prepared(order)
+            return work()
         except InvalidRequest as error:
-            _log.info("refused: %s", error, extra={"request": order.run})
-            return bare_end(order.run, Reason.INVALID, str(error))
+            return _refusal(order, error)
         except BaseException as error:
             # A tokenizer's own failure is this request's, not ours; panics of libraries written
             # in Rust are no `Exception`.
             _log.exception("preparation failed", extra={"request": order.run})
             return bare_end(order.run, Reason.ENGINE_ERROR, f"preparation failed: {error}")
 
-    def _prepared(self, order: Add) -> EngineRequest:
+    def _read(self, order: Add) -> EngineRequest:
+        """The request without its grammar."""
         request = order.request
         return EngineRequest(
             id=order.run,
@@ -133,16 +168,9 @@ class Preparation:
             seed=request.seed,
             arrival=order.arrival,
             deadline=order.deadline,
-            grammar=self._compiled(request.options),
         )
 
-    def _compiled(self, options: SamplingOptions) -> Callable[[], Form] | None:
-        field = options.constraint
-        if field is None:
-            return None
-        seconds = self._compile_timeout_s
-        try:
-            return self._compilers.submit(self._compile, options).result(seconds)
-        except TimeoutError:
-            allowed = f"what can be compiled within {seconds:g} s"
-            raise InvalidRequest(field, getattr(options, field), allowed) from None
+
+def _refusal(order: Add, error: InvalidRequest) -> Update:
+    _log.info("refused: %s", error, extra={"request": order.run})
+    return bare_end(order.run, Reason.INVALID, str(error))

@@ -165,9 +165,9 @@ class Follower:
         state: touched by a thread while ``busy``, and by nobody else then.
         num_followed: output tokens that were handed to it.
         drafts: and drafts behind them.
-        busy: a thread has it.
+        busy: a thread has it, or will.
         late: a step has waited for it in vain.
-        began: monotonic time in seconds when it was handed over.
+        began: monotonic time in seconds when a thread took it; infinite while none has yet.
         seconds: CPU time of a mask, when it was last asked for some.
         error: why it cannot go on.
     """

@@ -10,6 +10,7 @@ for them.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -90,7 +91,7 @@ class MaskMaker:
     Args:
         num_threads: how many.
         wait_s: how long a step waits, once its forward pass is queued, for masks it has asked for.
-        limit_s: a mask that takes longer ends its request.
+        limit_s: a mask that takes a thread longer ends its request.
         clock: monotonic seconds.
     """
 
@@ -176,7 +177,7 @@ class MaskMaker:
             return  # the step before deferred it or failed
         begin = sequence.num_prompt_tokens + max(follower.num_followed, 0)
         follower.num_followed, follower.drafts = num_output, drafts
-        follower.busy, follower.began = True, self._clock()
+        follower.busy, follower.began = True, math.inf
         if not self._threads:
             self._start()
         self._jobs.put(_Job(follower, sequence.token_ids[begin:], drafts))
@@ -210,6 +211,7 @@ class MaskMaker:
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
             follower, began = job.follower, time.thread_time()
+            follower.began = self._clock()
             try:
                 follower.state.fill(job.token_ids, job.drafts)
             except Exception as error:

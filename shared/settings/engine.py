@@ -129,7 +129,8 @@ class EngineSettings(Section):
     )
     grammar_timeout_s: float = setting(
         10.0,
-        "A schema, regex or grammar that takes longer to compile, or for one mask, is refused.",
+        "A schema, regex or grammar that takes longer to compile, or for one mask, is refused. To "
+        "wait for others that are compiled or have masks made does not count.",
         unit="s",
         gt=0,
         le=600,

@@ -316,6 +316,21 @@ def test_a_mask_that_never_comes_ends_its_request(tiny: LoadedModel) -> None:
     masks.close()
 
 
+def test_a_mask_is_not_late_while_others_take_the_threads(tiny: LoadedModel) -> None:
+    """Sixteen masks of 0.3 s for two threads: the last wait for longer than a mask may take."""
+    masks = MaskMaker(num_threads=2, limit_s=1.0)
+    bench = Bench(tiny, masks)
+    names = [f"slow{number}" for number in range(8)]
+    for number, name in enumerate(names):
+        bench.add(name, [5, 6, 7 + number], wrap=gated(threading.Event(), 0.3), regex="a")
+    bench.add("quick", [5, 6], choice=["a"])
+    answers = bench.run()
+    assert {name: ended(answers[name]) for name in [*names, "quick"]} == dict.fromkeys(
+        [*names, "quick"], Reason.STOP
+    )
+    masks.close()
+
+
 def test_a_matcher_that_raises_fails_alone(tiny: LoadedModel) -> None:
     def broken(follower: Any) -> Any:
         follower.state.fill = None

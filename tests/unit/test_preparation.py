@@ -111,6 +111,96 @@ def test_a_slow_grammar_ends_its_request_and_no_other() -> None:
     )
 
 
+class Slow:
+    """Compiles what is called slow when its gate opens, and anything else at once."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.begun: list[str] = []
+
+    def __call__(self, options: SamplingOptions) -> None:
+        self.begun.append(str(options.regex))
+        if options.regex == "slow":
+            self.gate.wait(30)
+
+
+def orders_behind_slow_ones(*others: Add) -> list[Add]:
+    """As many slow grammars as there are threads, and these behind them."""
+    slow = SamplingOptions(regex="slow")
+    return [*(order(f"slow{number}", options=slow) for number in range(2)), *others]
+
+
+def test_prompts_are_not_held_by_grammars() -> None:
+    told, compile = Told(), Slow()
+    preparation = Preparation(
+        lambda prompt: [1], compile, told.added.append, told.hear, lambda: None
+    )
+    for one in orders_behind_slow_ones(order("plain")):
+        preparation.begin(one)
+
+    def plain_is_prepared() -> bool:
+        preparation.deliver()
+        return [item.run for item in told] == ["plain"]
+
+    wait_until(plain_is_prepared, "the plain one is prepared")
+    compile.gate.set()
+    preparation.close()
+
+
+def test_a_grammar_is_refused_for_its_own_time_only() -> None:
+    """Two take all threads and are refused; the one behind them is compiled when it is its turn."""
+    told, compile = Told(), Slow()
+    preparation = Preparation(
+        lambda prompt: [1],
+        compile,
+        told.added.append,
+        told.hear,
+        lambda: None,
+        compile_timeout_s=0.05,
+    )
+    quick = order("quick", options=SamplingOptions(regex="quick"))
+    for one in orders_behind_slow_ones(quick):
+        preparation.begin(one)
+
+    def slow_are_told() -> bool:
+        preparation.deliver()
+        return len(told) == 2
+
+    wait_until(slow_are_told, "the slow ones are refused")
+    assert {item.run for item in told if item.end is not None} == {"slow0", "slow1"}
+    # By the time that another has run out of twice its time, it has waited for longer than its own.
+    another = order("slow", options=SamplingOptions(regex="slow"))
+    (ended,) = prepare(lambda prompt: [1], [another], compile, compile_timeout_s=0.1)
+    assert ended.end is not None
+    compile.gate.set()
+
+    def all_are_told() -> bool:
+        preparation.deliver()
+        return len(told) == 3
+
+    wait_until(all_are_told, "the quick one is prepared")
+    preparation.close()
+    assert [request.id for request in told.added] == ["quick"]
+
+
+def test_what_is_given_up_before_its_turn_is_not_compiled() -> None:
+    told, compile, woken = Told(), Slow(), threading.Semaphore(0)
+    preparation = Preparation(
+        lambda prompt: [1], compile, told.added.append, told.hear, lambda: woken.release()
+    )
+    quick = order("quick", options=SamplingOptions(regex="quick"))
+    for one in orders_behind_slow_ones():
+        preparation.begin(one)
+    wait_until(lambda: len(compile.begun) == 2, "all threads are taken")
+    preparation.begin(quick)
+    assert preparation.cancel("quick")
+    compile.gate.set()
+    for _ in range(3):
+        assert woken.acquire(timeout=10)
+    preparation.close()
+    assert compile.begun == ["slow", "slow"]
+
+
 def test_ids_are_prepared_at_once() -> None:
     """A thread would take the interpreter lock from a step for longer than it takes."""
     threads = set()
