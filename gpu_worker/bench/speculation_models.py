@@ -247,7 +247,7 @@ def _pool(loaded: LoadedModel, config: EngineConfig) -> KVPool:
 def _drafter(draft: LoadedModel, target: LoadedModel, config: EngineConfig) -> DraftModel:
     size = config.block_size
     pool = KVPool(draft.geometry, config.num_blocks, size, draft.device, draft.dtype)
-    return DraftModel(draft, pool, Sampler(), target)
+    return DraftModel(draft, pool, Sampler(), target, max_read=config.max_batch_tokens)
 
 
 class _NoText:

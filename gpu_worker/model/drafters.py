@@ -28,10 +28,6 @@ if TYPE_CHECKING:
 
 __all__ = ["DraftModel", "Drafter", "Proposal"]
 
-_CATCH_UP = 512
-"""Most tokens of one sequence that the draft model reads in one step. One that is further behind
-reads on in the next steps, and has no drafts meanwhile."""
-
 _LEAN_SHARE = 8
 """Of the memory available, the share (one in so many) that a copy of its weights may take."""
 
@@ -103,11 +99,17 @@ class DraftModel:
     Proposals are drawn with the target's own random numbers for the same places (common random
     numbers), after the same options: where the two distributions are alike, the two tokens are.
 
+    What it has to read of all sequences goes into one forward of at most ``max_read`` tokens, those
+    first that are nearest to their last token. So beside the largest step of the target there is
+    at most one as large of a smaller model, however many sequences it must catch up with; and a
+    sequence that it has not caught up with yet has no drafts meanwhile.
+
     Args:
         loaded: the model.
         pool: of its geometry, with as many blocks as the target's.
         sampler: picks the proposals.
         target: whose tokens are to be guessed; of the same tokenizer.
+        max_read: most tokens that it reads in a step before it proposes, at least 1.
         independent: draw with random numbers of its own, and tell the probabilities, as rejection
             sampling needs it.
     """
@@ -119,6 +121,7 @@ class DraftModel:
         sampler: Sampler,
         target: LoadedModel,
         *,
+        max_read: int,
         independent: bool = False,
     ) -> None:
         self.loaded = loaded
@@ -126,6 +129,7 @@ class DraftModel:
         self._sampler = sampler
         self._eos_token_ids = target.eos_token_ids
         self._vocab_size = target.vocab_size
+        self._max_read = max_read
         self._independent = independent
         self._known: dict[Sequence, _Known] = {}
         self._rows = DraftRows()
@@ -146,8 +150,9 @@ class DraftModel:
     def propose(self, spans: Seq[Span]) -> list[Proposal]:
         """See :class:`Drafter`. A sequence that must be caught up with first has no drafts yet.
 
-        It writes behind what it has read, and takes note of that at the end. So if it raises, what
-        it knew is right, and the rest is read again.
+        It writes behind what it has read, and takes note of that after each forward that reads, and
+        of drafts at the end. So if it raises, what it knows is right, and only the rest is read
+        again.
         """
         try:
             return self._propose(spans)
@@ -157,31 +162,20 @@ class DraftModel:
             raise
 
     def _propose(self, spans: Seq[Span]) -> list[Proposal]:
-        drafts: dict[Sequence, list[int]] = {}
-        pieces: list[Piece] = []
-        active: list[Span] = []
-        for span in spans:
-            sequence = span.sequence
-            start, stop = self._num_read(sequence), len(sequence.token_ids)
-            if stop + span.num_drafts > self.loaded.max_model_len:
-                continue
-            if sequence.block_table[0] == NO_BLOCK and start == 0:
-                continue  # what it would have to read has left the window
-            if stop - start > _CATCH_UP:
-                stop = start + _CATCH_UP
-                self._read([Piece(sequence.token_ids[start:stop], start, sequence.block_table)])
-                self._known[sequence] = _Known(stop, (), sequence.num_preemptions)
-                continue
-            pieces.append(Piece(sequence.token_ids[start:], start, sequence.block_table, Rows.LAST))
-            active.append(span)
-        for span in active:
-            drafts[span.sequence] = []
-        offset = 0
+        pieces, active = self._allot(spans)
+        if not pieces:
+            return [Proposal(())] * len(spans)
+        logits = self._read(list(pieces.values()))
+        for sequence, piece in pieces.items():
+            stop = piece.start + len(piece.token_ids)
+            self._known[sequence] = _Known(stop, (), sequence.num_preemptions)
+        drafts: dict[Sequence, list[int]] = {span.sequence: [] for span in active}
         likely: dict[Sequence, list[Tensor]] = {span.sequence: [] for span in active}
         walks = Walks([span.sequence for span in active])
+        offset = 0
         while active:
             masks = walks.masks([span.sequence for span in active], drafts)
-            tokens, probabilities = self._draw(pieces, active, drafts, offset, masks)
+            tokens, probabilities = self._draw(logits, active, drafts, offset, masks)
             for span, row in zip(active, probabilities, strict=False):
                 likely[span.sequence].append(row)
             for span, token in zip(active, tokens, strict=True):
@@ -192,12 +186,43 @@ class DraftModel:
                 for span in active
                 if span.num_drafts > offset and drafts[span.sequence][-1] >= 0
             ]
-            pieces = [_one(span.sequence, drafts[span.sequence]) for span in active]
+            if active:
+                logits = self._read([_one(span.sequence, drafts[span.sequence]) for span in active])
         self._remember(spans, drafts)
         return [
             _proposal(drafts.get(span.sequence, []), likely.get(span.sequence, []))
             for span in spans
         ]
+
+    def _allot(self, spans: Seq[Span]) -> tuple[dict[Sequence, Piece], list[Span]]:
+        """What is read in this step, and the spans that are proposed for then, in the same order.
+
+        The last row of each of these is wanted; a sequence of which less is read comes behind them.
+        """
+        behind = []
+        for span in spans:
+            sequence = span.sequence
+            start, stop = self._num_read(sequence), len(sequence.token_ids)
+            if stop + span.num_drafts > self.loaded.max_model_len:
+                continue
+            if sequence.block_table[0] == NO_BLOCK and start == 0:
+                continue  # what it would have to read has left the window
+            behind.append((stop - start, start, span))
+        behind.sort(key=lambda each: each[0])
+        pieces: dict[Sequence, Piece] = {}
+        active: list[Span] = []
+        left = self._max_read
+        for missing, start, span in behind:
+            if not left:
+                break
+            sequence, count = span.sequence, min(missing, left)
+            ids, table = sequence.token_ids[start : start + count], sequence.block_table
+            rows = Rows.LAST if count == missing else Rows.NONE
+            pieces[sequence] = Piece(ids, start, table, rows)
+            if count == missing:
+                active.append(span)
+            left -= count
+        return pieces, active
 
     @torch.inference_mode()
     def time_round(self, num_sequences: int, *, repeats: int = 5) -> float:
@@ -211,7 +236,7 @@ class DraftModel:
 
     def _draw(
         self,
-        pieces: list[Piece],
+        logits: Tensor,
         spans: Seq[Span],
         drafts: dict[Sequence, list[int]],
         offset: int,
@@ -227,7 +252,7 @@ class DraftModel:
             eos_token_ids=self._eos_token_ids,
             stream=DRAFT_STREAM if self._independent else 0,
         )
-        logits = self._fit(self._read(pieces))
+        logits = self._fit(logits)
         tokens: list[int] = self._sampler.sample(logits, batch, masks).tolist()
         return tokens, tuple(
             self._sampler.probabilities(logits, batch, masks)

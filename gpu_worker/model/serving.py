@@ -116,7 +116,8 @@ def _drafter(
     draft: LoadedModel, target: LoadedModel, config: EngineConfig, rejection: bool
 ) -> DraftModel:
     pool = KVPool(draft.geometry, config.num_blocks, config.block_size, draft.device, draft.dtype)
-    return DraftModel(draft, pool, Sampler(), target, independent=rejection)
+    max_read = config.max_batch_tokens
+    return DraftModel(draft, pool, Sampler(), target, max_read=max_read, independent=rejection)
 
 
 def _engine_config(

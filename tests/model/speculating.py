@@ -109,7 +109,7 @@ def draft_model(
     draft: LoadedModel, target: LoadedModel, num_blocks: int, *, independent: bool = False
 ) -> DraftModel:
     pool = KVPool(draft.geometry, num_blocks, BLOCK_SIZE, draft.device, draft.dtype)
-    return DraftModel(draft, pool, Sampler(), target, independent=independent)
+    return DraftModel(draft, pool, Sampler(), target, max_read=512, independent=independent)
 
 
 def serve(

@@ -57,7 +57,7 @@ class FailingPool(KVPool):
 def drafter_of(model: LoadedModel, sampler: Sampler, pool: type[KVPool] = KVPool) -> DraftModel:
     """Its own draft model, which agrees with itself as long as its KV is right."""
     kv = pool(model.geometry, 200, BLOCK_SIZE, model.device, model.dtype)
-    return DraftModel(model, kv, sampler, model)
+    return DraftModel(model, kv, sampler, model, max_read=64)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])

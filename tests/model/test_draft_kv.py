@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import pytest
@@ -23,7 +23,7 @@ from penstock.gpu_worker.engine import BlockCopy, Span, SpeculationConfig
 from penstock.gpu_worker.engine.sequence import Sequence
 from penstock.gpu_worker.model import KVPool, LoadedModel, drafters
 from penstock.gpu_worker.model.drafters import DraftModel, Proposal
-from penstock.gpu_worker.model.packing import Piece, forward_logits, pack
+from penstock.gpu_worker.model.packing import PackedStep, Piece, forward_logits, pack
 from penstock.gpu_worker.model.sampler import Sampler, SamplingBatch
 from penstock.shared.protocol import SamplingOptions
 
@@ -75,10 +75,12 @@ class Watched:
         num_late: times that a sequence had to wait for its drafts.
     """
 
-    def __init__(self, model: LoadedModel, expected: Outputs) -> None:
+    def __init__(self, model: LoadedModel, expected: Outputs, max_read: int = 200) -> None:
         self._model = model
         self._expected = {REQUESTS[id][0]: output for id, output in expected.items()}
-        self._drafter = DraftModel(model, self._pool(200), SpoilingSampler(), model)
+        self._drafter = DraftModel(
+            model, self._pool(200), SpoilingSampler(), model, max_read=max_read
+        )
         self._random = random.Random(3)
         self.num_spoiled = 0
         self.num_late = 0
@@ -196,11 +198,79 @@ def test_of_streams_that_another_worker_began(loaded: Loaded, plain: Plain, fami
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_that_is_caught_up_with_in_pieces(
-    loaded: Loaded, plain: Plain, family: str, preemption: str, monkeypatch: pytest.MonkeyPatch
+    loaded: Loaded, plain: Plain, family: str, preemption: str
 ) -> None:
-    monkeypatch.setattr(drafters, "_CATCH_UP", 8)
     model, expected = loaded(family), plain(family)
-    watched = Watched(model, expected)
+    watched = Watched(model, expected, max_read=12)
     run(model, watched, expected, num_blocks=17, preemption=preemption, num_host_blocks=99)
     assert watched.num_spoiled > 5
     assert watched.num_late > 10
+
+
+@pytest.fixture
+def forwards(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """The tokens of each sequence in each forward of a draft model, as they come."""
+    found: list[list[int]] = []
+
+    def note(pieces: Seq[Piece], pool: KVPool) -> PackedStep:
+        found.append([len(piece.token_ids) for piece in pieces])
+        return pack(pieces, pool)
+
+    monkeypatch.setattr(drafters, "pack", note)
+    return found
+
+
+def asking() -> list[Span]:
+    """The requests, computed by the target alone so far, ask for two drafts each."""
+    spans, blocks = [], iter(range(99))
+    for id, (prompt, options) in REQUESTS.items():
+        sequence = Sequence(id=id, prompt_ids=prompt, options=options)
+        sequence.block_table.extend(islice(blocks, 9))
+        spans.append(Span(sequence, len(prompt) - 1, 1, samples=True, num_drafts=2))
+    return spans
+
+
+def drafter_of(model: LoadedModel, sampler: Sampler, forwards: list[list[int]]) -> DraftModel:
+    pool = KVPool(model.geometry, 99, BLOCK_SIZE, model.device, model.dtype)
+    drafter = DraftModel(model, pool, sampler, model, max_read=24)
+    forwards.clear()
+    return drafter
+
+
+def test_is_read_in_one_forward_of_bounded_size_the_nearest_first(
+    loaded: Loaded, forwards: list[list[int]]
+) -> None:
+    drafter, spans = drafter_of(loaded("llama"), Sampler(), forwards), asking()
+    found = [[len(p.token_ids) for p in drafter.propose(spans)] for _ in range(5)]
+    # Prompts of 5, 29, 17, 26 and 11 tokens. Who has proposed reads its last token again.
+    assert forwards[::2] == [
+        [5, 11, 8],
+        [1, 1, 9, 13],
+        [1, 1, 1, 13, 8],
+        [1, 1, 1, 1, 20],
+        [1, 1, 1, 1, 1],
+    ]
+    assert forwards[1::2] == [[1] * 2, [1] * 3, [1] * 4, [1] * 4, [1] * 5]
+    assert found == [[2, 0, 0, 0, 2], [2, 0, 2, 0, 2], [2, 0, 2, 2, 2], [2, 0, 2, 2, 2], [2] * 5]
+
+
+class FailingOnce(Sampler):
+    """Raises in its first call, after the forward that has read."""
+
+    failed = False
+
+    def sample(self, logits: Tensor, batch: SamplingBatch, masks: Seq[Tensor] = ()) -> Tensor:
+        if not self.failed:
+            self.failed = True
+            raise RuntimeError("injected")
+        return super().sample(logits, batch, masks)
+
+
+def test_that_was_read_before_a_failure_is_not_read_again(
+    loaded: Loaded, forwards: list[list[int]]
+) -> None:
+    drafter, spans = drafter_of(loaded("llama"), FailingOnce(), forwards), asking()
+    with pytest.raises(RuntimeError, match="injected"):
+        drafter.propose(spans)
+    drafter.propose(spans)
+    assert forwards[:2] == [[5, 11, 8], [1, 1, 9, 13]]
