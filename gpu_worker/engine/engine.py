@@ -153,8 +153,9 @@ class Engine:
                 self._blocks.trim(sequence)  # and drafts, if it had some, are drawn anew
             elif span.num_drafts:
                 num_computed += 1 + span.num_drafts
-                num_sampled += len(token_ids)
+                num_before = sequence.num_tokens
                 updates += self._collect_drafted(span, token_ids, output)
+                num_sampled += sequence.num_tokens - num_before  # none behind its end
                 continue
             elif len(token_ids) != span.samples:
                 raise IntegrityError(f"{sequence}: {span.samples=}, but got {token_ids}")
@@ -209,12 +210,13 @@ class Engine:
         if not 1 <= len(token_ids) <= num_drafted + 1:
             raise IntegrityError(f"{sequence}: {num_drafted} drafts, but got {token_ids}")
         assert self._speculator is not None
-        self._speculator.observe(span, num_drafted, len(token_ids) - 1)
         sequence.num_computed_tokens = span.start + 1
         self._blocks.settle(sequence)
         updates = self._live.collect(sequence, token_ids, output)
+        num_accepted, num_taken = len(token_ids) - 1, sequence.num_tokens - num_before
+        self._speculator.observe(span, num_drafted, num_accepted, min(num_accepted, num_taken))
         if sequence.status is not SequenceStatus.FINISHED:
-            sequence.num_computed_tokens += sequence.num_tokens - num_before - 1
+            sequence.num_computed_tokens += num_taken - 1
             self._blocks.settle(sequence)
             self._blocks.trim(sequence)
         return updates

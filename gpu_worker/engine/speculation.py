@@ -80,12 +80,13 @@ class Speculator:
         self._reading = self._turn = self._step = 0
         self._way = LineUp.SURER
         self._found: dict[_Situation, tuple[int, int, float]] = {}
-        self._text_length = self._draft_length = 0
+        fixed = 0 if config.length is None else self._longest
+        self._text_length, self._draft_length = fixed * config.ngram, fixed * config.draft
         self._drafted: Counter[tuple[Speculation, int]] = Counter()
         self._accepted: Counter[tuple[Speculation, int]] = Counter()
         self._gain = 1.0
         self._changed = False
-        self._shown = SpeculationStats({}, {}, 0, 0, 1.0)
+        self._shown = SpeculationStats({}, {}, self._text_length, self._draft_length, self._gain)
 
     # -- before a step --------------------------------------------------------------------------
 
@@ -260,13 +261,14 @@ class Speculator:
 
     # -- after a step ---------------------------------------------------------------------------
 
-    def observe(self, span: Span, num_drafted: int, num_accepted: int) -> None:
+    def observe(self, span: Span, num_drafted: int, num_accepted: int, num_used: int) -> None:
         """Drafts of a span were verified.
 
         Args:
             span: whose drafts.
             num_drafted: how many there were.
             num_accepted: how many of them the model agreed with, before one it did not.
+            num_used: how many of those became output; the others lie behind its end.
         """
         drafting, source = span.sequence.drafting, span.source
         assert drafting is not None
@@ -276,7 +278,7 @@ class Speculator:
         kind = Speculation.NGRAM if source.is_text else Speculation.DRAFT
         for position in range(1, num_drafted + 1):
             self._drafted[kind, position] += 1
-        for position in range(1, num_accepted + 1):
+        for position in range(1, num_used + 1):
             self._accepted[kind, position] += 1
         tried = num_accepted + refused
         if tried:
@@ -296,7 +298,7 @@ class Speculator:
 
         Args:
             spans: of the step.
-            num_sampled: tokens that its sequences got.
+            num_sampled: tokens that its sequences got, of which none lie behind an output's end.
             timing: what it took, if that is known.
             failed: the drafter did. Such a step tells what drafts are worth, and not what they or
                 verifying them cost.
@@ -331,6 +333,7 @@ class Speculator:
         plain_rate = num_sequences / costs.verify(num_sequences, 0)
         gain = num_sampled / timing.seconds / plain_rate
         self._gain += _GAIN_SMOOTHING * (gain - self._gain)
+        self._changed = True
 
     def stats(self) -> SpeculationStats:
         """Counts so far and the present lengths: the same object as long as they are the same."""

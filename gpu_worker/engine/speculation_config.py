@@ -38,7 +38,7 @@ class SpeculationStats:
     Attributes:
         drafted: drafts verified, by source (of matches of all lengths together) and position, where
             1 is the first draft of a step.
-        accepted: those taken, likewise.
+        accepted: those that became output, likewise.
         text_length: drafts that a sequence with a text match has in the present steps.
         draft_length: drafts that the draft model proposes for a sequence in the present steps.
         gain: tokens per second of recent steps, over what they would have been without drafts.

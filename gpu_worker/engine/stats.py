@@ -84,7 +84,7 @@ class EngineStats:
         evictions: total cached blocks given away because free ones ran out.
         steps: total steps collected.
         computed_tokens: total query tokens computed, repeated ones included.
-        output_tokens: total tokens sampled.
+        output_tokens: total tokens that became output; what drafts gave behind its end is dropped.
         prefix_query_tokens: total tokens looked up in the prefix cache at admission.
         prefix_hit_tokens: total of those that were found.
         preemptions: total by the victim's lane, the cause and the mode.

@@ -237,7 +237,10 @@ class MachineModel(RuleBasedStateMachine):
                     assert may_overtake(policy, self.config.max_overtake_s, sequence, left)
 
     def collect(self, plan: Plan) -> None:
+        before = self.engine.stats().output_tokens
         updates = self.engine.collect(plan, self.runner.run(plan))
+        came = self.engine.stats().output_tokens - before
+        assert came == sum(len(update.token_ids) for update in updates)
         assert [u.id for u in updates] == [s.sequence.id for s in plan.spans if s.samples]
         for update in updates:
             self.publish(update)

@@ -163,9 +163,14 @@ class EngineMachine(MachineModel):
     @rule(seconds=st.sampled_from([0.0, 0.01, 0.5, 2.0, 50.0]))
     def step(self, seconds: float = 0.5) -> None:
         if (plan := self.plan()) is not None:
-            before = self.unseen()
+            (drafted, accepted), num_ended = self.unseen(), len(self.ended)
             self.collect(plan)
-            assert self.unseen() == before
+            now_drafted, now_accepted = self.unseen()
+            assert now_drafted == drafted
+            # What lies behind an end did not become output.
+            assert now_accepted == accepted or (
+                now_accepted > accepted and len(self.ended) > num_ended
+            )
             self.engine.observe(plan, seconds)
 
     @precondition(lambda self: self.live)

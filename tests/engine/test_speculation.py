@@ -7,8 +7,6 @@ from itertools import pairwise
 
 import pytest
 from engine.fakes import FakeRunner, PieceStream, config, request, solo
-from hypothesis import given
-from hypothesis import strategies as st
 
 from penstock.gpu_worker.engine import (
     Calibration,
@@ -18,109 +16,11 @@ from penstock.gpu_worker.engine import (
     SpeculationConfig,
     StepTiming,
 )
-from penstock.gpu_worker.engine.drafting import Drafting
 from penstock.gpu_worker.engine.sequence import Sequence
 from penstock.gpu_worker.engine.speculation import Speculator
 from penstock.gpu_worker.engine.speculation_cost import StepCosts
 from penstock.gpu_worker.engine.speculation_length import Pool, best_lengths, cut, expected_gain
-from penstock.gpu_worker.engine.speculation_ngram import NgramIndex
 from penstock.shared.protocol import Reason, SamplingOptions, Speculation
-
-# --- text matches
-
-
-def longest_match(token_ids: list[int]) -> int:
-    """Tokens of the longest suffix that also stands earlier, up to 32, by looking everywhere."""
-    best, end = 0, len(token_ids) - 1
-    for place in range(end):
-        length = 0
-        while length <= min(place, 31) and token_ids[place - length] == token_ids[end - length]:
-            length += 1
-        best = max(best, length)
-    return best
-
-
-@given(st.lists(st.integers(0, 3), min_size=1, max_size=40), st.integers(1, 6))
-def test_drafts_are_what_followed_a_long_match(token_ids: list[int], most: int) -> None:
-    index = NgramIndex()
-    for count in range(1, len(token_ids) + 1):  # grows token by token, like a sequence
-        known = token_ids[:count]
-        drafts, match = index.propose(known, most)
-        longest = longest_match(known)
-        assert (match > 0) == (longest >= 2)
-        assert match <= longest
-        if not match:
-            assert drafts == ()
-            continue
-        assert len(drafts) == most
-        suffix, text = known[count - match :], [*known, *drafts]
-        places = [p for p in range(count - match) if known[p : p + match] == suffix]
-        assert any(tuple(text[p + match : p + match + most]) == drafts for p in places)
-
-
-def test_the_longest_of_recent_matches_wins_and_of_equals_the_last() -> None:
-    index = NgramIndex()
-    assert index.propose([9, 1, 2, 5, 8, 1, 2, 6, 9, 1, 2], 2) == ((5, 8), 3)
-    assert NgramIndex().propose([7, 1, 2, 5, 8, 1, 2, 6, 9, 1, 2], 2) == ((6, 9), 2)
-
-
-def test_a_text_that_repeats_itself_is_drafted_round_and_round() -> None:
-    assert NgramIndex().propose([4, 5, 6, 4, 5, 6, 4, 5], 7) == ((6, 4, 5, 6, 4, 5, 6), 5)
-    assert NgramIndex().propose([4, 4, 4], 5)[0] == (4,) * 5
-
-
-def test_a_look_up_takes_time_of_its_match_and_not_of_the_text() -> None:
-    """Counted, not timed: how many tokens are looked at."""
-
-    class Counted(list[int]):
-        looked = 0
-
-        def __getitem__(self, key: object) -> object:  # type: ignore[override]
-            Counted.looked += 1
-            return super().__getitem__(key)  # type: ignore[index]
-
-    draw = random.Random(1)
-    looked = []
-    for length in (1_000, 16_000):
-        token_ids, index = Counted(draw.randrange(5) for _ in range(length)), NgramIndex()
-        index.propose(token_ids, 5)
-        Counted.looked = 0
-        for _ in range(100):
-            token_ids.append(draw.randrange(5))
-            index.propose(token_ids, 5)
-        looked.append(Counted.looked)
-    assert looked[1] < 2 * looked[0]
-
-
-def test_a_text_is_read_in_parts_and_proposes_once_all_of_it_is() -> None:
-    token_ids, drafting = [5, 6, 7, 8] * 50, Drafting()
-    assert drafting.look_up(token_ids, 3) == ((), 0)
-    parts = [drafting.read(token_ids, 64) for _ in range(4)]
-    assert parts == [64, 64, 64, 7]  # of the first token there is no pair
-    assert drafting.look_up(token_ids, 3) == NgramIndex().propose(token_ids, 3)
-    token_ids.append(5)
-    assert drafting.look_up(token_ids, 3) == ((), 0)
-
-
-def test_what_came_in_a_pause_is_read_a_bounded_part_in_each_step() -> None:
-    """Sixteen texts of 4,000 tokens: no step reads more than its share, and all get drafts."""
-    speculator = Speculator(SpeculationConfig(length=3), 10**6, 100)
-    options = SamplingOptions(max_tokens=100_000)
-    sequences = [
-        Sequence(id=str(i), prompt_ids=[*range(2000)] * 2, options=options) for i in range(16)
-    ]
-    for sequence in sequences:
-        sequence.token_ids.append(0)
-    spans = [Span(s, s.num_tokens - 1, 1, True) for s in sequences]
-    read, steps = [0], 0
-    while len(choices := speculator.choose(spans, 10_000)) < 16:
-        missing = [s.drafting._index.num_missing(s.token_ids) for s in sequences if s.drafting]  # type: ignore[union-attr]
-        read.append(16 * 4000 - sum(missing))
-        assert read[-1] - read[-2] <= 1024 + 16 * 16
-        steps += 1
-    assert 16 * 4000 / (1024 + 16 * 16) - 1 <= steps <= 16 * 4000 / 1024 + 1
-    assert all(choice.drafts == (1, 2, 3) for choice in choices)
-
 
 # --- what pays
 
@@ -237,7 +137,7 @@ class Simulated:
             while accepted < span.num_drafts and self._random.random() < self._rate:
                 accepted += 1
             if span.num_drafts:
-                speculator.observe(span, span.num_drafts, accepted)
+                speculator.observe(span, span.num_drafts, accepted, accepted)
             came += accepted
         return came
 
@@ -279,6 +179,26 @@ def test_what_it_chooses_is_within_three_per_cent_of_the_best_fixed_length(
     assert speculator.stats().gain == pytest.approx(found / plain, rel=0.2)
 
 
+@pytest.mark.parametrize(("ngram", "draft"), [(True, True), (True, False), (False, True)])
+def test_a_fixed_length_is_shown(ngram: bool, draft: bool) -> None:
+    config = SpeculationConfig(ngram=ngram, draft=draft, length=5)
+    stats = Speculator(config, 10**6, 4).stats()
+    assert (stats.text_length, stats.draft_length) == (3 * ngram, 3 * draft)  # of a span of 4
+
+
+def test_the_gain_that_is_shown_goes_on_where_drafting_has_ended() -> None:
+    dear = Simulated(calibration(2.0), 0.0, 4)
+    believed = calibration(0.002, draft=0.02)
+    config = SpeculationConfig(ngram=False, draft=True, calibration=believed)
+    dear.run(speculator := Speculator(config, 10**6, 100), 30)
+    assert 0 in dear.lengths[-3:]
+    ended = speculator.stats().gain
+    assert ended < 0.99
+    dear.run(speculator, 40)
+    assert not any(dear.lengths[-40:])
+    assert ended < speculator.stats().gain < 1
+
+
 # --- what they may take
 
 
@@ -307,6 +227,18 @@ def test_streams_are_those_without_drafts_and_come_in_fewer_steps() -> None:
         assert tuple(outputs[one.id]) == solo(one, cfg).token_ids
     assert engine.stats().steps < 25
     assert runner.num_accepted > 20
+
+
+def test_what_lies_behind_a_stop_is_counted_nowhere() -> None:
+    cfg = config(speculation=DRAFTS)
+    engine, runner = Engine(cfg, PieceStream), FakeRunner(cfg.block_size)
+    for i in range(20):
+        engine.add(request(f"r{i}", (1, 2, i % 5, i % 3), max_tokens=30, stop=("ab", "b ")))
+    outputs = run_all(engine, runner)
+    stats = engine.stats()
+    assert stats.output_tokens == sum(map(len, outputs.values()))
+    assert stats.speculation is not None
+    assert 0 < sum(stats.speculation.accepted.values()) < runner.num_accepted
 
 
 def test_no_draft_goes_past_the_end_of_an_output_or_the_context() -> None:

@@ -225,7 +225,7 @@ class World:
             while accepted < span.num_drafts and self._random.random() < rate:
                 accepted += 1
             if span.num_drafts:
-                speculator.observe(span, span.num_drafts, accepted)
+                speculator.observe(span, span.num_drafts, accepted, accepted)
             came += accepted
         return came
 
