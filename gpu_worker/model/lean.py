@@ -90,6 +90,17 @@ class LeanLlama:
             spare_bytes: memory that its copy of the linear layers' weights may take; if that is
                 not enough, the answer is None, too.
         """
+        try:
+            return cls._tried(model, trial, spare_bytes)
+        except Exception as error:
+            # Whatever transformers may change in its modules: going on without is always possible.
+            log.warning("the draft model runs through transformers, which is slower: %s", error)
+            return None
+
+    @classmethod
+    def _tried(
+        cls, model: Any, trial: Callable[[LeanLlama | None], Tensor], spare_bytes: int
+    ) -> LeanLlama | None:
         if not _is_plain(model):
             return None
         needed = _copied_bytes(model)
@@ -101,16 +112,11 @@ class LeanLlama:
                 format_bytes(spare_bytes),
             )
             return None
-        try:
-            lean = cls(model)
-            expected, found = trial(None), trial(lean)
-            difference = float((found - expected).abs().max() / expected.abs().max())
-            if not difference <= TOLERANCE:
-                raise RuntimeError(f"logits differ by {difference:.2g}")
-        except Exception as error:
-            # Whatever transformers may change in its modules: going on without is always possible.
-            log.warning("the draft model runs through transformers, which is slower: %s", error)
-            return None
+        lean = cls(model)
+        expected, found = trial(None), trial(lean)
+        difference = float((found - expected).abs().max() / expected.abs().max())
+        if not difference <= TOLERANCE:
+            raise RuntimeError(f"logits differ by {difference:.2g}")
         return lean
 
     def forward(self, step: PackedStep, pool: KVPool) -> Tensor:

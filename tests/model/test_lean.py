@@ -49,3 +49,9 @@ def test_logits_that_differ_are_noticed(model, caplog):
 def test_another_shape_is_left_to_transformers(model):
     model.config.attention_bias = True
     assert LeanLlama.of(model, same, NEEDED) is None
+
+
+def test_a_model_whose_parts_have_other_names_is_left_to_transformers(model, caplog):
+    del model.model.layers[1].self_attn.q_proj
+    assert LeanLlama.of(model, same, NEEDED) is None
+    assert "no attribute 'q_proj'" in caplog.text
