@@ -6,7 +6,8 @@ Step for step what transformers' ``generate`` does with ``num_beams`` (``_beam_s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import heapq
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -41,10 +42,10 @@ class Ended:
 class BeamSearch:
     """The state of one search.
 
-    Each step every beam reports its most likely next tokens. Of all continuations the best
-    ``num_candidates`` are looked at, so many that even if every beam's ending tokens are among them
-    ``width`` are left that go on. Those among the best ``width`` that end are kept if they are
-    better than what is kept already; of the others the best ``width`` are the next beams.
+    Each step every beam reports its most likely next tokens, so many that even if all ending tokens
+    are among them ``width`` are left that go on. Of all continuations, those among the best
+    ``width`` that end are kept if they are better than what is kept already; of the others the best
+    ``width`` are the next beams. More of one beam is never taken, so nothing else can matter.
 
     Args:
         options: of the request.
@@ -66,7 +67,7 @@ class BeamSearch:
         self._max_tokens = max_tokens
         self._scores = [0.0]
         self._length = 0
-        self.num_candidates = max(2, 1 + len(ending_ids)) * self._width
+        self.num_candidates = self._width + len(ending_ids)
         self.ended: list[Ended] = []
 
     def advance(
@@ -79,23 +80,19 @@ class BeamSearch:
         Args:
             beams: in the order of the last call's answer; at first the one that has no output.
             candidates: for each beam its ``num_candidates`` most likely tokens and the natural
-                logarithms of their probabilities.
+                logarithms of their probabilities, the most likely first.
 
         Returns:
             The beams to go on with, the best first; none if the search is over.
         """
         self._length += 1
         at_full_length = self._length == self._max_tokens
-        found = [
-            (self._scores[beam] + logprob, Step(beam, token_id))
-            for beam, tokens in enumerate(candidates)
-            for token_id, logprob in tokens
-        ]
-        best = sorted(found, key=lambda pair: -pair[0])[: self.num_candidates]
         next_beams: list[Step] = []
         scores: list[float] = []
         news: list[Ended] = []
-        for rank, (score, step) in enumerate(best):
+        for rank, (score, step) in enumerate(self._best_first(candidates)):
+            if rank >= self._width and (at_full_length or len(next_beams) == self._width):
+                break
             if at_full_length or step.token_id in self._ending_ids:
                 if rank < self._width:
                     output = (*beams[step.parent].output_ids, step.token_id)
@@ -106,6 +103,21 @@ class BeamSearch:
         self.ended = sorted([*self.ended, *news], key=lambda one: -one.score)[: self._width]
         self._scores = scores
         return next_beams if self._goes_on() else []
+
+    def _best_first(
+        self, candidates: Sequence[tuple[tuple[int, float], ...]]
+    ) -> Iterator[tuple[float, Step]]:
+        """All continuations and their scores, put in order as far as they are asked for.
+
+        Of equal scores that of the earlier beam comes first, then what it reported first.
+        """
+
+        def of_beam(beam: int) -> Iterator[tuple[float, Step]]:
+            score = self._scores[beam]
+            for token_id, logprob in candidates[beam]:
+                yield score + logprob, Step(beam, token_id)
+
+        return heapq.merge(*map(of_beam, range(len(candidates))), key=lambda pair: -pair[0])
 
     def _goes_on(self) -> bool:
         """Whether a beam may still give a better output than the worst that is kept."""
