@@ -71,8 +71,8 @@ class EngineConfig:
             grow for a while before one must be preempted; 0 to below 1.
         policy: in which order waiting sequences are admitted.
         max_overtake_s: seconds after a sequence within which another one must have arrived to be
-            admitted before it in its lane; ``fcfs`` needs no such bound, and what ``fair`` bounds
-            by it is for how long a tenant waits for its turn.
+            admitted before it in its lane; ``fcfs`` needs no such bound, ``edf`` only without a
+            deadline, and ``fair`` bounds by it for how long a tenant waits for its turn.
         chunking: whether and how prompts are divided among steps. ``off`` needs a
             ``max_batch_tokens`` of at least ``max_model_len + max_sequences``.
         target_itl_s: seconds that a step should take in which sequences decode (adaptive).

@@ -70,7 +70,8 @@ class EngineSettings(Section):
         30.0,
         "Bound on overtaking by `policy`: no request is admitted before one that has waited for "
         "this long when it arrives. With `fair`, tenants that had no turn for this long get every "
-        "second admission. 0 serves by arrival.",
+        "second admission. With `edf` it holds for requests without a deadline; others are bounded "
+        "by theirs. 0 serves by arrival.",
         unit="s",
         ge=0,
         le=86_400,

@@ -120,7 +120,24 @@ def test_a_prompt_that_is_read_at_once_counts_as_one_step(name: str) -> None:
     assert drained(filled(name, sequences, **whole)) == ["long", "short"]
 
 
-def test_edf_takes_the_earliest_deadline_and_none_counts_as_the_latest() -> None:
+def test_edf_ranks_by_deadline_however_far_it_is() -> None:
+    far = [
+        sequence("600 s", deadline=600.0),
+        sequence("35 s", arrival=2.0, deadline=35.0),
+        sequence("none", arrival=3.0),
+        sequence("599 s", arrival=5 * BOUND_S, deadline=599.0),
+    ]
+    assert drained(filled("edf", far)) == ["none", "35 s", "599 s", "600 s"]
+
+
+def test_edf_lets_nobody_overtake_who_came_after_the_deadline() -> None:
+    hasty = [sequence(f"h{i}", arrival=float(i), deadline=i + 1.0) for i in range(30)]
+    order = drained(filled("edf", [sequence("20 s", deadline=20.0), sequence("none"), *hasty]))
+    assert order.index("none") == BOUND_S - 1
+    assert order.index("20 s") == 20
+
+
+def test_edf_takes_the_earliest_deadline_and_none_counts_as_one_a_bound_away() -> None:
     order = drained(
         filled(
             "edf",
@@ -130,7 +147,7 @@ def test_edf_takes_the_earliest_deadline_and_none_counts_as_the_latest() -> None
             ],
         )
     )  # fmt: skip
-    assert order == ["past", "near", "none", "far", "after"]
+    assert order == ["past", "near", "none", "after", "far"]
 
 
 def test_priority_lets_waiting_make_up_for_the_lane() -> None:

@@ -22,6 +22,8 @@ class Waits(Protocol):
     @property
     def arrival(self) -> float: ...
     @property
+    def deadline(self) -> float | None: ...
+    @property
     def tenant(self) -> str: ...
 
 
@@ -50,6 +52,8 @@ def may_overtake(name: PolicyName, bound: float, late: Waits, left: Waits) -> bo
         return late.arrival <= left.arrival
     if name is PolicyName.FAIR and bound:
         return True  # as often as turns allow
+    if name is PolicyName.EDF and bound and left.deadline is not None:
+        return late.arrival <= max(left.arrival, left.deadline)
     return late.arrival <= left.arrival + bound
 
 

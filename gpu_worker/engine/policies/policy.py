@@ -24,7 +24,8 @@ class Policy(ABC):
     - *Bounded overtaking*: of two sequences of a lane that wait for their first admission, one
       that arrived more than ``max_overtake_s`` after the other is never admitted before it. Only
       finitely many arrive in that time and whoever runs will end, so nobody starves behind its own
-      lane. (``fair`` bounds for how long a tenant waits for its turn: see there.)
+      lane. (With ``edf`` a deadline takes the place of the bound, and ``fair``
+      bounds for how long a tenant waits for its turn.)
     - No method takes time in proportion to the number of waiting sequences, except iteration: what
       depends on how long somebody has waited must not change the order of those who wait. So
       ageing is a constant in the key of each (see ``ranked``), never a sum made anew.

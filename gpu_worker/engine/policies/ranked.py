@@ -18,18 +18,18 @@ __all__ = ["Lengths", "Ranked"]
 
 
 class Ranked(Policy):
-    """Serves by ``key = arrival + max_overtake_s x place``, where 0 <= place <= 1.
+    """Serves by ``key = arrival + max_overtake_s x place``, where ``place`` is 0 or more.
 
     That is linear ageing. Had everybody the urgency ``waited - max_overtake_s x place``, growing by
     one a second, then the difference of two would stay what it is for ever; so the constant part,
     the key, gives the same order at any time, and a heap by it need never be sorted again.
 
     It is bounded overtaking, too: who is served before another has a key at most as large, so it
-    arrived at most ``max_overtake_s`` after it.
+    arrived at most ``max_overtake_s x place`` after it, by the other's place.
 
     Args:
         max_overtake_s: how much later one may have arrived that is admitted before another of its
-            lane; 0 serves by arrival.
+            lane whose place is 1; 0 serves by arrival.
     """
 
     def __init__(self, max_overtake_s: float) -> None:
@@ -41,7 +41,7 @@ class Ranked(Policy):
 
     @abstractmethod
     def _place(self, sequence: Sequence) -> float:
-        """Where it stands, from 0 to 1: for which share of the time it may be overtaken."""
+        """For how many times ``max_overtake_s`` it may be overtaken, as it arrives."""
 
     def _key(self, sequence: Sequence) -> float:
         return sequence.arrival + self._max_overtake_s * self._place(sequence)
