@@ -12,6 +12,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from penstock.shared.protocol import Reason
@@ -32,6 +33,9 @@ _QUIET_S = 0.5
 
 _STATS_S = 0.1
 """How often all figures are told while steps run: to put them together takes a while."""
+
+_SMALL_CHUNK = 16
+"""So few tokens take next to no memory of their own: half of them would get none, either."""
 
 _FUTILE = 8
 """So many requests that fail in a row, and none that is computed in between, are not to blame."""
@@ -216,6 +220,8 @@ class Worker:
 def run_isolated(runner: Runner, plan: Plan) -> StepOutput:
     """Run a plan; if it raises, run its halves, until only the culprits have failed.
 
+    What gets no memory alone, either, is run in shorter chunks, one after the other.
+
     One poisoned request, or one too large for the memory that is left, must not take its batch
     with it. Computing a span again is harmless: the same keys and values go to the same slots, and
     random numbers are keyed by request and index. Block copies and swaps are not repeated, since
@@ -232,15 +238,22 @@ def run_isolated(runner: Runner, plan: Plan) -> StepOutput:
         return runner.run(plan)
     except Exception as error:
         finish = Finish(_reason(error), _describe(error))
-        if len(plan.spans) == 1:
+        halves = _halves(plan, finish.reason)
+        if halves is None:
             _log.error("a request fails in the model: %s", error, exc_info=error)
     # Only now that the exception is gone: its traceback held all tensors of the step that failed.
     runner.recover()
-    if len(plan.spans) == 1:
+    if halves is None:
         return StepOutput(((),), {0: finish})
-    middle = len(plan.spans) // 2
-    first = run_isolated(runner, Plan(plan.spans[:middle]))
-    rest = run_isolated(runner, Plan(plan.spans[middle:]))
+    first = run_isolated(runner, halves[0])
+    if len(plan.spans) == 1 and first.failures:
+        return first  # the second half reads what the first was to write
+    rest = run_isolated(runner, halves[1])
+    if len(plan.spans) == 1:
+        sequence = plan.spans[0].sequence
+        known = first.prompt_logprobs.get(sequence, ()) + rest.prompt_logprobs.get(sequence, ())
+        return replace(rest, prompt_logprobs={sequence: known} if known else {})
+    middle = len(halves[0].spans)
     failures = {middle + index: finish for index, finish in rest.failures.items()}
     return StepOutput(
         first.token_ids + rest.token_ids,
@@ -252,6 +265,21 @@ def run_isolated(runner: Runner, plan: Plan) -> StepOutput:
         drafted={**first.drafted, **rest.drafted},
         draft_failed=first.draft_failed or rest.draft_failed,
     )
+
+
+def _halves(plan: Plan, reason: Reason) -> tuple[Plan, Plan] | None:
+    """The plan in two, without its copies; None if it has failed for good."""
+    spans = plan.spans
+    if len(spans) > 1:
+        middle = len(spans) // 2
+        return Plan(spans[:middle]), Plan(spans[middle:])
+    (span,) = spans
+    if reason is not Reason.OUT_OF_MEMORY or span.num_tokens <= _SMALL_CHUNK:
+        return None
+    middle = span.num_tokens // 2
+    first = replace(span, num_tokens=middle, samples=False)
+    rest = replace(span, start=span.start + middle, num_tokens=span.num_tokens - middle)
+    return Plan((first,)), Plan((rest,))
 
 
 def _reason(error: Exception) -> Reason:

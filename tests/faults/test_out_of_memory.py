@@ -18,8 +18,13 @@ FORWARD = "        logits = self._forward([_piece(span"
 MOST = 48
 """Tokens for whose forward there is memory."""
 
+LONGEST = 75
+"""Positions to which there is memory to attend."""
+
 ALLOCATION = f"""\
-        if plan.num_tokens > {MOST}:
+        if plan.num_tokens > {MOST} or any(
+            span.start + span.num_tokens > {LONGEST} for span in plan.spans
+        ):
             torch.empty(1 << 50)  # more than any machine gives: torch's own allocation failure
 """
 
@@ -41,7 +46,7 @@ async def test_the_batch_is_split_and_the_one_that_does_not_fit_alone_fails(
     """In a real worker, in steps that also swap: copies are made once, whatever is retried."""
     draw = random.Random(3)
     prompts = [[draw.randrange(300, 900) for _ in range(30)] for _ in range(6)]
-    large = [draw.randrange(300, 900) for _ in range(MOST + 30)]
+    large = [draw.randrange(300, 900) for _ in range(LONGEST + 3)]
     monkeypatch.setenv("PYTHONPATH", mutated(
         tmp_path, "gpu_worker/model/runner.py", FORWARD, ALLOCATION + FORWARD
     ))  # fmt: skip

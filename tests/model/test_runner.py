@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from model.engine_run import Bench
 from model.families import VOCAB_SIZE
 
 from penstock.gpu_worker.engine.plan import BlockCopy, Plan, Span
@@ -211,3 +212,43 @@ def test_recovery_gives_memory_back_and_asks_whether_the_device_is_lost(
     monkeypatch.setattr(runner, "loaded", cuda)
     runner.recover()
     assert calls == ["synchronize cuda:0", "empty_cache"]
+
+
+PROMPT = tuple(range(5, 75))
+ASKED: dict[str, dict[str, Any]] = {
+    "plain": {"temperature": 0.0},
+    "reported": {"temperature": 0.0, "prompt_logprobs": 2},
+    "formed": {"regex": "[ab]{9}"},
+}
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "gpt_oss"])
+@pytest.mark.parametrize("asked", ASKED)
+def test_shorter_chunks_for_want_of_memory_give_the_same(
+    loaded: Loaded, monkeypatch: pytest.MonkeyPatch, model_type: str, asked: str
+) -> None:
+    """With layers that see all, with a window, and with both."""
+    answers, lengths = [], []
+    for most in (1000, 20):
+        bench = Bench(loaded(model_type))
+        forward = bench.runner._forward
+
+        def bounded(pieces: Any, most: int = most, forward: Any = forward) -> torch.Tensor:
+            tokens = sum(len(piece.token_ids) for piece in pieces)
+            if tokens > most:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            lengths.append(tokens)
+            return forward(pieces)
+
+        monkeypatch.setattr(bench.runner, "_forward", bounded)
+        bench.add("r", PROMPT, seed=1, max_tokens=12, **ASKED[asked])
+        answers.append(bench.run()["r"])
+    assert answers[0].finish == answers[1].finish
+    assert answers[0].token_ids == answers[1].token_ids
+    assert max(lengths) == 64
+    assert 16 in lengths
+    known = [answer.updates[0].prompt_logprobs for answer in answers]
+    assert len(known[0]) == len(known[1])
+    for one, other in zip(*known, strict=True):
+        if one is not None and other is not None:
+            assert one.logprob == pytest.approx(other.logprob, abs=1e-4)

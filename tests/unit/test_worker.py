@@ -151,6 +151,66 @@ def test_a_failed_step_holds_no_memory_while_its_halves_run(
     assert runner.alive == [0] * 2 * 15  # in each forward, and when memory is given back after it
 
 
+class Small(SyntheticRunner):
+    """Has memory for steps of some tokens, whose context is not too long.
+
+    Args:
+        most: tokens of a step.
+        longest: positions.
+    """
+
+    def __init__(self, most: int, longest: int = 256) -> None:
+        super().__init__(0.0)
+        self.most, self.longest = most, longest
+        self.tried: list[list[tuple[int, int]]] = []
+
+    def run(self, plan: Plan) -> StepOutput:
+        spans = [(span.start, span.start + span.num_tokens) for span in plan.spans]
+        self.tried.append(spans)
+        if plan.num_tokens > self.most or max(stop for _, stop in spans) > self.longest:
+            raise MemoryError("out of memory")
+        return super().run(plan)
+
+
+def test_a_chunk_that_gets_no_memory_is_run_in_shorter_ones() -> None:
+    """Each reads what the one before has written, and only the last one samples."""
+    engine, runner, prompt = make_engine(), Small(30), tuple(range(100, 161))
+    engine.add(replace(request("r", prompt), options=SamplingOptions(prompt_logprobs=1)))
+    engine.add(request("short", (97, 98)))
+    plan = engine.schedule()
+    assert plan is not None
+    assert [span.num_tokens for span in plan.spans] == [61, 2]
+    output = run_isolated(runner, plan)
+    assert runner.tried == [
+        [(0, 61), (0, 2)], [(0, 61)], [(0, 30)], [(30, 61)], [(30, 45)], [(45, 61)], [(0, 2)],
+    ]  # fmt: skip
+    expected = SyntheticRunner(0.0).run(plan)
+    assert output.token_ids == expected.token_ids
+    sequence = plan.spans[0].sequence
+    assert output.prompt_logprobs[sequence] == expected.prompt_logprobs[sequence]
+    assert len(output.prompt_logprobs[sequence]) == 60
+    assert not output.failures
+
+
+def test_a_chunk_is_given_up_where_its_first_tokens_get_no_memory() -> None:
+    engine, runner = make_engine(), Small(64, longest=50)
+    engine.add(request("r", tuple(range(100, 164))))
+    plan = engine.schedule()
+    assert plan is not None
+    failures = run_isolated(runner, plan).failures
+    assert {index: finish.reason for index, finish in failures.items()} == {0: Reason.OUT_OF_MEMORY}
+    assert runner.tried == [[(0, 64)], [(0, 32)], [(32, 64)], [(32, 48)], [(48, 64)]]
+
+
+def test_what_fails_for_another_reason_is_not_tried_in_shorter_chunks() -> None:
+    engine, runner = make_engine(), PoisonedRunner(ValueError("bad"))
+    engine.add(request("r", (POISON,) * 64))
+    plan = engine.schedule()
+    assert plan is not None
+    assert list(run_isolated(runner, plan).failures) == [0]
+    assert runner.steps == 1
+
+
 class Heard:
     """Takes what a worker says: the ends of runs, and why its loop broke."""
 
