@@ -158,7 +158,8 @@ class RedisEdge:
         if room.requests or (renew and not batches):
             calls.append(self._claim(room))
         if sweep:
-            calls += (self._operations.sweep(), self._operations.depth())
+            lease_ms = self._capacity.lease_ms
+            calls += (self._operations.sweep(lease_ms=lease_ms), self._operations.depth())
         replies = await self._send(calls)
         if replies is None:
             return

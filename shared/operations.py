@@ -191,14 +191,18 @@ class Operations(OperatorOperations):
         pairs = [self._key_pair(row[0]) for row in rows]
         return Call(self._scripts["append"], names, args, pairs)
 
-    def sweep(self) -> Call:
-        """Expire what is past its deadline and take work from dead workers."""
+    def sweep(self, *, lease_ms: int) -> Call:
+        """Expire what is past its deadline and take work from dead workers.
+
+        Args:
+            lease_ms: lease of the worker that sweeps: after an outage so long, nobody is dead yet.
+        """
         keys, retry = self._keys, self._retry
         names = (
             keys.deadlines, keys.leases, keys.continued, keys.suspects, keys.counters,
             keys.dead_letters, keys.bell, keys.floors, keys.readers,
         )  # fmt: skip
-        args = (keys.prefix, retry.max_blames, retry.max_attempts, self._retention_ms)
+        args = (keys.prefix, retry.max_blames, retry.max_attempts, self._retention_ms, lease_ms)
         return Call(self._scripts["sweep"], names, args)
 
     @staticmethod

@@ -12,7 +12,7 @@
 -- KEYS  1 dl  zset   2 wl  zset   3 q:!  stream   4 q:?  stream   5 cnt  hash   6 dlq  stream
 --       7 bell  stream   8 vt  hash   9 rd  zset
 --       and, found while running: own:<wid>, r:<id>, t:<id> and queues of what is swept
--- ARGV  1 prefix   2 max_blames   3 max_attempts   4 retention_ms
+-- ARGV  1 prefix   2 max_blames   3 max_attempts   4 retention_ms   5 lease of who sweeps, in ms
 -- Reply {expired, requests taken from dead workers, dead workers, mended, failed, last error,
 --        cancelled because their readers left}
 local prefix, retention = ARGV[1], tonumber(ARGV[4])
@@ -22,6 +22,10 @@ local RETRY_MS = 100
 -- Sweeps come at least every second. A longer pause is an outage, of the server or of all workers,
 -- in which readers could not say that they are there: after it they get time to.
 local OUTAGE_MS, REPRIEVE_MS = 3000, 15000
+-- Leases are renewed every third of a lease at least, and swept no later than two thirds of one
+-- after the last sweep. So much of a lease without a sweep is an outage in which those of the living
+-- may have ended, too.
+local LEASE_OUTAGE = 0.75
 allow_oom(prefix)
 local now = now_ms()
 
@@ -71,9 +75,10 @@ local function leave(rid)
   return false
 end
 
-local times = redis.call('HMGET', KEYS[8], 'scan', 'swept', 'reprieve')
+local times = redis.call('HMGET', KEYS[8], 'scan', 'swept', 'reprieve', 'spared')
+local pause = now - (tonumber(times[2]) or now)
 local reprieve = tonumber(times[3]) or 0
-if now - (tonumber(times[2]) or now) > OUTAGE_MS then reprieve = now + REPRIEVE_MS end
+if pause > OUTAGE_MS then reprieve = now + REPRIEVE_MS end
 local left = 0
 if now >= reprieve then
   local lapsed = attempt(nil, 'ZRANGEBYSCORE', KEYS[9], '-inf', now, 'LIMIT', 0, MAX_LEFT) or {}
@@ -82,6 +87,16 @@ if now >= reprieve then
     if done then left = left + 1 end
     if done == nil then redis.call('ZADD', KEYS[9], 'XX', now + RETRY_MS, rid) end
   end
+end
+
+-- After an outage every lease that ended in it goes on, as long as the living need to renew theirs:
+-- nobody can say yet who is dead. It does so once: what was spared and not renewed since, ends.
+local lease, spared = tonumber(ARGV[5]), tonumber(times[4]) or 0
+if pause > LEASE_OUTAGE * lease then
+  for _, wid in ipairs(redis.call('ZRANGEBYSCORE', KEYS[2], '(' .. spared, now)) do
+    redis.call('ZADD', KEYS[2], now + lease, wid)
+  end
+  spared = now + lease
 end
 
 local function reap(wid, owned, rid, claim)
@@ -122,6 +137,7 @@ for i = 1, #scanned[2], 2 do
     mended = mended + 1
   end
 end
-redis.call('HSET', KEYS[8], 'scan', scanned[1], 'swept', now, 'reprieve', reprieve)
+redis.call('HSET', KEYS[8], 'scan', scanned[1], 'swept', now, 'reprieve', reprieve,
+  'spared', spared)
 if reaped + mended > 0 then ring(prefix) end
 return {expired, reaped, workers, mended, failed, why, left}

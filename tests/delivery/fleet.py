@@ -106,13 +106,15 @@ class Shard:
             inbox=inbox,
         )
 
-    async def sweep(self) -> SweepReply:
-        return self.ops.read_sweep(await self.call(self.ops.sweep()))
+    async def sweep(self, lease_ms: int = MINUTE_MS) -> SweepReply:
+        return self.ops.read_sweep(await self.call(self.ops.sweep(lease_ms=lease_ms)))
 
-    async def sweep_until(self, done: Callable[[SweepReply], bool]) -> SweepReply:
+    async def sweep_until(
+        self, done: Callable[[SweepReply], bool], lease_ms: int = MINUTE_MS
+    ) -> SweepReply:
         """Sweep until one sweep answers as wanted; leases and deadlines are a few ms here."""
         for _ in range(5000):
-            swept = await self.sweep()
+            swept = await self.sweep(lease_ms)
             if done(swept):
                 return swept
             await asyncio.sleep(0.001)
@@ -121,6 +123,10 @@ class Shard:
     async def reap(self) -> SweepReply:
         """Sweep until a lease has ended."""
         return await self.sweep_until(lambda swept: swept.workers > 0)
+
+    async def let_pass(self, milliseconds: int) -> None:
+        """As if so much time had passed without a sweep."""
+        await self.redis.hset(self.keys.floors, "swept", await self.now_ms() - milliseconds)
 
     async def record(self, request_id: str) -> dict[str, str]:
         raw: dict[bytes, bytes] = await self.redis.hgetall(self.keys.request(request_id))

@@ -357,6 +357,19 @@ MUTANTS = (
         test_lost_workers.test_a_sweep_of_a_big_worker_is_bounded_and_goes_on, "sweep",
     ),
     Mutant(
+        "the living reaped after an outage", "if pause > LEASE_OUTAGE * lease then",
+        "if false then",
+        test_lost_workers.test_after_an_outage_only_those_that_stay_silent_are_reaped, "sweep",
+    ),
+    Mutant(
+        "the dead spared again and again", "'(' .. spared, now)) do", "'-inf', now)) do",
+        test_lost_workers.test_outage_upon_outage_spares_the_dead_once, "sweep",
+    ),
+    Mutant(
+        "every lease goes on", "if pause > LEASE_OUTAGE * lease then", "if true then",
+        test_lost_workers.test_a_pause_shorter_than_a_lease_spares_nobody, "sweep",
+    ),
+    Mutant(
         "deadlines not looked for", "redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now,",
         "redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', -1,",
         test_ends.test_a_sweep_is_bounded_and_the_next_goes_on, "sweep",

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 from delivery.fleet import Shard
+from log_writer import eventually
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from penstock.gpu_worker.bench.worker_side import WorkerSide
@@ -49,3 +50,28 @@ async def test_a_lost_claim_of_what_it_owned_before_is_given_back(
     await claim(side)
     assert side.runs == ["x#1", "x#3"]
     await shard.check()
+
+
+async def test_after_an_outage_no_worker_takes_the_others_work(
+    newest_shard: Shard, side: WorkerSide, redis_url: str
+) -> None:
+    """The leases of all have ended meanwhile; one of them comes first."""
+    shard = newest_shard
+    async with WorkerSide(redis_url, shard.keys, requests=4) as other:
+        for name, worker in (("x", side), ("y", other)):
+            await shard.submit(name)
+            await worker.claim_all(1)
+        leases = await shard.redis.zrange(shard.keys.leases, 0, -1)
+        await shard.redis.zadd(shard.keys.leases, dict.fromkeys(leases, LONG_AGO))
+        await shard.let_pass(5_000)
+        outage = int(await shard.redis.hget(shard.keys.floors, "swept") or 0)
+
+        async def swept() -> bool:
+            await side.edge.exchange()
+            return int(await shard.redis.hget(shard.keys.floors, "swept") or 0) > outage
+
+        await eventually(swept, "the first one sweeps")
+        await other.step(other.updates("t"))
+    records = [await shard.record(name) for name in ("x", "y")]
+    found = [[record[field] for field in ("st", "bad", "ep", "n")] for record in records]
+    assert found == [["running", "0", "1", "0"], ["running", "0", "1", "1"]]

@@ -43,6 +43,46 @@ async def test_a_worker_that_goes_on_keeps_its_work(shard: Shard) -> None:
     await shard.check(ended=True)
 
 
+async def test_after_an_outage_only_those_that_stay_silent_are_reaped(shard: Shard) -> None:
+    """Nobody could renew a lease. Whoever sweeps first knows nothing of the others yet."""
+    living, dead = shard.worker("living", lease_ms=1), shard.worker("dead", lease_ms=1)
+    for name in ("x", "y"):
+        await shard.submit(name)
+    mine = await living.claim_one()
+    await dead.claim_one()
+    await shard.wait_ms(2)
+    await shard.let_pass(100)
+    assert (await shard.sweep(lease_ms=100)).workers == 0
+    living.lease_ms = 60_000
+    assert await living.send_one(living.tokens(mine, 0, 1)) == (0, 1)
+    swept = await shard.sweep_until(lambda swept: swept.workers > 0, lease_ms=100)
+    assert (swept.reaped, swept.workers) == (1, 1)
+    assert await shard.state(mine.id) == "running"
+    other = next(iter(dead.claims))
+    assert [(await shard.record(rid)).get("died") for rid in (mine.id, other)] == [None, "1"]
+    await shard.check()
+
+
+async def test_outage_upon_outage_spares_the_dead_once(shard: Shard) -> None:
+    """As where the only worker left sweeps late each time."""
+    await shard.submit("x")
+    await shard.worker("dead", lease_ms=1).claim_one()
+    for reaped in (0, 1):
+        await shard.wait_ms(2)
+        await shard.let_pass(100)
+        assert (await shard.sweep(lease_ms=1)).reaped == reaped
+    await shard.check()
+
+
+async def test_a_pause_shorter_than_a_lease_spares_nobody(shard: Shard) -> None:
+    await shard.submit("x")
+    await shard.worker("dead", lease_ms=1).claim_one()
+    await shard.wait_ms(2)
+    await shard.let_pass(60_000 // 3 * 2)
+    assert (await shard.sweep(lease_ms=60_000)).reaped == 1
+    await shard.check()
+
+
 async def test_a_sweep_of_a_big_worker_is_bounded_and_goes_on(shard: Shard) -> None:
     for i in range(300):
         await shard.submit(f"x{i}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from delivery.fleet import FakeWorker, Shard
+from delivery.fleet import MINUTE_MS, FakeWorker, Shard
 from redis.asyncio import Redis
 
 from penstock.shared.errors import RedisUnavailable
@@ -17,7 +17,8 @@ from penstock.shared.script_loader import load_script, run_commands
 async def step(worker: FakeWorker, start: int) -> None:
     """What a worker sends in one step: tokens of all it runs, a claim, a sweep."""
     items = [worker.tokens(claim, start, 1) for claim in worker.claims.values()]
-    calls = [worker.append_call(*items), worker.claim_call(0), worker.shard.ops.sweep()]
+    calls = [worker.append_call(*items), worker.claim_call(0)]
+    calls.append(worker.shard.ops.sweep(lease_ms=worker.lease_ms))
     append, claim, sweep = await worker.shard.ops.run(calls)
     assert append == [], "everything was written"
     assert worker.shard.ops.read_claim(claim).claims == ()
@@ -123,6 +124,6 @@ async def test_a_refused_reply_is_an_error_that_says_what_to_do(shard: Shard) ->
     (reply,) = await shard.ops.run([shard.worker("a").claim_call(1)])
     with pytest.raises(RedisUnavailable, match="claim"):
         shard.ops.read_claim(reply)
-    (reply,) = await shard.ops.run([shard.ops.sweep()])
+    (reply,) = await shard.ops.run([shard.ops.sweep(lease_ms=MINUTE_MS)])
     with pytest.raises(RedisUnavailable, match="sweep"):
         shard.ops.read_sweep(reply)
