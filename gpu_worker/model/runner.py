@@ -32,7 +32,8 @@ from .prompt_logprobs import PromptRows
 from .sampler import INVALID_TOKEN, NO_TOKEN_LEFT, Sampler, SamplingBatch
 from .swap_pool import SwapPool
 from .timing import least_seconds
-from .verification import agreed, reject, take_typical
+from .verification import agreed
+from .verifier import Verifier
 
 if TYPE_CHECKING:
     from .loader import LoadedModel
@@ -77,9 +78,9 @@ class ModelRunner:
         self.pool = pool
         self.swap_pool = swap_pool
         self._drafter = None if drafter is None else DraftFallback(drafter)
-        self._rejection = rejection
         self._draft_rows = DraftRows()
         self._sampler = Sampler() if sampler is None else sampler
+        self._verifier = Verifier(self._sampler, loaded.eos_token_ids, rejection=rejection)
         self._masks = MaskMaker() if masks is None else masks
         self._batch: SamplingBatch | None = None
 
@@ -159,7 +160,7 @@ class ModelRunner:
         masks = self._masks.join(asked, others=len(asked) < len(plan.spans))
         chosen = self._sampler.sample(logits, self._batch, masks.tensors)
         if drafts:
-            chosen = self._verify(logits, chosen, rows, proposals, masks.tensors)
+            chosen = self._verifier.choose(logits, chosen, rows, proposals, masks.tensors)
         report = self._sampler.report(logits, self._batch, chosen)
         candidates = self._sampler.candidates(logits, self._batch)
         # The step's one wait for the device: everything before only queues work on it.
@@ -188,37 +189,6 @@ class ModelRunner:
         if min(sampled) >= 0 and not masks.deferred and not masks.failures:
             return output
         return _set_apart(plan, output, masks)
-
-    def _verify(
-        self,
-        logits: Tensor,
-        chosen: Tensor,
-        rows: Seq[SampledRow],
-        drafts: Mapping[Sequence, Proposal],
-        masks: Seq[Tensor],
-    ) -> Tensor:
-        """What is chosen in each row, given what was drawn there."""
-        typical = any(row.options.accept_threshold for row in rows)
-        if not self._rejection and not typical:
-            return chosen
-        assert self._batch is not None
-        places = [INVALID_TOKEN] * len(rows)
-        likely = self._sampler.probabilities(logits, self._batch, masks)
-        proposed = torch.zeros_like(likely)
-        for begin, row in enumerate(rows):
-            proposal = drafts.get(row) if isinstance(row, Sequence) else None
-            if proposal is None:
-                continue
-            end = begin + len(proposal.token_ids)
-            places[begin:end] = proposal.token_ids
-            if proposal.probabilities is not None:
-                proposed[begin:end] = proposal.probabilities
-            else:
-                ids = torch.tensor(proposal.token_ids, device=likely.device).unsqueeze(1)
-                proposed[begin:end].scatter_(1, ids, 1.0)
-        if self._rejection:
-            chosen = reject(chosen, rows, places, likely, proposed)
-        return take_typical(chosen, rows, places, likely) if typical else chosen
 
     def _propose(self, plan: Plan) -> tuple[dict[Sequence, Proposal], float]:
         """The drafts of each sequence that has some, and the seconds the draft model took."""
