@@ -21,6 +21,7 @@ from .speculation_config import SpeculationConfig, SpeculationStats
 from .speculation_cost import StepCosts, StepTiming
 from .speculation_guard import Guard, Permission
 from .speculation_length import Pool, best_lengths, cut, worth_verifying
+from .speculation_way import Ways
 
 __all__ = ["Choice", "SpeculationConfig", "SpeculationStats", "Speculator"]
 
@@ -48,9 +49,6 @@ _READ_ALONG = 1
 read takes as long as several proposals: taken for their price, it would let nobody ask it often
 enough to read less."""
 
-_COMPARED = 8
-"""Steps after which it is asked again from where the sequences should have their drafts."""
-
 _TRYING = (Permission.TASTE, Permission.TRIAL)
 """Steps that draft also where it does not promise to pay."""
 
@@ -77,8 +75,8 @@ class Speculator:
         self._costs = StepCosts(config.calibration)
         self._guard = Guard(self._costs.timed)
         self._means = {(source, warmth): source.prior for source in Source for warmth in range(4)}
-        self._reading = self._turn = self._step = 0
-        self._way = LineUp.SURER
+        self._reading = self._step = 0
+        self._ways = Ways()
         self._found: dict[_Situation, tuple[int, int, float]] = {}
         fixed = 0 if config.length is None else self._longest
         self._text_length, self._draft_length = fixed * config.ngram, fixed * config.draft
@@ -190,15 +188,14 @@ class Speculator:
     ) -> list[Choice]:
         """Of what there is for each sequence, what promises the most tokens per second."""
         num_sequences = len(spans)
-        self._turn = (self._turn + 1) % _COMPARED
-        if not self._turn:
+        if self._ways.is_due(num_sequences):
             self._found.clear()  # costs are others by now
             promised = {
                 way: self._lengths(self._lined_up(way, found, num_sequences), spans, permission)[2]
                 for way in LineUp
             }
-            self._way = max(LineUp, key=promised.__getitem__)
-        choices = self._lined_up(self._way, found, num_sequences)
+            self._ways.compare(num_sequences, promised)
+        choices = self._lined_up(self._ways.present(num_sequences), found, num_sequences)
         choices = choices or self._lined_up(LineUp.SURER, found, num_sequences)
         text_length, draft_length, promised_rate = self._lengths(choices, spans, permission)
         has_text = any(choice.source.is_text for choice in choices)

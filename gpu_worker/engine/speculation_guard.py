@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from enum import Enum
 
-__all__ = ["Guard", "Permission"]
+__all__ = ["Guard", "Permission", "size_class"]
 
 _LIMIT = 4.0
 """Time of plain steps that may be lost since drafts last paid, before they end."""
@@ -173,7 +173,7 @@ class Guard:
         self._timed = timed or bool(self._timed)
 
     def _of(self, num_sequences: int) -> _Class:
-        key = num_sequences.bit_length() if num_sequences < 2 else (num_sequences - 1).bit_length()
+        key = size_class(num_sequences)
         state = self._classes.get(key)
         if state is None:
             state = self._classes[key] = _Class()
@@ -324,6 +324,11 @@ class _Class:
         pause = min(_PAUSE[0] << self._failures, _PAUSE[1])
         self._failures = min(self._failures + 1, 8)
         self._pause = int(min(max(pause, self._lost / _COST_SHARE), _MOST_PAUSE))
+
+
+def size_class(num_sequences: int) -> int:
+    """Which class of batch sizes it is: they end with the powers of two."""
+    return num_sequences.bit_length() if num_sequences < 2 else (num_sequences - 1).bit_length()
 
 
 def _median(values: Iterable[float]) -> float:

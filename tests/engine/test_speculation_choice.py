@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from itertools import pairwise
+
 import pytest
 
 from penstock.gpu_worker.engine import Span, SpeculationConfig
@@ -10,6 +13,7 @@ from penstock.gpu_worker.engine.sequence import Sequence
 from penstock.gpu_worker.engine.speculation import Speculator
 from penstock.gpu_worker.engine.speculation_choice import Choice, LineUp, line_up
 from penstock.gpu_worker.engine.speculation_cost import Calibration
+from penstock.gpu_worker.engine.speculation_way import Ways
 from penstock.shared.protocol import SamplingOptions, Speculation
 
 
@@ -56,23 +60,63 @@ def steps(speculator: Speculator, sequences: list[Sequence], count: int) -> set[
     return sources
 
 
+COSTS = Calibration(
+    sequences=(1, 64),
+    drafts=(0, 1, 7),
+    verify=((1.0, 1.001, 1.007), (1.0, 1.01, 1.07)),
+    draft=(0.07, 0.07),
+)
+
+
+def batch(wanting: int) -> list[Sequence]:
+    """32 sequences, of which the first ``wanting`` want drafts and could have both kinds."""
+    sequences = []
+    for index in range(32):
+        wish = Speculation.AUTO if index < wanting else Speculation.OFF
+        options = SamplingOptions(max_tokens=100_000, speculation=wish)
+        sequence = Sequence(id=str(index), prompt_ids=(5, 6, 7, 1, 2, 5), options=options)
+        sequence.token_ids += [6, 7]
+        sequences.append(sequence)
+    return sequences
+
+
 @pytest.mark.parametrize(("wanting", "expected"), [(2, {Source.NGRAM_SHORT}), (32, {Source.DRAFT})])
 def test_where_too_few_want_a_models_drafts_their_text_must_do(
     wanting: int, expected: set[Source]
 ) -> None:
     """By itself each would rather have the model's; but two of 32 do not gain what that takes."""
-    costs = Calibration(
-        sequences=(1, 64),
-        drafts=(0, 1, 7),
-        verify=((1.0, 1.001, 1.007), (1.0, 1.01, 1.07)),
-        draft=(0.07, 0.07),
-    )
-    speculator = Speculator(SpeculationConfig(draft=True, calibration=costs), 10**6, 100)
-    sequences = []
-    for index in range(32):
-        wish = Speculation.AUTO if index < wanting else Speculation.OFF
-        options = SamplingOptions(max_tokens=1000, speculation=wish)
-        sequence = Sequence(id=str(index), prompt_ids=(5, 6, 7, 1, 2, 5), options=options)
-        sequence.token_ids += [6, 7]
-        sequences.append(sequence)
-    assert steps(speculator, sequences, 20) == expected
+    speculator = Speculator(SpeculationConfig(draft=True, calibration=COSTS), 10**6, 100)
+    assert steps(speculator, batch(wanting), 20) == expected
+
+
+def promise(best: LineUp, by: float) -> dict[LineUp, float]:
+    return {way: 10.0 * (by if way is best else 1.0) for way in LineUp}
+
+
+def test_another_way_must_promise_two_per_cent_more() -> None:
+    ways = Ways()
+    ways.compare(8, promise(LineUp.TEXT, 1.015))
+    assert ways.present(8) is LineUp.SURER
+    ways.compare(8, promise(LineUp.TEXT, 1.03))
+    assert ways.present(8) is LineUp.TEXT
+    ways.compare(8, promise(LineUp.MODEL, 1.015))
+    assert ways.present(8) is LineUp.TEXT
+
+
+def test_each_class_of_batch_sizes_has_a_way_of_its_own_and_compares_by_itself() -> None:
+    ways = Ways()
+    ways.compare(30, promise(LineUp.TEXT, 2.0))
+    assert [ways.present(n) for n in (1, 16, 17, 32, 33)] == [
+        LineUp.SURER, LineUp.SURER, LineUp.TEXT, LineUp.TEXT, LineUp.SURER,
+    ]  # fmt: skip
+    due = [(n, step) for step in range(1, 17) for n in (4, 30) if ways.is_due(n)]
+    assert due == [(n, step) for step in (8, 16) for n in (4, 30)]
+
+
+def test_ways_that_are_worth_the_same_do_not_take_turns() -> None:
+    """As promises wobble with rates, by 2 % between the highest and the lowest."""
+    draw, ways, taken = random.Random(2), Ways(), [LineUp.SURER]
+    for _ in range(500):
+        ways.compare(8, {way: 100 + 2 * draw.random() for way in LineUp})
+        taken.append(ways.present(8))
+    assert sum(a is not b for a, b in pairwise(taken)) == 0
