@@ -174,6 +174,7 @@ class _Process:
             metrics=self._metrics,
             wake=wake,
             hang_timeout_s=settings.worker.hang_timeout_s,
+            drain_timeout_s=settings.worker.drain_timeout_s,
         )
         door, compactor = self._door(retention_ms, edge), self._compactor(keys)
         self._announce(summary, health)
@@ -256,12 +257,11 @@ class _Process:
         """
         self._state = "draining"
         self._metrics.ready.set(0)
-        worker = self._settings.worker
-        if not await engine.stop(_step_patience_s(worker)):
+        if not await engine.stop(_step_patience_s(self._settings.worker)):
             _log.warning("the present step takes too long for a drain; others begin it anew")
         try:
-            released = await asyncio.wait_for(edge.drain(), worker.drain_timeout_s)
-        except (PenstockError, TimeoutError) as error:
+            released = await edge.drain()
+        except PenstockError as error:
             _log.warning("could not hand over (%s); others take over by the lease", error)
         else:
             _log.info("drained: handed over %d requests", released)

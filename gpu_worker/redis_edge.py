@@ -9,6 +9,7 @@ are found by the audit that follows every broken exchange.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from penstock.shared.errors import PenstockError
+from penstock.shared.errors import PenstockError, RedisUnavailable
 from penstock.shared.operations import AppendRow, Operations
 from penstock.shared.protocol import Lane
 from penstock.shared.replies import read_statuses
@@ -71,6 +72,7 @@ class RedisEdge:
         engine, outbox, intake, metrics: the worker's other parts.
         hang_timeout_s: a step that runs longer means that the engine hangs; then nothing is sent
             any more, so that the lease ends and others take over.
+        drain_timeout_s: how long Redis may leave a worker that drains without an answer.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class RedisEdge:
         metrics: WorkerMetrics,
         wake: asyncio.Event,
         hang_timeout_s: float,
+        drain_timeout_s: float,
     ) -> None:
         self._listener = listener
         self._operations = operations
@@ -97,16 +100,26 @@ class RedisEdge:
         self._metrics = metrics
         self._wake = wake
         self._hang_timeout_s = hang_timeout_s
+        self._drain_timeout_s = drain_timeout_s
         self._rung = "0-0"
         self._searched = -1
         self._next_renewal = 0.0
         self._next_sweep = 0.0
         self._needs_audit = False
         self._stopping = False
+        self._running: asyncio.Timeout | None = None
+        self._give_up_at: float | None = None  # by the event loop's clock
 
     def stop(self) -> None:
-        """Claim nothing more, and end :meth:`run` after the present exchange."""
+        """Claim nothing more, and end :meth:`run` after the present exchange.
+
+        If Redis does not answer that, it ends without, ``drain_timeout_s`` from the first call.
+        """
         self._stopping = True
+        if self._give_up_at is None:
+            self._give_up_at = asyncio.get_running_loop().time() + self._drain_timeout_s
+            if self._running is not None:
+                self._running.reschedule(self._give_up_at)
         self._wake.set()
 
     @property
@@ -130,19 +143,21 @@ class RedisEdge:
         Returns:
             True if it was stopped; False if the engine can not go on and must be replaced.
         """
-        async with asyncio.TaskGroup() as tasks:
-            helpers = [tasks.create_task(self._tick()), tasks.create_task(self._hear_bell())]
-            works = True
-            while works and not self._stopping:
-                await self.exchange()
-                await self._wake.wait()
-                self._wake.clear()
-                works = not self.hung and self._engine.failure is None
-            # Some cancellations are lost inside redis-py on Python 3.11 (asyncio.wait_for); then
-            # the flag ends the listener when its read returns.
-            self._stopping = True
-            for helper in helpers:
-                helper.cancel()
+        works = True
+        with contextlib.suppress(TimeoutError):  # see stop
+            async with asyncio.timeout(None) as self._running, asyncio.TaskGroup() as tasks:
+                helpers = [tasks.create_task(self._tick()), tasks.create_task(self._hear_bell())]
+                while works and not self._stopping:
+                    await self.exchange()
+                    await self._wake.wait()
+                    self._wake.clear()
+                    works = not self.hung and self._engine.failure is None
+                # Some cancellations are lost inside redis-py on Python 3.11 (asyncio.wait_for);
+                # then the flag ends the listener when its read returns.
+                self._stopping = True
+                for helper in helpers:
+                    helper.cancel()
+        self._running = None
         return works
 
     async def exchange(self) -> None:
@@ -175,13 +190,19 @@ class RedisEdge:
     async def drain(self) -> int:
         """Publish what is there, then give every request back; returns how many.
 
-        Tried until the server answers: who drains must set the time limit.
-
         Raises:
-            RedisUnavailable: the server refuses.
+            RedisUnavailable: the server refuses, or has not answered ``drain_timeout_s`` after
+                :meth:`stop`.
         """
-        while self._outbox.has_pending:
-            await self.exchange()
+        try:
+            async with asyncio.timeout_at(self._give_up_at):
+                while self._outbox.has_pending:
+                    await self.exchange()
+                return await self._release_all()
+        except TimeoutError:
+            raise RedisUnavailable("Redis did not answer in time") from None
+
+    async def _release_all(self) -> int:
         for attempt in range(1_000_000_000):
             try:
                 return await self._operations.release_all(self._worker_id, blame=False)

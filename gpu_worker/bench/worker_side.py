@@ -78,6 +78,7 @@ class WorkerSide:
             metrics=metrics,
             wake=self._wake,
             hang_timeout_s=_TIMEOUT_S,
+            drain_timeout_s=_TIMEOUT_S,
         )
         return self
 
