@@ -105,6 +105,7 @@ class RedisEdge:
         self._searched = -1
         self._next_renewal = 0.0
         self._next_sweep = 0.0
+        self._sweep_again = False
         self._needs_audit = False
         self._stopping = False
         self._running: asyncio.Timeout | None = None
@@ -166,7 +167,7 @@ class RedisEdge:
         batches = self._take()
         room = self._room()
         renew = now >= self._next_renewal
-        sweep = now >= self._next_sweep
+        sweep = now >= self._next_sweep or self._sweep_again
         if not (batches or room.requests or renew or sweep):
             return
         calls: list[Call | Command] = [self._append(batch) for batch in batches]
@@ -316,7 +317,9 @@ class RedisEdge:
             self._wake.set()
 
     def _after_sweep(self, now: float, reply: Any, depth: Any) -> None:
-        self._next_sweep = now + min(1.0, self._capacity.lease_ms / 3000)
+        regular, self._sweep_again = now >= self._next_sweep, False
+        if regular:
+            self._next_sweep = now + min(1.0, self._capacity.lease_ms / 3000)
         self._show_depth(depth)
         if isinstance(reply, ResponseError):
             _log.error("sweep was refused: %s", reply)
@@ -332,8 +335,12 @@ class RedisEdge:
             _log.error("a sweep could not mend %d requests: %s", swept.failed, swept.error)
         # A suspect, or work left for want of room, rings no bell when its turn comes.
         self._searched = -1
-        # Requests that produce nothing yet (queued prefill) hear of a cancel only if they ask.
-        self._outbox.probe()
+        if swept.more:  # with the next exchange, so that tokens are not held back
+            self._sweep_again = True
+            self._wake.set()
+        if regular:
+            # Requests that produce nothing yet (queued prefill) hear of a cancel only if they ask.
+            self._outbox.probe()
 
     def _show_depth(self, reply: Any) -> None:
         if isinstance(reply, ResponseError):

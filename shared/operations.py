@@ -213,9 +213,9 @@ class Operations(OperatorOperations):
             RedisUnavailable: the reply is the server's refusal.
         """
         accepted("sweep", reply)
-        expired, reaped, workers, mended, failed, error, left = reply
+        expired, reaped, workers, mended, failed, error, left, more = reply
         why = error.decode(errors="replace")
-        return SweepReply(expired, reaped, workers, mended, failed, why, left)
+        return SweepReply(expired, reaped, workers, mended, failed, why, left, bool(more))
 
     def depth(self) -> Command:
         """Ask for the counters of waiting work."""

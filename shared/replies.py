@@ -207,6 +207,7 @@ class SweepReply:
         failed: requests that the sweep could not handle, and will try again.
         error: why, for the last of them.
         left: requests cancelled because all their readers had left.
+        more: it did as much as one sweep may, so there may be more: sweep again at once.
     """
 
     expired: int
@@ -216,6 +217,7 @@ class SweepReply:
     failed: int = 0
     error: str = ""
     left: int = 0
+    more: bool = False
 
 
 @dataclass(frozen=True, slots=True)

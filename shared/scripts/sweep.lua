@@ -14,7 +14,7 @@
 --       and, found while running: own:<wid>, r:<id>, t:<id> and queues of what is swept
 -- ARGV  1 prefix   2 max_blames   3 max_attempts   4 retention_ms   5 lease of who sweeps, in ms
 -- Reply {expired, requests taken from dead workers, dead workers, mended, failed, last error,
---        cancelled because their readers left}
+--        cancelled because their readers left, 1 if a bound ended it: sweep again}
 local prefix, retention = ARGV[1], tonumber(ARGV[4])
 local max_blames, max_attempts = tonumber(ARGV[2]), tonumber(ARGV[3])
 local MAX_EXPIRED, MAX_LEFT, MAX_WORKERS, MAX_REAPED, MAX_MENDED = 64, 64, 4, 128, 32
@@ -29,7 +29,7 @@ local LEASE_OUTAGE = 0.75
 allow_oom(prefix)
 local now = now_ms()
 
-local failed, why = 0, ''
+local failed, why, more = 0, '', false
 
 -- One request's trouble is not the others'. Returns nil if the work failed.
 local function guarded(work, ...)
@@ -57,7 +57,9 @@ local function expire(rid)
 end
 
 local expired = 0
-for _, rid in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now, 'LIMIT', 0, MAX_EXPIRED)) do
+local due = redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now, 'LIMIT', 0, MAX_EXPIRED)
+if #due == MAX_EXPIRED then more = true end
+for _, rid in ipairs(due) do
   local done = guarded(expire, rid)
   if done then expired = expired + 1 end
   -- What fails is tried again later, or it would keep those behind it waiting.
@@ -82,6 +84,7 @@ if pause > OUTAGE_MS then reprieve = now + REPRIEVE_MS end
 local left = 0
 if now >= reprieve then
   local lapsed = attempt(nil, 'ZRANGEBYSCORE', KEYS[9], '-inf', now, 'LIMIT', 0, MAX_LEFT) or {}
+  if #lapsed == MAX_LEFT then more = true end
   for _, rid in ipairs(lapsed) do
     local done = guarded(leave, rid)
     if done then left = left + 1 end
@@ -113,16 +116,20 @@ local function reap(wid, owned, rid, claim)
 end
 
 local reaped, workers = 0, 0
-for _, wid in ipairs(redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', now, 'LIMIT', 0, MAX_WORKERS)) do
+local dead = redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', now, 'LIMIT', 0, MAX_WORKERS)
+if #dead == MAX_WORKERS then more = true end
+for _, wid in ipairs(dead) do
   local owned = prefix .. 'own:' .. wid
   local claims = attempt(nil, 'HGETALL', owned) or {}
-  local left = false
+  local unfinished = false
   for i = 1, #claims, 2 do
-    if reaped >= MAX_REAPED then left = true break end
+    if reaped >= MAX_REAPED then unfinished = true break end
     if guarded(reap, wid, owned, claims[i], claims[i + 1]) then reaped = reaped + 1 end
   end
   -- The lease goes last: a sweep cut short is taken up by the next one.
-  if not left then
+  if unfinished then
+    more = true
+  else
     redis.call('DEL', owned)
     redis.call('ZREM', KEYS[2], wid)
     workers = workers + 1
@@ -140,4 +147,4 @@ end
 redis.call('HSET', KEYS[8], 'scan', scanned[1], 'swept', now, 'reprieve', reprieve,
   'spared', spared)
 if reaped + mended > 0 then ring(prefix) end
-return {expired, reaped, workers, mended, failed, why, left}
+return {expired, reaped, workers, mended, failed, why, left, more and 1 or 0}

@@ -375,6 +375,23 @@ MUTANTS = (
         test_ends.test_a_sweep_is_bounded_and_the_next_goes_on, "sweep",
     ),
     Mutant(
+        "no more is told of deadlines", "if #due == MAX_EXPIRED then", "if false then",
+        test_ends.test_a_sweep_is_bounded_and_the_next_goes_on, "sweep",
+    ),
+    Mutant(
+        "no more is told of readers", "if #lapsed == MAX_LEFT then", "if false then",
+        test_readers.test_a_sweep_cancels_boundedly_and_the_next_goes_on, "sweep",
+    ),
+    Mutant(
+        "no more is told of dead workers", "if #dead == MAX_WORKERS then", "if false then",
+        test_lost_workers.test_a_sweep_of_many_workers_is_bounded_and_goes_on, "sweep",
+    ),
+    Mutant(
+        "no more is told of a big worker", "  if unfinished then\n    more = true\n",
+        "  if unfinished then\n",
+        test_lost_workers.test_a_sweep_of_a_big_worker_is_bounded_and_goes_on, "sweep",
+    ),
+    Mutant(
         "nothing mended", "\n  if guarded(mend, prefix", "\n  if false and guarded(mend, prefix",
         test_damage.test_deleted_ownership_gives_the_request_to_others, "sweep",
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
@@ -75,3 +76,24 @@ async def test_after_an_outage_no_worker_takes_the_others_work(
     records = [await shard.record(name) for name in ("x", "y")]
     found = [[record[field] for field in ("st", "bad", "ep", "n")] for record in records]
     assert found == [["running", "0", "1", "0"], ["running", "0", "1", "1"]]
+
+
+async def test_many_requests_with_one_deadline_end_soon_after_it(
+    newest_shard: Shard, side: WorkerSide
+) -> None:
+    """One sweep ends no more than 64 of them. The worker is full, so no claim meets them."""
+    shard, count = newest_shard, 1280
+    for n in range(4):
+        await shard.submit(f"running-{n}")
+    await side.claim_all(4)
+    for n in range(count):
+        await shard.submit(f"x{n}", deadline_ms=1)
+    working = asyncio.create_task(side.edge.run())
+
+    async def all_ended() -> bool:
+        return await shard.counter("ended:expired") == count
+
+    await eventually(all_ended, "no pause between 20 sweeps", timeout_s=6)  # with pauses: 13 s
+    side.edge.stop()
+    assert await working
+    await shard.check()

@@ -163,7 +163,9 @@ async def test_a_sweep_is_bounded_and_the_next_goes_on(shard: Shard) -> None:
     for i in range(150):
         await shard.submit(f"x{i}", deadline_ms=1)
     await shard.wait_ms(2)
-    assert [(await shard.sweep()).expired for _ in range(4)] == [64, 64, 22, 0]
+    swept = [await shard.sweep() for _ in range(4)]
+    assert [s.expired for s in swept] == [64, 64, 22, 0]
+    assert [s.more for s in swept] == [True, True, False, False]
     await shard.check(ended=True)
 
 

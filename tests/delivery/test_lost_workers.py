@@ -91,6 +91,18 @@ async def test_a_sweep_of_a_big_worker_is_bounded_and_goes_on(shard: Shard) -> N
     swept = [await shard.sweep() for _ in range(4)]
     assert [s.reaped for s in swept] == [128, 128, 44, 0]
     assert [s.workers for s in swept] == [0, 0, 1, 0]
+    assert [s.more for s in swept] == [True, True, False, False]
+    await shard.check()
+
+
+async def test_a_sweep_of_many_workers_is_bounded_and_goes_on(shard: Shard) -> None:
+    for i in range(6):
+        await shard.submit(f"x{i}")
+        await shard.worker(f"dead-{i}", lease_ms=1).claim_one()
+    await shard.wait_ms(2)
+    swept = [await shard.sweep() for _ in range(3)]
+    assert [s.workers for s in swept] == [4, 2, 0]
+    assert [s.more for s in swept] == [True, False, False]
     await shard.check()
 
 

@@ -125,7 +125,9 @@ async def test_a_sweep_cancels_boundedly_and_the_next_goes_on(shard: Shard) -> N
     for name in names:
         await shard.submit(name, on_disconnect="cancel")
     await lapse(shard, *names)
-    assert [(await shard.sweep()).left for _ in range(4)] == [64, 64, 22, 0]
+    swept = [await shard.sweep() for _ in range(4)]
+    assert [s.left for s in swept] == [64, 64, 22, 0]
+    assert [s.more for s in swept] == [True, True, False, False]
     await shard.check(ended=True)
 
 
