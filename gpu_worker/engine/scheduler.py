@@ -149,7 +149,8 @@ class Scheduler:
         return step.plan() if step.spans else None
 
     def observe(self, plan: Plan, seconds: float) -> None:
-        """The step of ``plan`` took so long: chunks and preemptions are measured by it."""
+        """The step of ``plan`` took so long: chunks, preemptions and waiting are measured by it."""
+        self._policy.elapse(seconds)
         if self._steps is not None:
             self._steps.observe(plan, seconds)
 

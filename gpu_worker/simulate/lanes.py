@@ -18,6 +18,9 @@ from .workload import SimRequest
 
 __all__ = ["FairQueue"]
 
+_AHEAD = 1024
+"""Virtual time by which work that displaces other work may be ahead of a lane that waits."""
+
 
 class FairQueue:
     """Waiting requests of one shard. O(log tenants) per operation."""
@@ -33,9 +36,12 @@ class FairQueue:
         return sum(self._num_waiting.values())
 
     def has_work(self, least_urgent: Lane) -> bool:
-        """Whether a request waits in this lane or a more urgent one."""
+        """Whether a request waits in this lane or a more urgent one, and may be claimed."""
         rank = least_urgent.rank
-        return any(count and lane.rank <= rank for lane, count in self._num_waiting.items())
+        if not any(count and lane.rank <= rank for lane, count in self._num_waiting.items()):
+            return False
+        times = [time for lane, time in self._lanes.items() if lane.rank <= rank]
+        return least_urgent is Lane.BATCH or not self._is_too_far_ahead(min(times))
 
     def push(self, request: SimRequest) -> None:
         """A request is accepted. Who comes back from idle starts at what is served now."""
@@ -50,7 +56,7 @@ class FairQueue:
     def claim(
         self, requests: int, tokens: int, least_urgent: Lane = Lane.BATCH, *, workers: int = 1
     ) -> list[SimRequest]:
-        """The next ones of this lane and more urgent ones.
+        """The next ones of this lane and more urgent ones, unless they are far ahead of the rest.
 
         At most ``requests`` and a worker's share of what waits, and no more once ``tokens`` are
         used up.
@@ -90,6 +96,8 @@ class FairQueue:
             time = self._lanes[lane]
             if least_urgent is Lane.BATCH:
                 self._served[None] = time
+            elif self._is_too_far_ahead(time):
+                return None
             tenants = self._tenants[lane]
             first = tenants.first()
             if first is None:
@@ -110,6 +118,21 @@ class FairQueue:
             self._lanes[lane] = time + cost / LANE_WEIGHTS[lane]
             return request
         return None
+
+    def _is_too_far_ahead(self, time: float) -> bool:
+        """Whether less urgent work that waits is to be next."""
+        while self._lanes:
+            lane = min(self._lanes, key=lambda lane: (self._lanes[lane], lane.rank))
+            if time <= self._lanes[lane] + _AHEAD:
+                return False
+            first = self._tenants[lane].first()
+            if first is None:
+                del self._lanes[lane]
+            elif (lane, first[1]) in self._queues:
+                return True
+            else:
+                self._tenants[lane].remove(first[1])
+        return False
 
 
 class _Scores:

@@ -17,7 +17,8 @@
 -- ARGV  1 prefix   2 worker id   3 lease_ms   4 requests wanted   5 tokens wanted
 --       6 '1' if the worker runs no suspect now   7 retention_ms
 --       8 the least urgent lane to claim from: 'batch' for all; with another one, only fresh work
---         of this lane and those before it, for a worker that would displace less urgent work
+--         of this lane and those before it, for a worker that would displace less urgent work,
+--         and only while that is not far ahead of its share
 -- Reply {now, last bell id, claims, more}; more is 1 if nothing but the share ended the claiming,
 --       and whoever has room is to claim again at once; a claim is
 --       {id, epoch, n, attempts, suspect, payload, accepted ms ago, ms queued before the first
@@ -29,6 +30,10 @@ local want, budget = tonumber(ARGV[4]), tonumber(ARGV[5])
 allow_oom(prefix)
 local now = now_ms()
 redis.call('ZADD', KEYS[8], now + tonumber(ARGV[3]), wid)
+
+-- By how much virtual time (tokens over weight) work that displaces other work may be ahead of a
+-- less urgent lane that waits: a burst of it is served at once, a flood gets its share.
+local AHEAD = 1024
 
 -- Bounded: every turn claims, ends or drops one entry, or retires an idle tenant or lane.
 local MAX_TURNS = 1024
@@ -157,23 +162,61 @@ while seeks_suspect and wants_more() do
   end
 end
 
--- The wanted lane with the smallest virtual time; of equals the most urgent.
-local function next_lane()
+-- Whether a queue has an entry that was never handed out. (Those that were stay in it for as long
+-- as their requests have not ended.)
+local function has_fresh(queue)
+  if redis.call('EXISTS', queue) == 0 then return false end
+  local groups = attempt(nil, 'XINFO', 'GROUPS', queue)
+  for _, fields in ipairs(groups or {}) do
+    local group = {}
+    for i = 1, #fields, 2 do group[fields[i]] = fields[i + 1] end
+    if group.name == GROUP then
+      local last = group['last-delivered-id']
+      return #redis.call('XRANGE', queue, '(' .. last, '+', 'COUNT', '1') > 0
+    end
+  end
+  return false
+end
+
+-- The lane with the smallest virtual time of those with at least that weight; of equals the most
+-- urgent.
+local function next_lane(least)
   local rows = redis.call('ZRANGE', KEYS[3], '0', '-1', 'WITHSCORES')
   local name, time, weight
   for i = 1, #rows, 2 do
     local row_time, row_weight = tonumber(rows[i + 1]), WEIGHT[rows[i]] or 1
     local first = not name or row_time < time or (row_time == time and row_weight > weight)
-    if row_weight >= least_weight and first then
+    if row_weight >= least and first then
       name, time, weight = rows[i], row_time, row_weight
     end
   end
   return name, time, weight
 end
 
+-- Whether urgent work of that virtual time has had so much more than its share that less urgent
+-- work which waits is to be next. Without this bound it would displace whatever runs, for as long
+-- as more of it comes, and lanes behind would get nothing.
+local function is_too_far_ahead(lane_time)
+  while turns < MAX_TURNS do
+    local lane, time = next_lane(0)
+    if not lane or lane_time <= time + AHEAD then return false end
+    local tenants = prefix .. 'act:' .. lane
+    local tenant = redis.call('ZRANGE', tenants, '0', '0')[1]
+    if not tenant then
+      redis.call('ZREM', KEYS[3], lane)
+    elseif has_fresh(prefix .. 'q:' .. lane .. ':' .. tenant) then
+      return true
+    else
+      redis.call('ZREM', tenants, tenant)
+    end
+    turns = turns + 1
+  end
+  return true
+end
+
 while wants_more() do
-  local lane, lane_time, weight = next_lane()
-  if not lane then break end
+  local lane, lane_time, weight = next_lane(least_weight)
+  if not lane or (not all_lanes and is_too_far_ahead(lane_time)) then break end
   -- The smallest virtual time is what is being served now: a newcomer starts there.
   if all_lanes then redis.call('HSET', KEYS[4], '*', lane_time) end
   local tenants = prefix .. 'act:' .. lane

@@ -71,7 +71,8 @@ class EngineSettings(Section):
         "Bound on overtaking by `policy`: no request is admitted before one that has waited for "
         "this long when it arrives. With `fair`, tenants that had no turn for this long get every "
         "second admission. With `edf` it holds for requests without a deadline; others are bounded "
-        "by theirs. 0 serves by arrival.",
+        "by theirs. Who was preempted and has waited for so long is next, whatever its lane. "
+        "0 serves by arrival.",
         unit="s",
         ge=0,
         le=86_400,

@@ -163,6 +163,14 @@ MUTANTS = (
         test_fairness.test_the_most_urgent_lane_goes_first_from_a_standstill, "claim",
     ),
     Mutant(
+        "displacing without bound", "lane_time <= time + AHEAD", "true",
+        test_fairness.test_a_flood_of_urgent_work_displaces_others_up_to_its_share, "claim",
+    ),
+    Mutant(
+        "what runs waits, too", "elseif has_fresh(", "elseif true or has_fresh(",
+        test_fairness.test_what_runs_and_what_is_gone_is_no_reason_to_wait, "claim",
+    ),
+    Mutant(
         "lanes pay without their weight", "lane_time + cost / weight", "lane_time + cost",
         test_fairness.test_lanes_share_8_4_1, "claim",
     ),

@@ -146,6 +146,47 @@ async def test_a_full_worker_may_ask_for_more_urgent_work_alone(shard: Shard) ->
     assert [request_id.split(":")[1] for request_id in rest] == ["critical", "batch", "batch"]
 
 
+async def displacing(worker: FakeWorker, most: int) -> int:
+    """How many claims a worker gets that is full of batch work, finishing each at once."""
+    for count in range(most):
+        claims = await worker.claim(1, least_urgent=Lane.NORMAL)
+        if not claims:
+            return count
+        assert claims[0].id.startswith("urgent")
+        await worker.send(worker.ending(claims[0], 0, spent=cost(claims[0].id)))
+    return most
+
+
+async def test_a_flood_of_urgent_work_displaces_others_up_to_its_share(shard: Shard) -> None:
+    """A burst goes first; beyond 1,024 tokens for each of its weight what waits has its turns."""
+    worker = shard.worker("full")
+    await queue(shard, "night", 30, lane=Lane.BATCH)
+    await worker.claim(8)
+    await queue(shard, "urgent", 160, lane=Lane.CRITICAL)
+    burst = await displacing(worker, 160)
+    assert 8 * 1024 / 100 <= burst <= 8 * (1024 + 2 * 100) / 100
+    claims = await worker.claim(1)  # a place is free for anybody
+    assert claims[0].id.startswith("night")
+    assert await displacing(worker, 160) == 8
+    await shard.check()
+
+
+async def test_what_runs_and_what_is_gone_is_no_reason_to_wait(shard: Shard) -> None:
+    """Only who waits has turns: not those claimed, nor those cancelled."""
+    worker = shard.worker("full")
+    await queue(shard, "night", 10, lane=Lane.BATCH)
+    await queue(shard, "other", 1, lane=Lane.BATCH)
+    assert len(await worker.claim(10)) == 10
+    waiting = {
+        f"{name}:batch:{i}:100" for name, i in [*[("night", i) for i in range(10)], ("other", 0)]
+    }
+    (left,) = waiting - worker.claims.keys()
+    await shard.ops.cancel(left)
+    await queue(shard, "urgent", 160, lane=Lane.CRITICAL)
+    assert await displacing(worker, 160) == 160
+    await shard.check()
+
+
 @pytest.mark.parametrize("lane_of_b", [Lane.NORMAL, Lane.BATCH])
 async def test_nobody_starves_under_a_stream_of_others(shard: Shard, lane_of_b: Lane) -> None:
     """B's one request waits, while A always has more queued and C, D, ... arrive."""

@@ -4,6 +4,7 @@
 of their own; ``sjf``, ``edf`` and ``priority`` only say where a sequence stands (``ranked``).
 """
 
+from .bounded import Bounded
 from .choice import make_policy
 from .edf import EarliestDeadline
 from .fair import TenantFair
@@ -14,6 +15,7 @@ from .sjf import ShortestFirst
 
 __all__ = [
     "BY_URGENCY",
+    "Bounded",
     "Composite",
     "EarliestDeadline",
     "Fcfs",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..config import EngineConfig, PolicyName
+from .bounded import Bounded
 from .edf import EarliestDeadline
 from .fair import TenantFair
 from .fcfs import Fcfs
@@ -15,7 +16,11 @@ __all__ = ["make_policy"]
 
 
 def make_policy(config: EngineConfig) -> Policy:
-    """The order of admission that ``config.policy`` names."""
+    """The order of admission that ``config.policy`` names, under which nobody starves."""
+    return Bounded(_order(config), config.max_overtake_s)
+
+
+def _order(config: EngineConfig) -> Policy:
     lengths = Lengths(config.max_model_len, config.max_span)
     match config.policy:
         case PolicyName.FCFS:

@@ -57,6 +57,9 @@ class Policy(ABC):
     def end(self, sequence: Sequence) -> None:  # noqa: B027 - most orders do not look back
         """An admitted one has ended."""
 
+    def elapse(self, seconds: float) -> None:  # noqa: B027 - most orders know no time
+        """A step took so long."""
+
     def may_displace(self, head: Sequence, runs: Sequence) -> bool:
         """Whether ``runs``, preempted for ``head``, would wait behind it.
 
