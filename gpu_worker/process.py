@@ -287,13 +287,15 @@ def _end_like(code: int) -> NoReturn:
 
     At once. To close an event loop in order is to wait for its tasks, and some outlive their
     cancellation: redis-py sends within ``asyncio.wait_for``, which Python 3.11 may lose one in.
+
+    An engine that refuses says so in words. One that just ended with the same code broke.
     """
     logging.shutdown()
     if code < 0:
         if -code != signal.SIGKILL:
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
-    os._exit(code if code > 0 else EXIT_BROKEN)
+    os._exit(code if code > 0 and code != EXIT_REFUSED else EXIT_BROKEN)
 
 
 if __name__ == "__main__":

@@ -30,6 +30,9 @@ BUG = (
     "        raise KeyError('a bug')\n",
 )
 
+STEP = "        if self._step_s:\n"
+EXIT = ("gpu_worker/synthetic.py", STEP, "        __import__('os')._exit(2)\n" + STEP)
+
 
 def code_of_a_hanging_worker(server: EmbeddedRedis, folder: Path) -> int:
     factory = WorkerFactory(server.url, folder)
@@ -69,5 +72,20 @@ def test_a_bug_at_the_edge_ends_it_all_the_same(
     factory = WorkerFactory(server.url, tmp_path)
     try:
         assert factory.engine("buggy", model__path="synthetic").process.wait(60) == 70
+    finally:
+        factory.close()
+
+
+def test_an_engine_that_ends_as_if_it_refused_is_broken(
+    server: EmbeddedRedis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the code of a refusal nobody would start it anew, or give back what it ran."""
+    monkeypatch.setenv("PYTHONPATH", mutated(tmp_path, *EXIT))
+    factory = WorkerFactory(server.url, tmp_path)
+    try:
+        worker = factory.engine("leaving", model__path="synthetic")
+        with BlockingProducer(server.url) as producer:
+            producer.submit([7])
+        assert worker.process.wait(30) == 70
     finally:
         factory.close()
