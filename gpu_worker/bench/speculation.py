@@ -11,7 +11,7 @@ from penstock.shared.protocol import Speculation
 from penstock.shared.report import Report
 
 from ..engine.engine import Engine
-from ..engine.speculation import SpeculationConfig
+from ..engine.speculation import SpeculationConfig, SpeculationStats
 from ..garbage import calm_collector
 from .options import SpeculationOptions
 from .rounds import Machine, Progress, Rounds
@@ -25,6 +25,9 @@ _WITHIN = 0.97
 _AT_ONE = 1.6
 _EDITING = 2.0
 _HOT_BATCH = 4
+_SOURCES = {"ngram": Speculation.NGRAM, "draft": Speculation.DRAFT}
+"""Modes in which all drafts come from one place."""
+
 _WARM_UP_ROUNDS = 3
 """Not counted: a worker lives for hours, and soon knows what it finds out in its first seconds."""
 
@@ -57,8 +60,8 @@ def bench_speculation(options: SpeculationOptions, progress: Progress = lambda *
                     done += number >= 0
                     progress(name, done, len(workloads) * options.rounds)
                 bench.compare(rounds, name)
-        for figure, value in bench.acceptance():
-            rounds.add(figure, value)
+                for figure, value in bench.acceptance(name):
+                    rounds.add(figure, value)
         notes = (
             *models.notes,
             f"{torch.get_num_threads()} CPU threads; ngram and draft draft {options.length} tokens",
@@ -105,6 +108,7 @@ class _Bench:
             for mode, config in configs.items()
             if (mode != "ngram" or full.ngram) and (mode != "draft" or full.draft)
         }
+        self._warm = self._counts()
 
     def _side(self, speculation: SpeculationConfig | None) -> Side:
         config = dataclasses.replace(self._models.config, speculation=speculation)
@@ -121,6 +125,7 @@ class _Bench:
         """A round of it; None: it warms up and is not counted."""
         alternate(list(self._sides.values()), count * self._options.tokens)
         if rounds is None:
+            self._warm = self._counts()
             return
         rates = {mode: side.rate for mode, side in self._sides.items()}
         for mode, rate in rates.items():
@@ -135,15 +140,22 @@ class _Bench:
         for ratio in rounds.ratios(f"auto.{name}", best):
             rounds.add(f"auto_vs_best.{name}", ratio)
 
-    def acceptance(self) -> Iterable[tuple[str, float]]:
-        """Of the drafts at each position, the share that was accepted, over all workloads."""
-        for mode, source in (("ngram", Speculation.NGRAM), ("draft", Speculation.DRAFT)):
-            if mode not in self._sides:
-                continue
-            stats = self._sides[mode].engine.stats().speculation
-            assert stats is not None
+    def acceptance(self, name: str) -> Iterable[tuple[str, float]]:
+        """Of the drafts at each position, the share that was accepted since the warm-up."""
+        for mode, stats in self._counts().items():
+            source, before = _SOURCES[mode], self._warm[mode]
             for position in range(1, self._options.length + 1):
-                drafted = stats.drafted.get((source, position), 0)
+                key = source, position
+                drafted = stats.drafted.get(key, 0) - before.drafted.get(key, 0)
                 if drafted:
-                    accepted = stats.accepted.get((source, position), 0)
-                    yield f"acceptance.{mode}.p{position}", accepted / drafted
+                    accepted = stats.accepted.get(key, 0) - before.accepted.get(key, 0)
+                    yield f"acceptance.{mode}.{name}.p{position}", accepted / drafted
+
+    def _counts(self) -> dict[str, SpeculationStats]:
+        """What the modes with one source have drafted so far."""
+        counts = {}
+        for mode in _SOURCES:
+            stats = self._sides[mode].engine.stats().speculation if mode in self._sides else None
+            if stats is not None:
+                counts[mode] = stats
+        return counts

@@ -212,7 +212,7 @@ def test_spec() -> None:
         assert math.isclose(figures[f"auto_vs_plain.{name}"], rates["auto"] / rates["plain"])
         best = max(rate for mode, rate in rates.items() if mode != "auto")
         assert math.isclose(figures[f"auto_vs_best.{name}"], rates["auto"] / best)
-    assert 0 < figures["acceptance.draft.p1"] <= 1
+    assert 0 < figures["acceptance.draft.b1.p1"] <= 1
     assert {check["name"]: check["limit"] for check in facts["checks"]} == {
         **{f"auto_vs_best.{name}": 0.97 for name in ("b1", "edit", "hot")},
         **{f"auto_vs_plain.{name}": 0.97 for name in ("edit", "hot")},
@@ -227,8 +227,8 @@ def test_spec_of_a_shape_accepts_what_it_is_told_to() -> None:
     )  # fmt: skip
     figures = facts["figures"]
     assert not any("ngram" in name for name in figures)
-    assert abs(figures["acceptance.draft.p1"] - 0.6) < 0.15
-    assert abs(figures["acceptance.draft.p2"] - 0.36) < 0.15
+    assert abs(figures["acceptance.draft.b2.p1"] - 0.6) < 0.15
+    assert abs(figures["acceptance.draft.b2.p2"] - 0.36) < 0.15
     assert facts["notes"][0].startswith("SYNTHETIC: random weights in float32 on cpu")
 
 
