@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 from delivery.fleet import Shard
-from delivery.mutants import MUTANTS, Mutant
+from delivery.mutants import MUTANTS
+from delivery.mutation import Mutant, check_compiles
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name.replace(" ", "-"))
 async def test_mutant_is_noticed(newest_shard: Shard, mutant: Mutant) -> None:
     assert mutant.changes, f"{mutant.old!r} occurs in no script any more"
+    await check_compiles(newest_shard.redis, [mutant.load(name) for name in mutant.changes])
     mutated = Shard(newest_shard.redis, load=mutant.load)
     survived = False
     try:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Awaitable, Callable
 
 import pytest
+from delivery.mutation import check_compiles
 from delivery.test_denied_commands import deny, heal, refused
 from door import test_admission
 from door.plain import PlainDoor
@@ -152,20 +153,21 @@ MUTANTS: dict[str, tuple[str, str, Test]] = {
 @pytest.mark.parametrize("name", MUTANTS, ids=lambda name: name.replace(" ", "-"))
 async def test_mutant_is_noticed(newest_door: PlainDoor, name: str) -> None:
     old, new, test = MUTANTS[name]
-    changed = []
+    changed: list[Script] = []
 
     def load(script: str) -> Script:
         original = load_script(script)
         if script not in DOOR_SCRIPTS or old not in original.source:
             return original
         assert original.source.count(old) == 1, f"{old!r} is not unique in {script}"
-        changed.append(script)
         source = original.source.replace(old, new)
         digest = hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest()
-        return Script(script, source, digest)
+        changed.append(Script(script, source, digest))
+        return changed[-1]
 
     mutated = PlainDoor(newest_door.redis, load=load)
     assert changed, f"{old!r} occurs in no script any more"
+    await check_compiles(newest_door.redis, changed)
     survived = False
     try:
         await test(mutated)
@@ -174,4 +176,6 @@ async def test_mutant_is_noticed(newest_door: PlainDoor, name: str) -> None:
         pass
     finally:
         await newest_door.redis.config_set("maxmemory", 0)
-    assert not survived, f"{test.__name__} passes with {changed} changed"
+    assert not survived, (
+        f"{test.__name__} passes with {[script.name for script in changed]} changed"
+    )
