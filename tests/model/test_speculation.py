@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
@@ -51,15 +52,23 @@ def requests(
     return {name: (prompt, options) for name, prompt in PROMPTS.items()}
 
 
-@pytest.fixture(scope="module")
-def greedy(oracle: Callable[[str], Any]) -> Callable[[str], dict[str, tuple[int, ...]]]:
-    """What transformers' ``generate`` gives for each prompt."""
-    made: dict[str, dict[str, tuple[int, ...]]] = {}
+FEW = (30, 31, 32)
+"""Random models do not repeat themselves; one that may say three words does."""
 
-    def get(family: str) -> dict[str, tuple[int, ...]]:
-        if family not in made:
-            model = oracle(family)
-            made[family] = {
+
+VARIED = ("llama", "qwen3", "mistral", "gpt_oss")
+"""Families that say few words neither in a circle nor without any order."""
+
+
+@pytest.fixture(scope="module")
+def generated(oracle: Callable[[str], Any]) -> Callable[..., dict[str, tuple[int, ...]]]:
+    """What transformers' ``generate`` gives for each prompt, of all tokens or of few."""
+    made: dict[tuple[str, tuple[int, ...]], dict[str, tuple[int, ...]]] = {}
+
+    def get(family: str, allowed: tuple[int, ...] = ()) -> dict[str, tuple[int, ...]]:
+        if (family, allowed) not in made:
+            model, others = oracle(family), sorted({*range(VOCAB_SIZE)} - {*allowed})
+            made[family, allowed] = {
                 name: tuple(
                     model.generate(
                         torch.tensor([prompt]),
@@ -67,13 +76,21 @@ def greedy(oracle: Callable[[str], Any]) -> Callable[[str], dict[str, tuple[int,
                         do_sample=False,
                         max_new_tokens=OUTPUT_TOKENS,
                         pad_token_id=0,
+                        suppress_tokens=others if allowed else None,
                     )[0, len(prompt) :].tolist()
                 )
                 for name, prompt in PROMPTS.items()
             }
-        return made[family]
+        return made[family, allowed]
 
     return get
+
+
+@pytest.fixture(scope="module")
+def greedy(
+    generated: Callable[..., dict[str, tuple[int, ...]]],
+) -> Callable[[str], dict[str, tuple[int, ...]]]:
+    return generated
 
 
 def by_oracle(
@@ -102,30 +119,51 @@ def test_greedy_tokens_are_those_of_generate_for_every_length(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("drafter", ["ngram", "draft", "auto"])
-def test_greedy_tokens_are_those_of_generate_for_every_drafter(
+@pytest.mark.parametrize("drafter", ["ngram", "draft", "own", "auto"])
+def test_greedy_tokens_are_those_of_generate_for_every_drafter_and_length(
     loaded: Loaded,
-    greedy: Callable[[str], dict[str, tuple[int, ...]]],
+    generated: Callable[..., dict[str, tuple[int, ...]]],
     family: str,
     drafter: str,
 ) -> None:
-    expected = greedy(family)
-    model = loaded(family)
-    # Random models do not repeat themselves; one that may say three words does.
-    few = replace(GREEDY, allowed_token_ids=(30, 31, 32), max_tokens=30)
-    asked = {**requests(), "few": (PROMPTS["short"], few)}
-    expected = {**expected, **serve(model, {"few": asked["few"]}).outputs}
-    # Its own draft model: it must agree with itself, whatever lies between draft and verification.
-    served = serve(
-        model,
-        asked,
-        speculation=SpeculationConfig(ngram=drafter != "draft", draft=drafter != "ngram", length=4),
-        drafter=draft_model(model, model, 200),
-    )
-    assert served.outputs == expected
-    assert served.drafted > 0
-    if drafter == "draft":
-        assert served.accepted == served.drafted
+    """With a second model as draft model, which seldom agrees, and with its own, which must."""
+    model, few = loaded(family), replace(GREEDY, allowed_token_ids=FEW)
+    asked = {"all": (PROMPTS["repeating"], GREEDY)}
+    asked |= {name: (PROMPTS[name], few) for name in ("short", "shared", "repeating")}
+    expected = {**generated(family, FEW), "all": generated(family)["repeating"]}
+    own = draft_model(model if drafter == "own" else loaded("qwen2"), model, 200)
+    drafted: Counter[Speculation] = Counter()
+    accepted: Counter[Speculation] = Counter()
+    for k in range(1, 9):
+        served = serve(
+            model,
+            asked,
+            speculation=SpeculationConfig(
+                ngram=drafter in ("ngram", "auto"), draft=drafter != "ngram", length=k
+            ),
+            drafter=own,
+            at_once=4,
+        )
+        assert served.outputs == {name: expected[name] for name in asked}, k
+        assert served.drafted > 0, k
+        assert served.stats is not None
+        assert served.stats.speculation is not None
+        for (source, _), count in served.stats.speculation.drafted.items():
+            drafted[source] += count
+        for (source, _), count in served.stats.speculation.accepted.items():
+            accepted[source] += count
+    if drafter == "own":
+        assert accepted == drafted
+        return
+    sources = {
+        "ngram": {Speculation.NGRAM},
+        "draft": {Speculation.DRAFT},
+        "auto": {Speculation.NGRAM, Speculation.DRAFT},
+    }
+    assert set(drafted) == sources[drafter]
+    if family in VARIED or drafter == "draft":
+        for source, count in drafted.items():
+            assert 0 < accepted[source] < count
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
