@@ -45,6 +45,7 @@ class Preparation:
         tell: says what became of each.
         wake: called, from a pool's thread, when there is something to deliver.
         compile_timeout_s: how long a grammar may take a thread of its pool.
+        timer: calls a function after so many seconds, in a thread of its own.
     """
 
     def __init__(
@@ -56,6 +57,9 @@ class Preparation:
         wake: Callable[[], None],
         *,
         compile_timeout_s: float = 10.0,
+        timer: Callable[[float, Callable[[Add], None], tuple[Add]], threading.Timer] = (
+            threading.Timer
+        ),
     ) -> None:
         self._encode = encode
         self._compile = compile
@@ -63,6 +67,7 @@ class Preparation:
         self._tell = tell
         self._wake = wake
         self._compile_timeout_s = compile_timeout_s
+        self._timer = timer
         # Two pools: prompts are not held up by grammars.
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="prepare")
         self._compilers = ThreadPoolExecutor(_THREADS, thread_name_prefix="compile")
@@ -121,7 +126,7 @@ class Preparation:
         if order.run not in self._wanted:
             self._wake()
             return
-        timer = threading.Timer(self._compile_timeout_s, self._refuse_slow, (order,))
+        timer = self._timer(self._compile_timeout_s, self._refuse_slow, (order,))
         timer.daemon = True
         timer.start()
         item = self._attempt(

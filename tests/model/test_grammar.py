@@ -8,15 +8,17 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from model.engine_run import Answer, Bench
+from waiting import wait_until
 
 from penstock.gpu_worker.model import LoadedModel, load_model
 from penstock.gpu_worker.model import grammar as grammar_module
-from penstock.gpu_worker.model.grammar import GrammarCompiler
+from penstock.gpu_worker.model.grammar import Follower, GrammarCompiler
 from penstock.gpu_worker.model.masks import MaskMaker
 from penstock.shared.errors import InvalidRequest
 from penstock.shared.protocol import Lane, Reason, SamplingOptions
@@ -316,18 +318,34 @@ def test_a_mask_that_never_comes_ends_its_request(tiny: LoadedModel) -> None:
     masks.close()
 
 
-def test_a_mask_is_not_late_while_others_take_the_threads(tiny: LoadedModel) -> None:
-    """Sixteen masks of 0.3 s for two threads: the last wait for longer than a mask may take."""
-    masks = MaskMaker(num_threads=2, limit_s=1.0)
-    bench = Bench(tiny, masks)
-    names = [f"slow{number}" for number in range(8)]
-    for number, name in enumerate(names):
-        bench.add(name, [5, 6, 7 + number], wrap=gated(threading.Event(), 0.3), regex="a")
-    bench.add("quick", [5, 6], choice=["a"])
-    answers = bench.run()
-    assert {name: ended(answers[name]) for name in [*names, "quick"]} == dict.fromkeys(
-        [*names, "quick"], Reason.STOP
-    )
+def test_a_mask_is_not_late_while_others_take_the_threads() -> None:
+    """Its time runs from when a thread has taken it: here the only one has another to make."""
+    now, gate, begun = [0.0], threading.Event(), threading.Event()
+
+    def sequence(fill: Callable[..., object]) -> Any:
+        state = SimpleNamespace(field="regex", fill=fill, masks=lambda count: [])
+        return SimpleNamespace(token_ids=[1], num_prompt_tokens=1, grammar=Follower(state))  # type: ignore[arg-type]
+
+    def fill_slowly(*args: object) -> None:
+        begun.set()
+        gate.wait(30)
+
+    masks = MaskMaker(num_threads=1, limit_s=1.0, clock=lambda: now[0])
+    slow, quick = sequence(fill_slowly), sequence(lambda *args: None)
+    asked = masks.begin([slow, quick])
+    assert begun.wait(10)
+    now[0] = 1.5
+    found = masks.join(asked, others=True)
+    assert found.failures.keys() == {0}
+    assert found.deferred == {1}
+    gate.set()
+
+    def quick_has_its_mask() -> bool:
+        found = masks.join(masks.begin([quick]), others=True)
+        assert not found.failures
+        return not found.deferred
+
+    wait_until(quick_has_its_mask, "it is its turn")
     masks.close()
 
 

@@ -124,10 +124,10 @@ class Slow:
             self.gate.wait(30)
 
 
-def orders_behind_slow_ones(*others: Add) -> list[Add]:
-    """As many slow grammars as there are threads, and these behind them."""
+def slow_orders() -> list[Add]:
+    """As many slow grammars as there are threads."""
     slow = SamplingOptions(regex="slow")
-    return [*(order(f"slow{number}", options=slow) for number in range(2)), *others]
+    return [order(f"slow{number}", options=slow) for number in range(2)]
 
 
 def test_prompts_are_not_held_by_grammars() -> None:
@@ -135,7 +135,7 @@ def test_prompts_are_not_held_by_grammars() -> None:
     preparation = Preparation(
         lambda prompt: [1], compile, told.added.append, told.hear, lambda: None
     )
-    for one in orders_behind_slow_ones(order("plain")):
+    for one in [*slow_orders(), order("plain")]:
         preparation.begin(one)
 
     def plain_is_prepared() -> bool:
@@ -147,38 +147,59 @@ def test_prompts_are_not_held_by_grammars() -> None:
     preparation.close()
 
 
+class Clock:
+    """Its timers end when the test says so."""
+
+    def __init__(self) -> None:
+        self.timers: list[threading.Timer] = []
+
+    def __call__(self, seconds: float, function: Callable[..., Any], args: Any) -> threading.Timer:
+        assert seconds == 0.5
+        self.timers.append(threading.Timer(3600, function, args))
+        return self.timers[-1]
+
+    def let_all_end(self) -> None:
+        for timer in self.timers:
+            timer.cancel()
+            timer.function(*timer.args)
+
+
 def test_a_grammar_is_refused_for_its_own_time_only() -> None:
     """Two take all threads and are refused; the one behind them is compiled when it is its turn."""
-    told, compile = Told(), Slow()
+    told, compile, clock = Told(), Slow(), Clock()
+    encoded: list[object] = []
+
+    def encode(prompt: object) -> list[int]:
+        encoded.append(prompt)
+        return [1]
+
     preparation = Preparation(
-        lambda prompt: [1],
+        encode,
         compile,
         told.added.append,
         told.hear,
         lambda: None,
-        compile_timeout_s=0.05,
+        compile_timeout_s=0.5,
+        timer=clock,
     )
     quick = order("quick", options=SamplingOptions(regex="quick"))
-    for one in orders_behind_slow_ones(quick):
+    for one in slow_orders():
         preparation.begin(one)
-
-    def slow_are_told() -> bool:
-        preparation.deliver()
-        return len(told) == 2
-
-    wait_until(slow_are_told, "the slow ones are refused")
-    assert {item.run for item in told if item.end is not None} == {"slow0", "slow1"}
-    # By the time that another has run out of twice its time, it has waited for longer than its own.
-    another = order("slow", options=SamplingOptions(regex="slow"))
-    (ended,) = prepare(lambda prompt: [1], [another], compile, compile_timeout_s=0.1)
-    assert ended.end is not None
+    wait_until(lambda: len(compile.begun) == 2, "all threads are taken")
+    preparation.begin(quick)
+    wait_until(lambda: len(encoded) == 3, "the quick one waits for a thread")
+    clock.let_all_end()
+    preparation.deliver()
+    ends = {item.run: item.end.finish for item in told if item.end is not None}
+    assert set(ends) == {"slow0", "slow1"}
+    assert "what can be compiled within 0.5 s" in ends["slow0"].message
     compile.gate.set()
 
-    def all_are_told() -> bool:
+    def quick_is_told() -> bool:
         preparation.deliver()
         return len(told) == 3
 
-    wait_until(all_are_told, "the quick one is prepared")
+    wait_until(quick_is_told, "the quick one is prepared")
     preparation.close()
     assert [request.id for request in told.added] == ["quick"]
 
@@ -189,7 +210,7 @@ def test_what_is_given_up_before_its_turn_is_not_compiled() -> None:
         lambda prompt: [1], compile, told.added.append, told.hear, lambda: woken.release()
     )
     quick = order("quick", options=SamplingOptions(regex="quick"))
-    for one in orders_behind_slow_ones():
+    for one in slow_orders():
         preparation.begin(one)
     wait_until(lambda: len(compile.begun) == 2, "all threads are taken")
     preparation.begin(quick)
