@@ -1,18 +1,23 @@
-"""Replies that are lost after the server has executed: every script, every time, no difference."""
+"""Replies that are lost after the server has executed: each script of workers and clients."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from faults.rig import digest_of, open_rig
+from redis.asyncio import Redis
+
+from penstock.shared.protocol import Reason
+from penstock.shared.synthetic import synthetic_tokens
 
 SHORT, LONG = 4, pytest.param(50, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize("repetitions", [SHORT, LONG])
-@pytest.mark.parametrize("script", ["claim", "append", "sweep"])
+@pytest.mark.parametrize("script", ["claim", "append", "sweep", "ripe", "compact"])
 async def test_reply_to_a_worker_is_lost(tmp_path: Path, script: str, repetitions: int) -> None:
     async with open_rig(tmp_path) as rig:
         proxy = rig.parts.workers_proxy
@@ -50,6 +55,70 @@ async def test_reply_to_a_cancel_is_lost(tmp_path: Path, repetitions: int) -> No
             await rig.until(lambda before=before: proxy.cuts > before, "a reply was cut")
             await asyncio.wait_for(running, 30)
         await rig.end()
+
+
+@pytest.mark.parametrize("repetitions", [SHORT, LONG])
+async def test_reply_to_an_audit_is_lost(tmp_path: Path, repetitions: int) -> None:
+    """What follows a broken connection breaks, too."""
+    async with open_rig(tmp_path) as rig:
+        proxy = rig.parts.workers_proxy
+        for _ in range(repetitions):
+            running = rig.start(rig.cases(6))
+            await rig.until(rig.busy, "work is under way")
+            before = proxy.cuts
+            proxy.cut_replies(digest_of("audit"))
+            proxy.reset()
+            await rig.until(lambda before=before: proxy.cuts > before, "a reply was cut")
+            await asyncio.wait_for(running, 30)
+        await rig.end()
+        assert rig.ledger.counts["completed"] == 6 * repetitions
+
+
+@pytest.mark.parametrize("repetitions", [SHORT, LONG])
+async def test_reply_to_a_reader_that_attends_is_lost(tmp_path: Path, repetitions: int) -> None:
+    """It is not taken for one that has left."""
+    async with open_rig(tmp_path) as rig:
+        proxy, client = rig.parts.clients_proxy, rig.parts.client
+        for _ in range(repetitions):
+            before = proxy.cuts
+            proxy.cut_replies(digest_of("attend"))
+            submitted = await client.submit(
+                [7], seed=1, max_tokens=60, ignore_eos=True, on_disconnect="cancel"
+            )
+            stream = client.stream(submitted.id)
+            result = await asyncio.wait_for(stream.collect(), 30)
+            assert result.token_ids == synthetic_tokens(1, [7], 60)
+            assert proxy.cuts > before
+
+
+@pytest.mark.parametrize("repetitions", [SHORT, LONG])
+@pytest.mark.parametrize("script", ["knock", "admit", "refuse"])
+async def test_reply_to_the_plain_door_is_lost(
+    tmp_path: Path, script: str, repetitions: int
+) -> None:
+    async with open_rig(tmp_path) as rig:
+        proxy, parts = rig.parts.workers_proxy, rig.parts
+        for number in range(repetitions):
+            good, bad = f"good{number}", f"bad{number}"
+            before = proxy.cuts
+            proxy.cut_replies(digest_of(script))
+            for name, count in ((good, 20), (bad, 0)):
+                fields = {"id": name, "prompt": "x", "seed": 1, "max_tokens": count}
+                await parts.link.redis.xadd(parts.keys.intake(), fields)
+            await rig.until(lambda before=before: proxy.cuts > before, "a reply was cut")
+            logs = [parts.keys.log(name) for name in (good, bad)]
+            await rig.until(
+                lambda logs=logs: _all_exist(parts.link.redis, logs), "both were taken in"
+            )
+            served = await parts.client.result(good, timeout=30)
+            assert served.token_ids == synthetic_tokens(1, [ord("x")], 20)
+            refused = await parts.client.result(bad, timeout=30, check=False)
+            assert refused.reason is Reason.INVALID
+            assert await parts.link.redis.xlen(parts.keys.log(bad)) == 1
+
+
+async def _all_exist(redis: Redis, keys: Sequence[str]) -> bool:
+    return int(await redis.exists(*keys)) == len(keys)
 
 
 @pytest.mark.parametrize("repetitions", [2, pytest.param(20, marks=pytest.mark.slow)])
