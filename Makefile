@@ -58,6 +58,7 @@ faults: install ## Run fault storms and the long form of the fault tests: twenty
 	$(BIN)/penstock chaos --seconds 60 --all --model demo --workers 3 --in-flight 16 --tokens 80
 	$(BIN)/penstock chaos --stall
 	$(BIN)/pytest tests/faults -m "" --timeout 3600 $(ARGS)
+	$(BIN)/pytest tests/delivery tests/integration -m slow --timeout 3600 $(ARGS)
 
 soak: install ## A million requests through the simulator, twice, and minutes of real ones: what stays?
 	$(BIN)/pytest tests/simulate/test_soak.py tests/faults/test_soak.py -m "" $(ARGS)
