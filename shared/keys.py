@@ -65,10 +65,9 @@ class Keys:
         """Stream with group :data:`GROUP`: fresh requests of one tenant in one lane."""
         return f"{self.prefix}q:{lane.value}:{tenant}"
 
-    @property
-    def continued(self) -> str:
-        """Stream with group: requests to be continued by another worker; before all lanes."""
-        return f"{self.prefix}q:!"
+    def continued(self, lane: Lane) -> str:
+        """Stream with group: requests of a lane to be continued by another worker; goes first."""
+        return f"{self.prefix}q:!:{lane.value}"
 
     @property
     def suspects(self) -> str:

@@ -156,14 +156,15 @@ class Operations(OperatorOperations):
         """Ask for up to ``requests`` requests of about ``tokens`` tokens; renews the lease.
 
         One claim brings no more than this worker's share of what waits, see ``claim.lua``.
-        With another ``least_urgent`` than ``batch`` only fresh work of that lane and of those
-        before it is given.
+        With another ``least_urgent`` than ``batch`` only work of that lane and of those before it
+        is given, and no suspects.
         """
         keys = self._keys
         names = (
-            keys.continued, keys.suspects, keys.lanes, keys.floors, keys.tenants(Lane.CRITICAL),
-            keys.tenants(Lane.NORMAL), keys.tenants(Lane.BATCH), keys.leases,
-            keys.owned(worker_id), keys.deadlines, keys.counters, keys.bell,
+            keys.continued(Lane.CRITICAL), keys.suspects, keys.lanes, keys.floors,
+            keys.tenants(Lane.CRITICAL), keys.tenants(Lane.NORMAL), keys.tenants(Lane.BATCH),
+            keys.leases, keys.owned(worker_id), keys.deadlines, keys.counters, keys.bell,
+            keys.continued(Lane.NORMAL), keys.continued(Lane.BATCH),
         )  # fmt: skip
         args = (
             keys.prefix, worker_id, lease_ms, requests, tokens, int(suspect_ok),
@@ -199,8 +200,8 @@ class Operations(OperatorOperations):
         """
         keys, retry = self._keys, self._retry
         names = (
-            keys.deadlines, keys.leases, keys.continued, keys.suspects, keys.counters,
-            keys.dead_letters, keys.bell, keys.floors, keys.readers,
+            keys.deadlines, keys.leases, keys.continued(Lane.CRITICAL), keys.suspects,
+            keys.counters, keys.dead_letters, keys.bell, keys.floors, keys.readers,
         )  # fmt: skip
         args = (keys.prefix, retry.max_blames, retry.max_attempts, self._retention_ms, lease_ms)
         return Call(self._scripts["sweep"], names, args)
@@ -267,8 +268,8 @@ class Operations(OperatorOperations):
     ) -> int:
         keys, retry = self._keys, self._retry
         names = (
-            keys.owned(worker_id), keys.leases, keys.continued, keys.suspects, keys.deadlines,
-            keys.counters, keys.dead_letters, keys.bell,
+            keys.owned(worker_id), keys.leases, keys.continued(Lane.CRITICAL), keys.suspects,
+            keys.deadlines, keys.counters, keys.dead_letters, keys.bell,
         )  # fmt: skip
         args: tuple[str | int, ...] = (
             keys.prefix, worker_id, *how, retry.max_blames, retry.max_attempts,

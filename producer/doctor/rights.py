@@ -149,7 +149,7 @@ def _families(keys: Keys, scratch: str) -> list[tuple[str, tuple[str, ...]]]:
         ("own:*", ("HDEL", keys.owned(scratch), scratch)),
     ]
     sets = (keys.lanes, keys.leases, keys.deadlines, keys.ended, *map(keys.tenants, Lane))
-    streams = (keys.bell, keys.dead_letters, keys.continued, keys.suspects)
+    streams = (keys.bell, keys.dead_letters, *map(keys.continued, Lane), keys.suspects)
     lasting: list[tuple[str, ...]] = [("ZREM", key, scratch) for key in sets]
     lasting += [("HDEL", key, scratch) for key in (keys.floors, keys.counters)]
     lasting += [("XDEL", key, "0-1") for key in streams]

@@ -143,7 +143,7 @@ class Shard:
         rows = await self.patient.commands(
             *(("ZRANGE", keys.tenants(lane), "0", str(_MOST_TENANTS)) for lane in Lane)
         )
-        queues = [keys.continued, keys.suspects]
+        queues = [*map(keys.continued, Lane), keys.suspects]
         for lane, tenants in zip(Lane, rows, strict=True):
             if not isinstance(tenants, ResponseError):
                 queues += [keys.queue(lane, tenant.decode()) for tenant in tenants]

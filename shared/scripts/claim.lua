@@ -3,22 +3,22 @@
 --@include lib/finish.lua
 -- claim: give a worker the next requests, fairly, and renew its lease. Runs at maxmemory.
 --
--- Order: continued work, one suspect, then lanes by virtual time (weights 8:4:1) and tenants
+-- Order: continued work by lane, one suspect, then lanes by virtual time (weights 8:4:1) and tenants
 -- inside a lane by virtual time in tokens. What is past its time is ended here, not handed out.
 --
 -- One claim takes no more than what waits divided by the living workers, rounded up: guided
 -- self-scheduling (Polychronopoulos, Kuck, 1987). Chance decides who hears of a burst first, and
 -- that one would take all of it, to be served one after the other beside idle workers.
 --
--- KEYS  1 q:!  stream   2 q:?  stream   3 lanes  zset   4 vt  hash   5 act:critical  zset
+-- KEYS  1 q:!:critical  stream   2 q:?  stream   3 lanes  zset   4 vt  hash   5 act:critical  zset
 --       6 act:normal  zset   7 act:batch  zset   8 wl  zset   9 own:<wid>  hash   10 dl  zset
---       11 cnt  hash   12 bell  stream
+--       11 cnt  hash   12 bell  stream   13 q:!:normal  stream   14 q:!:batch  stream
 --       and, found while running: q:<lane>:<tenant>, r:<id>, t:<id> of the claimed requests
 -- ARGV  1 prefix   2 worker id   3 lease_ms   4 requests wanted   5 tokens wanted
 --       6 '1' if the worker runs no suspect now   7 retention_ms
---       8 the least urgent lane to claim from: 'batch' for all; with another one, only fresh work
---         of this lane and those before it, for a worker that would displace less urgent work,
---         and only while that is not far ahead of its share
+--       8 the least urgent lane to claim from: 'batch' for all; with another one, only work of this
+--         lane and those before it, for a worker that would displace less urgent work; fresh work
+--         only while that is not far ahead of its share
 -- Reply {now, last bell id, claims, more}; more is 1 if nothing but the share ended the claiming,
 --       and whoever has room is to claim again at once; a claim is
 --       {id, epoch, n, attempts, suspect, payload, accepted ms ago, ms queued before the first
@@ -145,10 +145,16 @@ local function adopt(queue, entry, values, suspect)
   return rec.cost
 end
 
-while all_lanes and wants_more() do
-  local entry, values = take(KEYS[1])
-  if not entry then break end
-  budget = budget - (adopt(KEYS[1], entry, values, 0) or 0)
+-- Its tokens were charged when it was first claimed: it goes first, whatever else has its turn.
+for _, continued in ipairs({
+  {KEYS[1], 'critical'}, {KEYS[13], 'normal'}, {KEYS[14], 'batch'},
+}) do
+  local queue, lane = continued[1], continued[2]
+  while WEIGHT[lane] >= least_weight and wants_more() do
+    local entry, values = take(queue)
+    if not entry then break end
+    budget = budget - (adopt(queue, entry, values, 0) or 0)
+  end
 end
 
 local seeks_suspect = all_lanes and ARGV[6] == '1'

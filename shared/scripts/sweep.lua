@@ -9,9 +9,9 @@
 -- for it, end `cancelled`; requests of workers whose lease ended go back to the queues; and some requests in turn are looked at for what a script cut short or a deleted
 -- key left wrong. Bounded per call, so that it never holds the server.
 --
--- KEYS  1 dl  zset   2 wl  zset   3 q:!  stream   4 q:?  stream   5 cnt  hash   6 dlq  stream
+-- KEYS  1 dl  zset   2 wl  zset   3 q:!:critical  stream   4 q:?  stream   5 cnt  hash   6 dlq  stream
 --       7 bell  stream   8 vt  hash   9 rd  zset
---       and, found while running: own:<wid>, r:<id>, t:<id> and queues of what is swept
+--       and, found while running: q:!:<lane>, own:<wid>, r:<id>, t:<id> and queues of what is swept
 -- ARGV  1 prefix   2 max_blames   3 max_attempts   4 retention_ms   5 lease of who sweeps, in ms
 -- Reply {expired, requests taken from dead workers, dead workers, mended, failed, last error,
 --        cancelled because their readers left, 1 if a bound ended it: sweep again}

@@ -112,6 +112,11 @@ MUTANTS = (
         test_fairness.test_the_most_urgent_lane_goes_first_from_a_standstill, "claim",
     ),
     Mutant(
+        "continued work of any lane", "WEIGHT[lane] >= least_weight and wants_more()",
+        "wants_more()", test_fairness.test_a_full_worker_may_ask_for_more_urgent_work_alone,
+        "claim",
+    ),
+    Mutant(
         "displacing without bound", "lane_time <= time + AHEAD", "true",
         test_fairness.test_a_flood_of_urgent_work_displaces_others_up_to_its_share, "claim",
     ),

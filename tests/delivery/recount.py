@@ -184,7 +184,7 @@ async def _check_places(redis: Redis, keys: Keys, facts: Facts, found: list[str]
 async def _check_served(
     redis: Redis, keys: Keys, rid: str, record: dict[str, str], queue: str, found: list[str]
 ) -> None:
-    if queue in ("q:!", "q:?"):
+    if queue in (f"q:!:{record['lane']}", "q:?"):
         return
     lane = record["lane"]
     if queue != f"q:{lane}:{record['ten']}":

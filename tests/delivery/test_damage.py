@@ -7,7 +7,7 @@ from delivery.fleet import FakeWorker, Shard
 from redis.exceptions import ResponseError
 
 from penstock.shared.operations import AppendStatus
-from penstock.shared.protocol import End, Reason
+from penstock.shared.protocol import End, Lane, Reason
 from penstock.shared.script_loader import Call
 
 
@@ -178,7 +178,7 @@ async def test_deleted_queue_of_running_requests_hurts_nobody(shard: Shard) -> N
 
 async def test_overwritten_queue_of_continued_work_gives_way(shard: Shard) -> None:
     await two_running(shard)
-    await shard.redis.set(shard.keys.continued, "text")
+    await shard.redis.set(shard.keys.continued(Lane.NORMAL), "text")
     assert await shard.ops.release_all("a", blame=False) == 2
     assert len(await shard.worker("b").claim(5)) == 2
     await shard.check()

@@ -124,26 +124,33 @@ async def test_urgent_work_overtakes_a_long_queue(shard: Shard) -> None:
 
 
 async def test_a_full_worker_may_ask_for_more_urgent_work_alone(shard: Shard) -> None:
-    """Continued, suspect and less urgent work stays for workers that have room for it."""
+    """Continued or fresh; suspect and less urgent work stays for workers that have room for it."""
     for lane in Lane:
-        await queue(shard, "t", 2, lane=lane)
-    await shard.worker("drained").claim(1)
+        await queue(shard, "t", 3, lane=lane)
+    drained = shard.worker("drained")
+    assert len(await drained.claim(3)) == 3  # one of each, from a standstill
     await shard.ops.release_all("drained", blame=False)
-    full = shard.worker("full")
-    reply = await shard.call(
-        shard.ops.claim(
-            full.name,
-            lease_ms=60_000,
-            requests=10,
-            tokens=10_000,
-            suspect_ok=True,
-            least_urgent=Lane.NORMAL,
-        )
-    )
-    lanes = [claim.id.split(":")[1] for claim in shard.ops.read_claim(reply).claims]
-    assert sorted(lanes) == ["critical", "normal", "normal"], "one critical is to be continued"
+    given_back = {request_id.split(":")[1] for request_id in drained.claims}
+    assert given_back == {"critical", "normal", "batch"}
+    claims = await shard.worker("full").claim(10, least_urgent=Lane.NORMAL)
+    lanes = [claim.id.split(":")[1] for claim in claims]
+    assert lanes[:2] == ["critical", "normal"], "what is to be continued goes first"
+    assert sorted(lanes) == ["critical"] * 3 + ["normal"] * 3
     rest = await pull(shard.worker("free"), 10)
-    assert [request_id.split(":")[1] for request_id in rest] == ["critical", "batch", "batch"]
+    assert [request_id.split(":")[1] for request_id in rest] == ["batch"] * 3
+
+
+async def test_continued_work_goes_by_lane(shard: Shard) -> None:
+    """Whoever was given back first: a dead worker's batch work does not hold up what is urgent."""
+    await queue(shard, "slow", 2, lane=Lane.BATCH)
+    await shard.worker("a").claim(2)
+    await shard.ops.release_all("a", blame=False)
+    await queue(shard, "urgent", 1, lane=Lane.CRITICAL)
+    await shard.worker("b").claim(1, least_urgent=Lane.CRITICAL)
+    await shard.ops.release_all("b", blame=False)
+    order = await pull(shard.worker("c"), 3)
+    assert [request_id.split(":")[0] for request_id in order] == ["urgent", "slow", "slow"]
+    await shard.check()
 
 
 async def displacing(worker: FakeWorker, most: int) -> int:

@@ -376,6 +376,6 @@ async def test_asking_for_continued_work_leaves_no_consumer(shard: Shard) -> Non
     await shard.worker("b").claim_one()
     for n in range(5):
         assert await shard.worker(f"w{n}").claim(1) == ()
-    (consumer,) = await shard.redis.xinfo_consumers(shard.keys.continued, "g")
+    (consumer,) = await shard.redis.xinfo_consumers(shard.keys.continued(Lane.NORMAL), "g")
     assert consumer["name"] == b"b"
     await shard.check()

@@ -99,7 +99,7 @@ def test_keys_are_those_of_the_code() -> None:
     assert keys.prefix == "ps:{demo.0}:"
     lane = {lane.value: "<lane>" for lane in Lane}
     built = {
-        keys.request("<id>"), keys.log("<id>"), keys.channel("<id>"), keys.continued,
+        keys.request("<id>"), keys.log("<id>"), keys.channel("<id>"), keys.continued(Lane.NORMAL),
         keys.inbox("<inbox>"),
         keys.suspects, keys.lanes, keys.floors, keys.leases, keys.owned("<worker>"),
         keys.deadlines, keys.readers, keys.counters, keys.bell, keys.dead_letters,

@@ -37,7 +37,7 @@ local function mend(prefix, rid, now, max_blames, max_attempts, retention)
   if redis.call('PTTL', record) == -1 then
     redis.call('PEXPIREAT', record, rec.dl + retention + ABANDONED_MS)
   end
-  local fresh = rec.sk ~= prefix .. 'q:!' and rec.sk ~= prefix .. 'q:?'
+  local fresh = rec.sk ~= prefix .. 'q:!:' .. rec.lane and rec.sk ~= prefix .. 'q:?'
   if fresh then join_lane(prefix, rec.lane, rec.ten) end
   if is_entry_of(rec.sk, rec.sid, rid) then
     local read = attempt('NOGROUP', 'XPENDING', rec.sk, GROUP, rec.sid, rec.sid, '1')

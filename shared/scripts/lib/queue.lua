@@ -1,4 +1,4 @@
--- Queue streams: q:<lane>:<tenant>, q:! (to be continued) and q:? (suspects), each with the
+-- Queue streams: q:<lane>:<tenant>, q:!:<lane> (to be continued) and q:? (suspects), each with the
 -- consumer group `g`. Included after common.lua.
 --
 -- An entry is {r id, l lane, t tenant, c cost, b bytes}: with what it adds to the counters, so

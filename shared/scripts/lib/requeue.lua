@@ -38,7 +38,7 @@ local function requeue(prefix, rid, rec, loss, now, max_blames, max_attempts, re
     return
   end
   drop_entry(rec.sk, rec.sid, rec.w)
-  local queue = prefix .. (bad >= SUSPECT_FROM and 'q:?' or 'q:!')
+  local queue = prefix .. (bad >= SUSPECT_FROM and 'q:?' or 'q:!:' .. rec.lane)
   local entry = push_back(queue, rid, rec)
   redis.call('HSET', prefix .. 'r:' .. rid, 'st', 'queued', 'w', '', 'bad', bad, 'died', died,
     'sk', queue, 'sid', entry)
