@@ -10,6 +10,7 @@ from engine.fakes import request
 from engine.waiting_sequences import BOUND_S, drained, filled, make, sequence
 
 from penstock.gpu_worker.engine import Plan, PolicyName, StepOutput
+from penstock.gpu_worker.engine.policies import TenantFair
 from penstock.shared.protocol import Lane
 
 
@@ -88,7 +89,7 @@ def test_a_newcomer_starts_at_the_least_counter_and_not_at_that_of_an_overdue_te
 
 def test_fair_forgets_tenants_that_are_gone() -> None:
     """A million tenants that came once must not stay in memory."""
-    policy = make("fair")
+    policy = TenantFair(BOUND_S)
     policy.add(sequence("always0", tenant="x", max_tokens=1))
     for i in range(2000):
         policy.add(sequence(f"always{i + 1}", tenant="x", max_tokens=1, arrival=float(i)))
@@ -98,7 +99,7 @@ def test_fair_forgets_tenants_that_are_gone() -> None:
             assert first is not None
             policy.admit(first)
             policy.end(first)
-    shares = policy._lanes[Lane.NORMAL]  # type: ignore[attr-defined]
+    shares = policy._lanes[Lane.NORMAL]
     assert len(shares._turns) + len(shares._idle) + len(shares._since) < 50
     assert len(shares._served) <= 1
     assert not shares._charged

@@ -91,7 +91,13 @@ def test_a_failed_copy_makes_it_read_everything_again(loaded: Loaded) -> None:
         assert choices_of(served.updates[name]) == choices_of(updates)
     assert isinstance(drafter.pool, FailingPool)
     assert served.draft_failures == drafter.pool.failures >= 1
-    assert served.accepted == served.drafted > 30
+    # Nothing was refused: what is missing lay behind the end of a choice.
+    lengths = [
+        len(ids) for updates in plain.updates.values() for ids in choices_of(updates).values()
+    ]
+    stopped = sum(length < several.max_tokens for length in lengths)
+    assert 0 <= served.drafted - served.accepted <= 4 * stopped
+    assert served.accepted > 30
 
 
 def choices_of(updates: Seq[Update]) -> dict[int, tuple[int, ...]]:

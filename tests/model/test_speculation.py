@@ -268,8 +268,9 @@ def test_every_option_gives_the_stream_it_gives_without_drafts(
                 speculation=SpeculationConfig(ngram=drafter == "auto", draft=True, length=k),
                 drafter=draft_model(model, model, 200),
             )
-            if drafter == "draft":  # its own draft draws what it draws
-                assert served.accepted == served.drafted
+            if drafter == "draft":  # its own draft draws what it draws; stops cut that short
+                stopped = sum(len(plain.outputs[id]) < asked[id][1].max_tokens for id in asked)
+                assert 0 <= served.drafted - served.accepted <= k * stopped
         assert served.outputs == plain.outputs
         assert served.accepted > 0
         for id in asked:

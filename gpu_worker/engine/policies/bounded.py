@@ -56,7 +56,7 @@ class Bounded(Policy):
 
     def _is_overdue(self, sequence: Sequence) -> bool:
         since = self._returned.get(sequence)
-        return since is not None and self._now - since >= self._max_overtake_s
+        return since is not None and self._now - since > self._max_overtake_s
 
     def admit(self, sequence: Sequence) -> None:
         """As the order has it; its time ends."""
