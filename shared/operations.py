@@ -202,6 +202,7 @@ class Operations(OperatorOperations):
         names = (
             keys.deadlines, keys.leases, keys.continued(Lane.CRITICAL), keys.suspects,
             keys.counters, keys.dead_letters, keys.bell, keys.floors, keys.readers,
+            keys.continued(Lane.NORMAL), keys.continued(Lane.BATCH),
         )  # fmt: skip
         args = (keys.prefix, retry.max_blames, retry.max_attempts, self._retention_ms, lease_ms)
         return Call(self._scripts["sweep"], names, args)
@@ -270,6 +271,7 @@ class Operations(OperatorOperations):
         names = (
             keys.owned(worker_id), keys.leases, keys.continued(Lane.CRITICAL), keys.suspects,
             keys.deadlines, keys.counters, keys.dead_letters, keys.bell,
+            keys.continued(Lane.NORMAL), keys.continued(Lane.BATCH),
         )  # fmt: skip
         args: tuple[str | int, ...] = (
             keys.prefix, worker_id, *how, retry.max_blames, retry.max_attempts,

@@ -11,10 +11,12 @@
 --
 -- This heals a claim whose reply was lost: to be run after every exchange whose outcome is unknown.
 --
--- KEYS  1 own:<wid>  hash   2 wl  zset   3 q:!:critical  stream   4 q:?  stream   5 dl  zset   6 cnt  hash
---       7 dlq  stream   8 bell  stream
---       and, found while running: q:!:<lane>, and of what is in own:<wid> r:<id>, t:<id> and the queue of each request
--- ARGV  1 prefix   2 worker id   3 max_blames   4 max_attempts   5 retention_ms   6... known claims: id, epoch
+-- KEYS  1 own:<wid>  hash   2 wl  zset   3 q:!:critical  stream   4 q:?  stream   5 dl  zset
+--       6 cnt  hash   7 dlq  stream   8 bell  stream   9 q:!:normal  stream
+--       10 q:!:batch  stream
+--       and, found in own:<wid>: r:<id>, t:<id> and the queue of each request
+-- ARGV  1 prefix   2 worker id   3 max_blames   4 max_attempts   5 retention_ms
+--       6... known claims: id, epoch
 -- Reply {requests given back, 1 if there are more: call again}
 local prefix = ARGV[1]
 allow_oom(prefix)

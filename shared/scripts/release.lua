@@ -9,9 +9,10 @@
 -- Used by a worker that drains or can not continue some (nothing lost), and by a supervisor whose
 -- worker died (crashed or was killed).
 --
--- KEYS  1 own:<wid>  hash   2 wl  zset   3 q:!:critical  stream   4 q:?  stream   5 dl  zset   6 cnt  hash
---       7 dlq  stream   8 bell  stream
---       and, found while running: q:!:<lane>, and of what is in own:<wid> r:<id>, t:<id> and the queue of each request
+-- KEYS  1 own:<wid>  hash   2 wl  zset   3 q:!:critical  stream   4 q:?  stream   5 dl  zset
+--       6 cnt  hash   7 dlq  stream   8 bell  stream   9 q:!:normal  stream
+--       10 q:!:batch  stream
+--       and, found in own:<wid>: r:<id>, t:<id> and the queue of each request
 -- ARGV  1 prefix   2 worker id   3 mode: 'all' (and forget the worker) or 'only'
 --       4 loss, see lib/requeue.lua   5 max_blames   6 max_attempts   7 retention_ms   8... ids
 -- Reply {requests released, 1 if there are more: call again}

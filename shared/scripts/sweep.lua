@@ -6,12 +6,14 @@
 -- sweep: what time alone must bring about. Any worker may run it at any time; runs at maxmemory.
 --
 -- Requests past their deadline end `expired`; requests that all readers have left, and that asked
--- for it, end `cancelled`; requests of workers whose lease ended go back to the queues; and some requests in turn are looked at for what a script cut short or a deleted
--- key left wrong. Bounded per call, so that it never holds the server.
+-- for it, end `cancelled`; requests of workers whose lease ended go back to the queues; and some
+-- requests in turn are looked at for what a script cut short or a deleted key left wrong. Bounded
+-- per call, so that it never holds the server.
 --
--- KEYS  1 dl  zset   2 wl  zset   3 q:!:critical  stream   4 q:?  stream   5 cnt  hash   6 dlq  stream
---       7 bell  stream   8 vt  hash   9 rd  zset
---       and, found while running: q:!:<lane>, own:<wid>, r:<id>, t:<id> and queues of what is swept
+-- KEYS  1 dl  zset   2 wl  zset   3 q:!:critical  stream   4 q:?  stream   5 cnt  hash
+--       6 dlq  stream   7 bell  stream   8 vt  hash   9 rd  zset   10 q:!:normal  stream
+--       11 q:!:batch  stream
+--       and, found while running: own:<wid>, r:<id>, t:<id> and queues of what is swept
 -- ARGV  1 prefix   2 max_blames   3 max_attempts   4 retention_ms   5 lease of who sweeps, in ms
 -- Reply {expired, requests taken from dead workers, dead workers, mended, failed, last error,
 --        cancelled because their readers left, 1 if a bound ended it: sweep again}
