@@ -10,7 +10,7 @@ from penstock.shared.protocol import SamplingOptions
 from .engine.config import EngineConfig
 from .engine.form import Form
 from .engine.text import TextStream
-from .worker import Runner
+from .isolation import Runner
 
 __all__ = ["ServingModel"]
 

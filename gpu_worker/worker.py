@@ -12,19 +12,19 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Protocol
 
 from penstock.shared.protocol import Reason
 
 from .engine.engine import Engine
 from .engine.plan import Plan, StepOutput
-from .engine.requests import EngineRequest, Finish, Update
+from .engine.requests import EngineRequest, Update
 from .engine.work import Work
+from .isolation import Runner, run_isolated
 from .messages import Broken, Step, StepRecord, packed_updates
 from .step_log import StepLog
 
-__all__ = ["Orders", "Runner", "Worker"]
+__all__ = ["Orders", "Worker"]
 
 _log = logging.getLogger("penstock.worker")
 
@@ -34,28 +34,8 @@ _QUIET_S = 0.5
 _STATS_S = 0.1
 """How often all figures are told while steps run: to put them together takes a while."""
 
-_SMALL_CHUNK = 16
-"""So few tokens take next to no memory of their own: half of them would get none, either."""
-
 _FUTILE = 8
 """So many requests that fail in a row, and none that is computed in between, are not to blame."""
-
-
-class Runner(Protocol):
-    """The model side, as the loop sees it."""
-
-    def run(self, plan: Plan) -> StepOutput:
-        """Compute a plan.
-
-        May raise; then no span of it counts as computed, but its copies and swaps are done. If
-        these fail, it says so in its output (``moved``) and does not raise.
-        """
-
-    def recover(self) -> None:
-        """Make ready for another run after one that failed, once nobody holds its tensors.
-
-        Raises if the device computes nothing any more; then this process is of no use.
-        """
 
 
 class Orders(Protocol):
@@ -215,81 +195,3 @@ class Worker:
         if not busy or now - self._told_stats_at > _STATS_S:
             stats, self._told_stats_at = engine.stats(), now
         self._tell(Step(packed_updates(updates), engine.load(), busy, record, stats))
-
-
-def run_isolated(runner: Runner, plan: Plan) -> StepOutput:
-    """Run a plan; if it raises, run its halves, until only the culprits have failed.
-
-    What gets no memory alone, either, is run in shorter chunks, one after the other.
-
-    One poisoned request, or one too large for the memory that is left, must not take its batch
-    with it. Computing a span again is harmless: the same keys and values go to the same slots, and
-    random numbers are keyed by request and index. Block copies and swaps are not repeated, since
-    they were done before the forward pass that failed (a runner whose copies fail does not raise),
-    and by now their sources may hold something else.
-
-    Returns:
-        Tokens of the spans that could be computed, and the failures of the others.
-
-    Raises:
-        Exception: the runner does not recover.
-    """
-    try:
-        return runner.run(plan)
-    except Exception as error:
-        finish = Finish(_reason(error), _describe(error))
-        halves = _halves(plan, finish.reason)
-        if halves is None:
-            _log.error("a request fails in the model: %s", error, exc_info=error)
-    # Only now that the exception is gone: its traceback held all tensors of the step that failed.
-    runner.recover()
-    if halves is None:
-        return StepOutput(((),), {0: finish})
-    first = run_isolated(runner, halves[0])
-    if len(plan.spans) == 1 and first.failures:
-        return first  # the second half reads what the first was to write
-    rest = run_isolated(runner, halves[1])
-    if len(plan.spans) == 1:
-        sequence = plan.spans[0].sequence
-        known = first.prompt_logprobs.get(sequence, ()) + rest.prompt_logprobs.get(sequence, ())
-        return replace(rest, prompt_logprobs={sequence: known} if known else {})
-    middle = len(halves[0].spans)
-    failures = {middle + index: finish for index, finish in rest.failures.items()}
-    return StepOutput(
-        first.token_ids + rest.token_ids,
-        {**first.failures, **failures},
-        {**first.logprobs, **rest.logprobs},
-        {**first.candidates, **rest.candidates},
-        prompt_logprobs={**first.prompt_logprobs, **rest.prompt_logprobs},
-        deferred=first.deferred.union(middle + index for index in rest.deferred),
-        drafted={**first.drafted, **rest.drafted},
-        draft_failed=first.draft_failed or rest.draft_failed,
-    )
-
-
-def _halves(plan: Plan, reason: Reason) -> tuple[Plan, Plan] | None:
-    """The plan in two, without its copies; None if it has failed for good."""
-    spans = plan.spans
-    if len(spans) > 1:
-        middle = len(spans) // 2
-        return Plan(spans[:middle]), Plan(spans[middle:])
-    (span,) = spans
-    if reason is not Reason.OUT_OF_MEMORY or span.num_tokens <= _SMALL_CHUNK:
-        return None
-    middle = span.num_tokens // 2
-    first = replace(span, num_tokens=middle, samples=False)
-    rest = replace(span, start=span.start + middle, num_tokens=span.num_tokens - middle)
-    return Plan((first,)), Plan((rest,))
-
-
-def _reason(error: Exception) -> Reason:
-    # torch.OutOfMemoryError on a GPU, MemoryError or "can't allocate memory" on a CPU, and what
-    # cuBLAS says when there is none for itself. By name: this module must not import torch.
-    text = f"{type(error).__name__} {error}".lower()
-    signs = ("outofmemory", "out of memory", "allocate memory", "memoryerror", "_alloc_failed")
-    return Reason.OUT_OF_MEMORY if any(sign in text for sign in signs) else Reason.ENGINE_ERROR
-
-
-def _describe(error: Exception) -> str:
-    first = (str(error).splitlines() or [""])[0]
-    return f"{type(error).__name__}: {first[:300]}"

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.gpu_worker.engine import Engine, EngineConfig, EngineRequest, Finish, Update
+from penstock.gpu_worker.isolation import run_isolated
 from penstock.gpu_worker.model import KVPool, LoadedModel, ModelRunner
 from penstock.gpu_worker.model.detokenizer import IncrementalDetokenizer
 from penstock.gpu_worker.model.drafters import Drafter
 from penstock.gpu_worker.model.grammar import GrammarCompiler
-from penstock.gpu_worker.worker import run_isolated
 from penstock.shared.protocol import Lane, SamplingOptions
 
 __all__ = ["Answer", "Bench"]

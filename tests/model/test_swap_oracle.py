@@ -17,10 +17,10 @@ from penstock.gpu_worker.engine import (
     PreemptionMode,
     StepOutput,
 )
+from penstock.gpu_worker.isolation import run_isolated
 from penstock.gpu_worker.model import KVPool, LoadedModel, ModelRunner
 from penstock.gpu_worker.model.detokenizer import IncrementalDetokenizer
 from penstock.gpu_worker.model.swap_pool import SwapPool
-from penstock.gpu_worker.worker import run_isolated
 from penstock.shared.protocol import Lane, Reason
 
 FAMILIES = ["llama", "mistral", "gemma2", "gpt_oss", "deepseek_v3"]
