@@ -64,7 +64,7 @@ def find_checkpoint(path: str | Path) -> Path:
         if not (folder / "config.json").is_file():
             raise ModelNotFound(
                 f"the demo model is missing from this installation ({folder}); reinstall penstock, "
-                "or train it with tools/train_demo_model.py"
+                "or train it with scripts/train_demo_model.py"
             )
         return folder
     folder = Path(path).expanduser()

@@ -43,7 +43,7 @@ def test_kernels_are_right_in_the_interpreter():
 
 
 def compiled(tmp_path: Path, *arguments: str) -> list[dict[str, object]]:
-    done = program("tools/aot_compile.py", "--json", *arguments, TRITON_CACHE_DIR=str(tmp_path))
+    done = program("scripts/aot_compile.py", "--json", *arguments, TRITON_CACHE_DIR=str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
 

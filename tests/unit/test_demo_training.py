@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = ("target", "draft")
 
-sys.path.insert(0, str(ROOT / "tools"))
+sys.path.insert(0, str(ROOT / "scripts"))
 
 import train_demo_model  # noqa: E402
 from demo_model import corpus, training  # noqa: E402
@@ -24,7 +24,7 @@ from demo_model.batches import WindowSampler  # noqa: E402
 
 def test_smoke_run_writes_a_model_that_loads(tmp_path: Path) -> None:
     out = tmp_path / "model"
-    script = ROOT / "tools" / "train_demo_model.py"
+    script = ROOT / "scripts" / "train_demo_model.py"
     done = subprocess.run(
         [sys.executable, str(script), "--smoke", "--threads", "1", "--out", str(out)],
         capture_output=True,

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Trains the demo model and its draft on the documentation every CPython carries.
 
-    python tools/train_demo_model.py --out DIR [--steps N] [--minutes N] [--resume] [--smoke]
+    python scripts/train_demo_model.py --out DIR [--steps N] [--minutes N] [--resume] [--smoke]
 
 Nothing is downloaded. Writes ``DIR/target``, ``DIR/draft`` (bf16 safetensors, configuration,
 tokenizer) and ``DIR/README.md`` (the model card with the figures of this run). The default takes

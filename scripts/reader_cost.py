@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """What a reader costs: CPU of a process that reads hundreds of streams of one-token chunks.
 
-    python tools/reader_cost.py [--redis URL] [--streams 256] [--rate 10000] [--rounds 3] [--json]
+    python scripts/reader_cost.py [--redis URL] [--streams 256] [--rate 10000] [--rounds 3] [--json]
 
 A worker's real edge in a process of its own publishes a token for each stream in every step; this
 process reads all of them with a ``Producer``, one task for each stream, and says what that took per

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Compiles every Triton kernel for GPUs that are not here, to catch what no interpreter shows.
 
-    python tools/aot_compile.py [--target sm_80 --target sm_90] [--match TEXT ...] [--json]
+    python scripts/aot_compile.py [--target sm_80 --target sm_90] [--match TEXT ...] [--json]
 
 Needs Triton and no GPU. Each variant is a geometry and option set that real models ask for. Exit
 code 1 if one does not compile or asks for more shared memory than a block of that GPU has.

@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 import transformers
 
-from .evaluate import Perplexity
-from .figures import GENERATED_TOKENS, PROMPT_TOKENS, Figures
-from .training import Trainer
+from penstock.scripts.demo_model.evaluate import Perplexity
+from penstock.scripts.demo_model.figures import GENERATED_TOKENS, PROMPT_TOKENS, Figures
+from penstock.scripts.demo_model.training import Trainer
 
 
 def write_card(
@@ -141,7 +141,7 @@ def _training(trainers: Sequence[Trainer], seed: int) -> str:
     return f"""\
 ## Training
 
-By `tools/train_demo_model.py` with seed {seed}, torch {torch.__version__}, transformers
+By `scripts/train_demo_model.py` with seed {seed}, torch {torch.__version__}, transformers
 {transformers.__version__}, on the CPU. AdamW on fp32 weights, {precision}, warm-up and cosine \
 decay. The draft starts from the
 target's embedding and first layers and also learns from texts the target wrote.{limit}

@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from .batches import WindowSampler
+from penstock.scripts.demo_model.batches import WindowSampler
 
 logger = logging.getLogger("train_demo_model")
 

@@ -1,0 +1,1 @@
+"""Parts of ``scripts/train_demo_model.py``: corpus, tokenizer, batches, training, figures, card."""

@@ -1,1 +1,0 @@
-"""Parts of ``tools/train_demo_model.py``: corpus, tokenizer, batches, training, figures, card."""
