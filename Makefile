@@ -15,7 +15,7 @@ EXTRAS := worker,embedded,dev
 # that an added or removed file needs the links made again.
 EDITABLE := --config-settings editable_mode=strict
 RELINK := $(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable . $(EDITABLE)
-LIST_FILES := find producer gpu_worker kernels shared -type f -not -path '*/__pycache__/*' | sort
+LIST_FILES := find producer gpu_worker kernels shared tools -type f -not -path '*/__pycache__/*' | sort
 
 # What counts or times what a whole machine does comes last, one after the other. Both parts run even
 # if the first one fails.

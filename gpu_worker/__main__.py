@@ -8,7 +8,6 @@ import typer
 
 from penstock.shared.errors import PenstockError
 
-from .bench.command import bench
 from .cli import verify
 from .worker_command import worker
 
@@ -16,7 +15,6 @@ if __name__ == "__main__":
     app = typer.Typer(no_args_is_help=True, add_completion=False)
     app.command()(worker)
     app.command()(verify)
-    app.add_typer(bench, name="bench")
     try:
         app()
     except PenstockError as error:

@@ -23,12 +23,12 @@ import uuid
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
-from penstock.gpu_worker.bench.peer import ages_of, stamp
-from penstock.gpu_worker.bench.worker_side import WorkerSide
 from penstock.producer import Producer, TokenStream
 from penstock.shared.children import spawn_bound
 from penstock.shared.embedded import EmbeddedRedis
 from penstock.shared.keys import Keys
+from penstock.tools.bench.queue.client_process import ages_of, stamp
+from penstock.tools.bench.queue.edge_harness import WorkerSide
 
 
 @dataclass(frozen=True)

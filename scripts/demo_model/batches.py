@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from penstock.scripts.demo_model.corpus import Document
+from .corpus import Document
 
 
 def encode_documents(

@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 import transformers
 
-from penstock.scripts.demo_model.evaluate import Perplexity
-from penstock.scripts.demo_model.figures import GENERATED_TOKENS, PROMPT_TOKENS, Figures
-from penstock.scripts.demo_model.training import Trainer
+from .evaluate import Perplexity
+from .figures import GENERATED_TOKENS, PROMPT_TOKENS, Figures
+from .training import Trainer
 
 
 def write_card(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from penstock.scripts.demo_model.evaluate import (
+from .evaluate import (
     Perplexity,
     agreement_on_generation,
     agreement_on_text,

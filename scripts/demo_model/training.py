@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from penstock.scripts.demo_model.batches import WindowSampler
+from .batches import WindowSampler
 
 logger = logging.getLogger("train_demo_model")
 

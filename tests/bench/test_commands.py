@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from penstock.gpu_worker.bench.peer import ages_of, stamp
+from penstock.tools.bench.queue.client_process import ages_of, stamp
 
 QUEUE = {
     "worker_cpu_us_per_token_256", "unpipelined_ratio_256", "redis_cpu_us_per_token_256",
@@ -21,7 +21,7 @@ QUEUE = {
 
 
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "penstock.gpu_worker", "bench", *arguments]
+    command = [sys.executable, "-m", "penstock.producer.cli", "bench", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=100)
 
 

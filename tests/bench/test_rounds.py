@@ -12,8 +12,8 @@ import time
 
 from waiting import wait_until
 
-from penstock.gpu_worker.bench.rounds import Machine, Rounds, family_s, percentile, process_s
 from penstock.gpu_worker.garbage import calm_collector
+from penstock.tools.bench.rounds import Machine, Rounds, family_s, percentile, process_s
 
 SPIN = "import time; end = time.monotonic() + 60\nwhile time.monotonic() < end: pass"
 

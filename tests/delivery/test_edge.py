@@ -10,7 +10,7 @@ from delivery.fleet import Shard
 from log_writer import eventually
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from penstock.gpu_worker.bench.worker_side import WorkerSide
+from penstock.tools.bench.queue.edge_harness import WorkerSide
 
 LONG_AGO = 1
 

@@ -114,7 +114,7 @@ def mutated(folder: Path, path: str, old: str, new: str) -> str:
     package = folder / "site" / "penstock"
     package.mkdir(parents=True)
     changed = path.split("/")[0]
-    for part in ("gpu_worker", "kernels", "producer", "shared"):
+    for part in ("gpu_worker", "kernels", "producer", "shared", "tools"):
         if part == changed:
             skip = shutil.ignore_patterns("__pycache__")
             shutil.copytree(ROOT / part, package / part, ignore=skip)

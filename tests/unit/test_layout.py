@@ -18,13 +18,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = ("gpu_worker", "kernels", "producer", "shared")
+FOLDERS = ("gpu_worker", "kernels", "producer", "shared", "tools")
 MOST_LINES = 400
 
 # Packages beyond the standard library and penstock itself that a folder may name, first match wins.
 THIRD_PARTY = {
-    # Beside transformers' generate() its figures are set.
-    "gpu_worker.bench": {"matplotlib", "redis", "torch", "transformers", "typer"},
     "gpu_worker.engine": set(),
     "gpu_worker.model": {
         "jinja2", "llguidance", "numpy", "safetensors", "tokenizers", "torch", "transformers",
@@ -37,12 +35,15 @@ THIRD_PARTY = {
     "producer": {"redis", "rich", "typer"},
     "shared.report_view": {"rich"},
     "shared": {"msgpack", "pydantic", "redis"},
+    # transformers' generate() is what several of them compare with.
+    "tools": {"matplotlib", "numpy", "redis", "rich", "torch", "transformers", "typer"},
 }  # fmt: skip
 SIBLINGS = {
     "gpu_worker": {"kernels", "shared"},
     "kernels": set(),
     "producer": {"shared"},
     "shared": set(),
+    "tools": {"gpu_worker", "kernels", "producer", "shared"},
 }
 NEVER_IN_ENGINE = {"asyncio", "redis", "torch", "transformers"}
 CONTAINERS = {"Counter", "OrderedDict", "bytearray", "defaultdict", "deque", "dict", "list", "set"}

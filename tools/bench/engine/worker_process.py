@@ -13,11 +13,10 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from penstock.gpu_worker.launch import Launch
 from penstock.shared.children import spawn_bound
 from penstock.shared.errors import PenstockError
 from penstock.shared.settings import Settings
-
-from ..launch import Launch
 
 __all__ = ["BenchWorker", "worker_process"]
 

@@ -10,14 +10,14 @@ from multiprocessing.sharedctypes import Synchronized
 from multiprocessing.synchronize import Event
 from typing import Self
 
+from penstock.gpu_worker.engine.engine import Engine
+from penstock.gpu_worker.engine.requests import EngineRequest
+from penstock.gpu_worker.garbage import calm_collector
+from penstock.gpu_worker.serving import ServingModel
 from penstock.shared.errors import PenstockError
 from penstock.shared.settings import Settings
 
-from ..engine.engine import Engine
-from ..engine.requests import EngineRequest
-from ..garbage import calm_collector
-from ..serving import ServingModel
-from .traces import Trace, requests_of
+from ..traces import Trace, requests_of
 
 __all__ = ["EngineAlone"]
 
@@ -66,7 +66,7 @@ class EngineAlone:
 
 
 def _generate(line: str, trace: Trace, tokens: Synchronized[int], ready: Event) -> None:
-    from ..model.serving import build_model
+    from penstock.gpu_worker.model.serving import build_model
 
     model, count = build_model(Settings.model_validate_json(line)), tokens.get_obj()
     engine = Engine(model.config, model.new_text_stream)

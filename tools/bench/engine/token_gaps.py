@@ -17,21 +17,21 @@ from pathlib import Path
 
 import torch
 
+from penstock.gpu_worker.engine.config import Chunking
+from penstock.gpu_worker.engine.engine import Engine
+from penstock.gpu_worker.engine.requests import EngineRequest
+from penstock.gpu_worker.garbage import calm_collector
+from penstock.gpu_worker.model.checkpoint import find_checkpoint
+from penstock.gpu_worker.model.serving import build_model
+from penstock.gpu_worker.serving import ServingModel
 from penstock.shared.errors import ConfigurationError
 from penstock.shared.protocol import Lane, SamplingOptions
 from penstock.shared.report import Report
 from penstock.shared.settings import load_settings
 
-from ..engine.config import Chunking
-from ..engine.engine import Engine
-from ..engine.requests import EngineRequest
-from ..garbage import calm_collector
-from ..model.checkpoint import find_checkpoint
-from ..model.serving import build_model
-from ..serving import ServingModel
-from .chunking_plot import plot_gaps
-from .options import ChunkingOptions
-from .rounds import Machine, Progress, Rounds, percentile
+from ..options import ChunkingOptions
+from ..rounds import Machine, Progress, Rounds, percentile
+from .token_gap_plot import plot_gaps
 
 __all__ = ["bench_chunking"]
 

@@ -8,11 +8,11 @@ import random
 import re
 from collections.abc import Callable, Iterator, Mapping
 
+from penstock.gpu_worker.engine.requests import EngineRequest
 from penstock.shared.protocol import Lane, SamplingOptions, Speculation
 
-from ..engine.requests import EngineRequest
-from .options import SpeculationOptions
-from .speculation_models import Models
+from ..options import SpeculationOptions
+from .bench_models import Models
 
 __all__ = ["documentation", "edits", "hot", "steered"]
 

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
+from penstock.gpu_worker.garbage import calm_collector
 from penstock.shared.address import redact_url
 from penstock.shared.cluster import open_pool
 from penstock.shared.embedded import EmbeddedRedis
@@ -17,12 +18,11 @@ from penstock.shared.errors import RedisUnavailable
 from penstock.shared.keys import Keys
 from penstock.shared.report import Number, Report
 
-from ..garbage import calm_collector
-from .depth import measure_depth, measure_fairness
+from ..options import QueueOptions
+from ..rounds import Machine, Progress, Rounds
 from .latency import measure_claims, measure_tokens
-from .options import QueueOptions
-from .rounds import Machine, Progress, Rounds
-from .steps import measure_steps
+from .queue_depth import measure_depth, measure_fairness
+from .step_expense import measure_steps
 
 __all__ = ["bench_queue"]
 

@@ -7,17 +7,17 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
+from penstock.gpu_worker.engine.engine import Engine
+from penstock.gpu_worker.engine.speculation import SpeculationConfig, SpeculationStats
+from penstock.gpu_worker.garbage import calm_collector
 from penstock.shared.protocol import Speculation
 from penstock.shared.report import Report
 
-from ..engine.engine import Engine
-from ..engine.speculation import SpeculationConfig, SpeculationStats
-from ..garbage import calm_collector
-from .options import SpeculationOptions
-from .rounds import Machine, Progress, Rounds
-from .speculation_models import Models, load_models
-from .speculation_side import Side, alternate
-from .speculation_texts import Requests, documentation, edits, hot, steered
+from ..options import SpeculationOptions
+from ..rounds import Machine, Progress, Rounds
+from .bench_models import Models, load_models
+from .fixed_batch import Side, alternate
+from .prompts import Requests, documentation, edits, hot, steered
 
 __all__ = ["bench_speculation"]
 

@@ -11,8 +11,8 @@ from penstock.shared.keys import Keys
 from penstock.shared.operations import Operations
 from penstock.shared.protocol import Lane, Request, SamplingOptions
 
-from .rounds import Rounds, percentile
-from .worker_side import submit_all
+from ..rounds import Rounds, percentile
+from .edge_harness import submit_all
 
 __all__ = ["measure_depth", "measure_fairness"]
 

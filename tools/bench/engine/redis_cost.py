@@ -26,10 +26,10 @@ from penstock.shared.operations import Bounds, Operations
 from penstock.shared.protocol import Chunk, unpack_event
 from penstock.shared.settings import Settings
 
-from .alone import EngineAlone
-from .bench_worker import worker_process
-from .rounds import Rounds, group_s, process_s
-from .traces import Trace, requests_of
+from ..rounds import Rounds, group_s, process_s
+from ..traces import Trace, requests_of
+from .engine_only import EngineAlone
+from .worker_process import worker_process
 
 __all__ = ["measure_redis_cost"]
 

@@ -8,19 +8,18 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
+from penstock.gpu_worker.connection import Link, connect
+from penstock.gpu_worker.engine.requests import Update
+from penstock.gpu_worker.engine.stats import Load
+from penstock.gpu_worker.engine_link import EngineLink
+from penstock.gpu_worker.intake import Intake
+from penstock.gpu_worker.messages import Add
+from penstock.gpu_worker.metrics import WorkerMetrics
+from penstock.gpu_worker.outbox import Outbox
+from penstock.gpu_worker.redis_edge import Capacity, RedisEdge
 from penstock.shared.keys import Keys
 from penstock.shared.operations import Bounds, Claim, Operations
 from penstock.shared.protocol import Request
-
-from ..connection import Link, connect
-from ..engine.requests import Update
-from ..engine.stats import Load
-from ..engine_link import EngineLink
-from ..intake import Intake
-from ..messages import Add
-from ..metrics import WorkerMetrics
-from ..outbox import Outbox
-from ..redis_edge import Capacity, RedisEdge
 
 __all__ = ["WorkerSide", "submit_all"]
 

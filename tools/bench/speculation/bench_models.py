@@ -12,22 +12,22 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from penstock.gpu_worker.engine.config import EngineConfig
+from penstock.gpu_worker.engine.form import Form
+from penstock.gpu_worker.engine.plan import BlockCopy, Span
+from penstock.gpu_worker.engine.speculation import SpeculationConfig
+from penstock.gpu_worker.engine.text import TextStream
+from penstock.gpu_worker.model.drafters import Drafter, DraftModel, Proposal
+from penstock.gpu_worker.model.kv_pool import KVPool
+from penstock.gpu_worker.model.loader import LoadedModel, adopt_model, pick_device
+from penstock.gpu_worker.model.runner import ModelRunner
+from penstock.gpu_worker.model.sampler import Sampler
+from penstock.gpu_worker.model.serving import build_model
+from penstock.gpu_worker.model.speculation import configure, load_draft
 from penstock.shared.protocol import SamplingOptions
 from penstock.shared.settings import Settings, load_settings
 
-from ..engine.config import EngineConfig
-from ..engine.form import Form
-from ..engine.plan import BlockCopy, Span
-from ..engine.speculation import SpeculationConfig
-from ..engine.text import TextStream
-from ..model.drafters import Drafter, DraftModel, Proposal
-from ..model.kv_pool import KVPool
-from ..model.loader import LoadedModel, adopt_model, pick_device
-from ..model.runner import ModelRunner
-from ..model.sampler import Sampler
-from ..model.serving import build_model
-from ..model.speculation import configure, load_draft
-from .options import SpeculationOptions
+from ..options import SpeculationOptions
 
 __all__ = ["Models", "Spoiled", "load_models", "longest_request"]
 

@@ -16,25 +16,25 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from penstock.gpu_worker.engine.config import EngineConfig
+from penstock.gpu_worker.garbage import calm_collector
+from penstock.gpu_worker.simulate.cost import HARDWARE, MODELS, Roofline
+from penstock.gpu_worker.simulate.dispatch import Dispatch
+from penstock.gpu_worker.simulate.fitted import MeasuredStep
+from penstock.gpu_worker.simulate.measures import LaneFigures, Recorder, ServiceLevel
+from penstock.gpu_worker.simulate.scenario import Outcome, Scenario, simulate
+from penstock.gpu_worker.simulate.workload import Generator, Lengths, SimRequest, write_trace
 from penstock.shared.embedded import EmbeddedRedis
 from penstock.shared.keys import Keys
 from penstock.shared.protocol import Lane
 from penstock.shared.report import Report
 from penstock.shared.settings import Settings, load_settings
 
-from ..engine.config import EngineConfig
-from ..garbage import calm_collector
-from ..simulate.cost import HARDWARE, MODELS, Roofline
-from ..simulate.dispatch import Dispatch
-from ..simulate.fitted import MeasuredStep
-from ..simulate.measures import LaneFigures, Recorder, ServiceLevel
-from ..simulate.scenario import Outcome, Scenario, simulate
-from ..simulate.workload import Generator, Lengths, SimRequest, write_trace
-from .bench_worker import worker_process
-from .lessons import Lessons, Measured, StepReader, query_tokens, scrape
-from .options import SimulatorOptions
+from ..engine.worker_process import worker_process
+from ..options import SimulatorOptions
+from ..rounds import Machine, Progress, Rounds
+from .calibration import Lessons, Measured, StepReader, query_tokens, scrape
 from .replay import Heard, record, replay
-from .rounds import Machine, Progress, Rounds
 
 __all__ = ["bench_simulator"]
 

@@ -8,19 +8,19 @@ import time
 
 import torch
 
+from penstock.gpu_worker.engine.engine import Engine
+from penstock.gpu_worker.engine.requests import EngineRequest
+from penstock.gpu_worker.engine.stats import EngineStats
+from penstock.gpu_worker.garbage import calm_collector
+from penstock.gpu_worker.model.serving import build_model
+from penstock.gpu_worker.serving import ServingModel
 from penstock.shared.errors import ConfigurationError, IntegrityError
 from penstock.shared.protocol import Lane, SamplingOptions
 from penstock.shared.report import Report
 from penstock.shared.settings import load_settings
 
-from ..engine.engine import Engine
-from ..engine.requests import EngineRequest
-from ..engine.stats import EngineStats
-from ..garbage import calm_collector
-from ..model.serving import build_model
-from ..serving import ServingModel
-from .options import PrefixOptions
-from .rounds import Machine, Progress, Rounds
+from ..options import PrefixOptions
+from ..rounds import Machine, Progress, Rounds
 
 __all__ = ["bench_prefix"]
 

@@ -6,12 +6,12 @@ import random
 import time
 from collections.abc import Sequence as Seq
 
+from penstock.gpu_worker.engine.config import EngineConfig, PolicyName
+from penstock.gpu_worker.engine.policies import Policy, make_policy
+from penstock.gpu_worker.engine.sequence import Sequence
 from penstock.shared.protocol import SamplingOptions
 
-from ..engine.config import EngineConfig, PolicyName
-from ..engine.policies import Policy, make_policy
-from ..engine.sequence import Sequence
-from .rounds import Rounds
+from ..rounds import Rounds
 
 __all__ = ["measure_policies", "policy_limits"]
 

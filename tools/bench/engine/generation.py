@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
+from penstock.gpu_worker.engine.engine import Engine
+from penstock.gpu_worker.engine.requests import EngineRequest
+from penstock.gpu_worker.model.checkpoint import find_checkpoint, quiet
+from penstock.gpu_worker.model.serving import build_model
 from penstock.shared.settings import Settings
 
-from ..engine.engine import Engine
-from ..engine.requests import EngineRequest
-from ..model.checkpoint import find_checkpoint, quiet
-from ..model.serving import build_model
-from .traces import Item, Trace, requests_of, uniform_trace
+from ..traces import Item, Trace, requests_of, uniform_trace
 
 __all__ = ["EngineSide", "TransformersSide"]
 

@@ -10,8 +10,8 @@ from redis.asyncio import Redis
 from penstock.shared.keys import Keys
 from penstock.shared.protocol import Chunk, Request, SamplingOptions
 
-from .rounds import Rounds, percentile
-from .worker_side import WorkerSide, submit_all
+from ..rounds import Rounds, percentile
+from .edge_harness import WorkerSide, submit_all
 
 __all__ = ["measure_steps"]
 

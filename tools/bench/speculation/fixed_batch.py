@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from ..engine.engine import Engine
-from ..engine.requests import EngineRequest
-from ..model.runner import ModelRunner
+from penstock.gpu_worker.engine.engine import Engine
+from penstock.gpu_worker.engine.requests import EngineRequest
+from penstock.gpu_worker.model.runner import ModelRunner
 
 __all__ = ["Side", "alternate"]
 

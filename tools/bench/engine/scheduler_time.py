@@ -7,17 +7,17 @@ import time
 import tracemalloc
 from collections.abc import Sequence
 
+from penstock.gpu_worker.engine.config import EngineConfig, PolicyName
+from penstock.gpu_worker.engine.engine import Engine
+from penstock.gpu_worker.engine.plan import StepOutput
+from penstock.gpu_worker.engine.requests import EngineRequest
+from penstock.gpu_worker.garbage import calm_collector
 from penstock.shared.protocol import Lane, SamplingOptions
 from penstock.shared.report import Report
 
-from ..engine.config import EngineConfig, PolicyName
-from ..engine.engine import Engine
-from ..engine.plan import StepOutput
-from ..engine.requests import EngineRequest
-from ..garbage import calm_collector
-from .options import SchedulerOptions
-from .policies import measure_policies, policy_limits
-from .rounds import Machine, Progress, Rounds
+from ..options import SchedulerOptions
+from ..rounds import Machine, Progress, Rounds
+from .policy_cost import measure_policies, policy_limits
 
 __all__ = ["bench_scheduler"]
 

@@ -8,10 +8,10 @@ from typing import Annotated, Literal, cast
 
 import typer
 
+from penstock.gpu_worker.simulate.plot import require_matplotlib
 from penstock.shared.report import Report
 from penstock.shared.report_view import show_progress, show_report
 
-from ..simulate.plot import require_matplotlib
 from .options import (
     ChunkingOptions,
     EngineOptions,
@@ -65,7 +65,7 @@ def scheduler(
         steps=steps,
     )
     with show_progress() as progress:
-        from .scheduler import bench_scheduler
+        from .engine.scheduler_time import bench_scheduler
 
         report = bench_scheduler(options, progress)
     _finish(report, as_json)
@@ -98,7 +98,7 @@ def engine(
         threads=threads,
     )
     with show_progress() as progress:
-        from .engine import bench_engine
+        from .engine.throughput import bench_engine
 
         report = bench_engine(options, progress)
     _finish(report, as_json)
@@ -126,7 +126,7 @@ def queue(
         redis=redis, rounds=rounds, steps=steps, submits=submits, seconds=seconds, queued=queued
     )
     with show_progress() as progress:
-        from .queue import bench_queue
+        from .queue.queue_path import bench_queue
 
         report = bench_queue(options, progress)
     _finish(report, as_json)
@@ -167,7 +167,7 @@ def chunking(
     if picture is not None:
         require_matplotlib()
     with show_progress() as progress:
-        from .chunking import bench_chunking
+        from .engine.token_gaps import bench_chunking
 
         report = bench_chunking(options, progress)
     _finish(report, as_json)
@@ -201,7 +201,7 @@ def preempt(
         threads=threads,
     )
     with show_progress() as progress:
-        from .preemption import bench_preemption
+        from .engine.preemption_modes import bench_preemption
 
         report = bench_preemption(options, progress)
     _finish(report, as_json)
@@ -235,7 +235,7 @@ def prefix(
         threads=threads,
     )
     with show_progress() as progress:
-        from .prefix import bench_prefix
+        from .engine.prefix_reuse import bench_prefix
 
         report = bench_prefix(options, progress)
     _finish(report, as_json)
@@ -297,7 +297,7 @@ def spec(
         acceptance=acceptance,
     )
     with show_progress() as progress:
-        from .speculation import bench_speculation
+        from .speculation.drafting_gain import bench_speculation
 
         report = bench_speculation(options, progress)
     _finish(report, as_json)
@@ -352,7 +352,7 @@ def simulator(
         seed=seed,
     )
     with show_progress() as progress:
-        from .simulator import bench_simulator
+        from .simulator.fidelity import bench_simulator
 
         report = bench_simulator(options, progress)
     _finish(report, as_json)

@@ -13,9 +13,9 @@ from penstock.shared.keys import Keys
 from penstock.shared.operations import Claim
 from penstock.shared.protocol import Request, SamplingOptions
 
-from .peer import Peer, stamp
-from .rounds import Rounds, percentile
-from .worker_side import WorkerSide, submit_all
+from ..rounds import Rounds, percentile
+from .client_process import Peer, stamp
+from .edge_harness import WorkerSide, submit_all
 
 __all__ = ["measure_claims", "measure_tokens"]
 

@@ -8,15 +8,15 @@ import random
 
 import torch
 
+from penstock.gpu_worker.garbage import calm_collector
 from penstock.shared.report import Report
 from penstock.shared.settings import load_settings
 
-from ..garbage import calm_collector
+from ..options import EngineOptions
+from ..rounds import Machine, Progress, Rounds, percentile
+from ..traces import Trace, mixed_trace, uniform_trace
 from .generation import EngineSide, TransformersSide
-from .options import EngineOptions
 from .redis_cost import measure_redis_cost
-from .rounds import Machine, Progress, Rounds, percentile
-from .traces import Trace, mixed_trace, uniform_trace
 
 __all__ = ["bench_engine"]
 

@@ -1,0 +1,1 @@
+"""Programs around the product: they may import everything, and nothing imports them."""

@@ -1,0 +1,1 @@
+"""What the engine gives, and what its parts cost."""

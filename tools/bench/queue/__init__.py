@@ -1,0 +1,1 @@
+"""What the way through Redis costs, and how long it takes."""

@@ -1,0 +1,1 @@
+"""What drafts gain, by drafter and batch size."""
