@@ -1,4 +1,4 @@
-"""``python -m penstock.gpu_worker``: the worker's commands without the client's program."""
+"""``python -m penstock.gpu_worker``: ``penstock worker`` without the client's program."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ import typer
 
 from penstock.shared.errors import PenstockError
 
-from .cli import verify
 from .worker_command import worker
 
 if __name__ == "__main__":
     app = typer.Typer(no_args_is_help=True, add_completion=False)
+    app.callback()(lambda: None)
     app.command()(worker)
-    app.command()(verify)
     try:
         app()
     except PenstockError as error:

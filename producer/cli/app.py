@@ -21,7 +21,6 @@ from penstock.shared.errors import ConfigurationError, PenstockError, RequestFai
 from . import requests
 from .demo import demo
 from .dlq import dlq
-from .doctor import doctor
 from .door import door
 from .output import drop_output, make_encodable, one_line, open_missing
 
@@ -109,7 +108,6 @@ app.command()(requests.submit)
 app.command()(requests.stream)
 app.command()(requests.result)
 app.command()(requests.cancel)
-app.command()(doctor)
 app.add_typer(dlq, name="dlq")
 app.add_typer(door, name="door")
 

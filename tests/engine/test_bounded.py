@@ -9,9 +9,9 @@ from engine.fakes import PieceStream, config, request
 
 from penstock.gpu_worker.engine import Engine, EngineConfig, PolicyName, StepOutput
 from penstock.gpu_worker.room import Room
-from penstock.gpu_worker.simulate.lanes import FairQueue
-from penstock.gpu_worker.simulate.workload import SimRequest
 from penstock.shared.protocol import Lane
+from penstock.tools.simulate.arrivals import SimRequest
+from penstock.tools.simulate.claim_order import FairQueue
 
 STEP_S = 0.05
 BOUND_S = 2.0

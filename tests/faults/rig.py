@@ -11,14 +11,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from penstock.producer.chaos.aftermath import look, send_home
-from penstock.producer.chaos.fleet import Machine
-from penstock.producer.chaos.ledger import Ledger
-from penstock.producer.chaos.options import StormOptions
-from penstock.producer.chaos.parts import Parts, open_parts
-from penstock.producer.chaos.run_case import CaseRunner
-from penstock.producer.chaos.workload import Case, SyntheticOracle, Workload
 from penstock.shared.script_loader import load_script
+from penstock.tools.chaos.checks.final_checks import look, send_home
+from penstock.tools.chaos.checks.storm_counts import Ledger
+from penstock.tools.chaos.environment import Parts, open_parts
+from penstock.tools.chaos.faults.worker_fleet import Machine
+from penstock.tools.chaos.options import StormOptions
+from penstock.tools.chaos.run_case import CaseRunner
+from penstock.tools.chaos.storm_requests import Case, SyntheticOracle, Workload
 
 ROOT = Path(__file__).resolve().parents[2]
 ON_TIME_MS = 10_000

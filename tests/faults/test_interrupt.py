@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from waiting import is_running, wait_until
 
-from penstock.producer.chaos.processes import children
+from penstock.tools.chaos.faults.process_table import children
 
 pytestmark = pytest.mark.alone
 
@@ -24,7 +24,7 @@ def descendants(pid: int) -> set[int]:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_ended_in_the_middle(number: signal.Signals, tmp_path: Path) -> None:
     process = subprocess.Popen(
-        [sys.executable, "-m", "penstock.producer.chaos", "--seconds", "60", "--stop", "--kill"],
+        [sys.executable, "-m", "penstock.tools.chaos", "--seconds", "60", "--stop", "--kill"],
         env=os.environ | {"TMPDIR": str(tmp_path)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

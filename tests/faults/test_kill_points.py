@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from faults.rig import Rig, digest_of, open_rig
 
-from penstock.producer.chaos.fleet import Machine
+from penstock.tools.chaos.faults.worker_fleet import Machine
 
 Point = Callable[[Rig], Awaitable[None]]
 

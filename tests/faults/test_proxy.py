@@ -14,8 +14,8 @@ from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from penstock.producer.chaos.proxy import Proxy
-from penstock.producer.chaos.server import OwnServer, through
+from penstock.tools.chaos.faults.storm_server import OwnServer, through
+from penstock.tools.chaos.faults.tcp_proxy import Proxy
 
 Wired = tuple[OwnServer, Proxy, Redis]
 

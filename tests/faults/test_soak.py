@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from faults.rig import Rig, open_rig
 
-from penstock.producer.chaos.aftermath import send_home
+from penstock.tools.chaos.checks.final_checks import send_home
 
 SECONDS = 150
 RETENTION_S = 5

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.producer.chaos.stall import StallOptions, measure_stall
+from penstock.tools.chaos.stall import StallOptions, measure_stall
 
 pytestmark = pytest.mark.alone
 

@@ -13,11 +13,11 @@ import pytest
 import redis.asyncio
 from faults.rig import mutated
 
-from penstock.producer.chaos import Fault, Invariant, Storm, StormOptions, StormResult
-from penstock.producer.chaos.readers import Reading
-from penstock.producer.chaos.sweeps import SweepWatch
-from penstock.producer.chaos.tasks import end_tasks
 from penstock.shared.protocol import Chunk
+from penstock.tools.chaos import Fault, Invariant, Storm, StormOptions, StormResult
+from penstock.tools.chaos.checks.sweep_times import SweepWatch
+from penstock.tools.chaos.readers import Reading
+from penstock.tools.chaos.tasks import end_tasks
 
 pytestmark = pytest.mark.alone
 
@@ -68,7 +68,7 @@ class StutteringReading(Reading):
 
 
 async def test_a_broken_reader_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.producer.chaos.readers.Reading", StutteringReading)
+    monkeypatch.setattr("penstock.tools.chaos.readers.Reading", StutteringReading)
     result = await run(seconds=2, faults=frozenset())
     assert result.ledger.found[Invariant.READERS_EXACT] > 0
 
@@ -158,7 +158,7 @@ async def test_a_task_that_swallows_its_cancellation_is_ended_all_the_same() -> 
 def chaos(*arguments: str, timeout_s: float) -> dict[str, Any]:
     """The command's JSON; fails if not everything held."""
     done = subprocess.run(
-        [sys.executable, "-m", "penstock.producer.chaos", *arguments, "--json"],
+        [sys.executable, "-m", "penstock.tools.chaos", *arguments, "--json"],
         capture_output=True,
         text=True,
         timeout=timeout_s,
@@ -183,7 +183,7 @@ def test_servers_elsewhere_are_refused() -> None:
         ("redis://127.0.0.1:1", "cannot reach Redis at redis://127.0.0.1:1"),
     ):
         done = subprocess.run(
-            [sys.executable, "-m", "penstock.producer.chaos", "--redis", url],
+            [sys.executable, "-m", "penstock.tools.chaos", "--redis", url],
             capture_output=True,
             text=True,
         )

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from penstock.producer.doctor import Diagnosis, Finding
 from penstock.shared.settings import Settings, load_settings
+from penstock.tools.doctor import Diagnosis, Finding
 
 MIB = 1 << 20
 ACL_FOLDER = Path(__file__).resolve().parents[2] / "deploy" / "acl"

@@ -18,7 +18,6 @@ from waiting import wait_until
 from workers import WorkerFactory
 
 from penstock.producer import BlockingProducer, Producer
-from penstock.producer.doctor import Level, examine
 from penstock.shared.children import spawn_bound
 from penstock.shared.cluster import Rerouted, Route, named_node, open_pool
 from penstock.shared.errors import ConfigurationError, RedisUnavailable
@@ -26,6 +25,7 @@ from penstock.shared.keys import Keys
 from penstock.shared.server_binary import find_server
 from penstock.shared.settings import load_settings
 from penstock.shared.synthetic import synthetic_tokens
+from penstock.tools.doctor import Level, examine
 
 KEYS = Keys("demo")
 SLOTS = 16384

@@ -16,14 +16,14 @@ from integration.examining import MIB, find, settings
 from redis.asyncio import Redis
 
 from penstock.producer.cli import main
-from penstock.producer.doctor import Finding, Level, examine
-from penstock.producer.doctor.server import ServerFacts, look_at_server
 from penstock.shared.children import spawn_bound
 from penstock.shared.embedded import EmbeddedRedis
 from penstock.shared.errors import RedisUnavailable
 from penstock.shared.keys import Keys
 from penstock.shared.protocol import Lane
 from penstock.shared.server_binary import find_servers
+from penstock.tools.doctor import Finding, Level, examine
+from penstock.tools.doctor.server_findings import ServerFacts, look_at_server
 
 # -- the server -------------------------------------------------------------------------------
 
@@ -258,7 +258,7 @@ async def test_an_unreachable_server_is_told_at_once() -> None:
 
 
 def test_keys_that_last_are_those_of_the_keys_module() -> None:
-    from penstock.producer.doctor.shard import LASTING
+    from penstock.tools.doctor.shard_findings import LASTING
 
     keys = Keys("demo")
     for key in (keys.lanes, keys.leases, keys.deadlines, keys.counters, keys.bell, keys.floors,

@@ -9,9 +9,9 @@ from delivery.fleet import Shard
 from integration.examining import ACL_FOLDER, find, settings
 from redis.asyncio import Redis
 
-from penstock.producer.doctor import Level, Role, examine
-from penstock.producer.doctor.rights import ROLES, needed_commands
 from penstock.shared.protocol import Lane
+from penstock.tools.doctor import Level, Role, examine
+from penstock.tools.doctor.rights import ROLES, needed_commands
 
 
 async def dump(client: Redis) -> dict[bytes, tuple[bytes | None, bool]]:

@@ -19,15 +19,11 @@ from model.families import REFUSED, VOCAB_SIZE, WINDOW
 from penstock.gpu_worker.model import attention, load_model, sampler
 from penstock.gpu_worker.model.kv_kinds import windows_of_kinds
 from penstock.gpu_worker.model.loader import LoadedModel
-from penstock.gpu_worker.verify import (
-    VerifyOptions,
-    verification,
-    verify_model,
-)
-from penstock.gpu_worker.verify.greedy import Greedy
-from penstock.gpu_worker.verify.reference import Reference
 from penstock.shared.errors import ConfigurationError, ModelNotFound, UnsupportedModel
-from penstock.shared.report import Report
+from penstock.tools.report import Report
+from penstock.tools.verify import VerifyOptions, verification, verify_model
+from penstock.tools.verify.greedy import Greedy
+from penstock.tools.verify.hf_reference import Reference
 
 Checkpoint = Callable[[str], Path]
 Verify = Callable[..., Report]
@@ -314,7 +310,7 @@ def test_a_window_that_no_sequence_crossed_is_noted(
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "penstock.gpu_worker", "verify", *arguments],
+        [sys.executable, "-m", "penstock.producer.cli", "verify", *arguments],
         capture_output=True,
         text=True,
         timeout=100,

@@ -14,12 +14,10 @@ from hypothesis import strategies as st
 
 from penstock.gpu_worker.model import load_model
 from penstock.gpu_worker.model.loader import LoadedModel
-from penstock.gpu_worker.verify import (
-    greedy,
-)
-from penstock.gpu_worker.verify.greedy import Greedy
-from penstock.gpu_worker.verify.inputs import default_prompts, gather_inputs, text_windows
 from penstock.shared.errors import ConfigurationError
+from penstock.tools.verify import greedy
+from penstock.tools.verify.greedy import Greedy
+from penstock.tools.verify.inputs import default_prompts, gather_inputs, text_windows
 
 Checkpoint = Callable[[str], Path]
 

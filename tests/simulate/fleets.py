@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from penstock.gpu_worker.engine import EngineConfig
-from penstock.gpu_worker.simulate import (
+from penstock.shared.protocol import Lane
+from penstock.tools.simulate import (
     ConstantCost,
     Dispatch,
     Generator,
@@ -15,7 +16,6 @@ from penstock.gpu_worker.simulate import (
     ServiceLevel,
     SimRequest,
 )
-from penstock.shared.protocol import Lane
 
 LEVEL = ServiceLevel(ttft_s=1.0, itl_s=0.05)
 

@@ -10,8 +10,8 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from penstock.gpu_worker.simulate.command import simulate
 from penstock.shared.errors import ConfigurationError
+from penstock.tools.simulate.command import simulate
 
 SMALL = ("--requests", "40", "--rate", "20", "--step-ms", "5", "--output", "exp:10")
 

@@ -8,10 +8,10 @@ import pytest
 
 from penstock.gpu_worker.engine.work import Work
 from penstock.gpu_worker.metrics import WorkerMetrics
-from penstock.gpu_worker.simulate import HARDWARE, MODELS, Hardware, ModelShape, Roofline
-from penstock.gpu_worker.simulate.cost import calibrated
-from penstock.gpu_worker.simulate.measures import Histogram
 from penstock.shared.errors import ConfigurationError
+from penstock.tools.simulate import HARDWARE, MODELS, Hardware, ModelShape, Roofline
+from penstock.tools.simulate.measures import Histogram
+from penstock.tools.simulate.step_time import calibrated
 
 PLAIN = Hardware(
     bandwidth=1000.0, flops=10_000.0, bandwidth_share=1.0, flops_share=0.5, memory=10_000.0,

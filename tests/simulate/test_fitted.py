@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from penstock.gpu_worker.engine.work import Work
-from penstock.gpu_worker.simulate import HARDWARE, MODELS, Roofline
-from penstock.gpu_worker.simulate.fitted import MeasuredStep, fit_costs, read_steps
 from penstock.gpu_worker.step_log import StepLog
 from penstock.shared.errors import ConfigurationError
+from penstock.tools.simulate import HARDWARE, MODELS, Roofline
+from penstock.tools.simulate.fitted_step_time import MeasuredStep, fit_costs, read_steps
 
 DEVICE = Roofline(HARDWARE["cpu"], MODELS["demo"])
 COSTS = (6e-3, 1e-4, 3e-4, 1e-3, 1e-6, 1e-7)

@@ -8,18 +8,12 @@ import pytest
 from simulate.fleets import LEVEL, drawn, engine, fixed, scenario
 
 from penstock.gpu_worker.engine import Fcfs, Sequence
-from penstock.gpu_worker.simulate import (
-    ConstantCost,
-    Dispatch,
-    Lengths,
-    SimRequest,
-    simulate,
-)
-from penstock.gpu_worker.simulate.dispatch import Pull, RoundRobin
-from penstock.gpu_worker.simulate.fleet import Fleet, Run
-from penstock.gpu_worker.simulate.measures import Recorder
-from penstock.gpu_worker.simulate.node import EngineNode
 from penstock.shared.protocol import Lane
+from penstock.tools.simulate import ConstantCost, Dispatch, Lengths, SimRequest, simulate
+from penstock.tools.simulate.dispatch import Pull, RoundRobin
+from penstock.tools.simulate.fleet import Fleet, Run
+from penstock.tools.simulate.measures import Recorder
+from penstock.tools.simulate.node import EngineNode
 
 DISPATCHES = pytest.mark.parametrize("dispatch", list(Dispatch))
 

@@ -9,8 +9,8 @@ from delivery.fleet import MINUTE_MS, Shard
 from redis.asyncio import Redis
 from simulate.fleets import fixed
 
-from penstock.gpu_worker.simulate import FairQueue, SimRequest
 from penstock.shared.protocol import Lane
+from penstock.tools.simulate import FairQueue, SimRequest
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -12,7 +12,9 @@ from redis.asyncio import Redis
 from simulate.fleets import LEVEL, drawn, engine
 from workers import WorkerFactory, WorkerProcess
 
-from penstock.gpu_worker.simulate import (
+from penstock.producer import Producer
+from penstock.shared.keys import Keys
+from penstock.tools.simulate import (
     ConstantCost,
     Dispatch,
     Lengths,
@@ -20,8 +22,6 @@ from penstock.gpu_worker.simulate import (
     SimRequest,
     simulate,
 )
-from penstock.producer import Producer
-from penstock.shared.keys import Keys
 
 pytestmark = pytest.mark.alone
 

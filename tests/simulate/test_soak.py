@@ -10,7 +10,7 @@ import pytest
 from simulate.fleets import drawn, engine, scenario
 
 from penstock.gpu_worker.engine import Chunking, PolicyName
-from penstock.gpu_worker.simulate import HARDWARE, MODELS, Lengths, Roofline, SimRequest, simulate
+from penstock.tools.simulate import HARDWARE, MODELS, Lengths, Roofline, SimRequest, simulate
 
 MILLION = pytest.param(1_000_000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])
 SAMPLES = 10

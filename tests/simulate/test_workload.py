@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from simulate.fleets import drawn
 
-from penstock.gpu_worker.simulate import Lengths, read_trace, write_trace
 from penstock.shared.errors import ConfigurationError
 from penstock.shared.protocol import Lane
+from penstock.tools.simulate import Lengths, read_trace, write_trace
 
 
 @pytest.mark.parametrize(

@@ -27,13 +27,9 @@ THIRD_PARTY = {
     "gpu_worker.model": {
         "jinja2", "llguidance", "numpy", "safetensors", "tokenizers", "torch", "transformers",
     },
-    # The oracle beside our own path: transformers' generate() is what it compares with.
-    "gpu_worker.verify": {"numpy", "torch", "transformers", "typer"},
-    "gpu_worker.simulate": {"matplotlib", "rich", "typer"},
     "gpu_worker": {"hiredis", "prometheus_client", "redis", "rich", "typer"},
     "kernels": {"torch", "triton"},
     "producer": {"redis", "rich", "typer"},
-    "shared.report_view": {"rich"},
     "shared": {"msgpack", "pydantic", "redis"},
     # transformers' generate() is what several of them compare with.
     "tools": {"matplotlib", "numpy", "redis", "rich", "torch", "transformers", "typer"},

@@ -8,8 +8,8 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from penstock.shared.report import Check, Report
-from penstock.shared.report_view import show_report
+from penstock.tools.report import Check, Report
+from penstock.tools.report_view import show_report
 
 
 def test_checks_hold_up_to_their_limit_and_never_for_nan() -> None:

@@ -13,9 +13,9 @@ from prometheus_client import CollectorRegistry
 from penstock.gpu_worker import worker_command
 from penstock.gpu_worker.health import HealthServer
 from penstock.gpu_worker.launch import describe_exit
-from penstock.producer.chaos.fleet import find_complaints
 from penstock.shared.errors import ConfigurationError
 from penstock.shared.settings import Settings
+from penstock.tools.chaos.faults.worker_fleet import find_complaints
 
 
 @pytest.fixture(autouse=True)

@@ -8,10 +8,9 @@ from typing import Annotated, Literal, cast
 
 import typer
 
-from penstock.gpu_worker.simulate.plot import require_matplotlib
-from penstock.shared.report import Report
-from penstock.shared.report_view import show_progress, show_report
-
+from ..report import Report
+from ..report_view import show_progress, show_report
+from ..simulate.report.comparison_plot import require_matplotlib
 from .options import (
     ChunkingOptions,
     EngineOptions,

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from penstock.shared.report import Check, Number, Report
+from ..report import Check, Number, Report
 
 __all__ = ["Machine", "Progress", "Rounds", "family_s", "group_s", "percentile", "process_s"]
 

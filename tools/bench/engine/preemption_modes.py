@@ -18,9 +18,9 @@ from penstock.gpu_worker.model.serving import build_model
 from penstock.gpu_worker.serving import ServingModel
 from penstock.shared.errors import ConfigurationError
 from penstock.shared.protocol import Lane, SamplingOptions
-from penstock.shared.report import Number, Report
 from penstock.shared.settings import load_settings
 
+from ...report import Number, Report
 from ..options import PreemptionOptions
 from ..rounds import Machine, Progress, Rounds
 

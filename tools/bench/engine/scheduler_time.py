@@ -13,8 +13,8 @@ from penstock.gpu_worker.engine.plan import StepOutput
 from penstock.gpu_worker.engine.requests import EngineRequest
 from penstock.gpu_worker.garbage import calm_collector
 from penstock.shared.protocol import Lane, SamplingOptions
-from penstock.shared.report import Report
 
+from ...report import Report
 from ..options import SchedulerOptions
 from ..rounds import Machine, Progress, Rounds
 from .policy_cost import measure_policies, policy_limits

@@ -9,9 +9,9 @@ import random
 import torch
 
 from penstock.gpu_worker.garbage import calm_collector
-from penstock.shared.report import Report
 from penstock.shared.settings import load_settings
 
+from ...report import Report
 from ..options import EngineOptions
 from ..rounds import Machine, Progress, Rounds, percentile
 from ..traces import Trace, mixed_trace, uniform_trace

@@ -26,9 +26,9 @@ from penstock.gpu_worker.model.serving import build_model
 from penstock.gpu_worker.serving import ServingModel
 from penstock.shared.errors import ConfigurationError
 from penstock.shared.protocol import Lane, SamplingOptions
-from penstock.shared.report import Report
 from penstock.shared.settings import load_settings
 
+from ...report import Report
 from ..options import ChunkingOptions
 from ..rounds import Machine, Progress, Rounds, percentile
 from .token_gap_plot import plot_gaps

@@ -16,8 +16,8 @@ from penstock.shared.cluster import open_pool
 from penstock.shared.embedded import EmbeddedRedis
 from penstock.shared.errors import RedisUnavailable
 from penstock.shared.keys import Keys
-from penstock.shared.report import Number, Report
 
+from ...report import Number, Report
 from ..options import QueueOptions
 from ..rounds import Machine, Progress, Rounds
 from .latency import measure_claims, measure_tokens

@@ -12,14 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.gpu_worker.simulate.cost import Roofline
-from penstock.gpu_worker.simulate.fitted import FittedCost, MeasuredStep, fit_costs, parse_steps
-from penstock.gpu_worker.simulate.workload import Lengths, SimRequest
 from penstock.gpu_worker.step_log import StepLog
 from penstock.shared.errors import PenstockError
 from penstock.shared.keys import Keys
 from penstock.shared.protocol import Lane
 
+from ...simulate.arrivals import Lengths, SimRequest
+from ...simulate.fitted_step_time import FittedCost, MeasuredStep, fit_costs, parse_steps
+from ...simulate.step_time import Roofline
 from .replay import replay
 
 __all__ = ["Lessons", "Measured", "StepReader", "query_tokens", "scrape"]

@@ -18,18 +18,18 @@ from pathlib import Path
 
 from penstock.gpu_worker.engine.config import EngineConfig
 from penstock.gpu_worker.garbage import calm_collector
-from penstock.gpu_worker.simulate.cost import HARDWARE, MODELS, Roofline
-from penstock.gpu_worker.simulate.dispatch import Dispatch
-from penstock.gpu_worker.simulate.fitted import MeasuredStep
-from penstock.gpu_worker.simulate.measures import LaneFigures, Recorder, ServiceLevel
-from penstock.gpu_worker.simulate.scenario import Outcome, Scenario, simulate
-from penstock.gpu_worker.simulate.workload import Generator, Lengths, SimRequest, write_trace
 from penstock.shared.embedded import EmbeddedRedis
 from penstock.shared.keys import Keys
 from penstock.shared.protocol import Lane
-from penstock.shared.report import Report
 from penstock.shared.settings import Settings, load_settings
 
+from ...report import Report
+from ...simulate.arrivals import Generator, Lengths, SimRequest, write_trace
+from ...simulate.dispatch import Dispatch
+from ...simulate.fitted_step_time import MeasuredStep
+from ...simulate.measures import LaneFigures, Recorder, ServiceLevel
+from ...simulate.scenario import Outcome, Scenario, simulate
+from ...simulate.step_time import HARDWARE, MODELS, Roofline
 from ..engine.worker_process import worker_process
 from ..options import SimulatorOptions
 from ..rounds import Machine, Progress, Rounds

@@ -11,12 +11,13 @@ from dataclasses import dataclass, field, replace
 
 from redis.asyncio import Redis
 
-from penstock.gpu_worker.simulate.measures import Recorder
-from penstock.gpu_worker.simulate.workload import SimRequest
 from penstock.shared.errors import PenstockError
 from penstock.shared.keys import Keys
 from penstock.shared.operations import Bounds, Operations
 from penstock.shared.protocol import Chunk, Request, SamplingOptions, unpack_event
+
+from ...simulate.arrivals import SimRequest
+from ...simulate.measures import Recorder
 
 __all__ = ["Heard", "record", "replay"]
 

@@ -11,8 +11,8 @@ from penstock.gpu_worker.engine.engine import Engine
 from penstock.gpu_worker.engine.speculation import SpeculationConfig, SpeculationStats
 from penstock.gpu_worker.garbage import calm_collector
 from penstock.shared.protocol import Speculation
-from penstock.shared.report import Report
 
+from ...report import Report
 from ..options import SpeculationOptions
 from ..rounds import Machine, Progress, Rounds
 from .bench_models import Models, load_models

@@ -1,0 +1,19 @@
+"""Fault storms: real workers, real Redis, random deaths, and a look at every token afterwards."""
+
+from __future__ import annotations
+
+from .checks.storm_counts import Invariant, Ledger, Violation
+from .faults.fault_schedule import ALL_FAULTS, Fault
+from .options import StormOptions
+from .storm import Storm, StormResult
+
+__all__ = [
+    "ALL_FAULTS",
+    "Fault",
+    "Invariant",
+    "Ledger",
+    "Storm",
+    "StormOptions",
+    "StormResult",
+    "Violation",
+]

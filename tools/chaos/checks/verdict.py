@@ -1,0 +1,184 @@
+"""Looks at one ended request: do its readers, its record and the undisturbed output agree?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from penstock.shared.protocol import End, Reason, State, rolling_digest
+
+from ..readers import Reading
+from ..storm_requests import Case
+from .storm_counts import Ended, Invariant, Ledger
+
+__all__ = ["EndsBy", "judge"]
+
+EndsBy = Callable[[int], int | None]
+
+_SHOWN = 8
+
+
+def judge(
+    case: Case,
+    readings: Sequence[Reading],
+    late: Reading,
+    record: dict[str, str],
+    ledger: Ledger,
+    *,
+    cancelled: bool,
+    ends_by: EndsBy,
+) -> None:
+    """Compare everything that is known of an ended request; findings go to the ledger.
+
+    Args:
+        case: the request and what must come of it.
+        readings: of readers that read while it ran.
+        late: of one that read everything after the end.
+        record: its record in Redis, without the payload.
+        ledger: takes counts and findings.
+        cancelled: a cancel was told that it ended the request.
+        ends_by: until when a request may end that is due at a time; see :class:`CaseRunner`.
+    """
+    for reading in (*readings, late):
+        _judge_reader(case, reading, late, ledger)
+    end = late.end
+    if end is None:
+        return
+    _judge_output(case, late, end, ledger)
+    _judge_end(case, end, record, ledger, cancelled=cancelled, ends_by=ends_by)
+    _judge_usage(case, end, record, ledger)
+    _count(end, record, ledger)
+    ledger.ended[case.id] = Ended(end, rolling_digest(late.token_ids))
+
+
+def _judge_reader(case: Case, reading: Reading, late: Reading, ledger: Ledger) -> None:
+    def wrong(invariant: Invariant, seen: str) -> None:
+        ledger.violated(invariant, case.id, f"{reading.kind} reader: {seen}")
+
+    ledger.counts[f"{reading.kind}_readers"] += 1
+    for fault in reading.faults:
+        wrong(Invariant.READERS_EXACT, fault)
+    if reading.error is not None:
+        wrong(Invariant.READERS_EXACT, f"{type(reading.error).__name__}: {reading.error}")
+        return
+    n = late.index
+    if reading.past_end:
+        if n >= reading.start:
+            wrong(Invariant.READERS_EXACT, f"was told that {reading.start} is past the end, {n}")
+        return
+    if reading.end is None:
+        wrong(Invariant.ONE_END, f"saw no end after token {reading.index}")
+    elif reading.end.n != reading.index:
+        wrong(Invariant.READERS_EXACT, f"has {reading.index} tokens; its end says {reading.end.n}")
+    if reading is late:
+        return
+    if reading.end != late.end:
+        wrong(Invariant.READERS_AGREE, f"saw end {reading.end}, the late reader {late.end}")
+    if reading.token_ids != late.token_ids[reading.start :]:
+        at = _first_difference(reading.token_ids, late.token_ids[reading.start :])
+        wrong(
+            Invariant.READERS_AGREE,
+            f"differs from the late reader at {reading.start + at}: "
+            f"{reading.token_ids[at : at + _SHOWN]} and "
+            f"{late.token_ids[reading.start + at : reading.start + at + _SHOWN]}",
+        )
+    if reading.start == 0 and "".join(reading.text) != "".join(late.text):
+        wrong(Invariant.READERS_AGREE, "its text is not the late reader's")
+
+
+def _judge_output(case: Case, late: Reading, end: End, ledger: Ledger) -> None:
+    """The log against what an undisturbed worker gives."""
+    expected = case.expected
+    whole = end.state is State.COMPLETED
+    tokens = tuple(late.token_ids)
+    right = expected.token_ids if whole else expected.token_ids[: len(tokens)]
+    if tokens != right:
+        at = _first_difference(tokens, right)
+        ledger.violated(
+            Invariant.READERS_AGREE,
+            case.id,
+            f"output of {len(tokens)} tokens differs from the undisturbed one of {len(right)} at "
+            f"{at}: {tokens[at : at + _SHOWN]} and {right[at : at + _SHOWN]}",
+        )
+    text = "".join(late.text)
+    if (text != expected.text) if whole else not expected.text.startswith(text):
+        ledger.violated(
+            Invariant.READERS_AGREE, case.id, f"text {text!r}, undisturbed {expected.text!r}"
+        )
+    if whole and end.reason is not expected.reason:
+        ledger.violated(
+            Invariant.ONE_END, case.id, f"completed by {end.reason}, undisturbed {expected.reason}"
+        )
+
+
+def _judge_end(
+    case: Case,
+    end: End,
+    record: dict[str, str],
+    ledger: Ledger,
+    *,
+    cancelled: bool,
+    ends_by: EndsBy,
+) -> None:
+    def wrong(seen: str) -> None:
+        ledger.violated(Invariant.ONE_END, case.id, seen)
+
+    if not record:
+        wrong("its record is gone")
+        return
+    said = (record.get("st"), record.get("rsn"), record.get("n"))
+    if said != (end.state.value, end.reason.value, str(end.n)):
+        wrong(f"the record says {said}, the log {end}")
+    due = "mq" if end.reason is Reason.QUEUE_TIMEOUT else "dl"
+    after = int(record["t2"]) - int(record[due])
+    latest = ends_by(int(record[due]))
+    ledger.latest_end_ms = max(ledger.latest_end_ms, after)
+    if latest is not None and int(record["t2"]) > latest:
+        allowed = latest - int(record[due])
+        wrong(f"ended {after} ms after its deadline; {allowed} ms are allowed by the next sweep")
+    if cancelled and end.reason is not Reason.CLIENT:
+        wrong(f"a cancel was told that it ended the request; it is {end.state} ({end.reason})")
+    if end.state is State.CANCELLED and case.cancel_after_s is None:
+        wrong("is cancelled, and nobody did that")
+    if end.state is State.EXPIRED and not case.may_expire and after < 0:
+        wrong(f"expired {-after} ms before its deadline")
+    if end.state in (State.FAILED, State.DEAD):
+        wrong(f"is {end.state} ({end.reason}: {end.message}), and nothing is wrong with it")
+
+
+def _judge_usage(case: Case, end: End, record: dict[str, str], ledger: Ledger) -> None:
+    if end.state is not State.COMPLETED:
+        if end.usage is not None:
+            ledger.violated(Invariant.USAGE_ONCE, case.id, f"is {end.state} with {end.usage}")
+        return
+    usage = end.usage
+    if usage is None:
+        ledger.violated(Invariant.USAGE_ONCE, case.id, "completed without usage")
+        return
+    if usage.output_tokens != end.n or str(usage.attempts) != record.get("att"):
+        ledger.violated(
+            Invariant.USAGE_ONCE,
+            case.id,
+            f"{usage}; {end.n} tokens were published, claimed {record.get('att')} times",
+        )
+    prompt = case.expected.prompt_tokens
+    if usage.prompt_tokens != prompt:
+        ledger.violated(
+            Invariant.USAGE_ONCE, case.id, f"{usage.prompt_tokens} prompt tokens, not {prompt}"
+        )
+
+
+def _count(end: End, record: dict[str, str], ledger: Ledger) -> None:
+    counts = ledger.counts
+    counts["requests"] += 1
+    counts["tokens"] += end.n
+    counts[end.state.value] += 1
+    attempts, before = int(record.get("att", 0)), int(record.get("nb", 0))
+    counts["claims"] += attempts
+    if attempts > 1:
+        counts["redelivered"] += 1
+        counts["migrated"] += before > 0
+
+
+def _first_difference(a: Sequence[int], b: Sequence[int]) -> int:
+    pairs = zip(a, b, strict=False)
+    return next((i for i, (x, y) in enumerate(pairs) if x != y), min(len(a), len(b)))

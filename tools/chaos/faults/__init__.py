@@ -1,0 +1,1 @@
+"""What breaks in a storm: connections, workers, the server, and when."""

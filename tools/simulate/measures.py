@@ -1,0 +1,170 @@
+"""What a run is judged by. Memory does not grow with the number of requests."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from penstock.shared.errors import ConfigurationError
+from penstock.shared.protocol import Lane
+
+from .arrivals import SimRequest
+
+__all__ = ["Histogram", "LaneFigures", "Recorder", "ServiceLevel"]
+
+_LEAST_S = 1e-6
+_RATIO = 1.01
+_PER_E = 1 / math.log(_RATIO)
+_BINS = int(math.log(1e12) * _PER_E) + 1
+
+
+class Histogram:
+    """Durations in bins that are 1 % wide: quantiles are right to half of that, the mean exactly.
+
+    Durations below a microsecond count as one.
+    """
+
+    __slots__ = ("_bins", "_greatest", "_least", "_sum", "count")
+
+    def __init__(self) -> None:
+        self._bins = [0] * _BINS
+        self._sum = 0.0
+        self._least, self._greatest = math.inf, 0.0
+        self.count = 0
+
+    def add(self, seconds: float, count: int = 1) -> None:
+        """The same duration, ``count`` times."""
+        index = int(math.log(seconds / _LEAST_S) * _PER_E) if seconds > _LEAST_S else 0
+        self._bins[min(index, _BINS - 1)] += count
+        self._sum += seconds * count
+        self.count += count
+        if seconds < self._least:
+            self._least = seconds
+        if seconds > self._greatest:
+            self._greatest = seconds
+
+    def merge(self, other: Histogram) -> None:
+        """Add all durations of another one."""
+        self._bins = [a + b for a, b in zip(self._bins, other._bins, strict=True)]
+        self._sum += other._sum
+        self._least = min(self._least, other._least)
+        self._greatest = max(self._greatest, other._greatest)
+        self.count += other.count
+
+    @property
+    def mean(self) -> float:
+        """NaN if nothing was added."""
+        return self._sum / self.count if self.count else math.nan
+
+    def quantile(self, share: float) -> float:
+        """The duration that this share does not exceed; NaN if nothing was added."""
+        rank = max(1, math.ceil(share * self.count))
+        seen = 0
+        for index, count in enumerate(self._bins):
+            seen += count
+            if seen >= rank and count:
+                middle = _LEAST_S * math.exp((index + 0.5) / _PER_E)
+                return min(max(middle, self._least), self._greatest)
+        return math.nan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceLevel:
+    """What counts as a good answer.
+
+    Attributes:
+        ttft_s: its first token came within this time of its acceptance.
+        itl_s: its further tokens came at most this far apart, on its average.
+
+    Raises:
+        ConfigurationError: one of them is not above 0.
+    """
+
+    ttft_s: float
+    itl_s: float
+
+    def __post_init__(self) -> None:
+        for name, value in (("slo_ttft", self.ttft_s), ("slo_itl", self.itl_s)):
+            if not value > 0:
+                raise ConfigurationError(f"{name} is {value} s; allowed: above 0")
+
+
+class LaneFigures:
+    """One lane's requests.
+
+    Attributes:
+        ttft: acceptance to first token.
+        itl: token to token.
+        e2e: acceptance to end.
+        ended, good: requests that ended, and of these those within the service level.
+        refused: of the ended ones, those that could not be served at all.
+        late: of the ended ones, those that were served after their deadline.
+        output_tokens: of all that ended.
+    """
+
+    def __init__(self) -> None:
+        self.ttft = Histogram()
+        self.itl = Histogram()
+        self.e2e = Histogram()
+        self.ended = 0
+        self.good = 0
+        self.refused = 0
+        self.late = 0
+        self.output_tokens = 0
+
+    def merge(self, other: LaneFigures) -> None:
+        """Add another lane's requests."""
+        self.ttft.merge(other.ttft)
+        self.itl.merge(other.itl)
+        self.e2e.merge(other.e2e)
+        self.ended += other.ended
+        self.good += other.good
+        self.refused += other.refused
+        self.late += other.late
+        self.output_tokens += other.output_tokens
+
+
+class Recorder:
+    """Takes down what happens to requests.
+
+    Args:
+        level: what a good answer is.
+        publish_s: from the end of a step until its tokens can be read.
+    """
+
+    def __init__(self, level: ServiceLevel, publish_s: float) -> None:
+        self._level = level
+        self._publish_s = publish_s
+        self.lanes = {lane: LaneFigures() for lane in Lane}
+        self.gaps = [self.lanes[lane].itl for lane in sorted(Lane, key=lambda lane: lane.rank)]
+        self.last_end = 0.0
+
+    def all_lanes(self) -> LaneFigures:
+        """The figures of all requests together."""
+        total = LaneFigures()
+        for figures in self.lanes.values():
+            total.merge(figures)
+        return total
+
+    def first_token(self, request: SimRequest, now: float) -> None:
+        """The first token left the device."""
+        self.lanes[request.lane].ttft.add(now + self._publish_s - request.arrival)
+
+    def end(self, request: SimRequest, first: float, now: float) -> None:
+        """The last token left the device; the first one at ``first``."""
+        figures, level = self.lanes[request.lane], self._level
+        figures.e2e.add(now + self._publish_s - request.arrival)
+        figures.ended += 1
+        figures.output_tokens += request.output_len
+        deadline = request.deadline
+        figures.late += deadline is not None and now + self._publish_s > deadline
+        gaps = request.output_len - 1
+        in_time = first + self._publish_s - request.arrival <= level.ttft_s
+        figures.good += in_time and (gaps == 0 or (now - first) / gaps <= level.itl_s)
+        self.last_end = max(self.last_end, now + self._publish_s)
+
+    def refuse(self, request: SimRequest, now: float) -> None:
+        """The request cannot be served: too long, or larger than the KV pool."""
+        self.lanes[request.lane].ended += 1
+        self.lanes[request.lane].refused += 1
+        self.last_end = max(self.last_end, now + self._publish_s)

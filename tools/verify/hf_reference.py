@@ -1,0 +1,95 @@
+"""The other side of the comparison: the checkpoint as transformers runs it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers.utils import logging as transformers_logging
+
+from penstock.gpu_worker.model.loader import LoadedModel
+
+__all__ = ["Reference", "load_reference"]
+
+
+class Reference:
+    """A model by transformers alone: eager attention, one sequence at a time.
+
+    Args:
+        model: of transformers; its defaults for generation are cleared.
+        device: where it lies.
+        quantised: whether its weights are packed.
+    """
+
+    def __init__(self, model: Any, device: torch.device, *, quantised: bool) -> None:
+        # The checkpoint's own defaults (penalties, EOS) would be filled in for what is None below.
+        model.generation_config = GenerationConfig()
+        self.quantised = quantised
+        self._model = model
+        self._device = device
+
+    def exact(self) -> Reference:
+        """The same weights, which must not be quantised, computed in float32."""
+        return Reference(copy.deepcopy(self._model).float(), self._device, quantised=False)
+
+    @torch.inference_mode()
+    def generate(self, prompt_ids: Sequence[int], max_tokens: int) -> list[int]:
+        """The greedy continuation of one prompt, going on past EOS."""
+        input_ids = self._tensor(prompt_ids)
+        config = GenerationConfig(
+            max_new_tokens=max_tokens, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
+        with _quiet():
+            output = self._model.generate(
+                input_ids,
+                # A prompt may hold the padding token, which generate would mask out.
+                attention_mask=torch.ones_like(input_ids),
+                generation_config=config,
+            )
+        new_ids: list[int] = output[0, len(prompt_ids) :].tolist()
+        return new_ids
+
+    @torch.inference_mode()
+    def logits(self, token_ids: Sequence[int]) -> Tensor:
+        """float32 ``[len(token_ids), V]`` of one plain forward without a cache."""
+        output: Tensor = self._model(input_ids=self._tensor(token_ids), use_cache=False).logits
+        return output[0].float()
+
+    def _tensor(self, token_ids: Sequence[int]) -> Tensor:
+        return torch.tensor([list(token_ids)], device=self._device)
+
+
+def load_reference(loaded: LoadedModel) -> Reference:
+    """Load the checkpoint of ``loaded`` a second time, in the same dtype, on the same device."""
+    quantised = getattr(loaded.model.config, "quantization_config", None) is not None
+    with _quiet():
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            loaded.path,
+            dtype=loaded.dtype,
+            attn_implementation="eager",
+            local_files_only=True,
+            **({"device_map": {"": loaded.device}} if quantised else {}),
+        )
+    if not quantised:
+        model.to(loaded.device)
+    return Reference(model.eval().requires_grad_(False), loaded.device, quantised=quantised)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Hold back transformers' progress bars and advice on generation."""
+    verbosity = transformers_logging.get_verbosity()
+    bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if bars:
+            transformers_logging.enable_progress_bar()

@@ -1,0 +1,257 @@
+"""The verification itself: greedy tokens, logits and perplexity against transformers."""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from penstock.gpu_worker.model.loader import LoadedModel, load_model
+from penstock.shared.errors import ConfigurationError
+
+from ..report import Check, Number, Report
+from .greedy import Greedy, compare_greedy
+from .hf_reference import Reference, load_reference
+from .inputs import Inputs, gather_inputs, text_windows
+from .teacher_forcing import Comparison, Passage, compare_logits
+
+__all__ = ["Progress", "VerifyOptions", "verify_model"]
+
+Progress = Callable[[str, int, int], None]
+"""Told the stage, how much of it is done and how much there is."""
+
+EXACT_LIMITS: dict[str, Number] = {
+    "tokens_mismatched": 0,
+    "modes_missing": 0,
+    "max_rel_logit_diff": 1e-4,
+    "perplexity_rel_diff": 1e-4,
+}
+"""In float32. The largest values seen over 26 tiny random families were 3e-5 and 1e-7."""
+
+HALF_LIMITS: dict[str, Number] = {
+    "modes_missing": 0,
+    "logit_error_ratio": 1.5,
+    "perplexity_rel_diff": 5e-2,
+}
+"""In float16 and bfloat16. The largest values seen over the same families were 1.05 and
+5e-3; a lost softcap, sink or scale, or a window off by one, gives ratios of 10 and more."""
+
+QUANTISED_LIMITS: dict[str, Number] = {
+    "modes_missing": 0,
+    "median_rel_logit_diff": 0.1,
+    "perplexity_rel_diff": 5e-2,
+}
+"""For packed weights in half precision, which cannot be computed in float32."""
+
+_SHOWN = 6
+"""Differences between tokens that get a note each."""
+
+_NO_ERROR = 1e-9
+"""Below any rounding: keeps a ratio of errors defined."""
+
+_SMALL = 30_000_000
+"""Parameters of a model whose operations end before a second thread wakes; on a machine that others
+use, too, threads that wait for each other made it 20 times slower."""
+
+_LOWEST = (("prompts_count", 1), ("max_tokens", 1), ("context", 2), ("seed", 0), ("threads", 1))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyOptions:
+    """What to verify and on what.
+
+    Attributes:
+        model: a checkpoint's directory, or ``demo``.
+        prompts_file: see :func:`.inputs.gather_inputs`.
+        prompts_count: prompts to draw where no file is given; at least 1.
+        text_file: see :func:`.inputs.gather_inputs`.
+        max_tokens: output tokens of each prompt; at least 1.
+        context: tokens of one window of the text; at least 2. A text that is longer is read in
+            windows that overlap by half.
+        seed: of prompts, chunkings and mixes.
+        dtype: as in :func:`penstock.gpu_worker.model.load_model`.
+        device: as there.
+        threads: CPU threads; None takes one for a small model and torch's choice for others.
+    """
+
+    model: str
+    prompts_file: Path | None = None
+    prompts_count: int | None = None
+    text_file: Path | None = None
+    max_tokens: int = 24
+    context: int = 512
+    seed: int = 0
+    dtype: str = "float32"
+    device: str = "auto"
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, low in _LOWEST:
+            value = getattr(self, name)
+            if value is not None and value < low:
+                option = "--" + name.replace("_", "-")
+                raise ConfigurationError(f"{option}: got {value}; allowed: {low} or more")
+        if self.prompts_file is not None and self.prompts_count is not None:
+            raise ConfigurationError(
+                "--prompts-count: the prompts come from --prompts; leave one of the two out"
+            )
+
+
+def verify_model(options: VerifyOptions, progress: Progress = lambda *_: None) -> Report:
+    """Whether a checkpoint gives here what it gives in transformers.
+
+    Loads it twice, so it takes the memory of two (in half precision of four): for penstock, and
+    with ``AutoModelForCausalLM`` and eager attention as the reference. Then compares
+
+    1. greedy tokens: all prompts through the engine in random chunks and mixes, with plenty of KV
+       blocks, with so few that sequences are preempted and computed again, and so that they are
+       swapped; in two of these three rounds layers with a window have pools of their own; against
+       ``generate`` one prompt at a time. A round that did not do what it is for is no success,
+    2. logits along the reference's sequences and the text: per token
+       ``max|ours - theirs| / max|theirs|``; tokens alone would miss a lost softcap,
+    3. the text's perplexity, ``exp`` of the mean negative log-likelihood.
+
+    In float32 all three are checked. In half precision rounding decides between tokens that are
+    nearly alike, and in a deep model two right computations may differ by a tenth, so there tokens
+    are reported, and logits are measured against a third computation, of the same weights in
+    float32: ours may lie at most 1.5 times as far from it as transformers' own (medians over
+    tokens).
+
+    Raises:
+        ConfigurationError: an option is wrong, a file cannot be read, a prompt does not fit.
+        ModelError: the model cannot be loaded, or the load gate refuses it.
+    """
+    begin, threads = time.perf_counter(), torch.get_num_threads()
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    progress("loading for penstock", 0, 0)
+    try:
+        loaded = load_model(options.model, dtype=options.dtype, device=options.device)
+        if options.threads is None and _is_small(loaded):
+            torch.set_num_threads(1)
+        try:
+            return _verify(loaded, options, progress, begin)
+        finally:
+            loaded.close()
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _is_small(loaded: LoadedModel) -> bool:
+    size: int = sum(parameter.numel() for parameter in loaded.model.parameters())
+    return size < _SMALL
+
+
+def _verify(
+    loaded: LoadedModel, options: VerifyOptions, progress: Progress, begin: float
+) -> Report:
+    inputs = gather_inputs(
+        loaded,
+        prompts_file=options.prompts_file,
+        prompts_count=8 if options.prompts_count is None else options.prompts_count,
+        text_file=options.text_file,
+        max_tokens=options.max_tokens,
+        seed=options.seed,
+    )
+    progress("loading for transformers", 0, 0)
+    reference = load_reference(loaded)
+    rng = random.Random(options.seed + 1)
+    greedy = compare_greedy(loaded, reference, inputs.prompts, options.max_tokens, rng, progress)
+    half = loaded.dtype != torch.float32
+    exact = reference.exact() if half and not reference.quantised else None
+    sequences = [Passage(ids) for ids in greedy.sequences]
+    windows = _windows(inputs, min(options.context, loaded.max_model_len))
+    found = Comparison()
+    for stage, passages, longest_chunk in (("logits", sequences, 24), ("perplexity", windows, 96)):
+        step = _steps(stage, passages, progress)
+        found.add(
+            compare_logits(
+                loaded, reference, exact, passages, rng, longest_chunk=longest_chunk, progress=step
+            )
+        )
+    longest = max(len(passage.token_ids) for passage in (*sequences, *windows))
+    seconds = time.perf_counter() - begin
+    return _report(loaded, reference, inputs, greedy, found, longest, seconds)
+
+
+def _windows(inputs: Inputs, length: int) -> list[Passage]:
+    return [
+        Passage(inputs.text_ids[begin:end], scored - begin)
+        for begin, end, scored in text_windows(len(inputs.text_ids), length)
+    ]
+
+
+def _steps(stage: str, passages: list[Passage], progress: Progress) -> Callable[[int], None]:
+    total, done = sum(len(passage.token_ids) for passage in passages), 0
+
+    def step(num_tokens: int) -> None:
+        nonlocal done
+        done += num_tokens
+        progress(stage, done, total)
+
+    return step
+
+
+def _report(
+    loaded: LoadedModel,
+    reference: Reference,
+    inputs: Inputs,
+    greedy: Greedy,
+    found: Comparison,
+    longest: int,
+    seconds: float,
+) -> Report:
+    mean, mean_reference = found.nll / found.scored, found.nll_reference / found.scored
+    figures: dict[str, Number] = {
+        "prompts": len(inputs.prompts),
+        **greedy.figures(),
+        "logit_rows_compared": len(found.differences),
+        "max_rel_logit_diff": max(found.differences),
+        "median_rel_logit_diff": statistics.median(found.differences),
+        "perplexity": _exp(mean),
+        "perplexity_transformers": _exp(mean_reference),
+        "perplexity_rel_diff": _relative(mean - mean_reference),
+        "perplexity_tokens": found.scored,
+        "longest_sequence": longest,
+        "seconds": round(seconds, 3),
+    }
+    notes = [*inputs.notes, *greedy.notes[:_SHOWN]]
+    if len(greedy.notes) > _SHOWN:
+        notes.append(f"and {len(greedy.notes) - _SHOWN} further differences between tokens")
+    limits = EXACT_LIMITS
+    if loaded.dtype != torch.float32:
+        limits = QUANTISED_LIMITS if reference.quantised else HALF_LIMITS
+        dtype = str(loaded.dtype).removeprefix("torch.")
+        notes.append(f"in {dtype} equal tokens are reported but not required")
+    if found.errors:
+        error = statistics.median(found.errors)
+        error_reference = statistics.median(found.errors_reference)
+        figures["logit_error"] = error
+        figures["logit_error_transformers"] = error_reference
+        figures["logit_error_ratio"] = error / max(error_reference, _NO_ERROR)
+    notes += [
+        f"a sliding window of {window} tokens was not crossed: the longest sequence had {longest}; "
+        "give a longer --text and a larger --context"
+        for window in loaded.geometry.windows
+        if window >= longest
+    ]
+    checks = tuple(Check(name, figures[name], limit) for name, limit in limits.items())
+    return Report(str(loaded.path), figures, checks, tuple(notes))
+
+
+def _exp(value: float) -> float:
+    return math.exp(value) if value < 709 else math.inf
+
+
+def _relative(difference: float) -> float:
+    """Relative difference of two perplexities from that of their logarithms.
+
+    Exact also where the perplexities themselves overflow.
+    """
+    return abs(math.expm1(difference)) if abs(difference) < 700 else math.inf
