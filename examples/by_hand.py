@@ -22,7 +22,7 @@ from typing import Any
 import msgpack
 import redis
 
-SCRIPTS = Path(__file__).parent.parent / "shared" / "scripts"
+SCRIPTS = Path(__file__).parent.parent / "shared" / "scripts" / "lua"
 PREFIX = "ps:{demo.0}:"
 
 

@@ -11,9 +11,9 @@ import logging
 
 from redis.exceptions import RedisError
 
-from penstock.shared.compaction import compacted
 from penstock.shared.errors import PenstockError
-from penstock.shared.log_operations import LogOperations
+from penstock.shared.protocol.compaction import compacted
+from penstock.shared.scripts.log_operations import LogOperations
 
 from .connection import Link
 from .metrics import WorkerMetrics

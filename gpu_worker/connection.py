@@ -12,8 +12,8 @@ from redis.backoff import NoBackoff
 from redis.exceptions import ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from penstock.shared.cluster import Route, open_pool
-from penstock.shared.wire import WireLink
+from penstock.shared.redis.cluster import Route, open_pool
+from penstock.shared.redis.resp import WireLink
 
 __all__ = ["Link", "connect"]
 

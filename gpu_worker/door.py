@@ -17,13 +17,13 @@ from typing import Any
 from redis.asyncio import Redis
 from redis.exceptions import RedisError, ResponseError
 
-from penstock.shared.door_operations import Admitted, DoorOperations
 from penstock.shared.errors import PenstockError
 from penstock.shared.keys import GROUP
-from penstock.shared.plain_entry import Admission, Entry, Refusal, read_entry, refused
 from penstock.shared.protocol import Reason
-from penstock.shared.replies import accepted
-from penstock.shared.script_loader import run_calls, run_commands
+from penstock.shared.protocol.plain_entry import Admission, Entry, Refusal, read_entry, refused
+from penstock.shared.scripts.ingress_operations import Admitted, DoorOperations
+from penstock.shared.scripts.replies import accepted
+from penstock.shared.scripts.script_loader import run_calls, run_commands
 
 from .metrics import WorkerMetrics
 

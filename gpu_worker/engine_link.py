@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from penstock.shared.children import spawn_bound
 from penstock.shared.errors import PenstockError
+from penstock.shared.local.children import spawn_bound
 
 from .engine.stats import Load
 from .launch import EXIT_BROKEN, Launch, describe_exit

@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from penstock.shared.errors import InvalidRequest
-from penstock.shared.operations import Claim
 from penstock.shared.protocol import Chunk, Reason, Request
+from penstock.shared.scripts.operations import Claim
 
 from .ledger import run_name
 from .messages import Add

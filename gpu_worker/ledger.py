@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from penstock.shared.operations import Claim
 from penstock.shared.protocol import Answer, Usage
+from penstock.shared.scripts.operations import Claim
 
 from .engine.requests import Finish
 

@@ -16,10 +16,10 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from penstock.shared.events import chunk_packer
-from penstock.shared.operations import Append, AppendRow, AppendStatus, Claim
-from penstock.shared.parts import joined_parts
 from penstock.shared.protocol import Answer, Chunk, End, Reason, rolling_digest
+from penstock.shared.protocol.choice_parts import joined_parts
+from penstock.shared.protocol.events import chunk_packer
+from penstock.shared.scripts.operations import Append, AppendRow, AppendStatus, Claim
 
 from .engine.requests import Finish, Update
 from .ledger import TokenLedger, run_name

@@ -21,12 +21,12 @@ from typing import Any, NoReturn
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from penstock.shared.cluster import Route, follow
-from penstock.shared.door_operations import DoorOperations
 from penstock.shared.errors import PenstockError
 from penstock.shared.keys import Keys
-from penstock.shared.log_operations import LogOperations
-from penstock.shared.operations import Bounds, Operations
+from penstock.shared.redis.cluster import Route, follow
+from penstock.shared.scripts.ingress_operations import DoorOperations
+from penstock.shared.scripts.log_operations import LogOperations
+from penstock.shared.scripts.operations import Bounds, Operations
 from penstock.shared.settings import WorkerSettings
 
 from .compactor import Compactor

@@ -13,11 +13,11 @@ from redis.exceptions import (
     ResponseError,
 )
 
-from penstock.shared.address import redact_url
-from penstock.shared.cluster import follow
 from penstock.shared.errors import RedisUnavailable
-from penstock.shared.passing import NotNow
-from penstock.shared.server_binary import check_server
+from penstock.shared.local.server_binary import check_server
+from penstock.shared.redis.address import redact_url
+from penstock.shared.redis.cluster import follow
+from penstock.shared.redis.transient_errors import NotNow
 
 from .connection import connect
 

@@ -22,10 +22,10 @@ from redis.exceptions import RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from penstock.shared.errors import PenstockError, RedisUnavailable
-from penstock.shared.operations import AppendRow, Operations
 from penstock.shared.protocol import Lane
-from penstock.shared.replies import read_statuses
-from penstock.shared.script_loader import Call, Command
+from penstock.shared.scripts.operations import AppendRow, Operations
+from penstock.shared.scripts.replies import read_statuses
+from penstock.shared.scripts.script_loader import Call, Command
 
 from .engine_link import EngineLink
 from .intake import Intake
@@ -278,7 +278,8 @@ class RedisEdge:
         for batch, reply in zip(batches, replies, strict=True):
             if isinstance(reply, ResponseError):
                 # The script as a whole was refused for good (an ACL, a Redis bug), and nothing was
-                # written. Refusals that pass are broken connections here, see shared/passing.py.
+                # written. Refusals that pass are broken connections here: see
+                # shared/redis/transient_errors.py.
                 _log.error("append was refused: %s", reply)
                 self._metrics.redis_errors.inc()
                 ids = tuple(row[0] for row in batch)

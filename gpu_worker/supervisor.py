@@ -23,11 +23,11 @@ from pathlib import Path
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from penstock.shared.children import spawn_bound
-from penstock.shared.cluster import follow
 from penstock.shared.errors import PenstockError
 from penstock.shared.keys import Keys
-from penstock.shared.operations import Operations
+from penstock.shared.local.children import spawn_bound
+from penstock.shared.redis.cluster import follow
+from penstock.shared.scripts.operations import Operations
 from penstock.shared.settings import Settings
 
 from .connection import connect

@@ -10,9 +10,9 @@ from typing import Annotated
 
 import typer
 
-from penstock.shared.embedded import open_redis
 from penstock.shared.errors import ConfigurationError, InvalidRequest
 from penstock.shared.keys import Keys
+from penstock.shared.local.embedded import open_redis
 from penstock.shared.settings import Settings, load_settings
 from penstock.shared.synthetic import SYNTHETIC
 

@@ -20,8 +20,8 @@ from penstock.shared.errors import (
     UnknownDeadLetter,
     UnknownRequest,
 )
-from penstock.shared.operations import CancelReply, DeadLetter
 from penstock.shared.protocol import Chunk, End, Lane, Reason, State, TokenLogprobs, Usage
+from penstock.shared.scripts.operations import CancelReply, DeadLetter
 
 from .client import Producer
 from .dead_letters import DeadLetters

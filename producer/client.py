@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 from redis.asyncio import Redis
 
 from penstock.shared.errors import UnknownRequest
-from penstock.shared.fields import integer, number
 from penstock.shared.keys import Keys
-from penstock.shared.operations import Bounds, CancelReply, Operations
 from penstock.shared.protocol import (
     End,
     Lane,
@@ -22,6 +20,8 @@ from penstock.shared.protocol import (
     check_id,
     unpack_event,
 )
+from penstock.shared.protocol.field_checks import integer, number
+from penstock.shared.scripts.operations import Bounds, CancelReply, Operations
 
 from .dead_letters import DeadLetters
 from .link import Link
@@ -86,7 +86,7 @@ class Producer:
         outage_s: float = 10.0,
     ) -> None:
         # Not at the top: reading settings costs more time than all the rest of the client.
-        from penstock.shared.embedded import require_url
+        from penstock.shared.local.embedded import require_url
         from penstock.shared.settings import load_settings
 
         settings = load_settings() if settings is None else settings

@@ -6,8 +6,8 @@ import re
 from collections.abc import AsyncIterator
 
 from penstock.shared.errors import IdInUse, InvalidRequest, UnknownDeadLetter
-from penstock.shared.operations import DeadLetter, Operations
-from penstock.shared.states import State
+from penstock.shared.protocol.states import State
+from penstock.shared.scripts.operations import DeadLetter, Operations
 
 from .link import Link
 

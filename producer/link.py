@@ -26,9 +26,9 @@ from redis.exceptions import (
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from penstock.shared.cluster import Route, follow, named_node, open_pool
 from penstock.shared.errors import ConfigurationError, RedisUnavailable
-from penstock.shared.passing import NotNow
+from penstock.shared.redis.cluster import Route, follow, named_node, open_pool
+from penstock.shared.redis.transient_errors import NotNow
 
 __all__ = ["Link", "check_loop"]
 
@@ -108,7 +108,7 @@ class Link:
             RedisUnavailable: not reachable, access refused, too old, or a client of the caller's
                 is connected to another node of a cluster.
         """
-        from penstock.shared.server_binary import check_server
+        from penstock.shared.local.server_binary import check_server
 
         try:
             await self._find_node(key)

@@ -10,7 +10,7 @@ from redis.exceptions import ResponseError
 from penstock.shared.errors import ProtocolError, StreamError
 from penstock.shared.keys import Keys
 from penstock.shared.protocol import Chunk, End, OnDisconnect, State, unpack_event
-from penstock.shared.states import TERMINAL_STATES
+from penstock.shared.protocol.states import TERMINAL_STATES
 
 from .link import Link
 

@@ -11,7 +11,7 @@ import logging
 from collections import Counter
 
 from penstock.shared.errors import PenstockError
-from penstock.shared.operations import Operations
+from penstock.shared.scripts.operations import Operations
 
 from .link import Link
 

@@ -18,7 +18,7 @@ from redis.exceptions import NoPermissionError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from penstock.shared.errors import ProtocolError, RedisUnavailable
-from penstock.shared.event_reader import unpack_letter
+from penstock.shared.protocol.event_reader import unpack_letter
 
 from .channel_link import ChannelLink
 from .subscription import Subscription

@@ -15,8 +15,8 @@ from concurrent.futures import CancelledError, Future
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from penstock.shared.operations import CancelReply
 from penstock.shared.protocol import Chunk, End, Lane
+from penstock.shared.scripts.operations import CancelReply
 
 from .client import Producer
 from .results import Result, Status, Submitted

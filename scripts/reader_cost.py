@@ -24,9 +24,9 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 from penstock.producer import Producer, TokenStream
-from penstock.shared.children import spawn_bound
-from penstock.shared.embedded import EmbeddedRedis
 from penstock.shared.keys import Keys
+from penstock.shared.local.children import spawn_bound
+from penstock.shared.local.embedded import EmbeddedRedis
 from penstock.tools.bench.queue.client_process import ages_of, stamp
 from penstock.tools.bench.queue.edge_harness import WorkerSide
 

@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass, field
 
 from .errors import InvalidRequest
-from .states import Lane
+from .protocol.states import Lane
 
 __all__ = ["GROUP", "Keys"]
 

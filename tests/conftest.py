@@ -10,8 +10,8 @@ import pytest
 import redis
 import redis.asyncio
 
-from penstock.shared.embedded import EmbeddedRedis
-from penstock.shared.server_binary import ServerBinary, find_servers
+from penstock.shared.local.embedded import EmbeddedRedis
+from penstock.shared.local.server_binary import ServerBinary, find_servers
 
 SERVERS = find_servers()
 

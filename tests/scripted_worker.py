@@ -17,9 +17,9 @@ from pathlib import Path
 import redis.asyncio
 
 from penstock.shared.keys import Keys
-from penstock.shared.operations import Append, Operations
 from penstock.shared.protocol import Chunk, End, Reason, Request, Usage, rolling_digest
-from penstock.shared.replies import read_statuses
+from penstock.shared.scripts.operations import Append, Operations
+from penstock.shared.scripts.replies import read_statuses
 from penstock.shared.settings import load_settings
 
 LEASE_MS = 60_000

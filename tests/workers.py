@@ -15,7 +15,7 @@ from typing import Any
 from waiting import is_running, wait_until
 
 from penstock.gpu_worker.launch import Launch
-from penstock.shared.children import spawn_bound
+from penstock.shared.local.children import spawn_bound
 from penstock.shared.settings import load_settings
 
 START_TIMEOUT_S = 90.0

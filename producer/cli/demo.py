@@ -15,8 +15,8 @@ from typing import Annotated
 
 import typer
 
-from penstock.shared.embedded import open_redis
 from penstock.shared.errors import ConfigurationError, PenstockError
+from penstock.shared.local.embedded import open_redis
 from penstock.shared.settings import Settings, load_settings
 
 from ..client import Producer

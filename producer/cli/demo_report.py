@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.shared.protocol import Chunk, End, Lane
-from penstock.shared.states import State
+from penstock.shared.protocol.states import State
 
 __all__ = ["DemoReport", "EngineFigures", "Row", "demo_rows"]
 

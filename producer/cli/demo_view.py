@@ -14,7 +14,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from penstock.shared.states import Lane, State
+from penstock.shared.protocol.states import Lane, State
 
 from .demo_report import DemoReport, Row
 from .output import printable, write_json

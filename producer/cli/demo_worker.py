@@ -16,8 +16,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
 
-from penstock.shared.children import spawn_bound
 from penstock.shared.errors import PenstockError
+from penstock.shared.local.children import spawn_bound
 from penstock.shared.settings import Settings, environment_name
 
 from .demo_report import EngineFigures

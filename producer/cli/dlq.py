@@ -15,8 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.shared.errors import ConfigurationError, IdInUse, InvalidRequest, UnknownDeadLetter
-from penstock.shared.operations import DeadLetter
 from penstock.shared.protocol import Request
+from penstock.shared.scripts.operations import DeadLetter
 
 from ..client import Producer
 from .options import (

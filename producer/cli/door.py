@@ -8,9 +8,9 @@ from typing import Annotated, TypeVar
 
 import typer
 
-from penstock.shared.door_operations import DoorOperations
-from penstock.shared.embedded import require_url
 from penstock.shared.keys import Keys
+from penstock.shared.local.embedded import require_url
+from penstock.shared.scripts.ingress_operations import DoorOperations
 from penstock.shared.settings import Settings
 
 from ..link import Link

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from penstock.shared.errors import PenstockError, RequestFailed
-from penstock.shared.states import State
+from penstock.shared.protocol.states import State
 
 from ..client import Producer
 from ..stream import TokenStream

@@ -17,8 +17,8 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from ..address import redact_url
 from ..errors import ConfigurationError
+from ..redis.address import redact_url
 from .tree import Settings
 
 __all__ = ["CONFIG_VARIABLE", "environment_name", "load_settings", "setting_names"]

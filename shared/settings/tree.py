@@ -17,7 +17,7 @@ from pydantic import (
     model_validator,
 )
 
-from ..address import check_address
+from ..redis.address import check_address
 from .engine import EngineSettings
 from .section import Section, setting
 from .speculation import SpeculationSettings

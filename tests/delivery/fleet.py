@@ -12,19 +12,7 @@ from delivery.recount import violations
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
-from penstock.shared.compaction import compacted
 from penstock.shared.keys import Keys
-from penstock.shared.log_operations import LogOperations
-from penstock.shared.operations import (
-    Append,
-    Bounds,
-    Claim,
-    ClaimReply,
-    Operations,
-    RetryPolicy,
-    SubmitReply,
-    SweepReply,
-)
 from penstock.shared.protocol import (
     Chunk,
     End,
@@ -36,7 +24,19 @@ from penstock.shared.protocol import (
     rolling_digest,
     unpack_event,
 )
-from penstock.shared.script_loader import Call, Script, load_script
+from penstock.shared.protocol.compaction import compacted
+from penstock.shared.scripts.log_operations import LogOperations
+from penstock.shared.scripts.operations import (
+    Append,
+    Bounds,
+    Claim,
+    ClaimReply,
+    Operations,
+    RetryPolicy,
+    SubmitReply,
+    SweepReply,
+)
+from penstock.shared.scripts.script_loader import Call, Script, load_script
 
 MINUTE_MS = 60_000
 NO_BOUNDS = Bounds()

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from delivery.fleet import Shard
 from redis.asyncio import Redis
 
-from penstock.shared.log_operations import LOG_SCRIPTS
-from penstock.shared.operations import SCRIPTS
-from penstock.shared.script_loader import Script, load_script
+from penstock.shared.scripts.log_operations import LOG_SCRIPTS
+from penstock.shared.scripts.operations import SCRIPTS
+from penstock.shared.scripts.script_loader import Script, load_script
 
 DirectedTest = Callable[[Shard], Awaitable[None]]
 

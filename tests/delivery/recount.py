@@ -16,7 +16,7 @@ from redis.asyncio import Redis
 
 from penstock.shared.keys import GROUP, Keys
 from penstock.shared.protocol import Chunk, End, rolling_digest, unpack_event
-from penstock.shared.states import TERMINAL_STATES
+from penstock.shared.protocol.states import TERMINAL_STATES
 
 TERMINAL = {state.value for state in TERMINAL_STATES}
 

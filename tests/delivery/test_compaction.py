@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from delivery.fleet import MINUTE_MS, FakeWorker, Shard, chunk, token
 
-from penstock.shared.compaction import compacted
-from penstock.shared.operations import Claim
 from penstock.shared.protocol import Answer, Chunk, End, Reason, rolling_digest
+from penstock.shared.protocol.compaction import compacted
+from penstock.shared.scripts.operations import Claim
 
 LONG = 40
 

@@ -6,9 +6,9 @@ import pytest
 from delivery.fleet import FakeWorker, Shard
 from redis.exceptions import ResponseError
 
-from penstock.shared.operations import AppendStatus
 from penstock.shared.protocol import End, Lane, Reason
-from penstock.shared.script_loader import Call
+from penstock.shared.scripts.operations import AppendStatus
+from penstock.shared.scripts.script_loader import Call
 
 
 async def two_running(shard: Shard) -> FakeWorker:

@@ -12,7 +12,7 @@ from redis.exceptions import ResponseError
 
 from penstock.shared.errors import PenstockError
 from penstock.shared.protocol import Lane
-from penstock.shared.script_loader import load_script
+from penstock.shared.scripts.script_loader import load_script
 
 
 class Scene:

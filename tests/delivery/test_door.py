@@ -12,8 +12,8 @@ from redis.asyncio import BlockingConnectionPool, Redis
 from redis.exceptions import OutOfMemoryError
 
 from penstock.shared.errors import IdConflict, QueueFull, RedisUnavailable
-from penstock.shared.operations import Bounds
 from penstock.shared.protocol import Lane, Reason, State
+from penstock.shared.scripts.operations import Bounds
 
 
 @pytest.fixture

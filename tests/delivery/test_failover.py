@@ -12,10 +12,10 @@ from delivery.fleet import FakeWorker, Shard
 from redis.asyncio import Redis
 
 from penstock.producer import Producer
-from penstock.shared.embedded import EmbeddedRedis
 from penstock.shared.errors import StreamDiverged
-from penstock.shared.operations import Append, Claim
+from penstock.shared.local.embedded import EmbeddedRedis
 from penstock.shared.protocol import Chunk, rolling_digest
+from penstock.shared.scripts.operations import Append, Claim
 
 KEPT, SHOWN, WHOLE = 5, 10, 14
 REPETITIONS = [1, pytest.param(20, marks=pytest.mark.slow)]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from delivery.fleet import MINUTE_MS, FakeWorker, Shard
 
-from penstock.shared.operations import AppendStatus
 from penstock.shared.protocol import Reason
+from penstock.shared.scripts.operations import AppendStatus
 
 LONG_AGO = 1
 

@@ -12,8 +12,8 @@ from redis.asyncio.client import PubSub
 
 from penstock.producer import Producer, State
 from penstock.shared.errors import ProtocolError
-from penstock.shared.event_reader import unpack_letter
 from penstock.shared.protocol import Answer, Chunk, End, Reason, unpack_event
+from penstock.shared.protocol.event_reader import unpack_letter
 
 
 async def submit(shard: Shard, name: str, inbox: str, **fields: object) -> None:

@@ -16,7 +16,7 @@ from redis.asyncio import Redis
 from workers import WorkerFactory
 
 from penstock.producer import Producer, Reason, RequestFailed, State
-from penstock.shared.embedded import EmbeddedRedis
+from penstock.shared.local.embedded import EmbeddedRedis
 from penstock.shared.settings import load_settings
 
 GRACE_MS = 400

@@ -9,9 +9,9 @@ from delivery.fleet import MINUTE_MS, FakeWorker, Shard
 from redis.asyncio import Redis
 
 from penstock.shared.errors import RedisUnavailable
-from penstock.shared.log_operations import LOG_SCRIPTS
-from penstock.shared.operations import SCRIPTS
-from penstock.shared.script_loader import load_script, run_commands
+from penstock.shared.scripts.log_operations import LOG_SCRIPTS
+from penstock.shared.scripts.operations import SCRIPTS
+from penstock.shared.scripts.script_loader import load_script, run_commands
 
 
 async def step(worker: FakeWorker, start: int) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from delivery.fleet import Shard
 
-from penstock.shared.operations import ClaimReply
 from penstock.shared.protocol import Lane
+from penstock.shared.scripts.operations import ClaimReply
 
 
 async def wait_for_claim(shard: Shard, count: int, lane: Lane = Lane.NORMAL) -> None:

@@ -18,8 +18,8 @@ from redis.asyncio import Redis
 
 from penstock.shared.errors import IdConflict, QueueFull
 from penstock.shared.keys import Keys
-from penstock.shared.operations import Append, Bounds, Claim, RetryPolicy
 from penstock.shared.protocol import Lane, Reason
+from penstock.shared.scripts.operations import Append, Bounds, Claim, RetryPolicy
 
 T = TypeVar("T")
 

@@ -13,11 +13,11 @@ from redis.asyncio import Redis
 
 from penstock.gpu_worker.door import Door
 from penstock.gpu_worker.metrics import WorkerMetrics
-from penstock.shared.door_operations import Admitted, DoorOperations, Knock
 from penstock.shared.keys import GROUP
-from penstock.shared.operations import Bounds
-from penstock.shared.plain_entry import Entry, read_entry
-from penstock.shared.script_loader import Script, load_script
+from penstock.shared.protocol.plain_entry import Entry, read_entry
+from penstock.shared.scripts.ingress_operations import Admitted, DoorOperations, Knock
+from penstock.shared.scripts.operations import Bounds
+from penstock.shared.scripts.script_loader import Script, load_script
 
 MINUTE_MS = 60_000
 

@@ -10,8 +10,17 @@ from redis.asyncio import Redis
 
 from penstock.shared.errors import InvalidRequest
 from penstock.shared.keys import GROUP
-from penstock.shared.operations import Bounds
-from penstock.shared.protocol import Answer, Chunk, End, Lane, Reason, State, Usage, unpack_event
+from penstock.shared.protocol import (
+    Answer,
+    Chunk,
+    End,
+    Lane,
+    Reason,
+    State,
+    Usage,
+    unpack_event,
+)
+from penstock.shared.scripts.operations import Bounds
 
 
 async def test_an_entry_becomes_what_submit_makes(door: PlainDoor) -> None:

@@ -13,8 +13,8 @@ from door import test_admission
 from door.plain import PlainDoor
 from redis.asyncio import Redis
 
-from penstock.shared.door_operations import DOOR_SCRIPTS
-from penstock.shared.script_loader import Script, load_script
+from penstock.shared.scripts.ingress_operations import DOOR_SCRIPTS
+from penstock.shared.scripts.script_loader import Script, load_script
 
 
 def commands(script: str) -> list[str]:

@@ -14,8 +14,8 @@ import redis
 from door.test_acl import Server
 from workers import WorkerFactory
 
-from penstock.shared.embedded import EmbeddedRedis
 from penstock.shared.keys import Keys
+from penstock.shared.local.embedded import EmbeddedRedis
 from penstock.shared.synthetic import synthetic_tokens
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from penstock.shared.door_operations import MAX_DOORS
-from penstock.shared.plain_entry import Admission, Entry, Refusal, read_entry
 from penstock.shared.protocol import MAX_PAYLOAD_BYTES, Answer, Reason, unpack_event
+from penstock.shared.protocol.plain_entry import Admission, Entry, Refusal, read_entry
+from penstock.shared.scripts.ingress_operations import MAX_DOORS
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "plain-door.md").read_text("utf-8")
 

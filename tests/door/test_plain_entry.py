@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.shared.errors import InvalidRequest
-from penstock.shared.plain_entry import Admission, Entry, Refusal, read_entry
 from penstock.shared.protocol import (
     MAX_PAYLOAD_BYTES,
     Answer,
@@ -18,6 +17,7 @@ from penstock.shared.protocol import (
     Request,
     SamplingOptions,
 )
+from penstock.shared.protocol.plain_entry import Admission, Entry, Refusal, read_entry
 
 NAME = "1700000000000-0"
 

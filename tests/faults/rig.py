@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from penstock.shared.script_loader import load_script
+from penstock.shared.scripts.script_loader import load_script
 from penstock.tools.chaos.checks.final_checks import look, send_home
 from penstock.tools.chaos.checks.storm_counts import Ledger
 from penstock.tools.chaos.environment import Parts, open_parts

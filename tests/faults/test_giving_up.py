@@ -10,7 +10,7 @@ from faults.rig import change, mutated
 from workers import WorkerFactory
 
 from penstock.producer import BlockingProducer
-from penstock.shared.embedded import EmbeddedRedis
+from penstock.shared.local.embedded import EmbeddedRedis
 
 HANDLER = "            except (RedisError, PenstockError, OSError) as error:\n"
 SWALLOWING = "            except asyncio.CancelledError:\n                continue\n"

@@ -12,7 +12,7 @@ from faults.rig import mutated
 from workers import WorkerFactory
 
 from penstock.producer import Producer, Reason, Result
-from penstock.shared.embedded import EmbeddedRedis
+from penstock.shared.local.embedded import EmbeddedRedis
 
 FORWARD = "        logits = self._forward([_piece(span"
 MOST = 48

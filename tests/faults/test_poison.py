@@ -16,8 +16,8 @@ from faults.rig import Rig, change, mutated, open_rig
 from waiting import wait_until
 
 from penstock.gpu_worker.oom import OomWatch, find_counter
-from penstock.shared.operations import Operations
 from penstock.shared.protocol import Reason, Request, rolling_digest
+from penstock.shared.scripts.operations import Operations
 from penstock.tools.chaos.checks.final_checks import send_home
 from penstock.tools.chaos.checks.key_recount import recount
 from penstock.tools.chaos.checks.storm_counts import Ended

@@ -75,7 +75,7 @@ async def test_a_broken_reader_is_noticed(monkeypatch: pytest.MonkeyPatch) -> No
 
 BROKEN = {
     "a worker that is not fenced": (
-        "shared/scripts/append.lua",
+        "shared/scripts/lua/append.lua",
         "if tonumber(v[2]) ~= epoch or v[4] ~= wid then return 2, n end",
         "start = n",
         {Fault.STOP},
@@ -89,14 +89,14 @@ BROKEN = {
         {Invariant.READERS_AGREE},
     ),
     "counters that are not kept": (
-        "shared/scripts/lib/finish.lua",
+        "shared/scripts/lua/lib/finish.lua",
         "count_queued(prefix, -1, rec.lane, rec.ten, rec.cost, rec.len)",
         "",
         {Fault.STOP},
         {Invariant.COUNTERS},
     ),
     "logs that never expire": (
-        "shared/scripts/lib/finish.lua",
+        "shared/scripts/lua/lib/finish.lua",
         "redis.call('PEXPIRE', log, retention)",
         "redis.call('PERSIST', log)",
         set(),
@@ -130,7 +130,7 @@ async def test_a_deadline_that_is_kept_late_is_noticed(
     """Under this seed four of the first forty run for long after their deadline, if let."""
     when = "KEYS[1], '-inf', now, 'LIMIT', 0, MAX_EXPIRED"
     late = when.replace("now", "now - 2000")
-    monkeypatch.setenv("PYTHONPATH", mutated(tmp_path, "shared/scripts/sweep.lua", when, late))
+    monkeypatch.setenv("PYTHONPATH", mutated(tmp_path, "shared/scripts/lua/sweep.lua", when, late))
     result = await run(seconds=2, seed=95, faults=frozenset(), in_flight=40, tokens=240)
     assert result.ledger.found[Invariant.ONE_END] > 0
 

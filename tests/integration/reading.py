@@ -11,9 +11,9 @@ import redis.asyncio
 from log_writer import LogWriter, eventually
 
 from penstock.producer import Producer, TokenStream
-from penstock.shared.compaction import compacted
-from penstock.shared.log_operations import LogOperations
 from penstock.shared.protocol import Chunk
+from penstock.shared.protocol.compaction import compacted
+from penstock.shared.scripts.log_operations import LogOperations
 
 Client = redis.asyncio.Redis
 

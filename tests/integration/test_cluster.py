@@ -18,11 +18,11 @@ from waiting import wait_until
 from workers import WorkerFactory
 
 from penstock.producer import BlockingProducer, Producer
-from penstock.shared.children import spawn_bound
-from penstock.shared.cluster import Rerouted, Route, named_node, open_pool
 from penstock.shared.errors import ConfigurationError, RedisUnavailable
 from penstock.shared.keys import Keys
-from penstock.shared.server_binary import find_server
+from penstock.shared.local.children import spawn_bound
+from penstock.shared.local.server_binary import find_server
+from penstock.shared.redis.cluster import Rerouted, Route, named_node, open_pool
 from penstock.shared.settings import load_settings
 from penstock.shared.synthetic import synthetic_tokens
 from penstock.tools.doctor import Level, examine

@@ -11,8 +11,8 @@ from redis.exceptions import ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from penstock.gpu_worker.connection import Link, connect
-from penstock.shared.script_loader import Call, Command, load_script
-from penstock.shared.wire import Argument, KeyPair
+from penstock.shared.redis.resp import Argument, KeyPair
+from penstock.shared.scripts.script_loader import Call, Command, load_script
 
 COMMANDS = [
     ("SET", "key", b"\x00\xff"),

@@ -16,12 +16,12 @@ from integration.examining import MIB, find, settings
 from redis.asyncio import Redis
 
 from penstock.producer.cli import main
-from penstock.shared.children import spawn_bound
-from penstock.shared.embedded import EmbeddedRedis
 from penstock.shared.errors import RedisUnavailable
 from penstock.shared.keys import Keys
+from penstock.shared.local.children import spawn_bound
+from penstock.shared.local.embedded import EmbeddedRedis
+from penstock.shared.local.server_binary import find_servers
 from penstock.shared.protocol import Lane
-from penstock.shared.server_binary import find_servers
 from penstock.tools.doctor import Finding, Level, examine
 from penstock.tools.doctor.server_findings import ServerFacts, look_at_server
 

@@ -15,8 +15,8 @@ from waiting import wait_until
 from workers import WorkerFactory
 
 from penstock.producer import Producer
-from penstock.shared.embedded import EmbeddedRedis
 from penstock.shared.keys import Keys
+from penstock.shared.local.embedded import EmbeddedRedis
 from penstock.shared.synthetic import synthetic_tokens
 
 KEYS = Keys("demo")

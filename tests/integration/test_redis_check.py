@@ -8,8 +8,8 @@ import pytest
 from redis.asyncio import Redis
 
 from penstock.gpu_worker.redis_check import check_redis
-from penstock.shared.embedded import EmbeddedRedis
 from penstock.shared.errors import RedisUnavailable
+from penstock.shared.local.embedded import EmbeddedRedis
 
 
 async def refusal(url: str) -> str:

@@ -24,7 +24,7 @@ from log_writer import LogWriter, eventually
 
 from penstock.producer import Producer
 from penstock.producer.subscriber import Subscriber
-from penstock.shared.embedded import EmbeddedRedis
+from penstock.shared.local.embedded import EmbeddedRedis
 from penstock.shared.protocol import Chunk, Reason, State, rolling_digest
 
 

@@ -20,9 +20,9 @@ from waiting import is_running, wait_until
 from penstock.producer.cli import main
 from penstock.producer.cli.demo import run_demo
 from penstock.producer.cli.demo_view import JsonView, PlainView, make_view
-from penstock.shared.children import spawn_bound
 from penstock.shared.errors import PenstockError
 from penstock.shared.keys import Keys
+from penstock.shared.local.children import spawn_bound
 from penstock.shared.settings import load_settings
 
 TESTS = Path(__file__).resolve().parents[1]

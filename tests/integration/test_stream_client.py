@@ -11,7 +11,6 @@ import pytest
 import redis.asyncio
 
 from penstock.producer import Producer
-from penstock.shared.embedded import EmbeddedRedis
 from penstock.shared.errors import (
     ConfigurationError,
     IdConflict,
@@ -20,6 +19,7 @@ from penstock.shared.errors import (
     RedisUnavailable,
     RequestFailed,
 )
+from penstock.shared.local.embedded import EmbeddedRedis
 from penstock.shared.protocol import Lane, Reason, Request, State
 from penstock.shared.settings import load_settings
 

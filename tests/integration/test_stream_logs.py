@@ -17,7 +17,6 @@ from integration.reading import (
 from log_writer import LogWriter
 
 from penstock.producer import Producer
-from penstock.shared.embedded import EmbeddedRedis
 from penstock.shared.errors import (
     InvalidRequest,
     RedisUnavailable,
@@ -25,6 +24,7 @@ from penstock.shared.errors import (
     StreamError,
     UnknownRequest,
 )
+from penstock.shared.local.embedded import EmbeddedRedis
 from penstock.shared.protocol import rolling_digest
 
 

@@ -14,8 +14,8 @@ import redis.asyncio
 from workers import WorkerFactory, WorkerProcess
 
 from penstock.producer import Producer, Reason, Result, State
-from penstock.shared.embedded import EmbeddedRedis
 from penstock.shared.keys import Keys
+from penstock.shared.local.embedded import EmbeddedRedis
 
 KEYS = Keys("demo", 0)
 SCHEMA = {

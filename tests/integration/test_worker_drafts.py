@@ -11,8 +11,8 @@ from log_writer import eventually
 from workers import WorkerFactory, WorkerProcess
 
 from penstock.producer import Producer, Result, State
-from penstock.shared.embedded import EmbeddedRedis
 from penstock.shared.keys import Keys
+from penstock.shared.local.embedded import EmbeddedRedis
 from penstock.shared.protocol import Chunk, unpack_event
 
 KEYS = Keys("demo")

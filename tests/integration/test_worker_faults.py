@@ -19,10 +19,10 @@ from waiting import is_running, wait_until
 from workers import WorkerFactory, WorkerProcess
 
 from penstock.producer import Producer, Result
-from penstock.shared.children import spawn_bound
-from penstock.shared.embedded import EmbeddedRedis
 from penstock.shared.keys import Keys
-from penstock.shared.server_binary import find_server
+from penstock.shared.local.children import spawn_bound
+from penstock.shared.local.embedded import EmbeddedRedis
+from penstock.shared.local.server_binary import find_server
 from penstock.tools.chaos.faults.process_table import children
 
 KEYS = Keys("demo")

@@ -17,8 +17,8 @@ from waiting import wait_until
 from workers import WorkerFactory, WorkerProcess
 
 from penstock.producer import Producer, Reason, Result, State
-from penstock.shared.embedded import EmbeddedRedis
 from penstock.shared.keys import Keys
+from penstock.shared.local.embedded import EmbeddedRedis
 from penstock.shared.protocol import Request
 from penstock.shared.synthetic import synthetic_tokens
 

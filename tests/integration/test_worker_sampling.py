@@ -10,7 +10,7 @@ import pytest
 from workers import WorkerFactory, WorkerProcess
 
 from penstock.producer import Producer, Reason, Result, State
-from penstock.shared.embedded import EmbeddedRedis
+from penstock.shared.local.embedded import EmbeddedRedis
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from penstock.gpu_worker.connection import connect
 from penstock.producer import Producer
-from penstock.shared.address import check_address, redact_url
 from penstock.shared.errors import ConfigurationError
+from penstock.shared.redis.address import check_address, redact_url
 
 GOOD = [
     "redis://127.0.0.1:6379/0",

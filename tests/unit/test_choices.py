@@ -17,9 +17,7 @@ from penstock.gpu_worker.metrics import WorkerMetrics
 from penstock.gpu_worker.outbox import Outbox
 from penstock.producer.choices import Choice, gather_choices
 from penstock.producer.merge import Merger
-from penstock.shared.compaction import compacted
 from penstock.shared.errors import ProtocolError, StreamDiverged
-from penstock.shared.operations import Append, AppendStatus, Claim
 from penstock.shared.protocol import (
     Answer,
     Chunk,
@@ -30,6 +28,8 @@ from penstock.shared.protocol import (
     rolling_digest,
     unpack_event,
 )
+from penstock.shared.protocol.compaction import compacted
+from penstock.shared.scripts.operations import Append, AppendStatus, Claim
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.producer.merge import Merger
-from penstock.shared.compaction import compacted
 from penstock.shared.errors import ProtocolError
-from penstock.shared.parts import Part, digest_words
 from penstock.shared.protocol import (
     Answer,
     Chunk,
@@ -22,6 +20,8 @@ from penstock.shared.protocol import (
     rolling_digest,
     unpack_event,
 )
+from penstock.shared.protocol.choice_parts import Part, digest_words
+from penstock.shared.protocol.compaction import compacted
 
 TEXTS = ("", "a", " word", "ü", "日本", "👍🏽", "\x00", "e\u0301")
 

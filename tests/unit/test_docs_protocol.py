@@ -12,11 +12,8 @@ import msgpack
 import pytest
 from unit.pages import DOCS, ROOT, code, table
 
-from penstock.shared.door_operations import DOOR_SCRIPTS
 from penstock.shared.errors import InvalidRequest
 from penstock.shared.keys import GROUP, Keys
-from penstock.shared.log_operations import LOG_SCRIPTS
-from penstock.shared.operations import SCRIPTS, Bounds, Operations, RetryPolicy
 from penstock.shared.protocol import (
     Answer,
     Chunk,
@@ -29,7 +26,10 @@ from penstock.shared.protocol import (
     rolling_digest,
     unpack_event,
 )
-from penstock.shared.script_loader import load_script
+from penstock.shared.scripts.ingress_operations import DOOR_SCRIPTS
+from penstock.shared.scripts.log_operations import LOG_SCRIPTS
+from penstock.shared.scripts.operations import SCRIPTS, Bounds, Operations, RetryPolicy
+from penstock.shared.scripts.script_loader import load_script
 
 PROTOCOL = (DOCS / "protocol.md").read_text("utf-8")
 
@@ -258,7 +258,7 @@ def test_captured_record_is_the_one_of_these_events() -> None:
     record = dict(zip(values[::2], values[1::2], strict=True))
     assert record[b"end"] == transcript_values("XRANGE")[-1]
     assert (record[b"st"], record[b"n"]) == (b"completed", b"4")
-    source = (ROOT / "shared/scripts/lib/finish.lua").read_text("utf-8")
+    source = (ROOT / "shared/scripts/lua/lib/finish.lua").read_text("utf-8")
     described = re.split(r"local function", source)[0]
     for field in [*(name.decode() for name in record), *stable_fields()]:
         assert re.search(rf"\b{field}\b", described), field

@@ -11,7 +11,7 @@ from penstock.gpu_worker.messages import Add
 from penstock.gpu_worker.metrics import WorkerMetrics
 from penstock.gpu_worker.outbox import Outbox
 from penstock.shared.protocol import Request
-from penstock.shared.replies import Claim
+from penstock.shared.scripts.replies import Claim
 
 
 def never(run: str) -> None:

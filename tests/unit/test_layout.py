@@ -132,7 +132,7 @@ def of_penstock(item: Import) -> bool:
 
 def test_sources_are_seen() -> None:
     assert {module.folder for module in modules().values()} == set(FOLDERS)
-    assert len(modules()["shared.embedded"].imports) > 10
+    assert len(modules()["shared.local.embedded"].imports) > 10
 
 
 def test_arrows_between_folders() -> None:

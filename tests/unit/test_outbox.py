@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from penstock.gpu_worker.engine.requests import Finish, Update
 from penstock.gpu_worker.metrics import WorkerMetrics
 from penstock.gpu_worker.outbox import Outbox
-from penstock.shared.operations import Append, AppendStatus, Claim
 from penstock.shared.protocol import (
     Answer,
     Chunk,
@@ -19,6 +18,7 @@ from penstock.shared.protocol import (
     rolling_digest,
     unpack_event,
 )
+from penstock.shared.scripts.operations import Append, AppendStatus, Claim
 
 
 class Clock:

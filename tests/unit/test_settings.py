@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from penstock.shared.address import redact_url
 from penstock.shared.errors import ConfigurationError
+from penstock.shared.redis.address import redact_url
 from penstock.shared.settings import (
     Settings,
     environment_name,

@@ -14,7 +14,7 @@ from pathlib import Path
 from redis.exceptions import RedisError
 
 from penstock.shared.errors import RedisUnavailable
-from penstock.shared.operations import Operations
+from penstock.shared.scripts.operations import Operations
 
 from .checks.final_checks import look, send_home
 from .checks.storm_counts import Invariant, Ledger

@@ -9,12 +9,12 @@ from enum import StrEnum
 from redis.exceptions import ResponseError
 
 from penstock.producer.link import Link
-from penstock.shared.embedded import require_url
 from penstock.shared.errors import RedisUnavailable
 from penstock.shared.keys import Keys
-from penstock.shared.operations import Bounds
-from penstock.shared.passing import ClusterBusy
-from penstock.shared.script_loader import Call, load_script
+from penstock.shared.local.embedded import require_url
+from penstock.shared.redis.transient_errors import ClusterBusy
+from penstock.shared.scripts.operations import Bounds
+from penstock.shared.scripts.script_loader import Call, load_script
 from penstock.shared.settings import Settings
 
 from ..report import Number

@@ -9,8 +9,8 @@ from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
 from penstock.producer.link import Link
-from penstock.shared.script_loader import Call, run_calls, run_commands
-from penstock.shared.wire import Argument
+from penstock.shared.redis.resp import Argument
+from penstock.shared.scripts.script_loader import Call, run_calls, run_commands
 
 __all__ = ["Patient", "is_denial"]
 

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 
 from redis.exceptions import NoPermissionError, ResponseError
 
-from penstock.shared.door_operations import DOOR_SCRIPTS
 from penstock.shared.keys import GROUP, Keys
-from penstock.shared.log_operations import LOG_SCRIPTS
-from penstock.shared.script_loader import Call, load_script
-from penstock.shared.states import Lane
+from penstock.shared.protocol.states import Lane
+from penstock.shared.scripts.ingress_operations import DOOR_SCRIPTS
+from penstock.shared.scripts.log_operations import LOG_SCRIPTS
+from penstock.shared.scripts.script_loader import Call, load_script
 
 from .findings import Finding, Level
 from .redis_probe import Patient, is_denial

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.shared.errors import RedisUnavailable
-from penstock.shared.server_binary import check_server
+from penstock.shared.local.server_binary import check_server
 
 from .findings import Finding, Level
 

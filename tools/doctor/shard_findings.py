@@ -8,9 +8,9 @@ from typing import Any
 from redis.exceptions import ResponseError
 
 from penstock.shared.keys import GROUP, Keys
-from penstock.shared.operations import Bounds
-from penstock.shared.script_loader import Call, load_script
-from penstock.shared.states import Lane
+from penstock.shared.protocol.states import Lane
+from penstock.shared.scripts.operations import Bounds
+from penstock.shared.scripts.script_loader import Call, load_script
 
 from ..report import Number
 from .findings import Finding, Level

@@ -1,6 +1,6 @@
 """The order in which ``claim`` hands out waiting requests, in plain Python.
 
-A model of ``shared/scripts/claim.lua`` (with ``lib/queue.lua`` and ``lib/finish.lua``) as far as it
+A model of the script ``claim.lua`` (with ``lib/queue.lua`` and ``lib/finish.lua``) as far as it
 decides who is next: lanes by virtual time with weights 8:4:1, tenants inside a lane by virtual time
 in tokens, start-time fair queueing (Goyal, Vin, Cheng, 1997). A test plays the same submissions,
 claims and ends against the script on a real Redis and compares the order.
@@ -12,7 +12,7 @@ import heapq
 from collections import deque
 
 from penstock.shared.protocol import Lane
-from penstock.shared.states import LANE_WEIGHTS
+from penstock.shared.protocol.states import LANE_WEIGHTS
 
 from .arrivals import SimRequest
 

@@ -19,11 +19,11 @@ from collections.abc import AsyncIterator, Callable
 
 from redis.asyncio import Redis
 
-from penstock.shared.embedded import EmbeddedRedis
 from penstock.shared.errors import PenstockError
 from penstock.shared.keys import Keys
-from penstock.shared.operations import Bounds, Operations
+from penstock.shared.local.embedded import EmbeddedRedis
 from penstock.shared.protocol import Chunk, unpack_event
+from penstock.shared.scripts.operations import Bounds, Operations
 from penstock.shared.settings import Settings
 
 from ..rounds import Rounds, group_s, process_s

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.gpu_worker.launch import Launch
-from penstock.shared.children import spawn_bound
 from penstock.shared.errors import PenstockError
+from penstock.shared.local.children import spawn_bound
 from penstock.shared.settings import Settings
 
 __all__ = ["BenchWorker", "worker_process"]

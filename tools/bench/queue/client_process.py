@@ -16,10 +16,10 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from penstock.shared.children import spawn_bound
 from penstock.shared.keys import Keys
-from penstock.shared.operations import Bounds, Operations
+from penstock.shared.local.children import spawn_bound
 from penstock.shared.protocol import Chunk, Request, unpack_event
+from penstock.shared.scripts.operations import Bounds, Operations
 
 __all__ = ["Peer", "ages_of", "stamp"]
 

@@ -18,8 +18,8 @@ from penstock.gpu_worker.metrics import WorkerMetrics
 from penstock.gpu_worker.outbox import Outbox
 from penstock.gpu_worker.redis_edge import Capacity, RedisEdge
 from penstock.shared.keys import Keys
-from penstock.shared.operations import Bounds, Claim, Operations
 from penstock.shared.protocol import Request
+from penstock.shared.scripts.operations import Bounds, Claim, Operations
 
 __all__ = ["WorkerSide", "submit_all"]
 

@@ -10,8 +10,8 @@ from contextlib import asynccontextmanager
 from redis.asyncio import Redis
 
 from penstock.shared.keys import Keys
-from penstock.shared.operations import Claim
 from penstock.shared.protocol import Request, SamplingOptions
+from penstock.shared.scripts.operations import Claim
 
 from ..rounds import Rounds, percentile
 from .client_process import Peer, stamp

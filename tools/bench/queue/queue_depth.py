@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from redis.asyncio import Redis
 
 from penstock.shared.keys import Keys
-from penstock.shared.operations import Operations
 from penstock.shared.protocol import Lane, Request, SamplingOptions
+from penstock.shared.scripts.operations import Operations
 
 from ..rounds import Rounds, percentile
 from .edge_harness import submit_all

@@ -11,11 +11,11 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from penstock.gpu_worker.garbage import calm_collector
-from penstock.shared.address import redact_url
-from penstock.shared.cluster import open_pool
-from penstock.shared.embedded import EmbeddedRedis
 from penstock.shared.errors import RedisUnavailable
 from penstock.shared.keys import Keys
+from penstock.shared.local.embedded import EmbeddedRedis
+from penstock.shared.redis.address import redact_url
+from penstock.shared.redis.cluster import open_pool
 
 from ...report import Number, Report
 from ..options import QueueOptions

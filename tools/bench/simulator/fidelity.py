@@ -18,8 +18,8 @@ from pathlib import Path
 
 from penstock.gpu_worker.engine.config import EngineConfig
 from penstock.gpu_worker.garbage import calm_collector
-from penstock.shared.embedded import EmbeddedRedis
 from penstock.shared.keys import Keys
+from penstock.shared.local.embedded import EmbeddedRedis
 from penstock.shared.protocol import Lane
 from penstock.shared.settings import Settings, load_settings
 

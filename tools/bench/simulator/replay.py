@@ -13,8 +13,8 @@ from redis.asyncio import Redis
 
 from penstock.shared.errors import PenstockError
 from penstock.shared.keys import Keys
-from penstock.shared.operations import Bounds, Operations
 from penstock.shared.protocol import Chunk, Request, SamplingOptions, unpack_event
+from penstock.shared.scripts.operations import Bounds, Operations
 
 from ...simulate.arrivals import SimRequest
 from ...simulate.measures import Recorder

@@ -8,7 +8,7 @@ import random
 from collections import Counter
 
 from penstock.shared.errors import RedisUnavailable
-from penstock.shared.script_loader import load_script
+from penstock.shared.scripts.script_loader import load_script
 
 from ..tasks import end_tasks
 from .fault_schedule import Fault

@@ -25,11 +25,11 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError, ResponseError
 
-from penstock.shared.address import redact_url
-from penstock.shared.children import spawn_bound
-from penstock.shared.cluster import open_pool
 from penstock.shared.errors import ConfigurationError, RedisUnavailable
-from penstock.shared.server_binary import find_server
+from penstock.shared.local.children import spawn_bound
+from penstock.shared.local.server_binary import find_server
+from penstock.shared.redis.address import redact_url
+from penstock.shared.redis.cluster import open_pool
 
 __all__ = ["OwnServer", "Server", "given_server", "through"]
 

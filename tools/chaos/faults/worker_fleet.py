@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from penstock.shared.children import spawn_bound
 from penstock.shared.errors import PenstockError
+from penstock.shared.local.children import spawn_bound
 
 from .process_table import children, identity, is_running
 

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from . import fields as check
-from .errors import InvalidRequest
-from .protocol import MAX_PAYLOAD_BYTES, Answer, Reason, Request, check_id
+from ..errors import InvalidRequest
+from . import field_checks as check
+from .request import MAX_PAYLOAD_BYTES, Request, check_id
+from .states import Answer, Reason
 
 __all__ = ["Admission", "Entry", "Refusal", "read_entry"]
 

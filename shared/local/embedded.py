@@ -24,10 +24,10 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from ..errors import ConfigurationError, RedisUnavailable
+from ..settings import RedisSettings
 from .children import spawn_bound
-from .errors import ConfigurationError, RedisUnavailable
 from .server_binary import REMEDY, ServerBinary, find_server
-from .settings import RedisSettings
 
 __all__ = [
     "EmbeddedRedis",

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
-from .keys import Keys
+from ..keys import Keys
+from ..redis.resp import KeyPair, WireLink
 from .replies import RetryPolicy, accepted
 from .script_loader import Call, Command, Pipelined, Script, load_script, run_calls
-from .wire import KeyPair, WireLink
 
 __all__ = ["SCRIPTS", "ShardScripts"]
 

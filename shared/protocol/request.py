@@ -15,36 +15,13 @@ from typing import Any
 
 import msgpack
 
-from . import fields as check
-from .errors import InvalidRequest, ProtocolError
-from .event_reader import unpack_event, unpack_msgpack
-from .events import Chunk, End, Run, TokenLogprobs, Usage, rolling_digest
-from .parts import Part
+from ..errors import InvalidRequest, ProtocolError
+from . import field_checks as check
+from .event_reader import unpack_msgpack
 from .sampling_options import SamplingOptions
-from .states import Answer, Lane, OnDisconnect, Reason, Speculation, State
+from .states import Answer, Lane, OnDisconnect
 
-__all__ = [
-    "MAX_PAYLOAD_BYTES",
-    "PROTOCOL_VERSION",
-    "Answer",
-    "Chunk",
-    "End",
-    "Lane",
-    "OnDisconnect",
-    "Part",
-    "Reason",
-    "Request",
-    "Run",
-    "SamplingOptions",
-    "Speculation",
-    "State",
-    "TokenLogprobs",
-    "Usage",
-    "check_id",
-    "check_tenant",
-    "rolling_digest",
-    "unpack_event",
-]
+__all__ = ["MAX_PAYLOAD_BYTES", "PROTOCOL_VERSION", "Request", "check_id", "check_tenant"]
 
 PROTOCOL_VERSION = 1
 

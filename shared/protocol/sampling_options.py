@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from . import constraints
-from . import fields as check
-from .errors import InvalidRequest
+from ..errors import InvalidRequest
+from . import field_checks as check
+from . import output_constraint as constraints
 from .states import Speculation
 
 __all__ = ["SamplingOptions"]

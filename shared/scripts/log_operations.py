@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .keys import Keys
+from ..keys import Keys
+from ..redis.resp import WireLink
 from .replies import accepted
 from .script_loader import Call, Command, Pipelined, Script, load_script, run_calls
-from .wire import WireLink
 
 __all__ = ["LOG_SCRIPTS", "EndedLog", "LogOperations"]
 

@@ -10,7 +10,7 @@ import shutil
 import subprocess
 from dataclasses import dataclass
 
-from .errors import RedisUnavailable
+from ..errors import RedisUnavailable
 
 __all__ = [
     "MINIMUM_VERSION",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from . import fields as check
-from .protocol import State
+from ..protocol import State
+from ..protocol import field_checks as check
 from .replies import DeadLetter, RedriveReply, accepted, read_dead_letter
 from .script_loader import Call, Command
 from .shard_scripts import ShardScripts

@@ -20,9 +20,9 @@ from redis.exceptions import AuthenticationError, MovedError, RedisError, Respon
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
+from ..errors import ConfigurationError
 from .address import check_address, redact_url
-from .errors import ConfigurationError
-from .passing import PatientConnection, PatientLocalConnection
+from .transient_errors import PatientConnection, PatientLocalConnection
 
 __all__ = ["Rerouted", "Route", "follow", "named_node", "open_pool"]
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
-from . import fields as check
-from .errors import InvalidRequest
+from ..errors import InvalidRequest
+from . import field_checks as check
 
 __all__ = ["CONSTRAINTS", "choices", "exclusive", "grammar", "json_schema", "regex"]
 

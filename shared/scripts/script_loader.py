@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from redis.exceptions import NoScriptError, ResponseError
 
-from .wire import Argument, KeyPair, WireLink, encode
+from ..redis.resp import Argument, KeyPair, WireLink, encode
 
 __all__ = ["Call", "Command", "Pipelined", "Script", "load_script", "run_calls", "run_commands"]
 
@@ -34,12 +34,12 @@ class Script:
 
 
 def load_script(name: str) -> Script:
-    """Read ``scripts/<name>.lua`` and put its ``--@include`` files in place.
+    """Read ``lua/<name>.lua`` and put its ``--@include`` files in place.
 
     Raises:
         FileNotFoundError: there is no such script in the package.
     """
-    folder = resources.files(__package__) / "scripts"
+    folder = resources.files(__package__) / "lua"
 
     def read(path: str) -> str:
         text = (folder / path).read_text("utf-8")

@@ -13,9 +13,9 @@ from typing import Any
 
 import msgpack
 
-from .errors import IdConflict, QueueFull
+from ..errors import IdConflict, QueueFull
+from ..protocol import Lane, Reason, Request, State
 from .operator_operations import OperatorOperations
-from .protocol import Lane, Reason, Request, State
 from .replies import (
     Append,
     AppendRow,

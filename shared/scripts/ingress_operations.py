@@ -8,10 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from . import fields as check
-from .errors import ConfigurationError
-from .keys import Keys
-from .plain_entry import Admission, Entry, Refusal
+from ..errors import ConfigurationError
+from ..keys import Keys
+from ..protocol import field_checks as check
+from ..protocol.plain_entry import Admission, Entry, Refusal
 from .replies import Bounds, accepted
 from .script_loader import Call, Pipelined, Script, load_script, run_commands
 

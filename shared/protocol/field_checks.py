@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from enum import StrEnum
 from typing import TypeVar
 
-from .errors import InvalidRequest
+from ..errors import InvalidRequest
 
 __all__ = [
     "flag",

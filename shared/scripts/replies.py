@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from redis.exceptions import ResponseError
 
-from .errors import PenstockError, ProtocolError, RedisUnavailable
-from .protocol import Chunk, Lane, Reason, State, unpack_event
+from ..errors import PenstockError, ProtocolError, RedisUnavailable
+from ..protocol import Chunk, Lane, Reason, State, unpack_event
 
 __all__ = [
     "Append",

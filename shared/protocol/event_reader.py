@@ -13,9 +13,9 @@ from typing import Any
 
 import msgpack
 
-from .errors import ProtocolError
+from ..errors import ProtocolError
+from .choice_parts import read_parts
 from .events import END_MARK, Chunk, End, TokenLogprobs, Usage
-from .parts import read_parts
 from .states import Reason
 
 __all__ = ["unpack_event", "unpack_letter", "unpack_msgpack"]

@@ -14,7 +14,7 @@ from zlib import crc32
 
 import msgpack
 
-from .parts import Part, cut_parts, digest_words
+from .choice_parts import Part, cut_parts, digest_words
 from .states import Answer, Reason, State
 
 __all__ = [

@@ -1,0 +1,1 @@
+"""The way to a Redis server: its address, its cluster, and refusals that pass."""

@@ -1,0 +1,1 @@
+"""The atomic operations: Lua scripts, and typed calls of them."""
