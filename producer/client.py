@@ -23,13 +23,13 @@ from penstock.shared.protocol import (
 from penstock.shared.protocol.field_checks import integer, number
 from penstock.shared.scripts.operations import Bounds, CancelReply, Operations
 
+from .connection import Link
 from .dead_letters import DeadLetters
-from .link import Link
-from .log_reader import LogReader
-from .presence import Presence
+from .reading.log_reader import LogReader
+from .reading.presence import Presence
+from .reading.subscriber import Subscriber
 from .results import Result, Status, Submitted
 from .stream import TokenStream
-from .subscriber import Subscriber
 
 if TYPE_CHECKING:
     from penstock.shared.settings import Settings

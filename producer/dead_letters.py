@@ -9,7 +9,7 @@ from penstock.shared.errors import IdInUse, InvalidRequest, UnknownDeadLetter
 from penstock.shared.protocol.states import State
 from penstock.shared.scripts.operations import DeadLetter, Operations
 
-from .link import Link
+from .connection import Link
 
 __all__ = ["DeadLetters"]
 

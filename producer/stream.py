@@ -21,12 +21,12 @@ from penstock.shared.keys import Keys
 from penstock.shared.protocol import Chunk, End, unpack_event
 
 from .choices import gather_choices
-from .log_reader import LogReader
-from .merge import Merger
-from .presence import Attendance, Presence
+from .reading.log_reader import LogReader
+from .reading.merge import Merger
+from .reading.presence import Attendance, Presence
+from .reading.subscriber import Subscriber
+from .reading.subscription import Subscription
 from .results import Result
-from .subscriber import Subscriber
-from .subscription import Subscription
 
 __all__ = ["TokenStream"]
 

@@ -19,7 +19,7 @@ from typer.core import TyperGroup
 from penstock.shared.errors import ConfigurationError, PenstockError, RequestFailed
 
 from . import requests
-from .demo import demo
+from .demo.command import demo
 from .dlq import dlq
 from .door import door
 from .output import drop_output, make_encodable, one_line, open_missing

@@ -13,7 +13,7 @@ from penstock.shared.local.embedded import require_url
 from penstock.shared.scripts.ingress_operations import DoorOperations
 from penstock.shared.settings import Settings
 
-from ..link import Link
+from ..connection import Link
 from .options import (
     ConfigOption,
     JsonOption,

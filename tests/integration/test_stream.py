@@ -23,7 +23,7 @@ from integration.reading import (
 from log_writer import LogWriter, eventually
 
 from penstock.producer import Producer
-from penstock.producer.subscriber import Subscriber
+from penstock.producer.reading.subscriber import Subscriber
 from penstock.shared.local.embedded import EmbeddedRedis
 from penstock.shared.protocol import Chunk, Reason, State, rolling_digest
 

@@ -18,8 +18,8 @@ import redis
 from waiting import is_running, wait_until
 
 from penstock.producer.cli import main
-from penstock.producer.cli.demo import run_demo
-from penstock.producer.cli.demo_view import JsonView, PlainView, make_view
+from penstock.producer.cli.demo.command import run_demo
+from penstock.producer.cli.demo.view import JsonView, PlainView, make_view
 from penstock.shared.errors import PenstockError
 from penstock.shared.keys import Keys
 from penstock.shared.local.children import spawn_bound

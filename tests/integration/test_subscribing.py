@@ -9,8 +9,8 @@ import pytest
 from integration.reading import Client
 from log_writer import eventually
 
-from penstock.producer.subscriber import Subscriber
-from penstock.producer.subscription import Subscription
+from penstock.producer.reading.subscriber import Subscriber
+from penstock.producer.reading.subscription import Subscription
 from penstock.shared.errors import RedisUnavailable
 
 

@@ -16,7 +16,7 @@ from penstock.gpu_worker.engine.requests import Finish, Update
 from penstock.gpu_worker.metrics import WorkerMetrics
 from penstock.gpu_worker.outbox import Outbox
 from penstock.producer.choices import Choice, gather_choices
-from penstock.producer.merge import Merger
+from penstock.producer.reading.merge import Merger
 from penstock.shared.errors import ProtocolError, StreamDiverged
 from penstock.shared.protocol import (
     Answer,

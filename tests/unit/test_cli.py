@@ -16,9 +16,9 @@ import typer
 from rich.console import Console
 
 from penstock.producer.cli import main
-from penstock.producer.cli.demo_report import DemoReport, EngineFigures, Row, demo_rows
-from penstock.producer.cli.demo_view import LiveView, PlainView, make_view
-from penstock.producer.cli.demo_worker import parse_metrics
+from penstock.producer.cli.demo.local_worker import parse_metrics
+from penstock.producer.cli.demo.summary import DemoReport, EngineFigures, Row, demo_rows
+from penstock.producer.cli.demo.view import LiveView, PlainView, make_view
 from penstock.producer.cli.output import TextWriter, one_line, printable, summary
 from penstock.shared.errors import UnsupportedModel
 from penstock.shared.protocol import Chunk, End, Lane, Reason, Request, State, Usage

@@ -8,7 +8,7 @@ from typing import Any
 import msgpack
 import pytest
 
-from penstock.producer.merge import Merger
+from penstock.producer.reading.merge import Merger
 from penstock.shared.errors import ProtocolError
 from penstock.shared.protocol import (
     Answer,

@@ -17,9 +17,9 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from penstock.producer import Producer
-from penstock.producer.link import Link
-from penstock.producer.subscriber import Subscriber
-from penstock.producer.subscription import Subscription
+from penstock.producer.connection import Link
+from penstock.producer.reading.subscriber import Subscriber
+from penstock.producer.reading.subscription import Subscription
 from penstock.shared.errors import ConfigurationError, RedisUnavailable
 from penstock.shared.protocol import State
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.producer.merge import Merger
+from penstock.producer.reading.merge import Merger
 from penstock.shared.errors import InvalidRequest, StreamDiverged, StreamError
 from penstock.shared.protocol import Chunk, End, Reason, rolling_digest
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.producer.client import Producer
-from penstock.producer.link import Link
+from penstock.producer.connection import Link
 from penstock.shared.keys import Keys
 
 from .faults.fault_schedule import Fault

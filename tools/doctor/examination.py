@@ -8,7 +8,7 @@ from enum import StrEnum
 
 from redis.exceptions import ResponseError
 
-from penstock.producer.link import Link
+from penstock.producer.connection import Link
 from penstock.shared.errors import RedisUnavailable
 from penstock.shared.keys import Keys
 from penstock.shared.local.embedded import require_url

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
-from penstock.producer.link import Link
+from penstock.producer.connection import Link
 from penstock.shared.redis.resp import Argument
 from penstock.shared.scripts.script_loader import Call, run_calls, run_commands
 

@@ -16,8 +16,8 @@ from rich.text import Text
 
 from penstock.shared.protocol.states import Lane, State
 
-from .demo_report import DemoReport, Row
-from .output import printable, write_json
+from ..output import printable, write_json
+from .summary import DemoReport, Row
 
 __all__ = ["JsonView", "LiveView", "PlainView", "make_view"]
 

@@ -20,7 +20,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from penstock.shared.errors import ProtocolError, RedisUnavailable
 from penstock.shared.protocol.event_reader import unpack_letter
 
-from .channel_link import ChannelLink
+from .channel_connection import ChannelLink
 from .subscription import Subscription
 
 __all__ = ["Subscriber"]

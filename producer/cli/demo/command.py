@@ -19,11 +19,11 @@ from penstock.shared.errors import ConfigurationError, PenstockError
 from penstock.shared.local.embedded import open_redis
 from penstock.shared.settings import Settings, load_settings
 
-from ..client import Producer
-from .demo_report import DemoReport, Row, demo_rows
-from .demo_view import PlainView, make_view
-from .demo_worker import DemoWorker, Sampler, worker_command
-from .options import ConfigOption, JsonOption, RedisOption
+from ...client import Producer
+from ..options import ConfigOption, JsonOption, RedisOption
+from .local_worker import DemoWorker, Sampler, worker_command
+from .summary import DemoReport, Row, demo_rows
+from .view import PlainView, make_view
 
 __all__ = ["demo", "run_demo"]
 

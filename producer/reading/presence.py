@@ -13,7 +13,7 @@ from collections import Counter
 from penstock.shared.errors import PenstockError
 from penstock.shared.scripts.operations import Operations
 
-from .link import Link
+from ..connection import Link
 
 __all__ = ["Attendance", "Presence"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from .link import check_loop
+from ..connection import check_loop
 
 __all__ = ["Subscription"]
 

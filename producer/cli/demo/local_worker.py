@@ -20,7 +20,7 @@ from penstock.shared.errors import PenstockError
 from penstock.shared.local.children import spawn_bound
 from penstock.shared.settings import Settings, environment_name
 
-from .demo_report import EngineFigures
+from .summary import EngineFigures
 
 __all__ = ["DemoWorker", "Sampler", "WorkerFacts", "parse_metrics", "worker_command"]
 

@@ -12,7 +12,7 @@ from penstock.shared.keys import Keys
 from penstock.shared.protocol import Chunk, End, OnDisconnect, State, unpack_event
 from penstock.shared.protocol.states import TERMINAL_STATES
 
-from .link import Link
+from ..connection import Link
 
 __all__ = ["LogReader", "Page"]
 

@@ -1,0 +1,1 @@
+"""``penstock demo``: the main job on this machine."""

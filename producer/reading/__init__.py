@@ -1,0 +1,1 @@
+"""How a stream is read: log and live channel, merged by token index."""
