@@ -8,7 +8,7 @@ import typer
 
 from penstock.shared.errors import PenstockError
 
-from .worker_command import worker
+from .command import worker
 
 if __name__ == "__main__":
     app = typer.Typer(no_args_is_help=True, add_completion=False)

@@ -11,8 +11,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from .engine.speculation import SpeculationStats
 from .engine.stats import EngineStats
+from .histogram import TallyHistogram
 from .messages import StepRecord
-from .tally import TallyHistogram
 
 __all__ = ["WorkerMetrics"]
 

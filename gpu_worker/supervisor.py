@@ -30,11 +30,11 @@ from penstock.shared.redis.cluster import follow
 from penstock.shared.scripts.operations import Operations
 from penstock.shared.settings import Settings
 
-from .connection import connect
+from .edge.redis_check import check_redis
+from .edge.worker_connections import connect
 from .launch import EXIT_REFUSED, Launch, describe_exit
 from .logs import configure_logging
 from .oom import OomWatch, find_counter
-from .redis_check import check_redis
 
 __all__ = ["Supervisor"]
 
@@ -113,7 +113,7 @@ class Supervisor:
             level=self._settings.worker.log_level,
             form=self._settings.worker.log_format,
         )
-        argv = [sys.executable, "-m", "penstock.gpu_worker.process"]
+        argv = [sys.executable, "-m", "penstock.gpu_worker.edge.main"]
         # A session of its own: Ctrl-C reaches the supervisor alone, which then asks for a drain.
         child = spawn_bound(argv, stdin=subprocess.PIPE, new_session=True)
         self._group = child.pid

@@ -13,7 +13,7 @@ from penstock.shared.settings import EngineSettings, Settings
 
 from ..engine.config import Chunking, EngineConfig, PolicyName
 from ..engine.kinds import KVKind
-from ..serving import ServingModel
+from ..engine_process.model_interface import ServingModel
 from .decoding import decoder_of
 from .detokenizer import IncrementalDetokenizer
 from .drafters import DraftModel

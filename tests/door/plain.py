@@ -11,7 +11,7 @@ from typing import Any
 from delivery.fleet import Shard
 from redis.asyncio import Redis
 
-from penstock.gpu_worker.door import Door
+from penstock.gpu_worker.edge.ingress import Door
 from penstock.gpu_worker.metrics import WorkerMetrics
 from penstock.shared.keys import GROUP
 from penstock.shared.protocol.plain_entry import Entry, read_entry

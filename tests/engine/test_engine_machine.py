@@ -44,7 +44,7 @@ from penstock.gpu_worker.engine import (
     StepOutput,
     StepTiming,
 )
-from penstock.gpu_worker.isolation import run_isolated
+from penstock.gpu_worker.engine_process.isolation import run_isolated
 from penstock.shared.protocol import Lane, Reason
 
 

@@ -34,7 +34,7 @@ from penstock.gpu_worker.engine import (
     StepTiming,
     Update,
 )
-from penstock.gpu_worker.isolation import run_isolated
+from penstock.gpu_worker.engine_process.isolation import run_isolated
 from penstock.shared.protocol import Lane, Reason
 
 PROMPTS = st.integers(1, 14).map(lambda n: [1, 2, 1, 2, 3, 1, 2, 1, 2, 3, 1, 2, 1, 2][:n])

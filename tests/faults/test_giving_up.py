@@ -14,7 +14,7 @@ from penstock.shared.local.embedded import EmbeddedRedis
 
 HANDLER = "            except (RedisError, PenstockError, OSError) as error:\n"
 SWALLOWING = "            except asyncio.CancelledError:\n                continue\n"
-DOOR = ("gpu_worker/door.py", HANDLER, SWALLOWING + HANDLER)
+DOOR = ("gpu_worker/edge/ingress.py", HANDLER, SWALLOWING + HANDLER)
 """A task that swallows its cancellation, as redis-py may on Python 3.11."""
 
 
@@ -25,13 +25,17 @@ def server() -> Iterator[EmbeddedRedis]:
 
 
 BUG = (
-    "gpu_worker/redis_edge.py",
+    "gpu_worker/edge/redis_loop.py",
     "        self._show_depth(depth)\n",
     "        raise KeyError('a bug')\n",
 )
 
 STEP = "        if self._step_s:\n"
-EXIT = ("gpu_worker/synthetic.py", STEP, "        __import__('os')._exit(2)\n" + STEP)
+EXIT = (
+    "gpu_worker/engine_process/synthetic_model.py",
+    STEP,
+    "        __import__('os')._exit(2)\n" + STEP,
+)
 
 
 def code_of_a_hanging_worker(server: EmbeddedRedis, folder: Path) -> int:

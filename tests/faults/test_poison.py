@@ -81,7 +81,7 @@ async def test_poison(
 ) -> None:
     """Five crashes each at most; who was computed beside it goes on elsewhere."""
     crash = CRASH.format(at=at, signal=SEGV)
-    path = mutated(tmp_path, "gpu_worker/synthetic.py", STEP, crash + STEP)
+    path = mutated(tmp_path, "gpu_worker/engine_process/synthetic_model.py", STEP, crash + STEP)
     monkeypatch.setenv("PYTHONPATH", path)
     async with open_rig(tmp_path, workers=workers, lease_ms=20_000) as rig:
         assert await serve_poison(rig, poisoned, good) == [Reason.POISON] * poisoned
@@ -91,9 +91,9 @@ async def test_request_with_which_the_device_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No process ends by itself, and no step works any more: nobody else fails with it."""
-    path = mutated(tmp_path, "gpu_worker/synthetic.py", STEP, LOST + STEP)
+    path = mutated(tmp_path, "gpu_worker/engine_process/synthetic_model.py", STEP, LOST + STEP)
     asks = "        if self._step_s < 0:\n            raise RuntimeError('the device is lost')\n"
-    change(path, "gpu_worker/synthetic.py", UNSAVED, UNSAVED + asks)
+    change(path, "gpu_worker/engine_process/synthetic_model.py", UNSAVED, UNSAVED + asks)
     monkeypatch.setenv("PYTHONPATH", path)
     async with open_rig(tmp_path, workers=3, lease_ms=20_000) as rig:
         assert await serve_poison(rig, 1, 20) == [Reason.POISON]
@@ -144,7 +144,7 @@ def test_kill_for_memory_is_told_from_a_kill_by_hand(memory_cgroup: Path) -> Non
 def hungry_workers(tmp_path: Path, group: Path) -> str:
     """Where workers are found that join the cgroup, and take more than it has for a poison."""
     starve = CRASH.format(at=0, signal=KILL).replace(f"os.kill(os.getpid(), {KILL})", STARVE)
-    path = mutated(tmp_path, "gpu_worker/synthetic.py", STEP, starve + STEP)
+    path = mutated(tmp_path, "gpu_worker/engine_process/synthetic_model.py", STEP, starve + STEP)
     join = f"        open({str(group / 'cgroup.procs')!r}, 'w').write('0')\n"
     change(path, "gpu_worker/supervisor.py", LOOP, join + LOOP)
     return path
@@ -183,7 +183,7 @@ async def test_request_for_whose_memory_its_workers_are_killed(
 ) -> None:
     """By who is not the kernel, with the signal that anybody may send: only a cap ends it."""
     crash = CRASH.format(at=0, signal=KILL)
-    path = mutated(tmp_path, "gpu_worker/synthetic.py", STEP, crash + STEP)
+    path = mutated(tmp_path, "gpu_worker/engine_process/synthetic_model.py", STEP, crash + STEP)
     monkeypatch.setenv("PYTHONPATH", path)
     async with open_rig(tmp_path, workers=6, lease_ms=20_000) as rig:
         assert await serve_poison(rig, 1, 20) == [Reason.ATTEMPTS]

@@ -82,7 +82,7 @@ BROKEN = {
         {Invariant.READERS_AGREE},
     ),
     "a continuation that begins anew": (
-        "gpu_worker/intake.py",
+        "gpu_worker/edge/claims.py",
         "output_ids=() if several else tuple(i for c in claim.chunks for i in c.token_ids)",
         "output_ids=()",
         {Fault.STOP, Fault.DRAIN},

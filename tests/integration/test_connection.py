@@ -10,7 +10,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from penstock.gpu_worker.connection import Link, connect
+from penstock.gpu_worker.edge.worker_connections import Link, connect
 from penstock.shared.redis.resp import Argument, KeyPair
 from penstock.shared.scripts.script_loader import Call, Command, load_script
 

@@ -15,8 +15,8 @@ from redis.exceptions import ReadOnlyError, ResponseError
 from waiting import wait_until
 from workers import WorkerFactory, WorkerProcess
 
-from penstock.gpu_worker.connection import Link
-from penstock.gpu_worker.redis_check import check_redis
+from penstock.gpu_worker.edge.redis_check import check_redis
+from penstock.gpu_worker.edge.worker_connections import Link
 from penstock.producer import Producer
 from penstock.shared.errors import RedisUnavailable
 from penstock.shared.local.embedded import EmbeddedRedis

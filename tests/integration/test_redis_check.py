@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from redis.asyncio import Redis
 
-from penstock.gpu_worker.redis_check import check_redis
+from penstock.gpu_worker.edge.redis_check import check_redis
 from penstock.shared.errors import RedisUnavailable
 from penstock.shared.local.embedded import EmbeddedRedis
 

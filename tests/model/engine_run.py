@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.gpu_worker.engine import Engine, EngineConfig, EngineRequest, Finish, Update
-from penstock.gpu_worker.isolation import run_isolated
+from penstock.gpu_worker.engine_process.isolation import run_isolated
 from penstock.gpu_worker.model import KVPool, LoadedModel, ModelRunner
 from penstock.gpu_worker.model.detokenizer import IncrementalDetokenizer
 from penstock.gpu_worker.model.drafters import Drafter

@@ -17,7 +17,7 @@ from penstock.gpu_worker.engine import (
     PreemptionMode,
     StepOutput,
 )
-from penstock.gpu_worker.isolation import run_isolated
+from penstock.gpu_worker.engine_process.isolation import run_isolated
 from penstock.gpu_worker.model import KVPool, LoadedModel, ModelRunner
 from penstock.gpu_worker.model.detokenizer import IncrementalDetokenizer
 from penstock.gpu_worker.model.swap_pool import SwapPool

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from penstock.gpu_worker.engine.work import Work
-from penstock.gpu_worker.step_log import StepLog
+from penstock.gpu_worker.engine_process.step_log import StepLog
 from penstock.shared.errors import ConfigurationError
 from penstock.tools.simulate import HARDWARE, MODELS, Roofline
 from penstock.tools.simulate.fitted_step_time import MeasuredStep, fit_costs, read_steps

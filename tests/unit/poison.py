@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from penstock.gpu_worker.engine import Engine, EngineConfig, EngineRequest
 from penstock.gpu_worker.engine.plan import Plan, StepOutput
-from penstock.gpu_worker.synthetic import SyntheticRunner, build_synthetic
+from penstock.gpu_worker.engine_process.synthetic_model import SyntheticRunner, build_synthetic
 from penstock.shared.protocol import Lane, SamplingOptions
 from penstock.shared.settings import Settings
 

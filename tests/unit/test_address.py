@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.gpu_worker.connection import connect
+from penstock.gpu_worker.edge.worker_connections import connect
 from penstock.producer import Producer
 from penstock.shared.errors import ConfigurationError
 from penstock.shared.redis.address import check_address, redact_url

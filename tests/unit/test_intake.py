@@ -6,10 +6,10 @@ import time
 
 import pytest
 
-from penstock.gpu_worker.intake import Intake
+from penstock.gpu_worker.edge.claims import Intake
+from penstock.gpu_worker.edge.outbox import Outbox
 from penstock.gpu_worker.messages import Add
 from penstock.gpu_worker.metrics import WorkerMetrics
-from penstock.gpu_worker.outbox import Outbox
 from penstock.shared.protocol import Request
 from penstock.shared.scripts.replies import Claim
 

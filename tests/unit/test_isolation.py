@@ -10,8 +10,8 @@ import pytest
 from unit.poison import POISON, PoisonedRunner, make_engine, request
 
 from penstock.gpu_worker.engine.plan import Plan, StepOutput
-from penstock.gpu_worker.isolation import run_isolated
-from penstock.gpu_worker.synthetic import SyntheticRunner
+from penstock.gpu_worker.engine_process.isolation import run_isolated
+from penstock.gpu_worker.engine_process.synthetic_model import SyntheticRunner
 from penstock.shared.protocol import Reason, SamplingOptions
 from penstock.shared.synthetic import synthetic_tokens
 

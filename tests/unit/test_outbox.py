@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.gpu_worker.edge.outbox import Outbox
 from penstock.gpu_worker.engine.requests import Finish, Update
 from penstock.gpu_worker.metrics import WorkerMetrics
-from penstock.gpu_worker.outbox import Outbox
 from penstock.shared.protocol import (
     Answer,
     Chunk,

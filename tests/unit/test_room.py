@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.gpu_worker.room import NO_ROOM, Room
+from penstock.gpu_worker.edge.claim_budget import NO_ROOM, Room
 from penstock.shared.protocol import Lane
 
 CRITICAL, NORMAL, BATCH = Lane

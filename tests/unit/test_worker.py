@@ -16,10 +16,10 @@ from waiting import wait_until
 from penstock.gpu_worker.engine import Engine, EngineRequest, KVKind
 from penstock.gpu_worker.engine.plan import Plan, StepOutput
 from penstock.gpu_worker.engine.requests import Finish
+from penstock.gpu_worker.engine_process.synthetic_model import SyntheticRunner, build_synthetic
+from penstock.gpu_worker.engine_process.worker import Worker
 from penstock.gpu_worker.messages import Broken, Step, unpacked_updates
 from penstock.gpu_worker.metrics import WorkerMetrics
-from penstock.gpu_worker.synthetic import SyntheticRunner, build_synthetic
-from penstock.gpu_worker.worker import Worker
 from penstock.shared.protocol import Reason
 from penstock.shared.settings import Settings
 

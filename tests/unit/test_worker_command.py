@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
-from penstock.gpu_worker import worker_command
+from penstock.gpu_worker import command as worker_command
 from penstock.gpu_worker.health import HealthServer
 from penstock.gpu_worker.launch import describe_exit
 from penstock.shared.errors import ConfigurationError

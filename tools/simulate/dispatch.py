@@ -6,7 +6,7 @@ import enum
 import itertools
 import random
 
-from penstock.gpu_worker.room import Room
+from penstock.gpu_worker.edge.claim_budget import Room
 from penstock.shared.protocol import Lane
 
 from .arrivals import SimRequest

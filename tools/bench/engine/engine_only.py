@@ -12,8 +12,8 @@ from typing import Self
 
 from penstock.gpu_worker.engine.engine import Engine
 from penstock.gpu_worker.engine.requests import EngineRequest
-from penstock.gpu_worker.garbage import calm_collector
-from penstock.gpu_worker.serving import ServingModel
+from penstock.gpu_worker.engine_process.gc_tuning import calm_collector
+from penstock.gpu_worker.engine_process.model_interface import ServingModel
 from penstock.shared.errors import PenstockError
 from penstock.shared.settings import Settings
 

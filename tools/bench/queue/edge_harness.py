@@ -8,15 +8,15 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from penstock.gpu_worker.connection import Link, connect
+from penstock.gpu_worker.edge.claims import Intake
+from penstock.gpu_worker.edge.engine_client import EngineLink
+from penstock.gpu_worker.edge.outbox import Outbox
+from penstock.gpu_worker.edge.redis_loop import Capacity, RedisEdge
+from penstock.gpu_worker.edge.worker_connections import Link, connect
 from penstock.gpu_worker.engine.requests import Update
 from penstock.gpu_worker.engine.stats import Load
-from penstock.gpu_worker.engine_link import EngineLink
-from penstock.gpu_worker.intake import Intake
 from penstock.gpu_worker.messages import Add
 from penstock.gpu_worker.metrics import WorkerMetrics
-from penstock.gpu_worker.outbox import Outbox
-from penstock.gpu_worker.redis_edge import Capacity, RedisEdge
 from penstock.shared.keys import Keys
 from penstock.shared.protocol import Request
 from penstock.shared.scripts.operations import Bounds, Claim, Operations

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.gpu_worker.step_log import StepLog
+from penstock.gpu_worker.engine_process.step_log import StepLog
 from penstock.shared.errors import PenstockError
 from penstock.shared.keys import Keys
 from penstock.shared.protocol import Lane

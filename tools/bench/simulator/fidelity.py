@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from penstock.gpu_worker.engine.config import EngineConfig
-from penstock.gpu_worker.garbage import calm_collector
+from penstock.gpu_worker.engine_process.gc_tuning import calm_collector
 from penstock.shared.keys import Keys
 from penstock.shared.local.embedded import EmbeddedRedis
 from penstock.shared.protocol import Lane

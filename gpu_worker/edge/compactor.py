@@ -15,8 +15,8 @@ from penstock.shared.errors import PenstockError
 from penstock.shared.protocol.compaction import compacted
 from penstock.shared.scripts.log_operations import LogOperations
 
-from .connection import Link
-from .metrics import WorkerMetrics
+from ..metrics import WorkerMetrics
+from .worker_connections import Link
 
 __all__ = ["Compactor"]
 

@@ -16,12 +16,12 @@ from typing import Protocol
 
 from penstock.shared.protocol import Reason
 
-from .engine.engine import Engine
-from .engine.plan import Plan, StepOutput
-from .engine.requests import EngineRequest, Update
-from .engine.work import Work
+from ..engine.engine import Engine
+from ..engine.plan import Plan, StepOutput
+from ..engine.requests import EngineRequest, Update
+from ..engine.work import Work
+from ..messages import Broken, Step, StepRecord, packed_updates
 from .isolation import Runner, run_isolated
-from .messages import Broken, Step, StepRecord, packed_updates
 from .step_log import StepLog
 
 __all__ = ["Orders", "Worker"]

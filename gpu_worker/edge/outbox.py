@@ -21,10 +21,10 @@ from penstock.shared.protocol.choice_parts import joined_parts
 from penstock.shared.protocol.events import chunk_packer
 from penstock.shared.scripts.operations import Append, AppendRow, AppendStatus, Claim
 
-from .engine.requests import Finish, Update
-from .ledger import TokenLedger, run_name
-from .messages import bare_end
-from .metrics import WorkerMetrics
+from ..engine.requests import Finish, Update
+from ..messages import bare_end
+from ..metrics import WorkerMetrics
+from .owned_requests import TokenLedger, run_name
 
 __all__ = ["Outbox", "Settled"]
 

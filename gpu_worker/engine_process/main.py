@@ -21,13 +21,13 @@ from penstock.shared.errors import PenstockError
 from penstock.shared.settings import Settings
 from penstock.shared.synthetic import SYNTHETIC
 
-from .engine.engine import Engine
-from .garbage import calm_collector
-from .launch import EXIT_REFUSED, Launch
-from .logs import configure_logging
-from .messages import Abort, Add, Frames, Ready, Refused, Stop, frame
-from .preparation import Preparation
-from .serving import ServingModel
+from ..engine.engine import Engine
+from ..launch import EXIT_REFUSED, Launch
+from ..logs import configure_logging
+from ..messages import Abort, Add, Frames, Ready, Refused, Stop, frame
+from .gc_tuning import calm_collector
+from .input_processor import Preparation
+from .model_interface import ServingModel
 from .step_log import StepLog, step_log
 from .worker import Worker
 
@@ -64,10 +64,10 @@ def main() -> int:
 def _build(settings: Settings) -> ServingModel:
     """Load the model. Its packages are imported here, since they take seconds themselves."""
     if settings.model.path == SYNTHETIC:
-        from .synthetic import build_synthetic
+        from .synthetic_model import build_synthetic
 
         return build_synthetic(settings)
-    from .model.serving import build_model
+    from ..model.serving import build_model
 
     return build_model(settings)
 

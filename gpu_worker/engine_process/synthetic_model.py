@@ -16,10 +16,10 @@ from penstock.shared.protocol import SamplingOptions, TokenLogprobs
 from penstock.shared.settings import Settings
 from penstock.shared.synthetic import next_token
 
-from .engine.config import Chunking, EngineConfig, PolicyName
-from .engine.plan import Plan, StepOutput
-from .engine.sequence import Sequence
-from .serving import ServingModel
+from ..engine.config import Chunking, EngineConfig, PolicyName
+from ..engine.plan import Plan, StepOutput
+from ..engine.sequence import Sequence
+from .model_interface import ServingModel
 
 __all__ = ["SyntheticRunner", "build_synthetic"]
 

@@ -14,10 +14,10 @@ from penstock.shared.errors import InvalidRequest
 from penstock.shared.protocol import Chunk, Reason, Request
 from penstock.shared.scripts.operations import Claim
 
-from .ledger import run_name
-from .messages import Add
-from .metrics import WorkerMetrics
+from ..messages import Add
+from ..metrics import WorkerMetrics
 from .outbox import Outbox
+from .owned_requests import run_name
 
 __all__ = ["Intake"]
 

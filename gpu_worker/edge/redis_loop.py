@@ -27,12 +27,12 @@ from penstock.shared.scripts.operations import AppendRow, Operations
 from penstock.shared.scripts.replies import read_statuses
 from penstock.shared.scripts.script_loader import Call, Command
 
-from .engine_link import EngineLink
-from .intake import Intake
-from .ledger import run_name
-from .metrics import WorkerMetrics
+from ..metrics import WorkerMetrics
+from .claim_budget import NO_ROOM, Room
+from .claims import Intake
+from .engine_client import EngineLink
 from .outbox import Outbox
-from .room import NO_ROOM, Room
+from .owned_requests import run_name
 
 __all__ = ["Capacity", "RedisEdge"]
 

@@ -29,18 +29,18 @@ from penstock.shared.scripts.log_operations import LogOperations
 from penstock.shared.scripts.operations import Bounds, Operations
 from penstock.shared.settings import WorkerSettings
 
+from ..engine_process.gc_tuning import calm_collector
+from ..health import HealthServer
+from ..launch import EXIT_BROKEN, EXIT_REFUSED, Launch
+from ..logs import configure_logging
+from ..metrics import WorkerMetrics
+from .claims import Intake
 from .compactor import Compactor
-from .connection import Link, connect
-from .door import Door
-from .engine_link import EngineEnded, EngineLink
-from .garbage import calm_collector
-from .health import HealthServer
-from .intake import Intake
-from .launch import EXIT_BROKEN, EXIT_REFUSED, Launch
-from .logs import configure_logging
-from .metrics import WorkerMetrics
+from .engine_client import EngineEnded, EngineLink
+from .ingress import Door
 from .outbox import Outbox
-from .redis_edge import Capacity, RedisEdge
+from .redis_loop import Capacity, RedisEdge
+from .worker_connections import Link, connect
 
 __all__ = ["main"]
 

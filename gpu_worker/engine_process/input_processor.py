@@ -16,9 +16,9 @@ from dataclasses import replace
 from penstock.shared.errors import InvalidRequest
 from penstock.shared.protocol import Reason, SamplingOptions
 
-from .engine.form import Form
-from .engine.requests import EngineRequest, Update
-from .messages import Add, Prepared, Taken, bare_end
+from ..engine.form import Form
+from ..engine.requests import EngineRequest, Update
+from ..messages import Add, Prepared, Taken, bare_end
 
 __all__ = ["Preparation"]
 

@@ -19,7 +19,7 @@ from penstock.shared.redis.address import redact_url
 from penstock.shared.redis.cluster import follow
 from penstock.shared.redis.transient_errors import NotNow
 
-from .connection import connect
+from .worker_connections import connect
 
 __all__ = ["check_redis"]
 

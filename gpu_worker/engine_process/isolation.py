@@ -12,8 +12,8 @@ from typing import Protocol
 
 from penstock.shared.protocol import Reason
 
-from .engine.plan import Plan, Span, StepOutput
-from .engine.requests import Finish
+from ..engine.plan import Plan, Span, StepOutput
+from ..engine.requests import Finish
 
 __all__ = ["Runner", "run_isolated"]
 

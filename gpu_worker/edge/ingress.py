@@ -25,7 +25,7 @@ from penstock.shared.scripts.ingress_operations import Admitted, DoorOperations
 from penstock.shared.scripts.replies import accepted
 from penstock.shared.scripts.script_loader import run_calls, run_commands
 
-from .metrics import WorkerMetrics
+from ..metrics import WorkerMetrics
 
 __all__ = ["Door"]
 

@@ -15,9 +15,9 @@ from typing import NamedTuple
 from penstock.shared.errors import PenstockError
 from penstock.shared.local.children import spawn_bound
 
-from .engine.stats import Load
-from .launch import EXIT_BROKEN, Launch, describe_exit
-from .messages import (
+from ..engine.stats import Load
+from ..launch import EXIT_BROKEN, Launch, describe_exit
+from ..messages import (
     Abort,
     Add,
     Broken,
@@ -31,10 +31,12 @@ from .messages import (
     frame,
     unpacked_updates,
 )
-from .metrics import WorkerMetrics
+from ..metrics import WorkerMetrics
 from .outbox import Outbox
 
 __all__ = ["EngineEnded", "EngineLink", "EngineRefused"]
+
+ENGINE_PROGRAM = "penstock.gpu_worker.engine_process.main"
 
 _log = logging.getLogger("penstock.edge")
 
@@ -106,7 +108,12 @@ class EngineLink(asyncio.Protocol):
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = spawn_bound(
-                [sys.executable, "-m", "penstock.gpu_worker.engine_process", str(theirs.fileno())],
+                [
+                    sys.executable,
+                    "-m",
+                    "penstock.gpu_worker.engine_process.main",
+                    str(theirs.fileno()),
+                ],
                 stdin=subprocess.PIPE,
                 pass_fds=(theirs.fileno(),),
             )

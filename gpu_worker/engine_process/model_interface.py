@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from penstock.shared.protocol import SamplingOptions
 
-from .engine.config import EngineConfig
-from .engine.form import Form
-from .engine.text import TextStream
+from ..engine.config import EngineConfig
+from ..engine.form import Form
+from ..engine.text import TextStream
 from .isolation import Runner
 
 __all__ = ["ServingModel"]

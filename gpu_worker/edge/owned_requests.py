@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from penstock.shared.protocol import Answer, Usage
 from penstock.shared.scripts.operations import Claim
 
-from .engine.requests import Finish
+from ..engine.requests import Finish
 
 __all__ = ["TokenLedger", "run_name"]
 

@@ -1,0 +1,1 @@
+"""The process that talks to Redis. It never imports torch."""

@@ -1,0 +1,1 @@
+"""The process that computes: it loads the model and runs the step loop."""
