@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from .engine.speculation import SpeculationStats
+from .engine.speculation.controller import SpeculationStats
 from .engine.stats import EngineStats
 from .histogram import TallyHistogram
 from .messages import StepRecord

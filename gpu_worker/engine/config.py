@@ -9,8 +9,8 @@ from typing import Literal
 
 from penstock.shared.errors import ConfigurationError
 
-from .kinds import KVKind
-from .speculation import SpeculationConfig
+from .kv.kv_cache_groups import KVKind
+from .speculation.controller import SpeculationConfig
 
 __all__ = ["Chunking", "EngineConfig", "PolicyName", "PreemptionChoice"]
 

@@ -9,18 +9,18 @@ from penstock.shared.errors import IntegrityError
 from penstock.shared.protocol import Lane, Reason
 
 from .config import EngineConfig
-from .hybrid_blocks import make_blocks
-from .limits import Limits
-from .live_requests import LiveRequests
+from .kv.host_pool import HostPool
+from .kv.hybrid_blocks import make_blocks
 from .plan import Plan, Span, StepOutput
-from .policies import Policy, make_policy
+from .request_manager import LiveRequests
 from .requests import EngineRequest, Finish, Update
-from .scheduler import Scheduler
+from .scheduling.policies import Policy, make_policy
+from .scheduling.scheduler import Scheduler
 from .sequence import SequenceStatus
-from .speculation import Speculator
+from .size_limits import Limits
+from .speculation.controller import Speculator
 from .stats import EngineStats, Load, PoolUse
-from .swap import HostPool
-from .text import TextStream
+from .text_stream import TextStream
 
 __all__ = ["Engine"]
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 from penstock.shared.protocol import TokenLogprobs
 
-from .drafting import Source
 from .requests import Finish
 from .sequence import Sequence
-from .speculation_cost import StepTiming
+from .speculation.draft_state import Source
+from .speculation.verification_cost import StepTiming
 
 __all__ = ["BlockCopy", "Plan", "Span", "StepOutput"]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from penstock.shared.protocol import Lane, Part, Reason, SamplingOptions, TokenLogprobs
 
-from .form import Form
+from .constraint import Form
 
 __all__ = ["EngineRequest", "Finish", "Update"]
 

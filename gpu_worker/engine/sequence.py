@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterable
 
 from penstock.shared.protocol import Lane, SamplingOptions, TokenLogprobs
 
-from .drafting import Drafting
-from .form import Form
+from .constraint import Form
+from .speculation.draft_state import Drafting
 
 __all__ = ["Sequence", "SequenceStatus"]
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from penstock.shared.protocol import Lane
 
-from .speculation import SpeculationStats
+from .speculation.controller import SpeculationStats
 
 __all__ = ["EngineStats", "Load", "PoolUse", "Preemption", "PreemptionCause", "PreemptionMode"]
 

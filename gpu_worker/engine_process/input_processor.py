@@ -16,7 +16,7 @@ from dataclasses import replace
 from penstock.shared.errors import InvalidRequest
 from penstock.shared.protocol import Reason, SamplingOptions
 
-from ..engine.form import Form
+from ..engine.constraint import Form
 from ..engine.requests import EngineRequest, Update
 from ..messages import Add, Prepared, Taken, bare_end
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from penstock.shared.protocol import SamplingOptions
 
 from ..engine.config import EngineConfig
-from ..engine.form import Form
-from ..engine.text import TextStream
+from ..engine.constraint import Form
+from ..engine.text_stream import TextStream
 from .isolation import Runner
 
 __all__ = ["ServingModel"]

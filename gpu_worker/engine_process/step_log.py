@@ -15,7 +15,7 @@ from typing import IO
 
 from penstock.shared.errors import ConfigurationError
 
-from ..engine.work import Work
+from ..engine.scheduling.step_features import Work
 
 __all__ = ["StepLog", "step_log"]
 

@@ -19,7 +19,7 @@ from penstock.shared.protocol import Reason
 from ..engine.engine import Engine
 from ..engine.plan import Plan, StepOutput
 from ..engine.requests import EngineRequest, Update
-from ..engine.work import Work
+from ..engine.scheduling.step_features import Work
 from ..messages import Broken, Step, StepRecord, packed_updates
 from .isolation import Runner, run_isolated
 from .step_log import StepLog

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from ..engine.kinds import NO_BLOCK
+from ..engine.kv.kv_cache_groups import NO_BLOCK
 from ..engine.plan import BlockCopy, Span
 from ..engine.sequence import Sequence, SequenceStatus
 from .draft_masks import Walks

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from ..engine.config import EngineConfig
-from ..engine.kinds import KVKind, most_blocks_held
+from ..engine.kv.kv_cache_groups import KVKind, most_blocks_held
 from .geometry import KVGeometry
 
 __all__ = ["kinds_in_budget", "kinds_of_layers", "windows_of_kinds"]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from penstock.shared.errors import InsufficientMemory
 
-from ..engine.kinds import KVKind
+from ..engine.kv.kv_cache_groups import KVKind
 from .geometry import KVGeometry, LayerGeometry
 from .kv_kinds import kinds_of_layers
 from .memory import format_bytes

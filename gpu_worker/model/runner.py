@@ -18,7 +18,7 @@ from penstock.shared.protocol import Reason, TokenLogprobs
 from ..engine.plan import Plan, Span, StepOutput
 from ..engine.requests import Finish
 from ..engine.sequence import Sequence
-from ..engine.speculation_cost import StepTiming
+from ..engine.speculation.verification_cost import StepTiming
 from .draft_fallback import DraftFallback
 from .draft_rows import DraftRows, SampledRow
 from .drafters import Drafter, Proposal

@@ -12,7 +12,7 @@ import torch
 from penstock.shared.settings import EngineSettings, Settings
 
 from ..engine.config import Chunking, EngineConfig, PolicyName
-from ..engine.kinds import KVKind
+from ..engine.kv.kv_cache_groups import KVKind
 from ..engine_process.model_interface import ServingModel
 from .decoding import decoder_of
 from .detokenizer import IncrementalDetokenizer

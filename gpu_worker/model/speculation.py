@@ -11,8 +11,8 @@ from dataclasses import replace
 from penstock.shared.errors import ConfigurationError, ModelError
 from penstock.shared.settings import Settings
 
-from ..engine.speculation import SpeculationConfig
-from ..engine.speculation_cost import Calibration
+from ..engine.speculation.controller import SpeculationConfig
+from ..engine.speculation.verification_cost import Calibration
 from .checkpoint import DEMO, DEMO_DRAFT
 from .drafters import DraftModel
 from .loader import LoadedModel, load_model

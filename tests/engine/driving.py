@@ -11,11 +11,9 @@ from engine.fakes import (
     config,
 )
 
-from penstock.gpu_worker.engine import (
-    Engine,
-    StepOutput,
-    Update,
-)
+from penstock.gpu_worker.engine.engine import Engine
+from penstock.gpu_worker.engine.plan import StepOutput
+from penstock.gpu_worker.engine.requests import Update
 from penstock.shared.protocol import Reason
 
 

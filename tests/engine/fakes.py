@@ -8,18 +8,12 @@ from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from penstock.gpu_worker.engine import (
-    NO_BLOCK,
-    BlockCopy,
-    EngineConfig,
-    EngineRequest,
-    KVKind,
-    Plan,
-    Sequence,
-    Span,
-    StepOutput,
-    StepTiming,
-)
+from penstock.gpu_worker.engine.config import EngineConfig
+from penstock.gpu_worker.engine.kv.kv_cache_groups import NO_BLOCK, KVKind
+from penstock.gpu_worker.engine.plan import BlockCopy, Plan, Span, StepOutput
+from penstock.gpu_worker.engine.requests import EngineRequest
+from penstock.gpu_worker.engine.sequence import Sequence
+from penstock.gpu_worker.engine.speculation.verification_cost import StepTiming
 from penstock.shared.protocol import Lane, Reason, SamplingOptions, TokenLogprobs
 
 EOS = 0

@@ -20,23 +20,15 @@ from hypothesis.stateful import (
     RuleBasedStateMachine,
 )
 
-from penstock.gpu_worker.engine import (
-    Chunking,
-    Engine,
-    EngineConfig,
-    EngineRequest,
-    KVKind,
-    Plan,
-    PolicyName,
-    PreemptionCause,
-    Sequence,
-    SequenceStatus,
-    SpeculationConfig,
-    StepOutput,
-    StepTiming,
-    Update,
-)
-from penstock.gpu_worker.engine.stats import Preemption
+from penstock.gpu_worker.engine.config import Chunking, EngineConfig, PolicyName
+from penstock.gpu_worker.engine.engine import Engine
+from penstock.gpu_worker.engine.kv.kv_cache_groups import KVKind
+from penstock.gpu_worker.engine.plan import Plan, StepOutput
+from penstock.gpu_worker.engine.requests import EngineRequest, Update
+from penstock.gpu_worker.engine.sequence import Sequence, SequenceStatus
+from penstock.gpu_worker.engine.speculation.controller import SpeculationConfig
+from penstock.gpu_worker.engine.speculation.verification_cost import StepTiming
+from penstock.gpu_worker.engine.stats import Preemption, PreemptionCause
 from penstock.shared.protocol import Reason
 
 prompts = st.one_of(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from penstock.gpu_worker.engine.beam import BeamSearch, Step
+from penstock.gpu_worker.engine.groups.beam_search import BeamSearch, Step
 from penstock.shared.protocol import SamplingOptions
 
 Tokens = tuple[tuple[int, float], ...]

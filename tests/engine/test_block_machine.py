@@ -8,9 +8,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from penstock.gpu_worker.engine import NO_BLOCK, BlockCopy, KVKind, Sequence
-from penstock.gpu_worker.engine.hybrid_blocks import make_blocks
-from penstock.gpu_worker.engine.kinds import most_blocks_held
+from penstock.gpu_worker.engine.kv.hybrid_blocks import make_blocks
+from penstock.gpu_worker.engine.kv.kv_cache_groups import NO_BLOCK, KVKind, most_blocks_held
+from penstock.gpu_worker.engine.plan import BlockCopy
+from penstock.gpu_worker.engine.sequence import Sequence
 
 MAX_SPAN = 5
 pools = st.integers(1, 10)

@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.gpu_worker.engine import BlockCopy, BlockManager, Sequence
+from penstock.gpu_worker.engine.kv.block_manager import BlockManager
+from penstock.gpu_worker.engine.plan import BlockCopy
+from penstock.gpu_worker.engine.sequence import Sequence
 from penstock.shared.errors import IntegrityError
 from penstock.shared.protocol import SamplingOptions
 

@@ -11,16 +11,12 @@ from engine.fakes import FakeRunner, PieceStream, config, request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.gpu_worker.engine import (
-    AdaptiveChunks,
-    Chunking,
-    Engine,
-    EngineConfig,
-    Plan,
-    Span,
-    StepTiming,
-)
+from penstock.gpu_worker.engine.config import Chunking, EngineConfig
+from penstock.gpu_worker.engine.engine import Engine
+from penstock.gpu_worker.engine.plan import Plan, Span
+from penstock.gpu_worker.engine.scheduling.chunking import AdaptiveChunks
 from penstock.gpu_worker.engine.sequence import Sequence
+from penstock.gpu_worker.engine.speculation.verification_cost import StepTiming
 from penstock.gpu_worker.engine.stats import EngineStats
 from penstock.shared.errors import ConfigurationError
 from penstock.shared.protocol import SamplingOptions
@@ -209,7 +205,7 @@ class _Silent(FakeRunner):
         super().__init__(16)
 
     def run(self, plan: Plan):  # type: ignore[no-untyped-def]
-        from penstock.gpu_worker.engine import StepOutput
+        from penstock.gpu_worker.engine.plan import StepOutput
 
         return StepOutput(tuple((1,) if span.samples else () for span in plan.spans))
 

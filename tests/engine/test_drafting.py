@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.gpu_worker.engine.drafting import Drafting, Source
+from penstock.gpu_worker.engine.speculation.draft_state import Drafting, Source
 
 
 def test_it_is_known_how_many_steps_a_draft_model_has_missed() -> None:

@@ -35,15 +35,11 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from penstock.gpu_worker.engine import (
-    Chunking,
-    Engine,
-    Finish,
-    Plan,
-    PolicyName,
-    StepOutput,
-    StepTiming,
-)
+from penstock.gpu_worker.engine.config import Chunking, PolicyName
+from penstock.gpu_worker.engine.engine import Engine
+from penstock.gpu_worker.engine.plan import Plan, StepOutput
+from penstock.gpu_worker.engine.requests import Finish
+from penstock.gpu_worker.engine.speculation.verification_cost import StepTiming
 from penstock.gpu_worker.engine_process.isolation import run_isolated
 from penstock.shared.protocol import Lane, Reason
 

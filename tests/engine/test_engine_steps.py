@@ -13,14 +13,10 @@ from engine.fakes import (
     solo,
 )
 
-from penstock.gpu_worker.engine import (
-    Engine,
-    EngineRequest,
-    Finish,
-    Plan,
-    SpeculationConfig,
-    StepOutput,
-)
+from penstock.gpu_worker.engine.engine import Engine
+from penstock.gpu_worker.engine.plan import Plan, StepOutput
+from penstock.gpu_worker.engine.requests import EngineRequest, Finish
+from penstock.gpu_worker.engine.speculation.controller import SpeculationConfig
 from penstock.shared.errors import IntegrityError
 from penstock.shared.protocol import Lane, Reason
 

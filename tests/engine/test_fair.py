@@ -9,8 +9,9 @@ from engine.driving import engine
 from engine.fakes import request
 from engine.waiting_sequences import BOUND_S, drained, filled, make, sequence
 
-from penstock.gpu_worker.engine import Plan, PolicyName, StepOutput
-from penstock.gpu_worker.engine.policies import TenantFair
+from penstock.gpu_worker.engine.config import PolicyName
+from penstock.gpu_worker.engine.plan import Plan, StepOutput
+from penstock.gpu_worker.engine.scheduling.policies import TenantFair
 from penstock.shared.protocol import Lane
 
 

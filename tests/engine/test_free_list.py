@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.gpu_worker.engine.free_list import FreeList
+from penstock.gpu_worker.engine.kv.free_list import FreeList
 
 
 def test_starts_with_all_blocks_in_order() -> None:

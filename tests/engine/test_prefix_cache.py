@@ -3,8 +3,8 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.gpu_worker.engine import Sequence
-from penstock.gpu_worker.engine.prefix_cache import PrefixCache
+from penstock.gpu_worker.engine.kv.prefix_cache import PrefixCache
+from penstock.gpu_worker.engine.sequence import Sequence
 from penstock.shared.protocol import SamplingOptions
 
 short_ids = st.lists(st.integers(0, 1), min_size=1, max_size=9)

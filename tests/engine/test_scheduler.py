@@ -3,17 +3,13 @@ from __future__ import annotations
 import pytest
 from engine.fakes import config
 
-from penstock.gpu_worker.engine import (
-    EngineConfig,
-    Fcfs,
-    Plan,
-    PreemptionCause,
-    PreemptionMode,
-    Scheduler,
-    Sequence,
-    SequenceStatus,
-)
-from penstock.gpu_worker.engine.hybrid_blocks import make_blocks
+from penstock.gpu_worker.engine.config import EngineConfig
+from penstock.gpu_worker.engine.kv.hybrid_blocks import make_blocks
+from penstock.gpu_worker.engine.plan import Plan
+from penstock.gpu_worker.engine.scheduling.policies import Fcfs
+from penstock.gpu_worker.engine.scheduling.scheduler import Scheduler
+from penstock.gpu_worker.engine.sequence import Sequence, SequenceStatus
+from penstock.gpu_worker.engine.stats import PreemptionCause, PreemptionMode
 from penstock.shared.errors import ConfigurationError, IntegrityError
 from penstock.shared.protocol import Lane, SamplingOptions
 

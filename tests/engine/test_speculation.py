@@ -8,18 +8,21 @@ from itertools import pairwise
 import pytest
 from engine.fakes import FakeRunner, PieceStream, config, request, solo
 
-from penstock.gpu_worker.engine import (
+from penstock.gpu_worker.engine.engine import Engine
+from penstock.gpu_worker.engine.plan import Plan, Span
+from penstock.gpu_worker.engine.sequence import Sequence
+from penstock.gpu_worker.engine.speculation.controller import SpeculationConfig, Speculator
+from penstock.gpu_worker.engine.speculation.draft_length import (
+    Pool,
+    best_lengths,
+    cut,
+    expected_gain,
+)
+from penstock.gpu_worker.engine.speculation.verification_cost import (
     Calibration,
-    Engine,
-    Plan,
-    Span,
-    SpeculationConfig,
+    StepCosts,
     StepTiming,
 )
-from penstock.gpu_worker.engine.sequence import Sequence
-from penstock.gpu_worker.engine.speculation import Speculator
-from penstock.gpu_worker.engine.speculation_cost import StepCosts
-from penstock.gpu_worker.engine.speculation_length import Pool, best_lengths, cut, expected_gain
 from penstock.shared.protocol import Reason, SamplingOptions, Speculation
 
 # --- what pays

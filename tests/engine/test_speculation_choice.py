@@ -7,13 +7,13 @@ from itertools import pairwise
 
 import pytest
 
-from penstock.gpu_worker.engine import Span, SpeculationConfig
-from penstock.gpu_worker.engine.drafting import Source
+from penstock.gpu_worker.engine.plan import Span
 from penstock.gpu_worker.engine.sequence import Sequence
-from penstock.gpu_worker.engine.speculation import Speculator
-from penstock.gpu_worker.engine.speculation_choice import Choice, LineUp, line_up
-from penstock.gpu_worker.engine.speculation_cost import Calibration
-from penstock.gpu_worker.engine.speculation_way import Ways
+from penstock.gpu_worker.engine.speculation.assignment import Ways
+from penstock.gpu_worker.engine.speculation.controller import SpeculationConfig, Speculator
+from penstock.gpu_worker.engine.speculation.draft_state import Source
+from penstock.gpu_worker.engine.speculation.draft_strategy import Choice, LineUp, line_up
+from penstock.gpu_worker.engine.speculation.verification_cost import Calibration
 from penstock.shared.protocol import SamplingOptions, Speculation
 
 

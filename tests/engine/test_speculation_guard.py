@@ -11,11 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.gpu_worker.engine import Calibration, Span, SpeculationConfig, StepTiming
+from penstock.gpu_worker.engine.plan import Span
 from penstock.gpu_worker.engine.sequence import Sequence
-from penstock.gpu_worker.engine.speculation import Speculator
-from penstock.gpu_worker.engine.speculation_cost import StepCosts
-from penstock.gpu_worker.engine.speculation_guard import Guard, Permission
+from penstock.gpu_worker.engine.speculation.controller import SpeculationConfig, Speculator
+from penstock.gpu_worker.engine.speculation.guard import Guard, Permission
+from penstock.gpu_worker.engine.speculation.verification_cost import (
+    Calibration,
+    StepCosts,
+    StepTiming,
+)
 from penstock.shared.protocol import SamplingOptions
 
 STEPS = 2000

@@ -7,11 +7,11 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.gpu_worker.engine import Span, SpeculationConfig
-from penstock.gpu_worker.engine.drafting import Drafting
+from penstock.gpu_worker.engine.plan import Span
 from penstock.gpu_worker.engine.sequence import Sequence
-from penstock.gpu_worker.engine.speculation import Speculator
-from penstock.gpu_worker.engine.speculation_ngram import NgramIndex
+from penstock.gpu_worker.engine.speculation.controller import SpeculationConfig, Speculator
+from penstock.gpu_worker.engine.speculation.draft_state import Drafting
+from penstock.gpu_worker.engine.speculation.ngram import NgramIndex
 from penstock.shared.protocol import SamplingOptions
 
 

@@ -7,19 +7,13 @@ from dataclasses import replace
 import pytest
 from engine.fakes import FakeRunner, PieceStream, config, request, solo
 
-from penstock.gpu_worker.engine import (
-    NO_BLOCK,
-    BlockCopy,
-    Engine,
-    Finish,
-    HostPool,
-    KVKind,
-    Plan,
-    PreemptionCause,
-    PreemptionMode,
-    Sequence,
-    StepOutput,
-)
+from penstock.gpu_worker.engine.engine import Engine
+from penstock.gpu_worker.engine.kv.host_pool import HostPool
+from penstock.gpu_worker.engine.kv.kv_cache_groups import NO_BLOCK, KVKind
+from penstock.gpu_worker.engine.plan import BlockCopy, Plan, StepOutput
+from penstock.gpu_worker.engine.requests import Finish
+from penstock.gpu_worker.engine.sequence import Sequence
+from penstock.gpu_worker.engine.stats import PreemptionCause, PreemptionMode
 from penstock.shared.errors import ConfigurationError, IntegrityError
 from penstock.shared.protocol import Lane, Reason, SamplingOptions
 

@@ -9,17 +9,12 @@ from engine.fakes import FakeRunner, PieceStream, Result, config, request, solo
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.gpu_worker.engine import (
-    NO_BLOCK,
-    BlockCopy,
-    BlockManager,
-    Engine,
-    HybridBlocks,
-    KVKind,
-    Sequence,
-)
-from penstock.gpu_worker.engine.hybrid_blocks import Blocks
-from penstock.gpu_worker.engine.kinds import most_blocks_held
+from penstock.gpu_worker.engine.engine import Engine
+from penstock.gpu_worker.engine.kv.block_manager import BlockManager
+from penstock.gpu_worker.engine.kv.hybrid_blocks import Blocks, HybridBlocks
+from penstock.gpu_worker.engine.kv.kv_cache_groups import NO_BLOCK, KVKind, most_blocks_held
+from penstock.gpu_worker.engine.plan import BlockCopy
+from penstock.gpu_worker.engine.sequence import Sequence
 from penstock.shared.errors import ConfigurationError, IntegrityError
 from penstock.shared.protocol import Reason, SamplingOptions
 

@@ -7,7 +7,9 @@ from typing import Any, Protocol
 
 from engine.fakes import config
 
-from penstock.gpu_worker.engine import Policy, PolicyName, Sequence, make_policy
+from penstock.gpu_worker.engine.config import PolicyName
+from penstock.gpu_worker.engine.scheduling.policies import Policy, make_policy
+from penstock.gpu_worker.engine.sequence import Sequence
 from penstock.shared.protocol import Lane, SamplingOptions
 
 __all__ = ["BOUND_S", "drained", "filled", "make", "may_overtake", "sequence"]

@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.gpu_worker.engine import Engine, EngineConfig, EngineRequest, Finish, Update
+from penstock.gpu_worker.engine.config import EngineConfig
+from penstock.gpu_worker.engine.engine import Engine
+from penstock.gpu_worker.engine.requests import EngineRequest, Finish, Update
 from penstock.gpu_worker.engine_process.isolation import run_isolated
 from penstock.gpu_worker.model import KVPool, LoadedModel, ModelRunner
 from penstock.gpu_worker.model.detokenizer import IncrementalDetokenizer

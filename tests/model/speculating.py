@@ -7,16 +7,12 @@ from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from penstock.gpu_worker.engine import (
-    BlockCopy,
-    Engine,
-    EngineConfig,
-    EngineRequest,
-    EngineStats,
-    Span,
-    SpeculationConfig,
-    Update,
-)
+from penstock.gpu_worker.engine.config import EngineConfig
+from penstock.gpu_worker.engine.engine import Engine
+from penstock.gpu_worker.engine.plan import BlockCopy, Span
+from penstock.gpu_worker.engine.requests import EngineRequest, Update
+from penstock.gpu_worker.engine.speculation.controller import SpeculationConfig
+from penstock.gpu_worker.engine.stats import EngineStats
 from penstock.gpu_worker.model import KVPool, LoadedModel, ModelRunner
 from penstock.gpu_worker.model.detokenizer import IncrementalDetokenizer
 from penstock.gpu_worker.model.drafters import Drafter, DraftModel, Proposal

@@ -13,7 +13,9 @@ from model.speculating import BLOCK_SIZE, serve
 from model.test_speculation import PROMPTS, requests
 from torch import Tensor
 
-from penstock.gpu_worker.engine import BlockCopy, Span, SpeculationConfig, Update
+from penstock.gpu_worker.engine.plan import BlockCopy, Span
+from penstock.gpu_worker.engine.requests import Update
+from penstock.gpu_worker.engine.speculation.controller import SpeculationConfig
 from penstock.gpu_worker.model import KVPool, LoadedModel
 from penstock.gpu_worker.model.drafters import DraftModel, Proposal
 from penstock.gpu_worker.model.sampler import Sampler, SamplingBatch

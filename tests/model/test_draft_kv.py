@@ -19,8 +19,9 @@ from model.families import VOCAB_SIZE
 from model.speculating import BLOCK_SIZE, Served, serve
 from torch import Tensor
 
-from penstock.gpu_worker.engine import BlockCopy, Span, SpeculationConfig
+from penstock.gpu_worker.engine.plan import BlockCopy, Span
 from penstock.gpu_worker.engine.sequence import Sequence
+from penstock.gpu_worker.engine.speculation.controller import SpeculationConfig
 from penstock.gpu_worker.model import KVPool, LoadedModel, drafters
 from penstock.gpu_worker.model.drafters import DraftModel, Proposal
 from penstock.gpu_worker.model.packing import PackedStep, Piece, forward_logits, pack

@@ -9,14 +9,11 @@ import pytest
 import torch
 from model.families import VOCAB_SIZE
 
-from penstock.gpu_worker.engine import (
-    Engine,
-    EngineConfig,
-    EngineRequest,
-    Plan,
-    Sequence,
-    Span,
-)
+from penstock.gpu_worker.engine.config import EngineConfig
+from penstock.gpu_worker.engine.engine import Engine
+from penstock.gpu_worker.engine.plan import Plan, Span
+from penstock.gpu_worker.engine.requests import EngineRequest
+from penstock.gpu_worker.engine.sequence import Sequence
 from penstock.gpu_worker.model import KVPool, LoadedModel, ModelRunner
 from penstock.gpu_worker.model.detokenizer import IncrementalDetokenizer
 from penstock.shared.protocol import Lane, Reason, SamplingOptions

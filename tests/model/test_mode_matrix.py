@@ -19,7 +19,7 @@ from model.families import VOCAB_SIZE, WINDOW
 
 from penstock.gpu_worker.engine.config import Chunking, EngineConfig
 from penstock.gpu_worker.engine.engine import Engine
-from penstock.gpu_worker.engine.kinds import KVKind
+from penstock.gpu_worker.engine.kv.kv_cache_groups import KVKind
 from penstock.gpu_worker.engine.requests import EngineRequest
 from penstock.gpu_worker.engine.stats import EngineStats, PreemptionMode
 from penstock.gpu_worker.model import KVPool, LoadedModel, ModelRunner

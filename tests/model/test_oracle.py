@@ -19,7 +19,7 @@ from model.families import SUPPORTED, VOCAB_SIZE, WINDOW
 
 from penstock.gpu_worker.engine.config import EngineConfig
 from penstock.gpu_worker.engine.engine import Engine
-from penstock.gpu_worker.engine.kinds import KVKind
+from penstock.gpu_worker.engine.kv.kv_cache_groups import KVKind
 from penstock.gpu_worker.engine.plan import Span
 from penstock.gpu_worker.engine.requests import EngineRequest
 from penstock.gpu_worker.engine.sequence import Sequence

@@ -15,8 +15,9 @@ import torch
 from model.families import VOCAB_SIZE, WINDOW
 from model.speculating import BLOCK_SIZE, Oracle, Served, draft_model, serve
 
-from penstock.gpu_worker.engine import KVKind, Span, SpeculationConfig
-from penstock.gpu_worker.engine.kinds import most_blocks_held
+from penstock.gpu_worker.engine.kv.kv_cache_groups import KVKind, most_blocks_held
+from penstock.gpu_worker.engine.plan import Span
+from penstock.gpu_worker.engine.speculation.controller import SpeculationConfig
 from penstock.gpu_worker.model import LoadedModel
 from penstock.gpu_worker.model.drafters import Proposal
 from penstock.gpu_worker.model.speculation import load_draft

@@ -14,7 +14,8 @@ from model.engine_run import Bench
 from model.families import VOCAB_SIZE
 from model.speculating import Oracle, draft_model
 
-from penstock.gpu_worker.engine import Span, SpeculationConfig
+from penstock.gpu_worker.engine.plan import Span
+from penstock.gpu_worker.engine.speculation.controller import SpeculationConfig
 from penstock.gpu_worker.model import LoadedModel
 from penstock.gpu_worker.model.drafters import Proposal
 from penstock.gpu_worker.model.grammar import GrammarCompiler

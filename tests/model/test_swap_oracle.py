@@ -9,14 +9,11 @@ import pytest
 import torch
 from model.test_oracle import BLOCK_SIZE, GREEDY, OUTPUT_TOKENS, PROMPTS, Expected, Loaded, Oracle
 
-from penstock.gpu_worker.engine import (
-    Engine,
-    EngineConfig,
-    EngineRequest,
-    Plan,
-    PreemptionMode,
-    StepOutput,
-)
+from penstock.gpu_worker.engine.config import EngineConfig
+from penstock.gpu_worker.engine.engine import Engine
+from penstock.gpu_worker.engine.plan import Plan, StepOutput
+from penstock.gpu_worker.engine.requests import EngineRequest
+from penstock.gpu_worker.engine.stats import PreemptionMode
 from penstock.gpu_worker.engine_process.isolation import run_isolated
 from penstock.gpu_worker.model import KVPool, LoadedModel, ModelRunner
 from penstock.gpu_worker.model.detokenizer import IncrementalDetokenizer

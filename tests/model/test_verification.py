@@ -14,7 +14,7 @@ from model.families import VOCAB_SIZE
 from model.speculating import Oracle, draft_model, serve
 from torch import Tensor
 
-from penstock.gpu_worker.engine import SpeculationConfig
+from penstock.gpu_worker.engine.speculation.controller import SpeculationConfig
 from penstock.gpu_worker.model import LoadedModel
 from penstock.gpu_worker.model.random_numbers import uniform
 from penstock.gpu_worker.model.verification import agreed, reject

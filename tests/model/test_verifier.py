@@ -12,8 +12,8 @@ from model.families import VOCAB_SIZE
 from model.speculating import Oracle, draft_model, serve
 from model.test_speculation import OUTPUT_TOKENS, PROMPTS, SAMPLED
 
-from penstock.gpu_worker.engine import SpeculationConfig
 from penstock.gpu_worker.engine.sequence import Sequence
+from penstock.gpu_worker.engine.speculation.controller import SpeculationConfig
 from penstock.gpu_worker.model import LoadedModel, runner
 from penstock.gpu_worker.model.sampler import Sampler, SamplingBatch
 from penstock.gpu_worker.model.verification import reject, take_typical

@@ -11,8 +11,11 @@ import pytest
 import torch
 from model.families import VOCAB_SIZE, WINDOW
 
-from penstock.gpu_worker.engine import Engine, EngineConfig, EngineRequest, EngineStats, KVKind
-from penstock.gpu_worker.engine.kinds import most_blocks_held
+from penstock.gpu_worker.engine.config import EngineConfig
+from penstock.gpu_worker.engine.engine import Engine
+from penstock.gpu_worker.engine.kv.kv_cache_groups import KVKind, most_blocks_held
+from penstock.gpu_worker.engine.requests import EngineRequest
+from penstock.gpu_worker.engine.stats import EngineStats
 from penstock.gpu_worker.model import KVPool, LoadedModel, ModelRunner
 from penstock.gpu_worker.model.detokenizer import IncrementalDetokenizer
 from penstock.gpu_worker.model.geometry import KVGeometry, LayerGeometry

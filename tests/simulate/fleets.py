@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from penstock.gpu_worker.engine import EngineConfig
+from penstock.gpu_worker.engine.config import EngineConfig
 from penstock.shared.protocol import Lane
 from penstock.tools.simulate import (
     ConstantCost,

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from penstock.gpu_worker.engine.work import Work
+from penstock.gpu_worker.engine.scheduling.step_features import Work
 from penstock.gpu_worker.metrics import WorkerMetrics
 from penstock.shared.errors import ConfigurationError
 from penstock.tools.simulate import HARDWARE, MODELS, Hardware, ModelShape, Roofline

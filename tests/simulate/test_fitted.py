@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.gpu_worker.engine.work import Work
+from penstock.gpu_worker.engine.scheduling.step_features import Work
 from penstock.gpu_worker.engine_process.step_log import StepLog
 from penstock.shared.errors import ConfigurationError
 from penstock.tools.simulate import HARDWARE, MODELS, Roofline

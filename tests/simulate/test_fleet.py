@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import pytest
 from simulate.fleets import LEVEL, drawn, engine, fixed, scenario
 
-from penstock.gpu_worker.engine import Fcfs, Sequence
+from penstock.gpu_worker.engine.scheduling.policies import Fcfs
+from penstock.gpu_worker.engine.sequence import Sequence
 from penstock.shared.protocol import Lane
 from penstock.tools.simulate import ConstantCost, Dispatch, Lengths, SimRequest, simulate
 from penstock.tools.simulate.dispatch import Pull, RoundRobin

@@ -8,7 +8,7 @@ from typing import Any
 
 from waiting import wait_until
 
-from penstock.gpu_worker.engine import EngineRequest
+from penstock.gpu_worker.engine.requests import EngineRequest
 from penstock.gpu_worker.engine_process.input_processor import Preparation
 from penstock.gpu_worker.messages import Add, Prepared, Taken
 from penstock.shared.errors import InvalidRequest

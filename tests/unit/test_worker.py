@@ -13,9 +13,10 @@ import pytest
 from unit.poison import CONFIG, POISON, PoisonedRunner, make_engine, request
 from waiting import wait_until
 
-from penstock.gpu_worker.engine import Engine, EngineRequest, KVKind
+from penstock.gpu_worker.engine.engine import Engine
+from penstock.gpu_worker.engine.kv.kv_cache_groups import KVKind
 from penstock.gpu_worker.engine.plan import Plan, StepOutput
-from penstock.gpu_worker.engine.requests import Finish
+from penstock.gpu_worker.engine.requests import EngineRequest, Finish
 from penstock.gpu_worker.engine_process.synthetic_model import SyntheticRunner, build_synthetic
 from penstock.gpu_worker.engine_process.worker import Worker
 from penstock.gpu_worker.messages import Broken, Step, unpacked_updates

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from penstock.gpu_worker.engine.work import Work
+from penstock.gpu_worker.engine.scheduling.step_features import Work
 from penstock.shared.errors import ConfigurationError
 
 from .step_time import Roofline

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from penstock.gpu_worker.engine.config import EngineConfig
-from penstock.gpu_worker.engine.policies import Policy
+from penstock.gpu_worker.engine.scheduling.policies import Policy
 from penstock.shared.protocol import Lane
 
 from ..report import Check, Number

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from penstock.gpu_worker.engine.work import Work
+from penstock.gpu_worker.engine.scheduling.step_features import Work
 from penstock.shared.errors import ConfigurationError
 
 __all__ = [

@@ -8,16 +8,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from penstock.gpu_worker.engine import (
-    NO_BLOCK,
-    Engine,
-    EngineConfig,
-    EngineRequest,
-    KVKind,
-    Plan,
-    Update,
-)
-from penstock.gpu_worker.engine.kinds import most_blocks_held
+from penstock.gpu_worker.engine.config import EngineConfig
+from penstock.gpu_worker.engine.engine import Engine
+from penstock.gpu_worker.engine.kv.kv_cache_groups import NO_BLOCK, KVKind, most_blocks_held
+from penstock.gpu_worker.engine.plan import Plan
+from penstock.gpu_worker.engine.requests import EngineRequest, Update
 from penstock.gpu_worker.model.detokenizer import IncrementalDetokenizer
 from penstock.gpu_worker.model.kv_kinds import windows_of_kinds
 from penstock.gpu_worker.model.kv_pool import KVPool

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from penstock.gpu_worker.engine import Sequence as EngineSequence
-from penstock.gpu_worker.engine import Span
+from penstock.gpu_worker.engine.plan import Span
+from penstock.gpu_worker.engine.sequence import Sequence as EngineSequence
 from penstock.gpu_worker.model.kv_pool import KVPool
 from penstock.gpu_worker.model.loader import LoadedModel
 from penstock.gpu_worker.model.runner import ModelRunner

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence as Seq
 
 from penstock.gpu_worker.engine.config import EngineConfig, PolicyName
-from penstock.gpu_worker.engine.policies import Policy, make_policy
+from penstock.gpu_worker.engine.scheduling.policies import Policy, make_policy
 from penstock.gpu_worker.engine.sequence import Sequence
 from penstock.shared.protocol import SamplingOptions
 

@@ -13,10 +13,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from penstock.gpu_worker.engine.config import EngineConfig
-from penstock.gpu_worker.engine.form import Form
+from penstock.gpu_worker.engine.constraint import Form
 from penstock.gpu_worker.engine.plan import BlockCopy, Span
-from penstock.gpu_worker.engine.speculation import SpeculationConfig
-from penstock.gpu_worker.engine.text import TextStream
+from penstock.gpu_worker.engine.speculation.controller import SpeculationConfig
+from penstock.gpu_worker.engine.text_stream import TextStream
 from penstock.gpu_worker.model.drafters import Drafter, DraftModel, Proposal
 from penstock.gpu_worker.model.kv_pool import KVPool
 from penstock.gpu_worker.model.loader import LoadedModel, adopt_model, pick_device

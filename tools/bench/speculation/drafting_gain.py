@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from penstock.gpu_worker.engine.engine import Engine
-from penstock.gpu_worker.engine.speculation import SpeculationConfig, SpeculationStats
+from penstock.gpu_worker.engine.speculation.controller import SpeculationConfig, SpeculationStats
 from penstock.gpu_worker.engine_process.gc_tuning import calm_collector
 from penstock.shared.protocol import Speculation
 

@@ -1,0 +1,1 @@
+"""Requests with several sequences: n, best_of and beam search."""

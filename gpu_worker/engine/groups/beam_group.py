@@ -1,0 +1,109 @@
+"""The sequences of a beam search: one per beam, forked and dropped as the search goes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+from ..output_state import Output
+from ..plan import StepOutput
+from ..requests import Update
+from ..scheduling.scheduler import Scheduler
+from ..sequence import Sequence
+from ..size_limits import Limits
+from .beam_search import BeamSearch, Ended, Step
+from .best_of import Hypothesis, answer
+from .group import Group
+
+__all__ = ["Beams"]
+
+
+class Beams(Group):
+    """Advances all beams of a request when the last of them has reported its candidates.
+
+    Those that come earlier wait: they have nothing to compute, and keep their blocks unless
+    somebody before them needs these. A beam that goes on in one way keeps its sequence; for every
+    further way a child shares its blocks, of which whoever writes first gets a copy. Nothing is
+    published before the end, and a worker that takes over begins anew: nothing in it is random.
+
+    Args:
+        scheduler: gets the sequences.
+        limits: of the engine.
+        sequence: the prompt, which becomes the first beam.
+        output: makes the output of a sequence that has none yet.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        limits: Limits,
+        sequence: Sequence,
+        output: Callable[[Sequence], Output],
+    ) -> None:
+        super().__init__(scheduler, limits, sequence)
+        self._prompt_ids = tuple(sequence.token_ids)
+        self._new_output = output
+        self._search = BeamSearch(
+            sequence.options,
+            sequence.options.ending_ids(limits.config.eos_token_ids),
+            limits.max_output_tokens(sequence),
+        )
+        self._beams = [sequence]
+        self._reported: dict[Sequence, tuple[tuple[int, float], ...]] = {}
+        self._numbers = itertools.count(1)
+        self._num_generated = 0
+        sequence.num_candidates = self._search.num_candidates
+        self.members[sequence] = None
+        scheduler.add(sequence)
+
+    @property
+    def num_unpublished(self) -> int:
+        """What all beams of all steps had, until the search is over."""
+        return self._num_generated
+
+    def collect(
+        self, sequence: Sequence, token_ids: tuple[int, ...], output: StepOutput
+    ) -> list[Update]:
+        """See :class:`Group`: nothing, until the search is over."""
+        del token_ids  # what is likeliest now need not be what is likeliest in the end
+        if sequence.num_computed_tokens < sequence.num_tokens:
+            # It had reported, lost its blocks and computed them once more, when the step for which
+            # it did so completed the group.
+            return []
+        self._reported[sequence] = output.candidates[sequence]
+        if len(self._reported) < len(self._beams):
+            return []
+        self._num_generated += len(self._beams)
+        steps = self._search.advance(self._beams, [self._reported[beam] for beam in self._beams])
+        self._reported.clear()
+        if not steps:
+            self.remove()
+            ranked = [self._read(ended) for ended in self._search.ended]
+            return answer(self.first, ranked, generated=self._num_generated)
+        self._go_on(steps)
+        return []
+
+    def _go_on(self, steps: list[Step]) -> None:
+        old, length = self._beams, self._beams[0].num_tokens
+        kept = {step.parent for step in steps}
+        for index, beam in enumerate(old):
+            if index not in kept:  # before forks, which may want its place
+                self._leave(beam)
+        self._beams = []
+        for parent, token_id in steps:
+            beam = old[parent]
+            if beam.num_tokens == length:
+                beam.token_ids.append(token_id)
+            else:  # it goes on in another way already
+                child = beam.twin(next(self._numbers), [*beam.token_ids[:length], token_id])
+                self.members[child] = None
+                self._scheduler.fork(beam, child)
+                beam = child
+            self._beams.append(beam)
+
+    def _read(self, ended: Ended) -> Hypothesis:
+        """The text of an output, and why it has ended."""
+        whole, output = Hypothesis(), self._new_output(self.first.twin(0, self._prompt_ids))
+        for token_id in ended.token_ids:
+            whole.add(output.append((token_id,)))
+        return whole

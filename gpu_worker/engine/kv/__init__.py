@@ -1,0 +1,1 @@
+"""Who owns which KV block: allocation, sharing, the prefix cache, and blocks on the host."""

@@ -1,0 +1,81 @@
+"""How many prompt tokens a step may compute, so that those which decode are not kept waiting."""
+
+from __future__ import annotations
+
+from ..plan import Plan
+from .cost_fit import CostFit
+
+__all__ = ["AdaptiveChunks"]
+
+
+class AdaptiveChunks:
+    """As many as let the step end in time: a model of its cost, fitted while it is used.
+
+    A step over ``n`` sequences with ``p`` tokens beyond one of each and ``d`` drafts is taken to
+    cost ``a + b p + c n + e d`` seconds; solved for the target, that is the chunk. The more
+    sequences decode, the less is left for prompts; while none decodes nobody waits for a token, and
+    the chunk is the largest. Drafts have a cost of their own, since they come many to a sequence
+    with logits for each: it is learned so that it is not taken for a prompt token's or a
+    sequence's. Of the chunk they take what prompts leave, so a step with both ends in time, too.
+
+    The costs are followed by a :class:`CostFit`. Attention makes a token dearer with its
+    position: the fit follows that, too, as it is about steps just made.
+
+    Beyond what was measured the model is trusted for a factor of two only.
+
+    Args:
+        target_s: how long a step in which others decode should take.
+        least, most: bounds of the chunk, in tokens.
+    """
+
+    _GROWTH = 2
+
+    def __init__(self, target_s: float, least: int, most: int) -> None:
+        self._target_s = target_s
+        self._least, self._most = least, most
+        self._fit = CostFit((1, least, 1, 1))
+        self._decoding = 0
+        self._tried = least
+
+    def limit(self, running: int) -> int:
+        """Tokens that the next step may compute beyond one of each of ``running`` sequences."""
+        decoding = min(self._decoding, running)
+        if not decoding:
+            return self._most
+        base, per_token, per_sequence, _ = self._fit.costs
+        left = self._target_s - base - per_sequence * decoding
+        most = min(self._most, self._GROWTH * self._tried)
+        if left <= 0:
+            return self._least
+        if left >= per_token * most:
+            return most
+        return max(self._least, int(left / per_token))
+
+    def predict(self, tokens: int, sequences: int, drafts: int = 0) -> float:
+        """Seconds of a step.
+
+        Args:
+            tokens: of it beyond one of each sequence, drafts not counted.
+            sequences: it has.
+            drafts: that it verifies.
+        """
+        return self._fit.predict((1, tokens, sequences, drafts))
+
+    def observe(self, plan: Plan, seconds: float) -> None:
+        """Learn from a step; the time of a draft model is no part of ``seconds``."""
+        spans = plan.spans
+        tokens = sum([span.num_tokens for span in spans]) - len(spans)
+        # Who was given a token wants the next one. (Some have ended: better too many than too few.)
+        self._decoding = sum([span.samples for span in spans])
+        if seconds > 0:
+            self.learn(tokens, len(spans), seconds, sum([span.num_drafts for span in spans]))
+
+    def learn(self, tokens: int, sequences: int, seconds: float, drafts: int = 0) -> None:
+        """Learn that a step took so long; the arguments are those of :meth:`predict`."""
+        self._tried = max(self._tried, min(tokens, self._most))
+        self._fit.learn((1, tokens, sequences, drafts), seconds)
+
+    @property
+    def token_seconds(self) -> float:
+        """What one more token in a step costs, by what was learned."""
+        return self._fit.costs[1]

@@ -1,0 +1,76 @@
+"""What the scheduler asks of an order of admission."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+
+from penstock.shared.protocol import Lane
+
+from ...sequence import Sequence
+
+__all__ = ["BY_URGENCY", "Policy"]
+
+BY_URGENCY = tuple(sorted(Lane, key=lambda lane: lane.rank))
+
+
+class Policy(ABC):
+    """The queue of waiting sequences, and the order in it.
+
+    Three things hold for every order:
+
+    - The scheduler looks only at the first (:meth:`peek`), and when that one does not fit, nobody
+      overtakes it: so a large request is not starved by small ones.
+    - *Bounded overtaking*: of two sequences of a lane that wait for their first admission, one
+      that arrived more than ``max_overtake_s`` after the other is never admitted before it. Only
+      finitely many arrive in that time and whoever runs will end, so nobody starves behind its own
+      lane. (With ``edf`` a deadline takes the place of the bound, and ``fair``
+      bounds for how long a tenant waits for its turn.)
+    - No method takes time in proportion to the number of waiting sequences, except iteration: what
+      depends on how long somebody has waited must not change the order of those who wait. So
+      ageing is a constant in the key of each (see ``ranked``), never a sum made anew.
+
+    Those preempted go before all others of their lane whatever the order, since they were admitted
+    before them: what was taken from one for KV is not given to a newcomer.
+    """
+
+    @abstractmethod
+    def add(self, sequence: Sequence) -> None:
+        """A new sequence."""
+
+    @abstractmethod
+    def put_back(self, sequence: Sequence) -> None:
+        """A preempted one: it goes before all others of its lane."""
+
+    @abstractmethod
+    def peek(self) -> Sequence | None:
+        """The one to admit next; None if nobody waits."""
+
+    @abstractmethod
+    def remove(self, sequence: Sequence) -> None:
+        """A waiting one leaves: it was aborted."""
+
+    def admit(self, sequence: Sequence) -> None:
+        """The one that :meth:`peek` gave was admitted."""
+        self.remove(sequence)
+
+    def end(self, sequence: Sequence) -> None:  # noqa: B027 - most orders do not look back
+        """An admitted one has ended."""
+
+    def elapse(self, seconds: float) -> None:  # noqa: B027 - most orders know no time
+        """A step took so long."""
+
+    def may_displace(self, head: Sequence, runs: Sequence) -> bool:
+        """Whether ``runs``, preempted for ``head``, would wait behind it.
+
+        If not, what was taken from it would be given back to it in the same step.
+        """
+        return head.rank < runs.rank
+
+    @abstractmethod
+    def num_waiting(self, lane: Lane) -> int:
+        """How many wait in this lane."""
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[Sequence]:
+        """All that wait, for checks."""

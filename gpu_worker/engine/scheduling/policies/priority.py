@@ -1,0 +1,46 @@
+"""``priority``: one order of waiting time, length and lane together."""
+
+from __future__ import annotations
+
+from ...sequence import Sequence
+from .policy import BY_URGENCY
+from .ranked import Lengths, Ranked
+
+__all__ = ["Composite"]
+
+_LANE_SHARE = 0.75
+"""Part of the time for which the least urgent lane may be overtaken; the rest is for length. With
+three lanes and equal lengths a lane is worth three eighths of the whole, which is more than the
+length is, so a more urgent lane goes first unless the other has waited for longer."""
+
+
+class Composite(Ranked):
+    """All lanes in one order: lane and length are worth a head start, and waiting makes up for it.
+
+    The only order in which a lane is no hard class, and so the only one that bounds for how long
+    ``batch`` may wait behind ``critical`` inside a worker: bounded overtaking holds between lanes,
+    too. Urgent work displaces running work of a less urgent lane only if that would wait behind it,
+    so what was admitted for its age is not thrown out again for its lane.
+
+    Args:
+        max_overtake_s: see :class:`Ranked`; here between all sequences.
+        lengths: where a sequence stands by its length.
+    """
+
+    def __init__(self, max_overtake_s: float, lengths: Lengths) -> None:
+        super().__init__(max_overtake_s)
+        self._lengths = lengths
+
+    def _place(self, sequence: Sequence) -> float:
+        lane = sequence.rank / (len(BY_URGENCY) - 1)
+        length = self._lengths.place(sequence)
+        return _LANE_SHARE * lane + (1 - _LANE_SHARE) * length
+
+    def peek(self) -> Sequence | None:
+        """The first of the lane whose first has the smallest key."""
+        firsts = [first for lane in BY_URGENCY if (first := self._first(lane)) is not None]
+        return min(firsts, key=self._key, default=None)
+
+    def may_displace(self, head: Sequence, runs: Sequence) -> bool:
+        """Only if both the lane and the whole order say so."""
+        return super().may_displace(head, runs) and self._key(head) < self._key(runs)

@@ -1,0 +1,265 @@
+"""Decides, step by step, which sequences compute how many tokens."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from penstock.shared.errors import IntegrityError
+from penstock.shared.protocol import Lane
+
+from ..config import Chunking, EngineConfig
+from ..kv.host_pool import HostPool
+from ..kv.hybrid_blocks import Blocks
+from ..plan import Plan, Span
+from ..sequence import Sequence, SequenceStatus
+from ..speculation.controller import Speculator
+from ..stats import Preemption, PreemptionCause
+from .admission import Admission
+from .chunking import AdaptiveChunks
+from .displacement import Displacement
+from .plan_builder import Step
+from .policies import Policy
+from .preemption import Preemptor
+from .preemption_costs import PreemptionCosts
+from .running import Running
+
+__all__ = ["Scheduler"]
+
+
+class Scheduler:
+    """Gives every step's budgets to sequences; admits, preempts and forgets them.
+
+    Iteration-level scheduling (Orca, Yu et al., 2022) with chunked prefill mixed into decodes
+    (Sarathi-Serve, Agrawal et al., 2024).
+
+    Each step first lets urgent work that waits take the place of less urgent work that runs
+    (``displacement``), then continues what runs, then admits what waits in the order of the policy
+    (``admission``). What runs is served in the *order of service* (``running``); when KV is short,
+    a sequence may take blocks only from those behind it in that order (``preemption``). Three
+    things follow:
+
+    - nobody is preempted for somebody less urgent;
+    - the first in the order advances in every step until it ends, then the next is the first: work
+      always gets done, and whoever runs will end;
+    - a sequence that was already planned in this step is never preempted in it, so plans and block
+      copies need not be taken back.
+
+    Every sequence fits into the pool alone, and so do all beams of one search together: the engine
+    refuses or ends those that would not. So a plan is empty only if nothing runs and nothing waits.
+
+    Sequences of one request are admitted and preempted one by one. One that begins like a sibling
+    which runs shares its blocks. Beams advance together: one that has nothing to compute until the
+    others have caught up keeps its blocks and its place, and takes no part in the step.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        blocks: Blocks,
+        policy: Policy,
+        host: HostPool | None = None,
+        speculator: Speculator | None = None,
+    ) -> None:
+        self._config = config
+        self._blocks = blocks
+        self._policy = policy
+        self._host = HostPool(config.kinds, config.block_size) if host is None else host
+        adaptive = config.chunking is Chunking.ADAPTIVE
+        chooses = config.preemption == "auto" and self._host.num_blocks > 0
+        steps = AdaptiveChunks(
+            config.target_itl_s, least=config.min_chunk_size, most=config.chunk_size
+        )
+        self._chunks = steps if adaptive else None
+        self._costs = PreemptionCosts(steps) if chooses else None
+        self._steps = steps if adaptive or chooses else None
+        self._speculator = speculator
+        self._running = Running()
+        shared = config, blocks, policy, self._host, self._running, self._costs
+        self._preemptor, self._admission = Preemptor(*shared), Admission(*shared)
+        self._displacement = Displacement(
+            config, blocks, policy, self._running, self._preemptor, self._admission
+        )
+
+    @property
+    def preemptions(self) -> Counter[Preemption]:
+        """Number of preemptions by the victim's lane, the cause and the mode."""
+        return self._preemptor.counts
+
+    @property
+    def preempted_tokens(self) -> Counter[Preemption]:
+        """Computed tokens of their victims."""
+        return self._preemptor.tokens
+
+    @property
+    def prefix_query_tokens(self) -> int:
+        """Tokens looked up in the prefix cache at admission."""
+        return self._admission.prefix_query_tokens
+
+    @property
+    def prefix_hit_tokens(self) -> int:
+        """Those that were found."""
+        return self._admission.prefix_hit_tokens
+
+    def add(self, sequence: Sequence) -> None:
+        """Let a new sequence wait."""
+        self._policy.add(sequence)
+
+    def add_next(self, sequence: Sequence) -> None:
+        """The same for one whose request is being served: it goes before all others of its lane."""
+        self._policy.put_back(sequence)
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Let a new sequence run that has one token more than was computed for ``parent``.
+
+        It waits, before all others of its lane, if the sequence budget has no room, or the parent
+        does not run or has not computed as much.
+        """
+        full = len(self._running) >= self._config.max_sequences
+        if full or parent.num_computed_tokens != child.num_tokens - 1:
+            self._policy.put_back(child)
+            return
+        self._blocks.fork(parent, child)
+        self._running.add(child)
+
+    def finish(self, sequence: Sequence) -> None:
+        """The sequence has ended or was aborted: forget it and free its blocks."""
+        if sequence.status is SequenceStatus.WAITING:
+            self._policy.remove(sequence)
+            self._host.drop(sequence)
+        else:
+            self._running.remove(sequence)
+            self._blocks.release(sequence)
+            self._policy.end(sequence)
+        sequence.status = SequenceStatus.FINISHED
+
+    def schedule(self) -> Plan | None:
+        """Plan the next step; None if there is nothing to do."""
+        step = Step()
+        self._displacement.displace(step)
+        step.budget = self._token_budget()
+        all_kept = self._continue_running(step)
+        # Thrash guard, part 1: what was just taken from one is not given to another.
+        if all_kept:
+            self._admission.admit_waiting(step)
+            if self._speculator is not None and step.budget:
+                self._add_drafts(step, self._speculator)
+        if not step.spans:
+            self._complete_first_group(step)
+        return step.plan() if step.spans else None
+
+    def observe(self, plan: Plan, seconds: float) -> None:
+        """The step of ``plan`` took so long: chunks, preemptions and waiting are measured by it."""
+        self._policy.elapse(seconds)
+        if self._steps is not None:
+            self._steps.observe(plan, seconds)
+
+    def observe_swaps(self, plan: Plan, seconds: float) -> None:
+        """The swaps of ``plan`` held its step up for so long."""
+        if self._costs is not None and (plan.swaps_out or plan.swaps_in):
+            self._costs.observe_swaps(len(plan.swaps_out), len(plan.swaps_in), seconds)
+
+    def _token_budget(self) -> int:
+        """Query tokens of the next step; one of each running sequence is always in it."""
+        most = self._config.max_batch_tokens
+        if self._chunks is None:
+            return most
+        running = len(self._running)
+        return min(most, running + self._chunks.limit(running))
+
+    def running(self) -> Iterator[Sequence]:
+        """The running sequences, in the order of service."""
+        return iter(self._running)
+
+    def num_running(self, lane: Lane) -> int:
+        """How many run in one lane."""
+        return self._running.count(lane)
+
+    def _continue_running(self, step: Step) -> bool:
+        """Plan what runs; False if KV was short, so that some may have been preempted."""
+        queue = self._running.in_order()
+        all_kept, chunk_size = True, self._config.chunk_size
+        spans, budget, num_behind = step.spans, step.budget, len(queue)
+        for sequence in queue:
+            num_behind -= 1
+            if not all_kept and sequence.status is not SequenceStatus.RUNNING:
+                continue  # preempted for one before it
+            # One token of the budget is kept for each sequence behind, so that no decode waits for
+            # a prefill. (The budget is at least what runs, so at least one is left for this one.)
+            start = sequence.num_computed_tokens
+            num_tokens = len(sequence.token_ids) - start
+            if num_tokens == 1 and start < sequence.num_writable_tokens:
+                # What nearly all do in nearly every step, without a call.
+                spans.append(Span(sequence, start, 1, True))
+                budget -= 1
+                continue
+            if num_tokens == 0:
+                continue  # a beam that waits for the others of its group
+            num_tokens = min(sequence.chunk(num_tokens), budget - num_behind, chunk_size)
+            stop = start + num_tokens
+            if not self._blocks.try_reserve(sequence, stop, step.copies):
+                all_kept = False
+                behind = queue[len(queue) - num_behind :]
+                if not self._preemptor.make_room(sequence, stop, behind, step):
+                    continue
+            spans.append(Span(sequence, start, num_tokens, stop == sequence.num_tokens))
+            budget -= num_tokens
+        step.budget = budget
+        return all_kept
+
+    def _complete_first_group(self, step: Step) -> None:
+        """All that run are beams that wait for siblings: let the first search go on.
+
+        Nothing was planned, so everything that runs may lose its blocks; and then the rest of the
+        first one's group fits, as the engine takes no search that does not fit alone.
+        """
+        first = next(iter(self._running), None)
+        if first is None:
+            return
+        for sequence in self._running.in_order():
+            if sequence not in first.siblings:
+                self._preemptor.preempt(sequence, PreemptionCause.YIELDED, step)
+        whole = self._config.chunking is Chunking.OFF
+        for sequence in first.siblings:
+            fits = sequence.num_tokens <= step.budget if whole else step.budget > 0
+            if fits and sequence.status is SequenceStatus.WAITING:
+                self._admission.try_admit(sequence, 0, step)
+
+    def _add_drafts(self, step: Step, speculator: Speculator) -> None:
+        """Let the step verify drafts with what is left of budget and blocks.
+
+        Nobody is preempted for a draft and nobody waits for one; what they take of blocks goes
+        back after the step, unless they are accepted.
+        """
+        for choice in speculator.choose(step.spans, step.budget):
+            span, count = step.spans[choice.index], choice.count
+            sequence, stop = span.sequence, span.start + 1 + count
+            if stop <= sequence.num_writable_tokens or self._blocks.try_reserve(
+                sequence, stop, step.copies
+            ):
+                step.draft(choice)
+
+    def check_integrity(self, live: set[Sequence]) -> None:
+        """Check queues and blocks against the sequences the engine knows.
+
+        Raises:
+            IntegrityError: a sequence is lost or in two places, or the blocks do not add up.
+        """
+        running, waiting = self._running.in_order(), list(self._policy)
+        if len(running) + len(waiting) != len(live) or {*running, *waiting} != live:
+            raise IntegrityError(f"{running=} and {waiting=} are not the live sequences {live}")
+        for sequence in live:
+            is_running = sequence in self._running
+            status = SequenceStatus.RUNNING if is_running else SequenceStatus.WAITING
+            if sequence.status is not status:
+                raise IntegrityError(f"{sequence} should be {status.value}")
+            if not is_running and (sequence.block_table or sequence.num_computed_tokens):
+                raise IntegrityError(f"{sequence} waits and holds blocks")
+            if is_running and (sequence.host_blocks or sequence.num_swapped_tokens):
+                raise IntegrityError(f"{sequence} runs and is kept on the host")
+            if sequence.num_tokens > self._blocks.capacity_tokens:
+                raise IntegrityError(f"{sequence} can never fit into {self._blocks.num_blocks}")
+        if len(running) > self._config.max_sequences:
+            raise IntegrityError(f"{len(running)} sequences run")
+        self._blocks.check_integrity(running)
+        self._host.check_integrity(waiting)
