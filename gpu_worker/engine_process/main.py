@@ -67,7 +67,7 @@ def _build(settings: Settings) -> ServingModel:
         from .synthetic_model import build_synthetic
 
         return build_synthetic(settings)
-    from ..model.serving import build_model
+    from ..model.build import build_model
 
     return build_model(settings)
 

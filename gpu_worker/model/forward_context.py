@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from penstock.kernels.ragged import RaggedBatch
 
-    from .kv_pool import KVPool
+    from .kv.kv_pool import KVPool
 
 __all__ = ["ForwardContext"]
 

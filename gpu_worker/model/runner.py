@@ -19,24 +19,24 @@ from ..engine.plan import Plan, Span, StepOutput
 from ..engine.requests import Finish
 from ..engine.sequence import Sequence
 from ..engine.speculation.verification_cost import StepTiming
-from .draft_fallback import DraftFallback
-from .draft_rows import DraftRows, SampledRow
-from .drafters import Drafter, Proposal
-from .drawing import largest
-from .kv_pool import KVPool
-from .logits_processors import nothing_left
-from .masks import Asked, MaskMaker, Masks
-from .memory import release_unused
-from .packing import Piece, Rows, decode_pieces, forward_logits, pack
-from .prompt_logprobs import PromptRows
-from .sampler import INVALID_TOKEN, NO_TOKEN_LEFT, Sampler, SamplingBatch
-from .swap_pool import SwapPool
-from .timing import least_seconds
-from .verification import agreed
-from .verifier import Verifier
+from .batch import Piece, Rows, decode_pieces, forward_logits, pack
+from .device_timing import least_seconds
+from .drafting.acceptance import agreed
+from .drafting.draft_fallback import DraftFallback
+from .drafting.draft_rows import DraftRows, SampledRow
+from .drafting.drafters import Drafter, Proposal
+from .drafting.verifier import Verifier
+from .kv.kv_pool import KVPool
+from .kv.memory_budget import release_unused
+from .kv.swap_pool import SwapPool
+from .sampling.gumbel_sampling import largest
+from .sampling.logits_processors import nothing_left
+from .sampling.prompt_logprobs import PromptRows
+from .sampling.sampler import INVALID_TOKEN, NO_TOKEN_LEFT, Sampler, SamplingBatch
+from .structured.mask_maker import Asked, MaskMaker, Masks
 
 if TYPE_CHECKING:
-    from .loader import LoadedModel
+    from .loading.loader import LoadedModel
 
 __all__ = ["ModelRunner"]
 

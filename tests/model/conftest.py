@@ -12,7 +12,7 @@ from model.families import save_family
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from penstock.gpu_worker.model import LoadedModel, load_model
+from penstock.gpu_worker.model.loading.loader import LoadedModel, load_model
 
 
 @pytest.fixture(scope="session", autouse=True)

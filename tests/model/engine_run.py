@@ -10,10 +10,12 @@ from penstock.gpu_worker.engine.config import EngineConfig
 from penstock.gpu_worker.engine.engine import Engine
 from penstock.gpu_worker.engine.requests import EngineRequest, Finish, Update
 from penstock.gpu_worker.engine_process.isolation import run_isolated
-from penstock.gpu_worker.model import KVPool, LoadedModel, ModelRunner
-from penstock.gpu_worker.model.detokenizer import IncrementalDetokenizer
-from penstock.gpu_worker.model.drafters import Drafter
-from penstock.gpu_worker.model.grammar import GrammarCompiler
+from penstock.gpu_worker.model.drafting.drafters import Drafter
+from penstock.gpu_worker.model.kv.kv_pool import KVPool
+from penstock.gpu_worker.model.loading.loader import LoadedModel
+from penstock.gpu_worker.model.runner import ModelRunner
+from penstock.gpu_worker.model.structured.grammar_compiler import GrammarCompiler
+from penstock.gpu_worker.model.text.detokenizer import IncrementalDetokenizer
 from penstock.shared.protocol import Lane, SamplingOptions
 
 __all__ = ["Answer", "Bench"]

@@ -13,11 +13,13 @@ from penstock.gpu_worker.engine.plan import BlockCopy, Span
 from penstock.gpu_worker.engine.requests import EngineRequest, Update
 from penstock.gpu_worker.engine.speculation.controller import SpeculationConfig
 from penstock.gpu_worker.engine.stats import EngineStats
-from penstock.gpu_worker.model import KVPool, LoadedModel, ModelRunner
-from penstock.gpu_worker.model.detokenizer import IncrementalDetokenizer
-from penstock.gpu_worker.model.drafters import Drafter, DraftModel, Proposal
-from penstock.gpu_worker.model.sampler import Sampler
-from penstock.gpu_worker.model.swap_pool import SwapPool
+from penstock.gpu_worker.model.drafting.drafters import Drafter, DraftModel, Proposal
+from penstock.gpu_worker.model.kv.kv_pool import KVPool
+from penstock.gpu_worker.model.kv.swap_pool import SwapPool
+from penstock.gpu_worker.model.loading.loader import LoadedModel
+from penstock.gpu_worker.model.runner import ModelRunner
+from penstock.gpu_worker.model.sampling.sampler import Sampler
+from penstock.gpu_worker.model.text.detokenizer import IncrementalDetokenizer
 from penstock.shared.protocol import Lane, SamplingOptions
 
 BLOCK_SIZE = 4

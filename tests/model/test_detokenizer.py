@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from penstock.gpu_worker.model.decoding import decoder_of
-from penstock.gpu_worker.model.detokenizer import IncrementalDetokenizer
+from penstock.gpu_worker.model.text.detokenizer import IncrementalDetokenizer
+from penstock.gpu_worker.model.text.fast_detokenize import decoder_of
 
 REPLACEMENT = "\ufffd"
 

@@ -22,10 +22,12 @@ from torch import Tensor
 from penstock.gpu_worker.engine.plan import BlockCopy, Span
 from penstock.gpu_worker.engine.sequence import Sequence
 from penstock.gpu_worker.engine.speculation.controller import SpeculationConfig
-from penstock.gpu_worker.model import KVPool, LoadedModel, drafters
-from penstock.gpu_worker.model.drafters import DraftModel, Proposal
-from penstock.gpu_worker.model.packing import PackedStep, Piece, forward_logits, pack
-from penstock.gpu_worker.model.sampler import Sampler, SamplingBatch
+from penstock.gpu_worker.model.batch import PackedStep, Piece, forward_logits, pack
+from penstock.gpu_worker.model.drafting import drafters
+from penstock.gpu_worker.model.drafting.drafters import DraftModel, Proposal
+from penstock.gpu_worker.model.kv.kv_pool import KVPool
+from penstock.gpu_worker.model.loading.loader import LoadedModel
+from penstock.gpu_worker.model.sampling.sampler import Sampler, SamplingBatch
 from penstock.shared.protocol import SamplingOptions
 
 Loaded = Callable[[str], LoadedModel]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from penstock.gpu_worker.model import drawing
+from penstock.gpu_worker.model.sampling import gumbel_sampling as drawing
 
 
 @pytest.mark.parametrize("vocab_size", [1, 63, 64, 65, 300, 4096, 4096 + 37])

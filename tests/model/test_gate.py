@@ -11,8 +11,10 @@ import pytest
 import torch
 from model.families import REFUSED, SUPPORTED, WINDOW, save_family
 
-from penstock.gpu_worker.model import LoadedModel, attention, gate, load_model
-from penstock.gpu_worker.model.geometry import probe_geometry
+from penstock.gpu_worker.model import attention
+from penstock.gpu_worker.model.loading import load_gate as gate
+from penstock.gpu_worker.model.loading.geometry import probe_geometry
+from penstock.gpu_worker.model.loading.loader import LoadedModel, load_model
 from penstock.shared.errors import UnsupportedModel
 
 Checkpoint = Callable[[str], Path]

@@ -9,8 +9,8 @@ import pytest
 import torch
 from model.families import WINDOW
 
-from penstock.gpu_worker.model import LoadedModel, load_model
-from penstock.gpu_worker.model.geometry import KVGeometry, LayerGeometry
+from penstock.gpu_worker.model.loading.geometry import KVGeometry, LayerGeometry
+from penstock.gpu_worker.model.loading.loader import LoadedModel, load_model
 
 Loaded = Callable[[str], LoadedModel]
 

@@ -16,10 +16,10 @@ import torch
 from model.engine_run import Answer, Bench
 from waiting import wait_until
 
-from penstock.gpu_worker.model import LoadedModel, load_model
-from penstock.gpu_worker.model import grammar as grammar_module
-from penstock.gpu_worker.model.grammar import Follower, GrammarCompiler
-from penstock.gpu_worker.model.masks import MaskMaker
+from penstock.gpu_worker.model.loading.loader import LoadedModel, load_model
+from penstock.gpu_worker.model.structured import grammar_compiler as grammar_module
+from penstock.gpu_worker.model.structured.grammar_compiler import Follower, GrammarCompiler
+from penstock.gpu_worker.model.structured.mask_maker import MaskMaker
 from penstock.shared.errors import InvalidRequest
 from penstock.shared.protocol import Lane, Reason, SamplingOptions
 

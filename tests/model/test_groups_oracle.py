@@ -14,8 +14,10 @@ from penstock.gpu_worker.engine.engine import Engine
 from penstock.gpu_worker.engine.plan import Plan, Span
 from penstock.gpu_worker.engine.requests import EngineRequest
 from penstock.gpu_worker.engine.sequence import Sequence
-from penstock.gpu_worker.model import KVPool, LoadedModel, ModelRunner
-from penstock.gpu_worker.model.detokenizer import IncrementalDetokenizer
+from penstock.gpu_worker.model.kv.kv_pool import KVPool
+from penstock.gpu_worker.model.loading.loader import LoadedModel
+from penstock.gpu_worker.model.runner import ModelRunner
+from penstock.gpu_worker.model.text.detokenizer import IncrementalDetokenizer
 from penstock.shared.protocol import Lane, Reason, SamplingOptions
 
 Loaded = Callable[[str], LoadedModel]

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from penstock.gpu_worker.engine.plan import BlockCopy
-from penstock.gpu_worker.model import KVPool, blocks_in_budget, kv_budget, memory
-from penstock.gpu_worker.model.geometry import KVGeometry, LayerGeometry
-from penstock.gpu_worker.model.kv_pool import bytes_per_block
+from penstock.gpu_worker.model.kv import memory_budget as memory
+from penstock.gpu_worker.model.kv.kv_pool import KVPool, blocks_in_budget, bytes_per_block
+from penstock.gpu_worker.model.kv.memory_budget import kv_budget
+from penstock.gpu_worker.model.loading.geometry import KVGeometry, LayerGeometry
 from penstock.shared.errors import ConfigurationError, InsufficientMemory
 
 CPU = torch.device("cpu")

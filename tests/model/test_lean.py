@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from penstock.gpu_worker.model.lean import LeanLlama
+from penstock.gpu_worker.model.drafting.lean_llama import LeanLlama
 
 
 @pytest.fixture

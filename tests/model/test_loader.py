@@ -15,9 +15,9 @@ from model.families import VOCAB_SIZE, save_family
 from safetensors.torch import load_file, save_file
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from penstock.gpu_worker.model import LoadedModel, load_model
-from penstock.gpu_worker.model import checkpoint as checkpoint_module
-from penstock.gpu_worker.model import loader as loader_module
+from penstock.gpu_worker.model.loading import checkpoint as checkpoint_module
+from penstock.gpu_worker.model.loading import loader as loader_module
+from penstock.gpu_worker.model.loading.loader import LoadedModel, load_model
 from penstock.shared.errors import (
     ConfigurationError,
     InsufficientMemory,

@@ -20,8 +20,13 @@ from transformers import (
     SequenceBiasLogitsProcessor,
 )
 
-from penstock.gpu_worker.model.logits_processors import LogitsProcessors
-from penstock.gpu_worker.model.sampler import INVALID_TOKEN, NO_TOKEN_LEFT, Sampler, SamplingBatch
+from penstock.gpu_worker.model.sampling.logits_processors import LogitsProcessors
+from penstock.gpu_worker.model.sampling.sampler import (
+    INVALID_TOKEN,
+    NO_TOKEN_LEFT,
+    Sampler,
+    SamplingBatch,
+)
 from penstock.shared.protocol import SamplingOptions
 
 VOCAB = 50

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.gpu_worker.model import drawing
-from penstock.gpu_worker.model.sampler import INVALID_TOKEN, Sampler, SamplingBatch
+from penstock.gpu_worker.model.sampling import gumbel_sampling as drawing
+from penstock.gpu_worker.model.sampling.sampler import INVALID_TOKEN, Sampler, SamplingBatch
 from penstock.shared.protocol import SamplingOptions, TokenLogprobs
 
 

@@ -22,10 +22,12 @@ from penstock.gpu_worker.engine.engine import Engine
 from penstock.gpu_worker.engine.kv.kv_cache_groups import KVKind
 from penstock.gpu_worker.engine.requests import EngineRequest
 from penstock.gpu_worker.engine.stats import EngineStats, PreemptionMode
-from penstock.gpu_worker.model import KVPool, LoadedModel, ModelRunner
-from penstock.gpu_worker.model.detokenizer import IncrementalDetokenizer
-from penstock.gpu_worker.model.kv_kinds import windows_of_kinds
-from penstock.gpu_worker.model.swap_pool import SwapPool
+from penstock.gpu_worker.model.kv.kv_pool import KVPool
+from penstock.gpu_worker.model.kv.layer_groups import windows_of_kinds
+from penstock.gpu_worker.model.kv.swap_pool import SwapPool
+from penstock.gpu_worker.model.loading.loader import LoadedModel
+from penstock.gpu_worker.model.runner import ModelRunner
+from penstock.gpu_worker.model.text.detokenizer import IncrementalDetokenizer
 from penstock.shared.protocol import Lane, Reason, SamplingOptions
 
 Loaded = Callable[[str], LoadedModel]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from model.test_oracle import MODES, OUTPUT_TOKENS, PROMPTS, Expected, serve
 
-from penstock.gpu_worker.model import LoadedModel
+from penstock.gpu_worker.model.loading.loader import LoadedModel
 from penstock.shared.protocol import SamplingOptions, TokenLogprobs
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

@@ -10,10 +10,10 @@ import torch
 from model.families import SUPPORTED
 from torch import Tensor, nn
 
-from penstock.gpu_worker.model import LoadedModel, load_model
-from penstock.gpu_worker.model.gate import trial_logits
-from penstock.gpu_worker.model.patches import prepack, prepack_linears
-from penstock.gpu_worker.model.patches.prepack import PackedLinear
+from penstock.gpu_worker.model.loading import prepack
+from penstock.gpu_worker.model.loading.load_gate import trial_logits
+from penstock.gpu_worker.model.loading.loader import LoadedModel, load_model
+from penstock.gpu_worker.model.loading.prepack import PackedLinear, prepack_linears
 
 Checkpoint = Callable[[str], Path]
 

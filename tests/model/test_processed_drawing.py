@@ -19,7 +19,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from penstock.gpu_worker.model.sampler import NO_TOKEN_LEFT, Sampler, SamplingBatch
+from penstock.gpu_worker.model.sampling.sampler import NO_TOKEN_LEFT, Sampler, SamplingBatch
 from penstock.shared.protocol import SamplingOptions
 
 VOCAB = 60

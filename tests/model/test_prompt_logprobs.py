@@ -11,7 +11,7 @@ from model.engine_run import Answer, Bench
 from model.families import VOCAB_SIZE, WINDOW
 
 from penstock.gpu_worker.engine.speculation.controller import SpeculationConfig
-from penstock.gpu_worker.model import LoadedModel
+from penstock.gpu_worker.model.loading.loader import LoadedModel
 from penstock.shared.protocol import Lane, Reason, TokenLogprobs
 
 Loaded = Callable[[str], LoadedModel]

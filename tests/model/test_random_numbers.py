@@ -6,7 +6,7 @@ import pytest
 import torch
 from model.goodness_of_fit import chi_square, chi_square_quantile
 
-from penstock.gpu_worker.model.random_numbers import (
+from penstock.gpu_worker.model.sampling.random_numbers import (
     gumbel,
     philox4x32,
     uniform,

@@ -14,7 +14,9 @@ from model.families import VOCAB_SIZE
 
 from penstock.gpu_worker.engine.plan import BlockCopy, Plan, Span
 from penstock.gpu_worker.engine.sequence import Sequence
-from penstock.gpu_worker.model import KVPool, LoadedModel, ModelRunner
+from penstock.gpu_worker.model.kv.kv_pool import KVPool
+from penstock.gpu_worker.model.loading.loader import LoadedModel
+from penstock.gpu_worker.model.runner import ModelRunner
 from penstock.shared.protocol import Reason, SamplingOptions
 
 Loaded = Callable[[str], LoadedModel]

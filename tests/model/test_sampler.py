@@ -15,9 +15,9 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from penstock.gpu_worker.model import drawing
-from penstock.gpu_worker.model import sampler as sampler_module
-from penstock.gpu_worker.model.sampler import INVALID_TOKEN, Sampler, SamplingBatch
+from penstock.gpu_worker.model.sampling import gumbel_sampling as drawing
+from penstock.gpu_worker.model.sampling import sampler as sampler_module
+from penstock.gpu_worker.model.sampling.sampler import INVALID_TOKEN, Sampler, SamplingBatch
 from penstock.shared.protocol import SamplingOptions
 
 

@@ -18,9 +18,9 @@ from model.speculating import BLOCK_SIZE, Oracle, Served, draft_model, serve
 from penstock.gpu_worker.engine.kv.kv_cache_groups import KVKind, most_blocks_held
 from penstock.gpu_worker.engine.plan import Span
 from penstock.gpu_worker.engine.speculation.controller import SpeculationConfig
-from penstock.gpu_worker.model import LoadedModel
-from penstock.gpu_worker.model.drafters import Proposal
-from penstock.gpu_worker.model.speculation import load_draft
+from penstock.gpu_worker.model.drafting.drafters import Proposal
+from penstock.gpu_worker.model.drafting.setup import load_draft
+from penstock.gpu_worker.model.loading.loader import LoadedModel
 from penstock.shared.errors import PenstockError
 from penstock.shared.protocol import SamplingOptions, Speculation
 from penstock.shared.settings import load_settings

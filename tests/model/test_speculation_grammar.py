@@ -16,10 +16,10 @@ from model.speculating import Oracle, draft_model
 
 from penstock.gpu_worker.engine.plan import Span
 from penstock.gpu_worker.engine.speculation.controller import SpeculationConfig
-from penstock.gpu_worker.model import LoadedModel
-from penstock.gpu_worker.model.drafters import Proposal
-from penstock.gpu_worker.model.grammar import GrammarCompiler
-from penstock.gpu_worker.model.masks import MaskMaker
+from penstock.gpu_worker.model.drafting.drafters import Proposal
+from penstock.gpu_worker.model.loading.loader import LoadedModel
+from penstock.gpu_worker.model.structured.grammar_compiler import GrammarCompiler
+from penstock.gpu_worker.model.structured.mask_maker import MaskMaker
 from penstock.shared.protocol import Lane, SamplingOptions
 
 Loaded = Callable[[str], LoadedModel]

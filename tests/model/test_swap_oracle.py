@@ -15,9 +15,11 @@ from penstock.gpu_worker.engine.plan import Plan, StepOutput
 from penstock.gpu_worker.engine.requests import EngineRequest
 from penstock.gpu_worker.engine.stats import PreemptionMode
 from penstock.gpu_worker.engine_process.isolation import run_isolated
-from penstock.gpu_worker.model import KVPool, LoadedModel, ModelRunner
-from penstock.gpu_worker.model.detokenizer import IncrementalDetokenizer
-from penstock.gpu_worker.model.swap_pool import SwapPool
+from penstock.gpu_worker.model.kv.kv_pool import KVPool
+from penstock.gpu_worker.model.kv.swap_pool import SwapPool
+from penstock.gpu_worker.model.loading.loader import LoadedModel
+from penstock.gpu_worker.model.runner import ModelRunner
+from penstock.gpu_worker.model.text.detokenizer import IncrementalDetokenizer
 from penstock.shared.protocol import Lane, Reason
 
 FAMILIES = ["llama", "mistral", "gemma2", "gpt_oss", "deepseek_v3"]

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from penstock.gpu_worker.engine.plan import BlockCopy
-from penstock.gpu_worker.model import KVPool, memory
-from penstock.gpu_worker.model.geometry import KVGeometry, LayerGeometry
-from penstock.gpu_worker.model.memory import swap_budget
-from penstock.gpu_worker.model.swap_pool import SwapPool
+from penstock.gpu_worker.model.kv import memory_budget as memory
+from penstock.gpu_worker.model.kv.kv_pool import KVPool
+from penstock.gpu_worker.model.kv.memory_budget import swap_budget
+from penstock.gpu_worker.model.kv.swap_pool import SwapPool
+from penstock.gpu_worker.model.loading.geometry import KVGeometry, LayerGeometry
 from penstock.shared.errors import InsufficientMemory
 
 CPU = torch.device("cpu")
@@ -79,7 +80,7 @@ def test_out_comes_before_in(device: str) -> None:
 def test_more_blocks_than_the_staging_buffers_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = filled("cuda", num_blocks=300)
     monkeypatch.setattr(
-        "penstock.gpu_worker.model.swap_pool._STAGE_BYTES", 4 * pool.bytes_per_block
+        "penstock.gpu_worker.model.kv.swap_pool._STAGE_BYTES", 4 * pool.bytes_per_block
     )
     host = SwapPool(pool, [300])
     before = content(pool)

@@ -4,7 +4,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from penstock.gpu_worker.model.tokenizer_io import encode_prompt
+from penstock.gpu_worker.model.text.prompt_tokenizer import encode_prompt
 from penstock.shared.errors import InvalidRequest
 
 TEMPLATE = """

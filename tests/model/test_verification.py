@@ -15,9 +15,9 @@ from model.speculating import Oracle, draft_model, serve
 from torch import Tensor
 
 from penstock.gpu_worker.engine.speculation.controller import SpeculationConfig
-from penstock.gpu_worker.model import LoadedModel
-from penstock.gpu_worker.model.random_numbers import uniform
-from penstock.gpu_worker.model.verification import agreed, reject
+from penstock.gpu_worker.model.drafting.acceptance import agreed, reject
+from penstock.gpu_worker.model.loading.loader import LoadedModel
+from penstock.gpu_worker.model.sampling.random_numbers import uniform
 from penstock.shared.protocol import SamplingOptions
 
 Verify = Callable[[Tensor, Sequence["Row"], Sequence[int], Tensor, Tensor], Tensor]

@@ -14,10 +14,11 @@ from model.test_speculation import OUTPUT_TOKENS, PROMPTS, SAMPLED
 
 from penstock.gpu_worker.engine.sequence import Sequence
 from penstock.gpu_worker.engine.speculation.controller import SpeculationConfig
-from penstock.gpu_worker.model import LoadedModel, runner
-from penstock.gpu_worker.model.sampler import Sampler, SamplingBatch
-from penstock.gpu_worker.model.verification import reject, take_typical
-from penstock.gpu_worker.model.verifier import Verifier
+from penstock.gpu_worker.model import runner
+from penstock.gpu_worker.model.drafting.acceptance import reject, take_typical
+from penstock.gpu_worker.model.drafting.verifier import Verifier
+from penstock.gpu_worker.model.loading.loader import LoadedModel
+from penstock.gpu_worker.model.sampling.sampler import Sampler, SamplingBatch
 
 Loaded = Callable[[str], LoadedModel]
 

@@ -16,9 +16,10 @@ import pytest
 import torch
 from model.families import REFUSED, VOCAB_SIZE, WINDOW
 
-from penstock.gpu_worker.model import attention, load_model, sampler
-from penstock.gpu_worker.model.kv_kinds import windows_of_kinds
-from penstock.gpu_worker.model.loader import LoadedModel
+from penstock.gpu_worker.model import attention
+from penstock.gpu_worker.model.kv.layer_groups import windows_of_kinds
+from penstock.gpu_worker.model.loading.loader import LoadedModel, load_model
+from penstock.gpu_worker.model.sampling import sampler
 from penstock.shared.errors import ConfigurationError, ModelNotFound, UnsupportedModel
 from penstock.tools.report import Report
 from penstock.tools.verify import VerifyOptions, verification, verify_model

@@ -12,8 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.gpu_worker.model import load_model
-from penstock.gpu_worker.model.loader import LoadedModel
+from penstock.gpu_worker.model.loading.loader import LoadedModel, load_model
 from penstock.shared.errors import ConfigurationError
 from penstock.tools.verify import greedy
 from penstock.tools.verify.greedy import Greedy

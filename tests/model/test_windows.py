@@ -16,10 +16,16 @@ from penstock.gpu_worker.engine.engine import Engine
 from penstock.gpu_worker.engine.kv.kv_cache_groups import KVKind, most_blocks_held
 from penstock.gpu_worker.engine.requests import EngineRequest
 from penstock.gpu_worker.engine.stats import EngineStats
-from penstock.gpu_worker.model import KVPool, LoadedModel, ModelRunner
-from penstock.gpu_worker.model.detokenizer import IncrementalDetokenizer
-from penstock.gpu_worker.model.geometry import KVGeometry, LayerGeometry
-from penstock.gpu_worker.model.kv_kinds import kinds_in_budget, kinds_of_layers, windows_of_kinds
+from penstock.gpu_worker.model.kv.kv_pool import KVPool
+from penstock.gpu_worker.model.kv.layer_groups import (
+    kinds_in_budget,
+    kinds_of_layers,
+    windows_of_kinds,
+)
+from penstock.gpu_worker.model.loading.geometry import KVGeometry, LayerGeometry
+from penstock.gpu_worker.model.loading.loader import LoadedModel
+from penstock.gpu_worker.model.runner import ModelRunner
+from penstock.gpu_worker.model.text.detokenizer import IncrementalDetokenizer
 from penstock.shared.protocol import Lane, Reason, SamplingOptions
 
 BLOCK_SIZE = 4

@@ -13,12 +13,12 @@ from penstock.gpu_worker.engine.engine import Engine
 from penstock.gpu_worker.engine.kv.kv_cache_groups import NO_BLOCK, KVKind, most_blocks_held
 from penstock.gpu_worker.engine.plan import Plan
 from penstock.gpu_worker.engine.requests import EngineRequest, Update
-from penstock.gpu_worker.model.detokenizer import IncrementalDetokenizer
-from penstock.gpu_worker.model.kv_kinds import windows_of_kinds
-from penstock.gpu_worker.model.kv_pool import KVPool
-from penstock.gpu_worker.model.loader import LoadedModel
+from penstock.gpu_worker.model.kv.kv_pool import KVPool
+from penstock.gpu_worker.model.kv.layer_groups import windows_of_kinds
+from penstock.gpu_worker.model.kv.swap_pool import SwapPool
+from penstock.gpu_worker.model.loading.loader import LoadedModel
 from penstock.gpu_worker.model.runner import ModelRunner
-from penstock.gpu_worker.model.swap_pool import SwapPool
+from penstock.gpu_worker.model.text.detokenizer import IncrementalDetokenizer
 from penstock.shared.protocol import Lane, Reason, SamplingOptions
 
 __all__ = ["Memory", "Mix", "generate_mixed"]

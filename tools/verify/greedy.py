@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from penstock.gpu_worker.model.loader import LoadedModel
+from penstock.gpu_worker.model.loading.loader import LoadedModel
 
 from ..report import Number
 from .batch_mixes import Memory, Mix, generate_mixed

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
-from penstock.gpu_worker.model.loader import LoadedModel
+from penstock.gpu_worker.model.loading.loader import LoadedModel
 
 __all__ = ["Reference", "load_reference"]
 

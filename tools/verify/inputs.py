@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.gpu_worker.model.loader import LoadedModel
-from penstock.gpu_worker.model.tokenizer_io import encode_prompt
+from penstock.gpu_worker.model.loading.loader import LoadedModel
+from penstock.gpu_worker.model.text.prompt_tokenizer import encode_prompt
 from penstock.shared.errors import ConfigurationError, InvalidRequest
 
 __all__ = ["Inputs", "default_prompts", "gather_inputs", "text_windows"]

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from penstock.gpu_worker.engine.plan import Span
 from penstock.gpu_worker.engine.sequence import Sequence as EngineSequence
-from penstock.gpu_worker.model.kv_pool import KVPool
-from penstock.gpu_worker.model.loader import LoadedModel
+from penstock.gpu_worker.model.kv.kv_pool import KVPool
+from penstock.gpu_worker.model.loading.loader import LoadedModel
 from penstock.gpu_worker.model.runner import ModelRunner
 from penstock.shared.protocol import SamplingOptions
 

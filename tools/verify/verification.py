@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from penstock.gpu_worker.model.loader import LoadedModel, load_model
+from penstock.gpu_worker.model.loading.loader import LoadedModel, load_model
 from penstock.shared.errors import ConfigurationError
 
 from ..report import Check, Number, Report

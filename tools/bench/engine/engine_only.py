@@ -66,7 +66,7 @@ class EngineAlone:
 
 
 def _generate(line: str, trace: Trace, tokens: Synchronized[int], ready: Event) -> None:
-    from penstock.gpu_worker.model.serving import build_model
+    from penstock.gpu_worker.model.build import build_model
 
     model, count = build_model(Settings.model_validate_json(line)), tokens.get_obj()
     engine = Engine(model.config, model.new_text_stream)

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from penstock.gpu_worker.engine.engine import Engine
 from penstock.gpu_worker.engine.requests import EngineRequest
-from penstock.gpu_worker.model.checkpoint import find_checkpoint, quiet
-from penstock.gpu_worker.model.serving import build_model
+from penstock.gpu_worker.model.build import build_model
+from penstock.gpu_worker.model.loading.checkpoint import find_checkpoint, quiet
 from penstock.shared.settings import Settings
 
 from ..traces import Item, Trace, requests_of, uniform_trace

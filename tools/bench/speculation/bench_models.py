@@ -17,13 +17,13 @@ from penstock.gpu_worker.engine.constraint import Form
 from penstock.gpu_worker.engine.plan import BlockCopy, Span
 from penstock.gpu_worker.engine.speculation.controller import SpeculationConfig
 from penstock.gpu_worker.engine.text_stream import TextStream
-from penstock.gpu_worker.model.drafters import Drafter, DraftModel, Proposal
-from penstock.gpu_worker.model.kv_pool import KVPool
-from penstock.gpu_worker.model.loader import LoadedModel, adopt_model, pick_device
+from penstock.gpu_worker.model.build import build_model
+from penstock.gpu_worker.model.drafting.drafters import Drafter, DraftModel, Proposal
+from penstock.gpu_worker.model.drafting.setup import configure, load_draft
+from penstock.gpu_worker.model.kv.kv_pool import KVPool
+from penstock.gpu_worker.model.loading.loader import LoadedModel, adopt_model, pick_device
 from penstock.gpu_worker.model.runner import ModelRunner
-from penstock.gpu_worker.model.sampler import Sampler
-from penstock.gpu_worker.model.serving import build_model
-from penstock.gpu_worker.model.speculation import configure, load_draft
+from penstock.gpu_worker.model.sampling.sampler import Sampler
 from penstock.shared.protocol import SamplingOptions
 from penstock.shared.settings import Settings, load_settings
 

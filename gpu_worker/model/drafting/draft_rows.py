@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from penstock.shared.protocol import SamplingOptions
 
-from ..engine.sequence import Sequence
+from ...engine.sequence import Sequence
 
 __all__ = ["DraftRow", "DraftRows", "SampledRow", "base_of"]
 

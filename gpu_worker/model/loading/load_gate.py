@@ -18,11 +18,11 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from penstock.shared.errors import UnsupportedModel
 
-from .attention import implementation_of, registered
-from .forward_context import ForwardContext
+from ..attention import implementation_of, registered
+from ..batch import Piece, Rows, forward_logits, pack
+from ..forward_context import ForwardContext
+from ..kv.kv_pool import KVPool
 from .geometry import KVGeometry, ProbeResult
-from .kv_pool import KVPool
-from .packing import Piece, Rows, forward_logits, pack
 
 __all__ = [
     "check_attention",

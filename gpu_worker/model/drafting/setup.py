@@ -11,12 +11,12 @@ from dataclasses import replace
 from penstock.shared.errors import ConfigurationError, ModelError
 from penstock.shared.settings import Settings
 
-from ..engine.speculation.controller import SpeculationConfig
-from ..engine.speculation.verification_cost import Calibration
-from .checkpoint import DEMO, DEMO_DRAFT
+from ...engine.speculation.controller import SpeculationConfig
+from ...engine.speculation.verification_cost import Calibration
+from ..loading.checkpoint import DEMO, DEMO_DRAFT
+from ..loading.loader import LoadedModel, load_model
+from ..runner import ModelRunner
 from .drafters import DraftModel
-from .loader import LoadedModel, load_model
-from .runner import ModelRunner
 
 __all__ = ["AUTO_LONGEST", "configure", "load_draft"]
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from penstock.shared.protocol import SamplingOptions, TokenLogprobs
 
-from .drawing import integer_weights, most_likely, rows_at_once, weight_shift
+from .gumbel_sampling import integer_weights, most_likely, rows_at_once, weight_shift
 
 __all__ = ["LogprobRows", "Logprobs"]
 

@@ -9,22 +9,22 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from ..engine.kv.kv_cache_groups import NO_BLOCK
-from ..engine.plan import BlockCopy, Span
-from ..engine.sequence import Sequence, SequenceStatus
+from ...engine.kv.kv_cache_groups import NO_BLOCK
+from ...engine.plan import BlockCopy, Span
+from ...engine.sequence import Sequence, SequenceStatus
+from ..batch import Piece, Rows, decode_pieces, forward_logits, pack
+from ..device_timing import least_seconds
+from ..kv.kv_pool import KVPool
+from ..kv.memory_budget import available_bytes
+from ..sampling.gumbel_sampling import largest
+from ..sampling.sampler import Sampler, SamplingBatch
+from .acceptance import DRAFT_STREAM
 from .draft_masks import Walks
 from .draft_rows import DraftRows, SampledRow
-from .drawing import largest
-from .kv_pool import KVPool
-from .lean import LeanLlama
-from .memory import available_bytes
-from .packing import Piece, Rows, decode_pieces, forward_logits, pack
-from .sampler import Sampler, SamplingBatch
-from .timing import least_seconds
-from .verification import DRAFT_STREAM
+from .lean_llama import LeanLlama
 
 if TYPE_CHECKING:
-    from .loader import LoadedModel
+    from ..loading.loader import LoadedModel
 
 __all__ = ["DraftModel", "Drafter", "Proposal"]
 

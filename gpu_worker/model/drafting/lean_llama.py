@@ -20,10 +20,10 @@ from transformers import LlamaForCausalLM
 
 from penstock.kernels.paged_attention import paged_attention
 
-from .kv_pool import KVPool
-from .memory import format_bytes
-from .packing import PackedStep
-from .patches.prepack import PackedLinear, lay_out, multiply
+from ..batch import PackedStep
+from ..kv.kv_pool import KVPool
+from ..kv.memory_budget import format_bytes
+from ..loading.prepack import PackedLinear, lay_out, multiply
 
 __all__ = ["LeanLlama"]
 

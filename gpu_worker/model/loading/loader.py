@@ -18,8 +18,10 @@ from penstock.shared.errors import (
     PenstockError,
 )
 
-from . import gate
-from .attention import PagedAttention, register, unregister
+from ..attention import PagedAttention, register, unregister
+from ..forward_context import ForwardContext
+from ..kv.memory_budget import available_bytes
+from . import load_gate as gate
 from .checkpoint import (
     DEMO,
     find_checkpoint,
@@ -29,10 +31,8 @@ from .checkpoint import (
     one_line,
     quiet,
 )
-from .forward_context import ForwardContext
 from .geometry import KVGeometry, probe_geometry
-from .memory import available_bytes
-from .patches import prepack_linears
+from .prepack import prepack_linears
 
 __all__ = ["DEMO", "LoadedModel", "adopt_model", "load_model", "pick_device"]
 

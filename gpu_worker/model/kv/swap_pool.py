@@ -12,10 +12,10 @@ from torch import Tensor
 from penstock.shared.errors import InsufficientMemory
 
 from .kv_pool import KVPool, LayerPool
-from .memory import format_bytes
+from .memory_budget import format_bytes
 
 if TYPE_CHECKING:
-    from ..engine.plan import BlockCopy
+    from ...engine.plan import BlockCopy
 
 __all__ = ["SwapPool"]
 

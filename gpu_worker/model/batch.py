@@ -13,7 +13,7 @@ from torch import Tensor
 from penstock.kernels.ragged import RaggedBatch
 
 from .forward_context import ForwardContext
-from .kv_pool import KVPool
+from .kv.kv_pool import KVPool
 
 __all__ = ["PackedStep", "Piece", "Rows", "decode_pieces", "forward_logits", "pack"]
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from penstock.shared.protocol import TokenLogprobs
 
-from ..engine.plan import Span
-from ..engine.sequence import Sequence as EngineSequence
+from ...engine.plan import Span
+from ...engine.sequence import Sequence as EngineSequence
 from .logprobs import LogprobRows, Logprobs
 
 __all__ = ["PromptRows"]

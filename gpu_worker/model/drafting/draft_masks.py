@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 
 from torch import Tensor
 
-from ..engine.sequence import Sequence
-from .grammar import Follower, GrammarError, Place
+from ...engine.sequence import Sequence
+from ..structured.grammar_compiler import Follower, GrammarError, Place
 
 __all__ = ["Walks"]
 

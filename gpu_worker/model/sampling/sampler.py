@@ -15,8 +15,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from .candidates import CandidateRows, CandidateTokens
-from .drawing import Filters, Group, draw, largest, narrows, weights
+from .beam_candidates import CandidateRows, CandidateTokens
+from .gumbel_sampling import Filters, Group, draw, largest, narrows, weights
 from .logits_processors import LogitsProcessors, Processable, processes
 from .logprobs import LogprobRows, Logprobs
 from .random_numbers import uniform_bits

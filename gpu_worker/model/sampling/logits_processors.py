@@ -29,9 +29,9 @@ from torch import Tensor
 
 from penstock.shared.protocol import Reason, SamplingOptions
 
-from ..engine.requests import Finish
-from .draft_rows import DraftRow, base_of
-from .drawing import rows_at_once
+from ...engine.requests import Finish
+from ..drafting.draft_rows import DraftRow, base_of
+from .gumbel_sampling import rows_at_once
 from .token_history import TokenHistory, Tokens
 
 __all__ = ["LogitsProcessors", "Processable", "nothing_left", "processes"]

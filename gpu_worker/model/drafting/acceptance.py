@@ -24,8 +24,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .random_numbers import uniform
-from .sampler import Sampleable
+from ..sampling.random_numbers import uniform
+from ..sampling.sampler import Sampleable
 
 __all__ = ["DRAFT_STREAM", "agreed", "reject", "take_typical"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence as Seq
 
-from ..engine.plan import BlockCopy, Span
+from ...engine.plan import BlockCopy, Span
 from .drafters import Drafter, Proposal
 
 __all__ = ["DraftFallback"]

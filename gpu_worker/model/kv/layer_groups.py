@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 import torch
 
-from ..engine.config import EngineConfig
-from ..engine.kv.kv_cache_groups import KVKind, most_blocks_held
-from .geometry import KVGeometry
+from ...engine.config import EngineConfig
+from ...engine.kv.kv_cache_groups import KVKind, most_blocks_held
+from ..loading.geometry import KVGeometry
 
 __all__ = ["kinds_in_budget", "kinds_of_layers", "windows_of_kinds"]
 

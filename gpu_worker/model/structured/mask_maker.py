@@ -23,8 +23,8 @@ from torch import Tensor
 
 from penstock.shared.protocol import Reason
 
-from ..engine.requests import Finish
-from .grammar import Follower, GrammarError
+from ...engine.requests import Finish
+from .grammar_compiler import Follower, GrammarError
 
 __all__ = ["Asked", "Constrained", "MaskMaker", "Masks"]
 

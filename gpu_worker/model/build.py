@@ -14,21 +14,21 @@ from penstock.shared.settings import EngineSettings, Settings
 from ..engine.config import Chunking, EngineConfig, PolicyName
 from ..engine.kv.kv_cache_groups import KVKind
 from ..engine_process.model_interface import ServingModel
-from .decoding import decoder_of
-from .detokenizer import IncrementalDetokenizer
-from .drafters import DraftModel
-from .geometry import KVGeometry
-from .grammar import GrammarCompiler
-from .kv_kinds import kinds_in_budget
-from .kv_pool import KVPool, blocks_in_budget
-from .loader import LoadedModel, load_model
-from .masks import MaskMaker
-from .memory import format_bytes, kv_budget, swap_budget
+from .drafting.drafters import DraftModel
+from .drafting.setup import configure, load_draft
+from .kv.kv_pool import KVPool, blocks_in_budget
+from .kv.layer_groups import kinds_in_budget
+from .kv.memory_budget import format_bytes, kv_budget, swap_budget
+from .kv.swap_pool import SwapPool
+from .loading.geometry import KVGeometry
+from .loading.loader import LoadedModel, load_model
 from .runner import ModelRunner
-from .sampler import Sampler
-from .speculation import configure, load_draft
-from .swap_pool import SwapPool
-from .tokenizer_io import encode_prompt
+from .sampling.sampler import Sampler
+from .structured.grammar_compiler import GrammarCompiler
+from .structured.mask_maker import MaskMaker
+from .text.detokenizer import IncrementalDetokenizer
+from .text.fast_detokenize import decoder_of
+from .text.prompt_tokenizer import encode_prompt
 
 __all__ = ["build_model"]
 

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from penstock.shared.errors import InsufficientMemory
 
-from ..engine.kv.kv_cache_groups import KVKind
-from .geometry import KVGeometry, LayerGeometry
-from .kv_kinds import kinds_of_layers
-from .memory import format_bytes
+from ...engine.kv.kv_cache_groups import KVKind
+from ..loading.geometry import KVGeometry, LayerGeometry
+from .layer_groups import kinds_of_layers
+from .memory_budget import format_bytes
 
 if TYPE_CHECKING:
-    from ..engine.plan import BlockCopy
+    from ...engine.plan import BlockCopy
 
 __all__ = ["KVPool", "LayerPool", "blocks_in_budget", "bytes_per_block"]
 

@@ -25,8 +25,8 @@ from penstock.shared.errors import (
     UnsupportedModel,
 )
 
-from . import gate
-from .memory import available_bytes, format_bytes
+from ..kv.memory_budget import available_bytes, format_bytes
+from . import load_gate as gate
 
 __all__ = [
     "DEMO",

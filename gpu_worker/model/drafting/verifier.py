@@ -9,11 +9,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..engine.sequence import Sequence
+from ...engine.sequence import Sequence
+from ..sampling.sampler import Sampler, SamplingBatch
+from .acceptance import reject, take_typical
 from .draft_rows import SampledRow
 from .drafters import Proposal
-from .sampler import Sampler, SamplingBatch
-from .verification import reject, take_typical
 
 __all__ = ["Verifier"]
 

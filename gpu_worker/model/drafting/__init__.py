@@ -1,0 +1,1 @@
+"""Drafts on the device: proposing them and verifying them."""

@@ -1,0 +1,1 @@
+"""The tensors of the paged KV cache, on the device and on the host."""

@@ -1,0 +1,1 @@
+"""Structured output: grammars, and the masks they put on logits."""
