@@ -18,7 +18,7 @@ from typer.core import TyperGroup
 
 from penstock.shared.errors import ConfigurationError, PenstockError, RequestFailed
 
-from . import requests
+from . import request_commands as requests
 from .demo.command import demo
 from .dlq import dlq
 from .door import door

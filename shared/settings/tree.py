@@ -18,7 +18,7 @@ from pydantic import (
 )
 
 from ..redis.address import check_address
-from .engine import EngineSettings
+from .engine_section import EngineSettings
 from .section import Section, setting
 from .speculation import SpeculationSettings
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -20,6 +21,11 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("gpu_worker", "kernels", "producer", "shared", "tools")
 MOST_LINES = 400
+MOST_MODULES = 12
+"""Modules in one room, without ``__init__`` and ``__main__``; rooms inside it are not counted."""
+
+# Names that say what a module is in its room, and that every room may have.
+GENERIC = {"__init__", "__main__", "command", "main", "options"}
 
 # Packages beyond the standard library and penstock itself that a folder may name, first match wins.
 THIRD_PARTY = {
@@ -266,6 +272,25 @@ def test_files_fit_in_a_head() -> None:
     sources = [path for path in files if path.suffix in {".py", ".lua"}]
     lines = {str(p.relative_to(ROOT)): len(p.read_text().splitlines()) for p in sources}
     assert not {path: count for path, count in lines.items() if count > MOST_LINES}
+
+
+def test_rooms_hold_a_dozen_modules_at_most() -> None:
+    rooms = Counter(
+        path.parent.relative_to(ROOT).as_posix()
+        for folder in FOLDERS
+        for path in (ROOT / folder).rglob("*.py")
+        if not path.name.startswith("__")
+    )
+    assert not {room: count for room, count in rooms.items() if count > MOST_MODULES}
+
+
+def test_no_module_name_stands_twice() -> None:
+    places = defaultdict(list)
+    for folder in FOLDERS:
+        for path in (ROOT / folder).rglob("*.py"):
+            if path.stem not in GENERIC:
+                places[path.stem].append(path.relative_to(ROOT).as_posix())
+    assert not {name: paths for name, paths in places.items() if len(paths) > 1}
 
 
 def test_packages_export_an_explicit_sorted_list() -> None:
