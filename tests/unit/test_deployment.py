@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
+from penstock.shared.local.server_binary import find_server
 from penstock.shared.settings import load_settings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -58,8 +59,7 @@ def test_redis_keeps_data_and_evicts_nothing(services: dict[str, Any]) -> None:
 def test_the_server_accepts_the_options_of_the_service(
     services: dict[str, Any], tmp_path: Path
 ) -> None:
-    program = shutil.which("redis-server")
-    assert program, "apt-get install redis-server"
+    program = find_server().path
     options = [re.sub(r"\$\{\w+:-(.*)\}", r"\1", word) for word in services["redis"]["command"][1:]]
     # Port 0 and no socket: the server reads its options, finds nothing to listen on, and ends.
     run = subprocess.run(
