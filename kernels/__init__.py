@@ -9,5 +9,6 @@ from __future__ import annotations
 from .kv_write import write_kv
 from .paged_attention import paged_attention
 from .ragged import RaggedBatch
+from .workspace import AttentionWorkspace
 
-__all__ = ["RaggedBatch", "paged_attention", "write_kv"]
+__all__ = ["AttentionWorkspace", "RaggedBatch", "paged_attention", "write_kv"]

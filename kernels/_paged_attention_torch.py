@@ -1,7 +1,7 @@
 """Paged attention in plain torch: the CPU path, and that of any device without Triton.
 
-Per group of the batch: gather keys and values through the block tables, then either torch's fused
-attention or, for what that cannot express, scores, softmax and product one after another.
+For each length bucket of the batch, gather keys and values through the block tables. Then compute
+torch's fused attention or, for options that it lacks, scores, softmax and product in turn.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from ._groups import Group
+from ._length_buckets import LengthBucket
 from .ragged import RaggedBatch
+from .workspace import AttentionWorkspace
 
-# The explicit path holds a score per query, head and key; a long prefill is cut into pieces of at
+# The explicit path holds a score per query, head and key. It cuts a long prefill into pieces of at
 # most this many scores (64 MiB in fp32).
 MOST_SCORES = 1 << 24
 
@@ -28,44 +29,45 @@ def paged_attention_torch(
     window: int | None,
     softcap: float | None,
     sinks: Tensor | None,
+    workspace: AttentionWorkspace,
 ) -> Tensor:
     """See ``paged_attention.paged_attention``, which has checked the arguments."""
     num_tokens, num_heads, _ = query.shape
     _, _, num_kv_heads, key_dim = key_cache.shape
     value_dim = value_cache.shape[-1]
     fused = softcap is None and sinks is None and key_dim == value_dim
-    groups = batch.groups(window, num_kv_heads * key_dim * key_cache.element_size())
+    key_bytes = num_kv_heads * key_dim * key_cache.element_size()
 
     out: Tensor | None = None
-    for group in groups:
-        rows = group.rows
-        whole = group.num_rows == num_tokens
-        if group.padded_rows is not None:
-            grouped = query.index_select(0, group.padded_rows)
+    for bucket in workspace.buckets(batch, window, key_bytes):
+        rows = bucket.rows
+        whole = bucket.num_rows == num_tokens
+        if bucket.padded_rows is not None:
+            bucketed = query.index_select(0, bucket.padded_rows)
         elif whole:
-            grouped = query
+            bucketed = query
         elif isinstance(rows, slice):
-            grouped = query[rows]
+            bucketed = query[rows]
         else:
-            grouped = query.index_select(0, rows)
+            bucketed = query.index_select(0, rows)
         # [B, Q, Hkv, G, D]: query heads of one key/value head stand together, so that GQA is a
         # matter of shape and no key is ever repeated.
-        grouped = grouped.reshape(
-            group.num_sequences, group.query_len, num_kv_heads, num_heads // num_kv_heads, key_dim
+        bucketed = bucketed.reshape(
+            bucket.num_sequences, bucket.query_len, num_kv_heads, num_heads // num_kv_heads, key_dim
         )
         if fused:
-            slots = group.slots
-            key = batch.gather("key", key_cache.flatten(0, 1), slots)
-            value = batch.gather("value", value_cache.flatten(0, 1), slots)
-            attended = _fused(grouped, key, value, group, scale)
+            slots = bucket.slots
+            key = workspace.gather("key", key_cache.flatten(0, 1), slots)
+            value = workspace.gather("value", value_cache.flatten(0, 1), slots)
+            attended = _fused(bucketed, key, value, bucket, scale)
         else:
-            slots = group.head_slots(num_kv_heads)
-            key = batch.gather("key", key_cache.view(-1, key_dim), slots)
-            value = batch.gather("value", value_cache.view(-1, value_dim), slots)
-            attended = _explicit(grouped, key, value, group, scale, softcap, sinks)
+            slots = bucket.head_slots(num_kv_heads)
+            key = workspace.gather("key", key_cache.view(-1, key_dim), slots)
+            value = workspace.gather("value", value_cache.view(-1, value_dim), slots)
+            attended = _explicit(bucketed, key, value, bucket, scale, softcap, sinks)
         attended = attended.reshape(-1, num_heads, value_dim)
-        if group.kept is not None:
-            attended = attended.index_select(0, group.kept)
+        if bucket.kept is not None:
+            attended = attended.index_select(0, bucket.kept)
         if whole:
             return attended.contiguous()
         if out is None:
@@ -78,39 +80,39 @@ def paged_attention_torch(
     return out
 
 
-def _fused(query: Tensor, key: Tensor, value: Tensor, group: Group, scale: float) -> Tensor:
-    """Torch's fused attention of one group.
+def _fused(query: Tensor, key: Tensor, value: Tensor, bucket: LengthBucket, scale: float) -> Tensor:
+    """Torch's fused attention of one bucket.
 
     Args:
         query: [B, Q, Hkv, G, D].
         key: [B * L, Hkv, D].
         value: [B * L, Hkv, D].
-        group: the group.
+        bucket: the length bucket.
         scale: factor on the scores.
 
     Returns:
         [B, Q, Hkv, G, D].
     """
     num_sequences, query_len, num_kv_heads, queries_per_kv, head_dim = query.shape
-    gathered = (num_sequences, group.kv_len, num_kv_heads, head_dim)
+    gathered = (num_sequences, bucket.kv_len, num_kv_heads, head_dim)
     key = key.view(gathered).transpose(1, 2)
     value = value.view(gathered).transpose(1, 2)
     if num_sequences == 1 and query_len > 1:
         # Key/value heads as the batch, their query heads as the heads: all views, one small mask.
-        shape = (num_kv_heads, queries_per_kv, group.kv_len, head_dim)
+        shape = (num_kv_heads, queries_per_kv, bucket.kv_len, head_dim)
         attended = scaled_dot_product_attention(
             query[0].permute(1, 2, 0, 3),
             key.transpose(0, 1).expand(shape),
             value.transpose(0, 1).expand(shape),
-            attn_mask=None if group.is_causal else group.bias(query.dtype),
-            is_causal=group.is_causal,
+            attn_mask=None if bucket.is_causal else bucket.bias(query.dtype),
+            is_causal=bucket.is_causal,
             scale=scale,
         )
         return attended.permute(2, 0, 1, 3)
     # The query heads of a key/value head are more query rows of that head.
     rows = query.permute(0, 2, 3, 1, 4).reshape(num_sequences, num_kv_heads, -1, head_dim)
     attended = scaled_dot_product_attention(
-        rows, key, value, attn_mask=group.bias(query.dtype, queries_per_kv), scale=scale
+        rows, key, value, attn_mask=bucket.bias(query.dtype, queries_per_kv), scale=scale
     )
     split = (num_sequences, num_kv_heads, queries_per_kv, query_len, head_dim)
     return attended.reshape(split).permute(0, 3, 1, 2, 4)
@@ -120,18 +122,18 @@ def _explicit(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    group: Group,
+    bucket: LengthBucket,
     scale: float,
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Scores, softmax and product of one group, one after another.
+    """Scores, softmax and product of one bucket, one after another.
 
     Args:
         query: [B, Q, Hkv, G, Dk].
         key: [B * Hkv * L, Dk].
         value: [B * Hkv * L, Dv].
-        group: the group.
+        bucket: the length bucket.
         scale: factor on the scores.
         softcap: bound of the scores, or None.
         sinks: [Hq], or None.
@@ -140,14 +142,14 @@ def _explicit(
         [B, Q, Hkv, G, Dv].
     """
     num_sequences, query_len, num_kv_heads, queries_per_kv, key_dim = query.shape
-    shape = (num_sequences * num_kv_heads, group.kv_len, -1)
+    shape = (num_sequences * num_kv_heads, bucket.kv_len, -1)
     key, value = key.view(shape), value.view(shape)
     query = query.permute(0, 2, 3, 1, 4)
-    bias = group.bias(torch.float32)
+    bias = bucket.bias(torch.float32)
     if sinks is not None:
         sinks = sinks.float().view(num_kv_heads, queries_per_kv, 1, 1)
 
-    piece = max(1, MOST_SCORES // (shape[0] * queries_per_kv * group.kv_len))
+    piece = max(1, MOST_SCORES // (shape[0] * queries_per_kv * bucket.kv_len))
     pieces = []
     for start in range(0, query_len, piece):
         rows = query[:, :, :, start : start + piece]
@@ -161,7 +163,7 @@ def _explicit(
         if bias is not None:
             scores.add_(bias[:, :, None, start : start + piece])
         weights = scores.softmax(-1).to(query.dtype)
-        attended = torch.bmm(weights.view(shape[0], -1, group.kv_len), value)
+        attended = torch.bmm(weights.view(shape[0], -1, bucket.kv_len), value)
         attended = attended.view(*rows.shape[:-1], -1)
         if sinks is not None:
             # exp(lse) / (exp(lse) + exp(sink)): the sink in the denominator, without overflow.

@@ -21,6 +21,7 @@ from torch import Tensor
 from ._paged_attention_torch import paged_attention_torch
 from ._triton import HAS_TRITON
 from .ragged import RaggedBatch
+from .workspace import AttentionWorkspace
 
 
 def paged_attention(
@@ -33,8 +34,9 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    workspace: AttentionWorkspace | None = None,
 ) -> Tensor:
-    """Computes attention for every packed row; the step's own keys must be in the cache already.
+    """Compute attention for every packed row; the step's own keys must be in the cache already.
 
     CUDA tensors take the Triton kernel where Triton is installed, all others the torch path.
     Cache slots outside a sequence's context may hold anything, NaN included: they are never read.
@@ -50,6 +52,8 @@ def paged_attention(
         window: tokens a query sees including itself; None for all.
         softcap: bound of the scores (Gemma 2); None for none.
         sinks: [Hq], a logit per head that joins the softmax's denominator (gpt-oss); None for none.
+        workspace: shared by the layers of a step, so that the torch path lays the step out once;
+            None lays it out for this call alone.
 
     Returns:
         [T, Hq, Dv], contiguous, dtype of ``query``.
@@ -80,6 +84,7 @@ def paged_attention(
         window=window,
         softcap=softcap,
         sinks=sinks,
+        workspace=AttentionWorkspace() if workspace is None else workspace,
     )
 
 

@@ -10,13 +10,11 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
 from torch import Tensor
-
-from ._groups import Group, build_groups
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,10 +57,6 @@ class RaggedBatch:
     max_context_len: int
     max_block: int
     window: int | None = None
-    _groups: dict[tuple[int | None, int], tuple[Group, ...]] = field(
-        default_factory=dict, repr=False
-    )
-    _scratch: dict[str, Tensor] = field(default_factory=dict, repr=False)
 
     @classmethod
     def from_lists(
@@ -143,7 +137,6 @@ class RaggedBatch:
             host_block_tables=tables,
             max_block=max_block,
             window=window,
-            _groups={},
         )
 
     @property
@@ -155,47 +148,6 @@ class RaggedBatch:
     def num_tokens(self) -> int:
         """``T``."""
         return self.host_query_starts[-1]
-
-    def groups(self, window: int | None, key_bytes: int) -> tuple[Group, ...]:
-        """Sequences batched for the torch path; computed once and shared by a step's layers.
-
-        Args:
-            window: sliding window in tokens, or None.
-            key_bytes: size of one token's keys in one layer, which sets how much padding is worth
-                saving one more group.
-        """
-        if window is not None and window >= self.max_context_len:
-            window = None  # inert in this step: share the full layers' groups
-        cached = self._groups.get((window, key_bytes))
-        if cached is None:
-            cached = build_groups(
-                query_lens=self.host_query_lens,
-                query_starts=self.host_query_starts,
-                context_lens=self.host_context_lens,
-                block_tables=self.host_block_tables,
-                block_size=self.block_size,
-                window=window,
-                key_bytes=key_bytes,
-                device=self.slots.device,
-            )
-            self._groups[window, key_bytes] = cached
-        return cached
-
-    def gather(self, name: str, source: Tensor, index: Tensor) -> Tensor:
-        """``source[index]`` in scratch memory, overwritten by the next gather of that ``name``.
-
-        The layers of a step gather megabytes each; fresh memory for each would be handed back to
-        the system and faulted in page by page again, at several times the cost of the copy.
-        """
-        needed = index.numel() * (source.numel() // source.shape[0])
-        scratch = self._scratch.get(name)
-        if scratch is None or scratch.numel() < needed or scratch.dtype != source.dtype:
-            # An inference tensor could not be written again outside inference mode.
-            with torch.inference_mode(False):
-                scratch = torch.empty(needed, dtype=source.dtype, device=source.device)
-            self._scratch[name] = scratch
-        out = scratch[:needed].view(-1, *source.shape[1:])
-        return torch.index_select(source, 0, index, out=out)
 
 
 def _validate(

@@ -1,53 +1,66 @@
-"""What the attention function of a model must know about the step that is being computed.
+"""The step that a model's attention function is computing.
 
-transformers hands an attention function the layer's tensors and nothing of ours: some families
-drop keyword arguments they do not know. So the step is put beside the forward, in an object that
-the function and its caller share. One model is run by one thread at a time.
+transformers hands an attention function a layer's tensors and nothing of ours: some families drop
+keyword arguments they do not know. So the step lies beside the forward, in an object that the
+attention function and the forward's caller share. One thread at a time runs a model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
 
-if TYPE_CHECKING:
-    from penstock.kernels.ragged import RaggedBatch
+from penstock.kernels.ragged import RaggedBatch
+from penstock.kernels.workspace import AttentionWorkspace
 
-    from .kv.kv_pool import KVPool
+from .kv.kv_pool import KVPool
 
-__all__ = ["ForwardContext"]
+__all__ = ["ForwardContext", "ForwardStep"]
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardStep:
+    """A forward in progress.
+
+    Attributes:
+        pool: where its keys and values lie.
+        batches: its tokens, once for each KV kind of the pool, with that kind's block tables.
+        workspace: what its attention layers share.
+    """
+
+    pool: KVPool
+    batches: tuple[RaggedBatch, ...]
+    workspace: AttentionWorkspace = field(default_factory=AttentionWorkspace)
 
 
 class ForwardContext:
-    """Holds the KV pool and the batches of the forward in progress; empty between forwards.
+    """Holds the forward in progress.
 
-    There is a batch for each KV kind of the pool: the same tokens, with that kind's block tables.
-
-    Empty between forwards, so that neither a registered attention function nor a model keeps a
-    pool alive that its owner has dropped.
+    It is empty between forwards, so that neither a registered attention function nor a model keeps
+    a pool alive after its owner has dropped it.
     """
 
     __slots__ = ("_step",)
 
     def __init__(self) -> None:
-        self._step: tuple[KVPool, tuple[RaggedBatch, ...]] | None = None
+        self._step: ForwardStep | None = None
 
     @contextmanager
     def step(self, pool: KVPool, batches: tuple[RaggedBatch, ...]) -> Iterator[None]:
-        """Make ``pool`` and ``batches`` current for the forward run inside the ``with``."""
-        self._step = (pool, batches)
+        """Make ``pool`` and ``batches`` current for the forward inside the ``with``."""
+        self._step = ForwardStep(pool, batches)
         try:
             yield
         finally:
             self._step = None
 
-    def current(self) -> tuple[KVPool, tuple[RaggedBatch, ...]]:
-        """The pool and batches of the forward in progress.
+    def current(self) -> ForwardStep:
+        """The forward in progress.
 
         Raises:
-            RuntimeError: the model was called without them, as one calls a plain transformers
-                model; its attention reads and writes the paged pool and cannot work alone.
+            RuntimeError: there is none. The model was called as a plain transformers model, but its
+                attention reads and writes the paged pool and cannot work alone.
         """
         if self._step is None:
             raise RuntimeError(

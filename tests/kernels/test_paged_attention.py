@@ -12,7 +12,13 @@ from hypothesis import strategies as st
 from kernels_reference import TOLERANCE, Case, make_case, reference_attention, slid
 from torch import Tensor
 
-from penstock.kernels import RaggedBatch, _groups, _paged_attention_torch, paged_attention
+from penstock.kernels import (
+    AttentionWorkspace,
+    RaggedBatch,
+    _length_buckets,
+    _paged_attention_torch,
+    paged_attention,
+)
 
 # heads, key/value heads, key dim, value dim
 GEOMETRIES = {
@@ -30,7 +36,7 @@ BATCHES = {
     "chunk-of-a-prompt": ([13], [40]),
     "drafts": ([4, 4, 4], [19, 4, 30]),
     "some-drafts": ([1, 4, 2, 1], [19, 4, 30, 1]),
-    "long-chunk": ([_groups.LONGEST_BATCHED_QUERY + 5], [37]),
+    "long-chunk": ([_length_buckets.LONGEST_BATCHED_QUERY + 5], [37]),
     "everything": ([1, 7, 1, 18, 1, 7, 20], [33, 7, 1, 41, 12, 30, 20]),
 }
 
@@ -42,8 +48,8 @@ def run(case: Case, **options: Any) -> Tensor:
     )
 
 
-def check(case: Case, **options: Any) -> None:
-    out = run(case, **options)
+def check(case: Case, workspace: AttentionWorkspace | None = None, **options: Any) -> None:
+    out = run(case, workspace=workspace, **options)
     assert out.dtype == case.query.dtype
     assert out.is_contiguous()
     expected = reference_attention(case, scale=case.query.shape[-1] ** -0.5, **options)
@@ -127,12 +133,11 @@ def test_random_batches(data):
 
 
 @pytest.mark.parametrize("options", [{}, {"softcap": 3.0}])
-def test_the_partition_into_groups_does_not_show(monkeypatch, options):
+def test_the_partition_into_buckets_does_not_show(monkeypatch, options):
     case = some_case("everything", "gqa")
-    for padding, group in [(0, 0), (0, 1 << 30), (1 << 30, 1 << 30)]:
-        monkeypatch.setattr(_groups, "PADDING_BYTES", padding)
-        monkeypatch.setattr(_groups, "GROUP_BYTES", group)
-        case.batch._groups.clear()
+    for padding, bucket in [(0, 0), (0, 1 << 30), (1 << 30, 1 << 30)]:
+        monkeypatch.setattr(_length_buckets, "PADDING_BYTES", padding)
+        monkeypatch.setattr(_length_buckets, "BUCKET_BYTES", bucket)
         check(case, **options)
 
 
@@ -190,20 +195,21 @@ def test_a_query_of_any_strides():
     )
 
 
-def test_one_batch_serves_inside_and_outside_inference_mode():
-    case = some_case("everything", "gqa")
+def test_one_workspace_serves_inside_and_outside_inference_mode():
+    case, workspace = some_case("everything", "gqa"), AttentionWorkspace()
     with torch.inference_mode():
-        inside = run(case), run(case, softcap=3.0)
-    assert torch.equal(run(case), inside[0])
-    assert torch.equal(run(case, softcap=3.0), inside[1])
+        inside = run(case, workspace=workspace), run(case, softcap=3.0, workspace=workspace)
+    assert torch.equal(run(case, workspace=workspace), inside[0])
+    assert torch.equal(run(case, softcap=3.0, workspace=workspace), inside[1])
 
 
-def test_layers_of_different_geometry_and_dtype_share_a_batch():
+def test_layers_of_different_geometry_and_dtype_share_a_workspace():
     """Heads and head sizes may differ per layer (Gemma 3n): scratch memory must not mix them up."""
     wide, narrow = some_case("everything", "gqa"), some_case("everything", "mla")
     half = some_case("everything", "mla", torch.bfloat16)
+    workspace = AttentionWorkspace()
     for case in (narrow, wide, half, narrow):
-        check(replace(case, batch=wide.batch))
+        check(replace(case, batch=wide.batch), workspace=workspace)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The packed layout: slots, positions, groups, and what is refused."""
+"""The packed layout: slots, positions, and what is refused; the length buckets made of it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernels_reference import make_batch
 
-from penstock.kernels import RaggedBatch
-from penstock.kernels._groups import GROUP_BYTES, PADDING_BYTES
+from penstock.kernels import AttentionWorkspace, RaggedBatch
+from penstock.kernels._length_buckets import BUCKET_BYTES, PADDING_BYTES
 
 
 def test_every_row_knows_its_position_and_slot():
@@ -71,7 +71,9 @@ def test_the_same_tokens_with_other_tables(query_lens):
     for name in ("block_tables", "slots", "positions", "query_starts", "context_lens"):
         assert torch.equal(getattr(found, name), getattr(expected, name))
     assert (found.max_block, found.window) == (9, 5)
-    assert built.groups(5, 4)[0].slots.tolist() != found.groups(5, 4)[0].slots.tolist()
+    workspace = AttentionWorkspace()
+    slots = [workspace.buckets(each, 5, 4)[0].slots.tolist() for each in (built, found)]
+    assert slots[0] != slots[1]
     with pytest.raises(ValueError, match="too few for its context"):
         built.with_tables([[1], [2]], window=None)
 
@@ -90,7 +92,7 @@ sequences = st.lists(
     window=st.none() | st.integers(1, 400),
     key_bytes=st.sampled_from([64, 768, 8192]),
 )
-def test_groups_cover_each_row_once_and_bound_their_padding(
+def test_buckets_cover_each_row_once_and_bound_their_padding(
     sequences, block_size, window, key_bytes
 ):
     query_lens, context_lens = (list(lens) for lens in zip(*sequences, strict=True))
@@ -98,61 +100,63 @@ def test_groups_cover_each_row_once_and_bound_their_padding(
     owner = [s for s, query_len in enumerate(query_lens) for _ in range(query_len)]
 
     seen: list[int] = []
-    for group in batch.groups(window, key_bytes):
-        rows = torch.arange(batch.num_tokens)[group.rows]
-        assert len(rows) == group.num_rows
+    for bucket in AttentionWorkspace().buckets(batch, window, key_bytes):
+        rows = torch.arange(batch.num_tokens)[bucket.rows]
+        assert len(rows) == bucket.num_rows
         seen += rows.tolist()
-        if group.padded_rows is None:
-            padded = rows.view(group.num_sequences, group.query_len)
+        if bucket.padded_rows is None:
+            padded = rows.view(bucket.num_sequences, bucket.query_len)
         else:
-            padded = group.padded_rows.view(group.num_sequences, group.query_len)
-            assert padded.flatten()[group.kept].tolist() == rows.tolist()
-        slots = group.slots.view(group.num_sequences, group.kv_len)
+            padded = bucket.padded_rows.view(bucket.num_sequences, bucket.query_len)
+            assert padded.flatten()[bucket.kept].tolist() == rows.tolist()
+        slots = bucket.slots.view(bucket.num_sequences, bucket.kv_len)
         padding, lengths = 0, set()
         for member, its_rows in enumerate(padded.tolist()):
             sequence = owner[its_rows[0]]
             table, context = tables[sequence], context_lens[sequence]
             query_len, begin = query_lens[sequence], batch.host_query_starts[sequence]
-            assert its_rows == [begin + min(i, query_len - 1) for i in range(group.query_len)]
+            assert its_rows == [begin + min(i, query_len - 1) for i in range(bucket.query_len)]
             first = 0 if window is None else max(0, context - query_len - window + 1)
             expected = [
                 table[position // block_size] * block_size + position % block_size
                 for position in range(first, context)
             ]
             lengths.add(query_len)
-            padding += group.kv_len - len(expected)
-            padding += (group.query_len - query_len) * group.kv_len // 2
-            expected += expected[-1:] * (group.kv_len - len(expected))
+            padding += bucket.kv_len - len(expected)
+            padding += (bucket.query_len - query_len) * bucket.kv_len // 2
+            expected += expected[-1:] * (bucket.kv_len - len(expected))
             assert slots[member].tolist() == expected
-        # Each length of queries may have a group's worth of padding, and as much to join another.
+        # Each length of queries may have a bucket's worth of padding, and as much to join another.
         assert padding * key_bytes <= (2 * len(lengths) - 1) * PADDING_BYTES
-        assert group.num_sequences == 1 or len(slots.flatten()) * key_bytes <= GROUP_BYTES
+        assert bucket.num_sequences == 1 or len(slots.flatten()) * key_bytes <= BUCKET_BYTES
     assert sorted(seen) == list(range(batch.num_tokens))
 
 
-def test_drafts_of_different_lengths_are_one_group():
+def test_drafts_of_different_lengths_are_one_bucket():
     lens = [(1, 9), (4, 12), (2, 6)]
     batch, _ = make_batch([query for query, _ in lens], [context for _, context in lens], 4)
 
-    (group,) = batch.groups(None, 64)
-    assert (group.num_sequences, group.query_len, group.kv_len) == (3, 4, 12)
-    assert group.rows == slice(0, 7)
-    assert group.padded_rows.tolist() == [0, 0, 0, 0, 1, 2, 3, 4, 5, 6, 6, 6]
-    assert group.kept.tolist() == [0, 4, 5, 6, 7, 8, 9]
+    (bucket,) = AttentionWorkspace().buckets(batch, None, 64)
+    assert (bucket.num_sequences, bucket.query_len, bucket.kv_len) == (3, 4, 12)
+    assert bucket.rows == slice(0, 7)
+    assert bucket.padded_rows.tolist() == [0, 0, 0, 0, 1, 2, 3, 4, 5, 6, 6, 6]
+    assert bucket.kept.tolist() == [0, 4, 5, 6, 7, 8, 9]
 
 
-def test_layers_of_a_step_share_their_groups():
+def test_layers_of_a_step_share_their_buckets():
     batch = RaggedBatch.from_lists([1, 1], [6, 3], [[0, 1], [2]], block_size=4)
+    workspace = AttentionWorkspace()
 
-    assert batch.groups(None, 64) is batch.groups(None, 64)
-    assert batch.groups(6, 64) is batch.groups(None, 64), "a window of the whole context is inert"
-    assert batch.groups(2, 64) is not batch.groups(None, 64)
+    full = workspace.buckets(batch, None, 64)
+    assert workspace.buckets(batch, None, 64) is full
+    assert workspace.buckets(batch, 6, 64) is full, "a window of the whole context is inert"
+    assert workspace.buckets(batch, 2, 64) is not full
 
 
-def test_a_wave_of_equal_decodes_is_one_group_without_a_mask():
+def test_a_wave_of_equal_decodes_is_one_bucket_without_a_mask():
     batch = RaggedBatch.from_lists([1] * 8, [5] * 8, [[i] for i in range(8)], block_size=8)
 
-    (group,) = batch.groups(None, 64)
-    assert (group.num_sequences, group.query_len, group.kv_len) == (8, 1, 5)
-    assert group.rows == slice(0, 8)
-    assert group.bias(torch.float32) is None
+    (bucket,) = AttentionWorkspace().buckets(batch, None, 64)
+    assert (bucket.num_sequences, bucket.query_len, bucket.kv_len) == (8, 1, 5)
+    assert bucket.rows == slice(0, 8)
+    assert bucket.bias(torch.float32) is None

@@ -68,7 +68,7 @@ def test_every_variant_compiles(tmp_path):
 def test_a_kernel_that_does_not_compile_is_reported():
     """The check must be able to fail."""
     source = """
-import sys; sys.path.insert(0, "tools")
+import sys; sys.path.insert(0, "scripts")
 import aot_compile
 variant = aot_compile.kv_write("broken", "fp16", 8, 128, 128)
 variant.constants["KEY_BLOCK"] = 1000

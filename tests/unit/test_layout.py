@@ -58,7 +58,7 @@ class Import:
     module: str
     names: tuple[str, ...]
     relative: bool
-    at_load: bool
+    at_load: bool  # or for types alone, but not inside a function
     line: int
 
 
@@ -113,14 +113,12 @@ def _imports(body: list[ast.stmt], package: str, *, at_load: bool) -> Iterator[I
             yield Import(module, names, bool(node.level), at_load, node.lineno)
         else:
             inside = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-            typing_only = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
             for field in ("body", "orelse", "finalbody", "handlers", "cases"):
                 for child in getattr(node, field, None) or []:
                     body = child.body if hasattr(child, "pattern") else [child]
                     if isinstance(child, ast.ExceptHandler):
                         body = child.body
-                    later = inside or (typing_only and field == "body")
-                    yield from _imports(body, package, at_load=at_load and not later)
+                    yield from _imports(body, package, at_load=at_load and not inside)
 
 
 def targets(item: Import) -> Iterator[str]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..attention import implementation_of, registered
+from ..attention_registry import implementation_of, registered
 
 __all__ = ["KVGeometry", "LayerGeometry", "ProbeResult", "probe_geometry"]
 

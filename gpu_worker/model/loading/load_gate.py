@@ -18,7 +18,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from penstock.shared.errors import UnsupportedModel
 
-from ..attention import implementation_of, registered
+from ..attention_registry import implementation_of, registered
 from ..batch import Piece, Rows, forward_logits, pack
 from ..forward_context import ForwardContext
 from ..kv.kv_pool import KVPool

@@ -18,7 +18,8 @@ from penstock.shared.errors import (
     PenstockError,
 )
 
-from ..attention import PagedAttention, register, unregister
+from ..attention import PagedAttention
+from ..attention_registry import register, unregister
 from ..forward_context import ForwardContext
 from ..kv.memory_budget import available_bytes
 from . import load_gate as gate

@@ -1,9 +1,9 @@
-"""How the torch path batches a ragged step: few large operations instead of one per sequence.
+"""Length buckets of the torch path: few large operations instead of one per sequence.
 
-On the CPU a layer of a small model costs dispatch, not arithmetic, so sequences are computed
-together, with queries and keys padded to common lengths. Everything that does not depend on a
-layer's values (which slots to gather, which of them a query may see) is laid out here, once per
-step and window.
+On the CPU a layer of a small model costs dispatch, not arithmetic. Sequences of similar lengths are
+therefore computed together, with queries and keys padded to common lengths. A bucket holds all that
+does not depend on a layer's values: the slots to gather and the keys each query may see. It is laid
+out once per step and window.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-# Queries longer than this are computed alone: they amortise their dispatch themselves, and alone
-# they need no copy of the query and no padding of the context.
+# Longer queries are computed alone: they amortise their own dispatch, and alone they need no copy
+# of the query and no padding of the context.
 LONGEST_BATCHED_QUERY = 16
 
-# One more group costs 20 to 40 us of dispatch a layer, about as much as gathering and multiplying
-# this many bytes of keys that are only padding (measured with fp32 on Zen 4 and on a Xeon); or as
-# multiplying twice as many with queries that are.
+# One more bucket costs 20 to 40 us of dispatch a layer. Gathering and multiplying this many bytes
+# of padding keys costs about the same (measured with fp32 on Zen 4 and on a Xeon), and so does
+# multiplying twice as many bytes of keys by padding queries.
 PADDING_BYTES = 256 * 1024
 
-# Keys gathered for one group should still be in the processor's cache when they are multiplied:
-# beyond this, one group was measured to be 1.3 to 1.7 times slower than several.
-GROUP_BYTES = 2 * 1024 * 1024
+# Keys gathered for one bucket should still be in the processor's cache when they are multiplied.
+# Beyond this size one bucket was measured to be 1.3 to 1.7 times slower than several.
+BUCKET_BYTES = 2 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Group:
+class LengthBucket:
     """``B`` sequences, their queries padded to ``Q`` tokens and their keys to ``L`` positions.
 
     Attributes:
@@ -40,12 +40,12 @@ class Group:
         rows: the packed rows of the queries, [R] in order of sequence and position; a slice where
             they are contiguous.
         num_rows: ``R``.
-        padded_rows: the same [B * Q], where some of them are padding: a padding query repeats the
-            sequence's last one. None where there is no padding.
-        kept: which of the [B * Q] are no padding, [R]; likewise.
+        padded_rows: the packed row of each of the [B * Q] queries; a padding query repeats its
+            sequence's last row. None without padding.
+        kept: indices of the [B * Q] queries that are no padding, [R]. None without padding.
         slots: int64 [B * L], the slot of each key position. A padding position repeats the
             sequence's last slot, so that nothing unwritten is ever read (0 * NaN is NaN).
-        visible: bool [B, Q, L], which keys a query may see; None where every query sees all.
+        visible: bool [B, Q, L], the keys each query may see; None where every query sees all.
         is_causal: ``visible`` is one sequence's plain lower triangle.
     """
 
@@ -88,7 +88,7 @@ class Group:
         return index
 
 
-def build_groups(
+def build_buckets(
     *,
     query_lens: Sequence[int],
     query_starts: Sequence[int],
@@ -98,8 +98,8 @@ def build_groups(
     window: int | None,
     key_bytes: int,
     device: torch.device,
-) -> tuple[Group, ...]:
-    """Partitions a step's sequences into groups; every packed row is in exactly one.
+) -> tuple[LengthBucket, ...]:
+    """Partition a step's sequences into buckets; every packed row is in exactly one.
 
     Args:
         query_lens: S query lengths in tokens.
@@ -109,7 +109,7 @@ def build_groups(
         block_size: tokens per block.
         window: sliding window in tokens, or None.
         key_bytes: size of one token's keys in one layer.
-        device: where the groups' tensors go.
+        device: where the buckets' tensors go.
     """
     # Keys before `first` are out of every query's window and are not even gathered.
     first = [
@@ -117,7 +117,7 @@ def build_groups(
         for query, context in zip(query_lens, context_lens, strict=True)
     ]
     kv_lens = [context - start for context, start in zip(context_lens, first, strict=True)]
-    groups = []
+    buckets = []
     for members in _partition(query_lens, kv_lens, key_bytes):
         lens = [query_lens[index] for index in members]
         query_len, kv_len = max(lens), max(kv_lens[index] for index in members)
@@ -135,8 +135,8 @@ def build_groups(
         padded_rows = kept = None
         if sum(lens) < len(lens) * query_len:
             padded_rows, kept = _padded(starts, lens, query_len)
-        groups.append(
-            Group(
+        buckets.append(
+            LengthBucket(
                 num_sequences=len(members),
                 query_len=query_len,
                 kv_len=kv_len,
@@ -149,66 +149,67 @@ def build_groups(
                 is_causal=is_causal,
             )
         )
-    return tuple(groups)
+    return tuple(buckets)
 
 
 def _partition(
     query_lens: Sequence[int], kv_lens: Sequence[int], key_bytes: int
 ) -> list[list[int]]:
-    """Sequence indices by group, ascending within each.
+    """Sequence indices by bucket, ascending within each.
 
-    Walks the sequences from the longest query and context down. The first member of a group fixes
-    its lengths; it is closed when its padding costs as much as one more group would, or queries
-    become shorter. Then neighbours are joined where the padding that adds costs less than a group.
+    Walks the sequences from the longest query and context down. The first member of a bucket fixes
+    its lengths. The bucket is closed when its padding costs as much as one more bucket, or when
+    queries become shorter. Then neighbours are joined where the added padding costs less than a
+    bucket.
     """
     most_padding = PADDING_BYTES // key_bytes
-    most_tokens = GROUP_BYTES // key_bytes
+    most_tokens = BUCKET_BYTES // key_bytes
     order = sorted(range(len(kv_lens)), key=lambda i: (query_lens[i], kv_lens[i]), reverse=True)
-    groups: list[list[int]] = []
+    buckets: list[list[int]] = []
     query_len = longest = padding = 0
     for index in order:
         padding += longest - kv_lens[index]
         joins = (
             query_lens[index] == query_len <= LONGEST_BATCHED_QUERY
             and padding <= most_padding
-            and (len(groups[-1]) + 1) * longest <= most_tokens
+            and (len(buckets[-1]) + 1) * longest <= most_tokens
         )
         if joins:
-            groups[-1].append(index)
+            buckets[-1].append(index)
         else:
-            groups.append([index])
+            buckets.append([index])
             query_len, longest, padding = query_lens[index], kv_lens[index], 0
-    if len(groups) > 1 and query_lens[order[0]] != query_lens[order[-1]]:
-        groups = _joined(groups, query_lens, kv_lens, most_padding, most_tokens)
-    for group in groups:
-        group.sort()
-    return groups
+    if len(buckets) > 1 and query_lens[order[0]] != query_lens[order[-1]]:
+        buckets = _join_buckets(buckets, query_lens, kv_lens, most_padding, most_tokens)
+    for bucket in buckets:
+        bucket.sort()
+    return buckets
 
 
-def _joined(
-    groups: list[list[int]],
+def _join_buckets(
+    buckets: list[list[int]],
     query_lens: Sequence[int],
     kv_lens: Sequence[int],
     most_padding: int,
     most_tokens: int,
 ) -> list[list[int]]:
-    """Groups of several query lengths, from groups of one each with the longest queries first.
+    """Join buckets of one query length each, longest queries first, to buckets of several lengths.
 
-    A query that is only padding counts for half of the keys it is multiplied with.
+    A padding query counts as half of the keys it is multiplied with.
     """
     result: list[list[int]] = []
     query_len = longest = 0
-    for group in groups:
-        its_query_len, its_longest = query_lens[group[0]], kv_lens[group[0]]
+    for bucket in buckets:
+        its_query_len, its_longest = query_lens[bucket[0]], kv_lens[bucket[0]]
         if result and its_query_len < query_len <= LONGEST_BATCHED_QUERY:
             most, size = max(longest, its_longest), len(result[-1])
-            added = size * (most - longest) + len(group) * (most - its_longest)
-            added += len(group) * (query_len - its_query_len) * most // 2
-            if added <= most_padding and (size + len(group)) * most <= most_tokens:
-                result[-1] += group
+            added = size * (most - longest) + len(bucket) * (most - its_longest)
+            added += len(bucket) * (query_len - its_query_len) * most // 2
+            if added <= most_padding and (size + len(bucket)) * most <= most_tokens:
+                result[-1] += bucket
                 longest = most
                 continue
-        result.append(group)
+        result.append(bucket)
         query_len, longest = its_query_len, its_longest
     return result
 
@@ -225,7 +226,7 @@ def _rows(starts: Sequence[int], lens: Sequence[int], device: torch.device) -> s
 
 
 def _padded(starts: Sequence[int], lens: Sequence[int], query_len: int) -> tuple[Tensor, Tensor]:
-    """See :class:`Group`: its padded rows, and those kept."""
+    """See :class:`LengthBucket`: its padded rows, and those kept."""
     place, count = torch.arange(query_len), torch.tensor(lens)[:, None]
     rows = torch.tensor(starts)[:, None] + torch.minimum(place, count - 1)
     return rows.flatten(), (place < count).flatten().nonzero().squeeze(1)
