@@ -126,12 +126,12 @@ class Keys:
         """Stream of one entry: wakes idle workers."""
         return f"{self.prefix}bell"
 
-    def intake(self, tenant: str | None = None) -> str:
+    def ingress(self, tenant: str | None = None) -> str:
         """Stream with group :data:`GROUP`: what plain clients add; one for all, one per tenant."""
         return f"{self.prefix}in" if tenant is None else f"{self.prefix}in:{tenant}"
 
     @property
-    def doors(self) -> str:
+    def ingress_tenants(self) -> str:
         """Set: tenants with an intake stream of their own."""
         return f"{self.prefix}doors"
 

@@ -83,11 +83,11 @@ class Compactor:
 
     async def _round(self) -> int:
         """Make some logs compact; how many were looked at."""
-        ripe = await self._operations.ripe(after_ms=self._after_ms, count=_RIPE)
-        for start in range(0, len(ripe), _AT_ONCE):
+        due = await self._operations.list_compactable(after_ms=self._after_ms, count=_RIPE)
+        for start in range(0, len(due), _AT_ONCE):
             logs = []
-            for log in await self._operations.read(ripe[start : start + _AT_ONCE]):
+            for log in await self._operations.read(due[start : start + _AT_ONCE]):
                 logs.append((log, compacted(log.chunks)))
                 await asyncio.sleep(0)  # the steps of the worker go before
             self._metrics.compacted_logs.inc(await self._operations.compact(logs))
-        return len(ripe)
+        return len(due)

@@ -2,8 +2,8 @@
 
 A loop of its own beside the edge's, on a connection of its own: it waits for entries of all intake
 streams at once, has each read by :func:`read_entry`, and acts on it with one atomic script. Entries
-read and not acted on, here or by a worker that died, are found by the next knock, so every failure
-is met the same way: forget what is at hand, and knock.
+read and not acted on, here or by a worker that died, are found by the next poll, so every failure
+is met the same way: forget what is at hand, and poll.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from penstock.shared.errors import PenstockError
 from penstock.shared.keys import GROUP
 from penstock.shared.protocol import Reason
 from penstock.shared.protocol.plain_entry import Admission, Entry, Refusal, read_entry, refused
-from penstock.shared.scripts.ingress_operations import Admitted, DoorOperations
+from penstock.shared.scripts.ingress_operations import IngressOperations, IngressReply
 from penstock.shared.scripts.replies import accepted
 from penstock.shared.scripts.script_loader import run_calls, run_commands
 
@@ -46,13 +46,13 @@ class Door:
         worker_id: unique to this process; never reused.
         metrics: counts entries by verdict.
         admitted: called when there is a new request to claim.
-        interval_s: how often to knock; the longest that a dead worker's entries lie.
+        interval_s: how often to poll; the longest that a dead worker's entries lie.
     """
 
     def __init__(
         self,
         redis: Redis,
-        operations: DoorOperations,
+        operations: IngressOperations,
         worker_id: str,
         *,
         metrics: WorkerMetrics,
@@ -69,7 +69,7 @@ class Door:
         self._interval_s = interval_s
         self._doors: tuple[str | None, ...] = ()
         self._broken: tuple[str | None, ...] = ()
-        self._next_knock = 0.0
+        self._next_poll = 0.0
         self._stopping = False
         self._task: asyncio.Task[None] | None = None
 
@@ -97,34 +97,34 @@ class Door:
                 if str(error) != complaint:
                     _log.warning("the plain door pauses: %s", error)
                 complaint = str(error)
-                self._next_knock = 0.0
+                self._next_poll = 0.0
                 await asyncio.sleep(_PAUSE_S)
 
     async def _next_entries(self) -> Sequence[Entry]:
-        wait_s = self._next_knock - time.monotonic()
+        wait_s = self._next_poll - time.monotonic()
         if wait_s <= 0:
-            self._next_knock = time.monotonic() + self._interval_s
-            return await self._knock()
+            self._next_poll = time.monotonic() + self._interval_s
+            return await self._poll()
         if not self._doors:
             await asyncio.sleep(wait_s)
             return ()
         return await self._listen(wait_s)
 
-    async def _knock(self) -> Sequence[Entry]:
-        call = self._operations.knock(self._worker_id, entries=_ENTRIES)
+    async def _poll(self) -> Sequence[Entry]:
+        call = self._operations.poll(self._worker_id, entries=_ENTRIES)
         (reply,) = await run_calls(self._redis, [call])
-        knock = self._operations.read_knock(reply)
-        self._doors = knock.doors
-        if knock.broken != self._broken:
-            for tenant in knock.broken:
-                name = self._operations.keys.intake(tenant)
+        poll = self._operations.read_poll(reply)
+        self._doors = poll.tenants
+        if poll.broken != self._broken:
+            for tenant in poll.broken:
+                name = self._operations.keys.ingress(tenant)
                 _log.error("not served: %s is no stream, or no name for a door", name)
-            self._broken = knock.broken
-        return knock.entries
+            self._broken = poll.broken
+        return poll.entries
 
     async def _listen(self, wait_s: float) -> Sequence[Entry]:
         """Wait for entries that no other worker has been given."""
-        tenants = {self._operations.keys.intake(tenant).encode(): tenant for tenant in self._doors}
+        tenants = {self._operations.keys.ingress(tenant).encode(): tenant for tenant in self._doors}
         count = max(1, _ENTRIES // len(tenants))
         command: tuple[str | bytes | int, ...] = (
             "XREADGROUP", "GROUP", GROUP, self._worker_id, "COUNT", count,
@@ -143,18 +143,18 @@ class Door:
     async def _take_in(self, entries: Sequence[Entry]) -> None:
         if not entries:
             return
-        calls = [self._operations.settle(entry, _judge(entry)) for entry in entries]
+        calls = [self._operations.resolve(entry, _judge(entry)) for entry in entries]
         replies = await run_calls(self._redis, calls)
         errors = [reply for reply in replies if isinstance(reply, ResponseError)]
         for entry, reply in zip(entries, replies, strict=True):
             if not isinstance(reply, ResponseError):
-                self._count(entry, self._operations.read_settled(reply))
+                self._count(entry, self._operations.read_resolved(reply))
         if errors:
             _log.error("%d of %d entries stay: %s", len(errors), len(entries), errors[0])
         if len(errors) == len(entries):
             raise errors[0]
 
-    def _count(self, entry: Entry, admitted: Admitted) -> None:
+    def _count(self, entry: Entry, admitted: IngressReply) -> None:
         self._metrics.door_entries.labels(admitted.verdict).inc()
         if admitted.verdict == "ok":
             self._admitted()

@@ -24,7 +24,7 @@ from redis.exceptions import RedisError
 from penstock.shared.errors import PenstockError
 from penstock.shared.keys import Keys
 from penstock.shared.redis.cluster import Route, follow
-from penstock.shared.scripts.ingress_operations import DoorOperations
+from penstock.shared.scripts.ingress_operations import IngressOperations
 from penstock.shared.scripts.log_operations import LogOperations
 from penstock.shared.scripts.operations import Bounds, Operations
 from penstock.shared.settings import WorkerSettings
@@ -198,7 +198,7 @@ class _Process:
         # A sweep's interval: entries of a dead worker wait no longer than its requests do.
         interval_s = min(1.0, settings.worker.lease_ms / 3000)
         redis = self._connect(settings.redis.socket_timeout_s + interval_s)
-        operations = DoorOperations(
+        operations = IngressOperations(
             redis,
             Keys(settings.queue.model, settings.queue.shard),
             retention_ms=retention_ms,

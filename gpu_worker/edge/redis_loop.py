@@ -329,7 +329,7 @@ class RedisEdge:
         swept = self._operations.read_sweep(reply)
         self._metrics.swept.labels("expired").inc(swept.expired)
         self._metrics.swept.labels("reaped").inc(swept.reaped)
-        self._metrics.swept.labels("disconnected").inc(swept.left)
+        self._metrics.swept.labels("disconnected").inc(swept.abandoned)
         if swept.reaped:
             _log.warning("took %d requests from %d dead workers", swept.reaped, swept.workers)
         if swept.failed:

@@ -10,7 +10,7 @@ import typer
 
 from penstock.shared.keys import Keys
 from penstock.shared.local.embedded import require_url
-from penstock.shared.scripts.ingress_operations import DoorOperations
+from penstock.shared.scripts.ingress_operations import IngressOperations
 from penstock.shared.settings import Settings
 
 from ..connection import Link
@@ -54,7 +54,7 @@ def list_doors(
 ) -> None:
     """Show the tenants that have one."""
     settings = client_settings(redis, model, shard, config)
-    tenants = asyncio.run(_run(settings, lambda doors: doors.doors()))
+    tenants = asyncio.run(_run(settings, lambda ingress: ingress.tenants()))
     if json:
         write_json({"tenants": list(tenants)})
         return
@@ -73,7 +73,7 @@ def add(
 ) -> None:
     """Have workers read a tenant's intake stream."""
     settings = client_settings(redis, model, shard, config)
-    changed = asyncio.run(_run(settings, lambda doors: doors.add_door(tenant)))
+    changed = asyncio.run(_run(settings, lambda ingress: ingress.add_tenant(tenant)))
     _tell(settings, tenant, changed, json, "is read from now on" if changed else "is read already")
 
 
@@ -88,24 +88,24 @@ def remove(
 ) -> None:
     """Have workers read a tenant's intake stream no more; what is in it stays there."""
     settings = client_settings(redis, model, shard, config)
-    changed = asyncio.run(_run(settings, lambda doors: doors.remove_door(tenant)))
+    changed = asyncio.run(_run(settings, lambda ingress: ingress.remove_tenant(tenant)))
     _tell(settings, tenant, changed, json, "is read no more" if changed else "was not read")
 
 
 def _tell(settings: Settings, tenant: str, changed: bool, json: bool, what: str) -> None:
-    stream = Keys(settings.queue.model, settings.queue.shard).intake(tenant)
+    stream = Keys(settings.queue.model, settings.queue.shard).ingress(tenant)
     if json:
         write_json({"tenant": tenant, "stream": stream, "changed": changed})
     else:
         write_note(f"{printable(stream)} {what}")
 
 
-async def _run(settings: Settings, do: Callable[[DoorOperations], Awaitable[_T]]) -> _T:
+async def _run(settings: Settings, do: Callable[[IngressOperations], Awaitable[_T]]) -> _T:
     link = Link(require_url(settings.redis), socket_timeout_s=settings.redis.socket_timeout_s)
     try:
         keys = Keys(settings.queue.model, settings.queue.shard)
         await link.connect(keys.counters)
-        operations = DoorOperations(link.redis, keys)
+        operations = IngressOperations(link.redis, keys)
         return await link.call(lambda: do(operations))
     finally:
         await link.aclose()

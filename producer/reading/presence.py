@@ -107,7 +107,9 @@ class Presence:
             page = ids[start : start + _IDS_PER_CALL]
             try:
                 await self._link.call(
-                    lambda page=page: self._operations.attend(page, grace_ms=self._grace_ms)  # type: ignore[misc]
+                    lambda page=page: self._operations.reader_heartbeat(
+                        page, grace_ms=self._grace_ms
+                    )  # type: ignore[misc]
                 )
             except PenstockError as error:
                 # The next beat tries again; how long that may go on is what the grace is for.

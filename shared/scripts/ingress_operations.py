@@ -15,44 +15,45 @@ from ..protocol.plain_entry import Admission, Entry, Refusal
 from .replies import Bounds, accepted
 from .script_loader import Call, Pipelined, Script, load_script, run_commands
 
-__all__ = ["DOOR_SCRIPTS", "Admitted", "DoorOperations", "Knock"]
+__all__ = ["INGRESS_SCRIPTS", "IngressOperations", "IngressPoll", "IngressReply"]
 
-DOOR_SCRIPTS = ("admit", "knock", "refuse")
+INGRESS_SCRIPTS = ("accept_ingress", "poll_ingress", "refuse_ingress")
 """Names of the plain door's scripts."""
 
-MAX_DOORS = 1000
+MAX_INGRESS_TENANTS = 1000
 """Workers look at every door once a second."""
 
-_DOOR = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
-_DOOR_ALLOWED = (
+_TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
+_TENANT_ALLOWED = (
     "1 to 64 characters of A-Z a-z 0-9 _ -, starting with a letter or digit; no dot, because "
     "request ids of the tenant a begin with a. and those of a.b would begin so, too"
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Knock:
-    """What :meth:`DoorOperations.knock` found.
+class IngressPoll:
+    """What :meth:`IngressOperations.poll` found.
 
     Attributes:
-        doors: tenants whose intake streams may be read; None stands for the shared one.
+        tenants: tenants whose intake streams may be read; None stands for the shared one.
         broken: those that may not: the stream's name is taken by a key of another type, or the
             tenant's name is none for a door.
         entries: entries read before and not acted on.
     """
 
-    doors: tuple[str | None, ...]
+    tenants: tuple[str | None, ...]
     broken: tuple[str | None, ...]
     entries: tuple[Entry, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Admitted:
+class IngressReply:
     """What became of an entry.
 
     Attributes:
         verdict: ``ok``, ``dup``, ``conflict``, ``full``, ``late``, ``broken``, ``refused``, or
-            ``gone`` if another worker was first; see the scripts ``admit`` and ``refuse``.
+            ``gone`` if another worker was first; see the scripts ``accept_ingress`` and
+            ``refuse_ingress``.
         id: where its answer is.
     """
 
@@ -60,7 +61,7 @@ class Admitted:
     id: str
 
 
-class DoorOperations:
+class IngressOperations:
     """The plain door of one shard.
 
     Args:
@@ -87,48 +88,48 @@ class DoorOperations:
         self._retention_ms = retention_ms
         self._bounds = bounds or Bounds()
         self._default_deadline_ms = default_deadline_ms
-        self._scripts = {name: load(name) for name in DOOR_SCRIPTS}
+        self._scripts = {name: load(name) for name in INGRESS_SCRIPTS}
 
     @property
     def keys(self) -> Keys:
         """Names of the shard."""
         return self._keys
 
-    def knock(self, worker_id: str, *, entries: int) -> Call:
+    def poll(self, worker_id: str, *, entries: int) -> Call:
         """Look which doors there are, and take over up to so many entries left by others."""
         keys = self._keys
-        names = (keys.doors, keys.leases, keys.intake())
-        return Call(self._scripts["knock"], names, (keys.prefix, worker_id, entries))
+        names = (keys.ingress_tenants, keys.leases, keys.ingress())
+        return Call(self._scripts["poll_ingress"], names, (keys.prefix, worker_id, entries))
 
     @staticmethod
-    def read_knock(reply: Any) -> Knock:
-        """The typed form of a knock's reply.
+    def read_poll(reply: Any) -> IngressPoll:
+        """The typed form of a poll's reply.
 
         Raises:
             RedisUnavailable: the reply is the server's refusal.
         """
-        accepted("knock", reply)
+        accepted("poll_ingress", reply)
         tenants = [_tenant(name) for name in reply[0]]
-        doors = tuple(tenant for tenant in tenants if _is_door(tenant))
-        broken = tuple(tenant for tenant in tenants if not _is_door(tenant))
+        doors = tuple(tenant for tenant in tenants if _may_have_ingress(tenant))
+        broken = tuple(tenant for tenant in tenants if not _may_have_ingress(tenant))
         found = (Entry(_tenant(tenant), name.decode(), rest) for tenant, name, rest in reply[2])
-        return Knock(
+        return IngressPoll(
             doors,
             broken + tuple(_tenant(name) for name in reply[1]),
-            tuple(entry for entry in found if _is_door(entry.tenant)),
+            tuple(entry for entry in found if _may_have_ingress(entry.tenant)),
         )
 
-    def settle(self, entry: Entry, verdict: Admission | Refusal) -> Call:
+    def resolve(self, entry: Entry, verdict: Admission | Refusal) -> Call:
         """Act on an entry: it becomes a request or gets its answer, and is gone."""
         if isinstance(verdict, Admission):
-            return self._admit(entry, verdict)
+            return self._accept(entry, verdict)
         return self._refuse(entry, verdict)
 
-    def _admit(self, entry: Entry, admission: Admission) -> Call:
+    def _accept(self, entry: Entry, admission: Admission) -> Call:
         keys, request, payload = self._keys, admission.request, admission.payload
         lane, bounds = request.lane, self._bounds
         names = (
-            keys.intake(entry.tenant), keys.request(request.id), keys.log(request.id),
+            keys.ingress(entry.tenant), keys.request(request.id), keys.log(request.id),
             keys.queue(lane, request.tenant), keys.tenants(lane), keys.lanes, keys.floors,
             keys.deadlines, keys.counters, keys.bell, keys.request(entry.own_id),
             keys.log(entry.own_id),
@@ -140,31 +141,31 @@ class DoorOperations:
             request.max_queue_ms or 0, self._retention_ms, request.answer.value, bounds.requests,
             bounds.tokens, bounds.bytes, bounds.tenant_requests, request.on_disconnect.value,
         )  # fmt: skip
-        return Call(self._scripts["admit"], names, args)
+        return Call(self._scripts["accept_ingress"], names, args)
 
     def _refuse(self, entry: Entry, refusal: Refusal) -> Call:
         keys = self._keys
         names = (
-            keys.intake(entry.tenant), keys.request(refusal.id), keys.log(refusal.id),
+            keys.ingress(entry.tenant), keys.request(refusal.id), keys.log(refusal.id),
             keys.request(entry.own_id), keys.log(entry.own_id), keys.counters,
         )  # fmt: skip
         args = (
             keys.prefix, entry.name, refusal.id, entry.own_id, refusal.reason.state.value,
             refusal.reason.value, refusal.message, refusal.answer.value, self._retention_ms,
         )  # fmt: skip
-        return Call(self._scripts["refuse"], names, args)
+        return Call(self._scripts["refuse_ingress"], names, args)
 
     @staticmethod
-    def read_settled(reply: Any) -> Admitted:
-        """The typed form of the reply to :meth:`settle`.
+    def read_resolved(reply: Any) -> IngressReply:
+        """The typed form of the reply to :meth:`resolve`.
 
         Raises:
             RedisUnavailable: the reply is the server's refusal.
         """
-        accepted("admit", reply)
-        return Admitted(reply[0].decode(), reply[1].decode())
+        accepted("accept_ingress", reply)
+        return IngressReply(reply[0].decode(), reply[1].decode())
 
-    async def doors(self) -> tuple[str, ...]:
+    async def tenants(self) -> tuple[str, ...]:
         """Tenants with an intake stream of their own.
 
         Raises:
@@ -173,7 +174,7 @@ class DoorOperations:
         names: set[bytes] = await self._one("SMEMBERS")
         return tuple(sorted(name.decode(errors="replace") for name in names))
 
-    async def add_door(self, tenant: str) -> bool:
+    async def add_tenant(self, tenant: str) -> bool:
         """Give a tenant an intake stream of its own; False if it has one.
 
         Raises:
@@ -181,14 +182,15 @@ class DoorOperations:
             ConfigurationError: there are a thousand already.
             RedisUnavailable: the server refuses.
         """
-        check.name("tenant", tenant, _DOOR, _DOOR_ALLOWED)
-        if await self._one("SCARD") >= MAX_DOORS:
+        check.name("tenant", tenant, _TENANT, _TENANT_ALLOWED)
+        if await self._one("SCARD") >= MAX_INGRESS_TENANTS:
             raise ConfigurationError(
-                f"this shard has {MAX_DOORS} doors already; remove some, or use another shard"
+                f"this shard has {MAX_INGRESS_TENANTS} doors already; remove some, or use "
+                "another shard"
             )
         return bool(await self._one("SADD", tenant))
 
-    async def remove_door(self, tenant: str) -> bool:
+    async def remove_tenant(self, tenant: str) -> bool:
         """Have a tenant's intake stream read no more; False if there is none. Entries stay in it.
 
         Raises:
@@ -197,7 +199,7 @@ class DoorOperations:
         return bool(await self._one("SREM", tenant))
 
     async def _one(self, command: str, *args: str) -> Any:
-        (reply,) = await run_commands(self._redis, [(command, self._keys.doors, *args)])
+        (reply,) = await run_commands(self._redis, [(command, self._keys.ingress_tenants, *args)])
         accepted(command, reply)
         return reply
 
@@ -206,5 +208,5 @@ def _tenant(name: bytes) -> str | None:
     return name.decode("latin-1") or None
 
 
-def _is_door(tenant: str | None) -> bool:
-    return tenant is None or _DOOR.fullmatch(tenant) is not None
+def _may_have_ingress(tenant: str | None) -> bool:
+    return tenant is None or _TENANT.fullmatch(tenant) is not None

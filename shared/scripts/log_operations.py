@@ -13,7 +13,7 @@ from .script_loader import Call, Command, Pipelined, Script, load_script, run_ca
 
 __all__ = ["LOG_SCRIPTS", "EndedLog", "LogOperations"]
 
-LOG_SCRIPTS = ("compact", "ripe")
+LOG_SCRIPTS = ("compact", "list_compactable")
 """Names of the scripts for ended logs."""
 
 _PAGE = 1024
@@ -54,7 +54,7 @@ class LogOperations:
         self._keys = keys
         self._scripts = {name: load(name) for name in LOG_SCRIPTS}
 
-    async def ripe(self, *, after_ms: int | None, count: int) -> list[str]:
+    async def list_compactable(self, *, after_ms: int | None, count: int) -> list[str]:
         """Ids of requests whose logs are to be made compact; told to nobody else for 30 s.
 
         Args:
@@ -66,9 +66,9 @@ class LogOperations:
         """
         args = (self._keys.prefix, -1 if after_ms is None else after_ms, count)
         (reply,) = await run_calls(
-            self._redis, [Call(self._scripts["ripe"], (self._keys.ended,), args)]
+            self._redis, [Call(self._scripts["list_compactable"], (self._keys.ended,), args)]
         )
-        accepted("ripe", reply)
+        accepted("list_compactable", reply)
         return [name.decode() for name in reply]
 
     async def read(self, ids: Sequence[str]) -> list[EndedLog]:

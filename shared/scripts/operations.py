@@ -124,7 +124,7 @@ class Operations(OperatorOperations):
             return CancelReply(True, State.CANCELLED)
         return CancelReply(False, None if reply[0] == b"unknown" else State(reply[1].decode()))
 
-    async def attend(self, ids: Sequence[str], *, grace_ms: int) -> list[bool]:
+    async def reader_heartbeat(self, ids: Sequence[str], *, grace_ms: int) -> list[bool]:
         """Say that these requests have a reader, who will say so again within the grace.
 
         Args:
@@ -140,7 +140,7 @@ class Operations(OperatorOperations):
         keys = self._keys
         names = (keys.readers, *(keys.request(id) for id in ids))
         args: tuple[str | int, ...] = (keys.prefix, grace_ms, *ids)
-        reply = await self._one(Call(self._scripts["attend"], names, args))
+        reply = await self._one(Call(self._scripts["reader_heartbeat"], names, args))
         return [bool(matters) for matters in reply]
 
     def claim(
@@ -215,9 +215,9 @@ class Operations(OperatorOperations):
             RedisUnavailable: the reply is the server's refusal.
         """
         accepted("sweep", reply)
-        expired, reaped, workers, mended, failed, error, left, more = reply
+        expired, reaped, workers, repaired, failed, error, abandoned, more = reply
         why = error.decode(errors="replace")
-        return SweepReply(expired, reaped, workers, mended, failed, why, left, bool(more))
+        return SweepReply(expired, reaped, workers, repaired, failed, why, abandoned, bool(more))
 
     def depth(self) -> Command:
         """Ask for the counters of waiting work."""

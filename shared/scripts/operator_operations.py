@@ -1,4 +1,4 @@
-"""What an operator does to a shard, as typed calls: dead letters, and a recount."""
+"""What an operator does to a shard, as typed calls: dead letters, and rebuilt counters."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class OperatorOperations(ShardScripts):
         accepted("XDEL", dropped)
         return bool(dropped)
 
-    async def recount(self) -> tuple[int, int]:
+    async def rebuild_counters(self) -> tuple[int, int]:
         """Set the counters of waiting work to what the records say.
 
         They are right by themselves; this is for an operator after commands were denied in the
@@ -96,6 +96,6 @@ class OperatorOperations(ShardScripts):
         """
         names = (self._keys.deadlines, self._keys.counters)
         waiting, wrong = await self._one(
-            Call(self._scripts["recount"], names, (self._keys.prefix,))
+            Call(self._scripts["rebuild_counters"], names, (self._keys.prefix,))
         )
         return waiting, wrong

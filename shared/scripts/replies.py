@@ -202,21 +202,21 @@ class SweepReply:
         expired: requests ended past their deadline or their time in the queue.
         reaped: requests taken from dead workers.
         workers: dead workers forgotten.
-        mended: requests found in a state that only a script cut short or a key deleted by hand
+        repaired: requests found in a state that only a script cut short or a key deleted by hand
             leaves behind, and put right.
         failed: requests that the sweep could not handle, and will try again.
         error: why, for the last of them.
-        left: requests cancelled because all their readers had left.
+        abandoned: requests cancelled because all their readers had left.
         more: it did as much as one sweep may, so there may be more: sweep again at once.
     """
 
     expired: int
     reaped: int
     workers: int
-    mended: int = 0
+    repaired: int = 0
     failed: int = 0
     error: str = ""
-    left: int = 0
+    abandoned: int = 0
     more: bool = False
 
 

@@ -14,8 +14,8 @@ from .script_loader import Call, Command, Pipelined, Script, load_script, run_ca
 __all__ = ["SCRIPTS", "ShardScripts"]
 
 SCRIPTS = (
-    "append", "attend", "audit", "cancel", "claim", "recount", "redrive", "release", "submit",
-    "sweep",
+    "append", "audit", "cancel", "claim", "reader_heartbeat", "rebuild_counters", "redrive",
+    "release", "submit", "sweep",
 )  # fmt: skip
 """Names of the scripts: those of ``scripts/`` that are not included by others."""
 

@@ -152,7 +152,7 @@ class Shard:
 
     async def compact(self, *ids: str) -> int:
         """Make these logs compact, or all that are ripe; how many it did."""
-        names = ids or await self.logs.ripe(after_ms=0, count=1000)
+        names = ids or await self.logs.list_compactable(after_ms=0, count=1000)
         logs = await self.logs.read(names)
         return await self.logs.compact([(log, compacted(log.chunks)) for log in logs])
 

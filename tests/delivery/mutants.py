@@ -67,7 +67,8 @@ MUTANTS = (
         test_guards.test_every_step_renews_the_lease, "append",
     ),
     Mutant(
-        "lost record not ended", "if claim then bury(prefix", "if false then bury(prefix",
+        "lost record not ended",
+        "if claim then end_orphan(prefix", "if false then end_orphan(prefix",
         test_damage.test_deleted_record_of_a_running_request, "append",
     ),
     Mutant(
@@ -117,7 +118,7 @@ MUTANTS = (
         "claim",
     ),
     Mutant(
-        "displacing without bound", "lane_time <= time + AHEAD", "true",
+        "displacing without bound", "lane_time <= time + MAX_AHEAD", "true",
         test_fairness.test_a_flood_of_urgent_work_displaces_others_up_to_its_share, "claim",
     ),
     Mutant(
@@ -149,8 +150,8 @@ MUTANTS = (
         test_shares.test_a_burst_is_spread_over_all_workers, "claim",
     ),
     Mutant(
-        "no bell for another look", "if turns >= MAX_TURNS and #claims == 0 then ring(prefix) end",
-        "", test_fairness.test_a_thousand_idle_tenants_hide_nobody, "claim",
+        "no bell for another look",
+        "if turns >= MAX_TURNS and #claims == 0 then wake_workers(prefix) end", "", test_fairness.test_a_thousand_idle_tenants_hide_nobody, "claim",
     ),
     Mutant(
         "virtual time as text", "redis.call('HSET', KEYS[4], '*', lane_time)",
@@ -214,10 +215,10 @@ MUTANTS = (
         test_inbox.test_one_message_per_call_and_inbox, "append",
     ),
     Mutant(
-        "a message for every event", "elseif not letters then", "elseif true then",
+        "a message for every event", "elseif not batches then", "elseif true then",
         test_inbox.test_one_message_per_call_and_inbox, "append",
     ),
-    # attend, and the sweep's part of it
+    # reader_heartbeat, and the sweep's part of it
     Mutant(
         "readers not looked for", "if now >= reprieve then", "if false then",
         test_readers.test_a_running_request_ends_when_its_reader_has_left, "sweep",
@@ -237,20 +238,20 @@ MUTANTS = (
     ),
     Mutant(
         "reader's return not noted", "'GT', now + grace", "'NX', now + grace",
-        test_readers.test_a_reader_that_comes_back_in_time, "attend",
+        test_readers.test_a_reader_that_comes_back_in_time, "reader_heartbeat",
     ),
     Mutant(
         "last word of any reader counts", "'GT', now + grace", "now + grace",
-        test_readers.test_of_two_readers_the_one_that_stays_counts, "attend",
+        test_readers.test_of_two_readers_the_one_that_stays_counts, "reader_heartbeat",
     ),
     Mutant(
         "ended requests attended", "v[2] == 'cancel' and (v[1] == 'queued' or v[1] == 'running')",
         "v[2] == 'cancel'", test_readers.test_a_request_that_finished_meanwhile_stays_finished,
-        "attend",
+        "reader_heartbeat",
     ),
     Mutant(
         "every request attended", "v and v[2] == 'cancel' and", "v and",
-        test_readers.test_others_go_on_without_readers, "attend",
+        test_readers.test_others_go_on_without_readers, "reader_heartbeat",
     ),
     Mutant(
         "readers outlive their request", "if rec.needs_reader then attempt(nil, 'ZREM'",
@@ -261,8 +262,8 @@ MUTANTS = (
         "readers forgotten by a redrive", "on_disconnect = f.od", "on_disconnect = nil",
         test_readers.test_a_handover_and_a_redrive_keep_it, "redrive",
     ),
-    without_oom("attend", test_readers.test_attend_runs_at_maxmemory),
-    # compact, ripe
+    without_oom("reader_heartbeat", test_readers.test_attend_runs_at_maxmemory),
+    # compact, list_compactable
     Mutant(
         "log of a living request compacted",
         "not v[1] or v[1] == 'queued' or v[1] == 'running' then", "not v[1] then",
@@ -287,10 +288,10 @@ MUTANTS = (
     ),
     Mutant(
         "told to everybody", "redis.call('ZADD', KEYS[1], 'XX', due + REDO_MS, rid)", "",
-        test_compaction.test_a_log_is_told_to_one_worker_for_a_time, "ripe",
+        test_compaction.test_a_log_is_told_to_one_worker_for_a_time, "list_compactable",
     ),
     without_oom("compact", test_compaction.test_it_runs_at_maxmemory),
-    without_oom("ripe", test_compaction.test_it_runs_at_maxmemory),
+    without_oom("list_compactable", test_compaction.test_it_runs_at_maxmemory),
     # release, requeue, sweep
     Mutant(
         "no audit", "return known[rid] ~= string.match(claim, '^%d+') end", "return false end",
@@ -341,7 +342,7 @@ MUTANTS = (
         test_ends.test_a_sweep_is_bounded_and_the_next_goes_on, "sweep",
     ),
     Mutant(
-        "no more is told of readers", "if #lapsed == MAX_LEFT then", "if false then",
+        "no more is told of readers", "if #lapsed == MAX_ABANDONED then", "if false then",
         test_readers.test_a_sweep_cancels_boundedly_and_the_next_goes_on, "sweep",
     ),
     Mutant(
@@ -354,7 +355,8 @@ MUTANTS = (
         test_lost_workers.test_a_sweep_of_a_big_worker_is_bounded_and_goes_on, "sweep",
     ),
     Mutant(
-        "nothing mended", "\n  if guarded(mend, prefix", "\n  if false and guarded(mend, prefix",
+        "nothing repaired",
+        "\n  if guarded(repair, prefix", "\n  if false and guarded(repair, prefix",
         test_damage.test_deleted_ownership_gives_the_request_to_others, "sweep",
     ),
     Mutant(

@@ -118,18 +118,18 @@ async def test_however_it_ended(shard: Shard, reason: Reason) -> None:
 
 async def test_not_before_its_time(shard: Shard) -> None:
     await complete(shard, "x")
-    assert await shard.logs.ripe(after_ms=MINUTE_MS, count=10) == []
+    assert await shard.logs.list_compactable(after_ms=MINUTE_MS, count=10) == []
     await shard.redis.zincrby(shard.keys.ended, -MINUTE_MS, "x")
-    assert await shard.logs.ripe(after_ms=MINUTE_MS, count=10) == ["x"]
+    assert await shard.logs.list_compactable(after_ms=MINUTE_MS, count=10) == ["x"]
 
 
 async def test_a_log_is_told_to_one_worker_for_a_time(shard: Shard) -> None:
     for name in ("x", "y", "z"):
         await complete(shard, name)
-    first = await shard.logs.ripe(after_ms=0, count=2)
+    first = await shard.logs.list_compactable(after_ms=0, count=2)
     assert first == ["x", "y"]
-    assert await shard.logs.ripe(after_ms=0, count=2) == ["z"]
-    assert await shard.logs.ripe(after_ms=0, count=2) == []
+    assert await shard.logs.list_compactable(after_ms=0, count=2) == ["z"]
+    assert await shard.logs.list_compactable(after_ms=0, count=2) == []
     # Who was told of it died.
     for name in ("x", "y", "z"):
         score = await shard.redis.zscore(shard.keys.ended, name)
@@ -140,7 +140,7 @@ async def test_a_log_is_told_to_one_worker_for_a_time(shard: Shard) -> None:
 
 async def test_switched_off_nothing_is_kept_in_mind(shard: Shard) -> None:
     await complete(shard, "x")
-    assert await shard.logs.ripe(after_ms=None, count=10) == []
+    assert await shard.logs.list_compactable(after_ms=None, count=10) == []
     assert await noted(shard) == []
     assert len(await raw(shard, "x")) == LONG + 1
 
@@ -226,7 +226,7 @@ async def test_it_runs_at_maxmemory(shard: Shard) -> None:
     await complete(shard, "x")
     await complete(shard, "y", 1)
     await shard.redis.config_set("maxmemory", 1)
-    assert await shard.logs.ripe(after_ms=0, count=10) == ["x", "y"]
+    assert await shard.logs.list_compactable(after_ms=0, count=10) == ["x", "y"]
     assert await shard.compact("x") == 1
     assert await shard.compact("y") == 1
 

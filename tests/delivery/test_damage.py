@@ -83,7 +83,7 @@ async def test_record_lost_while_its_worker_dies(shard: Shard) -> None:
 async def test_record_lost_is_found_by_the_sweep(shard: Shard) -> None:
     await two_running(shard)
     await shard.redis.delete(shard.keys.request("hurt"))
-    assert (await shard.sweep()).mended == 1
+    assert (await shard.sweep()).repaired == 1
     assert (await shard.end("hurt")).n == 2
     await shard.redis.zadd(shard.keys.leases, {"a": 1})
     assert (await shard.sweep()).reaped == 1
@@ -146,8 +146,8 @@ async def test_deleted_queue_of_waiting_requests_is_made_anew(shard: Shard) -> N
         await shard.submit(f"x{i}", tenant=f"t{i % 2}")
     record = await shard.record("x0")
     await shard.redis.delete(record["sk"], f"{shard.keys.prefix}act:normal", shard.keys.lanes)
-    assert (await shard.sweep()).mended == 3
-    assert (await shard.sweep()).mended == 0
+    assert (await shard.sweep()).repaired == 3
+    assert (await shard.sweep()).repaired == 0
     await shard.check()
     assert len(await shard.worker("a").claim(9)) == 5
 
@@ -155,7 +155,7 @@ async def test_deleted_queue_of_waiting_requests_is_made_anew(shard: Shard) -> N
 async def test_deleted_ownership_gives_the_request_to_others(shard: Shard) -> None:
     worker = await two_running(shard)
     await shard.redis.delete(shard.keys.owned("a"))
-    assert (await shard.sweep()).mended == 2
+    assert (await shard.sweep()).repaired == 2
     await shard.check()
     assert await step_again(worker) == AppendStatus.FENCED
     assert {(claim.n, claim.suspect) for claim in await shard.worker("b").claim(9)} == {(2, False)}
@@ -164,7 +164,7 @@ async def test_deleted_ownership_gives_the_request_to_others(shard: Shard) -> No
 async def test_deleted_lease_gives_the_requests_to_others(shard: Shard) -> None:
     await two_running(shard)
     await shard.redis.delete(shard.keys.leases)
-    assert (await shard.sweep()).mended == 2
+    assert (await shard.sweep()).repaired == 2
     await shard.check()
 
 
@@ -201,8 +201,8 @@ async def test_wrong_counters_are_recounted(shard: Shard) -> None:
     await shard.worker("a").claim(1)
     await shard.redis.hset(shard.keys.counters, mapping={"requests": 77, "tenant:gone": 3})
     await shard.redis.hdel(shard.keys.counters, "bytes")
-    assert await shard.ops.recount() == (3, 3)
-    assert await shard.ops.recount() == (3, 0)
+    assert await shard.ops.rebuild_counters() == (3, 3)
+    assert await shard.ops.rebuild_counters() == (3, 0)
     await shard.check()
 
 

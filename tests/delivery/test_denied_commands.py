@@ -59,7 +59,7 @@ class Scene:
         await shard.submit("late", deadline_ms=1)
         await shard.submit("bored", max_queue_ms=1)
         await shard.submit("left", on_disconnect="cancel")
-        await shard.ops.attend(["left"], grace_ms=1)
+        await shard.ops.reader_heartbeat(["left"], grace_ms=1)
         await shard.wait_ms(2)
         await shard.check()
 
@@ -93,8 +93,8 @@ async def cancel_queued(scene: Scene, shard: Shard) -> object:
     return await shard.ops.cancel("fresh1")
 
 
-async def attend(scene: Scene, shard: Shard) -> object:
-    return await shard.ops.attend(["left", "running"], grace_ms=1000)
+async def reader_heartbeat(scene: Scene, shard: Shard) -> object:
+    return await shard.ops.reader_heartbeat(["left", "running"], grace_ms=1000)
 
 
 async def claim(scene: Scene, shard: Shard) -> object:
@@ -118,12 +118,12 @@ async def redrive(scene: Scene, shard: Shard) -> object:
     return await shard.ops.redrive(letter.entry)
 
 
-async def ripe(scene: Scene, shard: Shard) -> object:
-    return await shard.logs.ripe(after_ms=0, count=10)
+async def list_compactable(scene: Scene, shard: Shard) -> object:
+    return await shard.logs.list_compactable(after_ms=0, count=10)
 
 
 async def compact(scene: Scene, shard: Shard) -> object:
-    names = await scene.shard.logs.ripe(after_ms=0, count=10)
+    names = await scene.shard.logs.list_compactable(after_ms=0, count=10)
     assert names == ["long", "poison"]
     return await shard.compact(*names)
 
@@ -131,7 +131,7 @@ async def compact(scene: Scene, shard: Shard) -> object:
 OPERATIONS: dict[Operation, str] = {
     append: "append",
     submit: "submit",
-    attend: "attend",
+    reader_heartbeat: "reader_heartbeat",
     cancel_running: "cancel",
     cancel_queued: "cancel",
     claim: "claim",
@@ -139,7 +139,7 @@ OPERATIONS: dict[Operation, str] = {
     audit: "audit",
     sweep: "sweep",
     redrive: "redrive",
-    ripe: "ripe",
+    list_compactable: "list_compactable",
     compact: "compact",
 }
 
@@ -156,7 +156,7 @@ async def heal(shard: Shard) -> None:
     """What time brings in production: sweeps, and an operator's recount."""
     for _ in range(3):
         assert (await shard.sweep()).failed == 0
-    await shard.ops.recount()
+    await shard.ops.rebuild_counters()
 
 
 async def complete_all(shard: Shard) -> None:
@@ -195,7 +195,9 @@ async def test_a_denied_command(
     await heal(scene.shard)
     await scene.shard.check(stale_entries=True)
     await complete_all(scene.shard)
-    await scene.shard.ops.recount()  # an entry left without a record was counted back by a claim
+    await (
+        scene.shard.ops.rebuild_counters()
+    )  # an entry left without a record was counted back by a claim
     await scene.shard.check(ended=True)
     states = {name: await shard.state(name) for name in accepted}
     assert set(states.values()) <= {"completed", "cancelled", "dead"}, states

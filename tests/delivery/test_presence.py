@@ -52,13 +52,13 @@ async def sweep_for(shard: Shard, milliseconds: int) -> None:
     """Sweep as a worker does, and cancel nobody."""
     until = await shard.now_ms() + milliseconds
     while await shard.now_ms() < until:
-        assert (await shard.sweep()).left == 0
+        assert (await shard.sweep()).abandoned == 0
         await asyncio.sleep(0.01)
 
 
 async def sweep_away(shard: Shard, name: str = "x") -> None:
     """Sweep until the request is cancelled."""
-    await shard.sweep_until(lambda swept: swept.left == 1)
+    await shard.sweep_until(lambda swept: swept.abandoned == 1)
     assert (await shard.end(name)).reason is Reason.DISCONNECTED
     await shard.check(ended=True)
 
@@ -202,7 +202,7 @@ async def test_others_are_not_attended(newest_shard: Shard, producer: Producer) 
     assert not await newest_shard.redis.exists(newest_shard.keys.readers)
     await stream.aclose()
     await newest_shard.wait_ms(2)
-    assert (await newest_shard.sweep()).left == 0
+    assert (await newest_shard.sweep()).abandoned == 0
 
 
 async def test_a_reader_through_an_outage(

@@ -18,7 +18,7 @@ async def readers(shard: Shard) -> list[str]:
 
 async def lapse(shard: Shard, *names: str) -> None:
     """Readers came once, and their grace is over."""
-    assert await shard.ops.attend(names, grace_ms=1) == [True] * len(names)
+    assert await shard.ops.reader_heartbeat(names, grace_ms=1) == [True] * len(names)
     await shard.wait_ms(2)
 
 
@@ -28,12 +28,12 @@ async def test_a_running_request_ends_when_its_reader_has_left(shard: Shard) -> 
     claim = await worker.claim_one()
     assert await worker.send_one(worker.tokens(claim, 0, 3)) == (0, 3)
     await lapse(shard, "x")
-    assert (await shard.sweep()).left == 1
+    assert (await shard.sweep()).abandoned == 1
     end = await shard.end("x")
     assert (end.reason, end.n) == (Reason.DISCONNECTED, 3)
     assert await worker.send_one(worker.tokens(claim, 3, 1)) == (2, 3)
     assert await readers(shard) == []
-    assert (await shard.sweep()).left == 0
+    assert (await shard.sweep()).abandoned == 0
     await shard.check(ended=True)
 
 
@@ -41,7 +41,7 @@ async def test_a_queued_request_ends_when_its_reader_has_left(shard: Shard) -> N
     await shard.submit("x", on_disconnect="cancel")
     await shard.submit("y", on_disconnect="cancel")
     await lapse(shard, "x")
-    assert (await shard.sweep()).left == 1
+    assert (await shard.sweep()).abandoned == 1
     assert (await shard.end("x")).reason is Reason.DISCONNECTED
     assert [claim.id for claim in await shard.worker("a").claim(5)] == ["y"]
     await shard.check()
@@ -51,16 +51,16 @@ async def test_before_its_first_reader_a_request_goes_on(shard: Shard) -> None:
     await shard.submit("x", on_disconnect="cancel")
     assert await readers(shard) == []
     await shard.wait_ms(5)
-    assert (await shard.sweep()).left == 0
+    assert (await shard.sweep()).abandoned == 0
     assert await shard.state("x") == "queued"
 
 
 async def test_others_go_on_without_readers(shard: Shard) -> None:
     await shard.submit("x")
-    assert await shard.ops.attend(["x", "nobody"], grace_ms=1) == [False, False]
+    assert await shard.ops.reader_heartbeat(["x", "nobody"], grace_ms=1) == [False, False]
     # Whatever stands there: only a request that asked for it is cancelled.
     await shard.redis.zadd(shard.keys.readers, {"x": LONG_AGO, "nobody": LONG_AGO})
-    assert (await shard.sweep()).left == 0
+    assert (await shard.sweep()).abandoned == 0
     assert await shard.state("x") == "queued"
     assert await readers(shard) == []
     await shard.check()
@@ -68,20 +68,20 @@ async def test_others_go_on_without_readers(shard: Shard) -> None:
 
 async def test_a_reader_that_comes_back_in_time(shard: Shard) -> None:
     await shard.submit("x", on_disconnect="cancel")
-    await shard.ops.attend(["x"], grace_ms=1)
-    await shard.ops.attend(["x"], grace_ms=MINUTE_MS)
+    await shard.ops.reader_heartbeat(["x"], grace_ms=1)
+    await shard.ops.reader_heartbeat(["x"], grace_ms=MINUTE_MS)
     await shard.wait_ms(5)
-    assert (await shard.sweep()).left == 0
+    assert (await shard.sweep()).abandoned == 0
     assert await shard.state("x") == "queued"
     await shard.check()
 
 
 async def test_of_two_readers_the_one_that_stays_counts(shard: Shard) -> None:
     await shard.submit("x", on_disconnect="cancel")
-    await shard.ops.attend(["x"], grace_ms=MINUTE_MS)
-    await shard.ops.attend(["x"], grace_ms=1)
+    await shard.ops.reader_heartbeat(["x"], grace_ms=MINUTE_MS)
+    await shard.ops.reader_heartbeat(["x"], grace_ms=1)
     await shard.wait_ms(5)
-    assert (await shard.sweep()).left == 0
+    assert (await shard.sweep()).abandoned == 0
     assert await shard.state("x") == "queued"
 
 
@@ -89,14 +89,14 @@ async def test_a_request_that_finished_meanwhile_stays_finished(shard: Shard) ->
     worker = shard.worker("a")
     await shard.submit("x", on_disconnect="cancel")
     claim = await worker.claim_one()
-    await shard.ops.attend(["x"], grace_ms=MINUTE_MS)
+    await shard.ops.reader_heartbeat(["x"], grace_ms=MINUTE_MS)
     await worker.send(worker.ending(claim, 0, 2))
     assert await readers(shard) == []
-    assert await shard.ops.attend(["x"], grace_ms=1) == [False]
+    assert await shard.ops.reader_heartbeat(["x"], grace_ms=1) == [False]
     assert await readers(shard) == []
     # A script that was cut short may have left it there.
     await shard.redis.zadd(shard.keys.readers, {"x": LONG_AGO})
-    assert (await shard.sweep()).left == 0
+    assert (await shard.sweep()).abandoned == 0
     assert await readers(shard) == []
     assert (await shard.end("x")).reason is Reason.LENGTH
     await shard.check(ended=True)
@@ -105,16 +105,16 @@ async def test_a_request_that_finished_meanwhile_stays_finished(shard: Shard) ->
 async def test_after_an_outage_readers_get_time_to_come_back(shard: Shard) -> None:
     await shard.submit("x", on_disconnect="cancel")
     await shard.submit("gone", on_disconnect="cancel")
-    assert (await shard.sweep()).left == 0
+    assert (await shard.sweep()).abandoned == 0
     await lapse(shard, "x", "gone")
     await shard.let_pass(MINUTE_MS)
     for _ in range(3):
-        assert (await shard.sweep()).left == 0
-    await shard.ops.attend(["x"], grace_ms=MINUTE_MS)
+        assert (await shard.sweep()).abandoned == 0
+    await shard.ops.reader_heartbeat(["x"], grace_ms=MINUTE_MS)
     reprieve = int(await shard.redis.hget(shard.keys.floors, "reprieve") or 0)
     assert 10_000 < reprieve - await shard.now_ms() <= 15_000
     await shard.redis.hset(shard.keys.floors, "reprieve", LONG_AGO)  # and it passes
-    assert (await shard.sweep()).left == 1
+    assert (await shard.sweep()).abandoned == 1
     assert await shard.state("x") == "queued"
     assert (await shard.end("gone")).reason is Reason.DISCONNECTED
     await shard.check()
@@ -126,7 +126,7 @@ async def test_a_sweep_cancels_boundedly_and_the_next_goes_on(shard: Shard) -> N
         await shard.submit(name, on_disconnect="cancel")
     await lapse(shard, *names)
     swept = [await shard.sweep() for _ in range(4)]
-    assert [s.left for s in swept] == [64, 64, 22, 0]
+    assert [s.abandoned for s in swept] == [64, 64, 22, 0]
     assert [s.more for s in swept] == [True, True, False, False]
     await shard.check(ended=True)
 
@@ -134,7 +134,7 @@ async def test_a_sweep_cancels_boundedly_and_the_next_goes_on(shard: Shard) -> N
 async def test_a_handover_and_a_redrive_keep_it(shard: Shard) -> None:
     deadly = shard.with_retry(max_blames=2)
     await deadly.submit("x", on_disconnect="cancel")
-    await shard.ops.attend(["x"], grace_ms=MINUTE_MS)
+    await shard.ops.reader_heartbeat(["x"], grace_ms=MINUTE_MS)
     for i in range(2):
         await deadly.worker(f"w{i}").claim_one()
         await deadly.ops.release_all(f"w{i}", blame=True)
@@ -142,16 +142,16 @@ async def test_a_handover_and_a_redrive_keep_it(shard: Shard) -> None:
     assert await readers(shard) == []
     (letter,) = await shard.ops.dead_letters()
     assert (await shard.ops.redrive(letter.entry)).done
-    assert (await shard.sweep()).left == 0
+    assert (await shard.sweep()).abandoned == 0
     await lapse(shard, "x")
-    assert (await shard.sweep()).left == 1
+    assert (await shard.sweep()).abandoned == 1
     await shard.check(ended=True)
 
 
 async def test_attend_runs_at_maxmemory(shard: Shard) -> None:
     await shard.submit("x", on_disconnect="cancel")
     await shard.redis.config_set("maxmemory", 1)
-    assert await shard.ops.attend(["x"], grace_ms=MINUTE_MS) == [True]
+    assert await shard.ops.reader_heartbeat(["x"], grace_ms=MINUTE_MS) == [True]
     assert await readers(shard) == ["x"]
 
 
@@ -159,7 +159,7 @@ async def test_broken_keys_hurt_nobody_else(shard: Shard) -> None:
     for name in ("x", "y", "late"):
         await shard.submit(name, on_disconnect="cancel", deadline_ms=1 if name == "late" else None)
     await shard.redis.set(shard.keys.request("y"), "text")
-    assert await shard.ops.attend(["y", "x"], grace_ms=1) == [False, True]
+    assert await shard.ops.reader_heartbeat(["y", "x"], grace_ms=1) == [False, True]
     await shard.redis.delete(shard.keys.request("y"))
     await shard.redis.set(shard.keys.readers, "text")
     await shard.wait_ms(2)

@@ -257,7 +257,7 @@ class Delivery(RuleBasedStateMachine):
         self.model.expire()
         owned = [rid for name in dead for rid in self.owned_by(name)]
         swept = self.run(self.shard.sweep())
-        assert (swept.reaped, swept.workers, swept.mended) == (len(owned), len(dead), 0)
+        assert (swept.reaped, swept.workers, swept.repaired) == (len(owned), len(dead), 0)
         for rid in owned:
             self.model.give_back(rid, blame=True)
 

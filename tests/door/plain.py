@@ -15,7 +15,7 @@ from penstock.gpu_worker.edge.ingress import Door
 from penstock.gpu_worker.metrics import WorkerMetrics
 from penstock.shared.keys import GROUP
 from penstock.shared.protocol.plain_entry import Entry, read_entry
-from penstock.shared.scripts.ingress_operations import Admitted, DoorOperations, Knock
+from penstock.shared.scripts.ingress_operations import IngressOperations, IngressPoll, IngressReply
 from penstock.shared.scripts.operations import Bounds
 from penstock.shared.scripts.script_loader import Script, load_script
 
@@ -33,7 +33,7 @@ class PlainDoor:
     def __post_init__(self) -> None:
         self.shard = Shard(self.redis, load=self.load)
         self.keys = self.shard.keys
-        self.ops = DoorOperations(
+        self.ops = IngressOperations(
             self.redis,
             self.keys,
             bounds=self.bounds,
@@ -50,7 +50,7 @@ class PlainDoor:
 
     async def add_raw(self, *fields: Any, tenant: str | None = None, name: str = "*") -> str:
         entry: bytes = await self.redis.execute_command(
-            "XADD", self.keys.intake(tenant), name, *fields
+            "XADD", self.keys.ingress(tenant), name, *fields
         )
         return entry.decode()
 
@@ -58,37 +58,37 @@ class PlainDoor:
         """Let a worker live for a minute."""
         await self.shard.worker(worker).claim(0)
 
-    async def knock(self, worker: str, entries: int = 64) -> Knock:
-        return self.ops.read_knock(await self.shard.call(self.ops.knock(worker, entries=entries)))
+    async def poll(self, worker: str, entries: int = 64) -> IngressPoll:
+        return self.ops.read_poll(await self.shard.call(self.ops.poll(worker, entries=entries)))
 
     async def read(self, worker: str, tenant: str | None = None, count: int = 64) -> list[Entry]:
         """What a worker is given that no other was; it does not act on it."""
-        reply = await self.redis.xreadgroup(GROUP, worker, {self.keys.intake(tenant): ">"}, count)
+        reply = await self.redis.xreadgroup(GROUP, worker, {self.keys.ingress(tenant): ">"}, count)
         return [
             Entry(tenant, name.decode(), [part for pair in fields.items() for part in pair])
             for _, entries in reply
             for name, fields in entries
         ]
 
-    async def settle(self, entry: Entry) -> Admitted:
+    async def resolve(self, entry: Entry) -> IngressReply:
         """Act on an entry."""
-        call = self.ops.settle(entry, read_entry(entry))
-        return self.ops.read_settled(await self.shard.call(call))
+        call = self.ops.resolve(entry, read_entry(entry))
+        return self.ops.read_resolved(await self.shard.call(call))
 
-    async def settle_all(self, entries: Sequence[Entry]) -> list[str]:
-        return [(await self.settle(entry)).verdict for entry in entries]
+    async def resolve_all(self, entries: Sequence[Entry]) -> list[str]:
+        return [(await self.resolve(entry)).verdict for entry in entries]
 
-    async def take_in(self, worker: str = "w") -> list[Admitted]:
+    async def take_in(self, worker: str = "w") -> list[IngressReply]:
         """What a live worker does with everything that lies there."""
         await self.lease(worker)
-        knock = await self.knock(worker)
+        poll = await self.poll(worker)
         entries = [
-            *knock.entries,
-            *[entry for tenant in knock.doors for entry in await self.read(worker, tenant)],
+            *poll.entries,
+            *[entry for tenant in poll.tenants for entry in await self.read(worker, tenant)],
         ]
-        return [await self.settle(entry) for entry in entries]
+        return [await self.resolve(entry) for entry in entries]
 
-    async def submit_plainly(self, **fields: object) -> Admitted:
+    async def submit_plainly(self, **fields: object) -> IngressReply:
         """Add one entry, and have it taken in."""
         await self.add(**fields)
         (admitted,) = await self.take_in()
@@ -96,7 +96,7 @@ class PlainDoor:
 
     async def left(self, tenant: str | None = None) -> tuple[int, int]:
         """Entries in an intake stream, and those of them that some worker has read."""
-        intake = self.keys.intake(tenant)
+        intake = self.keys.ingress(tenant)
         pending = await self.redis.xpending(intake, GROUP)
         return await self.redis.xlen(intake), pending["pending"]
 
@@ -111,7 +111,7 @@ class PlainDoor:
         )
         door = Door(
             client,
-            DoorOperations(
+            IngressOperations(
                 client, self.keys, bounds=self.bounds, default_deadline_ms=MINUTE_MS,
                 load=self.load,
             ),

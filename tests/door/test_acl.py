@@ -36,7 +36,7 @@ class Server:
         self.old = self.version.startswith("6.")
         template = "tenant-6.2.acl" if self.old else "tenant-7.acl"
         for tenant in ("acme", "rival"):
-            self.admin.sadd(KEYS.doors, tenant)
+            self.admin.sadd(KEYS.ingress_tenants, tenant)
             rules = render(template, tenant, f"{tenant}-pw", tenant)
             self.admin.execute_command("ACL SETUSER", *rules)
         self.admin.execute_command("ACL SETUSER", *render("worker.acl", "worker", "pw", "-"))
@@ -75,21 +75,21 @@ def test_a_confined_producer_asks_and_reads(
         pubsub.subscribe(KEYS.channel("acme.1"))
         assert pubsub.get_message(timeout=5)
         ask = {"id": "acme.1", "prompt": "Hi", "max_tokens": 4, "answer": "json"}
-        acme.xadd(KEYS.intake("acme"), ask)
+        acme.xadd(KEYS.ingress("acme"), ask)
         message: Any = None
         while message is None or "end" not in message:
             message = json.loads(pubsub.get_message(timeout=10)["data"])
         assert message["state"] == "completed"
         pubsub.close()
         assert acme.xlen(KEYS.log("acme.1")) == 5
-        entry = acme.xadd(KEYS.intake("acme"), {"prompt": "Hi", "answer": "json", "max_tokens": 0})
+        entry = acme.xadd(KEYS.ingress("acme"), {"prompt": "Hi", "answer": "json", "max_tokens": 0})
         ((_, ((_, refusal),)),) = acme.xread({KEYS.log(f"acme.{entry}"): "0-0"}, block=10_000)
         assert json.loads(refusal["e"])["reason"] == "invalid"
         assert len(acme.xrange(KEYS.log("acme.1"))) == 5
         assert server.admin.hget(KEYS.request("acme.1"), "ten") == "acme"
         # A forged tenant, and an id of the other tenant's: refused where only acme can read it.
         for forged in ({"tenant": "rival"}, {"id": "rival.1"}):
-            entry = acme.xadd(KEYS.intake("acme"), {"prompt": "Hi", "answer": "json", **forged})
+            entry = acme.xadd(KEYS.ingress("acme"), {"prompt": "Hi", "answer": "json", **forged})
             ((_, ((_, refusal),)),) = acme.xread({KEYS.log(f"acme.{entry}"): "0-0"}, block=10_000)
             assert json.loads(refusal["e"])["reason"] == "invalid"
         assert not server.admin.exists(KEYS.request("rival.1"), KEYS.log("rival.1"))
@@ -103,9 +103,9 @@ def test_a_confined_producer_asks_and_reads(
 OWN, RIVAL = KEYS.log("acme.1"), KEYS.log("rival.1")
 
 DENIED: list[tuple[object, ...]] = [
-    ("XADD", KEYS.intake("rival"), "*", "prompt", "Hi"),
-    ("XADD", KEYS.intake(), "*", "prompt", "Hi"),
-    ("XADD", KEYS.intake("acme2"), "*", "prompt", "Hi"),
+    ("XADD", KEYS.ingress("rival"), "*", "prompt", "Hi"),
+    ("XADD", KEYS.ingress(), "*", "prompt", "Hi"),
+    ("XADD", KEYS.ingress("acme2"), "*", "prompt", "Hi"),
     ("XADD", RIVAL, "*", "d", "x"),
     ("XADD", KEYS.bell, "*", "b", "1"),
     ("XRANGE", RIVAL, "-", "+"),
@@ -113,15 +113,15 @@ DENIED: list[tuple[object, ...]] = [
     ("XREAD", "STREAMS", OWN, RIVAL, "0", "0"),
     ("XRANGE", KEYS.log("acme2.1"), "-", "+"),
     ("XRANGE", KEYS.log("acme"), "-", "+"),
-    ("XRANGE", KEYS.intake("rival"), "-", "+"),
-    ("XRANGE", KEYS.intake(), "-", "+"),
+    ("XRANGE", KEYS.ingress("rival"), "-", "+"),
+    ("XRANGE", KEYS.ingress(), "-", "+"),
     ("XRANGE", "ps:{demo.1}:t:acme.1", "-", "+"),
-    ("XREADGROUP", "GROUP", "g", "me", "STREAMS", KEYS.intake("acme"), ">"),
-    ("XGROUP", "CREATE", KEYS.intake("acme"), "h", "$"),
-    ("XACK", KEYS.intake("acme"), "g", "0-1"),
-    ("XDEL", KEYS.intake("acme"), "0-1"),
-    ("XTRIM", KEYS.intake("acme"), "MAXLEN", 0),
-    ("XINFO", "STREAM", KEYS.intake("acme")),
+    ("XREADGROUP", "GROUP", "g", "me", "STREAMS", KEYS.ingress("acme"), ">"),
+    ("XGROUP", "CREATE", KEYS.ingress("acme"), "h", "$"),
+    ("XACK", KEYS.ingress("acme"), "g", "0-1"),
+    ("XDEL", KEYS.ingress("acme"), "0-1"),
+    ("XTRIM", KEYS.ingress("acme"), "MAXLEN", 0),
+    ("XINFO", "STREAM", KEYS.ingress("acme")),
     ("HGETALL", KEYS.request("acme.1")),
     ("HSET", KEYS.request("acme.1"), "st", "completed"),
     ("GET", "x"),
@@ -132,8 +132,8 @@ DENIED: list[tuple[object, ...]] = [
     ("RENAME", OWN, "x"),
     ("COPY", RIVAL, OWN),
     ("DUMP", OWN),
-    ("SMEMBERS", KEYS.doors),
-    ("SADD", KEYS.doors, "evil"),
+    ("SMEMBERS", KEYS.ingress_tenants),
+    ("SADD", KEYS.ingress_tenants, "evil"),
     ("KEYS", "*"),
     ("SCAN", "0"),
     ("RANDOMKEY",),
@@ -168,8 +168,8 @@ DENIED: list[tuple[object, ...]] = [
 ]
 DENIED_SINCE_7 = [
     ("XADD", OWN, "*", "d", "x"),
-    ("XRANGE", KEYS.intake("acme"), "-", "+"),
-    ("XREAD", "STREAMS", KEYS.intake("acme"), "0"),
+    ("XRANGE", KEYS.ingress("acme"), "-", "+"),
+    ("XREAD", "STREAMS", KEYS.ingress("acme"), "0"),
     ("FUNCTION", "LIST"),
     ("SSUBSCRIBE", KEYS.channel("acme.1")),
 ]
@@ -178,7 +178,7 @@ DENIED_SINCE_7 = [
 def test_what_a_confined_producer_must_not_do(server: Server, acme: redis.Redis) -> None:
     server.admin.xadd(OWN, {"d": "x"}, id="1-0")
     server.admin.xadd(RIVAL, {"d": "x"}, id="1-0")
-    server.admin.xgroup_create(KEYS.intake("acme"), "g", mkstream=True)
+    server.admin.xgroup_create(KEYS.ingress("acme"), "g", mkstream=True)
     allowed = []
     for command in [*DENIED, *([] if server.old else DENIED_SINCE_7)]:
         try:
@@ -194,7 +194,7 @@ def test_what_a_confined_producer_must_not_do(server: Server, acme: redis.Redis)
 
 def test_the_holes_that_are_stated_are_there(server: Server, acme: redis.Redis) -> None:
     """Documented, so a server that closes one should be noticed."""
-    intake = KEYS.intake("acme")
+    intake = KEYS.ingress("acme")
     for _ in range(3):
         acme.xadd(intake, {"prompt": "Hi"})
     acme.execute_command("XADD", intake, "MAXLEN", 0, "*", "prompt", "Hi")

@@ -147,13 +147,13 @@ async def test_a_name_from_the_dawn_of_time_is_late(door: PlainDoor) -> None:
 async def test_an_entry_is_acted_on_once(door: PlainDoor) -> None:
     """Two workers hold the same entries, one of them long dead to the others."""
     await door.lease("a")
-    await door.knock("a")
+    await door.poll("a")
     for i in range(3):
         await door.add(id=f"x{i}", prompt="Hi", max_tokens=("x" if i == 2 else 8))
     held = await door.read("a")
     assert await door.read("b") == []
-    assert await door.settle_all(held) == ["ok", "ok", "refused"]
-    assert await door.settle_all(held) == ["gone"] * 3
+    assert await door.resolve_all(held) == ["ok", "ok", "refused"]
+    assert await door.resolve_all(held) == ["gone"] * 3
     assert await door.shard.counter("requests") == 2
     assert len(await door.shard.log("x2")) == 1
     await door.shard.check()
@@ -161,23 +161,23 @@ async def test_an_entry_is_acted_on_once(door: PlainDoor) -> None:
 
 async def test_a_worker_killed_between_reading_and_acting(door: PlainDoor) -> None:
     await door.lease("live")
-    await door.knock("live")
+    await door.poll("live")
     for i in range(100):
         await door.add(id=f"x{i}", prompt="Hi")
     await door.shard.worker("dies", lease_ms=1).claim(0)
     held = await door.read("dies", count=90)
     assert len(held) == 90
     await door.shard.wait_ms(2)
-    first = await door.knock("live")
+    first = await door.poll("live")
     assert [entry.name for entry in first.entries] == [entry.name for entry in held[:64]]
-    assert await door.settle_all(first.entries) == ["ok"] * 64
-    second = await door.knock("live")
+    assert await door.resolve_all(first.entries) == ["ok"] * 64
+    second = await door.poll("live")
     assert len(second.entries) == 26
-    assert await door.settle_all(second.entries) == ["ok"] * 26
-    assert await door.settle_all(held) == ["gone"] * 90, "it was only stopped, and goes on"
-    assert await door.settle_all(await door.read("live")) == ["ok"] * 10
-    assert (await door.knock("live")).entries == ()
-    consumers = await door.redis.xinfo_consumers(door.keys.intake(), GROUP)
+    assert await door.resolve_all(second.entries) == ["ok"] * 26
+    assert await door.resolve_all(held) == ["gone"] * 90, "it was only stopped, and goes on"
+    assert await door.resolve_all(await door.read("live")) == ["ok"] * 10
+    assert (await door.poll("live")).entries == ()
+    consumers = await door.redis.xinfo_consumers(door.keys.ingress(), GROUP)
     assert [consumer["name"] for consumer in consumers] == [b"live"], "the dead are forgotten"
     assert await door.shard.counter("requests") == 100
     await door.shard.check()
@@ -185,40 +185,40 @@ async def test_a_worker_killed_between_reading_and_acting(door: PlainDoor) -> No
 
 async def test_entries_of_a_living_worker_are_left_to_it(door: PlainDoor) -> None:
     await door.lease("a")
-    await door.knock("a")
+    await door.poll("a")
     await door.add(id="x", prompt="Hi")
     held = await door.read("a")
     await door.lease("b")
-    assert (await door.knock("b")).entries == ()
-    again = (await door.knock("a")).entries
+    assert (await door.poll("b")).entries == ()
+    again = (await door.poll("a")).entries
     assert [entry.name for entry in again] == [held[0].name], "its connection broke as it read"
 
 
 async def test_entries_trimmed_after_they_were_read(door: PlainDoor) -> None:
     """The one hole of a confined producer: it can empty its own stream."""
     await door.lease("a")
-    await door.knock("a")
+    await door.poll("a")
     await door.add(id="x", prompt="Hi")
     (held,) = await door.read("a")
-    await door.redis.xtrim(door.keys.intake(), maxlen=0)
-    assert (await door.settle(held)).verdict == "gone"
+    await door.redis.xtrim(door.keys.ingress(), maxlen=0)
+    assert (await door.resolve(held)).verdict == "gone"
     await door.add(id="y", prompt="Hi")
     await door.read("a")
-    await door.redis.xtrim(door.keys.intake(), maxlen=0)
+    await door.redis.xtrim(door.keys.ingress(), maxlen=0)
     await door.lease("b")
     await door.shard.ops.release_all("a", blame=False)
-    assert (await door.knock("b")).entries == ()
+    assert (await door.poll("b")).entries == ()
     assert await door.left() == (0, 0)
     await door.shard.check(ended=True)
 
 
 async def test_doors_of_tenants(door: PlainDoor) -> None:
-    assert (await door.knock("w")).doors == (None,)
-    assert await door.ops.add_door("acme")
-    assert not await door.ops.add_door("acme")
-    assert await door.ops.add_door("rival")
-    assert await door.ops.doors() == ("acme", "rival")
-    assert set((await door.knock("w")).doors) == {None, "acme", "rival"}
+    assert (await door.poll("w")).tenants == (None,)
+    assert await door.ops.add_tenant("acme")
+    assert not await door.ops.add_tenant("acme")
+    assert await door.ops.add_tenant("rival")
+    assert await door.ops.tenants() == ("acme", "rival")
+    assert set((await door.poll("w")).tenants) == {None, "acme", "rival"}
     entry = await door.add("acme", prompt="Hi")
     await door.add("acme", id="acme.1", prompt="Hi")
     forged = await door.add("acme", id="rival.1", prompt="Hi")
@@ -227,30 +227,30 @@ async def test_doors_of_tenants(door: PlainDoor) -> None:
     }  # fmt: skip
     assert await door.redis.exists(door.keys.log("rival.1")) == 0
     assert (await door.shard.record("acme.1"))["ten"] == "acme"
-    assert await door.ops.remove_door("acme")
-    assert not await door.ops.remove_door("acme")
-    assert set((await door.knock("w")).doors) == {None, "rival"}
+    assert await door.ops.remove_tenant("acme")
+    assert not await door.ops.remove_tenant("acme")
+    assert set((await door.poll("w")).tenants) == {None, "rival"}
 
 
 @pytest.mark.parametrize("name", ["a.b", "", "a b", "a:b", "x" * 65])
 async def test_names_that_are_no_door(newest_door: PlainDoor, name: str) -> None:
     with pytest.raises(InvalidRequest, match="tenant"):
-        await newest_door.ops.add_door(name)
+        await newest_door.ops.add_tenant(name)
     if name:
-        await newest_door.redis.sadd(newest_door.keys.doors, name)
+        await newest_door.redis.sadd(newest_door.keys.ingress_tenants, name)
         await newest_door.add(name, prompt="Hi")
-        knock = await newest_door.knock("w")
-        assert (knock.doors, knock.broken) == ((None,), (name,))
+        polled = await newest_door.poll("w")
+        assert (polled.tenants, polled.broken) == ((None,), (name,))
 
 
 async def test_keys_of_wrong_types_hurt_their_own_only(door: PlainDoor) -> None:
-    await door.ops.add_door("broken")
-    await door.ops.add_door("sound")
-    await door.redis.set(door.keys.intake("broken"), "x")
+    await door.ops.add_tenant("broken")
+    await door.ops.add_tenant("sound")
+    await door.redis.set(door.keys.ingress("broken"), "x")
     await door.redis.set(door.keys.request("taken"), "x")
     await door.redis.set(door.keys.log("log"), "x")
     await door.redis.set(door.keys.queue(Lane.NORMAL, "q"), "x")
-    assert (await door.knock("w")).broken == ("broken",)
+    assert (await door.poll("w")).broken == ("broken",)
     own = await door.add(id="taken", prompt="Hi")
     await door.add(id="log", prompt="Hi")
     await door.add(id="logbad", prompt="")
@@ -267,7 +267,7 @@ async def test_keys_of_wrong_types_hurt_their_own_only(door: PlainDoor) -> None:
 
 async def test_it_runs_at_maxmemory(door: PlainDoor) -> None:
     await door.lease("w")
-    await door.knock("w")
+    await door.poll("w")
     for i in range(5):
         await door.add(id=f"x{i}", prompt="Hi" * 5000, max_tokens="x" if i == 4 else 8)
     await door.redis.config_set("maxmemory", 1)
@@ -278,7 +278,7 @@ async def test_it_runs_at_maxmemory(door: PlainDoor) -> None:
 
 
 async def test_nothing_of_ended_requests_lives_for_ever(door: PlainDoor) -> None:
-    await door.ops.add_door("acme")
+    await door.ops.add_tenant("acme")
     await door.add("acme", prompt="Hi")
     await door.add(prompt="")
     await door.take_in()
@@ -289,7 +289,7 @@ async def test_nothing_of_ended_requests_lives_for_ever(door: PlainDoor) -> None
 
 async def test_two_workers_at_once_with_duplicates(door: PlainDoor) -> None:
     """Two streams, while connections are cut and scripts are forgotten."""
-    await door.ops.add_door("acme")
+    await door.ops.add_tenant("acme")
     async with door.loop("a"), door.loop("b"), Redis(**_address(door.redis)) as other:
         for i in range(150):
             tenant = "acme" if i % 3 == 0 else None
@@ -322,7 +322,7 @@ async def test_bounds_are_never_exceeded_by_one_with_two_workers(newest_door: Pl
     async with door.loop("a"), door.loop("b"):
 
         async def empty() -> bool:
-            return await door.redis.xlen(door.keys.intake()) == 0
+            return await door.redis.xlen(door.keys.ingress()) == 0
 
         await door.until(empty, "the stream is empty")
     assert await door.shard.counter("requests") == 20
@@ -336,10 +336,10 @@ async def test_the_loop_outlives_a_deleted_stream(door: PlainDoor) -> None:
     async with door.loop("a"):
 
         async def is_open() -> bool:
-            return bool(await door.redis.exists(door.keys.intake()))
+            return bool(await door.redis.exists(door.keys.ingress()))
 
         await door.until(is_open, "the door is open")
-        await door.redis.delete(door.keys.intake())
+        await door.redis.delete(door.keys.ingress())
         await door.add(id="x", prompt="Hi")
 
         async def queued() -> bool:
@@ -350,7 +350,7 @@ async def test_the_loop_outlives_a_deleted_stream(door: PlainDoor) -> None:
 
 async def test_a_tenant_added_while_it_runs_is_heard_soon(door: PlainDoor) -> None:
     async with door.loop("a"):
-        await door.ops.add_door("acme")
+        await door.ops.add_tenant("acme")
         await door.add("acme", id="acme.x", prompt="Hi")
 
         async def queued() -> bool:
@@ -363,7 +363,7 @@ async def test_a_flood_of_one_tenant_does_not_hide_another(newest_door: PlainDoo
     """Every door gives its share to each look, however many entries lie before others."""
     door = newest_door
     for tenant in ("flood", "small"):
-        await door.ops.add_door(tenant)
+        await door.ops.add_tenant(tenant)
     for _ in range(500):
         await door.add("flood", prompt="Hi")
     await door.add("small", id="small.1", prompt="Hi")
@@ -373,7 +373,7 @@ async def test_a_flood_of_one_tenant_does_not_hide_another(newest_door: PlainDoo
             return bool(await door.redis.exists(door.keys.request("small.1")))
 
         await door.until(queued, "the small tenant's entry is taken in")
-        left = await door.redis.xlen(door.keys.intake("flood"))
+        left = await door.redis.xlen(door.keys.ingress("flood"))
     assert left > 400
 
 
@@ -388,8 +388,8 @@ def test_json_and_msgpack_say_the_same() -> None:
 
 async def test_concurrent_settling_of_one_entry(newest_door: PlainDoor) -> None:
     door = newest_door
-    await door.knock("w")
+    await door.poll("w")
     await door.add(id="x", prompt="Hi")
     (held,) = await door.read("w")
-    verdicts = await asyncio.gather(*(door.settle(held) for _ in range(20)))
+    verdicts = await asyncio.gather(*(door.resolve(held) for _ in range(20)))
     assert sorted(v.verdict for v in verdicts) == ["gone"] * 19 + ["ok"]

@@ -33,7 +33,7 @@ class PlainClient:
 
     def ask(self, prompt: str = "Hi", **fields: Any) -> str:
         """Add a request; returns the id of its answer."""
-        entry: str = self.redis.xadd(KEYS.intake(), {"prompt": prompt, "answer": "json", **fields})
+        entry: str = self.redis.xadd(KEYS.ingress(), {"prompt": prompt, "answer": "json", **fields})
         return str(fields.get("id", entry))
 
     def events(self, id: str, timeout_s: float = 20) -> list[dict[str, Any]]:
@@ -131,7 +131,7 @@ def test_a_json_stream_goes_on_after_its_worker_was_killed(
     assert events[-1]["usage"]["attempts"] == 2
     for id in unseen:
         assert client.events(id)[-1]["state"] == "completed"
-    assert client.redis.xlen(KEYS.intake()) == 0
+    assert client.redis.xlen(KEYS.ingress()) == 0
 
 
 def stop_with_entries_in_hand(first: WorkerProcess, client: PlainClient, ids: list[str]) -> None:
@@ -143,9 +143,9 @@ def stop_with_entries_in_hand(first: WorkerProcess, client: PlainClient, ids: li
         pipeline = client.redis.pipeline(transaction=True)
         for id in ids:
             fields = {"id": id, "prompt": "Hi", "max_tokens": "3", "answer": "json"}
-            pipeline.xadd(KEYS.intake(), fields)
+            pipeline.xadd(KEYS.ingress(), fields)
         pipeline.execute()
-        if client.redis.xpending(KEYS.intake(), "g")["pending"]:
+        if client.redis.xpending(KEYS.ingress(), "g")["pending"]:
             return True
         # It was not waiting just then. What it will find is the same again: nothing runs twice.
         first.signal(signal.SIGCONT)
@@ -174,7 +174,7 @@ def test_a_worker_process_lost_between_reading_and_acting(
     for id in ids:
         assert len(ids_of(client.events(id))) == 3
     assert client.redis.hget(KEYS.counters, "ended:completed") == "31"
-    wait_until(lambda: client.redis.xlen(KEYS.intake()) == 0, "the stream is empty")
+    wait_until(lambda: client.redis.xlen(KEYS.ingress()) == 0, "the stream is empty")
 
 
 def test_latency_of_a_plain_request_to_an_idle_worker(
@@ -242,7 +242,7 @@ async def test_ends_that_scripts_write_are_json_too(door: PlainDoor) -> None:
     packed = chunk("x", 0, 1).pack(Answer.JSON)
     assert await worker.send(Append("x", claim.epoch, 0, 1, packed)) == [(0, 1)]
     await shard.redis.delete(shard.keys.request("x"))
-    await shard.sweep_until(lambda swept: swept.mended > 0)
+    await shard.sweep_until(lambda swept: swept.repaired > 0)
     assert (await end_of(shard))["message"] == "the record of this request was lost in Redis"
 
 

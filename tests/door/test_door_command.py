@@ -21,7 +21,7 @@ def test_add_list_remove(redis_url: str, capsys: pytest.CaptureFixture[str]) -> 
     assert main(["door", "add", "acme", *at]) == 0
     assert "is read already" in capsys.readouterr().err
     with redis.Redis.from_url(redis_url) as client:
-        assert client.smembers(Keys("m").doors) == {b"acme", b"rival"}
+        assert client.smembers(Keys("m").ingress_tenants) == {b"acme", b"rival"}
     assert main(["door", "remove", "rival", *at]) == 0
     assert main(["door", "remove", "rival", *at]) == 0
     assert "was not read" in capsys.readouterr().err
@@ -38,13 +38,13 @@ def test_a_name_that_is_none(redis_url: str, capsys: pytest.CaptureFixture[str])
 
 def test_a_door_too_many(redis_url: str, capsys: pytest.CaptureFixture[str]) -> None:
     with redis.Redis.from_url(redis_url) as client:
-        client.sadd(Keys("demo").doors, *(f"t{i}" for i in range(1000)))
+        client.sadd(Keys("demo").ingress_tenants, *(f"t{i}" for i in range(1000)))
     assert main(["door", "add", "acme", "--redis", redis_url]) == 2
     assert "1000 doors already" in capsys.readouterr().err
 
 
 def test_a_key_of_another_type(redis_url: str, capsys: pytest.CaptureFixture[str]) -> None:
     with redis.Redis.from_url(redis_url) as client:
-        client.set(Keys("demo").doors, "x")
+        client.set(Keys("demo").ingress_tenants, "x")
     assert main(["door", "list", "--redis", redis_url]) == 2
     assert "WRONGTYPE" in capsys.readouterr().err

@@ -13,7 +13,7 @@ from door import test_admission
 from door.plain import PlainDoor
 from redis.asyncio import Redis
 
-from penstock.shared.scripts.ingress_operations import DOOR_SCRIPTS
+from penstock.shared.scripts.ingress_operations import INGRESS_SCRIPTS
 from penstock.shared.scripts.script_loader import Script, load_script
 
 
@@ -24,7 +24,7 @@ def commands(script: str) -> list[str]:
     return sorted({name.lower() for name in found} - {"time"})
 
 
-CASES = [(script, command) for script in DOOR_SCRIPTS for command in commands(script)]
+CASES = [(script, command) for script in INGRESS_SCRIPTS for command in commands(script)]
 
 
 @pytest.mark.parametrize(("script", "command"), CASES)
@@ -33,19 +33,19 @@ async def test_a_denied_command(
 ) -> None:
     """Whatever is cut short where, the next look puts right, and nothing happens twice."""
     door = newest_door
-    if script != "knock":
+    if script != "poll_ingress":
         await door.lease("w")
-        await door.knock("w")
+        await door.poll("w")
     await door.add(id="good", prompt="Hi", max_tokens=8)
     await door.add(id="bad", prompt="")
     await deny(door.shard, command)
     async with Redis.from_url(redis_url.replace("//", "//limited:pw@")) as limited:
         hindered = PlainDoor(limited)
-        if script == "knock":
-            await refused(hindered.knock("w"))
+        if script == "poll_ingress":
+            await refused(hindered.poll("w"))
         else:
             good, bad = await door.read("w")
-            await refused(hindered.settle(good if script == "admit" else bad))
+            await refused(hindered.resolve(good if script == "accept_ingress" else bad))
     for _ in range(2):
         await door.take_in()
     await heal(door.shard)
@@ -63,12 +63,12 @@ Test = Callable[[PlainDoor], Awaitable[None]]
 
 MUTANTS: dict[str, tuple[str, str, Test]] = {
     "acts on what is gone": (
-        "if not is_waiting(KEYS[1], entry) then",
+        "if not entry_exists(KEYS[1], entry) then",
         "if false then",
         test_admission.test_an_entry_is_acted_on_once,
     ),
     "refuses what is gone": (
-        "if is_waiting(KEYS[1], entry) then",
+        "if entry_exists(KEYS[1], entry) then",
         "if true then",
         test_admission.test_an_entry_is_acted_on_once,
     ),
@@ -157,7 +157,7 @@ async def test_mutant_is_noticed(newest_door: PlainDoor, name: str) -> None:
 
     def load(script: str) -> Script:
         original = load_script(script)
-        if script not in DOOR_SCRIPTS or old not in original.source:
+        if script not in INGRESS_SCRIPTS or old not in original.source:
             return original
         assert original.source.count(old) == 1, f"{old!r} is not unique in {script}"
         source = original.source.replace(old, new)

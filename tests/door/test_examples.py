@@ -138,7 +138,7 @@ def test_an_example_waits_for_a_server_that_comes_back(tmp_path: Path) -> None:
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
         try:
-            while not admin.exists(KEYS.intake()):
+            while not admin.exists(KEYS.ingress()):
                 assert process.poll() is None
             admin.client_kill_filter(_type="normal", skipme=True)
             factory = WorkerFactory(embedded.url, tmp_path)

@@ -10,7 +10,7 @@ import pytest
 
 from penstock.shared.protocol import MAX_PAYLOAD_BYTES, Answer, Reason, unpack_event
 from penstock.shared.protocol.plain_entry import Admission, Entry, Refusal, read_entry
-from penstock.shared.scripts.ingress_operations import MAX_DOORS
+from penstock.shared.scripts.ingress_operations import MAX_INGRESS_TENANTS
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "plain-door.md").read_text("utf-8")
 
@@ -49,4 +49,4 @@ def test_reasons_and_bounds_exist() -> None:
     reasons = {row[0].strip("`") for row in table("Reason", "When")}
     assert reasons <= {reason.value for reason in Reason}
     assert f"{MAX_PAYLOAD_BYTES:,} bytes in all" in PAGE
-    assert f"{MAX_DOORS:,} tenants' streams" in PAGE
+    assert f"{MAX_INGRESS_TENANTS:,} tenants' streams" in PAGE

@@ -17,7 +17,7 @@ SHORT, LONG = 4, pytest.param(50, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize("repetitions", [SHORT, LONG])
-@pytest.mark.parametrize("script", ["claim", "append", "sweep", "ripe", "compact"])
+@pytest.mark.parametrize("script", ["claim", "append", "sweep", "list_compactable", "compact"])
 async def test_reply_to_a_worker_is_lost(tmp_path: Path, script: str, repetitions: int) -> None:
     async with open_rig(tmp_path) as rig:
         proxy = rig.parts.workers_proxy
@@ -81,7 +81,7 @@ async def test_reply_to_a_reader_that_attends_is_lost(tmp_path: Path, repetition
         proxy, client = rig.parts.clients_proxy, rig.parts.client
         for _ in range(repetitions):
             before = proxy.cuts
-            proxy.cut_replies(digest_of("attend"))
+            proxy.cut_replies(digest_of("reader_heartbeat"))
             submitted = await client.submit(
                 [7], seed=1, max_tokens=60, ignore_eos=True, on_disconnect="cancel"
             )
@@ -92,7 +92,7 @@ async def test_reply_to_a_reader_that_attends_is_lost(tmp_path: Path, repetition
 
 
 @pytest.mark.parametrize("repetitions", [SHORT, LONG])
-@pytest.mark.parametrize("script", ["knock", "admit", "refuse"])
+@pytest.mark.parametrize("script", ["poll_ingress", "accept_ingress", "refuse_ingress"])
 async def test_reply_to_the_plain_door_is_lost(
     tmp_path: Path, script: str, repetitions: int
 ) -> None:
@@ -104,7 +104,7 @@ async def test_reply_to_the_plain_door_is_lost(
             proxy.cut_replies(digest_of(script))
             for name, count in ((good, 20), (bad, 0)):
                 fields = {"id": name, "prompt": "x", "seed": 1, "max_tokens": count}
-                await parts.link.redis.xadd(parts.keys.intake(), fields)
+                await parts.link.redis.xadd(parts.keys.ingress(), fields)
             await rig.until(lambda before=before: proxy.cuts > before, "a reply was cut")
             logs = [parts.keys.log(name) for name in (good, bad)]
             await rig.until(

@@ -140,7 +140,7 @@ async def test_a_search_wider_than_the_worker_fails_alone(producer: Producer) ->
 async def test_the_plain_door_takes_them(producer: Producer, server: EmbeddedRedis) -> None:
     async with redis.asyncio.Redis.from_url(server.url) as client:
         entry = await client.xadd(
-            KEYS.intake(),
+            KEYS.ingress(),
             {"prompt": PROMPT, "n": "2", "max_tokens": "4", "answer": "json", "ignore_eos": "true"},
         )
         result = await asyncio.wait_for(_ended(producer, entry.decode()), 30)

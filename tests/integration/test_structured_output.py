@@ -117,9 +117,9 @@ async def test_what_cannot_be_is_refused_by_name(
 async def test_the_plain_door_takes_forms(server: EmbeddedRedis, worker: WorkerProcess) -> None:
     async with redis.asyncio.Redis.from_url(server.url) as client, Producer(server.url) as producer:
         fields = ["id", "plain", "prompt", "x", "answer", "json", "choice", "yes", "choice", "no"]
-        await client.execute_command("XADD", KEYS.intake(), "*", *fields)
+        await client.execute_command("XADD", KEYS.ingress(), "*", *fields)
         bad = ["id", "bad", "prompt", "x", "json_schema", "{"]
-        await client.execute_command("XADD", KEYS.intake(), "*", *bad)
+        await client.execute_command("XADD", KEYS.ingress(), "*", *bad)
         async with asyncio.timeout(30):
             while await client.exists(KEYS.log("plain"), KEYS.log("bad")) < 2:
                 await asyncio.sleep(0.01)

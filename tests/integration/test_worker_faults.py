@@ -112,7 +112,7 @@ async def check_nothing_left(redis_url: str) -> None:
         assert all(int(value) == 0 for value in waiting.values()), waiting
         assert await client.zcard(KEYS.deadlines) == 0
         constant = {
-            KEYS.lanes, KEYS.floors, KEYS.leases, KEYS.counters, KEYS.bell, KEYS.intake(),
+            KEYS.lanes, KEYS.floors, KEYS.leases, KEYS.counters, KEYS.bell, KEYS.ingress(),
         }  # fmt: skip
         async for key in client.scan_iter():
             name = key.decode()

@@ -26,7 +26,7 @@ from penstock.shared.protocol import (
     rolling_digest,
     unpack_event,
 )
-from penstock.shared.scripts.ingress_operations import DOOR_SCRIPTS
+from penstock.shared.scripts.ingress_operations import INGRESS_SCRIPTS
 from penstock.shared.scripts.log_operations import LOG_SCRIPTS
 from penstock.shared.scripts.operations import SCRIPTS, Bounds, Operations, RetryPolicy
 from penstock.shared.scripts.script_loader import load_script
@@ -103,8 +103,8 @@ def test_keys_are_those_of_the_code() -> None:
         keys.inbox("<inbox>"),
         keys.suspects, keys.lanes, keys.floors, keys.leases, keys.owned("<worker>"),
         keys.deadlines, keys.readers, keys.counters, keys.bell, keys.dead_letters,
-        keys.queue(Lane.NORMAL, "<tenant>"), keys.tenants(Lane.NORMAL), keys.doors,
-        keys.intake(), keys.intake("<tenant>"), keys.ended, keys.compacting("<id>"),
+        keys.queue(Lane.NORMAL, "<tenant>"), keys.tenants(Lane.NORMAL), keys.ingress_tenants,
+        keys.ingress(), keys.ingress("<tenant>"), keys.ended, keys.compacting("<id>"),
     }  # fmt: skip
     names = set()
     for name in built:
@@ -118,7 +118,7 @@ def test_keys_are_those_of_the_code() -> None:
 
 def test_scripts_and_which_of_them_run_at_maxmemory() -> None:
     documented = {code(row[0]): row[2] for row in table(PROTOCOL, "Script", "What it does")}
-    assert documented.keys() == {*SCRIPTS, *DOOR_SCRIPTS, *LOG_SCRIPTS}
+    assert documented.keys() == {*SCRIPTS, *INGRESS_SCRIPTS, *LOG_SCRIPTS}
     for name, at_maxmemory in documented.items():
         body = load_script(name).source.rpartition("-- ARGV")[2]
         runs = "allow_oom(prefix)" in body

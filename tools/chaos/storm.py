@@ -197,7 +197,7 @@ class Storm:
         while True:
             await asyncio.sleep(_RECOUNT_EVERY_S)
             with contextlib.suppress(RedisUnavailable, RedisError, OSError):
-                _, wrong = await operations.recount()
+                _, wrong = await operations.rebuild_counters()
                 self._ledger.counts["recounts"] += 1
                 if wrong:
                     self._ledger.violated(

@@ -17,7 +17,7 @@ from redis.exceptions import NoPermissionError, ResponseError
 
 from penstock.shared.keys import GROUP, Keys
 from penstock.shared.protocol.states import Lane
-from penstock.shared.scripts.ingress_operations import DOOR_SCRIPTS
+from penstock.shared.scripts.ingress_operations import INGRESS_SCRIPTS
 from penstock.shared.scripts.log_operations import LOG_SCRIPTS
 from penstock.shared.scripts.script_loader import Call, load_script
 
@@ -27,8 +27,8 @@ from .redis_probe import Patient, is_denial
 __all__ = ["ROLES", "Rights", "look_at_rights", "needed_commands"]
 
 ROLES: Mapping[str, tuple[str, ...]] = {
-    "producer": ("submit", "cancel", "attend"),
-    "worker": ("claim", "append", "sweep", "release", "audit", *DOOR_SCRIPTS, *LOG_SCRIPTS),
+    "producer": ("submit", "cancel", "reader_heartbeat"),
+    "worker": ("claim", "append", "sweep", "release", "audit", *INGRESS_SCRIPTS, *LOG_SCRIPTS),
 }
 """The scripts each role runs."""
 

@@ -175,7 +175,7 @@ class Shard:
             )  # fmt: skip
         names = (self.keys.deadlines, self.keys.counters)
         args = (self.keys.prefix,) if repair else (self.keys.prefix, "look")
-        (reply,) = await self.patient.calls([Call(load_script("recount"), names, args)])
+        (reply,) = await self.patient.calls([Call(load_script("rebuild_counters"), names, args)])
         if isinstance(reply, ResponseError):
             return _unreadable(reply)
         _, wrong = reply

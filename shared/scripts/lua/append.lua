@@ -33,9 +33,9 @@ allow_oom(prefix)
 local now = now_ms()
 redis.call('ZADD', KEYS[1], now + tonumber(ARGV[3]), wid)
 
-local function lose(rid)
+local function end_if_owned(rid)
   local claim = redis.call('HGET', KEYS[2], rid)
-  if claim then bury(prefix, rid, wid, claim, now, retention) end
+  if claim then end_orphan(prefix, rid, wid, claim, now, retention) end
 end
 
 -- Put the chunk into the log. Returns false if the log can not take it.
@@ -51,11 +51,11 @@ local function write(i, item)
   local record, log = KEYS[3 + 2 * i], KEYS[4 + 2 * i]
   local v = attempt(nil, 'HMGET', record, 'st', 'ep', 'n', 'w', 'ib')
   if not v then
-    lose(rid)
+    end_if_owned(rid)
     return 9, 0
   end
   if not v[1] then
-    lose(rid)
+    end_if_owned(rid)
     return 4, 0
   end
   local n = tonumber(v[3])
@@ -94,7 +94,7 @@ local function write(i, item)
   return 0, n
 end
 
-letters = {}
+batches = {}
 local reply, all_written = {}, true
 for i = 1, #items do
   local ran, status, n = pcall(write, i, items[i])
@@ -102,7 +102,7 @@ for i = 1, #items do
   reply[2 * i - 1], reply[2 * i] = status, n
   all_written = all_written and status == 0
 end
-for inbox, letter in pairs(letters) do
-  redis.pcall('PUBLISH', prefix .. 'i:' .. inbox, cmsgpack.pack(letter))
+for inbox, batch in pairs(batches) do
+  redis.pcall('PUBLISH', prefix .. 'i:' .. inbox, cmsgpack.pack(batch))
 end
 return all_written and {} or reply

@@ -2,7 +2,7 @@
 --@include lib/queue.lua
 --@include lib/finish.lua
 --@include lib/requeue.lua
---@include lib/hand_back.lua
+--@include lib/requeue_owned.lua
 -- audit: a worker says which claims it knows of; what it owns here by others goes back to the
 -- queues, without blame. Runs at maxmemory.
 --
@@ -23,7 +23,7 @@ allow_oom(prefix)
 local known = {}
 for i = 6, #ARGV, 2 do known[ARGV[i]] = ARGV[i + 1] end
 local function is_astray(rid, claim) return known[rid] ~= string.match(claim, '^%d+') end
-local count, more = hand_back(prefix, ARGV[2], is_astray, 0, tonumber(ARGV[3]), tonumber(ARGV[4]),
+local count, more = requeue_owned(prefix, ARGV[2], is_astray, 0, tonumber(ARGV[3]), tonumber(ARGV[4]),
   tonumber(ARGV[5]))
-if count > 0 then ring(prefix) end
+if count > 0 then wake_workers(prefix) end
 return {count, more and 1 or 0}

@@ -33,7 +33,7 @@ redis.call('ZADD', KEYS[8], now + tonumber(ARGV[3]), wid)
 
 -- By how much virtual time (tokens over weight) work that displaces other work may be ahead of a
 -- less urgent lane that waits: a burst of it is served at once, a flood gets its share.
-local AHEAD = 1024
+local MAX_AHEAD = 1024
 
 -- Bounded: every turn claims, ends or drops one entry, or retires an idle tenant or lane.
 local MAX_TURNS = 1024
@@ -65,7 +65,7 @@ local function wants_more()
 end
 
 -- Read the next entry of a queue: its id and fields as a table, or nil.
-local function take(queue)
+local function read_next(queue)
   if redis.call('EXISTS', queue) == 0 then return nil end
   local got = attempt('NOGROUP', 'XREADGROUP', 'GROUP', GROUP, wid, 'COUNT', '1', 'STREAMS', queue,
     '>')
@@ -86,12 +86,12 @@ local function take(queue)
 end
 
 -- An entry whose request has no record: end it for its readers, and give back what it counted.
-local function lose(queue, entry, values)
+local function drop_missing(queue, entry, values)
   local cost, bytes = tonumber(values.c), tonumber(values.b)
   if cost and bytes and values.l and values.t then
     count_queued(prefix, -1, values.l, values.t, cost, bytes)
   end
-  if values.r then bury(prefix, values.r, nil, nil, now, retention) end
+  if values.r then end_orphan(prefix, values.r, nil, nil, now, retention) end
   drop_entry(queue, entry, wid)
 end
 
@@ -110,11 +110,11 @@ local function read_log(rid, rec)
 end
 
 -- Make the entry's request this worker's own. Returns its cost, or nil if it needs no work.
-local function adopt(queue, entry, values, suspect)
+local function assign(queue, entry, values, suspect)
   local rid = values.r or ''
   local record = prefix .. 'r:' .. rid
   local rec = read_record(prefix, rid)
-  if not rec then return lose(queue, entry, values) end
+  if not rec then return drop_missing(queue, entry, values) end
   if rec.st ~= 'queued' or rec.sid ~= entry or rec.sk ~= queue then
     return drop_entry(queue, entry, wid)
   end
@@ -151,17 +151,17 @@ for _, continued in ipairs({
 }) do
   local queue, lane = continued[1], continued[2]
   while WEIGHT[lane] >= least_weight and wants_more() do
-    local entry, values = take(queue)
+    local entry, values = read_next(queue)
     if not entry then break end
-    budget = budget - (adopt(queue, entry, values, 0) or 0)
+    budget = budget - (assign(queue, entry, values, 0) or 0)
   end
 end
 
 local seeks_suspect = all_lanes and ARGV[6] == '1'
 while seeks_suspect and wants_more() do
-  local entry, values = take(KEYS[2])
+  local entry, values = read_next(KEYS[2])
   if not entry then break end
-  local cost = adopt(KEYS[2], entry, values, 1)
+  local cost = assign(KEYS[2], entry, values, 1)
   if cost then
     budget = budget - cost
     seeks_suspect = false
@@ -205,7 +205,7 @@ end
 local function is_too_far_ahead(lane_time)
   while turns < MAX_TURNS do
     local lane, time = next_lane(0)
-    if not lane or lane_time <= time + AHEAD then return false end
+    if not lane or lane_time <= time + MAX_AHEAD then return false end
     local tenants = prefix .. 'act:' .. lane
     local tenant = redis.call('ZRANGE', tenants, '0', '0')[1]
     if not tenant then
@@ -232,11 +232,11 @@ while wants_more() do
   else
     redis.call('HSET', KEYS[4], lane, first[2])
     local queue = prefix .. 'q:' .. lane .. ':' .. first[1]
-    local entry, values = take(queue)
+    local entry, values = read_next(queue)
     if not entry then
       redis.call('ZREM', tenants, first[1])
     else
-      local cost = adopt(queue, entry, values, 0)
+      local cost = assign(queue, entry, values, 0)
       if cost then
         budget = budget - cost
         redis.call('ZADD', tenants, tonumber(first[2]) + cost, first[1])
@@ -247,7 +247,7 @@ while wants_more() do
 end
 
 -- Cut off by the bound with nothing found: let whoever listens look again.
-if turns >= MAX_TURNS and #claims == 0 then ring(prefix) end
+if turns >= MAX_TURNS and #claims == 0 then wake_workers(prefix) end
 local bell = redis.call('XREVRANGE', KEYS[12], '+', '-', 'COUNT', '1')
 local more = #claims == most and most < want and most < waiting and budget > 0
 return {now, bell[1] and bell[1][1] or '0-0', claims, more and 1 or 0}

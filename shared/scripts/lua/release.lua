@@ -2,7 +2,7 @@
 --@include lib/queue.lua
 --@include lib/finish.lua
 --@include lib/requeue.lua
---@include lib/hand_back.lua
+--@include lib/requeue_owned.lua
 -- release: give requests of a worker back to the queues, to be continued by others. Runs at
 -- maxmemory.
 --
@@ -21,11 +21,11 @@ allow_oom(prefix)
 local named = {}
 for i = 8, #ARGV do named[ARGV[i]] = true end
 local function is_meant(rid) return mode == 'all' or named[rid] == true end
-local released, more = hand_back(prefix, wid, is_meant, tonumber(ARGV[4]), tonumber(ARGV[5]),
+local released, more = requeue_owned(prefix, wid, is_meant, tonumber(ARGV[4]), tonumber(ARGV[5]),
   tonumber(ARGV[6]), tonumber(ARGV[7]))
 if mode == 'all' and not more then
   redis.call('DEL', KEYS[1])
   redis.call('ZREM', KEYS[2], wid)
 end
-if released > 0 then ring(prefix) end
+if released > 0 then wake_workers(prefix) end
 return {released, more and 1 or 0}

@@ -2,7 +2,7 @@
 --@include lib/queue.lua
 --@include lib/finish.lua
 --@include lib/requeue.lua
---@include lib/mend.lua
+--@include lib/repair.lua
 -- sweep: what time alone must bring about. Any worker may run it at any time; runs at maxmemory.
 --
 -- Requests past their deadline end `expired`; requests that all readers have left, and that asked
@@ -15,11 +15,11 @@
 --       11 q:!:batch  stream
 --       and, found while running: own:<wid>, r:<id>, t:<id> and queues of what is swept
 -- ARGV  1 prefix   2 max_blames   3 max_attempts   4 retention_ms   5 lease of who sweeps, in ms
--- Reply {expired, requests taken from dead workers, dead workers, mended, failed, last error,
+-- Reply {expired, requests taken from dead workers, dead workers, repaired, failed, last error,
 --        cancelled because their readers left, 1 if a bound ended it: sweep again}
 local prefix, retention = ARGV[1], tonumber(ARGV[4])
 local max_blames, max_attempts = tonumber(ARGV[2]), tonumber(ARGV[3])
-local MAX_EXPIRED, MAX_LEFT, MAX_WORKERS, MAX_REAPED, MAX_MENDED = 64, 64, 4, 128, 32
+local MAX_EXPIRED, MAX_ABANDONED, MAX_WORKERS, MAX_REAPED, MAX_REPAIRED = 64, 64, 4, 128, 32
 local RETRY_MS = 100
 -- Sweeps come at least every second. A longer pause is an outage, of the server or of all workers,
 -- in which readers could not say that they are there: after it they get time to.
@@ -45,7 +45,7 @@ end
 local function expire(rid)
   local rec = read_record(prefix, rid)
   if not rec or (rec.st ~= 'queued' and rec.st ~= 'running') then
-    mend(prefix, rid, now, max_blames, max_attempts, retention)
+    repair(prefix, rid, now, max_blames, max_attempts, retention)
     return false
   end
   local waits = not rec.t1 and rec.mq > 0
@@ -69,7 +69,7 @@ for _, rid in ipairs(due) do
 end
 
 -- A request that nobody has said to be reading for as long as its last reader's grace.
-local function leave(rid)
+local function cancel_abandoned(rid)
   local rec = read_record(prefix, rid)
   if rec and rec.needs_reader and (rec.st == 'queued' or rec.st == 'running') then
     finish(prefix, rid, rec, {state = 'cancelled', reason = 'disconnected'}, now, retention)
@@ -83,13 +83,13 @@ local times = redis.call('HMGET', KEYS[8], 'scan', 'swept', 'reprieve', 'spared'
 local pause = now - (tonumber(times[2]) or now)
 local reprieve = tonumber(times[3]) or 0
 if pause > OUTAGE_MS then reprieve = now + REPRIEVE_MS end
-local left = 0
+local abandoned = 0
 if now >= reprieve then
-  local lapsed = attempt(nil, 'ZRANGEBYSCORE', KEYS[9], '-inf', now, 'LIMIT', 0, MAX_LEFT) or {}
-  if #lapsed == MAX_LEFT then more = true end
+  local lapsed = attempt(nil, 'ZRANGEBYSCORE', KEYS[9], '-inf', now, 'LIMIT', 0, MAX_ABANDONED) or {}
+  if #lapsed == MAX_ABANDONED then more = true end
   for _, rid in ipairs(lapsed) do
-    local done = guarded(leave, rid)
-    if done then left = left + 1 end
+    local done = guarded(cancel_abandoned, rid)
+    if done then abandoned = abandoned + 1 end
     if done == nil then redis.call('ZADD', KEYS[9], 'XX', now + RETRY_MS, rid) end
   end
 end
@@ -107,7 +107,7 @@ end
 local function reap(wid, owned, rid, claim)
   local rec = read_record(prefix, rid)
   if not rec then
-    bury(prefix, rid, wid, claim, now, retention)
+    end_orphan(prefix, rid, wid, claim, now, retention)
   elseif rec.st == 'running' and rec.w == wid then
     requeue(prefix, rid, rec, 1, now, max_blames, max_attempts, retention)
     return true
@@ -138,15 +138,15 @@ for _, wid in ipairs(dead) do
   end
 end
 
-local mended = 0
-local scanned = redis.call('ZSCAN', KEYS[1], times[1] or '0', 'COUNT', MAX_MENDED)
+local repaired = 0
+local scanned = redis.call('ZSCAN', KEYS[1], times[1] or '0', 'COUNT', MAX_REPAIRED)
 for i = 1, #scanned[2], 2 do
   local rid = scanned[2][i]
-  if guarded(mend, prefix, rid, now, max_blames, max_attempts, retention) then
-    mended = mended + 1
+  if guarded(repair, prefix, rid, now, max_blames, max_attempts, retention) then
+    repaired = repaired + 1
   end
 end
 redis.call('HSET', KEYS[8], 'scan', scanned[1], 'swept', now, 'reprieve', reprieve,
   'spared', spared)
-if reaped + mended > 0 then ring(prefix) end
-return {expired, reaped, workers, mended, failed, why, left, more and 1 or 0}
+if reaped + repaired > 0 then wake_workers(prefix) end
+return {expired, reaped, workers, repaired, failed, why, abandoned, more and 1 or 0}

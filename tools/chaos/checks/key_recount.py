@@ -54,7 +54,7 @@ async def recount(redis: Redis, keys: Keys, ledger: Ledger, *, exclusive: bool) 
 async def _check_lifetimes(redis: Redis, keys: Keys, names: list[str], ledger: Ledger) -> None:
     for_ever = {
         keys.lanes, keys.floors, keys.leases, keys.counters, keys.bell, keys.dead_letters,
-        keys.doors, keys.intake(),
+        keys.ingress_tenants, keys.ingress(),
         *(keys.tenants(lane) for lane in Lane),
     }  # fmt: skip
     for at in range(0, len(names), 500):

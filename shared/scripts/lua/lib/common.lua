@@ -6,7 +6,7 @@
 -- so lie in the same cluster slot.
 --
 -- Scripts do not roll back. Writes are ordered so that a script cut short anywhere (a command
--- denied by an ACL, a key of a wrong type) leaves what a sweep can put right: see lib/mend.lua.
+-- denied by an ACL, a key of a wrong type) leaves what a sweep can put right: see lib/repair.lua.
 --
 -- Numbers are handed to redis.call as numbers, which Redis writes with 17 digits. Lua's own
 -- tostring and `..` keep 14: enough for counts and milliseconds, not for virtual times.
@@ -58,6 +58,6 @@ local function count_queued(prefix, sign, lane, tenant, cost, bytes)
   end
 end
 
-local function ring(prefix)
+local function wake_workers(prefix)
   redis.call('XADD', prefix .. 'bell', 'MAXLEN', '1', '*', 'b', '1')
 end

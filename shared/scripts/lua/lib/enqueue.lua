@@ -38,7 +38,7 @@ local function enqueue(prefix, rid, req, now, retention)
   redis.call('HSET', record, unpack(values))
   redis.call('PEXPIREAT', record, deadline + retention + ABANDONED_MS)
   count_queued(prefix, 1, req.lane, req.tenant, req.cost, bytes)
-  ring(prefix)
+  wake_workers(prefix)
   return nil
 end
 

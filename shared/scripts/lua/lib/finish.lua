@@ -15,7 +15,7 @@
 --   sk    queue                       sid   entry in it
 --   ans   'json' if log and channel hold JSON; else not there, and they hold msgpack
 --   ib    inbox in whose channel i:<inbox> it is published; else not there, and that is c:<id>
---   od    'cancel' if it ends when its last reader has left, see attend.lua; else not there
+--   od    'cancel' if it ends when its last reader has left, see reader_heartbeat.lua; else not there
 local function read_record(prefix, rid)
   local v = attempt(nil, 'HMGET', prefix .. 'r:' .. rid, 'st', 'ep', 'n', 'w', 'lane', 'ten', 'cost',
     'out', 'len', 'sk', 'sid', 'att', 'bad', 'nb', 'dl', 'mq', 't0', 't1', 'tf', 'died', 'ans',
@@ -44,7 +44,7 @@ end
 
 -- Move a virtual time by what an estimate was wrong, but never below what is being served now:
 -- who arrived meanwhile started there, and would wait for the whole difference.
-local function settle(key, member, amount, floor)
+local function correct_virtual_time(key, member, amount, floor)
   local score = redis.call('ZSCORE', key, member)
   if not score then return end
   local settled = math.max(tonumber(score) + amount, floor or 0)
@@ -53,7 +53,7 @@ end
 
 -- The token count of a log, whether it has its End, and whether it is JSON. Whatever else has its
 -- name gives way.
-local function log_top(log)
+local function log_position(log)
   local last = attempt(nil, 'XREVRANGE', log, '+', '-', 'COUNT', '1')
   if not last then redis.call('DEL', log) end
   if not last or not last[1] then return 0, false, false end
@@ -63,23 +63,23 @@ end
 
 -- What is to be published in inboxes, by inbox: an array {id, event, id, event, ...}, while a script
 -- collects it; nil if each event goes out at once.
-local letters = nil
+local batches = nil
 
 -- Publish an event: in the request's own channel, or in the inbox it was submitted with.
 local function publish(prefix, rid, inbox, event)
   if not inbox then
     redis.call('PUBLISH', prefix .. 'c:' .. rid, event)
-  elseif not letters then
+  elseif not batches then
     redis.call('PUBLISH', prefix .. 'i:' .. inbox, cmsgpack.pack({rid, event}))
   else
-    local letter = letters[inbox] or {}
-    letters[inbox] = letter
-    letter[#letter + 1] = rid
-    letter[#letter + 1] = event
+    local batch = batches[inbox] or {}
+    batches[inbox] = batch
+    batch[#batch + 1] = rid
+    batch[#batch + 1] = event
   end
 end
 
--- Note for those who make logs compact (ripe.lua, compact.lua) that one has ended. The notes go with
+-- Note for those who make logs compact (list_compactable.lua, compact.lua) that one has ended. The notes go with
 -- the last log they may be about.
 local function note_ended(prefix, rid, now, retention)
   local notes = prefix .. 'fin'
@@ -99,11 +99,11 @@ end
 --   how      state, reason; optional: event (packed End; else one without usage is packed here
 --            with message), spent (tokens really spent; else estimated from what was published)
 --
--- Order: the record, which fences its owner at once; then what lib/mend.lua can complete from the
+-- Order: the record, which fences its owner at once; then what lib/repair.lua can complete from the
 -- record while the request is still in dl; dl last.
 local function finish(prefix, rid, rec, how, now, retention)
   local record, log = prefix .. 'r:' .. rid, prefix .. 't:' .. rid
-  local top = log_top(log)
+  local top = log_position(log)
   if top > rec.n then
     -- An append was cut short between the log and the record.
     if how.event then error('the log of ' .. rid .. ' holds more tokens than its owner knows') end
@@ -129,8 +129,8 @@ local function finish(prefix, rid, rec, how, now, retention)
   if rec.t1 and spent ~= rec.cost then
     local wrong = spent - rec.cost
     local floors = redis.call('HMGET', prefix .. 'vt', rec.lane, '*')
-    settle(prefix .. 'act:' .. rec.lane, rec.ten, wrong, tonumber(floors[1]))
-    settle(prefix .. 'lanes', rec.lane, wrong / (WEIGHT[rec.lane] or 1),
+    correct_virtual_time(prefix .. 'act:' .. rec.lane, rec.ten, wrong, tonumber(floors[1]))
+    correct_virtual_time(prefix .. 'lanes', rec.lane, wrong / (WEIGHT[rec.lane] or 1),
       tonumber(floors[2]))
   end
   if rec.needs_reader then attempt(nil, 'ZREM', prefix .. 'rd', rid) end
@@ -138,12 +138,12 @@ local function finish(prefix, rid, rec, how, now, retention)
   redis.call('ZREM', prefix .. 'dl', rid)
 end
 
--- bury: end a request whose record is gone or no record any more (deleted, evicted, overwritten).
+-- end_orphan: end a request whose record is gone or no record any more (deleted, evicted, overwritten).
 -- Readers get their End from the log; what else is known of it is in `claim`, the value that
 -- own:<wid> holds, or nil.
-local function bury(prefix, rid, wid, claim, now, retention)
+local function end_orphan(prefix, rid, wid, claim, now, retention)
   local record, log = prefix .. 'r:' .. rid, prefix .. 't:' .. rid
-  local n, ended, json = log_top(log)
+  local n, ended, json = log_position(log)
   if not ended then
     log_end(prefix, rid, n, pack_end(n, 'failed', 'engine_error',
       'the record of this request was lost in Redis', json))

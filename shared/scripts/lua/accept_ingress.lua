@@ -2,8 +2,8 @@
 --@include lib/queue.lua
 --@include lib/enqueue.lua
 --@include lib/finish.lua
---@include lib/door.lua
--- admit: one entry of an intake stream becomes a request, exactly once, with the same verdict and
+--@include lib/ingress.lua
+-- accept_ingress: one entry of an intake stream becomes a request, exactly once, with the same verdict and
 -- bounds as submit; or gets its End, which says why not. Its time counts from when it was added.
 --
 -- Runs at maxmemory: what it stores is in Redis already. (It may use a kilobyte more per request
@@ -11,7 +11,7 @@
 --
 -- KEYS  1 in or in:<tenant>  stream   2 r:<id>  hash   3 t:<id>  stream   4 q:<lane>:<tenant>  stream
 --       5 act:<lane>  zset   6 lanes  zset   7 vt  hash   8 dl  zset   9 cnt  hash   10 bell  stream
---       11 r:<own name>  hash   12 t:<own name>  stream; see lib/door.lua
+--       11 r:<own name>  hash   12 t:<own name>  stream; see lib/ingress.lua
 -- ARGV  1 prefix   2 entry   3 id   4 own name: the id that nobody else may have
 --       5 lane   6 tenant   7 payload   8 digest of the payload   9 cost in tokens (estimate)
 --       10 output tokens in it   11 deadline_ms   12 max_queue_ms, 0: none   13 retention_ms
@@ -23,13 +23,13 @@
 local prefix, entry, rid, own = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 local retention, json = tonumber(ARGV[13]), ARGV[14] == 'json'
 allow_oom(prefix)
-if not is_waiting(KEYS[1], entry) then
-  take_out(KEYS[1], entry)
+if not entry_exists(KEYS[1], entry) then
+  remove_entry(KEYS[1], entry)
   return {'gone', ''}
 end
 
 local function no(verdict, state, reason, message)
-  return {verdict, refuse(prefix, rid, own, state, reason, message, json, retention)}
+  return {verdict, answer_refusal(prefix, rid, own, state, reason, message, json, retention)}
 end
 
 local function judge()
@@ -60,5 +60,5 @@ local function judge()
 end
 
 local reply = judge()
-take_out(KEYS[1], entry)
+remove_entry(KEYS[1], entry)
 return reply

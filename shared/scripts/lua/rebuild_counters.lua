@@ -1,7 +1,7 @@
 --@include lib/common.lua
 --@include lib/queue.lua
 --@include lib/finish.lua
--- recount: set the counters of waiting work to what the records say. Runs at maxmemory.
+-- rebuild_counters: set the counters of waiting work to what the records say. Runs at maxmemory.
 --
 -- The counters are right as long as every script runs to its end. An operator runs this after a
 -- command was denied by an ACL or keys were deleted by hand. Not bounded: it looks at every

@@ -1,13 +1,13 @@
--- mend: look at one request that is in dl, and put right what a script cut short or a deleted key
+-- repair: look at one request that is in dl, and put right what a script cut short or a deleted key
 -- left wrong. Included after requeue.lua. Returns true if there was something.
 --
 -- What must hold: a terminal request has no entry, no owner and is not in dl; a running one is in
 -- own:<w> of a worker with a lease; a queued one has an entry that nobody has read, in a queue
--- that is served. (Counters are not mended but recounted: see recount.lua.)
-local function mend(prefix, rid, now, max_blames, max_attempts, retention)
+-- that is served. (Counters are not repaired but recounted: see rebuild_counters.lua.)
+local function repair(prefix, rid, now, max_blames, max_attempts, retention)
   local rec = read_record(prefix, rid)
   if not rec then
-    bury(prefix, rid, nil, nil, now, retention)
+    end_orphan(prefix, rid, nil, nil, now, retention)
     return true
   end
   if rec.st == 'running' then
@@ -18,7 +18,7 @@ local function mend(prefix, rid, now, max_blames, max_attempts, retention)
   end
   local record, log = prefix .. 'r:' .. rid, prefix .. 't:' .. rid
   if rec.st ~= 'queued' then
-    local _, ended = log_top(log)
+    local _, ended = log_position(log)
     if not ended then
       log_end(prefix, rid, rec.n, redis.call('HGET', record, 'end'), rec.inbox)
     end

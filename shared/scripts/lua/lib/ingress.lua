@@ -5,14 +5,14 @@
 -- leaves its stream in the script that acts on it: who comes later finds it gone. So an entry may
 -- be read by any number of workers, and is lost with none.
 
-local function is_waiting(intake, entry)
+local function entry_exists(intake, entry)
   local there = attempt(nil, 'XRANGE', intake, entry, entry)
   return there ~= nil and there[1] ~= nil
 end
 
 -- Deleted first: what is pending and gone, a knock acknowledges; what is there and acknowledged,
 -- nobody would read again. The stream stays when it is empty: workers wait on it.
-local function take_out(intake, entry)
+local function remove_entry(intake, entry)
   attempt(nil, 'XDEL', intake, entry)
   attempt(nil, 'XACK', intake, GROUP, entry)
 end
@@ -28,7 +28,7 @@ end
 --
 -- There is no record: the id stays free, so that the same request may be tried again. A log
 -- without a record is such an answer, or of no use to anybody.
-local function refuse(prefix, id, own, state, reason, message, json, retention)
+local function answer_refusal(prefix, id, own, state, reason, message, json, retention)
   for _, rid in ipairs({id, own}) do
     if redis.call('EXISTS', prefix .. 'r:' .. rid) == 0 then
       redis.call('DEL', prefix .. 't:' .. rid)

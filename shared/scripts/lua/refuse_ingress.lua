@@ -1,8 +1,8 @@
 --@include lib/common.lua
 --@include lib/queue.lua
 --@include lib/finish.lua
---@include lib/door.lua
--- refuse: an entry of an intake stream that is no valid request gets its End and is gone, once.
+--@include lib/ingress.lua
+-- refuse_ingress: an entry of an intake stream that is no valid request gets its End and is gone, once.
 -- Runs at maxmemory.
 --
 -- KEYS  1 in or in:<tenant>  stream   2 r:<id>  hash   3 t:<id>  stream   4 r:<own name>  hash
@@ -13,9 +13,9 @@
 local prefix, entry = ARGV[1], ARGV[2]
 allow_oom(prefix)
 local reply = {'gone', ''}
-if is_waiting(KEYS[1], entry) then
-  reply = {'refused', refuse(prefix, ARGV[3], ARGV[4], ARGV[5], ARGV[6], ARGV[7],
+if entry_exists(KEYS[1], entry) then
+  reply = {'refused', answer_refusal(prefix, ARGV[3], ARGV[4], ARGV[5], ARGV[6], ARGV[7],
     ARGV[8] == 'json', tonumber(ARGV[9]))}
 end
-take_out(KEYS[1], entry)
+remove_entry(KEYS[1], entry)
 return reply

@@ -1,6 +1,6 @@
 --@include lib/common.lua
 --@include lib/queue.lua
--- knock: what a worker must know of the plain door beside the entries it waits for: which intake
+-- poll_ingress: what a worker must know of the plain door beside the entries it waits for: which intake
 -- streams there are, and entries that were read and not acted on. Runs at maxmemory.
 --
 -- Those are entries that this worker read and never got (its connection broke), and entries of

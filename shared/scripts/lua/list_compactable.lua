@@ -1,5 +1,5 @@
 --@include lib/common.lua
--- ripe: whose logs are to be made compact now. Runs at maxmemory.
+-- list_compactable: whose logs are to be made compact now. Runs at maxmemory.
 --
 -- Who is told of one has a time to do it (see compact.lua) in which nobody else is told; then it
 -- is ripe again.

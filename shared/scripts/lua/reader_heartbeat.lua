@@ -1,5 +1,5 @@
 --@include lib/common.lua
--- attend: a reader says that it is there, for requests that are to be cancelled when their last
+-- reader_heartbeat: a reader says that it is there, for requests that are to be cancelled when their last
 -- reader has left. The sweep does that; see lib/finish.lua, field od. Runs at maxmemory.
 --
 -- Only the latest end of all readers' graces is kept, so a reader cannot say that it leaves: it
