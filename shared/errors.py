@@ -28,6 +28,8 @@ The message is one line, and where the reader can mend the cause it ends with th
 
 from __future__ import annotations
 
+from .quoting import one_line, quote
+
 __all__ = [
     "ConfigurationError",
     "IdConflict",
@@ -82,20 +84,20 @@ class InsufficientMemory(ModelError):
 class InvalidRequest(PenstockError):
     """A request field is missing, unknown, of the wrong type or out of range.
 
+    Field and value may come from outside as they are: the message is one line of at most 1,200
+    characters that has a UTF-8 form.
+
     Attributes:
-        field: dotted name of the offending field.
+        field: dotted name of the offending field, shortened for display.
         value: what was given, shortened for display.
         allowed: what would be accepted, in words.
     """
 
     def __init__(self, field: str, value: object, allowed: str) -> None:
-        shown = repr(value)
-        if len(shown) > 80:
-            shown = shown[:77] + "..."
-        super().__init__(f"{field}: got {shown}; allowed: {allowed}")
-        self.field = field
-        self.value = shown
-        self.allowed = allowed
+        self.field = one_line(field, 80)
+        self.value = quote(value)
+        self.allowed = one_line(allowed, 1000)
+        super().__init__(f"{self.field}: got {self.value}; allowed: {self.allowed}")
 
 
 class ProtocolError(InvalidRequest):

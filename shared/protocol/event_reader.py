@@ -16,9 +16,10 @@ import msgpack
 from ..errors import ProtocolError
 from .choice_parts import read_parts
 from .events import END_MARK, Chunk, End, TokenLogprobs, Usage
+from .parsing import PARSER_ERRORS
 from .states import Reason
 
-__all__ = ["unpack_event", "unpack_letter", "unpack_msgpack"]
+__all__ = ["unpack_event", "unpack_letter"]
 
 _USAGE_NAMES = frozenset(f.name for f in fields(Usage))
 _MAX_TOKEN_ID = 2**32 - 1
@@ -32,7 +33,7 @@ def unpack_letter(message: bytes) -> Iterator[tuple[bytes, bytes]]:
     """
     try:
         parts = msgpack.unpackb(message, raw=True)
-    except (ValueError, msgpack.UnpackException) as error:
+    except (msgpack.UnpackException, *PARSER_ERRORS) as error:
         raise ProtocolError("letter", message, f"msgpack: {error}") from None
     if (
         not isinstance(parts, list)
@@ -63,7 +64,7 @@ def unpack_event(data: bytes) -> Chunk | End:
         raise ProtocolError("event", data, f"one msgpack value ({error})") from None
     except UnicodeDecodeError:
         raise ProtocolError("event", data, "strings that are valid UTF-8") from None
-    except (TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
+    except (*PARSER_ERRORS, LookupError, AttributeError) as error:
         allowed = "[start, [ids], text, digest] or [-1, n, state, reason, message, usage]"
         raise ProtocolError("event", data, f"{allowed}, or their JSON objects") from error
     return chunk
@@ -153,17 +154,3 @@ def _read_json(data: bytes) -> tuple[Any, ...]:
     chunk = tuple(wire[name] for name in ("start", "ids", "text", "digest"))
     more = wire.get("logprobs"), None, wire.get("parts"), wire.get("prompt_logprobs")
     return (*chunk, *more)
-
-
-def unpack_msgpack(where: str, data: bytes) -> Any:
-    """One msgpack value from bytes from anywhere.
-
-    Raises:
-        ProtocolError: they are not one; the message begins with ``where``.
-    """
-    try:
-        return msgpack.unpackb(data, raw=False, strict_map_key=True)
-    except UnicodeDecodeError:
-        raise ProtocolError(where, data, "msgpack whose strings are valid UTF-8") from None
-    except (msgpack.UnpackException, ValueError) as error:
-        raise ProtocolError(where, data, f"one msgpack value ({error})") from None

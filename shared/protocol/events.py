@@ -14,6 +14,7 @@ from zlib import crc32
 
 import msgpack
 
+from ..quoting import one_line
 from .choice_parts import Part, cut_parts, digest_words
 from .states import Answer, Reason, State
 
@@ -28,6 +29,9 @@ __all__ = [
 ]
 
 END_MARK = -1
+
+MAX_MESSAGE_CHARS = 2000
+"""Longest message of an end."""
 
 
 def rolling_digest(token_ids: Sequence[int], digest: int = 0) -> int:
@@ -251,7 +255,8 @@ class End:
     Attributes:
         n: number of output tokens; the log holds indexes ``[0, n)``.
         reason: why it ended; its :attr:`Reason.state` is the terminal state.
-        message: detail for a person; empty for ``completed``.
+        message: detail for a person; empty for ``completed``. :meth:`pack` escapes unprintable
+            characters and cuts it to :data:`MAX_MESSAGE_CHARS`.
         usage: None where no worker was involved in the end (cancel, expiry).
     """
 
@@ -271,13 +276,15 @@ class End:
         if self.usage is not None:
             pairs = ((name, getattr(self.usage, name)) for name in _USAGE_NAMES)
             usage = {name: value for name, value in pairs if value is not None}
+        # It may quote what an exception says, so it is made safe here, where all ends are written.
+        message = one_line(self.message, MAX_MESSAGE_CHARS)
         if answer is Answer.JSON:
             return _json(
                 {"end": True, "n": self.n, "state": self.state.value, "reason": self.reason.value,
-                 "message": self.message, "usage": usage}
+                 "message": message, "usage": usage}
             )  # fmt: skip
         packed: bytes = msgpack.packb(
-            (END_MARK, self.n, self.state.value, self.reason.value, self.message, usage)
+            (END_MARK, self.n, self.state.value, self.reason.value, message, usage)
         )
         return packed
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 
 from ..errors import InvalidRequest
 from . import field_checks as check
+from .parsing import MAX_SCHEMA_DEPTH, parse_json
 
 __all__ = ["CONSTRAINTS", "choices", "exclusive", "grammar", "json_schema", "regex"]
 
@@ -34,16 +35,10 @@ def json_schema(value: object) -> str:
             value = json.dumps(
                 value, ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=_mapping
             )
-        except RecursionError:  # which writing it into the message would raise again
-            raise InvalidRequest("json_schema", "an object nested too deeply", allowed) from None
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, RecursionError, MemoryError):
             raise InvalidRequest("json_schema", value, allowed) from None
     text = check.text("json_schema", value, MAX_SCHEMA_BYTES)
-    try:
-        read = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        why = getattr(error, "msg", None) or "it is nested too deeply"
-        raise InvalidRequest("json_schema", text, f"{allowed}; {why}") from None
+    read = parse_json("json_schema", text, allowed, max_depth=MAX_SCHEMA_DEPTH)
     if not isinstance(read, dict):
         raise InvalidRequest("json_schema", text, allowed)
     return text

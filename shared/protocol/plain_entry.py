@@ -6,7 +6,6 @@ docs/plain-door.md is the table of its fields for people.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,10 @@ from types import MappingProxyType
 from typing import Any
 
 from ..errors import InvalidRequest
+from ..quoting import one_line
 from . import field_checks as check
+from .events import MAX_MESSAGE_CHARS
+from .parsing import parse_json
 from .request import MAX_PAYLOAD_BYTES, Request, check_id
 from .states import Answer, Reason
 
@@ -94,7 +96,7 @@ def refused(entry: Entry, reason: Reason, message: str) -> Refusal:
         id = _own(entry, check_id(_text("id", pairs.get(b"id", b""))))
     except InvalidRequest:
         id = entry.own_id
-    return Refusal(id, answer, reason, message)
+    return Refusal(id, answer, reason, one_line(message, MAX_MESSAGE_CHARS))
 
 
 def _request_fields(entry: Entry) -> dict[str, Any]:
@@ -181,12 +183,10 @@ def _as_early_stopping(name: str, value: str) -> bool | str:
 
 
 def _as_list(name: str, value: str, of: type = object) -> list[Any]:
-    try:
-        read = json.loads(value)
-    except (ValueError, RecursionError):
-        read = None
+    allowed = f"a JSON array{_ARRAYS.get(of, '')}"
+    read = parse_json(name, value, allowed)
     if not isinstance(read, list) or not all(isinstance(item, of) for item in read):
-        raise InvalidRequest(name, value, f"a JSON array{_ARRAYS.get(of, '')}")
+        raise InvalidRequest(name, value, allowed)
     return read
 
 
@@ -199,12 +199,10 @@ def _as_ids(name: str, value: str) -> list[Any]:
 
 
 def _as_map(name: str, value: str) -> dict[str, Any]:
-    try:
-        read = json.loads(value)
-    except (ValueError, RecursionError):
-        read = None
+    allowed = 'a JSON object such as {"42":-1.5}'
+    read = parse_json(name, value, allowed)
     if not isinstance(read, dict):
-        raise InvalidRequest(name, value, 'a JSON object such as {"42":-1.5}')
+        raise InvalidRequest(name, value, allowed)
     return read
 
 

@@ -17,7 +17,7 @@ import msgpack
 
 from ..errors import InvalidRequest, ProtocolError
 from . import field_checks as check
-from .event_reader import unpack_msgpack
+from .parsing import parse_msgpack
 from .sampling_options import SamplingOptions
 from .states import Answer, Lane, OnDisconnect
 
@@ -91,7 +91,7 @@ class Request:
                 check.integer(name, value, 1, MAX_WAIT_MS)
 
     @classmethod
-    def build(cls, *, id: str, prompt: Any, **values: Any) -> Request:
+    def build(cls, /, *, id: str, prompt: Any, **values: Any) -> Request:
         """A request from flat fields, the form used on the wire and on command lines.
 
         Raises:
@@ -167,7 +167,7 @@ class Request:
         """
         if len(payload) > MAX_PAYLOAD_BYTES:
             raise ProtocolError("payload", f"{len(payload)} bytes", f"<= {MAX_PAYLOAD_BYTES} bytes")
-        wire = unpack_msgpack("payload", payload)
+        wire = parse_msgpack("payload", payload)
         if not isinstance(wire, dict) or not all(isinstance(key, str) for key in wire):
             raise ProtocolError("payload", wire, "a msgpack map with string keys")
         version = wire.pop("v", None)
