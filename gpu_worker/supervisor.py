@@ -26,12 +26,12 @@ from redis.exceptions import RedisError
 from penstock.shared.errors import PenstockError
 from penstock.shared.keys import Keys
 from penstock.shared.local.children import spawn_bound
-from penstock.shared.redis.cluster import follow
+from penstock.shared.redis.cluster import follow_moved
+from penstock.shared.redis.opening import open_client
+from penstock.shared.redis.server_check import check_durability
 from penstock.shared.scripts.operations import Operations
 from penstock.shared.settings import Settings
 
-from .edge.redis_check import check_redis
-from .edge.worker_connections import connect
 from .launch import EXIT_REFUSED, Launch, describe_exit
 from .logs import configure_logging
 from .oom import OomWatch, find_counter
@@ -76,7 +76,7 @@ class Supervisor:
         0 after a drain; 2 if configuration or model were refused.
 
         Raises:
-            RedisUnavailable: the server does not answer or is not fit; see :func:`check_redis`.
+            RedisUnavailable: see :func:`check_durability`.
         """
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -84,7 +84,7 @@ class Supervisor:
         redis = self._settings.redis
         assert redis.url is not None
         keys = Keys(self._settings.queue.model, self._settings.queue.shard)
-        await check_redis(redis.url, keys.counters, timeout_s=redis.socket_timeout_s)
+        await check_durability(redis.url, keys.counters, timeout_s=redis.socket_timeout_s)
         failures = 0
         while True:
             worker_id = new_worker_id(self._settings.worker.name)
@@ -158,7 +158,7 @@ class Supervisor:
 
     async def _release(self, worker_id: str, *, blame: bool, died: bool) -> None:
         try:
-            count = await follow(
+            count = await follow_moved(
                 lambda: self._operations.release_all(worker_id, blame=blame, died=died)
             )
             _log.warning("gave back %d requests of the dead worker", count)
@@ -173,7 +173,7 @@ class Supervisor:
         """What gives work back: made before it is needed, since streams stand still until then."""
         settings = self._settings
         assert settings.redis.url is not None
-        redis = connect(settings.redis.url, timeout_s=settings.redis.socket_timeout_s)
+        redis = open_client(settings.redis.url, timeout_s=settings.redis.socket_timeout_s)
         keys = Keys(settings.queue.model, settings.queue.shard)
         retention_ms = settings.queue.retention_s * 1000
         return redis, Operations(redis, keys, retention_ms=retention_ms)

@@ -21,9 +21,9 @@ from penstock.shared.protocol import (
     unpack_event,
 )
 from penstock.shared.protocol.field_checks import integer, number
+from penstock.shared.redis.retrying_client import RetryingClient
 from penstock.shared.scripts.operations import Bounds, CancelReply, Operations
 
-from .connection import Link
 from .dead_letters import DeadLetters
 from .reading.log_reader import LogReader
 from .reading.presence import Presence
@@ -94,13 +94,13 @@ class Producer:
         self._keys = Keys(
             queue.model if model is None else model, queue.shard if shard is None else shard
         )
-        self._link = Link(
+        self._client = RetryingClient(
             require_url(settings.redis) if redis is None else redis,
             socket_timeout_s=settings.redis.socket_timeout_s,
             outage_s=outage_s,
         )
         self._operations = Operations(
-            self._link.redis, self._keys, retention_ms=queue.retention_s * 1000
+            self._client.redis, self._keys, retention_ms=queue.retention_s * 1000
         )
         self._bounds = Bounds(
             requests=queue.max_queued_requests,
@@ -110,9 +110,9 @@ class Producer:
         )
         self._inbox = uuid.uuid4().hex if inbox else ""
         self._default_deadline_ms = queue.default_deadline_s * 1000
-        self._log = LogReader(self._link, self._keys)
-        self._subscriber = Subscriber(self._link.redis)
-        self._presence = Presence(self._link, self._operations, grace_ms=queue.reader_grace_ms)
+        self._log = LogReader(self._client, self._keys)
+        self._subscriber = Subscriber(self._client.redis)
+        self._presence = Presence(self._client, self._operations, grace_ms=queue.reader_grace_ms)
 
     @property
     def keys(self) -> Keys:
@@ -122,7 +122,7 @@ class Producer:
     @property
     def dead_letters(self) -> DeadLetters:
         """Requests that were given up, to be looked at and run again."""
-        return DeadLetters(self._link, self._operations)
+        return DeadLetters(self._client, self._operations)
 
     async def connect(self) -> Self:
         """Reach the server and check its version; ``async with`` does this.
@@ -131,7 +131,7 @@ class Producer:
             RedisUnavailable: not reachable, access refused, or older than 6.2.
         """
         try:
-            await self._link.connect(self._keys.counters)
+            await self._client.connect(self._keys.counters)
         except BaseException:
             await self.aclose()
             raise
@@ -143,10 +143,10 @@ class Producer:
         Raises:
             RuntimeError: they belong to another event loop.
         """
-        self._link.check_loop()
+        self._client.check_loop()
         await self._presence.aclose()
         await self._subscriber.aclose()
-        await self._link.aclose()
+        await self._client.aclose()
 
     async def __aenter__(self) -> Self:
         return await self.connect()
@@ -193,7 +193,7 @@ class Producer:
             tenant=tenant,
             **options,
         )
-        reply = await self._link.call(
+        reply = await self._client.call(
             lambda: self._operations.submit(
                 request,
                 bounds=self._bounds,
@@ -292,7 +292,7 @@ class Producer:
             RedisUnavailable: see the class.
         """
         check_id(id)
-        reply = await self._link.call(lambda: self._operations.cancel(id, Reason.CLIENT))
+        reply = await self._client.call(lambda: self._operations.cancel(id, Reason.CLIENT))
         if reply.state is None:
             raise UnknownRequest(id)
         return reply
@@ -309,12 +309,12 @@ class Producer:
         names = ["st", "n", "lane", "ten", "end", "t0", "t1", "tf", "t2"]
 
         async def send() -> list[bytes | None]:
-            record: list[bytes | None] = await self._link.redis.hmget(  # type: ignore[misc]
+            record: list[bytes | None] = await self._client.redis.hmget(  # type: ignore[misc]
                 self._keys.request(id), names
             )
             return record
 
-        state, n, lane, tenant, packed, *times = await self._link.call(send)
+        state, n, lane, tenant, packed, *times = await self._client.call(send)
         if state is None or n is None or lane is None or tenant is None:
             raise UnknownRequest(id)
         event = None if packed is None else unpack_event(packed)

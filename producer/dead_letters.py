@@ -7,9 +7,8 @@ from collections.abc import AsyncIterator
 
 from penstock.shared.errors import IdInUse, InvalidRequest, UnknownDeadLetter
 from penstock.shared.protocol.states import State
+from penstock.shared.redis.retrying_client import RetryingClient
 from penstock.shared.scripts.operations import DeadLetter, Operations
-
-from .connection import Link
 
 __all__ = ["DeadLetters"]
 
@@ -28,12 +27,12 @@ class DeadLetters:
     (:attr:`DeadLetter.entry`), which is never shared with another letter.
 
     Args:
-        link: the connection.
+        client: the connection.
         operations: the scripts of the shard.
     """
 
-    def __init__(self, link: Link, operations: Operations) -> None:
-        self._link = link
+    def __init__(self, client: RetryingClient, operations: Operations) -> None:
+        self._client = client
         self._operations = operations
 
     async def count(self) -> int:
@@ -45,10 +44,10 @@ class DeadLetters:
         key = self._operations.keys.dead_letters
 
         async def send() -> int:
-            length: int = await self._link.redis.xlen(key)
+            length: int = await self._client.redis.xlen(key)
             return length
 
-        return await self._link.call(send)
+        return await self._client.call(send)
 
     async def all(self, *, until: str | None = None) -> AsyncIterator[DeadLetter]:
         """Every dead letter, oldest first.
@@ -72,10 +71,10 @@ class DeadLetters:
         key = self._operations.keys.dead_letters
 
         async def send() -> list[tuple[bytes, object]]:
-            rows: list[tuple[bytes, object]] = await self._link.redis.xrevrange(key, count=1)
+            rows: list[tuple[bytes, object]] = await self._client.redis.xrevrange(key, count=1)
             return rows
 
-        rows = await self._link.call(send)
+        rows = await self._client.call(send)
         return rows[0][0].decode() if rows else None
 
     async def find(self, name: str) -> DeadLetter:
@@ -87,7 +86,7 @@ class DeadLetters:
             RedisUnavailable: see :class:`Producer`.
         """
         if _ENTRY.fullmatch(name):
-            letter = await self._link.call(lambda: self._operations.dead_letter(name))
+            letter = await self._client.call(lambda: self._operations.dead_letter(name))
             if letter is not None:
                 return letter
         found = [letter async for letter in self.all() if letter.id == name]
@@ -126,7 +125,7 @@ class DeadLetters:
                 return None
             raise UnknownDeadLetter(letter.entry)
 
-        await self._link.call(send)
+        await self._client.call(send)
         return letter
 
     async def drop(self, name: str) -> DeadLetter:
@@ -137,17 +136,17 @@ class DeadLetters:
             RedisUnavailable: see :class:`Producer`.
         """
         letter = await self.find(name)
-        await self._link.call(lambda: self._operations.drop_dead_letter(letter.entry))
+        await self._client.call(lambda: self._operations.drop_dead_letter(letter.entry))
         return letter
 
     async def _page(self, after: str) -> list[DeadLetter]:
-        return await self._link.call(
+        return await self._client.call(
             lambda: self._operations.dead_letters(after=after, count=_PAGE)
         )
 
     async def _state(self, request_id: str) -> State | None:
         key = self._operations.keys.request(request_id)
-        state: bytes | None = await self._link.redis.hget(key, "st")  # type: ignore[misc]
+        state: bytes | None = await self._client.redis.hget(key, "st")  # type: ignore[misc]
         return None if state is None else State(state.decode())
 
 

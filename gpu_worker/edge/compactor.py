@@ -13,10 +13,10 @@ from redis.exceptions import RedisError
 
 from penstock.shared.errors import PenstockError
 from penstock.shared.protocol.compaction import compacted
+from penstock.shared.redis.batch_connection import BatchConnection
 from penstock.shared.scripts.log_operations import LogOperations
 
 from ..metrics import WorkerMetrics
-from .worker_connections import Link
 
 __all__ = ["Compactor"]
 
@@ -32,7 +32,7 @@ class Compactor:
     """Looks for ended logs once a second until closed.
 
     Args:
-        link: its connection; closed with it.
+        connection: its connection; closed with it.
         operations: on that connection.
         metrics: counts what was made compact.
         after_ms: how long after the end of a request; None: never.
@@ -40,13 +40,13 @@ class Compactor:
 
     def __init__(
         self,
-        link: Link,
+        connection: BatchConnection,
         operations: LogOperations,
         *,
         metrics: WorkerMetrics,
         after_ms: int | None,
     ) -> None:
-        self._link = link
+        self._connection = connection
         self._operations = operations
         self._metrics = metrics
         self._after_ms = after_ms
@@ -64,7 +64,7 @@ class Compactor:
             self._task.cancel()
             # redis-py may lose the cancellation; then the flag ends the loop.
             await asyncio.wait([self._task], timeout=_INTERVAL_S)
-        await self._link.aclose()
+        await self._connection.aclose()
 
     async def _run(self) -> None:
         complaint = ""

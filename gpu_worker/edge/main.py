@@ -23,7 +23,9 @@ from redis.exceptions import RedisError
 
 from penstock.shared.errors import PenstockError
 from penstock.shared.keys import Keys
-from penstock.shared.redis.cluster import Route, follow
+from penstock.shared.redis.batch_connection import BatchConnection
+from penstock.shared.redis.cluster import Route, follow_moved
+from penstock.shared.redis.opening import open_client
 from penstock.shared.scripts.ingress_operations import IngressOperations
 from penstock.shared.scripts.log_operations import LogOperations
 from penstock.shared.scripts.operations import Bounds, Operations
@@ -40,7 +42,6 @@ from .engine_client import EngineEnded, EngineLink
 from .ingress import Door
 from .outbox import Outbox
 from .redis_loop import Capacity, RedisEdge
-from .worker_connections import Link, connect
 
 __all__ = ["main"]
 
@@ -152,15 +153,15 @@ class _Process:
     ) -> int:
         settings = self._settings
         timeout = settings.redis.socket_timeout_s
-        link, listener = self._link(timeout), self._connect(timeout + 2)
+        connection, listener = self._batch_connection(timeout), self._open_client(timeout + 2)
         keys = Keys(settings.queue.model, settings.queue.shard)
         # Finds the node of a cluster for all connections; if it fails, they find it themselves.
         with contextlib.suppress(RedisError, OSError):
-            await follow(lambda: listener.exists(keys.counters))
+            await follow_moved(lambda: listener.exists(keys.counters))
         retention_ms = settings.queue.retention_s * 1000
         self._edge = edge = RedisEdge(
             listener,
-            Operations(link, keys, retention_ms=retention_ms),
+            Operations(connection, keys, retention_ms=retention_ms),
             self._launch.worker_id,
             Capacity(
                 max_sequences=settings.engine.max_sequences,
@@ -189,7 +190,7 @@ class _Process:
         closing = asyncio.gather(door.close(), compactor.close())
         await self._hand_over(engine, edge)
         await closing
-        await link.aclose()
+        await connection.aclose()
         await listener.aclose()
         return 0
 
@@ -197,7 +198,7 @@ class _Process:
         settings = self._settings
         # A sweep's interval: entries of a dead worker wait no longer than its requests do.
         interval_s = min(1.0, settings.worker.lease_ms / 3000)
-        redis = self._connect(settings.redis.socket_timeout_s + interval_s)
+        redis = self._open_client(settings.redis.socket_timeout_s + interval_s)
         operations = IngressOperations(
             redis,
             Keys(settings.queue.model, settings.queue.shard),
@@ -220,24 +221,24 @@ class _Process:
         )
 
     def _compactor(self, keys: Keys) -> Compactor:
-        link = self._link(self._settings.redis.socket_timeout_s)
+        connection = self._batch_connection(self._settings.redis.socket_timeout_s)
         after_s = self._settings.queue.compact_logs_after_s
         return Compactor(
-            link,
-            LogOperations(link, keys),
+            connection,
+            LogOperations(connection, keys),
             metrics=self._metrics,
             after_ms=None if after_s is None else after_s * 1000,
         )
 
-    def _link(self, timeout_s: float) -> Link:
+    def _batch_connection(self, timeout_s: float) -> BatchConnection:
         url = self._settings.redis.url
         assert url is not None
-        return Link(url, timeout_s=timeout_s, route=self._route)
+        return BatchConnection(url, timeout_s=timeout_s, route=self._route)
 
-    def _connect(self, timeout_s: float) -> Redis:
+    def _open_client(self, timeout_s: float) -> Redis:
         url = self._settings.redis.url
         assert url is not None
-        return connect(url, timeout_s=timeout_s, route=self._route)
+        return open_client(url, timeout_s=timeout_s, route=self._route)
 
     def _announce(self, summary: str, health: HealthServer | None) -> None:
         self._state = ""

@@ -10,10 +10,10 @@ import typer
 
 from penstock.shared.keys import Keys
 from penstock.shared.local.embedded import require_url
+from penstock.shared.redis.retrying_client import RetryingClient
 from penstock.shared.scripts.ingress_operations import IngressOperations
 from penstock.shared.settings import Settings
 
-from ..connection import Link
 from .options import (
     ConfigOption,
     JsonOption,
@@ -101,11 +101,13 @@ def _tell(settings: Settings, tenant: str, changed: bool, json: bool, what: str)
 
 
 async def _run(settings: Settings, do: Callable[[IngressOperations], Awaitable[_T]]) -> _T:
-    link = Link(require_url(settings.redis), socket_timeout_s=settings.redis.socket_timeout_s)
+    client = RetryingClient(
+        require_url(settings.redis), socket_timeout_s=settings.redis.socket_timeout_s
+    )
     try:
         keys = Keys(settings.queue.model, settings.queue.shard)
-        await link.connect(keys.counters)
-        operations = IngressOperations(link.redis, keys)
-        return await link.call(lambda: do(operations))
+        await client.connect(keys.counters)
+        operations = IngressOperations(client.redis, keys)
+        return await client.call(lambda: do(operations))
     finally:
-        await link.aclose()
+        await client.aclose()

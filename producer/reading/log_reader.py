@@ -11,8 +11,7 @@ from penstock.shared.errors import ProtocolError, StreamError
 from penstock.shared.keys import Keys
 from penstock.shared.protocol import Chunk, End, OnDisconnect, State, unpack_event
 from penstock.shared.protocol.states import TERMINAL_STATES
-
-from ..connection import Link
+from penstock.shared.redis.retrying_client import RetryingClient
 
 __all__ = ["LogReader", "Page"]
 
@@ -44,12 +43,12 @@ class LogReader:
     """Reads logs and records of one shard.
 
     Args:
-        link: the connection.
+        client: the connection.
         keys: names of the shard.
     """
 
-    def __init__(self, link: Link, keys: Keys) -> None:
-        self._link = link
+    def __init__(self, client: RetryingClient, keys: Keys) -> None:
+        self._client = client
         self._keys = keys
 
     async def read(self, request_id: str, index: int) -> Page:
@@ -60,19 +59,19 @@ class LogReader:
         whose digest proves that the reader's past is the log's.
 
         Raises:
-            RedisUnavailable: see :meth:`Link.call`.
+            RedisUnavailable: see :meth:`RetryingClient.call`.
             StreamError: a key of the request is not what it should be.
         """
         record, log = self._keys.request(request_id), self._keys.log(request_id)
 
         async def send() -> list[Any]:
-            pipeline = self._link.redis.pipeline(transaction=False)
+            pipeline = self._client.redis.pipeline(transaction=False)
             pipeline.hmget(record, ["st", "end", "od", "ib"])
             pipeline.xrange(log, f"{index}-0", "+", count=_PAGE)
             replies: list[Any] = await pipeline.execute(raise_on_error=False)
             return replies
 
-        replies = await self._link.call(send)
+        replies = await self._client.call(send)
         for reply in replies:
             if isinstance(reply, ResponseError) and "WRONGTYPE" in str(reply):
                 raise StreamError(f"keys of {request_id!r} were overwritten: {reply}")

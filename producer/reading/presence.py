@@ -11,9 +11,8 @@ import logging
 from collections import Counter
 
 from penstock.shared.errors import PenstockError
+from penstock.shared.redis.retrying_client import RetryingClient
 from penstock.shared.scripts.operations import Operations
-
-from ..connection import Link
 
 __all__ = ["Attendance", "Presence"]
 
@@ -37,13 +36,13 @@ class Presence:
     """The heartbeat of a process's readers.
 
     Args:
-        link: the connection.
+        client: the connection.
         operations: the scripts of the shard.
         grace_ms: how long Redis is to believe in a reader that has fallen silent.
     """
 
-    def __init__(self, link: Link, operations: Operations, *, grace_ms: int) -> None:
-        self._link = link
+    def __init__(self, client: RetryingClient, operations: Operations, *, grace_ms: int) -> None:
+        self._client = client
         self._operations = operations
         self._grace_ms = grace_ms
         self._readers: Counter[str] = Counter()
@@ -106,10 +105,10 @@ class Presence:
         for start in range(0, len(ids), _IDS_PER_CALL):
             page = ids[start : start + _IDS_PER_CALL]
             try:
-                await self._link.call(
-                    lambda page=page: self._operations.reader_heartbeat(
+                await self._client.call(
+                    lambda page=page: self._operations.reader_heartbeat(  # type: ignore[misc]
                         page, grace_ms=self._grace_ms
-                    )  # type: ignore[misc]
+                    )
                 )
             except PenstockError as error:
                 # The next beat tries again; how long that may go on is what the grace is for.

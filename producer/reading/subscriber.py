@@ -19,8 +19,8 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from penstock.shared.errors import ProtocolError, RedisUnavailable
 from penstock.shared.protocol.event_reader import unpack_letter
+from penstock.shared.redis.channel_connection import ChannelConnection
 
-from .channel_connection import ChannelLink
 from .subscription import Subscription
 
 __all__ = ["Subscriber"]
@@ -148,23 +148,23 @@ class Subscriber:
         while not self._readers:
             self._work.clear()
             await self._work.wait()
-        link = ChannelLink(self._redis)
+        connection = ChannelConnection(self._redis)
         try:
-            await link.connect()
+            await connection.connect()
             self._changed.clear()
             self._doubtful.clear()
             self._sent = set(self._readers)
             if self._sent:  # the last reader may have left meanwhile
-                await link.send("SUBSCRIBE", *self._sent)
+                await connection.send("SUBSCRIBE", *self._sent)
             self.connections += 1
             async with asyncio.TaskGroup() as group:
-                group.create_task(self._read(link))
-                group.create_task(self._write(link))
+                group.create_task(self._read(connection))
+                group.create_task(self._write(connection))
                 group.create_task(self._watch())
         finally:
-            await link.aclose()
+            await connection.aclose()
 
-    async def _write(self, link: ChannelLink) -> None:
+    async def _write(self, connection: ChannelConnection) -> None:
         """Bring the server's list of our channels up to date, in one command for many."""
         while not self._closed:
             await self._work.wait()
@@ -176,16 +176,16 @@ class Subscriber:
             self._sent.update(new)
             for name in alone:
                 self._doubtful.discard(name)
-                await link.send("SUBSCRIBE", name)
+                await connection.send("SUBSCRIBE", name)
             if together := [name for name in new if name not in alone]:
-                await link.send("SUBSCRIBE", *together)
+                await connection.send("SUBSCRIBE", *together)
             if old:
                 self._sent.difference_update(old)
                 self._confirmed.difference_update(old)
-                await link.send("UNSUBSCRIBE", *old)
+                await connection.send("UNSUBSCRIBE", *old)
             if self._ping:
                 self._ping = False
-                await link.send("PING")
+                await connection.send("PING")
 
     async def _watch(self) -> None:
         """Have a server pinged that is silent; one that does not even answer that is gone."""
@@ -200,17 +200,17 @@ class Subscriber:
             if not self._heard:
                 raise RedisConnectionError("no answer to a ping; the connection is dead")
 
-    async def _read(self, link: ChannelLink) -> None:
+    async def _read(self, connection: ChannelConnection) -> None:
         while not self._closed:
             try:
-                message = await link.receive()
+                message = await connection.receive()
             except ResponseError as error:
                 self._heard = True
-                self._take_refusal(error, *link.refused())
+                self._take_refusal(error, *connection.refused())
                 continue
             self._heard = True
             if type(message) is not list or len(message) != 3:
-                link.answered()  # a ping
+                connection.answered()  # a ping
                 continue
             kind, channel, data = message
             if kind == b"message":
@@ -221,7 +221,7 @@ class Subscriber:
                 for subscription in self._readers.get(channel, ()):
                     subscription.push(data)
                 continue
-            link.answered()
+            connection.answered()
             if kind == b"subscribe":
                 self._pause_s = _BACKOFF_S[0]
                 if channel in self._sent:  # not since unsubscribed

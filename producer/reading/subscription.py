@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from ..connection import check_loop
+from penstock.shared.redis.retrying_client import check_loop
 
 __all__ = ["Subscription"]
 

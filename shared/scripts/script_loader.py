@@ -11,7 +11,8 @@ from typing import Any, Protocol
 
 from redis.exceptions import NoScriptError, ResponseError
 
-from ..redis.resp import Argument, KeyPair, WireLink, encode
+from ..redis.batch_connection import BatchConnection
+from ..redis.resp import Argument, KeyPair, encode
 
 __all__ = ["Call", "Command", "Pipelined", "Script", "load_script", "run_calls", "run_commands"]
 
@@ -112,7 +113,9 @@ class Pipelined(Protocol):
         """A pipeline of commands."""
 
 
-async def run_calls(redis: Pipelined | WireLink, calls: Sequence[Call | Command]) -> list[Any]:
+async def run_calls(
+    redis: Pipelined | BatchConnection, calls: Sequence[Call | Command]
+) -> list[Any]:
     """Run calls in one round trip; those the server has forgotten are sent again by source.
 
     After SCRIPT FLUSH or a restart a call answers NOSCRIPT and has done nothing; only such calls
@@ -134,9 +137,9 @@ async def run_calls(redis: Pipelined | WireLink, calls: Sequence[Call | Command]
 
 
 async def _run(
-    redis: Pipelined | WireLink, calls: Sequence[Call | Command], *, by_source: bool
+    redis: Pipelined | BatchConnection, calls: Sequence[Call | Command], *, by_source: bool
 ) -> list[Any]:
-    if isinstance(redis, WireLink):
+    if isinstance(redis, BatchConnection):
         return await redis.exchange([call.wire(by_source=by_source) for call in calls])
     return await run_commands(redis, [call.command(by_source=by_source) for call in calls])
 

@@ -7,7 +7,8 @@ from functools import lru_cache, partial
 from typing import Any
 
 from ..keys import Keys
-from ..redis.resp import KeyPair, WireLink
+from ..redis.batch_connection import BatchConnection
+from ..redis.resp import KeyPair
 from .replies import RetryPolicy, accepted
 from .script_loader import Call, Command, Pipelined, Script, load_script, run_calls
 
@@ -37,7 +38,7 @@ class ShardScripts:
 
     def __init__(
         self,
-        redis: Pipelined | WireLink,
+        redis: Pipelined | BatchConnection,
         keys: Keys,
         *,
         retention_ms: int = 600_000,

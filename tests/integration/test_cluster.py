@@ -22,7 +22,8 @@ from penstock.shared.errors import ConfigurationError, RedisUnavailable
 from penstock.shared.keys import Keys
 from penstock.shared.local.children import spawn_bound
 from penstock.shared.local.server_binary import find_server
-from penstock.shared.redis.cluster import Rerouted, Route, named_node, open_pool
+from penstock.shared.redis.cluster import Rerouted, Route, moved_to
+from penstock.shared.redis.opening import open_pool
 from penstock.shared.settings import load_settings
 from penstock.shared.synthetic import synthetic_tokens
 from penstock.tools.doctor import Level, examine
@@ -163,7 +164,7 @@ async def test_a_node_that_cannot_be_reached_is_forgotten(redis_url: str) -> Non
     ],
 )
 def test_what_moved_says(text: str, node: tuple[str, int] | None) -> None:
-    assert named_node(redis.ResponseError(text), ("here", 1)) == node
+    assert moved_to(redis.ResponseError(text), ("here", 1)) == node
     assert issubclass(Rerouted, redis.ConnectionError)
 
 

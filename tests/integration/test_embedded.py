@@ -27,7 +27,7 @@ from penstock.shared.local.children import spawn_bound
 from penstock.shared.local.embedded import EmbeddedRedis, open_redis, require_url, resolve_url
 from penstock.shared.local.server_binary import (
     ServerBinary,
-    check_server,
+    check_version,
     find_server,
     find_servers,
 )
@@ -40,13 +40,13 @@ Starter = Callable[..., EmbeddedRedis]
 
 @pytest.mark.parametrize("version", ["6.2.0", "6.2.14", "7.0.15", "7.2.4", "8.0.1", "10.0.0"])
 def test_server_versions_that_will_do(version: str) -> None:
-    check_server(version)
+    check_version(version)
 
 
 @pytest.mark.parametrize("version", ["6.0.16", "5.0.14", "2.8.0", "", "unknown"])
 def test_server_versions_that_will_not(version: str) -> None:
     with pytest.raises(RedisUnavailable, match=r"needs 6\.2 or newer"):
-        check_server(version)
+        check_version(version)
 
 
 def _program(folder: Path, name: str, says: str) -> None:

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.gpu_worker.edge.worker_connections import connect
 from penstock.producer import Producer
 from penstock.shared.errors import ConfigurationError
 from penstock.shared.redis.address import check_address, redact_url
+from penstock.shared.redis.opening import open_client
 
 GOOD = [
     "redis://127.0.0.1:6379/0",
@@ -49,7 +49,7 @@ BAD = [
 @pytest.mark.parametrize("url", GOOD)
 def test_addresses_that_client_and_worker_take(url: str) -> None:
     assert Producer(url).keys.counters
-    assert connect(url, timeout_s=1).connection_pool
+    assert open_client(url, timeout_s=1).connection_pool
 
 
 @pytest.mark.parametrize(("url", "why"), BAD)
@@ -57,7 +57,7 @@ def test_addresses_that_client_and_worker_refuse_alike(url: str, why: str) -> No
     with pytest.raises(ConfigurationError, match=why) as of_client:
         Producer(url)
     with pytest.raises(ConfigurationError) as of_worker:
-        connect(url, timeout_s=1)
+        open_client(url, timeout_s=1)
     assert str(of_client.value) == str(of_worker.value)
 
 

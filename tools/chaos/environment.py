@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.producer.client import Producer
-from penstock.producer.connection import Link
 from penstock.shared.keys import Keys
+from penstock.shared.redis.retrying_client import RetryingClient
 
 from .faults.fault_schedule import Fault
 from .faults.storm_server import OwnServer, Server, given_server, through
@@ -46,7 +46,7 @@ class Parts:
     fleet: Fleet
     client: Producer
     slow_client: Producer
-    link: Link
+    link: RetryingClient
 
 
 @contextlib.asynccontextmanager
@@ -73,7 +73,7 @@ async def open_parts(options: StormOptions, folder: Path) -> AsyncIterator[Parts
             server = await enter(given_server(options.redis))
         if Fault.SLOW_READERS in options.faults:
             await server.limit_subscribers()
-        link = Link(server.url, socket_timeout_s=2.0, outage_s=_OUTAGE_S)
+        link = RetryingClient(server.url, socket_timeout_s=2.0, outage_s=_OUTAGE_S)
         stack.push_async_callback(link.aclose)
         if options.redis is not None:
             stack.push_async_callback(_remove_keys, link, keys)
@@ -108,7 +108,7 @@ async def open_parts(options: StormOptions, folder: Path) -> AsyncIterator[Parts
         )
 
 
-async def _remove_keys(link: Link, keys: Keys) -> None:
+async def _remove_keys(link: RetryingClient, keys: Keys) -> None:
     names = [name async for name in link.redis.scan_iter(match=_literal(keys.prefix) + "*")]
     for at in range(0, len(names), 500):
         await link.redis.unlink(*names[at : at + 500])

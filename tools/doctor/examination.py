@@ -8,11 +8,11 @@ from enum import StrEnum
 
 from redis.exceptions import ResponseError
 
-from penstock.producer.connection import Link
 from penstock.shared.errors import RedisUnavailable
 from penstock.shared.keys import Keys
 from penstock.shared.local.embedded import require_url
-from penstock.shared.redis.transient_errors import ClusterBusy
+from penstock.shared.redis.retrying_client import RetryingClient
+from penstock.shared.redis.transient_errors import ClusterUnavailable
 from penstock.shared.scripts.operations import Bounds
 from penstock.shared.scripts.script_loader import Call, load_script
 from penstock.shared.settings import Settings
@@ -49,7 +49,7 @@ async def examine(settings: Settings, *, role: Role = Role.ALL, repair: bool = F
         RedisUnavailable: no address is given, or the server cannot be reached.
     """
     keys = Keys(settings.queue.model, settings.queue.shard)
-    link = Link(
+    link = RetryingClient(
         require_url(settings.redis),
         socket_timeout_s=settings.redis.socket_timeout_s,
         outage_s=0.0,
@@ -132,7 +132,7 @@ async def _look_at_slot(patient: Patient, keys: Keys) -> Finding:
     try:
         await patient.commands(("EXISTS", keys.request("doctor")))
     except RedisUnavailable as error:
-        if not isinstance(error.__cause__, ClusterBusy):
+        if not isinstance(error.__cause__, ClusterUnavailable):
             raise
         return Finding(
             "cluster", Level.ERROR, str(error.__cause__),

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
-from penstock.producer.connection import Link
 from penstock.shared.redis.resp import Argument
+from penstock.shared.redis.retrying_client import RetryingClient
 from penstock.shared.scripts.script_loader import Call, run_calls, run_commands
 
 __all__ = ["Patient", "is_denial"]
@@ -24,7 +24,7 @@ class Patient:
         link: the connection; nothing is tried again if it was made without patience.
     """
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: RetryingClient) -> None:
         self._link = link
 
     @property

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.shared.errors import RedisUnavailable
-from penstock.shared.local.server_binary import check_server
+from penstock.shared.redis.version import check_version
 
 from .findings import Finding, Level
 
@@ -73,7 +73,7 @@ def _version(info: Mapping[str, Any]) -> Finding:
     name = str(info.get("server_name", "redis"))
     shown = f"{name} {info.get('valkey_version', version)}"
     try:
-        check_server(version)
+        check_version(version)
     except RedisUnavailable as error:
         return Finding("version", Level.ERROR, shown, str(error), "upgrade to 7.0 or newer")
     return Finding("version", Level.OK, shown)

@@ -12,13 +12,14 @@ from penstock.gpu_worker.edge.claims import Intake
 from penstock.gpu_worker.edge.engine_client import EngineLink
 from penstock.gpu_worker.edge.outbox import Outbox
 from penstock.gpu_worker.edge.redis_loop import Capacity, RedisEdge
-from penstock.gpu_worker.edge.worker_connections import Link, connect
 from penstock.gpu_worker.engine.requests import Update
 from penstock.gpu_worker.engine.stats import Load
 from penstock.gpu_worker.messages import Add
 from penstock.gpu_worker.metrics import WorkerMetrics
 from penstock.shared.keys import Keys
 from penstock.shared.protocol import Request
+from penstock.shared.redis.batch_connection import BatchConnection
+from penstock.shared.redis.opening import open_client
 from penstock.shared.scripts.operations import Bounds, Claim, Operations
 
 __all__ = ["WorkerSide", "submit_all"]
@@ -54,8 +55,8 @@ class WorkerSide:
     async def __aenter__(self) -> Self:
         self._loop = asyncio.get_running_loop()
         self._wake = asyncio.Event()
-        self._link = _CountedLink(self._url, timeout_s=_TIMEOUT_S)
-        self._listener = connect(self._url, timeout_s=_TIMEOUT_S)
+        self._link = _CountedConnection(self._url, timeout_s=_TIMEOUT_S)
+        self._listener = open_client(self._url, timeout_s=_TIMEOUT_S)
         self.operations = Operations(self._link, self._keys)
         metrics = WorkerMetrics()
         self.outbox = Outbox(metrics, lambda: self._loop.call_soon_threadsafe(self._wake.set))
@@ -120,7 +121,7 @@ class WorkerSide:
         await self.edge.exchange()
 
 
-class _CountedLink(Link):
+class _CountedConnection(BatchConnection):
     exchanges = 0
 
     async def exchange(self, commands: Sequence[bytes]) -> list[Any]:

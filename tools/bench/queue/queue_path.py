@@ -15,7 +15,7 @@ from penstock.shared.errors import RedisUnavailable
 from penstock.shared.keys import Keys
 from penstock.shared.local.embedded import EmbeddedRedis
 from penstock.shared.redis.address import redact_url
-from penstock.shared.redis.cluster import open_pool
+from penstock.shared.redis.opening import open_pool
 
 from ...report import Number, Report
 from ..options import QueueOptions

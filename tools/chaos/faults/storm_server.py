@@ -21,15 +21,13 @@ from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 from redis.asyncio import Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 from redis.exceptions import RedisError, ResponseError
 
 from penstock.shared.errors import ConfigurationError, RedisUnavailable
 from penstock.shared.local.children import spawn_bound
 from penstock.shared.local.server_binary import find_server
 from penstock.shared.redis.address import redact_url
-from penstock.shared.redis.cluster import open_pool
+from penstock.shared.redis.opening import open_client
 
 __all__ = ["OwnServer", "Server", "given_server", "through"]
 
@@ -64,8 +62,7 @@ class Server:
 
     def client(self, timeout_s: float = 2.0) -> Redis:
         """A client past all proxies; commands are not tried again."""
-        pool = open_pool(self.url, socket_timeout=timeout_s, retry=Retry(NoBackoff(), 0))
-        return Redis.from_pool(pool)
+        return open_client(self.url, timeout_s=timeout_s)
 
     async def command(self, *words: str) -> Any:
         """Run one command.

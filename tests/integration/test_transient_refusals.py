@@ -15,14 +15,14 @@ from redis.exceptions import ReadOnlyError, ResponseError
 from waiting import wait_until
 from workers import WorkerFactory, WorkerProcess
 
-from penstock.gpu_worker.edge.redis_check import check_redis
-from penstock.gpu_worker.edge.worker_connections import Link
 from penstock.producer import Producer
 from penstock.shared.errors import RedisUnavailable
 from penstock.shared.local.embedded import EmbeddedRedis
 from penstock.shared.local.server_binary import ServerBinary, find_servers
 from penstock.shared.protocol import Reason
-from penstock.shared.redis.transient_errors import is_passing
+from penstock.shared.redis.batch_connection import BatchConnection
+from penstock.shared.redis.server_check import check_durability
+from penstock.shared.redis.transient_errors import is_transient
 from penstock.shared.scripts.script_loader import Command
 from penstock.shared.synthetic import synthetic_tokens
 
@@ -98,7 +98,7 @@ async def _until_refused(ask: Callable[[], Awaitable[object]]) -> None:
             try:
                 await ask()
             except ResponseError as error:
-                if not is_passing(error):
+                if not is_transient(error):
                     raise
                 return
             await asyncio.sleep(0.01)
@@ -160,10 +160,10 @@ async def test_a_client_tries_again_and_then_says_why(server: Refusing, how: str
         for producer in (patient, hasty):
             await producer.connect()
         async with server.refuses(how):
-            with pytest.raises(RedisUnavailable, match="answers, but serves nobody now: "):
+            with pytest.raises(RedisUnavailable, match="answers but serves no requests now: "):
                 await hasty.submit("x", id="hasty")
             submitting = asyncio.create_task(patient.submit("x", id="patient"))
-            with pytest.raises(RedisUnavailable, match="serves nobody now"):
+            with pytest.raises(RedisUnavailable, match="serves no requests now"):
                 await hasty.cancel("patient")
             assert not submitting.done()
         assert (await asyncio.wait_for(submitting, 30)).id == "patient"
@@ -172,9 +172,9 @@ async def test_a_client_tries_again_and_then_says_why(server: Refusing, how: str
 
 async def test_a_worker_does_not_start_on_a_busy_server(server: Refusing) -> None:
     async with server.refuses("busy"):
-        with pytest.raises(RedisUnavailable, match="serves nobody now: BUSY"):
-            await check_redis(server.url, "key", timeout_s=5)
-    await check_redis(server.url, "key", timeout_s=5)
+        with pytest.raises(RedisUnavailable, match="serves no requests now: BUSY"):
+            await check_durability(server.url, "key", timeout_s=5)
+    await check_durability(server.url, "key", timeout_s=5)
 
 
 async def test_a_subscription_survives_a_busy_server(server: Refusing) -> None:
@@ -186,7 +186,7 @@ async def test_a_subscription_survives_a_busy_server(server: Refusing) -> None:
         submitted = await patient.submit("x")
         async with server.refuses("busy"):
             reading = asyncio.create_task(patient.stream(submitted.id).collect())
-            with pytest.raises(RedisUnavailable, match="serves nobody now: BUSY"):
+            with pytest.raises(RedisUnavailable, match="serves no requests now: BUSY"):
                 await hasty.stream(submitted.id).collect()
             assert not reading.done()
         await patient.cancel(submitted.id)
@@ -203,10 +203,10 @@ async def test_over_a_unix_socket_too(tmp_path: Path) -> None:
         await writer.wait_closed()
         left.set()
 
-    link = Link(f"unix://{path}", timeout_s=5)
+    connection = BatchConnection(f"unix://{path}", timeout_s=5)
     async with await asyncio.start_unix_server(serve, path):
         with pytest.raises(RedisConnectionError, match="BUSY"):
-            await link.exchange([Command(("PING",)).wire()])
+            await connection.exchange([Command(("PING",)).wire()])
         await asyncio.wait_for(left.wait(), 10)
 
 
@@ -214,7 +214,7 @@ async def test_over_a_unix_socket_too(tmp_path: Path) -> None:
     ("error", "passes"),
     [
         (ResponseError("BUSY Redis is busy running a script."), True),
-        (ResponseError("MASTERDOWN Link with MASTER is down"), True),
+        (ResponseError("MASTERDOWN BatchConnection with MASTER is down"), True),
         (ResponseError("NOREPLICAS Not enough good replicas to write."), True),
         (ReadOnlyError("You can't write against a read only replica."), True),
         (
@@ -236,4 +236,4 @@ async def test_over_a_unix_socket_too(tmp_path: Path) -> None:
     ],
 )
 def test_what_passes(error: ResponseError, passes: bool) -> None:
-    assert is_passing(error) is passes
+    assert is_transient(error) is passes

@@ -17,11 +17,11 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from penstock.producer import Producer
-from penstock.producer.connection import Link
 from penstock.producer.reading.subscriber import Subscriber
 from penstock.producer.reading.subscription import Subscription
 from penstock.shared.errors import ConfigurationError, RedisUnavailable
 from penstock.shared.protocol import State
+from penstock.shared.redis.retrying_client import RetryingClient
 
 
 @pytest.fixture
@@ -59,15 +59,15 @@ async def test_a_broken_connection_is_tried_again(
     fake: fakeredis.FakeAsyncRedis, error: Exception
 ) -> None:
     server = Server(error, error, "reply")
-    assert await Link(fake).call(server) == "reply"
+    assert await RetryingClient(fake).call(server) == "reply"
     assert server.asked == 3
 
 
 async def test_an_outage_ends_with_an_error_that_names_the_server() -> None:
-    link = Link("redis://user:secret@somewhere:7000/2", outage_s=0.05)
+    client = RetryingClient("redis://user:secret@somewhere:7000/2", outage_s=0.05)
     server = Server(RedisConnectionError("reset by peer"))
     with pytest.raises(RedisUnavailable) as caught:
-        await link.call(server)
+        await client.call(server)
     assert str(caught.value) == (
         "cannot reach Redis at redis://somewhere:7000/2: reset by peer; "
         "start the server, or set REDIS_URL or --redis to its address"
@@ -87,7 +87,7 @@ async def test_a_refusal_is_not_tried_again(
 ) -> None:
     server = Server(error)
     with pytest.raises(RedisUnavailable, match=message):
-        await Link(fake).call(server)
+        await RetryingClient(fake).call(server)
     assert server.asked == 1
 
 
@@ -105,24 +105,24 @@ async def test_a_cancellation_that_the_command_swallowed_still_counts(
             return "sent"
         raise AssertionError
 
-    calling = asyncio.create_task(Link(fake).call(send))
+    calling = asyncio.create_task(RetryingClient(fake).call(send))
     await sending.wait()
     calling.cancel()
     with pytest.raises(asyncio.CancelledError):
         await calling
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.01):
-            await Link(fake).call(send)
+            await RetryingClient(fake).call(send)
 
 
 def test_another_event_loop_is_named(fake: fakeredis.FakeAsyncRedis) -> None:
-    link = Link(fake)
+    client = RetryingClient(fake)
 
     async def send() -> None:
         pass
 
     async def call() -> None:
-        await link.call(send)
+        await client.call(send)
 
     asyncio.run(call())
     with pytest.raises(RuntimeError, match="belongs to another event loop; make one for each"):
@@ -130,7 +130,7 @@ def test_another_event_loop_is_named(fake: fakeredis.FakeAsyncRedis) -> None:
 
 
 async def test_only_so_many_commands_at_once(fake: fakeredis.FakeAsyncRedis) -> None:
-    link, running, most = Link(fake), 0, 0
+    client, running, most = RetryingClient(fake), 0, 0
 
     async def send() -> None:
         nonlocal running, most
@@ -140,7 +140,7 @@ async def test_only_so_many_commands_at_once(fake: fakeredis.FakeAsyncRedis) -> 
             await asyncio.sleep(0)
         running -= 1
 
-    await asyncio.gather(*(link.call(send) for _ in range(100)))
+    await asyncio.gather(*(client.call(send) for _ in range(100)))
     assert most == 8
 
 
@@ -156,10 +156,10 @@ async def test_the_servers_version(
 
     monkeypatch.setattr(fake, "info", info)
     if fits:
-        await Link(fake).connect("any key")
+        await RetryingClient(fake).connect("any key")
         return
     with pytest.raises(RedisUnavailable, match=rf"version '{version}' is too old.*6\.2 or newer"):
-        await Link(fake).connect("any key")
+        await RetryingClient(fake).connect("any key")
 
 
 async def test_a_user_who_may_not_ask_for_the_version(
@@ -172,15 +172,15 @@ async def test_a_user_who_may_not_ask_for_the_version(
 
     monkeypatch.setattr(fake, "info", info)
     with caplog.at_level(logging.INFO):
-        await Link(fake).connect("any key")
+        await RetryingClient(fake).connect("any key")
     assert "version is not checked" in caplog.text
 
 
 def test_addresses() -> None:
-    assert Link("unix:///run/redis.sock?db=1").address == "unix:///run/redis.sock"
-    assert Link("rediss://:pw@h/3").address == "rediss://h:6379/3"
+    assert RetryingClient("unix:///run/redis.sock?db=1").address == "unix:///run/redis.sock"
+    assert RetryingClient("rediss://:pw@h/3").address == "rediss://h:6379/3"
     with pytest.raises(ConfigurationError, match="without decode_responses"):
-        Link(Redis(decode_responses=True))
+        RetryingClient(Redis(decode_responses=True))
 
 
 async def wait(subscription: Subscription, silence_s: float) -> bool:

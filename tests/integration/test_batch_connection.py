@@ -10,7 +10,8 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from penstock.gpu_worker.edge.worker_connections import Link, connect
+from penstock.shared.redis.batch_connection import BatchConnection
+from penstock.shared.redis.opening import open_client
 from penstock.shared.redis.resp import Argument, KeyPair
 from penstock.shared.scripts.script_loader import Call, Command, load_script
 
@@ -41,11 +42,11 @@ def test_a_call_is_the_same_command_in_both_forms(by_source: bool) -> None:
 @pytest.mark.parametrize("url", ["rediss://localhost", "unix:///nowhere"])
 async def test_every_kind_of_address_is_tried(url: str) -> None:
     with pytest.raises((RedisConnectionError, OSError)):
-        await run(Link(url, timeout_s=1), ("PING",))
+        await run(BatchConnection(url, timeout_s=1), ("PING",))
 
 
 async def test_a_client_works_as_ever(redis_url: str) -> None:
-    async with connect(redis_url, timeout_s=5) as redis:
+    async with open_client(redis_url, timeout_s=5) as redis:
         await redis.set("key", "value")
         assert await redis.get("key") == b"value"
         assert (await redis.config_get("maxmemory"))["maxmemory"] == "0"
@@ -57,57 +58,57 @@ async def test_a_client_works_as_ever(redis_url: str) -> None:
             assert message["data"] == b"hello"
 
 
-async def run(link: Link, *commands: tuple[Argument, ...]) -> list[object]:
-    return await link.exchange([Command(command).wire() for command in commands])
+async def run(connection: BatchConnection, *commands: tuple[Argument, ...]) -> list[object]:
+    return await connection.exchange([Command(command).wire() for command in commands])
 
 
 async def test_a_batch_is_answered_in_order_and_errors_are_replies(redis_url: str) -> None:
-    link = Link(redis_url, timeout_s=5)
-    set_, wrong, got = await run(link, ("SET", "a", 1), ("LPUSH", "a", 1), ("GET", "a"))
+    connection = BatchConnection(redis_url, timeout_s=5)
+    set_, wrong, got = await run(connection, ("SET", "a", 1), ("LPUSH", "a", 1), ("GET", "a"))
     assert (set_, got) == (b"OK", b"1")
     assert isinstance(wrong, ResponseError)
-    many = await asyncio.gather(*(run(link, ("ECHO", str(n))) for n in range(20)))
+    many = await asyncio.gather(*(run(connection, ("ECHO", str(n))) for n in range(20)))
     assert many == [[str(n).encode()] for n in range(20)]
-    await link.aclose()
+    await connection.aclose()
 
 
 async def test_a_server_that_does_not_answer_is_a_timeout_and_no_reply_is_left(
     redis_url: str,
 ) -> None:
-    link = Link(redis_url, timeout_s=0.3)
-    assert await run(link, ("PING",)) == [b"PONG"]
+    connection = BatchConnection(redis_url, timeout_s=0.3)
+    assert await run(connection, ("PING",)) == [b"PONG"]
     with pytest.raises(RedisTimeoutError, match=r"no answer within 0.3 s"):
-        await run(link, ("BLPOP", "nothing", 1))
-    assert await run(link, ("ECHO", "after")) == [b"after"]
-    await link.aclose()
+        await run(connection, ("BLPOP", "nothing", 1))
+    assert await run(connection, ("ECHO", "after")) == [b"after"]
+    await connection.aclose()
 
 
 async def test_a_cancelled_exchange_leaves_no_reply_for_the_next(redis_url: str) -> None:
-    link = Link(redis_url, timeout_s=5)
-    await run(link, ("PING",))
-    waiting = asyncio.create_task(run(link, ("BLPOP", "nothing", 1), ("ECHO", "old")))
-    async with connect(redis_url, timeout_s=5) as redis:
+    connection = BatchConnection(redis_url, timeout_s=5)
+    await run(connection, ("PING",))
+    waiting = asyncio.create_task(run(connection, ("BLPOP", "nothing", 1), ("ECHO", "old")))
+    async with open_client(redis_url, timeout_s=5) as redis:
         while "blpop" not in [client["cmd"] for client in await redis.client_list()]:
             await asyncio.sleep(0.01)
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
-    assert await run(link, ("ECHO", "new")) == [b"new"]
-    await link.aclose()
+    assert await run(connection, ("ECHO", "new")) == [b"new"]
+    await connection.aclose()
 
 
 async def test_a_cut_connection_is_an_error_once_and_then_made_again(redis_url: str) -> None:
-    link = Link(redis_url, timeout_s=5)
-    (ours,) = await run(link, ("CLIENT", "ID"))
+    connection = BatchConnection(redis_url, timeout_s=5)
+    (ours,) = await run(connection, ("CLIENT", "ID"))
     async with Redis.from_url(redis_url) as redis:
         assert await redis.execute_command("CLIENT", "KILL", "ID", ours) == 1
     with pytest.raises((RedisConnectionError, OSError)):
-        await run(link, ("PING",))
-    assert await run(link, ("PING",)) == [b"PONG"]
-    await link.aclose()
+        await run(connection, ("PING",))
+    assert await run(connection, ("PING",)) == [b"PONG"]
+    await connection.aclose()
 
 
 async def test_no_server_is_an_error() -> None:
-    link = Link("redis://127.0.0.1:1", timeout_s=1)
+    connection = BatchConnection("redis://127.0.0.1:1", timeout_s=1)
     with pytest.raises((RedisConnectionError, OSError)):
-        await run(link, ("PING",))
+        await run(connection, ("PING",))

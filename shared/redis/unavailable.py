@@ -1,0 +1,60 @@
+"""The error texts for a server that cannot be used, each with its remedy."""
+
+from __future__ import annotations
+
+from redis.asyncio.connection import ConnectionPool
+from redis.exceptions import AuthenticationError, BusyLoadingError, InvalidResponse, ResponseError
+
+from ..errors import RedisUnavailable
+from .address import describe_address, uses_tls
+from .transient_errors import TransientRefusal
+
+__all__ = ["not_redis", "refused_command", "unavailable"]
+
+
+def unavailable(error: Exception, pool: ConnectionPool) -> RedisUnavailable:
+    """Describe why a server cannot be used.
+
+    Args:
+        error: what redis-py or the operating system raised while connecting or during a command.
+        pool: of the client that raised it.
+    """
+    server = f"Redis at {describe_address(pool)}"
+    reason = str(error) or type(error).__name__
+    if isinstance(error, InvalidResponse):
+        return not_redis(reason, pool)
+    if isinstance(error, AuthenticationError):
+        return RedisUnavailable(
+            f"{server} refuses access: {reason}; check user and password in REDIS_URL or --redis"
+        )
+    if isinstance(error, TransientRefusal | BusyLoadingError):
+        remedy = (
+            "point REDIS_URL or --redis to its primary"
+            if "read only replica" in reason
+            else "wait until it does, and look at its log"
+        )
+        return RedisUnavailable(f"{server} answers but serves no requests now: {reason}; {remedy}")
+    if isinstance(error, ResponseError):
+        return RedisUnavailable(
+            f"{server} refuses the connection: {reason}; "
+            "check database and user in REDIS_URL or --redis"
+        )
+    tls = ", which must be redis:// unless it speaks TLS on that port" if uses_tls(pool) else ""
+    return RedisUnavailable(
+        f"cannot reach {server}: {reason}; start the server, "
+        f"or set REDIS_URL or --redis to its address{tls}"
+    )
+
+
+def refused_command(error: Exception, pool: ConnectionPool) -> RedisUnavailable:
+    """The server answers and refuses a command for good."""
+    return RedisUnavailable(f"Redis at {describe_address(pool)} refused a command: {error}")
+
+
+def not_redis(reason: str, pool: ConnectionPool) -> RedisUnavailable:
+    """Something else than Redis answers at the address."""
+    shown = reason if len(reason) <= 80 else reason[:77] + "..."
+    return RedisUnavailable(
+        f"the server at {describe_address(pool)} does not speak Redis: {shown}; "
+        "set REDIS_URL or --redis to the address of a Redis server"
+    )
