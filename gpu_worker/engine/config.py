@@ -9,7 +9,7 @@ from typing import Literal
 
 from penstock.shared.errors import ConfigurationError
 
-from .kv.kv_cache_groups import KVKind
+from .kv.kv_cache_groups import KVCacheGroup
 from .speculation.controller import SpeculationConfig
 
 __all__ = ["Chunking", "EngineConfig", "PolicyName", "PreemptionChoice"]
@@ -52,7 +52,7 @@ class EngineConfig:
         num_blocks: KV blocks in the pool, or in that of the layers that see furthest back.
         window: tokens a token sees in these layers, itself included; None: all. Blocks that have
             left the window are given up.
-        more_kinds: pools of layers with a smaller window, where the model has such.
+        more_kv_cache_groups: pools of layers with a smaller window, where the model has such.
         max_batch_tokens: token budget: query tokens of one step, all sequences together. At least
             ``max_sequences``, so that every running sequence advances in every step.
         max_sequences: sequence budget: sequences that run at the same time.
@@ -82,7 +82,7 @@ class EngineConfig:
             while that has room, ``recompute`` throws it away, ``auto`` takes what costs less (see
             ``preemption``).
         num_host_blocks: blocks of host memory for swapped sequences; 0 for no swapping. As
-            ``num_blocks``, of the first kind.
+            ``num_blocks``, of the first group.
         block_bytes: bytes of a block, to be counted when it is swapped; likewise.
         speculation: what may be drafted; None: every step gives a sequence one token.
 
@@ -102,7 +102,7 @@ class EngineConfig:
     salt_by_tenant: bool = False
     watermark: float = 0.01
     window: int | None = None
-    more_kinds: tuple[KVKind, ...] = ()
+    more_kv_cache_groups: tuple[KVCacheGroup, ...] = ()
     policy: PolicyName = PolicyName.FCFS
     max_overtake_s: float = 30.0
     chunking: Chunking = Chunking.FIXED
@@ -116,11 +116,11 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for name in ("block_size", "max_sequences", "chunk_size"):
             _at_least(name, getattr(self, name), 1)
-        for kind in self.kinds:
-            _at_least("num_blocks", kind.num_blocks, 1)
-            _at_least("num_host_blocks", kind.num_host_blocks, 0)
-            if kind.window is not None:
-                _at_least("window", kind.window, 1)
+        for group in self.kv_cache_groups:
+            _at_least("num_blocks", group.num_blocks, 1)
+            _at_least("num_host_blocks", group.num_host_blocks, 0)
+            if group.window is not None:
+                _at_least("window", group.window, 1)
         _at_least("max_model_len", self.max_model_len, 2)
         if self.max_batch_tokens < self.max_sequences:
             raise ConfigurationError(
@@ -166,10 +166,10 @@ class EngineConfig:
             )
 
     @property
-    def kinds(self) -> tuple[KVKind, ...]:
+    def kv_cache_groups(self) -> tuple[KVCacheGroup, ...]:
         """All pools, in the order of a sequence's block tables."""
-        first = KVKind(self.num_blocks, self.window, self.num_host_blocks, self.block_bytes)
-        return (first, *self.more_kinds)
+        first = KVCacheGroup(self.num_blocks, self.window, self.num_host_blocks, self.block_bytes)
+        return (first, *self.more_kv_cache_groups)
 
     @property
     def max_span(self) -> int:

@@ -10,7 +10,7 @@ from penstock.shared.protocol import Lane, Reason
 
 from .config import EngineConfig
 from .kv.host_pool import HostPool
-from .kv.hybrid_blocks import make_blocks
+from .kv.kv_manager import KVManager
 from .plan import Plan, Span, StepOutput
 from .request_manager import LiveRequests
 from .requests import EngineRequest, Finish, Update
@@ -55,15 +55,18 @@ class Engine:
     ) -> None:
         self._config = config
         self._policy = policy if policy is not None else make_policy(config)
-        self._blocks = make_blocks(config)
-        self._limits = Limits(config, self._blocks)
-        self._host = HostPool(config.kinds, config.block_size)
+        self._kv = KVManager(
+            config.kv_cache_groups,
+            config.block_size,
+            prefix_cache=config.prefix_cache,
+            max_span=config.max_span,
+        )
+        self._limits = Limits(config, self._kv)
+        self._host = HostPool(config.kv_cache_groups, config.block_size)
         self._speculator: Speculator | None = None
         if config.speculation is not None:
             self._speculator = Speculator(config.speculation, config.max_model_len, config.max_span)
-        self._scheduler = Scheduler(
-            config, self._blocks, self._policy, self._host, self._speculator
-        )
+        self._scheduler = Scheduler(config, self._kv, self._policy, self._host, self._speculator)
         self._live = LiveRequests(config, self._limits, self._scheduler, detokenizer)
         self._in_flight: Plan | None = None
         self._apart_s = 0.0  # swaps and draft model of the last step
@@ -150,7 +153,7 @@ class Engine:
                 continue
             if is_late:
                 num_tokens -= 1  # the last token is computed again, for its logits
-                self._blocks.trim(sequence)  # and drafts, if it had some, are drawn anew
+                self._kv.trim(sequence)  # and drafts, if it had some, are drawn anew
             elif span.num_drafts:
                 num_computed += 1 + span.num_drafts
                 num_before = sequence.num_tokens
@@ -161,7 +164,7 @@ class Engine:
                 raise IntegrityError(f"{sequence}: {span.samples=}, but got {token_ids}")
             stop = sequence.num_computed_tokens = span.start + num_tokens
             if num_tokens > 1 or stop % block_size == 0:  # else it has filled no block
-                self._blocks.settle(sequence)
+                self._kv.mark_computed(sequence)
             num_computed += num_tokens
             if of_prompt and sequence in of_prompt and sequence.prompt_logprobs is not None:
                 sequence.prompt_logprobs += of_prompt[sequence]
@@ -211,14 +214,14 @@ class Engine:
             raise IntegrityError(f"{sequence}: {num_drafted} drafts, but got {token_ids}")
         assert self._speculator is not None
         sequence.num_computed_tokens = span.start + 1
-        self._blocks.settle(sequence)
+        self._kv.mark_computed(sequence)
         updates = self._live.collect(sequence, token_ids, output)
         num_accepted, num_taken = len(token_ids) - 1, sequence.num_tokens - num_before
         self._speculator.observe(span, num_drafted, num_accepted, min(num_accepted, num_taken))
         if sequence.status is not SequenceStatus.FINISHED:
             sequence.num_computed_tokens += num_taken - 1
-            self._blocks.settle(sequence)
-            self._blocks.trim(sequence)
+            self._kv.mark_computed(sequence)
+            self._kv.trim(sequence)
         return updates
 
     def fail(self, plan: Plan, reason: Reason, message: str) -> list[Update]:
@@ -241,24 +244,24 @@ class Engine:
     def load(self) -> Load:
         """What decides how much more work to take."""
         waiting = {lane: count for lane in Lane if (count := self._policy.num_waiting(lane))}
-        return Load(waiting, self._blocks.available_tokens(self._config.max_model_len))
+        return Load(waiting, self._kv.available_tokens(self._config.max_model_len))
 
     def stats(self) -> EngineStats:
         """Counts of now and totals since the start, in O(1)."""
-        scheduler, blocks, host = self._scheduler, self._blocks, self._host
+        scheduler, kv, host = self._scheduler, self._kv, self._host
         return EngineStats(
             running={lane: scheduler.num_running(lane) for lane in Lane},
             waiting={lane: self._policy.num_waiting(lane) for lane in Lane},
-            num_blocks=blocks.num_blocks,
-            used_blocks=blocks.num_used,
-            cached_blocks=blocks.num_cached,
-            free_blocks=blocks.num_available - blocks.num_cached,
+            num_blocks=kv.num_blocks,
+            used_blocks=kv.num_used,
+            cached_blocks=kv.num_cached,
+            free_blocks=kv.num_available - kv.num_cached,
             pools=tuple(
-                PoolUse(kind.window, kind.num_blocks, kind.num_used, kind.num_cached)
-                for kind in blocks.kinds
+                PoolUse(pool.window, pool.num_blocks, pool.num_used, pool.num_cached)
+                for pool in kv.pools
             ),
-            available_tokens=blocks.available_tokens(self._config.max_model_len),
-            evictions=blocks.num_evictions,
+            available_tokens=kv.available_tokens(self._config.max_model_len),
+            evictions=kv.num_evictions,
             steps=self._num_steps,
             computed_tokens=self._num_computed_tokens,
             output_tokens=self._num_output_tokens,
@@ -289,4 +292,4 @@ class Engine:
             raise IntegrityError("this plan is not the one in flight")
         self._in_flight = None
         if plan.swaps_out:
-            self._host.settle() if moved else self._host.distrust()
+            self._host.confirm_saves() if moved else self._host.discard_saves()

@@ -59,14 +59,14 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
-    """Copy block ``source`` over block ``target``: keys and values of all layers of a KV kind.
+    """Copy block ``source`` over block ``target``, in all layers of a KV cache group.
 
-    On the device, or where it is a swap, between the device and the host.
+    On the device; a swap copies between the device and the host.
     """
 
     source: int
     target: int
-    kind: int = 0
+    group: int = 0
 
 
 @dataclass(frozen=True, slots=True)

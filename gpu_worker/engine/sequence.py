@@ -50,21 +50,20 @@ class Sequence:
         status: see :class:`SequenceStatus`.
         token_ids: prompt and output, in order.
         num_prompt_tokens: how many of them are the prompt.
-        num_computed_tokens: how many have their keys and values in ``block_table``.
+        num_computed_tokens: how many have their keys and values in its blocks.
         num_cached_tokens: prompt tokens that were taken from the prefix cache when it was first
             admitted, instead of being computed.
-        block_table: block numbers; position ``p`` lives in block ``block_table[p // block_size]``
-            at offset ``p % block_size``. ``NO_BLOCK`` where that has left the window.
-        more_tables: the same for the other KV kinds of a model whose layers differ in their
-            windows, each in a pool of its own; nearly all models have one kind.
+        block_tables: one per KV cache group: block numbers; position ``p`` lives in block
+            ``table[p // block_size]`` at offset ``p % block_size``. ``NO_BLOCK`` where that has
+            left the window. Empty while the sequence holds no block.
         num_writable_tokens: positions ``[num_computed_tokens, num_writable_tokens)`` lie in blocks
-            that are this sequence's alone, so it may write there; kept by the block manager.
+            that are this sequence's alone, so it may write there; kept by the KV manager.
         block_digests: chained content digests of the first full blocks (see ``prefix_cache``).
         num_published_blocks: leading blocks that were already offered to the prefix cache.
         num_preemptions: how often it lost its blocks.
         grammar: follows the form that the output must have, on the model side. None: it has none.
-        host_blocks: per KV kind the blocks of host memory that keep its KV while it waits; empty if
-            none do, and while it runs.
+        host_blocks: per KV cache group the host blocks that keep its KV while it waits; empty
+            while it runs, or if none is kept.
         num_swapped_tokens: leading tokens whose keys and values are kept there.
         drafting: what is known of its drafts; None until it could have some.
         prompt_logprobs: what is known of the prompt's tokens from the second on, as a request asks
@@ -80,7 +79,7 @@ class Sequence:
     __slots__ = (
         "arrival",
         "block_digests",
-        "block_table",
+        "block_tables",
         "cache_salt",
         "choice",
         "deadline",
@@ -89,7 +88,6 @@ class Sequence:
         "host_blocks",
         "id",
         "lane",
-        "more_tables",
         "num_cached_tokens",
         "num_candidates",
         "num_computed_tokens",
@@ -144,8 +142,7 @@ class Sequence:
         self.num_cached_tokens = 0
         self.num_writable_tokens = 0
         self.num_preemptions = 0
-        self.block_table: list[int] = []
-        self.more_tables: tuple[list[int], ...] = ()
+        self.block_tables: tuple[list[int], ...] = ()
         self.block_digests: list[bytes] = []
         self.num_published_blocks = 0
         self.host_blocks: tuple[tuple[int, ...], ...] = ()
@@ -175,7 +172,7 @@ class Sequence:
         return (
             f"<Sequence {self.id}/{self.choice} {self.lane.value} {self.status.value}: "
             f"{self.num_computed_tokens} of {self.num_tokens} tokens computed, "
-            f"{self.num_output_tokens} of them output, {len(self.block_table)} blocks>"
+            f"{self.num_output_tokens} of them output, {sum(map(len, self.block_tables))} blocks>"
         )
 
     def chunk(self, most: int) -> int:

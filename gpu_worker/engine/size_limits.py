@@ -5,7 +5,7 @@ from __future__ import annotations
 from penstock.shared.protocol import Reason
 
 from .config import EngineConfig
-from .kv.hybrid_blocks import Blocks
+from .kv.kv_manager import KVManager
 from .requests import Finish
 from .sequence import Sequence
 
@@ -17,17 +17,17 @@ class Limits:
 
     Args:
         config: of the engine.
-        blocks: of its pools.
+        kv: owns its pools.
 
     Attributes:
         config: of the engine.
         pool_tokens: tokens of the longest sequence that fits into the pools alone.
     """
 
-    def __init__(self, config: EngineConfig, blocks: Blocks) -> None:
+    def __init__(self, config: EngineConfig, kv: KVManager) -> None:
         self.config = config
-        self.pool_tokens = blocks.capacity_tokens
-        self._kinds = blocks.kinds
+        self.pool_tokens = kv.capacity_tokens
+        self._pools = kv.pools
 
     def prompt_too_long(self, sequence: Sequence) -> Finish | None:
         """The end of a sequence whose prompt leaves the context no room."""
@@ -45,7 +45,7 @@ class Limits:
         num_tokens = sequence.num_tokens
         if num_tokens <= self.pool_tokens:
             return None
-        short = next(kind for kind in self._kinds if num_tokens > kind.capacity_tokens)
+        short = next(pool for pool in self._pools if num_tokens > pool.capacity_tokens)
         layers = (
             "" if short.window is None else f" in layers with a window of {short.window} tokens"
         )
@@ -75,12 +75,12 @@ class Limits:
             )
             return Finish(Reason.INVALID, message)
         longest = sequence.num_prompt_tokens + self.max_output_tokens(sequence)
-        for kind in self._kinds:
-            num_needed = width * kind.blocks_needed(longest)
-            if num_needed > kind.num_blocks:
+        for pool in self._pools:
+            num_needed = width * pool.blocks_needed(longest)
+            if num_needed > pool.num_blocks:
                 message = (
                     f"{width} beams of up to {longest} tokens need {num_needed} KV blocks of "
-                    f"{kind.block_size} tokens; the pool has {kind.num_blocks}: raise the KV "
+                    f"{pool.block_size} tokens; the pool has {pool.num_blocks}: raise the KV "
                     "memory budget or lower beam_width or max_tokens"
                 )
                 return Finish(Reason.OUT_OF_MEMORY, message)

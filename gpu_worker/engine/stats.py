@@ -39,7 +39,7 @@ class Load(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PoolUse:
-    """How full the pool of one KV kind is.
+    """How full the pool of one KV cache group is.
 
     Attributes:
         window: of its layers, in tokens; None: they see all tokens.

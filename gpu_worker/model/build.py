@@ -12,7 +12,7 @@ import torch
 from penstock.shared.settings import EngineSettings, Settings
 
 from ..engine.config import Chunking, EngineConfig, PolicyName
-from ..engine.kv.kv_cache_groups import KVKind
+from ..engine.kv.kv_cache_groups import KVCacheGroup
 from ..engine_process.model_interface import ServingModel
 from .drafting.drafters import DraftModel
 from .drafting.setup import configure, load_draft
@@ -54,8 +54,10 @@ def build_model(settings: Settings) -> ServingModel:
     )
     draft = load_draft(settings, loaded)
     config = _engine_config(settings.engine, loaded, draft)
-    pool = KVPool(loaded.geometry, config.kinds, config.block_size, loaded.device, loaded.dtype)
-    num_host_blocks = [kind.num_host_blocks for kind in config.kinds]
+    pool = KVPool(
+        loaded.geometry, config.kv_cache_groups, config.block_size, loaded.device, loaded.dtype
+    )
+    num_host_blocks = [kind.num_host_blocks for kind in config.kv_cache_groups]
     swap_pool = SwapPool(pool, num_host_blocks) if any(num_host_blocks) else None
     masks = MaskMaker(
         _mask_threads(),
@@ -73,7 +75,7 @@ def build_model(settings: Settings) -> ServingModel:
     speculation = configure(settings, runner, drafter, config.max_sequences)
     # A fast tokenizer sets up its truncation at the first call, which two threads must not share.
     loaded.tokenizer("warm-up")
-    kv = " and ".join(_kind_summary(kind, config.block_size) for kind in config.kinds)
+    kv = " and ".join(_kind_summary(kind, config.block_size) for kind in config.kv_cache_groups)
     summary = (
         f"{loaded.path.name} in {loaded.dtype} on {loaded.device}, context {loaded.max_model_len}, "
         f"KV for {kv} ({format_bytes(pool.num_bytes)})"
@@ -169,7 +171,7 @@ def _engine_config(
         window=first.window,
         num_host_blocks=first.num_host_blocks,
         block_bytes=first.block_bytes,
-        more_kinds=tuple(more),
+        more_kv_cache_groups=tuple(more),
     )
 
 
@@ -185,6 +187,6 @@ def _readable_by_draft(geometry: KVGeometry) -> KVGeometry:
     return KVGeometry(tuple(replace(layer, window=None) for layer in geometry.layers))
 
 
-def _kind_summary(kind: KVKind, block_size: int) -> str:
+def _kind_summary(kind: KVCacheGroup, block_size: int) -> str:
     tokens = f"{kind.num_blocks * block_size} tokens"
     return tokens if kind.window is None else f"{tokens} in windows of {kind.window}"

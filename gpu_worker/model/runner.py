@@ -359,11 +359,11 @@ def _set_apart(plan: Plan, output: StepOutput, masks: Masks) -> StepOutput:
 def _piece(span: Span, drafts: tuple[int, ...]) -> Piece:
     sequence, start = span.sequence, span.start
     token_ids = sequence.token_ids[start : start + span.num_tokens]
-    tables = sequence.block_table, sequence.more_tables
+    table, *more_tables = sequence.block_tables
     if drafts:  # behind the one token that is not computed yet; every row is wanted
-        return Piece([*token_ids, *drafts], start, tables[0], Rows.ALL, tables[1])
+        return Piece([*token_ids, *drafts], start, table, Rows.ALL, more_tables)
     if sequence.prompt_logprobs is not None and span.prompt_rows:
         rows = Rows.ALL
     else:
         rows = Rows.LAST if span.samples else Rows.NONE
-    return Piece(token_ids, start, tables[0], rows, tables[1])
+    return Piece(token_ids, start, table, rows, more_tables)

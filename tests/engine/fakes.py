@@ -9,7 +9,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from penstock.gpu_worker.engine.config import EngineConfig
-from penstock.gpu_worker.engine.kv.kv_cache_groups import NO_BLOCK, KVKind
+from penstock.gpu_worker.engine.kv.kv_cache_groups import NO_BLOCK, KVCacheGroup
+from penstock.gpu_worker.engine.kv.kv_manager import KVManager
 from penstock.gpu_worker.engine.plan import BlockCopy, Plan, Span, StepOutput
 from penstock.gpu_worker.engine.requests import EngineRequest
 from penstock.gpu_worker.engine.sequence import Sequence
@@ -33,6 +34,16 @@ def config(**changes: object) -> EngineConfig:
         "eos_token_ids": frozenset({EOS}),
     }
     return EngineConfig(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def kv_manager(cfg: EngineConfig) -> KVManager:
+    """The manager that an engine with this configuration makes."""
+    return KVManager(
+        cfg.kv_cache_groups,
+        cfg.block_size,
+        prefix_cache=cfg.prefix_cache,
+        max_span=cfg.max_span,
+    )
 
 
 def request(
@@ -122,16 +133,16 @@ def likelihoods(tag: int) -> list[tuple[int, float]]:
 
 
 class FakeKV:
-    """KV memory: slot -> tag, for each KV kind. Checks each read as attention would."""
+    """KV memory: slot -> tag, for each KV cache group. Checks each read as attention would."""
 
-    def __init__(self, block_size: int, kinds: Seq[KVKind] = (KVKind(0),)) -> None:
+    def __init__(self, block_size: int, groups: Seq[KVCacheGroup] = (KVCacheGroup(0),)) -> None:
         self.block_size = block_size
-        self.windows = [kind.window for kind in kinds]
-        self.memory: list[dict[int, int]] = [{} for _ in kinds]
-        self.host: dict[tuple[int, int], dict[int, int]] = {}  # kind, block -> offset -> tag
+        self.windows = [group.window for group in groups]
+        self.memory: list[dict[int, int]] = [{} for _ in groups]
+        self.host: dict[tuple[int, int], dict[int, int]] = {}  # group, block -> offset -> tag
 
-    def slot(self, sequence: Sequence, position: int, kind: int) -> int:
-        table = (sequence.block_table, *sequence.more_tables)[kind]
+    def slot(self, sequence: Sequence, position: int, group: int) -> int:
+        table = sequence.block_tables[group]
         block = table[position // self.block_size]
         assert block != NO_BLOCK, f"{sequence} reaches for {position}, which has left the window"
         return block * self.block_size + position % self.block_size
@@ -140,35 +151,35 @@ class FakeKV:
         """Out before in; each in whatever order."""
         size = self.block_size
         for copies in (plan.swaps_out, plan.swaps_in):
-            targets = {(copy.kind, copy.target) for copy in copies}
+            targets = {(copy.group, copy.target) for copy in copies}
             assert len(targets) == len(copies), "a target of two swaps"
-        written = [(copy.kind, copy.target) for copy in (*plan.swaps_in, *plan.copies)]
+        written = [(copy.group, copy.target) for copy in (*plan.swaps_in, *plan.copies)]
         assert len(set(written)) == len(written), "what came in is overwritten by a block copy"
         for copy in plan.swaps_out:
             slots = range(copy.source * size, (copy.source + 1) * size)
-            memory = self.memory[copy.kind]
-            self.host[copy.kind, copy.target] = {s % size: memory[s] for s in slots if s in memory}
+            memory = self.memory[copy.group]
+            self.host[copy.group, copy.target] = {s % size: memory[s] for s in slots if s in memory}
         for copy in plan.swaps_in:
-            for offset, tag in self.host[copy.kind, copy.source].items():
-                self.memory[copy.kind][copy.target * size + offset] = tag
+            for offset, tag in self.host[copy.group, copy.source].items():
+                self.memory[copy.group][copy.target * size + offset] = tag
 
     def write(self, sequence: Sequence, position: int, tag: int) -> None:
-        for kind, memory in enumerate(self.memory):
-            memory[self.slot(sequence, position, kind)] = tag
+        for group, memory in enumerate(self.memory):
+            memory[self.slot(sequence, position, group)] = tag
 
     def tag(self, sequence: Sequence, position: int) -> int:
-        """What is stored for a position, in all kinds alike."""
-        (tag,) = {m[self.slot(sequence, position, kind)] for kind, m in enumerate(self.memory)}
+        """What is stored for a position, in all groups alike."""
+        (tag,) = {m[self.slot(sequence, position, group)] for group, m in enumerate(self.memory)}
         return tag
 
     def copy(self, copies: Iterable[BlockCopy]) -> None:
         """In order, and all reads before all writes: a plan allows both, so both must agree."""
         copies = list(copies)
-        for kind in range(len(self.memory)):
-            self._copy([copy for copy in copies if copy.kind == kind], kind)
+        for group in range(len(self.memory)):
+            self._copy([copy for copy in copies if copy.group == group], group)
 
-    def _copy(self, copies: Iterable[BlockCopy], kind: int) -> None:
-        memory = self.memory[kind]
+    def _copy(self, copies: Iterable[BlockCopy], group: int) -> None:
+        memory = self.memory[group]
         size, gathered, in_order = self.block_size, dict(memory), dict(memory)
         targets: set[int] = set()
         for copy in copies:
@@ -179,7 +190,7 @@ class FakeKV:
                 gathered[target] = memory.get(source, 0)
                 in_order[target] = in_order.get(source, 0)
         assert gathered == in_order
-        self.memory[kind] = gathered
+        self.memory[group] = gathered
 
     def read(self, sequence: Sequence, start: int, stop: int) -> int | None:
         """All that queries at positions ``[start, stop)`` see is of this sequence's own tokens.
@@ -188,10 +199,10 @@ class FakeKV:
             What is stored for the last of them.
         """
         expected = tags(sequence.token_ids[:stop], sequence.cache_salt)
-        for kind, window in enumerate(self.windows):
+        for group, window in enumerate(self.windows):
             first = 0 if window is None else max(0, start - window + 1)
-            slots = [self.slot(sequence, position, kind) for position in range(first, stop)]
-            found = [self.memory[kind].get(slot) for slot in slots]
+            slots = [self.slot(sequence, position, group) for position in range(first, stop)]
+            found = [self.memory[group].get(slot) for slot in slots]
             assert found == expected[first:], f"{sequence}: the KV of other tokens is in its blocks"
         return expected[-1] if expected else None
 
@@ -206,17 +217,17 @@ class FakeRunner:
 
     Args:
         block_size: of the KV memory.
-        kinds: of the KV memory.
+        groups: of the KV memory.
         timing: what a step takes.
     """
 
     def __init__(
         self,
         block_size: int,
-        kinds: Seq[KVKind] = (KVKind(0),),
+        groups: Seq[KVCacheGroup] = (KVCacheGroup(0),),
         timing: Callable[[Plan], StepTiming | None] = untimed,
     ) -> None:
-        self.kv = FakeKV(block_size, kinds)
+        self.kv = FakeKV(block_size, groups)
         self._timing = timing
         self.num_computed = 0
         self.num_drafted = 0
@@ -296,8 +307,8 @@ class FakeRunner:
             new = drafts.get(sequence, ())
             known = tags([*sequence.token_ids[:stop], *new], sequence.cache_salt)
             for position in range(span.start, stop + len(new)):
-                for kind in range(len(self.kv.memory)):
-                    slot = kind, self.kv.slot(sequence, position, kind)
+                for group in range(len(self.kv.memory)):
+                    slot = group, self.kv.slot(sequence, position, group)
                     assert slot not in written, "two sequences write the same slot"
                     written.add(slot)
                 self.kv.write(sequence, position, known[position])
@@ -333,11 +344,11 @@ def solo(req: EngineRequest, cfg: EngineConfig, choice: int = 0) -> Result:
 def capacity(cfg: EngineConfig) -> float:
     """Tokens of the longest sequence that fits into its pools, alone."""
     size, most = cfg.block_size, math.inf
-    for kind in cfg.kinds:
+    for group in cfg.kv_cache_groups:
         # A window, a step, what a half-filled block keeps, and the begin of the first block.
-        span = (kind.window or math.inf) - 1 + min(cfg.chunk_size, cfg.max_batch_tokens) + size - 1
-        if span + size - 1 > kind.num_blocks * size:
-            most = min(most, kind.num_blocks * size)
+        span = (group.window or math.inf) - 1 + min(cfg.chunk_size, cfg.max_batch_tokens) + size - 1
+        if span + size - 1 > group.num_blocks * size:
+            most = min(most, group.num_blocks * size)
     return most
 
 

@@ -22,7 +22,7 @@ from hypothesis.stateful import (
 
 from penstock.gpu_worker.engine.config import Chunking, EngineConfig, PolicyName
 from penstock.gpu_worker.engine.engine import Engine
-from penstock.gpu_worker.engine.kv.kv_cache_groups import KVKind
+from penstock.gpu_worker.engine.kv.kv_cache_groups import KVCacheGroup
 from penstock.gpu_worker.engine.plan import Plan, StepOutput
 from penstock.gpu_worker.engine.requests import EngineRequest, Update
 from penstock.gpu_worker.engine.sequence import Sequence, SequenceStatus
@@ -38,8 +38,8 @@ prompts = st.one_of(
 stop_lists = st.lists(st.sampled_from(["ab", "aab ", "é", "ba\ufffd", " ", "bb"]), max_size=2)
 
 
-more_kinds = st.just(()) | st.tuples(
-    st.builds(KVKind, st.integers(1, 14), st.integers(1, 6), st.integers(0, 20))
+more_kv_cache_groups = st.just(()) | st.tuples(
+    st.builds(KVCacheGroup, st.integers(1, 14), st.integers(1, 6), st.integers(0, 20))
 )
 
 

@@ -2,49 +2,44 @@
 
 from __future__ import annotations
 
-from engine.fakes import FakeKV, config, tags
+from engine.fakes import FakeKV, config, kv_manager, tags
 from engine.test_blocks import sequence
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from penstock.gpu_worker.engine.kv.hybrid_blocks import make_blocks
-from penstock.gpu_worker.engine.kv.kv_cache_groups import NO_BLOCK, KVKind, most_blocks_held
+from penstock.gpu_worker.engine.kv.kv_cache_groups import NO_BLOCK, KVCacheGroup, most_blocks_held
 from penstock.gpu_worker.engine.plan import BlockCopy
 from penstock.gpu_worker.engine.sequence import Sequence
 
 MAX_SPAN = 5
 pools = st.integers(1, 10)
-kinds = st.one_of(
-    st.builds(KVKind, pools).map(lambda kind: [kind]),
-    st.builds(KVKind, pools, st.integers(1, 5)).map(lambda kind: [kind]),
+groups = st.one_of(
+    st.builds(KVCacheGroup, pools).map(lambda group: [group]),
+    st.builds(KVCacheGroup, pools, st.integers(1, 5)).map(lambda group: [group]),
     st.tuples(
-        st.builds(KVKind, pools, st.none() | st.just(6)),
-        st.builds(KVKind, pools, st.integers(1, 5)),
-        st.builds(KVKind, pools, st.just(2)),
+        st.builds(KVCacheGroup, pools, st.none() | st.just(6)),
+        st.builds(KVCacheGroup, pools, st.integers(1, 5)),
+        st.builds(KVCacheGroup, pools, st.just(2)),
     ).flatmap(lambda three: st.sampled_from([list(three), list(three[:2])])),
 )
-
-
-def tables(seq: Sequence) -> tuple[list[int], ...]:
-    return (seq.block_table, *seq.more_tables)
 
 
 class BlockMachine(RuleBasedStateMachine):
     """Sequences come, grow, fork and go; their memory must always hold their own tokens."""
 
-    @initialize(kinds=kinds, size=st.integers(1, 4), prefix_cache=st.booleans())
-    def build(self, kinds: list[KVKind], size: int, prefix_cache: bool) -> None:
+    @initialize(groups=groups, size=st.integers(1, 4), prefix_cache=st.booleans())
+    def build(self, groups: list[KVCacheGroup], size: int, prefix_cache: bool) -> None:
         cfg = config(
             block_size=size,
-            num_blocks=kinds[0].num_blocks,
-            window=kinds[0].window,
-            more_kinds=tuple(kinds[1:]),
+            num_blocks=groups[0].num_blocks,
+            window=groups[0].window,
+            more_kv_cache_groups=tuple(groups[1:]),
             prefix_cache=prefix_cache,
             chunk_size=MAX_SPAN,
         )
-        self.blocks = make_blocks(cfg)
-        self.kv = FakeKV(size, kinds)
+        self.blocks = kv_manager(cfg)
+        self.kv = FakeKV(size, groups)
         self.live: list[Sequence] = []
         self.num_made = 0
 
@@ -53,30 +48,30 @@ class BlockMachine(RuleBasedStateMachine):
         return sequence(token_ids, f"s{self.num_made}", salt)
 
     def needed(self, num_tokens: int) -> list[int]:
-        """Most blocks of each kind that a sequence of this length may hold."""
+        """Most blocks of each pool that a sequence of this length may hold."""
         return [
-            -(-num_tokens // kind.block_size)
-            if kind.window is None
+            -(-num_tokens // pool.block_size)
+            if pool.window is None
             else min(
-                -(-num_tokens // kind.block_size),
-                most_blocks_held(kind.window, MAX_SPAN, kind.block_size),
+                -(-num_tokens // pool.block_size),
+                most_blocks_held(pool.window, MAX_SPAN, pool.block_size),
             )
-            for kind in self.blocks.kinds
+            for pool in self.blocks.pools
         ]
 
     def held(self, seq: Sequence) -> list[int]:
-        return [len(table) - table.count(NO_BLOCK) for table in tables(seq)]
+        return [len(table) - table.count(NO_BLOCK) for table in seq.block_tables]
 
     def available(self) -> list[int]:
-        return [kind.num_available for kind in self.blocks.kinds]
+        return [pool.num_available for pool in self.blocks.pools]
 
     def write(self, seq: Sequence, stop: int, copies: list[BlockCopy]) -> None:
         self.kv.copy(copies)
         known = tags(seq.token_ids[:stop], seq.cache_salt)
         for position in range(seq.num_computed_tokens, stop):
-            for kind in range(len(self.blocks.kinds)):
-                block = tables(seq)[kind][position // self.blocks.block_size]
-                owners = [other for other in self.live if block in tables(other)[kind]]
+            for group in range(len(self.blocks.pools)):
+                block = seq.block_tables[group][position // self.blocks.block_size]
+                owners = [other for other in self.live if block in other.block_tables[group]]
                 assert owners == [seq], f"{seq} writes block {block} of {owners}"
             self.kv.write(seq, position, known[position])
         self.kv.read(seq, seq.num_computed_tokens, stop)
@@ -94,14 +89,14 @@ class BlockMachine(RuleBasedStateMachine):
         if self.blocks.try_admit(seq, spare):
             assert self.available()[0] >= spare
             assert seq.num_computed_tokens < seq.num_tokens
-            assert max(self.held(seq)) <= self.blocks.kinds[0].blocks_for(seq.num_tokens)
+            assert max(self.held(seq)) <= self.blocks.pools[0].blocks_for(seq.num_tokens)
             self.live.append(seq)
         else:
             needed = self.needed(seq.num_tokens)
-            share = [-(-spare * k.num_blocks // self.blocks.kinds[0].num_blocks)
-                     for k in self.blocks.kinds]  # fmt: skip
+            share = [-(-spare * pool.num_blocks // self.blocks.pools[0].num_blocks)
+                     for pool in self.blocks.pools]  # fmt: skip
             assert any(b < n + s for b, n, s in zip(before, needed, share, strict=True))
-            assert (seq.block_table, self.available()) == ([], before)
+            assert (seq.block_tables, self.available()) == ((), before)
 
     @precondition(lambda self: self.live)
     @rule(data=st.data(), num_new=st.integers(1, 5))
@@ -112,17 +107,17 @@ class BlockMachine(RuleBasedStateMachine):
             return
         start = seq.num_computed_tokens
         stop = data.draw(st.integers(start + 1, min(seq.num_tokens, start + MAX_SPAN)))
-        copies, before = list[BlockCopy](), ([list(t) for t in tables(seq)], self.available())
+        copies, before = list[BlockCopy](), ([list(t) for t in seq.block_tables], self.available())
         if self.blocks.try_reserve(seq, stop, copies):
             held = self.held(seq)
             assert all(h <= n for h, n in zip(held, self.needed(seq.num_tokens), strict=True))
             self.write(seq, stop, copies)
             if stop - start > 1 or stop % self.blocks.block_size == 0:  # as the engine does
-                self.blocks.settle(seq)
+                self.blocks.mark_computed(seq)
         else:
             alone = len(self.live) == 1
             assert not alone or seq.num_tokens > self.blocks.capacity_tokens
-            assert (copies, ([list(t) for t in tables(seq)], self.available())) == ([], before)
+            assert (copies, ([list(t) for t in seq.block_tables], self.available())) == ([], before)
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
@@ -144,7 +139,7 @@ class BlockMachine(RuleBasedStateMachine):
             for seq in self.live
             if (start := seq.num_computed_tokens) >= 0
         }
-        self.blocks.reclaim(self.live)
+        self.blocks.drop_unneeded(self.live)
         spares = [spare + len(victims) - gone for gone in range(len(victims) + 1)]
         count = self.blocks.victims_needed(head, victims, spares.__getitem__, lambda: stops)
         if count is None:
@@ -159,7 +154,7 @@ class BlockMachine(RuleBasedStateMachine):
                 copies = list[BlockCopy]()
                 assert self.blocks.try_reserve(seq, stops[seq], copies)
                 self.write(seq, stops[seq], copies)
-                self.blocks.settle(seq)
+                self.blocks.mark_computed(seq)
 
     @precondition(lambda self: any(seq.num_computed_tokens for seq in self.live))
     @rule(data=st.data(), rest=st.lists(st.integers(0, 1), min_size=1, max_size=6),
@@ -170,14 +165,14 @@ class BlockMachine(RuleBasedStateMachine):
         seq = self.new([*sibling.token_ids[:common], *rest], sibling.cache_salt)
         copies, before = list[BlockCopy](), self.available()
         if not self.blocks.try_join(seq, sibling, common, spare, copies):
-            assert (copies, seq.block_table, self.available()) == ([], [], before)
+            assert (copies, seq.block_tables, self.available()) == ([], (), before)
             return
         assert self.available()[0] >= spare
         assert seq.num_computed_tokens == common
-        assert max(self.held(seq)) <= self.blocks.kinds[0].blocks_for(seq.num_tokens)
+        assert max(self.held(seq)) <= self.blocks.pools[0].blocks_for(seq.num_tokens)
         num_full, rest_of_block = divmod(common, self.blocks.block_size)
-        assert len(copies) == (len(self.blocks.kinds) if rest_of_block else 0)
-        for mine, theirs in zip(tables(seq), tables(sibling), strict=True):
+        assert len(copies) == (len(self.blocks.pools) if rest_of_block else 0)
+        for mine, theirs in zip(seq.block_tables, sibling.block_tables, strict=True):
             pairs = list(zip(mine[:num_full], theirs, strict=False))
             assert all(own in (NO_BLOCK, block) for own, block in pairs)
             assert not set(mine[num_full:]) & set(theirs)
@@ -194,24 +189,24 @@ class BlockMachine(RuleBasedStateMachine):
         if seq.num_computed_tokens == seq.num_tokens:
             seq.token_ids.append(data.draw(st.integers(0, 1)))
         num_tokens, copies = seq.num_tokens, list[BlockCopy]()
-        before = [list(t) for t in tables(seq)], self.available()
+        before = [list(t) for t in seq.block_tables], self.available()
         if not self.blocks.try_reserve(seq, num_tokens + len(drafts), copies):
-            assert (copies, ([list(t) for t in tables(seq)], self.available())) == ([], before)
+            assert (copies, ([list(t) for t in seq.block_tables], self.available())) == ([], before)
             return
         seq.token_ids += drafts
         self.write(seq, num_tokens + len(drafts), copies)
         accepted = data.draw(st.integers(0, len(drafts)))
         seq.token_ids[num_tokens + accepted :] = [data.draw(st.integers(0, 1))]
         seq.num_computed_tokens = num_tokens + accepted
-        self.blocks.settle(seq)
+        self.blocks.mark_computed(seq)
         self.blocks.trim(seq)
         most = -(-seq.num_tokens // self.blocks.block_size)
-        assert all(len(table) <= most for table in tables(seq))
+        assert all(len(table) <= most for table in seq.block_tables)
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
-    def reclaim(self, data: st.DataObject) -> None:
-        self.blocks.reclaim(data.draw(st.lists(st.sampled_from(self.live), unique=True)))
+    def drop_unneeded(self, data: st.DataObject) -> None:
+        self.blocks.drop_unneeded(data.draw(st.lists(st.sampled_from(self.live), unique=True)))
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
@@ -235,7 +230,7 @@ class BlockMachine(RuleBasedStateMachine):
             self.blocks.release(seq)
         if hasattr(self, "blocks"):
             self.blocks.check_integrity([])
-            assert self.available() == [kind.num_blocks for kind in self.blocks.kinds]
+            assert self.available() == [pool.num_blocks for pool in self.blocks.pools]
 
 
 TestBlockMachine = BlockMachine.TestCase

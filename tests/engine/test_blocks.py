@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from penstock.gpu_worker.engine.kv.block_manager import BlockManager
+from penstock.gpu_worker.engine.kv.kv_cache_groups import KVCacheGroup
+from penstock.gpu_worker.engine.kv.kv_manager import KVManager
 from penstock.gpu_worker.engine.plan import BlockCopy
 from penstock.gpu_worker.engine.sequence import Sequence
 from penstock.shared.errors import IntegrityError
@@ -11,74 +14,81 @@ from penstock.shared.protocol import SamplingOptions
 OPTIONS = SamplingOptions()
 
 
+def manager(
+    num_blocks: int, block_size: int, *, window: int | None = None, **options: Any
+) -> KVManager:
+    """A manager of one pool."""
+    return KVManager([KVCacheGroup(num_blocks, window)], block_size, **options)
+
+
 def sequence(token_ids: list[int], id: str = "s", salt: bytes = b"") -> Sequence:
     return Sequence(id=id, prompt_ids=token_ids, options=OPTIONS, cache_salt=salt)
 
 
-def computed(blocks: BlockManager, seq: Sequence, num_tokens: int | None = None) -> Sequence:
+def computed(blocks: KVManager, seq: Sequence, num_tokens: int | None = None) -> Sequence:
     seq.num_computed_tokens = seq.num_tokens if num_tokens is None else num_tokens
-    blocks.settle(seq)
+    blocks.mark_computed(seq)
     return seq
 
 
-def admitted(blocks: BlockManager, token_ids: list[int], id: str = "s") -> Sequence:
+def admitted(blocks: KVManager, token_ids: list[int], id: str = "s") -> Sequence:
     seq = sequence(token_ids, id)
     assert blocks.try_admit(seq, 0)
     return seq
 
 
 def test_counts() -> None:
-    blocks = BlockManager(8, 4)
-    assert [blocks.blocks_for(n) for n in (0, 1, 4, 5, 8)] == [0, 1, 1, 2, 2]
+    blocks = manager(8, 4)
+    assert [blocks.pools[0].blocks_for(n) for n in (0, 1, 4, 5, 8)] == [0, 1, 1, 2, 2]
     seq = computed(blocks, admitted(blocks, list(range(9))))
     assert (blocks.num_used, blocks.num_cached, blocks.num_available) == (3, 0, 5)
     blocks.release(seq)
     assert (blocks.num_used, blocks.num_cached, blocks.num_available) == (0, 2, 8)
-    assert (seq.block_table, seq.num_computed_tokens) == ([], 0)
+    assert (seq.block_tables, seq.num_computed_tokens) == ((), 0)
 
 
 def test_admission_is_all_or_nothing_and_leaves_the_spare() -> None:
-    blocks = BlockManager(4, 4)
+    blocks = manager(4, 4)
     seq = sequence(list(range(9)))
     assert not blocks.try_admit(seq, 2)
-    assert (seq.block_table, blocks.num_available) == ([], 4)
+    assert (seq.block_tables, blocks.num_available) == ((), 4)
     assert blocks.try_admit(seq, 1)
-    assert len(seq.block_table) == 3
+    assert len(seq.block_tables[0]) == 3
 
 
 def test_a_hit_gives_the_same_blocks_and_counts_as_computed() -> None:
-    blocks = BlockManager(8, 4)
+    blocks = manager(8, 4)
     first = computed(blocks, admitted(blocks, list(range(10)), "first"))
     second = admitted(blocks, [*range(8), 99, 98], "second")
-    assert second.block_table[:2] == first.block_table[:2]
-    assert second.block_table[2] != first.block_table[2]
+    assert second.block_tables[0][:2] == first.block_tables[0][:2]
+    assert second.block_tables[0][2] != first.block_tables[0][2]
     assert second.num_computed_tokens == 8
     blocks.check_integrity([first, second])
 
 
 def test_the_last_token_is_never_taken_from_the_cache() -> None:
-    blocks = BlockManager(8, 4)
+    blocks = manager(8, 4)
     computed(blocks, admitted(blocks, list(range(8)), "first"))
     assert admitted(blocks, list(range(8)), "same").num_computed_tokens == 4
     assert admitted(blocks, list(range(9)), "longer").num_computed_tokens == 8
 
 
 def test_only_computed_blocks_are_published() -> None:
-    blocks = BlockManager(8, 4)
+    blocks = manager(8, 4)
     first = admitted(blocks, list(range(12)), "first")
     computed(blocks, first, 7)
     assert admitted(blocks, list(range(12)), "second").num_computed_tokens == 4
 
 
 def test_a_block_after_a_different_one_is_a_different_block() -> None:
-    blocks = BlockManager(16, 4)
+    blocks = manager(16, 4)
     computed(blocks, admitted(blocks, [1, 1, 1, 1, 2, 2, 2, 2, 3], "first"))
     assert admitted(blocks, [2, 2, 2, 2, 3], "no chain").num_computed_tokens == 0
     assert admitted(blocks, [0, 1, 1, 1, 2, 2, 2, 2, 3], "other").num_computed_tokens == 0
 
 
 def test_prefixes_are_shared_only_within_a_salt() -> None:
-    blocks = BlockManager(16, 4)
+    blocks = manager(16, 4)
     for salt in (b"", b"a", b"b"):
         seq = sequence(list(range(9)), "first", salt)
         assert blocks.try_admit(seq, 0)
@@ -90,14 +100,14 @@ def test_prefixes_are_shared_only_within_a_salt() -> None:
 
 
 def test_without_prefix_cache_nothing_is_kept() -> None:
-    blocks = BlockManager(8, 4, prefix_cache=False)
+    blocks = manager(8, 4, prefix_cache=False)
     blocks.release(computed(blocks, admitted(blocks, list(range(9)))))
     assert blocks.num_cached == 0
     assert admitted(blocks, list(range(9))).num_computed_tokens == 0
 
 
 def test_eviction_takes_the_least_recently_used_and_of_it_the_end_of_the_prefix() -> None:
-    blocks = BlockManager(5, 2)
+    blocks = manager(5, 2)
     old = computed(blocks, admitted(blocks, [1, 1, 2, 2], "old"))
     new = computed(blocks, admitted(blocks, [3, 3, 4, 4], "new"))
     blocks.release(old)
@@ -111,7 +121,7 @@ def test_eviction_takes_the_least_recently_used_and_of_it_the_end_of_the_prefix(
 
 
 def test_a_hit_block_is_not_evicted_for_the_very_sequence_that_hit_it() -> None:
-    blocks = BlockManager(3, 2)
+    blocks = manager(3, 2)
     blocks.release(computed(blocks, admitted(blocks, [1, 1, 2, 2, 3, 3])))
     assert blocks.num_cached == 3
     seq = admitted(blocks, [1, 1, 2, 2, 4, 4])
@@ -121,7 +131,7 @@ def test_a_hit_block_is_not_evicted_for_the_very_sequence_that_hit_it() -> None:
 
 
 def test_revived_blocks_count_against_what_is_available() -> None:
-    blocks = BlockManager(3, 2)
+    blocks = manager(3, 2)
     blocks.release(computed(blocks, admitted(blocks, [1, 1, 2, 2])))
     seq = sequence([1, 1, 2, 2, 3, 3, 4, 4])
     assert not blocks.try_admit(seq, 0)
@@ -129,34 +139,34 @@ def test_revived_blocks_count_against_what_is_available() -> None:
 
 
 def test_reserving_is_all_or_nothing() -> None:
-    blocks = BlockManager(3, 2)
+    blocks = manager(3, 2)
     seq, copies = admitted(blocks, [1, 2]), list[BlockCopy]()
     assert blocks.try_reserve(computed(blocks, seq), 2, copies)
     assert not blocks.try_reserve(seq, 7, copies)
-    assert len(seq.block_table) == 1
+    assert len(seq.block_tables[0]) == 1
     assert blocks.try_reserve(seq, 6, copies)
-    assert len(seq.block_table) == 3
+    assert len(seq.block_tables[0]) == 3
     assert copies == []
 
 
 def test_the_first_to_write_into_a_shared_block_copies_it_the_last_does_not() -> None:
-    blocks = BlockManager(8, 4)
+    blocks = manager(8, 4)
     parent = computed(blocks, admitted(blocks, list(range(6)), "parent"))
     child = sequence(list(range(6)), "child")
     blocks.fork(parent, child)
-    assert child.block_table == parent.block_table
+    assert child.block_tables[0] == parent.block_tables[0]
     assert blocks.num_used == 2
-    shared, copies = parent.block_table[1], list[BlockCopy]()
+    shared, copies = parent.block_tables[0][1], list[BlockCopy]()
     assert blocks.try_reserve(child, 7, copies)
-    assert copies == [BlockCopy(source=shared, target=child.block_table[1])]
+    assert copies == [BlockCopy(source=shared, target=child.block_tables[0][1])]
     assert blocks.try_reserve(parent, 7, copies)
-    assert (len(copies), parent.block_table[1]) == (1, shared)
-    assert parent.block_table[0] == child.block_table[0]
+    assert (len(copies), parent.block_tables[0][1]) == (1, shared)
+    assert parent.block_tables[0][0] == child.block_tables[0][0]
     blocks.check_integrity([parent, child])
 
 
 def test_a_copy_needs_a_block() -> None:
-    blocks = BlockManager(1, 4)
+    blocks = manager(1, 4)
     parent = computed(blocks, admitted(blocks, [1, 2], "parent"))
     child, copies = sequence([1, 2], "child"), list[BlockCopy]()
     blocks.fork(parent, child)
@@ -168,15 +178,15 @@ def test_a_copy_needs_a_block() -> None:
 
 
 def test_a_fork_does_not_share_what_is_not_computed() -> None:
-    blocks = BlockManager(8, 2)
+    blocks = manager(8, 2)
     parent = computed(blocks, admitted(blocks, list(range(8)), "parent"), 3)
     child = sequence(list(range(3)), "child")
     blocks.fork(parent, child)
-    assert child.block_table == parent.block_table[:2]
+    assert child.block_tables[0] == parent.block_tables[0][:2]
 
 
 def test_integrity_finds_what_is_wrong() -> None:
-    blocks = BlockManager(8, 4)
+    blocks = manager(8, 4)
     seq = computed(blocks, admitted(blocks, list(range(9))))
     blocks.check_integrity([seq])
     with pytest.raises(IntegrityError, match="0 owners"):
@@ -187,6 +197,6 @@ def test_integrity_finds_what_is_wrong() -> None:
     with pytest.raises(IntegrityError, match="published too early"):
         blocks.check_integrity([seq])
     seq.num_computed_tokens = 9
-    seq.block_table[1] = seq.block_table[0]
+    seq.block_tables[0][1] = seq.block_tables[0][0]
     with pytest.raises(IntegrityError, match="stands twice"):
         blocks.check_integrity([seq])

@@ -7,7 +7,7 @@ from engine.test_scheduler import RECOMPUTE, Bench
 
 from penstock.gpu_worker.engine.config import Chunking
 from penstock.gpu_worker.engine.engine import Engine
-from penstock.gpu_worker.engine.kv.kv_cache_groups import KVKind
+from penstock.gpu_worker.engine.kv.kv_cache_groups import KVCacheGroup
 from penstock.gpu_worker.engine.sequence import SequenceStatus
 from penstock.gpu_worker.engine.stats import PreemptionCause
 from penstock.shared.protocol import Lane
@@ -133,10 +133,13 @@ def test_who_was_displaced_does_not_come_back_in_the_same_step() -> None:
 def test_nobody_is_displaced_for_blocks_that_have_left_a_window() -> None:
     """A sequence gives them up when it fills its next one, or when somebody is short of them."""
     cfg = config(
-        num_blocks=8, more_kinds=(KVKind(4, window=4),), chunk_size=4, watermark=0.0,
+        num_blocks=8,
+        more_kv_cache_groups=(KVCacheGroup(4, window=4),),
+        chunk_size=4,
+        watermark=0.0,
         prefix_cache=False,
-    )  # fmt: skip
-    engine, runner = Engine(cfg, PieceStream), FakeRunner(cfg.block_size, cfg.kinds)
+    )
+    engine, runner = Engine(cfg, PieceStream), FakeRunner(cfg.block_size, cfg.kv_cache_groups)
     engine.add(request("batch", [1] * 13, lane=Lane.BATCH, max_tokens=9))
     for _ in range(6):
         plan = engine.schedule()

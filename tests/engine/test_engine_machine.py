@@ -19,7 +19,7 @@ from engine.machine_parts import (
     MachineModel,
     Poisoned,
     defer_some,
-    more_kinds,
+    more_kv_cache_groups,
     prompts,
     speculations,
     stop_lists,
@@ -52,7 +52,7 @@ class EngineMachine(MachineModel):
         block_size=st.integers(1, 4),
         num_blocks=st.integers(1, 14),
         window=st.none() | st.integers(1, 8),
-        more_kinds=more_kinds,
+        more_kv_cache_groups=more_kv_cache_groups,
         max_sequences=st.integers(1, 6),
         more_tokens=st.integers(0, 12),
         chunk_size=st.integers(1, 10),
@@ -82,7 +82,7 @@ class EngineMachine(MachineModel):
             chunking=self.chunking, min_chunk_size=1, target_itl_s=1.0, **limits,
         )  # fmt: skip
         self.engine = Engine(self.config, PieceStream)
-        self.runner = FakeRunner(self.config.block_size, self.config.kinds, timing)
+        self.runner = FakeRunner(self.config.block_size, self.config.kv_cache_groups, timing)
         self.live, self.ended, self.seen, self.arrivals = {}, [], {}, []
         self.num_made = 0
         self.now = 0.0

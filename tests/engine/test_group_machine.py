@@ -24,7 +24,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from penstock.gpu_worker.engine.config import Chunking, EngineConfig, PolicyName
 from penstock.gpu_worker.engine.engine import Engine
-from penstock.gpu_worker.engine.kv.kv_cache_groups import KVKind
+from penstock.gpu_worker.engine.kv.kv_cache_groups import KVCacheGroup
 from penstock.gpu_worker.engine.plan import Plan
 from penstock.gpu_worker.engine.requests import EngineRequest, Finish, Update
 from penstock.gpu_worker.engine.speculation.verification_cost import StepTiming
@@ -132,8 +132,10 @@ class GroupMachine(RuleBasedStateMachine):
         preemption=st.sampled_from(["swap", "recompute"]),
         num_host_blocks=st.integers(0, 20),
         window=st.none() | st.integers(1, 8),
-        more_kinds=st.just(())
-        | st.tuples(st.builds(KVKind, st.integers(4, 30), st.integers(1, 6), st.integers(0, 20))),
+        more_kv_cache_groups=st.just(())
+        | st.tuples(
+            st.builds(KVCacheGroup, st.integers(4, 30), st.integers(1, 6), st.integers(0, 20))
+        ),
         speculation=speculations,
         timing=timings,
     )
@@ -154,7 +156,7 @@ class GroupMachine(RuleBasedStateMachine):
             min_chunk_size=1, target_itl_s=1.0, **limits,
         )  # fmt: skip
         self.engine = Engine(self.config, PieceStream)
-        self.runner = FakeRunner(self.config.block_size, self.config.kinds, timing)
+        self.runner = FakeRunner(self.config.block_size, self.config.kv_cache_groups, timing)
         self.live: dict[str, Log] = {}
         self.ended: list[Log] = []
         self.num_made = 0
@@ -181,7 +183,9 @@ class GroupMachine(RuleBasedStateMachine):
         log.publish(update)
         cfg, width, num_prompt = self.config, req.options.beam_width, len(prompt_ids)
         longest = min(num_prompt + req.options.max_tokens, cfg.max_model_len)
-        short = any(width * held(cfg, kind, longest) > kind.num_blocks for kind in cfg.kinds)
+        short = any(
+            width * held(cfg, group, longest) > group.num_blocks for group in cfg.kv_cache_groups
+        )
         assert log.reason is not None
         assert log.reason.state.value == "failed"
         assert (
@@ -352,10 +356,10 @@ class GroupMachine(RuleBasedStateMachine):
             assert whole[choice].text.startswith(log.texts[choice])
 
 
-def held(cfg: EngineConfig, kind: KVKind, num_tokens: int) -> int:
-    """Most blocks of a kind that a sequence holds until it has so many tokens."""
+def held(cfg: EngineConfig, group: KVCacheGroup, num_tokens: int) -> int:
+    """Most blocks of a group that a sequence holds until it has so many tokens."""
     size = cfg.block_size
-    span = (kind.window or num_tokens) - 1 + min(cfg.chunk_size, cfg.max_batch_tokens) + size - 1
+    span = (group.window or num_tokens) - 1 + min(cfg.chunk_size, cfg.max_batch_tokens) + size - 1
     return min(-(-num_tokens // size), 1 + -(-(span - 1) // size))
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from engine.fakes import FakeRunner, PieceStream, Result, config, decode, request, solo
+from engine.fakes import FakeRunner, PieceStream, Result, config, decode, kv_manager, request, solo
 
 from penstock.gpu_worker.engine.config import EngineConfig
 from penstock.gpu_worker.engine.engine import Engine
 from penstock.gpu_worker.engine.groups.beam_group import Beams
-from penstock.gpu_worker.engine.kv.block_manager import BlockManager
 from penstock.gpu_worker.engine.output_state import Output
 from penstock.gpu_worker.engine.plan import StepOutput
 from penstock.gpu_worker.engine.requests import EngineRequest, Update
@@ -277,7 +276,7 @@ def test_a_copy_never_reads_what_another_copy_of_the_step_makes() -> None:
 
 def test_a_beam_is_not_forked_before_it_is_whole() -> None:
     cfg = config(chunk_size=4)
-    scheduler = Scheduler(cfg, BlockManager(cfg.num_blocks, cfg.block_size), Fcfs())
+    scheduler = Scheduler(cfg, kv_manager(cfg), Fcfs())
     parent = Sequence(id="r", prompt_ids=PROMPT, options=SamplingOptions(beam_width=2))
     parent.siblings = {parent: None}
     scheduler.add(parent)
@@ -285,7 +284,7 @@ def test_a_beam_is_not_forked_before_it_is_whole() -> None:
     parent.num_computed_tokens = 4
     child = parent.twin(1, (*PROMPT, 3))
     scheduler.fork(parent, child)
-    assert (child.status, child.block_table) == (SequenceStatus.WAITING, [])
+    assert (child.status, child.block_tables) == (SequenceStatus.WAITING, ())
     scheduler.check_integrity({parent, child})
 
 
@@ -303,7 +302,7 @@ def test_a_report_from_before_the_last_step_of_a_search_counts_for_nothing() -> 
     first = Sequence(
         id="r", prompt_ids=PROMPT, options=SamplingOptions(beam_width=2, temperature=0)
     )
-    limits = Limits(cfg, BlockManager(cfg.num_blocks, cfg.block_size))
+    limits = Limits(cfg, kv_manager(cfg))
     beams = Beams(Nobody(), limits, first, lambda s: Output(s, PieceStream(()), cfg))  # type: ignore[arg-type]
 
     def report(beam: Sequence, likely: tuple[int, int]) -> None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.gpu_worker.engine.kv.prefix_cache import PrefixCache
+from penstock.gpu_worker.engine.kv.prefix_cache import PrefixCache, longest_hit
 from penstock.gpu_worker.engine.sequence import Sequence
 from penstock.shared.protocol import SamplingOptions
 
@@ -12,12 +12,16 @@ short_ids = st.lists(st.integers(0, 1), min_size=1, max_size=9)
 
 def sequence(token_ids: list[int], table: list[int], salt: bytes = b"") -> Sequence:
     seq = Sequence(id="s", prompt_ids=token_ids, options=SamplingOptions(), cache_salt=salt)
-    seq.block_table = table
+    seq.block_tables = (table,)
     return seq
 
 
+def match(cache: PrefixCache, seq: Sequence) -> list[int]:
+    return cache.hit_blocks(seq, cache.num_hit_blocks(seq, longest_hit(seq, 2)))
+
+
 def publish(cache: PrefixCache, seq: Sequence, num_full: int) -> None:
-    cache.publish(seq, seq.block_table, num_full)
+    cache.publish(seq, seq.block_tables[0], num_full)
     seq.num_published_blocks = num_full
 
 
@@ -36,14 +40,14 @@ def test_matches_exactly_the_common_full_blocks(
         and first[num_equal * size :][:size] == second[num_equal * size :][:size]
     ):
         num_equal += 1
-    assert cache.match(sequence(second, [], salt[1])) == [10, 11, 12, 13, 14][:num_equal]
+    assert match(cache, sequence(second, [], salt[1])) == [10, 11, 12, 13, 14][:num_equal]
 
 
 def test_the_first_block_with_a_content_stays_the_one() -> None:
     cache = PrefixCache(2)
     publish(cache, sequence([1, 2], [7]), 1)
     publish(cache, sequence([1, 2], [8]), 1)
-    assert cache.match(sequence([1, 2, 3], [])) == [7]
+    assert match(cache, sequence([1, 2, 3], [])) == [7]
     assert (7 in cache, 8 in cache, len(cache)) == (True, False, 1)
 
 
@@ -51,9 +55,9 @@ def test_a_forgotten_block_ends_the_match() -> None:
     cache = PrefixCache(2)
     publish(cache, sequence([1, 2, 3, 4], [7, 8]), 2)
     cache.forget(7)
-    assert cache.match(sequence([1, 2, 3, 4, 5], [])) == []
+    assert match(cache, sequence([1, 2, 3, 4, 5], [])) == []
     publish(cache, sequence([1, 2], [9]), 1)
-    assert cache.match(sequence([1, 2, 3, 4, 5], [])) == [9, 8]
+    assert match(cache, sequence([1, 2, 3, 4, 5], [])) == [9, 8]
 
 
 def test_digests_are_kept_and_grow_with_the_sequence() -> None:
@@ -61,7 +65,7 @@ def test_digests_are_kept_and_grow_with_the_sequence() -> None:
     publish(cache, seq, 1)
     digests = list(seq.block_digests)
     seq.token_ids += [4, 5]
-    seq.block_table.append(8)
+    seq.block_tables[0].append(8)
     publish(cache, seq, 2)
     assert seq.block_digests[:1] == digests
     assert [len(digest) for digest in seq.block_digests] == [16, 16]
@@ -72,4 +76,4 @@ def test_content_is_not_confused_with_its_neighbours() -> None:
     cache = PrefixCache(2)
     publish(cache, sequence([1, 256], [7]), 1)
     for ids in ([257, 0], [0, 1 << 24], [65537, 0], [256, 1], [1, 256 << 8]):
-        assert cache.match(sequence([*ids, 3], [])) == []
+        assert match(cache, sequence([*ids, 3], [])) == []

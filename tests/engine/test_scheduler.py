@@ -1,10 +1,9 @@
 from __future__ import annotations
 
 import pytest
-from engine.fakes import config
+from engine.fakes import config, kv_manager
 
 from penstock.gpu_worker.engine.config import EngineConfig
-from penstock.gpu_worker.engine.kv.hybrid_blocks import make_blocks
 from penstock.gpu_worker.engine.plan import Plan
 from penstock.gpu_worker.engine.scheduling.policies import Fcfs
 from penstock.gpu_worker.engine.scheduling.scheduler import Scheduler
@@ -22,7 +21,7 @@ class Bench:
 
     def __init__(self, **changes: object) -> None:
         self.config: EngineConfig = config(**{"watermark": 0.0, "prefix_cache": False, **changes})
-        self.blocks = make_blocks(self.config)
+        self.blocks = kv_manager(self.config)
         self.scheduler = Scheduler(self.config, self.blocks, Fcfs())
         self.live: set[Sequence] = set()
 
@@ -53,7 +52,7 @@ class Bench:
     def compute(self, plan: Plan) -> None:
         for span in plan.spans:
             span.sequence.num_computed_tokens += span.num_tokens
-            self.blocks.settle(span.sequence)
+            self.blocks.mark_computed(span.sequence)
             if span.samples:
                 span.sequence.token_ids.append(7)
 
@@ -214,7 +213,7 @@ def test_a_preempted_sequence_keeps_its_tokens_and_comes_back_first_in_its_lane(
     assert bench.step() == {"a": 1}
     assert second.status is SequenceStatus.WAITING
     assert second.token_ids[3:] == [7]
-    assert (second.num_computed_tokens, second.block_table) == (0, [])
+    assert (second.num_computed_tokens, second.block_tables) == (0, ())
     bench.finish(first)
     assert list(bench.step().items()) == [("b", 4), ("c", 1)]
     assert second.token_ids[3:] == [7, 7]

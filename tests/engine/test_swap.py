@@ -9,7 +9,7 @@ from engine.fakes import FakeRunner, PieceStream, config, request, solo
 
 from penstock.gpu_worker.engine.engine import Engine
 from penstock.gpu_worker.engine.kv.host_pool import HostPool
-from penstock.gpu_worker.engine.kv.kv_cache_groups import NO_BLOCK, KVKind
+from penstock.gpu_worker.engine.kv.kv_cache_groups import NO_BLOCK, KVCacheGroup
 from penstock.gpu_worker.engine.plan import BlockCopy, Plan, StepOutput
 from penstock.gpu_worker.engine.requests import Finish
 from penstock.gpu_worker.engine.sequence import Sequence
@@ -20,35 +20,35 @@ from penstock.shared.protocol import Lane, Reason, SamplingOptions
 
 def sequence(name: str, blocks: list[int], computed: int) -> Sequence:
     made = Sequence(id=name, prompt_ids=range(computed + 1), options=SamplingOptions())
-    made.block_table, made.num_computed_tokens = blocks, computed
+    made.block_tables, made.num_computed_tokens = (blocks,), computed
     return made
 
 
 class TestHostPool:
     def test_saves_computed_blocks_and_restores_what_the_prefix_cache_lacks(self) -> None:
-        host, out, back = HostPool([KVKind(9, num_host_blocks=4)], 4), [], []
+        host, out, back = HostPool([KVCacheGroup(9, num_host_blocks=4)], 4), [], []
         one = sequence("one", [7, 8, 9], computed=5)
         assert host.try_save(one, out)
         assert [copy.source for copy in out] == [7, 8], "block 9 holds nothing computed"
         kept = [copy.target for copy in out]
         assert (one.host_blocks, one.num_swapped_tokens, host.num_used) == ((tuple(kept),), 5, 2)
         host.check_integrity([one])
-        one.block_table, one.num_computed_tokens = [3, 1, 2], 4
+        one.block_tables, one.num_computed_tokens = ([3, 1, 2],), 4
         host.restore(one, back)
         assert back == [BlockCopy(kept[1], 1)]
         assert (one.num_computed_tokens, one.host_blocks, host.num_used) == (5, (), 0)
         assert (host.num_out, host.num_in) == (2, 1)
 
     def test_copies_nothing_back_where_the_prefix_cache_has_more(self) -> None:
-        host, back = HostPool([KVKind(9, num_host_blocks=4)], 4), []
+        host, back = HostPool([KVCacheGroup(9, num_host_blocks=4)], 4), []
         one = sequence("one", [7], computed=3)
         assert host.try_save(one, [])
-        one.block_table, one.num_computed_tokens = [3, 1, 2], 8
+        one.block_tables, one.num_computed_tokens = ([3, 1, 2],), 8
         host.restore(one, back)
         assert (back, one.num_computed_tokens, host.num_used) == ([], 8, 0)
 
     def test_a_full_pool_refuses_and_changes_nothing(self) -> None:
-        host, out = HostPool([KVKind(9, num_host_blocks=2)], 4), []
+        host, out = HostPool([KVCacheGroup(9, num_host_blocks=2)], 4), []
         one, two = sequence("one", [1], 2), sequence("two", [2, 3], 7)
         assert host.try_save(one, out)
         assert not host.try_save(two, out)
@@ -56,45 +56,45 @@ class TestHostPool:
         assert (host.num_refusals, host.num_used) == (1, 1)
 
     def test_what_was_never_copied_is_not_kept(self) -> None:
-        host = HostPool([KVKind(9, num_host_blocks=4)], 4)
-        settled, doubtful = sequence("one", [1], 2), sequence("two", [2], 2)
-        host.try_save(settled, [])
-        host.settle()
+        host = HostPool([KVCacheGroup(9, num_host_blocks=4)], 4)
+        confirmed, doubtful = sequence("one", [1], 2), sequence("two", [2], 2)
+        host.try_save(confirmed, [])
+        host.confirm_saves()
         host.try_save(doubtful, [])
-        host.distrust()
-        assert (len(settled.host_blocks[0]), settled.num_swapped_tokens) == (1, 2)
+        host.discard_saves()
+        assert (len(confirmed.host_blocks[0]), confirmed.num_swapped_tokens) == (1, 2)
         assert (doubtful.host_blocks, doubtful.num_swapped_tokens) == ((), 0)
-        host.check_integrity([settled, doubtful])
+        host.check_integrity([confirmed, doubtful])
 
-    def test_each_kind_keeps_what_its_window_shows(self) -> None:
+    def test_each_group_keeps_what_its_window_shows(self) -> None:
         host = HostPool(
-            [KVKind(9, num_host_blocks=3, block_bytes=7), KVKind(9, 4, 1, block_bytes=5)], 4
+            [
+                KVCacheGroup(9, num_host_blocks=3, block_bytes=7),
+                KVCacheGroup(9, 4, 1, block_bytes=5),
+            ],
+            4,
         )
         out, back = [], []
         one = sequence("one", [7, 8, 9], computed=11)  # the next token sees positions 8 to 11
-        one.more_tables = ([NO_BLOCK, NO_BLOCK, 3],)
+        one.block_tables += ([NO_BLOCK, NO_BLOCK, 3],)
         assert host.try_save(one, out)
-        assert [(copy.source, copy.kind) for copy in out] == [(7, 0), (8, 0), (9, 0), (3, 1)]
+        assert [(copy.source, copy.group) for copy in out] == [(7, 0), (8, 0), (9, 0), (3, 1)]
         assert host.bytes_out == 3 * 7 + 5
         host.check_integrity([one])
-        one.block_table, one.more_tables, one.num_computed_tokens = (
-            [5, 6, 0],
-            ([NO_BLOCK, 2, 1],),
-            4,
-        )
+        one.block_tables, one.num_computed_tokens = ([5, 6, 0], [NO_BLOCK, 2, 1]), 4
         host.restore(one, back)
-        assert [(copy.target, copy.kind) for copy in back] == [(6, 0), (0, 0), (1, 1)]
+        assert [(copy.target, copy.group) for copy in back] == [(6, 0), (0, 0), (1, 1)]
         assert host.bytes_in == 2 * 7 + 5
         two = sequence("two", [7], computed=3)
-        two.more_tables = ([4],)
+        two.block_tables += ([4],)
         assert host.try_save(two, [])
         three = sequence("three", [1], computed=3)
-        three.more_tables = ([5],)
-        assert not host.try_save(three, []), "one kind has room, the other has not"
+        three.block_tables += ([5],)
+        assert not host.try_save(three, []), "one pool has room, the other has not"
         host.check_integrity([two, three])
 
     def test_check_integrity_notices(self) -> None:
-        host = HostPool([KVKind(9, num_host_blocks=4)], 4)
+        host = HostPool([KVCacheGroup(9, num_host_blocks=4)], 4)
         one, two = sequence("one", [1], 2), sequence("two", [2], 2)
         assert host.try_save(one, [])
         assert host.try_save(two, [])

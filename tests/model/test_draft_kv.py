@@ -115,7 +115,7 @@ class Watched:
         fresh, num_blocks = self._pool(99), -(-len(sequence.token_ids) // BLOCK_SIZE)
         step = pack([Piece(sequence.token_ids, 0, range(num_blocks))], fresh)
         forward_logits(self._model.model, self._model.context, fresh, step)
-        read = zip(self._stored(self._drafter.pool, sequence.block_table, sequence),
+        read = zip(self._stored(self._drafter.pool, sequence.block_tables[0], sequence),
                    self._stored(fresh, range(num_blocks), sequence), strict=True)  # fmt: skip
         for found, expected in read:
             torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
@@ -228,7 +228,7 @@ def asking() -> list[Span]:
     spans, blocks = [], iter(range(99))
     for id, (prompt, options) in REQUESTS.items():
         sequence = Sequence(id=id, prompt_ids=prompt, options=options)
-        sequence.block_table.extend(islice(blocks, 9))
+        sequence.block_tables = (list(islice(blocks, 9)),)
         spans.append(Span(sequence, len(prompt) - 1, 1, samples=True, num_drafts=2))
     return spans
 

@@ -177,8 +177,8 @@ def alone(
     seq = Sequence(
         id="x", prompt_ids=prompt, options=options, seed=options.seed or 0, choice=choice
     )
-    seq.block_table.extend(range(-(-(len(prompt) + OUTPUT_TOKENS) // BLOCK_SIZE)))
-    pool = KVPool(model.geometry, len(seq.block_table), BLOCK_SIZE, model.device, model.dtype)
+    seq.block_tables = (list(range(-(-(len(prompt) + OUTPUT_TOKENS) // BLOCK_SIZE))),)
+    pool = KVPool(model.geometry, len(seq.block_tables[0]), BLOCK_SIZE, model.device, model.dtype)
     runner = ModelRunner(model, pool)
     while seq.num_output_tokens < OUTPUT_TOKENS:
         start = seq.num_computed_tokens

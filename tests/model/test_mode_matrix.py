@@ -19,7 +19,7 @@ from model.families import VOCAB_SIZE, WINDOW
 
 from penstock.gpu_worker.engine.config import Chunking, EngineConfig
 from penstock.gpu_worker.engine.engine import Engine
-from penstock.gpu_worker.engine.kv.kv_cache_groups import KVKind
+from penstock.gpu_worker.engine.kv.kv_cache_groups import KVCacheGroup
 from penstock.gpu_worker.engine.requests import EngineRequest
 from penstock.gpu_worker.engine.stats import EngineStats, PreemptionMode
 from penstock.gpu_worker.model.kv.kv_pool import KVPool
@@ -95,7 +95,7 @@ class Cell:
         windows = windows_of_kinds(model.geometry, MAX_MODEL_LEN)
         host = PLENTY if self.preemption == "swap" else 0
         first, *more = (
-            KVKind(SCARCE if window is None else SCARCE_IN_WINDOW, window, host)
+            KVCacheGroup(SCARCE if window is None else SCARCE_IN_WINDOW, window, host)
             for window in windows
         )
         most = {Chunking.FIXED: 5, Chunking.ADAPTIVE: 20, Chunking.OFF: MAX_MODEL_LEN}
@@ -103,7 +103,7 @@ class Cell:
             block_size=BLOCK_SIZE,
             num_blocks=first.num_blocks,
             window=first.window,
-            more_kinds=tuple(more),
+            more_kv_cache_groups=tuple(more),
             max_batch_tokens=24 if chunked else whole,
             # So few that all places are taken, and whoever is urgent takes somebody's.
             max_sequences=2 if self.crowded else 1,
@@ -184,8 +184,8 @@ def _urgent(number: int) -> EngineRequest:
 def serve(model: LoadedModel, cell: Cell) -> tuple[list[tuple[int, ...]], EngineStats]:
     """The subject's choices as the engine publishes them; one request arrives in each step."""
     config = cell.config(model)
-    pool = KVPool(model.geometry, config.kinds, BLOCK_SIZE, model.device, model.dtype)
-    num_host_blocks = [kind.num_host_blocks for kind in config.kinds]
+    pool = KVPool(model.geometry, config.kv_cache_groups, BLOCK_SIZE, model.device, model.dtype)
+    num_host_blocks = [kind.num_host_blocks for kind in config.kv_cache_groups]
     host = SwapPool(pool, num_host_blocks) if cell.preemption == "swap" else None
     runner = ModelRunner(model, pool, swap_pool=host)
     engine = Engine(config, lambda ids: IncrementalDetokenizer(model.tokenizer, ids))

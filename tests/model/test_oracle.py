@@ -19,7 +19,7 @@ from model.families import SUPPORTED, VOCAB_SIZE, WINDOW
 
 from penstock.gpu_worker.engine.config import EngineConfig
 from penstock.gpu_worker.engine.engine import Engine
-from penstock.gpu_worker.engine.kv.kv_cache_groups import KVKind
+from penstock.gpu_worker.engine.kv.kv_cache_groups import KVCacheGroup
 from penstock.gpu_worker.engine.plan import Span
 from penstock.gpu_worker.engine.requests import EngineRequest
 from penstock.gpu_worker.engine.sequence import Sequence
@@ -140,12 +140,12 @@ def serve(
     windows = windows_of_kinds(model.geometry, model.max_model_len)
     # Where all layers have a window, it takes fewer blocks to be short of them.
     num_blocks = mode.num_blocks if windows[0] is None else mode.num_blocks * 5 // 9
-    first, *more = (KVKind(num_blocks, window, mode.num_host_blocks) for window in windows)
+    first, *more = (KVCacheGroup(num_blocks, window, mode.num_host_blocks) for window in windows)
     config = EngineConfig(
         block_size=BLOCK_SIZE,
         num_blocks=first.num_blocks,
         window=first.window,
-        more_kinds=tuple(more),
+        more_kv_cache_groups=tuple(more),
         max_batch_tokens=64,
         max_sequences=mode.max_sequences,
         chunk_size=mode.chunk_size,
@@ -157,8 +157,8 @@ def serve(
         num_host_blocks=first.num_host_blocks,
     )
     engine = Engine(config, lambda ids: IncrementalDetokenizer(model.tokenizer, ids))
-    pool = KVPool(model.geometry, config.kinds, BLOCK_SIZE, model.device, model.dtype)
-    num_host_blocks = [kind.num_host_blocks for kind in config.kinds]
+    pool = KVPool(model.geometry, config.kv_cache_groups, BLOCK_SIZE, model.device, model.dtype)
+    num_host_blocks = [kind.num_host_blocks for kind in config.kv_cache_groups]
     host = SwapPool(pool, num_host_blocks) if mode.num_host_blocks else None
     runner = ModelRunner(model, pool, swap_pool=host)
     outputs = {f"r{i}": list(expected[prompt][: mode.resumed]) for i, prompt in enumerate(PROMPTS)}
@@ -231,7 +231,7 @@ def test_logits_are_the_models_own_in_any_chunking(
         sequence = Sequence(
             id=str(index), prompt_ids=prompt, options=SamplingOptions(temperature=0.0)
         )
-        sequence.block_table = [free.pop() for _ in range(-(-len(prompt) // BLOCK_SIZE))]
+        sequence.block_tables = ([free.pop() for _ in range(-(-len(prompt) // BLOCK_SIZE))],)
         sequences.append(sequence)
     rows: dict[str, list[torch.Tensor]] = {sequence.id: [] for sequence in sequences}
     computed = {sequence.id: 0 for sequence in sequences}

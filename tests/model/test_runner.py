@@ -41,7 +41,7 @@ def make_sequence(seed: int, length: int, blocks: list[int], **options: Any) -> 
     ids = torch.randint(3, VOCAB_SIZE, (length,), generator=generator).tolist()
     chosen = SamplingOptions(**options) if options else GREEDY
     sequence = Sequence(id=f"s{seed}", prompt_ids=ids, options=chosen, seed=seed)
-    sequence.block_table = blocks
+    sequence.block_tables = (blocks,)
     return sequence
 
 
@@ -155,7 +155,7 @@ def test_block_copies_come_before_the_forward(loaded: Loaded, model_type: str) -
     went_on = runner.run(Plan((Span(original, 6, 2, True),)))
     solo = make_runner(loaded(model_type))
     for sequence, output in ((fork, forked), (original, went_on)):
-        sequence.block_table = [5, 6]
+        sequence.block_tables = ([5, 6],)
         assert solo.run(Plan((whole(sequence),))) == output
 
 

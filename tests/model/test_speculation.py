@@ -15,7 +15,7 @@ import torch
 from model.families import VOCAB_SIZE, WINDOW
 from model.speculating import BLOCK_SIZE, Oracle, Served, draft_model, serve
 
-from penstock.gpu_worker.engine.kv.kv_cache_groups import KVKind, most_blocks_held
+from penstock.gpu_worker.engine.kv.kv_cache_groups import KVCacheGroup, most_blocks_held
 from penstock.gpu_worker.engine.plan import Span
 from penstock.gpu_worker.engine.speculation.controller import SpeculationConfig
 from penstock.gpu_worker.model.drafting.drafters import Proposal
@@ -179,7 +179,7 @@ def test_layers_with_a_window_give_up_what_left_it_beside_a_draft_model(
         drafter=draft_model(model, model, 200),
         chunk_size=8,
         # Room for the windows of two: what is not given up would be missed at once.
-        more_kinds=(KVKind(2 * most, WINDOW),),
+        more_kv_cache_groups=(KVCacheGroup(2 * most, WINDOW),),
     )
     assert served.outputs == greedy(family)
     assert served.accepted == served.drafted > 30

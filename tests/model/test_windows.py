@@ -13,7 +13,7 @@ from model.families import VOCAB_SIZE, WINDOW
 
 from penstock.gpu_worker.engine.config import EngineConfig
 from penstock.gpu_worker.engine.engine import Engine
-from penstock.gpu_worker.engine.kv.kv_cache_groups import KVKind, most_blocks_held
+from penstock.gpu_worker.engine.kv.kv_cache_groups import KVCacheGroup, most_blocks_held
 from penstock.gpu_worker.engine.requests import EngineRequest
 from penstock.gpu_worker.engine.stats import EngineStats
 from penstock.gpu_worker.model.kv.kv_pool import KVPool
@@ -103,12 +103,12 @@ def serve(
         rounds: how often.
     """
     windows = windows_of_kinds(model.geometry, model.max_model_len)
-    first, *more = (KVKind(windowed if window else full, window) for window in windows)
+    first, *more = (KVCacheGroup(windowed if window else full, window) for window in windows)
     config = EngineConfig(
         block_size=BLOCK_SIZE,
         num_blocks=first.num_blocks,
         window=first.window,
-        more_kinds=tuple(more),
+        more_kv_cache_groups=tuple(more),
         max_batch_tokens=24,
         max_sequences=max_sequences,
         chunk_size=CHUNK,
@@ -118,7 +118,7 @@ def serve(
         watermark=0.0,
     )
     engine = Engine(config, lambda ids: IncrementalDetokenizer(model.tokenizer, ids))
-    pool = KVPool(model.geometry, config.kinds, BLOCK_SIZE, model.device, model.dtype)
+    pool = KVPool(model.geometry, config.kv_cache_groups, BLOCK_SIZE, model.device, model.dtype)
     for layer in pool.layers:  # what was never written must not be read
         layer.key.fill_(torch.nan)
         layer.value.fill_(torch.nan)
@@ -232,13 +232,13 @@ def test_kinds_of_layers(
 ) -> None:
     geometry = KVGeometry(layers)
     assert windows_of_kinds(geometry, context) == windows
-    found = tuple(KVKind(1, window) for window in windows)
+    found = tuple(KVCacheGroup(1, window) for window in windows)
     assert kinds_of_layers(geometry, found) == kinds
 
 
 def test_a_layer_that_no_kind_keeps_enough_for() -> None:
     with pytest.raises(ValueError, match=r"as wide as layer 1"):
-        kinds_of_layers(KVGeometry((NARROW, FULL)), [KVKind(1, 64)])
+        kinds_of_layers(KVGeometry((NARROW, FULL)), [KVCacheGroup(1, 64)])
 
 
 def limits(max_sequences: int = 8, max_model_len: int = 2048) -> EngineConfig:
@@ -293,7 +293,11 @@ def test_a_budget_is_split_between_the_kinds() -> None:
 def test_bytes_of_a_pool_of_two_kinds(loaded: Loaded) -> None:
     model = loaded("gemma2")
     pool = KVPool(
-        model.geometry, (KVKind(5), KVKind(3, WINDOW)), BLOCK_SIZE, model.device, model.dtype
+        model.geometry,
+        (KVCacheGroup(5), KVCacheGroup(3, WINDOW)),
+        BLOCK_SIZE,
+        model.device,
+        model.dtype,
     )
     assert [layer.key.shape[0] for layer in pool.layers] == [3, 5, 3]
     tensors = [tensor for layer in pool.layers for tensor in (layer.key, layer.value)]

@@ -14,7 +14,7 @@ from unit.poison import CONFIG, POISON, PoisonedRunner, make_engine, request
 from waiting import wait_until
 
 from penstock.gpu_worker.engine.engine import Engine
-from penstock.gpu_worker.engine.kv.kv_cache_groups import KVKind
+from penstock.gpu_worker.engine.kv.kv_cache_groups import KVCacheGroup
 from penstock.gpu_worker.engine.plan import Plan, StepOutput
 from penstock.gpu_worker.engine.requests import EngineRequest, Finish
 from penstock.gpu_worker.engine_process.synthetic_model import SyntheticRunner, build_synthetic
@@ -239,7 +239,10 @@ def test_steps_whose_draft_model_failed_are_counted() -> None:
 
 
 def test_pools_are_shown_one_by_one() -> None:
-    metrics, config = WorkerMetrics(), replace(CONFIG, more_kinds=(KVKind(8, window=32),))
+    metrics, config = (
+        WorkerMetrics(),
+        replace(CONFIG, more_kv_cache_groups=(KVCacheGroup(8, window=32),)),
+    )
     engine = Engine(config, build_synthetic(Settings()).new_text_stream)
     engine.add(request("r", tuple(range(1, 60))))
     assert engine.schedule() is not None

@@ -10,7 +10,7 @@ from functools import partial
 
 from penstock.gpu_worker.engine.config import EngineConfig
 from penstock.gpu_worker.engine.engine import Engine
-from penstock.gpu_worker.engine.kv.kv_cache_groups import NO_BLOCK, KVKind, most_blocks_held
+from penstock.gpu_worker.engine.kv.kv_cache_groups import NO_BLOCK, KVCacheGroup, most_blocks_held
 from penstock.gpu_worker.engine.plan import Plan
 from penstock.gpu_worker.engine.requests import EngineRequest, Update
 from penstock.gpu_worker.model.kv.kv_pool import KVPool
@@ -96,8 +96,10 @@ def generate_mixed(
     forced = forced and memory is not Memory.AMPLE
     if forced:
         config = replace(config, max_sequences=1)
-    pool = KVPool(loaded.geometry, config.kinds, config.block_size, loaded.device, loaded.dtype)
-    host = [kind.num_host_blocks for kind in config.kinds]
+    pool = KVPool(
+        loaded.geometry, config.kv_cache_groups, config.block_size, loaded.device, loaded.dtype
+    )
+    host = [kind.num_host_blocks for kind in config.kv_cache_groups]
     runner = ModelRunner(loaded, pool, swap_pool=SwapPool(pool, host) if any(host) else None)
     engine = Engine(config, partial(IncrementalDetokenizer, loaded.tokenizer))
     mix = Mix([[] for _ in prompts], [])
@@ -116,7 +118,7 @@ def generate_mixed(
         mix.steps += 1
         mix.mixed_steps += 0 < decodes < len(plan.spans)
         mix.widest = max(mix.widest, len(plan.spans))
-        tables = (t for s in plan.spans for t in (s.sequence.block_table, *s.sequence.more_tables))
+        tables = (table for s in plan.spans for table in s.sequence.block_tables)
         mix.left_windows += any(NO_BLOCK in table for table in tables)
         updates = _run(engine, runner, plan)
         for update in updates:
@@ -130,7 +132,7 @@ def generate_mixed(
     mix.preemptions = sum(stats.preemptions.values())
     mix.prefix_hits = stats.prefix_hit_tokens
     mix.swapped = stats.swapped_in_blocks
-    mix.pools = len(config.kinds)
+    mix.pools = len(config.kv_cache_groups)
     mix.missing = list(_missing(mix, config, memory, max(lengths)))
     return mix
 
@@ -151,7 +153,7 @@ def _missing(mix: Mix, config: EngineConfig, memory: Memory, longest: int) -> It
         yield "no sequence was preempted"
     elif memory is Memory.SWAP and mix.preemptions and not mix.swapped:
         yield "no KV came back from the host"
-    windows = [kind.window for kind in config.kinds if kind.window is not None]
+    windows = [kind.window for kind in config.kv_cache_groups if kind.window is not None]
     # Given up by whole blocks, when the next one is full.
     if windows and longest - min(windows) >= 2 * config.block_size and not mix.left_windows:
         yield "no block left a sliding window"
@@ -189,14 +191,14 @@ def _draw_config(
             held = most_blocks_held(window, min(chunk_size, max_batch_tokens), block_size)
             needed = [min(each, held) for each in needed]
         num_blocks = (max(needed[-1], sum(needed) // 3) if scarce else sum(needed)) + 1
-        kinds.append(KVKind(num_blocks, window, sum(needed) if memory is Memory.SWAP else 0))
+        kinds.append(KVCacheGroup(num_blocks, window, sum(needed) if memory is Memory.SWAP else 0))
     first, *more = kinds
     return EngineConfig(
         block_size=block_size,
         num_blocks=first.num_blocks,
         window=first.window,
         num_host_blocks=first.num_host_blocks,
-        more_kinds=tuple(more),
+        more_kv_cache_groups=tuple(more),
         max_batch_tokens=max_batch_tokens,
         max_sequences=max_sequences,
         chunk_size=chunk_size,

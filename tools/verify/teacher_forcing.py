@@ -109,7 +109,7 @@ def compare_logits(
             first += span.num_tokens
             one.sequence.num_computed_tokens += span.num_tokens
             if one.sequence.num_computed_tokens == one.sequence.num_tokens:
-                free += one.sequence.block_table
+                free += one.sequence.block_tables[0]
                 running.remove(one)
         rng.shuffle(free)
         progress(sum(span.num_tokens for span in spans))
@@ -129,7 +129,8 @@ class _Running:
     ) -> _Running:
         options = SamplingOptions(temperature=0.0)
         sequence = EngineSequence(id="passage", prompt_ids=passage.token_ids, options=options)
-        sequence.block_table = [free.pop() for _ in range(-(-sequence.num_tokens // _BLOCK_SIZE))]
+        num_blocks = -(-sequence.num_tokens // _BLOCK_SIZE)
+        sequence.block_tables = ([free.pop() for _ in range(num_blocks)],)
         return cls(
             passage,
             sequence,

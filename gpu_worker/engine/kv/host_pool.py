@@ -8,7 +8,7 @@ from penstock.shared.errors import IntegrityError
 
 from ..plan import BlockCopy
 from ..sequence import Sequence
-from .kv_cache_groups import NO_BLOCK, KVKind, first_seen_block
+from .kv_cache_groups import NO_BLOCK, KVCacheGroup, first_seen_block
 
 __all__ = ["HostPool"]
 
@@ -18,8 +18,8 @@ class HostPool:
 
     Swapping as in PagedAttention (Kwon et al., 2023, section 4.5). Knows block numbers, never
     tensors. A host block is free, or in the ``host_blocks`` of exactly one sequence: nothing is
-    shared here, so what two sequences share on the device is kept twice. Each KV kind has blocks
-    of its own, and a sequence is kept in all kinds or in none. Of a kind with a window, only what
+    shared here, so what two sequences share on the device is kept twice. Each KV group has blocks
+    of its own, and a sequence is kept in all groups or in none. Of a group with a window, only what
     the sequence's next token sees is kept.
 
     A step copies out, then in, then from block to block, then computes. That order is right
@@ -35,31 +35,31 @@ class HostPool:
       came in.
 
     What a plan copies out counts as kept from the moment it is planned. If the step turns out not
-    to have made its copies, :meth:`distrust` forgets that again.
+    to have made its copies, :meth:`discard_saves` forgets that again.
 
     Args:
-        kinds: how many blocks there are of each; 0 in all of them keeps nothing.
+        groups: how many blocks there are of each; 0 in all of them keeps nothing.
         block_size: tokens per block.
 
     Attributes:
-        num_blocks: blocks of all kinds.
+        num_blocks: blocks of all groups.
         num_out: total blocks copied out.
         num_in: total blocks copied back.
-        bytes_out: the same in bytes, as far as the kinds tell theirs.
+        bytes_out: the same in bytes, as far as the groups tell theirs.
         bytes_in: likewise.
         num_refusals: total sequences for which too few blocks were free.
     """
 
-    def __init__(self, kinds: Iterable[KVKind], block_size: int) -> None:
-        self._kinds = tuple(kinds)
+    def __init__(self, groups: Iterable[KVCacheGroup], block_size: int) -> None:
+        self._groups = tuple(groups)
         self._block_size = block_size
-        self.num_blocks = sum(kind.num_host_blocks for kind in self._kinds)
+        self.num_blocks = sum(group.num_host_blocks for group in self._groups)
         self.num_out = self.bytes_out = 0
         self.num_in = self.bytes_in = 0
         self.num_refusals = 0
         # The block given back last is taken first: its pages are the ones that are in memory.
-        self._free = [list(range(kind.num_host_blocks - 1, -1, -1)) for kind in self._kinds]
-        self._unsettled: list[Sequence] = []
+        self._free = [list(range(group.num_host_blocks - 1, -1, -1)) for group in self._groups]
+        self._unconfirmed: list[Sequence] = []
 
     @property
     def num_used(self) -> int:
@@ -94,10 +94,10 @@ class HostPool:
             kept.append(tuple(free.pop() for _ in blocks))
             copies += [BlockCopy(*pair, index) for pair in zip(blocks, kept[-1], strict=True)]
             self.num_out += len(blocks)
-            self.bytes_out += len(blocks) * self._kinds[index].block_bytes
+            self.bytes_out += len(blocks) * self._groups[index].block_bytes
         sequence.host_blocks = tuple(kept)
         sequence.num_swapped_tokens = num_tokens
-        self._unsettled.append(sequence)
+        self._unconfirmed.append(sequence)
         return True
 
     def restore(self, sequence: Sequence, copies: list[BlockCopy]) -> None:
@@ -114,11 +114,11 @@ class HostPool:
             sequence.num_computed_tokens = sequence.num_swapped_tokens
             targets = self._held(sequence, sequence.num_swapped_tokens)
             for index, (kept, blocks) in enumerate(zip(sequence.host_blocks, targets, strict=True)):
-                hits = max(0, num_hit - self._first(sequence, self._kinds[index]))
+                hits = max(0, num_hit - self._first(sequence, self._groups[index]))
                 pairs = list(zip(kept, blocks, strict=True))[hits:]
                 copies += [BlockCopy(*pair, index) for pair in pairs]
                 self.num_in += len(pairs)
-                self.bytes_in += len(pairs) * self._kinds[index].block_bytes
+                self.bytes_in += len(pairs) * self._groups[index].block_bytes
         self.drop(sequence)
 
     def drop(self, sequence: Sequence) -> None:
@@ -128,15 +128,15 @@ class HostPool:
         sequence.host_blocks = ()
         sequence.num_swapped_tokens = 0
 
-    def settle(self) -> None:
+    def confirm_saves(self) -> None:
         """The copies of the last plan were made."""
-        self._unsettled.clear()
+        self._unconfirmed.clear()
 
-    def distrust(self) -> None:
+    def discard_saves(self) -> None:
         """The copies of the last plan may not have been made: what it saved is computed again."""
-        for sequence in self._unsettled:
+        for sequence in self._unconfirmed:
             self.drop(sequence)
-        self._unsettled.clear()
+        self._unconfirmed.clear()
 
     def check_integrity(self, waiting: Iterable[Sequence]) -> None:
         """Recount everything from the sequences that wait.
@@ -149,26 +149,25 @@ class HostPool:
             kept, size = sequence.num_swapped_tokens, self._block_size
             if not kept and not sequence.host_blocks:
                 continue
-            expected = [-(-kept // size) - self._first(sequence, kind) for kind in self._kinds]
+            expected = [-(-kept // size) - self._first(sequence, group) for group in self._groups]
             if expected != list(map(len, sequence.host_blocks)) or kept >= sequence.num_tokens:
                 raise IntegrityError(f"{sequence}: {kept} tokens in {sequence.host_blocks}")
             for blocks, more in zip(owned, sequence.host_blocks, strict=True):
                 blocks += more
-        for blocks, kind in zip(owned, self._kinds, strict=True):
-            if sorted(blocks) != list(range(kind.num_host_blocks)):
+        for blocks, group in zip(owned, self._groups, strict=True):
+            if sorted(blocks) != list(range(group.num_host_blocks)):
                 raise IntegrityError(
-                    f"host blocks: {len(blocks)} owned or free, not {kind.num_host_blocks}"
+                    f"host blocks: {len(blocks)} owned or free, not {group.num_host_blocks}"
                 )
 
     def _held(self, sequence: Sequence, num_tokens: int) -> list[list[int]]:
-        """Per kind the device blocks of its first tokens, from the first block still seen on."""
+        """Per group the device blocks of its first tokens, from the first block still seen on."""
         stop = -(-num_tokens // self._block_size)
-        tables = (sequence.block_table, *sequence.more_tables)
         return [
-            table[first_seen_block(num_tokens, kind.window, self._block_size) : stop]
-            for table, kind in zip(tables, self._kinds, strict=True)
+            table[first_seen_block(num_tokens, group.window, self._block_size) : stop]
+            for table, group in zip(sequence.block_tables, self._groups, strict=True)
         ]
 
-    def _first(self, sequence: Sequence, kind: KVKind) -> int:
+    def _first(self, sequence: Sequence, group: KVCacheGroup) -> int:
         """Index in its table of the first block that is kept of a sequence."""
-        return first_seen_block(sequence.num_swapped_tokens, kind.window, self._block_size)
+        return first_seen_block(sequence.num_swapped_tokens, group.window, self._block_size)

@@ -1,17 +1,17 @@
-"""KV kinds: layers that see equally far back keep the same tokens, in blocks of their own."""
+"""KV cache groups: layers with the same window keep the same tokens, in a pool of their own."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["NO_BLOCK", "KVKind", "first_seen_block", "most_blocks_held"]
+__all__ = ["NO_BLOCK", "KVCacheGroup", "first_seen_block", "most_blocks_held"]
 
 NO_BLOCK = -1
-"""Stands in a block table where the block has left the window. Never read: see ``slide``."""
+"""Stands in a block table where the block has left the window. Never read."""
 
 
 @dataclass(frozen=True, slots=True)
-class KVKind:
+class KVCacheGroup:
     """The pool of all layers with one window.
 
     Attributes:

@@ -26,10 +26,10 @@ class PrefixCache:
 
     - only blocks all of whose positions have really been computed are published, and a published
       block is never written again;
-    - :meth:`match` leaves out the last token of a sequence, since its logits are needed, and with
+    - :func:`longest_hit` leaves out the last token of a sequence, whose logits are needed, and with
       it the block it stands in: a sequence never writes into a block it got from here.
 
-    The index knows nothing of reference counts; ``BlockManager`` tells it when it reuses a block.
+    The index knows nothing of reference counts; ``BlockPool`` tells it when it reuses a block.
 
     With a window a sequence can also go on behind a prefix whose first blocks are gone, as long as
     all that its next token sees is there: since names are chained, a block found by its name comes
@@ -52,24 +52,11 @@ class PrefixCache:
     def __contains__(self, block: int) -> bool:
         return block in self._digest_of
 
-    def match(self, sequence: Sequence) -> list[int]:
-        """The block table of the longest cached prefix of ``sequence``. Changes no state.
+    def num_hit_blocks(self, sequence: Sequence, limit: int) -> int:
+        """Length in blocks of the longest prefix behind which ``sequence`` could go on.
 
-        Blocks that have left the window are ``NO_BLOCK`` in it.
+        At most ``limit``, and not more than :func:`longest_hit`. Changes no state.
         """
-        limit = longest_hit(sequence, self._block_size)
-        if self._window is not None:
-            return self.table(sequence, self.covered(sequence, limit))
-        blocks: list[int] = []
-        for index in range(limit):
-            block = self._block_of.get(self._digest(sequence, index))
-            if block is None:
-                break
-            blocks.append(block)
-        return blocks
-
-    def covered(self, sequence: Sequence, limit: int) -> int:
-        """Blocks of the longest prefix behind which ``sequence`` could go on, at most ``limit``."""
         if not self._block_of:
             return 0
         if self._window is None:
@@ -84,8 +71,11 @@ class PrefixCache:
                 end = index
         return end
 
-    def table(self, sequence: Sequence, num_blocks: int) -> list[int]:
-        """The table of the first ``num_blocks`` blocks of ``sequence``, which are covered."""
+    def hit_blocks(self, sequence: Sequence, num_blocks: int) -> list[int]:
+        """The table of a prefix of ``num_blocks`` blocks that :meth:`num_hit_blocks` has found.
+
+        ``NO_BLOCK`` stands where a block has left the window.
+        """
         first = self._first_seen(num_blocks)
         seen = [self._block_of[self._digest(sequence, i)] for i in range(first, num_blocks)]
         return [NO_BLOCK] * first + seen

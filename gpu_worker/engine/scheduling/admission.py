@@ -6,7 +6,7 @@ from operator import eq
 
 from ..config import Chunking, EngineConfig
 from ..kv.host_pool import HostPool
-from ..kv.hybrid_blocks import Blocks
+from ..kv.kv_manager import KVManager
 from ..sequence import Sequence
 from .plan_builder import Step
 from .policies import Policy
@@ -34,14 +34,14 @@ class Admission:
     def __init__(
         self,
         config: EngineConfig,
-        blocks: Blocks,
+        kv: KVManager,
         policy: Policy,
         host: HostPool,
         running: Running,
         costs: PreemptionCosts | None,
     ) -> None:
         self._config = config
-        self._blocks = blocks
+        self._kv = kv
         self._policy = policy
         self._host = host
         self._running = running
@@ -83,8 +83,8 @@ class Admission:
             step: gets the copies.
         """
         common = self._longest_common(sequence) if sequence.siblings else None
-        if common is None or not self._blocks.try_join(sequence, *common, spare, step.copies):
-            if not self._blocks.try_admit(sequence, spare):
+        if common is None or not self._kv.try_join(sequence, *common, spare, step.copies):
+            if not self._kv.try_admit(sequence, spare):
                 return False
             num_cached = sequence.num_computed_tokens
             self.prefix_query_tokens += sequence.num_tokens
@@ -114,7 +114,7 @@ class Admission:
         The last token is left out, since its logits are needed. None if the prefix cache has as
         much, as it does of one that was preempted a moment ago, or the host.
         """
-        most = max(self._blocks.num_cached_tokens(sequence), sequence.num_swapped_tokens)
+        most = max(self._kv.num_cached_tokens(sequence), sequence.num_swapped_tokens)
         best = None
         for sibling in sequence.siblings:
             end = min(sibling.num_computed_tokens, sequence.num_tokens - 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..config import Chunking, EngineConfig
-from ..kv.hybrid_blocks import Blocks
+from ..kv.kv_manager import KVManager
 from ..sequence import Sequence
 from ..stats import PreemptionCause
 from .admission import Admission
@@ -32,14 +32,14 @@ class Displacement:
     def __init__(
         self,
         config: EngineConfig,
-        blocks: Blocks,
+        kv: KVManager,
         policy: Policy,
         running: Running,
         preemptor: Preemptor,
         admission: Admission,
     ) -> None:
         self._config = config
-        self._blocks = blocks
+        self._kv = kv
         self._policy = policy
         self._running = running
         self._preemptor = preemptor
@@ -51,7 +51,7 @@ class Displacement:
         victims = [] if head is None else self._behind(head)
         if head is None or not victims:
             return
-        self._blocks.reclaim(self._running)
+        self._kv.drop_unneeded(self._running)
         count = self._victims_needed(head, victims)
         if not count:
             return
@@ -72,7 +72,7 @@ class Displacement:
         def spare(gone: int) -> int:
             return self._admission.spare(head, num_running - gone)
 
-        count = self._blocks.victims_needed(head, victims, spare, self._stops)
+        count = self._kv.victims_needed(head, victims, spare, self._stops)
         if count is None:
             return None
         if num_running >= self._config.max_sequences:

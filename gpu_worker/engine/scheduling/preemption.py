@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from ..config import EngineConfig
 from ..kv.host_pool import HostPool
-from ..kv.hybrid_blocks import Blocks
+from ..kv.kv_manager import KVManager
 from ..plan import BlockCopy
 from ..sequence import Sequence, SequenceStatus
 from ..stats import Preemption, PreemptionCause, PreemptionMode
@@ -41,13 +41,13 @@ class Preemptor:
     def __init__(
         self,
         config: EngineConfig,
-        blocks: Blocks,
+        kv: KVManager,
         policy: Policy,
         host: HostPool,
         running: Running,
         costs: PreemptionCosts | None,
     ) -> None:
-        self._blocks = blocks
+        self._kv = kv
         self._policy = policy
         self._host = host
         self._running = running
@@ -63,7 +63,7 @@ class Preemptor:
         self.counts[sequence.lane, cause, mode] += 1
         self.tokens[sequence.lane, cause, mode] += sequence.num_computed_tokens
         self._running.remove(sequence)
-        self._blocks.release(sequence)
+        self._kv.release(sequence)
         sequence.num_preemptions += 1
         sequence.status = SequenceStatus.WAITING
         self._policy.put_back(sequence)
@@ -77,10 +77,10 @@ class Preemptor:
             behind: those behind it in the order of service.
             step: gets the copies.
         """
-        self._blocks.reclaim(self._running)
+        self._kv.drop_unneeded(self._running)
         candidates = (s for s in reversed(behind) if s.status is SequenceStatus.RUNNING)
         victims = iter(by_loss(candidates))
-        while not self._blocks.try_reserve(sequence, stop, step.copies):
+        while not self._kv.try_reserve(sequence, stop, step.copies):
             victim = next(victims, None)
             if victim is None:
                 self.preempt(sequence, PreemptionCause.YIELDED, step)

@@ -10,7 +10,7 @@ from penstock.shared.protocol import Lane
 
 from ..config import Chunking, EngineConfig
 from ..kv.host_pool import HostPool
-from ..kv.hybrid_blocks import Blocks
+from ..kv.kv_manager import KVManager
 from ..plan import Plan, Span
 from ..sequence import Sequence, SequenceStatus
 from ..speculation.controller import Speculator
@@ -56,15 +56,15 @@ class Scheduler:
     def __init__(
         self,
         config: EngineConfig,
-        blocks: Blocks,
+        kv: KVManager,
         policy: Policy,
         host: HostPool | None = None,
         speculator: Speculator | None = None,
     ) -> None:
         self._config = config
-        self._blocks = blocks
+        self._kv = kv
         self._policy = policy
-        self._host = HostPool(config.kinds, config.block_size) if host is None else host
+        self._host = HostPool(config.kv_cache_groups, config.block_size) if host is None else host
         adaptive = config.chunking is Chunking.ADAPTIVE
         chooses = config.preemption == "auto" and self._host.num_blocks > 0
         steps = AdaptiveChunks(
@@ -75,10 +75,10 @@ class Scheduler:
         self._steps = steps if adaptive or chooses else None
         self._speculator = speculator
         self._running = Running()
-        shared = config, blocks, policy, self._host, self._running, self._costs
+        shared = config, kv, policy, self._host, self._running, self._costs
         self._preemptor, self._admission = Preemptor(*shared), Admission(*shared)
         self._displacement = Displacement(
-            config, blocks, policy, self._running, self._preemptor, self._admission
+            config, kv, policy, self._running, self._preemptor, self._admission
         )
 
     @property
@@ -119,7 +119,7 @@ class Scheduler:
         if full or parent.num_computed_tokens != child.num_tokens - 1:
             self._policy.put_back(child)
             return
-        self._blocks.fork(parent, child)
+        self._kv.fork(parent, child)
         self._running.add(child)
 
     def finish(self, sequence: Sequence) -> None:
@@ -129,7 +129,7 @@ class Scheduler:
             self._host.drop(sequence)
         else:
             self._running.remove(sequence)
-            self._blocks.release(sequence)
+            self._kv.release(sequence)
             self._policy.end(sequence)
         sequence.status = SequenceStatus.FINISHED
 
@@ -197,7 +197,7 @@ class Scheduler:
                 continue  # a beam that waits for the others of its group
             num_tokens = min(sequence.chunk(num_tokens), budget - num_behind, chunk_size)
             stop = start + num_tokens
-            if not self._blocks.try_reserve(sequence, stop, step.copies):
+            if not self._kv.try_reserve(sequence, stop, step.copies):
                 all_kept = False
                 behind = queue[len(queue) - num_behind :]
                 if not self._preemptor.make_room(sequence, stop, behind, step):
@@ -234,7 +234,7 @@ class Scheduler:
         for choice in speculator.choose(step.spans, step.budget):
             span, count = step.spans[choice.index], choice.count
             sequence, stop = span.sequence, span.start + 1 + count
-            if stop <= sequence.num_writable_tokens or self._blocks.try_reserve(
+            if stop <= sequence.num_writable_tokens or self._kv.try_reserve(
                 sequence, stop, step.copies
             ):
                 step.draft(choice)
@@ -253,13 +253,13 @@ class Scheduler:
             status = SequenceStatus.RUNNING if is_running else SequenceStatus.WAITING
             if sequence.status is not status:
                 raise IntegrityError(f"{sequence} should be {status.value}")
-            if not is_running and (sequence.block_table or sequence.num_computed_tokens):
+            if not is_running and (sequence.block_tables or sequence.num_computed_tokens):
                 raise IntegrityError(f"{sequence} waits and holds blocks")
             if is_running and (sequence.host_blocks or sequence.num_swapped_tokens):
                 raise IntegrityError(f"{sequence} runs and is kept on the host")
-            if sequence.num_tokens > self._blocks.capacity_tokens:
-                raise IntegrityError(f"{sequence} can never fit into {self._blocks.num_blocks}")
+            if sequence.num_tokens > self._kv.capacity_tokens:
+                raise IntegrityError(f"{sequence} can never fit into {self._kv.num_blocks}")
         if len(running) > self._config.max_sequences:
             raise IntegrityError(f"{len(running)} sequences run")
-        self._blocks.check_integrity(running)
+        self._kv.check_integrity(running)
         self._host.check_integrity(waiting)

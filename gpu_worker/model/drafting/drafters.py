@@ -142,7 +142,7 @@ class DraftModel:
     def copy_blocks(self, copies: Seq[BlockCopy]) -> None:
         """See :class:`Drafter`; its own KV has the block numbers of the first KV kind."""
         try:
-            self.pool.copy_blocks([copy for copy in copies if copy.kind == 0])
+            self.pool.copy_blocks([copy for copy in copies if copy.group == 0])
         except BaseException:
             self._known.clear()  # nobody knows whose blocks hold what they should
             raise
@@ -205,7 +205,7 @@ class DraftModel:
             start, stop = self._num_read(sequence), len(sequence.token_ids)
             if stop + span.num_drafts > self.loaded.max_model_len:
                 continue
-            if sequence.block_table[0] == NO_BLOCK and start == 0:
+            if sequence.block_tables[0][0] == NO_BLOCK and start == 0:
                 continue  # what it would have to read has left the window
             behind.append((stop - start, start, span))
         behind.sort(key=lambda each: each[0])
@@ -216,7 +216,7 @@ class DraftModel:
             if not left:
                 break
             sequence, count = span.sequence, min(missing, left)
-            ids, table = sequence.token_ids[start : start + count], sequence.block_table
+            ids, table = sequence.token_ids[start : start + count], sequence.block_tables[0]
             rows = Rows.LAST if count == missing else Rows.NONE
             pieces[sequence] = Piece(ids, start, table, rows)
             if count == missing:
@@ -322,4 +322,4 @@ def _proposal(drafts: Seq[int], likely: Seq[Tensor]) -> Proposal:
 
 def _one(sequence: Sequence, drafts: list[int]) -> Piece:
     position = len(sequence.token_ids) + len(drafts) - 1
-    return Piece(drafts[-1:], position, sequence.block_table, Rows.LAST)
+    return Piece(drafts[-1:], position, sequence.block_tables[0], Rows.LAST)

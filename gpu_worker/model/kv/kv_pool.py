@@ -11,7 +11,7 @@ from torch import Tensor
 
 from penstock.shared.errors import InsufficientMemory
 
-from ...engine.kv.kv_cache_groups import KVKind
+from ...engine.kv.kv_cache_groups import KVCacheGroup
 from ..loading.geometry import KVGeometry, LayerGeometry
 from .layer_groups import kinds_of_layers
 from .memory_budget import format_bytes
@@ -95,13 +95,13 @@ class KVPool:
     def __init__(
         self,
         geometry: KVGeometry,
-        blocks: int | Sequence[KVKind],
+        blocks: int | Sequence[KVCacheGroup],
         block_size: int,
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
         self.geometry = geometry
-        self.kinds = (KVKind(blocks),) if isinstance(blocks, int) else tuple(blocks)
+        self.kinds = (KVCacheGroup(blocks),) if isinstance(blocks, int) else tuple(blocks)
         self.num_blocks = self.kinds[0].num_blocks
         self.block_size = block_size
         self.device = device
@@ -144,8 +144,8 @@ class KVPool:
         Args:
             copies: no block of a kind may be the target of two.
         """
-        for kind in sorted({copy.kind for copy in copies}):
-            pairs = [(copy.source, copy.target) for copy in copies if copy.kind == kind]
+        for kind in sorted({copy.group for copy in copies}):
+            pairs = [(copy.source, copy.target) for copy in copies if copy.group == kind]
             sources, targets = torch.tensor(pairs, device=self.device).T
             for layer in self.layers:
                 if layer.writes and layer.kind == kind:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from ...engine.config import EngineConfig
-from ...engine.kv.kv_cache_groups import KVKind, most_blocks_held
+from ...engine.kv.kv_cache_groups import KVCacheGroup, most_blocks_held
 from ..loading.geometry import KVGeometry
 
 __all__ = ["kinds_in_budget", "kinds_of_layers", "windows_of_kinds"]
@@ -26,7 +26,7 @@ def windows_of_kinds(geometry: KVGeometry, context: int) -> tuple[int | None, ..
     return tuple(sorted(windows, key=_width, reverse=True))
 
 
-def kinds_of_layers(geometry: KVGeometry, kinds: Sequence[KVKind]) -> tuple[int, ...]:
+def kinds_of_layers(geometry: KVGeometry, kinds: Sequence[KVCacheGroup]) -> tuple[int, ...]:
     """Per layer the index of its kind: the narrowest that keeps all the layer reads.
 
     Raises:
@@ -49,7 +49,7 @@ def kinds_in_budget(
     *,
     use_all: bool,
     draft: KVGeometry | None = None,
-) -> tuple[KVKind, ...]:
+) -> tuple[KVCacheGroup, ...]:
     """Split a budget between the KV kinds of a model.
 
     Layers with a window never need more than ``max_sequences`` windows, so they get no more; the
@@ -66,7 +66,7 @@ def kinds_in_budget(
             that takes as much more.
     """
     windows = windows_of_kinds(geometry, config.max_model_len)
-    layers = kinds_of_layers(geometry, [KVKind(1, window) for window in windows])
+    layers = kinds_of_layers(geometry, [KVCacheGroup(1, window) for window in windows])
     token_bytes = [0] * len(windows)
     for layer, kind in zip(geometry.layers, layers, strict=True):
         token_bytes[kind] += layer.elements_per_token * dtype.itemsize
@@ -86,7 +86,7 @@ def kinds_in_budget(
             counts[kind] = enough[kind] if filled else each
             remaining -= counts[kind] * costs[kind]
     return tuple(
-        KVKind(counts[kind], window, block_bytes=block_bytes[kind])
+        KVCacheGroup(counts[kind], window, block_bytes=block_bytes[kind])
         for kind, window in enumerate(windows)
     )
 

@@ -65,7 +65,7 @@ class SwapPool:
         copies made, and may write the blocks that were copied out.
         """
         for kind, side in enumerate(self._sides):
-            mine = [[copy for copy in copies if copy.kind == kind] for copies in (out, back)]
+            mine = [[copy for copy in copies if copy.group == kind] for copies in (out, back)]
             if any(mine):
                 side.swap(*mine)
 

@@ -241,7 +241,7 @@ def _random_model(
 
 def _pool(loaded: LoadedModel, config: EngineConfig) -> KVPool:
     size = config.block_size
-    return KVPool(loaded.geometry, config.kinds, size, loaded.device, loaded.dtype)
+    return KVPool(loaded.geometry, config.kv_cache_groups, size, loaded.device, loaded.dtype)
 
 
 def _drafter(draft: LoadedModel, target: LoadedModel, config: EngineConfig) -> DraftModel:
