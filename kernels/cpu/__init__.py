@@ -1,0 +1,16 @@
+"""A whole step of a decoder on the CPU, in one call of a library of our own.
+
+The C++ sources in ``src/`` are compiled at first use, for the best instruction set of the machine.
+:func:`load_library` says why where that cannot be done; everything has another path in torch.
+"""
+
+from __future__ import annotations
+
+from .build import NativeUnavailable, supported_sets
+from .library import Activation, Library, load_library
+from .program import LOGITS, HeadShape, NativeProgram, NormWeights, Rotary, ThreadPool
+
+__all__ = [
+    "LOGITS", "Activation", "HeadShape", "Library", "NativeProgram", "NativeUnavailable",
+    "NormWeights", "Rotary", "ThreadPool", "load_library", "supported_sets",
+]  # fmt: skip

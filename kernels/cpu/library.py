@@ -1,0 +1,194 @@
+"""The native library's C interface: the structures and functions of ``src/api.cpp``."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, c_char, c_char_p, c_float, c_int32, c_int64, c_void_p
+from enum import IntEnum
+from pathlib import Path
+from typing import Any, ClassVar
+
+from .build import NativeUnavailable, build, supported_sets
+
+__all__ = [
+    "Activation", "AttendSpec", "Error", "KVKind", "Library", "LinearSpec", "NormSpec",
+    "RotateSpec", "RowKind", "StepInput", "Type", "load_library",
+]  # fmt: skip
+
+
+class Type(IntEnum):
+    """Of weights, activations and cached keys and values."""
+
+    FLOAT = 0
+    BF16 = 1
+
+
+class RowKind(IntEnum):
+    """Which rows a buffer has."""
+
+    TOKENS = 0
+    OUTPUTS = 1
+
+
+class Activation(IntEnum):
+    """What an MLP applies to its gate, or between its layers."""
+
+    NONE = 0
+    SILU = 1
+    GELU_TANH = 2
+    GELU_ERF = 3
+    RELU = 4
+
+
+class Error(ctypes.Structure):
+    """Where a call that fails says why."""
+
+    _fields_: ClassVar = [("text", c_char * 256)]
+
+
+class NormSpec(ctypes.Structure):
+    """``count`` norms of ``columns`` each, side by side."""
+
+    _fields_: ClassVar = [
+        ("columns", c_int64), ("count", c_int64), ("weight", c_void_p), ("bias", c_void_p),
+        ("epsilon", c_float), ("centred", c_int32),
+    ]  # fmt: skip
+
+
+class LinearSpec(ctypes.Structure):
+    """A linear layer and its epilogue."""
+
+    _fields_: ClassVar = [
+        ("matrix", c_int32), ("input", c_int32), ("output", c_int32), ("activation", c_int32),
+        ("scale", c_float), ("softcap", c_float), ("add", c_int32), ("bias", c_void_p),
+    ]  # fmt: skip
+
+
+class RotateSpec(ctypes.Structure):
+    """Head norms, rotary positions and the write of keys and values to the cache."""
+
+    _fields_: ClassVar = [
+        ("buffer", c_int32), ("interleaved", c_int32), ("heads", c_int64), ("kv_heads", c_int64),
+        ("key_dim", c_int64), ("value_dim", c_int64), ("layer", c_int64),
+        ("rotary_dims", c_int64), ("positions", c_int64), ("cosines", c_void_p),
+        ("sines", c_void_p), ("query_norm", NormSpec), ("key_norm", NormSpec),
+    ]  # fmt: skip
+
+
+class AttendSpec(ctypes.Structure):
+    """Attention of one layer."""
+
+    _fields_: ClassVar = [
+        ("input", c_int32), ("output", c_int32), ("heads", c_int64), ("kv_heads", c_int64),
+        ("key_dim", c_int64), ("value_dim", c_int64), ("layer", c_int64), ("window", c_int64),
+        ("scale", c_float), ("softcap", c_float), ("sinks", c_void_p),
+    ]  # fmt: skip
+
+
+class KVKind(ctypes.Structure):
+    """One KV kind's slots and block tables in a step."""
+
+    _fields_: ClassVar = [
+        ("slots", c_void_p), ("tables", c_void_p), ("table_width", c_int64),
+        ("num_blocks", c_int64),
+    ]  # fmt: skip
+
+
+class StepInput(ctypes.Structure):
+    """What one step computes; see ``src/step.h``."""
+
+    _fields_: ClassVar = [
+        ("rows", c_int64), ("sequences", c_int64), ("outputs", c_int64), ("kinds", c_int64),
+        ("layers", c_int64), ("block_size", c_int64), ("tokens", c_void_p),
+        ("positions", c_void_p), ("query_starts", c_void_p), ("context_lens", c_void_p),
+        ("output_rows", c_void_p), ("kv", POINTER(KVKind)), ("layer_kinds", c_void_p),
+        ("keys", c_void_p), ("values", c_void_p), ("logits", c_void_p),
+    ]  # fmt: skip
+
+
+_FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
+    "instruction_set": (c_char_p, []),
+    "activation_type": (c_int32, [c_int32]),
+    "pool_create": (c_void_p, [c_int32, c_int32]),
+    "pool_destroy": (None, [c_void_p]),
+    "create": (c_void_p, [c_int32]),
+    "destroy": (None, [c_void_p]),
+    "buffer": (c_int32, [c_void_p, c_int64, c_int32, c_int32, POINTER(Error)]),
+    "matrix": (c_int32, [c_void_p, c_int64, c_int64, c_int32, c_int32, POINTER(Error)]),
+    "fill": (
+        c_int32,
+        [c_void_p, c_int32, c_void_p, c_int32, c_int64, c_int64, c_int32, POINTER(Error)],
+    ),
+    "embed": (
+        c_int32,
+        [c_void_p, c_void_p, c_int32, c_int64, c_int64, c_float, c_int32, POINTER(Error)],
+    ),
+    "norm": (
+        c_int32,
+        [c_void_p, POINTER(NormSpec), c_int32, c_int32, c_int32, c_int32, c_float, POINTER(Error)],
+    ),
+    "linear": (c_int32, [c_void_p, POINTER(LinearSpec), c_int32, POINTER(Error)]),
+    "rotate": (c_int32, [c_void_p, POINTER(RotateSpec), POINTER(Error)]),
+    "attend": (c_int32, [c_void_p, POINTER(AttendSpec), POINTER(Error)]),
+    "copy": (c_int32, [c_void_p, c_int32, c_int32, POINTER(Error)]),
+    "run": (c_int32, [c_void_p, c_void_p, POINTER(StepInput), POINTER(Error)]),
+    "op_kinds": (c_int32, []),
+    "times": (None, [c_void_p, c_void_p]),
+}
+
+
+class Library:
+    """The functions of a built library, without their prefix: ``library.run`` and so on.
+
+    Calls hold no interpreter lock.
+
+    Args:
+        path: of the shared object.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._handle = ctypes.CDLL(str(path))
+            for name, (result, arguments) in _FUNCTIONS.items():
+                function = getattr(self._handle, f"penstock_{name}")
+                function.restype, function.argtypes = result, arguments
+                setattr(self, name, function)
+        except (OSError, AttributeError) as error:
+            raise NativeUnavailable(f"the native library does not load: {error}") from error
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(name)
+
+    @property
+    def name(self) -> str:
+        """The instruction set it was built for."""
+        return str(self.instruction_set().decode())
+
+    def checked(self, name: str, *arguments: Any) -> int:
+        """Call a function that can fail.
+
+        Raises:
+            ValueError: it did; the text is the library's.
+        """
+        error = Error()
+        result: int = getattr(self, name)(*arguments, ctypes.byref(error))
+        if result < 0:
+            raise ValueError(error.text.decode())
+        return result
+
+
+def load_library(instruction_set: str | None = None) -> Library:
+    """The native library, built if need be.
+
+    Args:
+        instruction_set: one of :func:`supported_sets`; None: the best of them.
+
+    Raises:
+        NativeUnavailable: it cannot be had here; says why.
+    """
+    have = supported_sets()
+    wanted = have[0] if instruction_set is None else instruction_set
+    if wanted not in have:
+        raise NativeUnavailable(f"this CPU has {', '.join(have)}, but not {wanted}")
+    return Library(build(wanted))

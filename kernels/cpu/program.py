@@ -1,0 +1,376 @@
+"""A flat program of the native library: buffers, weights and operations, built once and then run."""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..ragged import RaggedBatch
+from .library import (
+    Activation,
+    AttendSpec,
+    Error,
+    KVKind,
+    Library,
+    LinearSpec,
+    NormSpec,
+    RotateSpec,
+    RowKind,
+    StepInput,
+    Type,
+)
+
+__all__ = ["LOGITS", "HeadShape", "NativeProgram", "NormWeights", "Rotary", "ThreadPool"]
+
+LOGITS = -1
+"""A destination: the step's logits."""
+
+OP_NAMES = ("embedding", "norm", "linear", "rotary", "attention", "copy")
+
+TYPES = {torch.float32: Type.FLOAT, torch.bfloat16: Type.BF16}
+
+
+class ThreadPool:
+    """The threads that compute steps; several programs may share one, one step at a time.
+
+    Args:
+        library: whose pool it is.
+        threads: with the calling one.
+        spin_us: how long a thread looks for the next step before it sleeps, in microseconds.
+    """
+
+    def __init__(self, library: Library, threads: int, *, spin_us: int = 200) -> None:
+        if threads < 1 or spin_us < 0:
+            raise ValueError(f"a pool of {threads} threads that spin {spin_us} us cannot be")
+        self.threads = threads
+        self.handle = library.pool_create(threads, spin_us)
+        if not self.handle:
+            raise MemoryError("no thread can be started")
+        weakref.finalize(self, library.pool_destroy, self.handle)
+
+
+@dataclass(frozen=True, slots=True)
+class NormWeights:
+    """RMSNorm, or LayerNorm if ``centred``.
+
+    Attributes:
+        columns: numbers that are normalised together.
+        epsilon: added to their mean square.
+        weight: ``[columns]`` or ``[count, columns]``; None: ones.
+        bias: likewise; None: zeros.
+        centred: the mean is taken off first.
+    """
+
+    columns: int
+    epsilon: float
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    centred: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Rotary:
+    """Rotary positions.
+
+    Attributes:
+        cosines: float32 ``[positions, dims / 2]``, contiguous.
+        sines: likewise.
+        interleaved: pairs are neighbours (``2i, 2i + 1``); else ``i, i + dims / 2``.
+    """
+
+    cosines: Tensor
+    sines: Tensor
+    interleaved: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class HeadShape:
+    """Of the heads of one attention layer."""
+
+    heads: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def columns(self) -> int:
+        """Of a row that holds queries, keys and values."""
+        return (self.heads + self.kv_heads) * self.key_dim + self.kv_heads * self.value_dim
+
+
+@dataclass(slots=True)
+class _Pool:
+    """Addresses of a cache's tensors, kept until another cache is bound."""
+
+    layers: tuple[tuple[Tensor, Tensor], ...]
+    keys: Any
+    values: Any
+    kinds: Any = field(repr=False)
+
+
+class NativeProgram:
+    """Operations on buffers, in the order in which they were added.
+
+    A buffer's rows are the step's tokens, or the tokens whose logits are wanted. Tensors that are
+    handed over are copied, but for the embedding and the rotary tables, which are kept.
+
+    Args:
+        library: the library.
+        dtype: float32 or bfloat16, of the weights and of the cache.
+
+    Raises:
+        ValueError: (all methods) an operation does not fit its buffers.
+    """
+
+    def __init__(self, library: Library, dtype: torch.dtype) -> None:
+        self._library = library
+        self._type = TYPES[dtype]
+        self.dtype = dtype
+        self._handle = library.create(self._type)
+        if not self._handle:
+            raise MemoryError("no memory for a program")
+        weakref.finalize(self, library.destroy, self._handle)
+        self.multiplied = Type(library.activation_type(self._type))
+        self._kept: list[Any] = []
+        self._types: list[Type] = []
+        self._vocab_size = 0
+        self._bound: _Pool | None = None
+        self._error = Error()
+
+    # ---- building
+
+    def buffer(self, columns: int, *, multiplied: bool = False, outputs: bool = False) -> int:
+        """A new buffer's number.
+
+        Args:
+            columns: of a row.
+            multiplied: whether linear layers read it: then it has the type they want.
+            outputs: whether its rows are the wanted ones alone.
+        """
+        kind = self.multiplied if multiplied else Type.FLOAT
+        rows = RowKind.OUTPUTS if outputs else RowKind.TOKENS
+        number = self._library.checked("buffer", self._handle, columns, kind, rows)
+        self._types.append(kind)
+        return number
+
+    def matrix(self, *weights: Tensor, gated: bool = False) -> int:
+        """Weights ``[out, in]``, packed one after the other; returns the matrix's number.
+
+        Args:
+            weights: float32 or bfloat16. Of a gated layer two: the gate, and what it gates.
+            gated: whether the output is ``activation(gate(x)) * up(x)``.
+        """
+        inputs = weights[0].shape[1]
+        outputs = weights[0].shape[0] if gated else sum(w.shape[0] for w in weights)
+        number = self._library.checked(
+            "matrix", self._handle, outputs, inputs, self._type, int(gated)
+        )
+        first = 0
+        for part, weight in enumerate(weights):
+            source = weight.detach().contiguous()
+            if source.dtype not in TYPES:
+                source = source.float()
+            self._library.checked(
+                "fill", self._handle, number, source.data_ptr(), TYPES[source.dtype],
+                0 if gated else first, source.shape[0], part if gated else 0,
+            )  # fmt: skip
+            first += source.shape[0]
+        return number
+
+    def embed(self, table: Tensor, output: int, *, scale: float = 1.0) -> None:
+        """Row ``token`` of ``table`` ``[vocabulary, columns]``, times ``scale``."""
+        table = table.detach().contiguous()
+        self._kept.append(table)
+        vocabulary, columns = table.shape
+        self._library.checked(
+            "embed", self._handle, table.data_ptr(), TYPES[table.dtype], vocabulary, columns,
+            scale, output,
+        )  # fmt: skip
+
+    def norm(
+        self, weights: NormWeights, source: int, output: int, *, add: bool = False,
+        scale: float = 1.0,
+    ) -> None:  # fmt: skip
+        """``output = norm(source)``, or ``output += scale * norm(source)``."""
+        kept: list[Tensor] = []
+        spec = _norm_spec(weights, kept)
+        self._library.checked(
+            "norm", self._handle, ctypes.byref(spec), source, output, self._types[output],
+            int(add), scale,
+        )  # fmt: skip
+
+    def linear(
+        self,
+        matrix: int,
+        source: int,
+        output: int,
+        *,
+        bias: Tensor | None = None,
+        activation: Activation = Activation.NONE,
+        add: bool = False,
+        scale: float = 1.0,
+        softcap: float = 0.0,
+    ) -> None:
+        """``y = softcapped(scale * activation(matrix @ x + bias))``, stored or added.
+
+        Args:
+            matrix: from :meth:`matrix`; of a gated one ``y = scale * activation(gate) * up``.
+            source: a buffer that is multiplied.
+            output: a buffer, or :data:`LOGITS`.
+            bias: ``[outputs]``; of a gated layer the gate's, then the other's.
+            activation: of the output, or of the gate.
+            add: to what the output holds.
+            scale: factor.
+            softcap: ``y = softcap * tanh(y / softcap)`` if it is not 0.
+        """
+        values = None if bias is None else bias.detach().float().contiguous()
+        spec = LinearSpec(
+            matrix, source, output, activation, scale, softcap, int(add), _address(values)
+        )
+        kind = Type.FLOAT if output == LOGITS else self._types[output]
+        self._library.checked("linear", self._handle, ctypes.byref(spec), kind)
+
+    def rotate(
+        self,
+        source: int,
+        shape: HeadShape,
+        layer: int,
+        *,
+        rotary: Rotary | None = None,
+        query_norm: NormWeights | None = None,
+        key_norm: NormWeights | None = None,
+    ) -> None:
+        """Norm and turn queries and keys in place, and store keys and values in the cache."""
+        kept: list[Tensor] = []
+        spec = RotateSpec(
+            source, 0, shape.heads, shape.kv_heads, shape.key_dim, shape.value_dim, layer
+        )
+        if rotary is not None:
+            tables = [t.float().contiguous() for t in (rotary.cosines, rotary.sines)]
+            self._kept += tables
+            spec.positions, half = tables[0].shape
+            spec.rotary_dims, spec.interleaved = 2 * half, int(rotary.interleaved)
+            spec.cosines, spec.sines = (t.data_ptr() for t in tables)
+        if query_norm is not None:
+            spec.query_norm = _norm_spec(query_norm, kept)
+        if key_norm is not None:
+            spec.key_norm = _norm_spec(key_norm, kept)
+        self._library.checked("rotate", self._handle, ctypes.byref(spec))
+
+    def attend(
+        self,
+        source: int,
+        output: int,
+        shape: HeadShape,
+        layer: int,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> None:
+        """Attention; see :func:`penstock.kernels.paged_attention` for the formula."""
+        values = None if sinks is None else sinks.detach().float().contiguous()
+        spec = AttendSpec(
+            source, output, shape.heads, shape.kv_heads, shape.key_dim, shape.value_dim, layer,
+            window or 0, scale, softcap or 0.0, _address(values),
+        )  # fmt: skip
+        self._library.checked("attend", self._handle, ctypes.byref(spec))
+
+    def copy(self, source: int, output: int) -> None:
+        """The rows of ``source``, or the wanted ones alone, as the output's rows and type are."""
+        self._library.checked("copy", self._handle, source, output)
+
+    # ---- running
+
+    def run(
+        self,
+        pool: ThreadPool,
+        tokens: Tensor,
+        output_rows: Tensor,
+        batches: Sequence[RaggedBatch],
+        layers: tuple[tuple[Tensor, Tensor], ...],
+        layer_kinds: Sequence[int],
+        logits: Tensor,
+    ) -> None:
+        """Compute one step: store its keys and values, and the logits of the wanted rows.
+
+        Args:
+            pool: the threads.
+            tokens: int64 ``[T]``.
+            output_rows: int64 ``[R]``, whose logits are wanted; may be empty.
+            batches: one for each KV kind: the same tokens, with that kind's tables.
+            layers: keys and values of each layer's cache, in the layout of 
+                ``penstock.kernels.kv_layout.KVLayout.GROUPS``.
+            layer_kinds: the KV kind of each layer.
+            logits: float32 ``[R, vocabulary]``, contiguous: written.
+
+        Raises:
+            ValueError: the step asks for a token, position or block that there is not.
+        """
+        first = batches[0]
+        bound = self._bind(layers, layer_kinds)
+        kinds = (KVKind * len(batches))()
+        blocks = {kind: layers[i][0].shape[0] for i, kind in enumerate(layer_kinds)}
+        for index, (kind, batch) in enumerate(zip(kinds, batches, strict=True)):
+            kind.slots = batch.slots.data_ptr()
+            kind.tables = batch.host_block_tables.data_ptr()
+            kind.table_width = batch.host_block_tables.shape[1]
+            kind.num_blocks = blocks.get(index, 1 << 40)
+        step = StepInput(
+            tokens.shape[0], first.num_sequences, output_rows.shape[0], len(batches), len(layers),
+            first.block_size, tokens.data_ptr(), first.host_positions.data_ptr(),
+            first.query_starts.data_ptr(), first.context_lens.data_ptr(), output_rows.data_ptr(),
+            kinds, ctypes.addressof(bound.kinds), ctypes.addressof(bound.keys),
+            ctypes.addressof(bound.values), logits.data_ptr(),
+        )  # fmt: skip
+        if self._library.run(self._handle, pool.handle, step, self._error) < 0:
+            raise ValueError(self._error.text.decode())
+
+    def take_times(self) -> dict[str, float]:
+        """Seconds spent in each kind of operation since the last call."""
+        times = array("q", bytes(8 * self._library.op_kinds()))
+        self._library.times(self._handle, times.buffer_info()[0])
+        return {name: ns / 1e9 for name, ns in zip(OP_NAMES, times, strict=True)}
+
+    def _bind(
+        self, layers: tuple[tuple[Tensor, Tensor], ...], layer_kinds: Sequence[int]
+    ) -> _Pool:
+        if self._bound is not None and self._bound.layers is layers:
+            return self._bound
+        for key, value in layers:
+            if not (key.dtype == value.dtype == self.dtype):
+                raise ValueError(f"the cache is {key.dtype}, the program's is {self.dtype}")
+        count = len(layers)
+        addresses = [
+            (ctypes.c_void_p * count)(*(pair[i].data_ptr() for pair in layers)) for i in (0, 1)
+        ]
+        self._bound = _Pool(layers, *addresses, (ctypes.c_int32 * count)(*layer_kinds))
+        return self._bound
+
+
+def _norm_spec(norm: NormWeights, kept: list[Tensor]) -> NormSpec:
+    """``kept`` holds the tensors whose addresses it has."""
+    found = []
+    for tensor in (norm.weight, norm.bias):
+        values = None if tensor is None else tensor.detach().float().contiguous()
+        if values is not None:
+            kept.append(values)
+        found.append(values)
+    sizes = [values.numel() // norm.columns for values in found if values is not None]
+    return NormSpec(
+        norm.columns, sizes[0] if sizes else 1, *map(_address, found), norm.epsilon,
+        int(norm.centred),
+    )  # fmt: skip
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+

@@ -1,0 +1,221 @@
+// The C interface, as library.py binds it. Whatever goes wrong is a text in `error` and a result
+// of -1; no exception leaves the library. Arrays are copied unless a comment says otherwise.
+#include <cstdio>
+#include <stdexcept>
+#include <exception>
+#include <new>
+
+#include "program.h"
+
+using namespace penstock;
+
+namespace {
+
+struct Error {
+  char text[256];
+};
+
+template <class Function>
+int guarded(Error* error, Function function) {
+  try {
+    return function();
+  } catch (const std::bad_alloc&) {
+    std::snprintf(error->text, sizeof error->text, "out of memory");
+  } catch (const std::exception& e) {
+    std::snprintf(error->text, sizeof error->text, "%s", e.what());
+  }
+  return -1;
+}
+
+std::vector<float> copied(const float* values, int64_t count) {
+  return values ? std::vector<float>(values, values + count) : std::vector<float>();
+}
+
+}  // namespace
+
+extern "C" {
+
+struct NormSpec {
+  int64_t columns, count;  // of `count` norms side by side
+  const float *weight, *bias;
+  float epsilon;
+  int32_t centred;
+};
+
+static std::vector<Norm> norms_of(const NormSpec& spec) {
+  std::vector<Norm> norms;
+  for (int64_t i = 0; i < spec.count; i++) {
+    const auto at = [&](const float* p) { return p ? p + i * spec.columns : nullptr; };
+    norms.push_back(Norm{spec.columns, spec.centred != 0, spec.epsilon,
+                         copied(at(spec.weight), spec.columns), copied(at(spec.bias), spec.columns)});
+  }
+  return norms;
+}
+
+struct LinearSpec {
+  int32_t matrix, input, output, activation;
+  float scale, softcap;
+  int32_t add;
+  const float* bias;  // of each output; a gated layer's: those of the gate, then the others
+};
+
+struct RotateSpec {
+  int32_t buffer, interleaved;
+  int64_t heads, kv_heads, key_dim, value_dim, layer, rotary_dims, positions;
+  const float *cosines, *sines;  // kept by the caller as long as the program
+  NormSpec query_norm, key_norm;
+};
+
+struct AttendSpec {
+  int32_t input, output;
+  int64_t heads, kv_heads, key_dim, value_dim, layer, window;
+  float scale, softcap;
+  const float* sinks;
+};
+
+const char* penstock_instruction_set() {
+#if defined(__AVX512BF16__)
+  return "avx512bf16";
+#elif defined(__AVX512F__)
+  return "avx512";
+#elif defined(__AVX2__) && defined(__FMA__)
+  return "avx2";
+#else
+  return "portable";
+#endif
+}
+
+int penstock_activation_type(int type) {
+  return static_cast<int>(activation_type(static_cast<Type>(type)));
+}
+
+Pool* penstock_pool_create(int threads, int spin_us) {
+  try {
+    return new Pool(threads, spin_us);
+  } catch (const std::exception&) {
+    return nullptr;
+  }
+}
+void penstock_pool_destroy(Pool* pool) { delete pool; }
+
+Program* penstock_create(int cache_type) {
+  try {
+    auto* program = new Program;
+    program->set_cache_type(static_cast<Type>(cache_type));
+    return program;
+  } catch (const std::exception&) {
+    return nullptr;
+  }
+}
+void penstock_destroy(Program* program) { delete program; }
+
+int penstock_buffer(Program* p, int64_t columns, int type, int rows, Error* error) {
+  return guarded(error, [&] {
+    return p->add_buffer(columns, static_cast<Type>(type), static_cast<Rows>(rows));
+  });
+}
+
+int penstock_matrix(Program* p, int64_t outputs, int64_t inputs, int type, int gated,
+                    Error* error) {
+  return guarded(error, [&] {
+    return p->add_matrix(outputs, inputs, static_cast<Type>(type), gated != 0);
+  });
+}
+
+// Rows [count, inputs] of `source` are the weights of outputs `first` and after.
+int penstock_fill(Program* p, int matrix, const void* source, int source_type, int64_t first,
+                  int64_t count, int part, Error* error) {
+  return guarded(error, [&] {
+    Matrix& m = p->matrix(matrix);
+    if (first < 0 || count < 0 || first + count > m.outputs || part < 0 || part > int(m.gated))
+      throw std::invalid_argument("weights of outputs that the matrix does not have");
+    m.fill(source, static_cast<Type>(source_type), first, count, part);
+    return 0;
+  });
+}
+
+// `table` stays the caller's, as long as the program.
+int penstock_embed(Program* p, const void* table, int type, int64_t vocabulary, int64_t columns,
+                   float scale, int output, Error* error) {
+  return guarded(error, [&] {
+    p->add(EmbedOp{{table, static_cast<Type>(type), vocabulary, columns, scale}, output});
+    return 0;
+  });
+}
+
+int penstock_norm(Program* p, const NormSpec* spec, int input, int output, int type, int add,
+                  float scale, Error* error) {
+  return guarded(error, [&] {
+    if (spec->count != 1) throw std::invalid_argument("a row has one norm");
+    p->add(NormOp{norms_of(*spec).front(), {static_cast<Type>(type), add != 0, scale}, input,
+                  output});
+    return 0;
+  });
+}
+
+int penstock_linear(Program* p, const LinearSpec* s, int type, Error* error) {
+  return guarded(error, [&] {
+    const Matrix& m = p->matrix(s->matrix);
+    LinearOp op{s->matrix, {}, {}, s->input, s->output};
+    if (s->activation < 0 || s->activation >= static_cast<int32_t>(Activation::COUNT))
+      throw std::invalid_argument("no such activation");
+    op.epilogue.activation = static_cast<Activation>(s->activation);
+    op.epilogue.scale = s->scale;
+    op.epilogue.softcap = s->softcap;
+    op.epilogue.add = s->add != 0;
+    op.epilogue.type = static_cast<Type>(type);
+    if (s->bias) {
+      op.bias.assign(static_cast<size_t>(m.panels * PANEL), 0.f);
+      for (int64_t n = 0; n < m.outputs; n++) {
+        if (!m.gated) {
+          op.bias[static_cast<size_t>(n)] = s->bias[n];
+          continue;
+        }
+        const auto at = static_cast<size_t>(n / LANES * PANEL + n % LANES);
+        op.bias[at] = s->bias[n];
+        op.bias[at + LANES] = s->bias[m.outputs + n];
+      }
+    }
+    p->add(std::move(op));
+    return 0;
+  });
+}
+
+int penstock_rotate(Program* p, const RotateSpec* s, Error* error) {
+  return guarded(error, [&] {
+    Rotate rotate{s->heads, s->kv_heads, s->key_dim, s->value_dim, s->layer,
+                  {s->cosines, s->sines, s->positions, s->rotary_dims, s->interleaved != 0},
+                  norms_of(s->query_norm), norms_of(s->key_norm)};
+    p->add(RotateOp{std::move(rotate), s->buffer});
+    return 0;
+  });
+}
+
+int penstock_attend(Program* p, const AttendSpec* s, Error* error) {
+  return guarded(error, [&] {
+    Attention attention{s->heads,  s->kv_heads, s->key_dim, s->value_dim,
+                        s->scale,  s->window,   s->softcap, copied(s->sinks, s->heads),
+                        s->layer};
+    p->add(AttendOp{std::move(attention), s->input, s->output});
+    return 0;
+  });
+}
+
+int penstock_copy(Program* p, int input, int output, Error* error) {
+  return guarded(error, [&] {
+    p->add(CopyOp{input, output});
+    return 0;
+  });
+}
+
+int penstock_run(Program* p, Pool* pool, const StepInput* step, Error* error) {
+  return guarded(error, [&] {
+    p->run(*pool, *step);
+    return 0;
+  });
+}
+
+int penstock_op_kinds() { return static_cast<int>(OP_KINDS); }
+void penstock_times(Program* p, int64_t* nanoseconds) { p->take_times(nanoseconds); }
+
+}  // extern "C"

@@ -1,0 +1,215 @@
+#include "linear.h"
+
+#include <algorithm>
+
+namespace penstock {
+namespace {
+
+// Rows of a register tile: 2 * MOST_ROWS accumulators of sixteen floats and what feeds them.
+#if defined(__AVX512F__)
+constexpr int MOST_ROWS = 12;
+#elif defined(__AVX2__) || defined(__ARM_NEON)
+constexpr int MOST_ROWS = 3;
+#else
+constexpr int MOST_ROWS = 1;
+#endif
+
+constexpr int64_t BLOCK_BYTES = 512 << 10;  // of activations
+constexpr int64_t BLOCK_STEPS = 128;        // of a panel, which stay in the first-level cache
+constexpr int64_t STREAM_AHEAD = 4096;      // bytes, when each weight is used once
+
+// ---- how a step of weights meets a row
+
+struct Floats {
+  static constexpr int INPUT_BYTES = 4;
+  Vec lo, hi;
+  explicit Floats(const char* w) : lo(load(w)), hi(load(w + STEP_BYTES / 2)) {}
+  void multiply(const char* input, Vec& sum_lo, Vec& sum_hi) const {
+    const Vec x = set1(*reinterpret_cast<const LooseFloat*>(input));
+    sum_lo = fma(x, lo, sum_lo);
+    sum_hi = fma(x, hi, sum_hi);
+  }
+};
+
+#if defined(__AVX512BF16__)
+struct Halves {
+  static constexpr int INPUT_BYTES = 4;
+  Vec lo, hi;
+  explicit Halves(const char* w) : lo(load(w)), hi(load(w + STEP_BYTES / 2)) {}
+  void multiply(const char* input, Vec& sum_lo, Vec& sum_hi) const {
+    const __m512bh x = (__m512bh)set1(*reinterpret_cast<const LooseFloat*>(input));
+    sum_lo = _mm512_dpbf16_ps(sum_lo, x, (__m512bh)lo);
+    sum_hi = _mm512_dpbf16_ps(sum_hi, x, (__m512bh)hi);
+  }
+};
+#else
+struct Halves {
+  static constexpr int INPUT_BYTES = 8;
+  Vec even_lo, odd_lo, even_hi, odd_hi;
+  explicit Halves(const char* w) {
+    load_pairs(w, even_lo, odd_lo);
+    load_pairs(w + STEP_BYTES / 2, even_hi, odd_hi);
+  }
+  void multiply(const char* input, Vec& sum_lo, Vec& sum_hi) const {
+    const auto* inputs = reinterpret_cast<const LooseFloat*>(input);
+    const Vec x = set1(inputs[0]), y = set1(inputs[1]);
+    sum_lo = fma(y, odd_lo, fma(x, even_lo, sum_lo));
+    sum_hi = fma(y, odd_hi, fma(x, even_hi, sum_hi));
+  }
+};
+#endif
+
+// ROWS rows times `steps` steps of a panel. `sums` [ROWS][32] is where the chains end, and where
+// they went on from if RESUME. Fetches weights `ahead` bytes before they are needed.
+template <class Step, int ROWS, bool RESUME>
+void tile(const char* input, int64_t stride, const char* weights, int64_t steps, float* sums,
+          int64_t ahead) {
+  Vec lo[ROWS], hi[ROWS];
+#pragma GCC unroll 12
+  for (int r = 0; r < ROWS; r++) {
+    lo[r] = RESUME ? load(sums + r * PANEL) : set1(0.f);
+    hi[r] = RESUME ? load(sums + r * PANEL + LANES) : set1(0.f);
+  }
+  // A pointer to every third row: the two after it are reached by scaled addressing.
+  const char *a = input, *b = input + 3 * stride, *c = input + 6 * stride, *d = input + 9 * stride;
+  for (int64_t s = 0; s < steps; s++, weights += STEP_BYTES) {
+    const Step step(weights);
+    prefetch(weights + ahead);
+    prefetch(weights + ahead + 64);
+#pragma GCC unroll 12
+    for (int r = 0; r < ROWS; r++) {
+      const char* third = r < 3 ? a : r < 6 ? b : r < 9 ? c : d;
+      step.multiply(third + (r % 3) * stride + s * Step::INPUT_BYTES, lo[r], hi[r]);
+    }
+  }
+#pragma GCC unroll 12
+  for (int r = 0; r < ROWS; r++) {
+    store(sums + r * PANEL, lo[r]);
+    store(sums + r * PANEL + LANES, hi[r]);
+  }
+}
+
+using Tile = void (*)(const char*, int64_t, const char*, int64_t, float*, int64_t);
+
+template <class Step, bool RESUME>
+Tile tile_of(int rows) {
+  static_assert(MOST_ROWS <= 12, "a case for each number of rows");
+  switch (rows) {
+    case 1: return tile<Step, 1, RESUME>;
+#define PENSTOCK_ROWS(n) \
+  case n:                \
+    return tile<Step, n <= MOST_ROWS ? n : 1, RESUME>;
+    PENSTOCK_ROWS(2) PENSTOCK_ROWS(3) PENSTOCK_ROWS(4) PENSTOCK_ROWS(5) PENSTOCK_ROWS(6)
+    PENSTOCK_ROWS(7) PENSTOCK_ROWS(8) PENSTOCK_ROWS(9) PENSTOCK_ROWS(10) PENSTOCK_ROWS(11)
+#undef PENSTOCK_ROWS
+    default: return tile<Step, MOST_ROWS, RESUME>;
+  }
+}
+
+template <class Step>
+void sum_panel(const Matrix& matrix, const RowBlock& block, const char* panel, float* sums) {
+  const int64_t tiles = (block.rows + MOST_ROWS - 1) / MOST_ROWS;
+  if (tiles == 1) {
+    tile_of<Step, false>(static_cast<int>(block.rows))(block.input, block.input_stride, panel,
+                                                       matrix.steps, sums, STREAM_AHEAD);
+    return;
+  }
+  // A piece of the panel at a time for all tiles; the first of them fetches the next piece.
+  const int64_t pieces = std::max<int64_t>(1, (matrix.steps + BLOCK_STEPS / 2) / BLOCK_STEPS);
+  for (int64_t p = 0; p < pieces; p++) {
+    const int64_t begin = matrix.steps * p / pieces, end = matrix.steps * (p + 1) / pieces;
+    for (int64_t t = 0; t < tiles; t++) {
+      const int64_t row = block.rows * t / tiles;
+      const int rows = static_cast<int>(block.rows * (t + 1) / tiles - row);
+      (begin ? tile_of<Step, true>(rows) : tile_of<Step, false>(rows))(
+          block.input + row * block.input_stride + begin * Step::INPUT_BYTES, block.input_stride,
+          panel + begin * STEP_BYTES, end - begin, sums + row * PANEL,
+          t ? 0 : (end - begin) * STEP_BYTES);
+    }
+  }
+}
+
+// Sixteen finished outputs, of which the first `count` exist. Behind them the row has room for
+// whole vectors of zeros, unless it is the caller's own memory (`count` < 16 then).
+void put(const Epilogue& epilogue, Vec v, char* row, int64_t column, int count) {
+  if (epilogue.scale != 1.f) v = v * set1(epilogue.scale);
+  if (epilogue.softcap > 0.f)
+    v = set1(epilogue.softcap) * tanh(v * set1(1.f / epilogue.softcap));
+  if (epilogue.type == Type::BF16) {
+    alignas(64) bf16 lanes[LANES];
+    store_bf16(lanes, v);
+    std::memcpy(row + 2 * column, lanes, 2 * static_cast<size_t>(count));
+    return;
+  }
+  float* out = reinterpret_cast<float*>(row) + column;
+  if (epilogue.add) v = load_first(out, count) + v;
+  store_first(out, v, count);
+}
+
+}  // namespace
+
+Matrix::Matrix(int64_t outputs_, int64_t inputs_, Type type_, bool gated_)
+    : outputs(outputs_),
+      inputs(inputs_),
+      steps(type_ == Type::BF16 ? (inputs_ + 1) / 2 : inputs_),
+      panels(gated_ ? (outputs_ + LANES - 1) / LANES : (outputs_ + PANEL - 1) / PANEL),
+      type(type_),
+      gated(gated_),
+      // The stream of weights is fetched ahead, beyond the last panel too.
+      weights(static_cast<size_t>(panels * steps * STEP_BYTES + STREAM_AHEAD + STEP_BYTES)) {}
+
+void Matrix::fill(const void* source, Type source_type, int64_t first, int64_t count, int part) {
+  const int64_t wide = gated ? LANES : PANEL;
+  for (int64_t n = 0; n < count; n++) {
+    const int64_t output = first + n, lane = output % wide + part * LANES;
+    char* at = weights.data() + (output / wide) * steps * STEP_BYTES;
+    for (int64_t k = 0; k < inputs; k++) {
+      const int64_t from = n * inputs + k;
+      if (type == Type::FLOAT) {
+        float value = source_type == Type::BF16 ? to_float(static_cast<const bf16*>(source)[from])
+                                                : static_cast<const float*>(source)[from];
+        std::memcpy(at + (k * PANEL + lane) * 4, &value, 4);
+      } else {
+        bf16 value = source_type == Type::BF16 ? static_cast<const bf16*>(source)[from]
+                                               : to_bf16(static_cast<const float*>(source)[from]);
+        std::memcpy(at + ((k / 2) * PANEL + lane) * 4 + (k & 1) * 2, &value, 2);
+      }
+    }
+  }
+}
+
+int64_t block_rows(const Matrix& matrix) {
+  const int64_t step = activation_type(matrix.type) == Type::BF16 ? 2 : 4;
+  const int64_t rows = BLOCK_BYTES / std::max<int64_t>(1, matrix.inputs * step);
+  return std::clamp<int64_t>(rows / MOST_ROWS * MOST_ROWS, MOST_ROWS, MOST_BLOCK_ROWS);
+}
+
+void multiply(const Matrix& matrix, const Epilogue& epilogue, const RowBlock& block, int64_t first,
+              int64_t last, float* sums) {
+  for (int64_t p = first; p < last; p++) {
+    if (matrix.type == Type::BF16)
+      sum_panel<Halves>(matrix, block, matrix.panel(p), sums);
+    else
+      sum_panel<Floats>(matrix, block, matrix.panel(p), sums);
+    const Vec bias_lo = epilogue.bias ? load(epilogue.bias + p * PANEL) : set1(0.f);
+    const Vec bias_hi = epilogue.bias ? load(epilogue.bias + p * PANEL + LANES) : set1(0.f);
+    for (int64_t r = 0; r < block.rows; r++) {
+      const Vec lo = load(sums + r * PANEL) + bias_lo, hi = load(sums + r * PANEL + LANES) + bias_hi;
+      char* row = block.output + r * block.output_stride;
+      if (matrix.gated) {
+        const int64_t column = p * LANES;
+        const int count = static_cast<int>(std::min<int64_t>(LANES, matrix.outputs - column));
+        put(epilogue, activate(epilogue.activation, lo) * hi, row, column, count);
+        continue;
+      }
+      const int64_t column = p * PANEL, left = matrix.outputs - column;
+      put(epilogue, activate(epilogue.activation, lo), row, column,
+          static_cast<int>(std::min<int64_t>(LANES, left)));
+      if (left > LANES)
+        put(epilogue, activate(epilogue.activation, hi), row, column + LANES,
+            static_cast<int>(std::min<int64_t>(LANES, left - LANES)));
+    }
+  }
+}
+
+}  // namespace penstock

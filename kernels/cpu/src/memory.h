@@ -1,0 +1,60 @@
+// Zeroed memory aligned to cache lines, on huge pages where it is large.
+#pragma once
+
+#include <sys/mman.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <new>
+#include <utility>
+
+namespace penstock {
+
+class Memory {
+ public:
+  Memory() = default;
+  // Throws std::bad_alloc. The pages are the system's zeros until they are written.
+  explicit Memory(size_t bytes) {
+    constexpr size_t HUGE_PAGE = size_t{2} << 20;
+    const bool large = bytes >= HUGE_PAGE;
+    length_ = bytes + (large ? HUGE_PAGE : 0) + 64;
+    base_ = mmap(nullptr, length_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (base_ == MAP_FAILED) {
+      base_ = nullptr;
+      throw std::bad_alloc();
+    }
+    const uintptr_t align = large ? HUGE_PAGE : 64;
+    data_ = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(base_) + align - 1) & ~(align - 1));
+#if defined(MADV_HUGEPAGE)
+    if (large) madvise(data_, bytes, MADV_HUGEPAGE);
+#endif
+  }
+  Memory(Memory&& other) noexcept { swap(other); }
+  Memory& operator=(Memory&& other) noexcept {
+    swap(other);
+    return *this;
+  }
+  ~Memory() {
+    if (base_) munmap(base_, length_);
+  }
+  char* data() const { return data_; }
+
+ private:
+  void swap(Memory& other) {
+    std::swap(base_, other.base_);
+    std::swap(length_, other.length_);
+    std::swap(data_, other.data_);
+  }
+  void* base_ = nullptr;
+  size_t length_ = 0;
+  char* data_ = nullptr;
+};
+
+// Bytes from one row of a matrix to the next: an odd number of cache lines, so that the same column
+// of many rows does not fall into the same few sets of the cache.
+inline int64_t padded_row(int64_t bytes) {
+  const int64_t lines = (bytes + 63) / 64;
+  return 64 * (lines | 1);
+}
+
+}  // namespace penstock

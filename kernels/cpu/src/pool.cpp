@@ -1,0 +1,166 @@
+#include "pool.h"
+
+#include <unistd.h>
+
+#include <chrono>
+
+#include "vec.h"
+
+namespace penstock {
+namespace {
+
+constexpr int PAUSES_BEFORE_YIELD = 1 << 12;
+constexpr int PAUSES_BETWEEN_CLOCKS = 32;
+
+inline void pause() {
+#if defined(__x86_64__)
+  _mm_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+// `next` holds the round in its upper half and the next free item in its lower one, so a thread
+// that is still in an earlier round can take nothing: its exchange fails.
+struct alignas(128) Stage {
+  std::atomic<uint64_t> next{0};
+  std::atomic<uint32_t> items{0};
+  alignas(64) std::atomic<uint32_t> done{0};
+};
+
+struct Board {
+  explicit Board(size_t capacity) : stages(capacity) {}
+  std::vector<Stage> stages;
+  std::atomic<uint32_t> used{0};
+};
+
+}  // namespace
+
+struct Pool::State {
+  const pid_t process = getpid();
+  std::atomic<uint32_t> round{0};
+  std::atomic<Board*> board{nullptr};
+  std::atomic<Work*> work{nullptr};
+  std::atomic<uint32_t> sleepers{0};
+  std::atomic<bool> stop{false};
+  std::mutex sleep;
+  std::condition_variable wake;
+  std::mutex running;
+  // Kept to the end: a late thread may look at an old one.
+  std::vector<std::unique_ptr<Board>> boards;
+  std::vector<std::thread> threads;
+
+  void grow(size_t stages) {
+    boards.push_back(std::make_unique<Board>(stages));
+    board.store(boards.back().get());
+  }
+
+  uint32_t next_round(uint32_t seen, int spin_us) {
+    const auto until = std::chrono::steady_clock::now() + std::chrono::microseconds(spin_us);
+    do {
+      for (int i = 0; i < PAUSES_BETWEEN_CLOCKS; i++) {
+        const uint32_t now = round.load(std::memory_order_acquire);
+        if (now != seen || stop.load(std::memory_order_relaxed)) return now;
+        pause();
+      }
+    } while (std::chrono::steady_clock::now() < until);
+    std::unique_lock<std::mutex> lock(sleep);
+    sleepers.fetch_add(1);  // before the look at `round`, as run() looks after it has set that
+    wake.wait(lock, [&] { return round.load() != seen || stop.load(); });
+    sleepers.fetch_sub(1);
+    return round.load();
+  }
+
+  void serve(int thread, int spin_us) {
+    for (uint32_t seen = 0;;) {
+      seen = next_round(seen, spin_us);
+      if (stop.load()) return;
+      take_part(seen, thread, nullptr);
+    }
+  }
+
+  // Until the round is over. Stages of `board` are safe to look at even then: they are never freed,
+  // and a newer round shows in their tags.
+  void take_part(uint32_t mine, int thread, Work* leading) {
+    Board& shared = *board.load(std::memory_order_acquire);
+    const uint32_t stages = shared.used.load(std::memory_order_acquire);
+    for (uint32_t s = 0; s < stages; s++) {
+      Stage& stage = shared.stages[s];
+      uint64_t ticket = stage.next.load(std::memory_order_acquire);
+      uint32_t items;
+      for (;;) {
+        if (static_cast<uint32_t>(ticket >> 32) != mine) return;
+        items = stage.items.load(std::memory_order_relaxed);
+        const uint32_t item = static_cast<uint32_t>(ticket);
+        if (item >= items) break;
+        if (!stage.next.compare_exchange_weak(ticket, ticket + 1, std::memory_order_acq_rel,
+                                              std::memory_order_acquire))
+          continue;
+        // From here the round cannot end before `done` is counted up: all it uses is stable.
+        work.load(std::memory_order_relaxed)->compute(static_cast<int>(s), item, thread);
+        stage.done.fetch_add(1, std::memory_order_release);
+        ticket = stage.next.load(std::memory_order_acquire);
+      }
+      for (int i = 0; stage.done.load(std::memory_order_acquire) != items; i++) {
+        if (round.load(std::memory_order_relaxed) != mine) return;
+        if (i < PAUSES_BEFORE_YIELD)
+          pause();
+        else
+          std::this_thread::yield();
+      }
+      if (leading) leading->completed(static_cast<int>(s));
+    }
+  }
+};
+
+Pool::Pool(int threads, int spin_us) : threads_(threads), spin_us_(spin_us) {
+  state_of_this_process();
+}
+
+Pool::~Pool() {
+  if (!state_ || state_->process != getpid()) return;  // nobody to join in a forked child
+  state_->stop.store(true);
+  {
+    std::lock_guard<std::mutex> lock(state_->sleep);
+  }
+  state_->wake.notify_all();
+  for (auto& thread : state_->threads) thread.join();
+  delete state_;
+}
+
+Pool::State& Pool::state_of_this_process() {
+  if (!state_ || state_->process != getpid()) {
+    state_ = new State;  // the parent's is left alone: its locks may be held for ever here
+    state_->grow(512);
+    for (int t = 1; t < threads_; t++)
+      state_->threads.emplace_back([state = state_, t, spin = spin_us_] { state->serve(t, spin); });
+  }
+  return *state_;
+}
+
+void Pool::run(Work& work, const std::vector<uint32_t>& items) {
+  State& state = state_of_this_process();
+  std::lock_guard<std::mutex> one_at_a_time(state.running);
+  if (state.board.load()->stages.size() < items.size()) state.grow(2 * items.size());
+  Board& board = *state.board.load();
+  uint32_t round = state.round.load() + 1;
+  if (round == 0) round = 1;  // 0 is what fresh stages are tagged with
+  state.work.store(&work);
+  for (size_t s = 0; s < items.size(); s++) {
+    Stage& stage = board.stages[s];
+    stage.done.store(0, std::memory_order_relaxed);
+    stage.items.store(items[s], std::memory_order_relaxed);
+    stage.next.store(static_cast<uint64_t>(round) << 32, std::memory_order_release);
+  }
+  board.used.store(static_cast<uint32_t>(items.size()), std::memory_order_release);
+  state.round.store(round);
+  if (threads_ > 1 && state.sleepers.load()) {
+    {
+      std::lock_guard<std::mutex> lock(state.sleep);
+    }
+    state.wake.notify_all();
+  }
+  state.take_part(round, 0, &work);
+}
+
+}  // namespace penstock

@@ -1,0 +1,53 @@
+// Threads that compute one round of work together, again and again.
+//
+// A round is a list of stages, a stage a number of items. Any thread takes any item; a stage begins
+// when all items of the one before are done. Nobody waits for a thread: one that the system has put
+// aside, or that wakes late, finds its items taken by others and joins at the stage they are at.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace penstock {
+
+class Work {
+ public:
+  // Computes one item; called from any thread of the pool, at most once for each item of a round.
+  virtual void compute(int stage, uint32_t item, int thread) = 0;
+  // Called by the thread that runs the round, when it sees a stage complete.
+  virtual void completed(int stage) = 0;
+
+ protected:
+  ~Work() = default;
+};
+
+class Pool {
+ public:
+  // `threads` includes the one that calls run(). Between rounds the others look for work for
+  // `spin_us` microseconds before they sleep.
+  Pool(int threads, int spin_us);
+  ~Pool();
+  Pool(const Pool&) = delete;
+  Pool& operator=(const Pool&) = delete;
+
+  int threads() const { return threads_; }
+  // Computes all stages, in order; items[s] is the number of items of stage s. One round at a time:
+  // a second caller waits.
+  void run(Work& work, const std::vector<uint32_t>& items);
+
+ private:
+  struct State;
+  // A forked child has none of its parent's threads, and must not touch what they were doing.
+  State& state_of_this_process();
+
+  const int threads_;
+  const int spin_us_;
+  State* state_ = nullptr;
+};
+
+}  // namespace penstock

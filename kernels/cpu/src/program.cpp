@@ -1,0 +1,320 @@
+#include "program.h"
+
+#include <algorithm>
+#include <chrono>
+#include <stdexcept>
+
+namespace penstock {
+namespace {
+
+// Items for each thread, so that one that the system interrupts leaves its share to the others.
+constexpr int64_t ITEMS_PER_THREAD = 4;
+// Below so many attention items for each thread, query heads of a key/value head go separate ways.
+constexpr int64_t FEW_ITEMS = 3;
+
+int64_t nanoseconds() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(
+             std::chrono::steady_clock::now().time_since_epoch())
+      .count();
+}
+
+void require(bool holds, const char* what) {
+  if (!holds) throw std::invalid_argument(what);
+}
+
+int64_t divided_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+}  // namespace
+
+// ---- building
+
+int Program::add_buffer(int64_t columns, Type type, Rows rows) {
+  require(columns > 0, "a buffer needs columns");
+  const int64_t stride = padded_row(columns * (type == Type::BF16 ? 2 : 4));
+  buffers_.push_back(Buffer{columns, type, rows, stride, 0, Memory()});
+  widest_ = std::max(widest_, columns);
+  return static_cast<int>(buffers_.size()) - 1;
+}
+
+int Program::add_matrix(int64_t outputs, int64_t inputs, Type type, bool gated) {
+  require(outputs > 0 && inputs > 0, "a matrix needs outputs and inputs");
+  matrices_.emplace_back(outputs, inputs, type, gated);
+  return static_cast<int>(matrices_.size()) - 1;
+}
+
+const Buffer& Program::buffer(int index) const {
+  require(index >= 0 && index < static_cast<int>(buffers_.size()), "no such buffer");
+  return buffers_[static_cast<size_t>(index)];
+}
+
+void Program::expect(int index, int64_t columns, Type type) const {
+  require(buffer(index).columns == columns && buffer(index).type == type,
+          "a buffer's columns or type do not fit the operation");
+}
+
+void Program::add(Op op) {
+  if (auto* e = std::get_if<EmbedOp>(&op)) {
+    expect(e->output, e->embedding.columns, Type::FLOAT);
+    require(vocabulary_ == 0, "a program has one embedding");
+    vocabulary_ = e->embedding.vocabulary;
+  } else if (auto* n = std::get_if<NormOp>(&op)) {
+    expect(n->input, n->norm.columns, Type::FLOAT);
+    expect(n->output, n->norm.columns, n->to.type);
+    require(buffer(n->input).rows == buffer(n->output).rows, "a norm keeps its rows");
+    require(!n->to.add || n->to.type == Type::FLOAT, "only floats are added to");
+  } else if (auto* l = std::get_if<LinearOp>(&op)) {
+    require(l->matrix >= 0 && l->matrix < static_cast<int>(matrices_.size()), "no such matrix");
+    const Matrix& m = matrices_[static_cast<size_t>(l->matrix)];
+    expect(l->input, m.inputs, activation_type(m.type));
+    require(l->bias.empty() || static_cast<int64_t>(l->bias.size()) == m.panels * PANEL,
+            "a bias has a value for each packed output");
+    if (l->output == LOGITS) {
+      require(buffer(l->input).rows == Rows::OUTPUTS, "logits are made of the wanted rows alone");
+      require(!l->epilogue.add && l->epilogue.type == Type::FLOAT, "logits are floats");
+      logit_columns_ = m.outputs;
+    } else {
+      expect(l->output, m.outputs, l->epilogue.type);
+      require(buffer(l->input).rows == buffer(l->output).rows, "a linear layer keeps its rows");
+      require(!l->epilogue.add || l->epilogue.type == Type::FLOAT, "only floats are added to");
+    }
+  } else if (auto* r = std::get_if<RotateOp>(&op)) {
+    const Rotate& o = r->rotate;
+    expect(r->buffer, o.input_columns(), Type::FLOAT);
+    require(buffer(r->buffer).rows == Rows::TOKENS, "every token's key is stored");
+    require(o.rotary.dims <= o.key_dim && o.rotary.dims % 2 == 0, "too many dims turn");
+    for (const auto* norms : {&o.query_norm, &o.key_norm}) {
+      const int64_t all = (norms == &o.query_norm ? o.heads : o.kv_heads) * o.key_dim;
+      for (const Norm& norm : *norms)
+        require(norm.columns == o.key_dim || norm.columns == all, "a norm is of a head or of all");
+    }
+    if (o.rotary.cosines) positions_ = std::min(positions_, o.rotary.positions);
+    layers_ = std::max(layers_, o.layer + 1);
+  } else if (auto* a = std::get_if<AttendOp>(&op)) {
+    const Attention& o = a->attention;
+    require(o.heads > 0 && o.kv_heads > 0 && o.heads % o.kv_heads == 0,
+            "key/value heads divide the query heads");
+    expect(a->input, (o.heads + o.kv_heads) * o.key_dim + o.kv_heads * o.value_dim, Type::FLOAT);
+    expect(a->output, o.heads * o.value_dim, buffer(a->output).type);
+    require(buffer(a->output).rows == Rows::TOKENS, "attention keeps its rows");
+    require(o.sinks.empty() || static_cast<int64_t>(o.sinks.size()) == o.heads, "a sink per head");
+    layers_ = std::max(layers_, o.layer + 1);
+  } else if (auto* c = std::get_if<CopyOp>(&op)) {
+    const Buffer& to = buffer(c->output);
+    require(buffer(c->input).columns == to.columns, "a copy has as many columns");
+    require(buffer(c->input).type == Type::FLOAT || to.type == Type::BF16, "copies do not widen");
+    require(buffer(c->input).rows == Rows::TOKENS || to.rows == Rows::OUTPUTS,
+            "a copy takes rows away, and adds none");
+  }
+  ops_.push_back(std::move(op));
+}
+
+// ---- a step
+
+void Program::check(const StepInput& s) const {
+  require(s.rows > 0 && s.sequences > 0 && s.outputs >= 0 && s.kinds > 0, "an empty step");
+  require(s.block_size > 0, "a block holds at least one token");
+  require(s.layers >= layers_, "the cache has fewer layers than the program");
+  require(s.outputs == 0 || logit_columns_ == 0 || s.logits, "no memory for the logits");
+  for (int64_t r = 0; r < s.rows; r++) {
+    require(s.tokens[r] >= 0 && (vocabulary_ == 0 || s.tokens[r] < vocabulary_),
+            "a token id is outside the vocabulary");
+    require(s.positions[r] >= 0 && s.positions[r] < positions_,
+            "a position is outside the model's context");
+  }
+  for (int64_t o = 0; o < s.outputs; o++)
+    require(s.output_rows[o] >= 0 && s.output_rows[o] < s.rows, "a wanted row is not in the step");
+  require(s.query_starts[0] == 0 && s.query_starts[s.sequences] == s.rows,
+          "the sequences do not cover the rows");
+  for (int64_t q = 0; q < s.sequences; q++) {
+    const int64_t begin = s.query_starts[q], end = s.query_starts[q + 1];
+    require(begin < end && end - begin <= s.context_lens[q], "a sequence has no or too many rows");
+    for (int64_t r = begin; r < end; r++)
+      require(s.positions[r] == s.context_lens[q] - (end - r), "positions do not end a context");
+  }
+  for (int64_t l = 0; l < layers_; l++)
+    require(s.layer_kinds[l] >= 0 && s.layer_kinds[l] < s.kinds, "a layer is of no KV kind");
+  for (int64_t k = 0; k < s.kinds; k++) {
+    const KVKind& kind = s.kv[k];
+    for (int64_t r = 0; r < s.rows; r++)
+      require(kind.slots[r] >= 0 && kind.slots[r] < kind.num_blocks * s.block_size,
+              "a slot is outside the cache");
+    for (int64_t q = 0; q < s.sequences; q++) {
+      const int64_t blocks = divided_up(s.context_lens[q], s.block_size);
+      require(blocks <= kind.table_width, "a block table is too short for its context");
+      // Ids before every window may be anything below; they are never followed.
+      for (int64_t b = 0; b < blocks; b++)
+        require(kind.tables[q * kind.table_width + b] < kind.num_blocks,
+                "a block is outside the cache");
+    }
+  }
+  // Those that a window or a whole context reaches must be blocks.
+  for (const Op& op : ops_)
+    if (const auto* a = std::get_if<AttendOp>(&op)) {
+      const KVKind& kind = s.kv[s.layer_kinds[a->attention.layer]];
+      for (int64_t q = 0; q < s.sequences; q++) {
+        const int64_t first = s.positions[s.query_starts[q]], window = a->attention.window;
+        int64_t b = window ? std::max<int64_t>(0, first - window + 1) / s.block_size : 0;
+        for (; b * s.block_size < s.context_lens[q]; b++)
+          require(kind.tables[q * kind.table_width + b] >= 0, "a block that is seen has no id");
+      }
+    }
+}
+
+void Program::make_tiles(const StepInput& s) {
+  for (auto& tiles : tiles_) tiles.clear();
+  for (const Op& op : ops_)
+    if (const auto* a = std::get_if<AttendOp>(&op)) {
+      const auto most = static_cast<size_t>(tile_rows(a->attention));
+      if (tiles_.size() <= most) tiles_.resize(most + 1);
+      auto& tiles = tiles_[most];
+      if (!tiles.empty()) continue;
+      for (int32_t q = 0; q < s.sequences; q++)
+        for (int32_t r = s.query_starts[q]; r < s.query_starts[q + 1];
+             r += static_cast<int32_t>(most))
+          tiles.push_back(
+              {q, r, std::min(static_cast<int32_t>(most), s.query_starts[q + 1] - r)});
+    }
+}
+
+void Program::fit(const StepInput& s, int threads) {
+  for (Buffer& b : buffers_) {
+    const int64_t rows = b.rows == Rows::TOKENS ? s.rows : s.outputs;
+    if (rows <= b.capacity) continue;
+    b.capacity = std::max(rows, 2 * b.capacity);
+    b.memory = Memory(static_cast<size_t>(b.capacity * b.stride));
+  }
+  if (scratch_.size() < static_cast<size_t>(threads)) {
+    scratch_.resize(static_cast<size_t>(threads));
+    for (Scratch& scratch : scratch_) {
+      scratch.sums.resize(static_cast<size_t>(MOST_BLOCK_ROWS * PANEL));
+      scratch.row.resize(static_cast<size_t>(widest_ + LANES));
+      for (const Op& op : ops_)
+        if (const auto* a = std::get_if<AttendOp>(&op))
+          scratch.attention.fit(a->attention, cache_type_);
+    }
+  }
+}
+
+uint32_t Program::cut(const Op& op, int threads, Cut& cut) {
+  cut = Cut{};
+  const auto by_rows = [&](Rows rows) {
+    cut.rows = rows_of(rows);
+    cut.rows_per_item = std::max<int64_t>(1, cut.rows / (ITEMS_PER_THREAD * threads));
+    return static_cast<uint32_t>(divided_up(cut.rows, cut.rows_per_item));
+  };
+  if (const auto* l = std::get_if<LinearOp>(&op)) {
+    const Matrix& m = matrices_[static_cast<size_t>(l->matrix)];
+    cut.rows = rows_of(buffer(l->input).rows);
+    // Even blocks, none of them much smaller than another.
+    const int64_t blocks = divided_up(cut.rows, block_rows(m));
+    cut.rows_per_item = blocks ? divided_up(cut.rows, blocks) : 1;
+    cut.panels_per_item = std::max<int64_t>(1, m.panels / (2 * ITEMS_PER_THREAD * threads));
+    cut.items_per_block = divided_up(m.panels, cut.panels_per_item);
+    return static_cast<uint32_t>(divided_up(cut.rows, cut.rows_per_item) * cut.items_per_block);
+  }
+  if (const auto* a = std::get_if<AttendOp>(&op)) {
+    const Attention& o = a->attention;
+    const auto tiles = static_cast<int64_t>(tiles_[static_cast<size_t>(tile_rows(o))].size());
+    cut.by_head = tiles * o.kv_heads < FEW_ITEMS * threads;
+    return static_cast<uint32_t>(tiles * (cut.by_head ? o.heads : o.kv_heads));
+  }
+  if (const auto* e = std::get_if<EmbedOp>(&op)) return by_rows(buffer(e->output).rows);
+  if (const auto* n = std::get_if<NormOp>(&op)) return by_rows(buffer(n->input).rows);
+  if (const auto* c = std::get_if<CopyOp>(&op)) return by_rows(buffer(c->output).rows);
+  return by_rows(Rows::TOKENS);
+}
+
+void Program::run(Pool& pool, const StepInput& step) {
+  check(step);
+  fit(step, pool.threads());
+  step_ = step;
+  make_tiles(step);
+  cuts_.resize(ops_.size());
+  items_.resize(ops_.size());
+  for (size_t i = 0; i < ops_.size(); i++) items_[i] = cut(ops_[i], pool.threads(), cuts_[i]);
+  last_time_ = nanoseconds();
+  pool.run(*this, items_);
+}
+
+void Program::compute(int stage, uint32_t index, int thread) {
+  const auto s = static_cast<size_t>(stage);
+  Scratch& scratch = scratch_[static_cast<size_t>(thread)];
+  std::visit([&](const auto& op) { item(op, cuts_[s], index, scratch); }, ops_[s]);
+}
+
+void Program::completed(int stage) {
+  const int64_t now = nanoseconds();
+  times_[ops_[static_cast<size_t>(stage)].index()] += now - last_time_;
+  last_time_ = now;
+}
+
+void Program::take_times(int64_t* out) {
+  std::copy_n(times_, OP_KINDS, out);
+  std::fill_n(times_, OP_KINDS, 0);
+}
+
+// ---- items
+
+void Program::item(const EmbedOp& op, const Cut& cut, int64_t index, Scratch&) {
+  const int64_t end = std::min(cut.rows, (index + 1) * cut.rows_per_item);
+  for (int64_t r = index * cut.rows_per_item; r < end; r++)
+    op.embedding.lookup(step_.tokens[r], reinterpret_cast<float*>(row(op.output, r)));
+}
+
+void Program::item(const NormOp& op, const Cut& cut, int64_t index, Scratch& scratch) {
+  const int64_t end = std::min(cut.rows, (index + 1) * cut.rows_per_item);
+  for (int64_t r = index * cut.rows_per_item; r < end; r++)
+    normalise(op.norm, op.to, reinterpret_cast<const float*>(row(op.input, r)), row(op.output, r),
+              scratch.row.data());
+}
+
+void Program::item(const LinearOp& op, const Cut& cut, int64_t index, Scratch& scratch) {
+  const Matrix& m = matrices_[static_cast<size_t>(op.matrix)];
+  const int64_t first = index / cut.items_per_block * cut.rows_per_item;
+  const int64_t panel = index % cut.items_per_block * cut.panels_per_item;
+  Epilogue epilogue = op.epilogue;
+  epilogue.bias = op.bias.empty() ? nullptr : op.bias.data();
+  const bool logits = op.output == LOGITS;
+  const int64_t stride = logits ? logit_columns_ * 4 : buffer(op.output).stride;
+  char* output = logits ? reinterpret_cast<char*>(step_.logits) : row(op.output, 0);
+  const RowBlock block{row(op.input, first), buffer(op.input).stride, output + first * stride,
+                       stride, std::min(cut.rows_per_item, cut.rows - first)};
+  multiply(m, epilogue, block, panel, std::min(m.panels, panel + cut.panels_per_item),
+           scratch.sums.data());
+}
+
+void Program::item(const RotateOp& op, const Cut& cut, int64_t index, Scratch& scratch) {
+  const Rotate& o = op.rotate;
+  const int64_t end = std::min(cut.rows, (index + 1) * cut.rows_per_item);
+  for (int64_t r = index * cut.rows_per_item; r < end; r++)
+    rotate_and_store(o, layout(o.kv_heads, o.key_dim, o.value_dim), step_, r,
+                     reinterpret_cast<float*>(row(op.buffer, r)), scratch.row.data());
+}
+
+void Program::item(const AttendOp& op, const Cut& cut, int64_t index, Scratch& scratch) {
+  const Attention& o = op.attention;
+  const int64_t together = cut.by_head ? 1 : o.heads_per_kv(), parts = o.heads / together;
+  const QueryTile& tile =
+      tiles_[static_cast<size_t>(tile_rows(o))][static_cast<size_t>(index / parts)];
+  attend(o, layout(o.kv_heads, o.key_dim, o.value_dim), step_, tile, index % parts * together,
+         together, row(op.input, 0), buffer(op.input).stride, row(op.output, 0),
+         buffer(op.output).stride, buffer(op.output).type, scratch.attention);
+}
+
+void Program::item(const CopyOp& op, const Cut& cut, int64_t index, Scratch&) {
+  const Buffer &from = buffer(op.input), &to = buffer(op.output);
+  const bool gathers = from.rows != to.rows;
+  const int64_t end = std::min(cut.rows, (index + 1) * cut.rows_per_item);
+  for (int64_t r = index * cut.rows_per_item; r < end; r++) {
+    const char* source = row(op.input, gathers ? step_.output_rows[r] : r);
+    if (from.type == to.type) {
+      std::memcpy(row(op.output, r), source, static_cast<size_t>(from.stride));
+      continue;
+    }
+    for (int64_t i = 0; i < from.columns; i += LANES)
+      store_bf16(reinterpret_cast<bf16*>(row(op.output, r)) + i,
+                 load(reinterpret_cast<const float*>(source) + i));
+  }
+}
+
+}  // namespace penstock

@@ -1,0 +1,131 @@
+// A model's step as a flat list of operations on buffers, computed by all threads of a pool.
+//
+// The list is built once; a step then binds what its caller hands over and runs it from begin to
+// end. Operations follow one another strictly; within one, items are independent.
+#pragma once
+
+#include <string>
+#include <variant>
+#include <vector>
+
+#include "attention.h"
+#include "pool.h"
+#include "rows.h"
+
+namespace penstock {
+
+// Which rows a buffer has: one for each token of the step, or one for each output asked for.
+enum class Rows : int32_t { TOKENS, OUTPUTS };
+
+struct Buffer {
+  int64_t columns;
+  Type type;
+  Rows rows;
+  int64_t stride;    // bytes
+  int64_t capacity;  // rows that `memory` holds
+  Memory memory;
+};
+
+constexpr int LOGITS = -1;  // a destination: the caller's logits
+
+struct EmbedOp {
+  Embedding embedding;
+  int output;
+};
+struct NormOp {
+  Norm norm;
+  NormOutput to;
+  int input, output;
+};
+struct LinearOp {
+  int matrix;
+  Epilogue epilogue;
+  std::vector<float> bias;  // what epilogue.bias points at while it runs
+  int input, output;        // output may be LOGITS
+};
+struct RotateOp {
+  Rotate rotate;
+  int buffer;
+};
+struct AttendOp {
+  Attention attention;
+  int input, output;
+};
+// Copies all rows, or those whose logits are wanted, to a buffer of the same or another type.
+struct CopyOp {
+  int input, output;
+};
+using Op = std::variant<EmbedOp, NormOp, LinearOp, RotateOp, AttendOp, CopyOp>;
+constexpr size_t OP_KINDS = std::variant_size_v<Op>;
+
+class Program final : private Work {
+ public:
+  Program() = default;
+
+  int add_buffer(int64_t columns, Type type, Rows rows);
+  int add_matrix(int64_t outputs, int64_t inputs, Type type, bool gated);
+  Matrix& matrix(int index) { return matrices_.at(static_cast<size_t>(index)); }
+  // Throws std::invalid_argument if it names what is not there or does not fit.
+  void add(Op op);
+  void set_cache_type(Type type) { cache_type_ = type; }
+
+  // Throws std::invalid_argument if the step asks for anything outside its buffers or this model.
+  void run(Pool& pool, const StepInput& step);
+
+  // Nanoseconds spent in each kind of operation (in the order of Op) since the last call.
+  void take_times(int64_t* nanoseconds);
+
+ private:
+  struct Scratch {
+    std::vector<float> sums, row;
+    AttentionScratch attention;
+  };
+  // How an operation is cut into items in this step.
+  struct Cut {
+    int64_t rows = 0, rows_per_item = 1, panels_per_item = 1, items_per_block = 1;
+    bool by_head = false;
+  };
+
+  void compute(int stage, uint32_t item, int thread) override;
+  void completed(int stage) override;
+
+  void item(const EmbedOp& op, const Cut& cut, int64_t index, Scratch& scratch);
+  void item(const NormOp& op, const Cut& cut, int64_t index, Scratch& scratch);
+  void item(const LinearOp& op, const Cut& cut, int64_t index, Scratch& scratch);
+  void item(const RotateOp& op, const Cut& cut, int64_t index, Scratch& scratch);
+  void item(const AttendOp& op, const Cut& cut, int64_t index, Scratch& scratch);
+  void item(const CopyOp& op, const Cut& cut, int64_t index, Scratch& scratch);
+
+  uint32_t cut(const Op& op, int threads, Cut& cut);
+  const Buffer& buffer(int index) const;
+  void expect(int index, int64_t columns, Type type) const;
+  void check(const StepInput& step) const;
+  void fit(const StepInput& step, int threads);
+  void make_tiles(const StepInput& step);
+  int64_t rows_of(Rows rows) const { return rows == Rows::TOKENS ? step_.rows : step_.outputs; }
+  char* row(int index, int64_t row) const {
+    const Buffer& b = buffers_[static_cast<size_t>(index)];
+    return b.memory.data() + row * b.stride;
+  }
+  KVLayout layout(int64_t kv_heads, int64_t key_dim, int64_t value_dim) const {
+    return {step_.block_size, kv_heads, key_dim, value_dim, cache_type_};
+  }
+
+  std::vector<Buffer> buffers_;
+  std::vector<Matrix> matrices_;
+  std::vector<Op> ops_;
+  Type cache_type_ = Type::FLOAT;
+  int64_t vocabulary_ = 0, positions_ = INT64_MAX, layers_ = 0, widest_ = 0;
+  int64_t logit_columns_ = 0;
+
+  // Of the step that runs.
+  StepInput step_{};
+  std::vector<Cut> cuts_;
+  std::vector<uint32_t> items_;
+  std::vector<Scratch> scratch_;
+  std::vector<std::vector<QueryTile>> tiles_;  // by how many rows a tile may have
+  int64_t times_[OP_KINDS] = {};
+  int64_t last_time_ = 0;
+};
+
+}  // namespace penstock

@@ -1,0 +1,218 @@
+"""Native attention over the paged cache against a reference, row by row in float64."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from native_programs import DTYPES, SETS, AttentionProgram, Span
+from torch import Tensor
+from torch.nn import functional as F
+
+from penstock.kernels.cpu import HeadShape, NormWeights, Rotary
+
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
+SHAPES = {
+    "mha": HeadShape(3, 3, 8, 8),
+    "gqa": HeadShape(6, 2, 32, 32),
+    "mqa": HeadShape(5, 1, 20, 20),
+    "unequal": HeadShape(4, 2, 24, 40),
+    "odd": HeadShape(2, 1, 7, 9),
+    "many-heads": HeadShape(52, 1, 16, 16),
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "window": {"window": 21},
+    "softcap": {"softcap": 1.5},
+    "sinks": {"sinks": True},
+    "all": {"window": 5, "softcap": 2.0, "sinks": True},
+}
+LENGTH = 130
+
+
+def table(shape: HeadShape, dtype: torch.dtype, rows: int = LENGTH) -> Tensor:
+    generator = torch.Generator().manual_seed(3)
+    return torch.randn(rows, shape.columns, generator=generator).to(dtype)
+
+
+def sinks(shape: HeadShape) -> Tensor:
+    return torch.linspace(-2, 2, shape.heads)
+
+
+def split(rows: Tensor, shape: HeadShape) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values ``[T, heads, dim]``."""
+    q, k, v = rows.split(
+        [shape.heads * shape.key_dim, shape.kv_heads * shape.key_dim,
+         shape.kv_heads * shape.value_dim], dim=1,
+    )  # fmt: skip
+    return (
+        q.unflatten(1, (shape.heads, -1)),
+        k.unflatten(1, (shape.kv_heads, -1)),
+        v.unflatten(1, (shape.kv_heads, -1)),
+    )
+
+
+def reference(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, *, window: int | None = None,
+    softcap: float | None = None, sinks: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """All positions of one sequence, ``[T, heads, value dim]`` in float64."""
+    group, count = q.shape[1] // k.shape[1], len(q)
+    k, v = (t.double().repeat_interleave(group, 1) for t in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q.double(), k) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    distance = torch.arange(count)[:, None] - torch.arange(count)[None]
+    seen = (distance >= 0) & (distance < (count if window is None else window))
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if sinks is not None:
+        extra = sinks.double()[:, None, None].expand(-1, count, 1)
+        weights = torch.cat([scores, extra], -1).softmax(-1)[..., :-1]
+    else:
+        weights = scores.softmax(-1)
+    return torch.einsum("hqk,khd->qhd", weights, v)
+
+
+def program(
+    shape: HeadShape, dtype: torch.dtype, name: str = SETS[0], block_size: int = 16, **options: Any
+) -> AttentionProgram:
+    if options.pop("sinks", None):
+        options["sinks"] = sinks(shape)
+    rows = table(shape, dtype)
+    return AttentionProgram(
+        rows.float(), shape, dtype, name, block_size, num_blocks=3 * LENGTH // block_size + 9,
+        scale=shape.key_dim**-0.5, **options,
+    )  # fmt: skip
+
+
+def blocks(which: int, block_size: int) -> list[int]:
+    """The blocks of one of three sequences: interleaved, backwards."""
+    count = -(-LENGTH // block_size)
+    return [3 * (count - 1 - i) + which for i in range(count)]
+
+
+def compare(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    assert float((found.double() - expected).abs().max()) <= TOLERANCE[dtype] * float(
+        expected.abs().max()
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_mixed_batches(shape: str, option: str, dtype: torch.dtype) -> None:
+    heads, options = SHAPES[shape], OPTIONS[option]
+    for name, block_size in zip(SETS, itertools.cycle((16, 5, 32, 1)), strict=False):
+        subject = program(heads, dtype, name, block_size, **options)
+        tables = [blocks(which, block_size) for which in range(3)]
+        q, k, v = split(table(heads, dtype), heads)
+        wanted = {**options, "sinks": sinks(heads)} if "sinks" in options else options
+        expected = reference(q, k, v, heads.key_dim**-0.5, **wanted)
+        # A prompt's chunk, a whole short prompt; then a decode, drafts and another chunk.
+        first = [Span(range(90), 0, tables[0]), Span(range(37), 0, tables[1])]
+        second = [
+            Span([37], 37, tables[1]), Span(range(90, 95), 90, tables[0]),
+            Span(range(21), 0, tables[2]),
+        ]  # fmt: skip
+        found = subject.step(first, window=options.get("window"))
+        compare(found, torch.cat([expected[:90], expected[:37]]), dtype)
+        found = subject.step(second, window=options.get("window"))
+        compare(found, torch.cat([expected[37:38], expected[90:95], expected[:21]]), dtype)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dims", [24, 10, 0])
+def test_head_norms_and_rotary_positions(dims: int, interleaved: bool) -> None:
+    shape, count = HeadShape(4, 2, 24, 24), 20
+    angles = torch.outer(torch.arange(LENGTH), 2.0 ** -torch.arange(dims // 2))
+    weight, over_all = torch.linspace(0.5, 2, 24), torch.linspace(0.5, 2, 48)
+    q, k, v = split(table(shape, torch.float32)[:count], shape)
+    expected_q = F.rms_norm(q.double(), (24,), weight.double(), 1e-5)
+    expected_k = F.rms_norm(k.double().flatten(1), (48,), over_all.double(), 1e-5).view_as(k)
+
+    def turn(x: Tensor) -> Tensor:
+        half, out = dims // 2, x.clone()
+        one, two = (slice(0, dims, 2), slice(1, dims, 2)) if interleaved else (
+            slice(half), slice(half, dims))  # fmt: skip
+        c, s = angles[:count, None].double().cos(), angles[:count, None].double().sin()
+        out[..., one] = x[..., one] * c - x[..., two] * s
+        out[..., two] = x[..., two] * c + x[..., one] * s
+        return out
+
+    expected = reference(turn(expected_q), turn(expected_k), v, 0.2)
+    subject = AttentionProgram(
+        table(shape, torch.float32), shape, torch.float32, scale=0.2,
+        rotary=Rotary(angles.cos(), angles.sin(), interleaved) if dims else None,
+        query_norm=NormWeights(24, 1e-5, weight), key_norm=NormWeights(48, 1e-5, over_all),
+    )  # fmt: skip
+    compare(subject.step([Span(range(count), 0, range(2))]), expected, torch.float32)
+
+
+@pytest.mark.parametrize("window", [None, 30])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", SETS)
+def test_bits_do_not_depend_on_chunks_neighbours_or_threads(
+    name: str, dtype: torch.dtype, window: int | None
+) -> None:
+    shape = SHAPES["gqa"]
+    tables = [blocks(which, 16) for which in range(3)]
+    options = {} if window is None else {"window": window}
+
+    def all_rows(chunks: list[int], *, others: bool = False, threads: int = 2) -> Tensor:
+        subject, done, found = program(shape, dtype, name, **options), 0, []
+        for size in chunks:
+            spans = [Span(range(done, done + size), done, tables[0])]
+            if others:
+                spans.insert(0, Span(range(11), 0, tables[1]))
+                spans.append(Span(range(done, done + 1), 0, tables[2]))
+            out = subject.step(spans, threads=threads, window=window)
+            found.append(out[11 : 11 + size] if others else out)
+            done += size
+        return torch.cat(found)
+
+    whole = all_rows([LENGTH])
+    assert torch.equal(all_rows([1] * LENGTH), whole)
+    assert torch.equal(all_rows([7, 64, LENGTH - 71]), whole)
+    assert torch.equal(all_rows([50, LENGTH - 50], others=True), whole)
+    assert torch.equal(all_rows([50, LENGTH - 50], threads=1), whole)
+
+
+def test_long_contexts_keep_their_sums_in_order() -> None:
+    # Past several spans of scores, with the largest of them late.
+    shape, length = HeadShape(2, 1, 16, 16), 1300
+    rows = table(shape, torch.float32, length)
+    rows[:, 32:48] *= torch.linspace(0.1, 4, length)[:, None]
+    expected = reference(*split(rows, shape), 0.5)
+    found = []
+    for chunks in ([length], [700, 1, 599]):
+        subject = AttentionProgram(rows, shape, torch.float32, num_blocks=82, scale=0.5)
+        done, parts = 0, []
+        for size in chunks:
+            parts.append(subject.step([Span(range(done, done + size), done, range(82))]))
+            done += size
+        found.append(torch.cat(parts))
+    compare(found[0], expected, torch.float32)
+    assert torch.equal(found[0], found[1])
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    block_size=st.integers(1, 40), lengths=st.lists(st.integers(1, 60), min_size=1, max_size=3),
+    heads=st.integers(1, 3), group=st.integers(1, 5), dim=st.integers(1, 40),
+    window=st.none() | st.integers(1, 70), dtype=st.sampled_from(DTYPES),
+    name=st.sampled_from(SETS),
+)  # fmt: skip
+def test_any_shape(
+    block_size: int, lengths: list[int], heads: int, group: int, dim: int, window: int | None,
+    dtype: torch.dtype, name: str,
+) -> None:  # fmt: skip
+    shape = HeadShape(heads * group, heads, dim, dim)
+    subject = program(shape, dtype, name, block_size, window=window)
+    expected = reference(*split(table(shape, dtype), shape), dim**-0.5, window=window)
+    spans = [Span(range(n), 0, blocks(i, block_size)) for i, n in enumerate(lengths)]
+    found = subject.step(spans, window=window)
+    compare(found, torch.cat([expected[:n] for n in lengths]), dtype)
