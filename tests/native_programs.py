@@ -124,9 +124,7 @@ class AttentionProgram:
             ),
         )
 
-    def step(
-        self, spans: Sequence[Span], *, threads: int = 2, window: int | None = None
-    ) -> Tensor:
+    def step(self, spans: Sequence[Span], *, threads: int = 2, window: int | None = None) -> Tensor:
         """[T, heads, value dim]."""
         out = run(
             self.program, pool(self.name, threads), spans, self.caches, self.width,

@@ -6,9 +6,9 @@ The C++ sources in ``src/`` are compiled at first use, for the best instruction 
 
 from __future__ import annotations
 
-from .build import NativeUnavailable, supported_sets
+from .compiler import NativeUnavailable, supported_sets
 from .library import Activation, Library, load_library
-from .program import LOGITS, HeadShape, NativeProgram, NormWeights, Rotary, ThreadPool
+from .step_program import LOGITS, HeadShape, NativeProgram, NormWeights, Rotary, ThreadPool
 
 __all__ = [
     "LOGITS", "Activation", "HeadShape", "Library", "NativeProgram", "NativeUnavailable",

@@ -8,7 +8,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any, ClassVar
 
-from .build import NativeUnavailable, build, supported_sets
+from .compiler import NativeUnavailable, build, supported_sets
 
 __all__ = [
     "Activation", "AttendSpec", "Error", "KVKind", "Library", "LinearSpec", "NormSpec",

@@ -45,7 +45,10 @@ SHAPES = [
 @pytest.mark.parametrize("name", SETS)
 def test_shapes(name: str, dtype: torch.dtype) -> None:
     for rows, inputs, outputs in SHAPES:
-        x, w = random(rows, inputs, dtype=dtype).float(), random(outputs, inputs, seed=1, dtype=dtype)
+        x, w = (
+            random(rows, inputs, dtype=dtype).float(),
+            random(outputs, inputs, seed=1, dtype=dtype),
+        )
         bias = random(outputs, seed=2)
         expected = x.double() @ w.double().T + bias.double()
         close(linear(name, x, w, bias=bias), expected, dtype)

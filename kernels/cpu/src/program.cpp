@@ -42,6 +42,11 @@ int Program::add_matrix(int64_t outputs, int64_t inputs, Type type, bool gated) 
   return static_cast<int>(matrices_.size()) - 1;
 }
 
+Matrix& Program::matrix(int index) {
+  require(index >= 0 && index < static_cast<int>(matrices_.size()), "no such matrix");
+  return matrices_[static_cast<size_t>(index)];
+}
+
 const Buffer& Program::buffer(int index) const {
   require(index >= 0 && index < static_cast<int>(buffers_.size()), "no such buffer");
   return buffers_[static_cast<size_t>(index)];
@@ -63,8 +68,7 @@ void Program::add(Op op) {
     require(buffer(n->input).rows == buffer(n->output).rows, "a norm keeps its rows");
     require(!n->to.add || n->to.type == Type::FLOAT, "only floats are added to");
   } else if (auto* l = std::get_if<LinearOp>(&op)) {
-    require(l->matrix >= 0 && l->matrix < static_cast<int>(matrices_.size()), "no such matrix");
-    const Matrix& m = matrices_[static_cast<size_t>(l->matrix)];
+    const Matrix& m = matrix(l->matrix);
     expect(l->input, m.inputs, activation_type(m.type));
     require(l->bias.empty() || static_cast<int64_t>(l->bias.size()) == m.panels * PANEL,
             "a bias has a value for each packed output");

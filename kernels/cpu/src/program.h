@@ -64,7 +64,7 @@ class Program final : private Work {
 
   int add_buffer(int64_t columns, Type type, Rows rows);
   int add_matrix(int64_t outputs, int64_t inputs, Type type, bool gated);
-  Matrix& matrix(int index) { return matrices_.at(static_cast<size_t>(index)); }
+  Matrix& matrix(int index);  // throws std::invalid_argument if there is none
   // Throws std::invalid_argument if it names what is not there or does not fit.
   void add(Op op);
   void set_cache_type(Type type) { cache_type_ = type; }

@@ -1,4 +1,4 @@
-"""A flat program of the native library: buffers, weights and operations, built once and then run."""
+"""A flat program of the native library: buffers, weights and operations, built once, then run."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ class NativeProgram:
         self, weights: NormWeights, source: int, output: int, *, add: bool = False,
         scale: float = 1.0,
     ) -> None:  # fmt: skip
-        """``output = norm(source)``, or ``output += scale * norm(source)``."""
+        """Normalise ``source``; with ``add``, what the output holds gets ``scale`` times it more."""
         kept: list[Tensor] = []
         spec = _norm_spec(weights, kept)
         self._library.checked(
@@ -307,7 +307,7 @@ class NativeProgram:
             tokens: int64 ``[T]``.
             output_rows: int64 ``[R]``, whose logits are wanted; may be empty.
             batches: one for each KV kind: the same tokens, with that kind's tables.
-            layers: keys and values of each layer's cache, in the layout of 
+            layers: keys and values of each layer's cache, in the layout of
                 ``penstock.kernels.kv_layout.KVLayout.GROUPS``.
             layer_kinds: the KV kind of each layer.
             logits: float32 ``[R, vocabulary]``, contiguous: written.
@@ -340,19 +340,17 @@ class NativeProgram:
         self._library.times(self._handle, times.buffer_info()[0])
         return {name: ns / 1e9 for name, ns in zip(OP_NAMES, times, strict=True)}
 
-    def _bind(
-        self, layers: tuple[tuple[Tensor, Tensor], ...], layer_kinds: Sequence[int]
-    ) -> _Pool:
+    def _bind(self, layers: tuple[tuple[Tensor, Tensor], ...], layer_kinds: Sequence[int]) -> _Pool:
         if self._bound is not None and self._bound.layers is layers:
             return self._bound
         for key, value in layers:
             if not (key.dtype == value.dtype == self.dtype):
                 raise ValueError(f"the cache is {key.dtype}, the program's is {self.dtype}")
         count = len(layers)
-        addresses = [
+        keys, values = (
             (ctypes.c_void_p * count)(*(pair[i].data_ptr() for pair in layers)) for i in (0, 1)
-        ]
-        self._bound = _Pool(layers, *addresses, (ctypes.c_int32 * count)(*layer_kinds))
+        )
+        self._bound = _Pool(layers, keys, values, (ctypes.c_int32 * count)(*layer_kinds))
         return self._bound
 
 
@@ -373,4 +371,3 @@ def _norm_spec(norm: NormWeights, kept: list[Tensor]) -> NormSpec:
 
 def _address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
-
