@@ -198,7 +198,7 @@ class NativeProgram:
         self, weights: NormWeights, source: int, output: int, *, add: bool = False,
         scale: float = 1.0,
     ) -> None:  # fmt: skip
-        """Normalise ``source``; with ``add``, what the output holds gets ``scale`` times it more."""
+        """Normalise ``source``; with ``add``, the output grows by ``scale`` times that."""
         kept: list[Tensor] = []
         spec = _norm_spec(weights, kept)
         self._library.checked(
