@@ -151,5 +151,6 @@ async def test_users_of_the_protocol_page(
         finally:
             factory.close()
     # What the test itself tried, and what redis-py says about itself when it connects.
-    tried = {"flushall", "get", "keys", "config|get"}
+    # Redis 6.2 logs a denied subcommand under its command's name alone.
+    tried = {"flushall", "get", "keys", "config", "config|get"}
     assert {name.lower() for _, name in reasons} <= tried | {"client|setinfo", "client"}
