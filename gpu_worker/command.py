@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from penstock.shared.distribution import install_command
 from penstock.shared.errors import ConfigurationError, InvalidRequest
 from penstock.shared.keys import Keys
 from penstock.shared.local.embedded import open_redis
@@ -125,7 +126,7 @@ def _require_packages(settings: Settings) -> None:
     if missing:
         raise ConfigurationError(
             f"a worker needs {', '.join(missing)}, which the base install does not bring: "
-            "pip install 'penstock[worker]'"
+            f"{install_command('worker')}"
         )
 
 

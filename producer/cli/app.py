@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from penstock.shared.distribution import install_command, version
 from penstock.shared.errors import ConfigurationError, PenstockError, RequestFailed
 
 from . import request_commands as requests
@@ -72,7 +73,7 @@ def _load_command(point: importlib.metadata.EntryPoint) -> Any:
             raise
         single.command(
             point.name,
-            help="(not installed: pip install 'penstock\\[worker]')",
+            help=f"(not installed: {_escaped(install_command('worker'))})",
             context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
             add_help_option=False,
         )(_refusing(missing))
@@ -93,8 +94,13 @@ def _missing_extra(error: ModuleNotFoundError) -> ConfigurationError | None:
         return None
     return ConfigurationError(
         f"this command needs the package {package}, which is not installed: "
-        "pip install 'penstock[worker]'"
+        f"{install_command('worker')}"
     )
+
+
+def _escaped(text: str) -> str:
+    """The same for a help text, where square brackets are markup."""
+    return text.replace("[", r"\[")
 
 
 app = typer.Typer(
@@ -114,11 +120,7 @@ app.add_typer(door, name="door")
 
 def _version(wanted: bool) -> None:
     if wanted:
-        try:
-            version = importlib.metadata.version("penstock")
-        except importlib.metadata.PackageNotFoundError:
-            version = "(not installed)"
-        typer.echo(f"penstock {version}")
+        typer.echo(f"penstock {version() or '(not installed)'}")
         raise typer.Exit
 
 

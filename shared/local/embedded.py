@@ -27,7 +27,7 @@ from redis.retry import Retry
 from ..errors import ConfigurationError, RedisUnavailable
 from ..settings import RedisSettings
 from .children import spawn_bound
-from .server_binary import REMEDY, ServerBinary, find_server
+from .server_binary import ServerBinary, find_server, remedy
 
 __all__ = [
     "EmbeddedRedis",
@@ -219,7 +219,7 @@ class EmbeddedRedis:
         log = self.log_tail().replace("\n", " | ")
         raise RedisUnavailable(
             f"{self.binary.path} (version {self.binary.version}) did not start: {reason}; "
-            f"its log ends: {log or '(empty)'}; {REMEDY}"
+            f"its log ends: {log or '(empty)'}; {remedy()}"
         )
 
     def __enter__(self) -> Self:

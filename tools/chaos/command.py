@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
+from penstock.shared.distribution import install_command
 from penstock.shared.errors import ConfigurationError
 
 from ..report_view import show_progress, show_report
@@ -140,7 +141,7 @@ def chaos(
 def _check_worker_is_installed() -> None:
     if importlib.util.find_spec("prometheus_client") is None:
         raise ConfigurationError(
-            "a storm needs workers, which are not installed: pip install 'penstock[worker]'"
+            f"a storm needs workers, which are not installed: {install_command('worker')}"
         )
 
 

@@ -15,6 +15,7 @@ from typing import Annotated
 
 import typer
 
+from penstock.shared.distribution import install_command
 from penstock.shared.errors import ConfigurationError, PenstockError
 from penstock.shared.local.embedded import open_redis
 from penstock.shared.settings import Settings, load_settings
@@ -44,7 +45,7 @@ def demo(
     """
     if importlib.util.find_spec("torch") is None:
         raise ConfigurationError(
-            "the demo runs a worker, which needs the package torch: pip install 'penstock[worker]'"
+            f"the demo runs a worker, which needs the package torch: {install_command('worker')}"
         )
     settings = load_settings({"redis.url": redis, "model.path": model}, config=config)
     return run_demo(settings, make_view(json=json), worker_command(model))

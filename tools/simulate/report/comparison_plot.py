@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from penstock.shared.distribution import install_command
 from penstock.shared.errors import ConfigurationError
 
 from ..dispatch import Dispatch
@@ -29,7 +30,7 @@ def require_matplotlib() -> None:
         import matplotlib  # noqa: F401
     except ImportError:
         raise ConfigurationError(
-            "--plot needs matplotlib: pip install 'penstock[plot]', or leave --plot out"
+            f"--plot needs matplotlib: {install_command('plot')}, or leave --plot out"
         ) from None
 
 

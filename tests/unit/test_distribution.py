@@ -1,0 +1,38 @@
+"""What error messages and docs say about installation exists."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+
+import pytest
+from unit.pages import DOCS, ROOT
+
+from penstock.shared.distribution import install_command, version
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+FOLDERS = ("gpu_worker", "producer", "shared", "tools")
+
+
+def test_commands_name_the_distribution_and_an_extra_of_it() -> None:
+    sources = [path.read_text("utf-8") for f in FOLDERS for path in (ROOT / f).rglob("*.py")]
+    extras = {name for text in sources for name in re.findall(r"install_command\(.(\w+).\)", text)}
+    assert extras == {"worker", "embedded", "plot"}
+    for extra in extras:
+        assert install_command(extra) == f"pip install '{PROJECT['name']}[{extra}]'"
+    with pytest.raises(ValueError, match="no extra 'gateway'"):
+        install_command("gateway")
+    assert version() == PROJECT["version"]
+
+
+def test_pages_name_no_other_distribution() -> None:
+    pages = [*DOCS.glob("*.md"), ROOT / "README.md"]
+    named = [
+        found
+        for page in pages
+        for found in re.findall(r"([\w.-]*)\[(\w+)(?:,\w+)*\]'", page.read_text("utf-8"))
+    ]
+    assert named
+    for name, extra in named:
+        assert name in (".", PROJECT["name"])
+        assert extra in PROJECT["optional-dependencies"]
