@@ -151,7 +151,8 @@ MUTANTS = (
     ),
     Mutant(
         "no bell for another look",
-        "if turns >= MAX_TURNS and #claims == 0 then wake_workers(prefix) end", "", test_fairness.test_a_thousand_idle_tenants_hide_nobody, "claim",
+        "if turns >= MAX_TURNS and #claims == 0 then wake_workers(prefix) end", "",
+        test_fairness.test_a_thousand_idle_tenants_hide_nobody, "claim",
     ),
     Mutant(
         "virtual time as text", "redis.call('HSET', KEYS[4], '*', lane_time)",
