@@ -14,6 +14,7 @@ import select
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -37,12 +38,16 @@ _log = logging.getLogger("penstock.engine")
 
 _READ_BYTES = 1 << 18
 
+_STACK_BYTES = 16 << 20
+"""Of each thread: several times what a constraint may take when it is tried in a sandbox."""
+
 
 def main() -> int:
     """Serve one edge process; returns the exit code."""
     channel = _Channel(socket.socket(fileno=int(sys.argv[1])))
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
+    threading.stack_size(_STACK_BYTES)
     launch = Launch.from_line(sys.stdin.buffer.readline())
     worker = launch.settings.worker
     configure_logging(launch.worker_id, level=worker.log_level, form=worker.log_format)

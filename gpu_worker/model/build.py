@@ -24,7 +24,7 @@ from .loading.geometry import KVGeometry
 from .loading.loader import LoadedModel, load_model
 from .runner import ModelRunner
 from .sampling.sampler import Sampler
-from .structured.grammar_compiler import GrammarCompiler
+from .structured.constraint_compiler import ConstraintCompiler
 from .structured.mask_maker import MaskMaker
 from .text.detokenizer import IncrementalDetokenizer
 from .text.fast_detokenize import decoder_of
@@ -73,6 +73,13 @@ def build_model(settings: Settings) -> ServingModel:
     if settings.engine.threads is None and loaded.device.type == "cpu":
         _choose_threads(runner)
     speculation = configure(settings, runner, drafter, config.max_sequences)
+    constraints = ConstraintCompiler(
+        loaded.tokenizer,
+        loaded.vocab_size,
+        loaded.eos_token_ids,
+        limit_s=settings.engine.grammar_timeout_s,
+    )
+    constraints.start()
     # A fast tokenizer sets up its truncation at the first call, which two threads must not share.
     loaded.tokenizer("warm-up")
     kv = " and ".join(_kind_summary(kind, config.block_size) for kind in config.kv_cache_groups)
@@ -84,7 +91,7 @@ def build_model(settings: Settings) -> ServingModel:
         config=replace(config, speculation=speculation),
         runner=runner,
         encode=functools.partial(encode_prompt, loaded.tokenizer, vocab_size=loaded.vocab_size),
-        compile=GrammarCompiler(loaded.tokenizer, loaded.vocab_size, loaded.eos_token_ids).compile,
+        compile=constraints.compile,
         new_text_stream=functools.partial(IncrementalDetokenizer, decoder_of(loaded.tokenizer)),
         summary=summary.replace("torch.", ""),
     )

@@ -114,6 +114,33 @@ async def test_what_cannot_be_is_refused_by_name(
     assert result.end.message.startswith(message)
 
 
+async def test_a_constraint_that_crashes_its_compiler_costs_nobody_else(
+    server: EmbeddedRedis, worker: WorkerProcess, producer: Producer
+) -> None:
+    """Both overflow a stack in native code. Others stream on, by the same engine process."""
+    rules = "".join(f"r{i}: r{i + 1}\n" for i in range(3000))
+    links = {f"d{i}": {"items": {"$ref": f"#/$defs/d{i + 1}"}} for i in range(1200)}
+    schema = {"$ref": "#/$defs/d0", "$defs": {**links, "d1200": {"type": "string"}}}
+    crashing: list[dict[str, Any]] = [
+        {"grammar": f'start: r0\n{rules}r3000: "a"'},
+        {"json_schema": json.dumps(schema, separators=(",", ":"))},
+    ] * 3
+    others: list[dict[str, Any]] = [
+        {"max_tokens": 200, "ignore_eos": True, "seed": 3},
+        {"json_schema": SCHEMA, "seed": 1, "max_tokens": 400},
+    ]
+    undisturbed = [await result_of(producer, **options) for options in others]
+    results = await asyncio.gather(
+        *(result_of(producer, **options) for options in [*others, *crashing])
+    )
+    assert [r.token_ids for r in results[:2]] == [r.token_ids for r in undisturbed]
+    for result in results[2:]:
+        assert (result.state, result.reason) == (State.FAILED, Reason.INVALID)
+        assert result.end.message.endswith("nest it less deeply or make it smaller")
+    assert worker.process.poll() is None
+    assert worker.metric("redeliveries_total") == 0
+
+
 async def test_the_plain_door_takes_forms(server: EmbeddedRedis, worker: WorkerProcess) -> None:
     async with redis.asyncio.Redis.from_url(server.url) as client, Producer(server.url) as producer:
         fields = ["id", "plain", "prompt", "x", "answer", "json", "choice", "yes", "choice", "no"]

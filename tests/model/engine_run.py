@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from penstock.gpu_worker.engine.config import EngineConfig
 from penstock.gpu_worker.engine.engine import Engine
@@ -14,11 +15,11 @@ from penstock.gpu_worker.model.drafting.drafters import Drafter
 from penstock.gpu_worker.model.kv.kv_pool import KVPool
 from penstock.gpu_worker.model.loading.loader import LoadedModel
 from penstock.gpu_worker.model.runner import ModelRunner
-from penstock.gpu_worker.model.structured.grammar_compiler import GrammarCompiler
+from penstock.gpu_worker.model.structured.constraint_compiler import ConstraintCompiler
 from penstock.gpu_worker.model.text.detokenizer import IncrementalDetokenizer
 from penstock.shared.protocol import Lane, SamplingOptions
 
-__all__ = ["Answer", "Bench"]
+__all__ = ["Answer", "Bench", "compiler_of"]
 
 
 @dataclass
@@ -29,6 +30,18 @@ class Answer:
     text: str = ""
     finish: Finish | None = None
     updates: list[Update] = field(default_factory=list)
+
+
+_COMPILERS: WeakKeyDictionary[LoadedModel, ConstraintCompiler] = WeakKeyDictionary()
+
+
+def compiler_of(model: LoadedModel) -> ConstraintCompiler:
+    """One for each model, since each has a process beside it."""
+    if model not in _COMPILERS:
+        _COMPILERS[model] = ConstraintCompiler(
+            model.tokenizer, model.vocab_size, model.eos_token_ids
+        )
+    return _COMPILERS[model]
 
 
 class Bench:
@@ -62,7 +75,7 @@ class Bench:
         self.engine = Engine(
             self.config, lambda ids: IncrementalDetokenizer(self.model.tokenizer, ids)
         )
-        self.compiler = GrammarCompiler(model.tokenizer, model.vocab_size, model.eos_token_ids)
+        self.compiler = compiler_of(model)
         self.deferrals = 0
         self.steps = 0
         self.answers: dict[str, Answer] = {}

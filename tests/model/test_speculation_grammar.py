@@ -10,7 +10,7 @@ from collections.abc import Sequence as Seq
 from typing import Any
 
 import pytest
-from model.engine_run import Bench
+from model.engine_run import Bench, compiler_of
 from model.families import VOCAB_SIZE
 from model.speculating import Oracle, draft_model
 
@@ -18,7 +18,6 @@ from penstock.gpu_worker.engine.plan import Span
 from penstock.gpu_worker.engine.speculation.controller import SpeculationConfig
 from penstock.gpu_worker.model.drafting.drafters import Proposal
 from penstock.gpu_worker.model.loading.loader import LoadedModel
-from penstock.gpu_worker.model.structured.grammar_compiler import GrammarCompiler
 from penstock.gpu_worker.model.structured.mask_maker import MaskMaker
 from penstock.shared.protocol import Lane, SamplingOptions
 
@@ -166,7 +165,7 @@ def test_the_distribution_in_a_form_is_the_one_without_drafts(
 
 def test_what_a_form_forbids_is_cut_before_it_is_verified(loaded: Loaded) -> None:
     model = loaded("llama")
-    compiler = GrammarCompiler(model.tokenizer, model.vocab_size, model.eos_token_ids)
+    compiler = compiler_of(model)
     bench = speculating(model, "ngram", 6)
     text = model.tokenizer.encode("ab-ab-ab-x ab-ab-ab-x ab-")
     bench.add("a", text, regex="(ab-){2,30}", max_tokens=60)

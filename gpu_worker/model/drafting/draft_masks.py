@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping
 from torch import Tensor
 
 from ...engine.sequence import Sequence
-from ..structured.grammar_compiler import Follower, GrammarError, Place
+from ..structured.constraint_state import ConstraintFollower, MatcherPosition
+from ..structured.matcher import ConstraintError
 
 __all__ = ["Walks"]
 
@@ -23,10 +24,10 @@ class Walks:
     """
 
     def __init__(self, sequences: Iterable[Sequence]) -> None:
-        self._places: dict[Sequence, Place] = {
+        self._places: dict[Sequence, MatcherPosition] = {
             sequence: follower.ahead(sequence.token_ids, sequence.num_prompt_tokens)
             for sequence in sequences
-            if isinstance(follower := sequence.grammar, Follower)
+            if isinstance(follower := sequence.grammar, ConstraintFollower)
         }
 
     def masks(
@@ -49,7 +50,7 @@ class Walks:
             mask = place.empty_mask()
             try:
                 place.advance(drafts[sequence][-1:], mask)
-            except GrammarError:
+            except ConstraintError:
                 mask.zero_()
             found.append(mask)
         return found

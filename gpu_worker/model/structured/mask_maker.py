@@ -1,11 +1,10 @@
-"""Makes grammar masks beside the forward pass, and waits for none that is slow.
+"""Makes the masks of constraints beside the forward pass, and does not wait for slow ones.
 
-The mask for a sequence's next token depends on its tokens so far alone, so it is made by a few
-threads (llguidance releases the interpreter lock) while the device computes the logits. A sequence
-with drafts needs one more for each of them, and they are made together. Sampling then waits for
-what is missing, but only for a short time and once: whose masks are late samples nothing in this
-step and is *deferred*. It is looked at again in the next one, and until they are there nobody waits
-for them.
+The mask for a sequence's next token depends on its tokens so far alone. So a few threads make it
+(llguidance releases the interpreter lock) while the device computes the logits. A sequence with
+drafts needs one more mask for each of them; they are made together. Sampling then waits for missing
+masks, but only for a short time and once. A sequence whose masks are late samples nothing in this
+step: it is *deferred*. Each later step looks again and does not wait.
 """
 
 from __future__ import annotations
@@ -24,12 +23,13 @@ from torch import Tensor
 from penstock.shared.protocol import Reason
 
 from ...engine.requests import Finish
-from .grammar_compiler import Follower, GrammarError
+from .constraint_state import ConstraintFollower
+from .matcher import ConstraintError
 
 __all__ = ["Asked", "Constrained", "MaskMaker", "Masks"]
 
 _ALONE_S = 0.05
-"""Where nobody else would sample, a step waits so long: there is nothing better to do."""
+"""How long a step waits if no other sequence would sample: it has nothing better to do."""
 
 
 class Constrained(Protocol):
@@ -45,7 +45,7 @@ class Constrained(Protocol):
 
     @property
     def grammar(self) -> object | None:
-        """A :class:`Follower`, None for a sequence that may write what it likes."""
+        """A :class:`ConstraintFollower`; None for a sequence without a constraint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,23 +54,23 @@ class Asked:
 
     Attributes:
         row: its position among the sequences that sample.
-        follower: who makes them.
-        count: how many: one, and one for each of its drafts.
+        follower: of its constraint.
+        count: one for the next token, and one for each of its drafts.
     """
 
     row: int
-    follower: Follower
+    follower: ConstraintFollower
     count: int
 
 
 @dataclass(frozen=True, slots=True)
 class Masks:
-    """What came of one step's masks; rows are positions among the sequences that sample.
+    """The masks of one step; rows are positions among the sequences that sample.
 
     Attributes:
-        tensors: int32 ``[words]``, those that were asked for in order, also where there are none.
-        deferred: rows whose mask is not there yet.
-        failures: rows whose grammar cannot go on.
+        tensors: int32 ``[words]`` each, in the order of the requests; empty masks for missing ones.
+        deferred: rows whose mask is not ready yet.
+        failures: rows whose output cannot continue.
     """
 
     tensors: tuple[Tensor, ...] = ()
@@ -80,18 +80,18 @@ class Masks:
 
 @dataclass(slots=True)
 class _Job:
-    follower: Follower
+    follower: ConstraintFollower
     token_ids: list[int]
     drafts: tuple[int, ...]
 
 
 class MaskMaker:
-    """A few threads that make masks. They are started for the first sequence that needs one.
+    """A few threads that make masks, started for the first sequence that needs one.
 
     Args:
-        num_threads: how many.
+        num_threads: number of threads.
         wait_s: how long a step waits, once its forward pass is queued, for masks it has asked for.
-        limit_s: a mask that takes a thread longer ends its request.
+        limit_s: seconds a thread may take for a mask; more ends the request.
         clock: monotonic seconds.
     """
 
@@ -108,20 +108,21 @@ class MaskMaker:
         self._limit_s = limit_s
         self._clock = clock
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
-        self._done: SimpleQueue[Follower] = SimpleQueue()
+        self._done: SimpleQueue[ConstraintFollower] = SimpleQueue()
         self._threads: list[threading.Thread] = []
 
     def begin(
         self, sequences: Sequence[Constrained], drafts: Iterable[tuple[int, ...]] | None = None
     ) -> list[Asked]:
-        """Ask for the masks of these sequences' next tokens; to be called before the forward.
+        """Ask for the masks of these sequences' next tokens. Call it before the forward.
 
         Args:
             sequences: those that sample.
-            drafts: of each of them; None: nobody has any. Who is :attr:`~Follower.busy` has none.
+            drafts: of each of them; None: there are no drafts. A sequence that is
+                :attr:`~ConstraintFollower.busy` has none.
 
         Returns:
-            What :meth:`join` takes: of the constrained ones, in order.
+            What :meth:`join` takes, for the constrained sequences in order.
         """
         self._collect()
         asked: list[Asked] = []
@@ -130,18 +131,18 @@ class MaskMaker:
             follower = sequence.grammar
             if follower is None:
                 continue
-            assert isinstance(follower, Follower)
+            assert isinstance(follower, ConstraintFollower)
             asked.append(Asked(row, follower, 1 + len(mine)))
             if not follower.busy:
                 self._ask(follower, sequence, mine)
         return asked
 
     def join(self, asked: Sequence[Asked], *, others: bool) -> Masks:
-        """Take the masks that are there, or come within the time a step may wait.
+        """Take the masks that are ready, or become ready within the time a step may wait.
 
         Args:
-            asked: of :meth:`begin`.
-            others: whether the step is of use to anybody else.
+            asked: what :meth:`begin` returned.
+            others: whether other sequences sample in this step, too.
         """
         if not asked:
             return Masks()
@@ -165,11 +166,13 @@ class MaskMaker:
         return Masks(tensors, frozenset(deferred), failures)
 
     def close(self) -> None:
-        """End the threads, each after the mask it is making."""
+        """End the threads, each after its present mask."""
         for _ in self._threads:
             self._jobs.put(None)
 
-    def _ask(self, follower: Follower, sequence: Constrained, drafts: tuple[int, ...]) -> None:
+    def _ask(
+        self, follower: ConstraintFollower, sequence: Constrained, drafts: tuple[int, ...]
+    ) -> None:
         num_output = len(sequence.token_ids) - sequence.num_prompt_tokens
         follower.late = False
         made = follower.num_followed == num_output and drafts == follower.drafts[: len(drafts)]
@@ -183,7 +186,7 @@ class MaskMaker:
         self._jobs.put(_Job(follower, sequence.token_ids[begin:], drafts))
 
     def _collect(self) -> None:
-        """Note what the threads have done."""
+        """Take note of the jobs that the threads have finished."""
         while self._threads:
             try:
                 self._done.get_nowait().busy = False
@@ -191,7 +194,7 @@ class MaskMaker:
                 return
 
     def _wait(self, awaited: set[int], seconds: float, *, enough: int | None = None) -> None:
-        """Until all of these (or ``enough`` of them) are done, but no longer than that."""
+        """Wait until all of these (or ``enough`` of them) are done, at most this long."""
         missing = 0 if enough is None else len(awaited) - enough
         deadline = self._clock() + seconds
         while len(awaited) > missing:
@@ -220,7 +223,7 @@ class MaskMaker:
             self._done.put(follower)
 
 
-def _too_slow(follower: Follower, limit_s: float) -> Finish:
+def _too_slow(follower: ConstraintFollower, limit_s: float) -> Finish:
     field = follower.state.field
     return Finish(
         Reason.INVALID,
@@ -228,7 +231,7 @@ def _too_slow(follower: Follower, limit_s: float) -> Finish:
     )
 
 
-def _ended_by(follower: Follower) -> Finish:
-    if isinstance(follower.error, GrammarError):
+def _ended_by(follower: ConstraintFollower) -> Finish:
+    if isinstance(follower.error, ConstraintError):
         return Finish(Reason.INVALID, f"{follower.state.field}: {follower.error}")
     return Finish(Reason.ENGINE_ERROR, f"{follower.state.field}: {follower.error!r}"[:300])

@@ -13,12 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from model.engine_run import Answer, Bench
+from model.engine_run import Answer, Bench, compiler_of
 from waiting import wait_until
 
 from penstock.gpu_worker.model.loading.loader import LoadedModel, load_model
-from penstock.gpu_worker.model.structured import grammar_compiler as grammar_module
-from penstock.gpu_worker.model.structured.grammar_compiler import Follower, GrammarCompiler
+from penstock.gpu_worker.model.structured import constraint_compiler as compiler_module
+from penstock.gpu_worker.model.structured.constraint_compiler import ConstraintCompiler
+from penstock.gpu_worker.model.structured.constraint_state import ConstraintFollower
 from penstock.gpu_worker.model.structured.mask_maker import MaskMaker
 from penstock.shared.errors import InvalidRequest
 from penstock.shared.protocol import Lane, Reason, SamplingOptions
@@ -217,7 +218,7 @@ def test_ids_that_do_not_follow_end_the_request(tiny: LoadedModel) -> None:
 
 
 def test_drafts_are_allowed_as_far_as_they_follow(tiny: LoadedModel) -> None:
-    compiler = GrammarCompiler(tiny.tokenizer, tiny.vocab_size, tiny.eos_token_ids)
+    compiler = compiler_of(tiny)
     state = compiler.compile(SamplingOptions(regex="[a-c]*!"))().state
     a, b, x, end = (tiny.tokenizer.encode(c)[0] for c in "abx!")
     state.fill([a])
@@ -324,7 +325,9 @@ def test_a_mask_is_not_late_while_others_take_the_threads() -> None:
 
     def sequence(fill: Callable[..., object]) -> Any:
         state = SimpleNamespace(field="regex", fill=fill, masks=lambda count: [])
-        return SimpleNamespace(token_ids=[1], num_prompt_tokens=1, grammar=Follower(state))  # type: ignore[arg-type]
+        return SimpleNamespace(
+            token_ids=[1], num_prompt_tokens=1, grammar=ConstraintFollower(state)
+        )  # type: ignore[arg-type]
 
     def fill_slowly(*args: object) -> None:
         begun.set()
@@ -394,14 +397,14 @@ def test_who_asks_for_no_form_starts_no_threads(tiny: LoadedModel) -> None:
     ids=lambda options: str(options)[:50],
 )
 def test_what_is_no_form_is_refused_by_name(demo: LoadedModel, options: dict[str, Any]) -> None:
-    compiler = GrammarCompiler(demo.tokenizer, demo.vocab_size, demo.eos_token_ids)
+    compiler = compiler_of(demo)
     (field,) = options
     with pytest.raises(InvalidRequest, match=rf"^{field}: got .*it says: \S"):
         compiler.compile(SamplingOptions(**options))
 
 
 def test_a_model_that_cannot_end_is_refused_a_form(tiny: LoadedModel) -> None:
-    compiler = GrammarCompiler(tiny.tokenizer, tiny.vocab_size, frozenset())
+    compiler = ConstraintCompiler(tiny.tokenizer, tiny.vocab_size, frozenset())
     with pytest.raises(InvalidRequest, match=r"^regex: .* no end-of-text token"):
         compiler.compile(SamplingOptions(regex="a"))
     assert compiler.compile(SamplingOptions(regex="a", stop_token_ids=[9])) is not None
@@ -410,8 +413,8 @@ def test_a_model_that_cannot_end_is_refused_a_form(tiny: LoadedModel) -> None:
 def test_equal_forms_are_compiled_once_and_few_are_kept(
     tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grammar_module, "_KEPT", 3)
-    compiler = GrammarCompiler(tiny.tokenizer, tiny.vocab_size, tiny.eos_token_ids)
+    monkeypatch.setattr(compiler_module, "_KEPT", 3)
+    compiler = ConstraintCompiler(tiny.tokenizer, tiny.vocab_size, tiny.eos_token_ids)
 
     def template(regex: str, **options: Any) -> Any:
         compiled = compiler.compile(SamplingOptions(regex=regex, **options))

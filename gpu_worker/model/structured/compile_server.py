@@ -1,0 +1,154 @@
+"""The compile server: a program that compiles each constraint in a process of its own.
+
+A constraint is untrusted input to native code, and a few kilobytes of it can overflow a stack. So
+it is compiled here first, under limits, in a process that may crash. The server forks one process
+for each constraint: it has one thread and little memory, so a fork is safe and takes about a
+millisecond, and the fork shares the words of the model's tokenizer.
+
+The argument is the descriptor of a Unix socket. Standard input brings one JSON object, see
+:class:`Setup`. Each message on the socket is one byte and a descriptor: the socket of one job. A
+job is a JSON object of ``field`` and ``source`` up to the end of file. The answer is a newline when
+the job has a process, and then a JSON object of ``outcome`` and ``message``; a process that crashes
+sends the newline alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import resource
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from llguidance import LLTokenizer
+
+from .matcher import ConstraintError, compile_matcher, word_list
+
+__all__ = ["COMPILED", "REFUSED", "TIMED_OUT", "Setup", "main"]
+
+COMPILED, REFUSED, TIMED_OUT = "compiled", "refused", "timed out"
+
+_PR_SET_PDEATHSIG = 1
+_READ_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What the server is told once.
+
+    Attributes:
+        tokenizer: see :func:`.matcher.word_list`.
+        vocab_size: see there.
+        eos_token_ids: see there.
+        limit_s: seconds that compiling may take, of a clock and of the CPU.
+        stack_bytes: stack of a compiling thread.
+        memory_bytes: address space that compiling may take.
+    """
+
+    tokenizer: str
+    vocab_size: int
+    eos_token_ids: list[int]
+    limit_s: float
+    stack_bytes: int
+    memory_bytes: int
+
+    def to_json(self) -> bytes:
+        """For standard input."""
+        return json.dumps(asdict(self)).encode()
+
+
+def main() -> int:
+    """Serve until the socket is closed; returns the exit code."""
+    jobs = socket.socket(fileno=int(sys.argv[1]))
+    setup = Setup(**json.load(sys.stdin.buffer))
+    words = word_list(setup.tokenizer, setup.vocab_size, setup.eos_token_ids)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is the owner's affair
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how a fork ended
+    prctl = _prctl()
+    server = os.getpid()
+    while True:
+        data, descriptors, _, _ = socket.recv_fds(jobs, 1, 1)
+        if not data:
+            return 0
+        job = socket.socket(fileno=descriptors[0])
+        try:
+            pid = os.fork()
+        except OSError:
+            pid = -1  # the machine is out of processes: this job gets no answer
+        if pid == 0:
+            if prctl is not None:
+                prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            if os.getppid() == server:
+                jobs.close()
+                _compile(job, words, setup)
+            os._exit(0)
+        job.close()
+
+
+def _compile(job: socket.socket, words: LLTokenizer, setup: Setup) -> None:
+    """In a process of its own."""
+    os.dup2(os.open(os.devnull, os.O_RDWR), 2)  # a crash is reported to the client, in words
+    _limit(setup)
+    data = b""
+    while part := job.recv(_READ_BYTES):
+        data += part
+    order = json.loads(data)
+    job.sendall(b"\n")
+    answer = {"outcome": TIMED_OUT, "message": ""}
+
+    def work() -> None:
+        try:
+            compile_matcher(words, order["field"], order["source"])
+            answer["outcome"] = COMPILED
+        except ConstraintError as error:
+            answer.update(outcome=REFUSED, message=str(error))
+        except BaseException:  # a panic of the library is no Exception
+            os._exit(1)
+
+    threading.stack_size(setup.stack_bytes)
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(setup.limit_s)
+    with suppress(OSError):
+        job.sendall(json.dumps(answer).encode())
+
+
+def _limit(setup: Setup) -> None:
+    # The thread is waited for no longer than `limit_s`. Should it hold the interpreter lock, then
+    # the kernel ends the process a second later.
+    signal.setitimer(signal.ITIMER_REAL, setup.limit_s + 1)
+    seconds = int(setup.limit_s) + 1
+    memory = _address_space() + setup.memory_bytes
+    for kind, limit in (
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_FSIZE, 0),
+        (resource.RLIMIT_CPU, seconds),
+        (resource.RLIMIT_AS, memory),
+    ):
+        with suppress(ValueError, OSError):  # a lower limit is set already, or the system has none
+            resource.setrlimit(kind, (limit, limit))
+
+
+def _address_space() -> int:
+    """Bytes of this process; 0 where the system does not tell."""
+    try:
+        pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[0]
+    except OSError:
+        return 0
+    return int(pages) * resource.getpagesize()
+
+
+def _prctl() -> Callable[..., int] | None:
+    """Where there is none (not on Linux), a fork outlives the server by its time limit at most."""
+    return ctypes.CDLL(None).prctl if sys.platform == "linux" else None
+
+
+if __name__ == "__main__":
+    sys.exit(main())
