@@ -1,6 +1,6 @@
-"""`penstock bench`: what this machine gives, measured so that others can measure it again.
+"""`penstock bench`: repeatable measurements of this machine.
 
-Every figure is the median of rounds, with the least and the greatest beside it; what is compared
-alternates within a round, so that a machine that slows down slows both. Each report says what else
-the machine did meanwhile.
+Every figure is the median of rounds, with the least and the greatest beside it. Compared sides
+alternate within a round, so a machine that slows down slows both. Each report states the load of
+other processes.
 """

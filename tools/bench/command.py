@@ -1,4 +1,4 @@
-"""The command ``penstock bench`` and its parts; what a part needs is imported when it runs."""
+"""The command ``penstock bench``. Each part imports what it needs when it runs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ bench = typer.Typer(
 
 @bench.callback()
 def _group() -> None:
-    """Makes it a group however few its commands are."""
+    """Make it a group, even with a single command."""
 
 
 _Json = Annotated[
@@ -153,7 +153,7 @@ def chunking(
     ] = None,
     as_json: _Json = False,
 ) -> None:
-    """A long prompt among streams on this CPU: adaptive chunks against none."""
+    """A long prompt among running streams, on this CPU: adaptive chunks against none."""
     options = ChunkingOptions(
         model=model,
         prompt=prompt,
@@ -190,7 +190,7 @@ def preempt(
     ] = None,
     as_json: _Json = False,
 ) -> None:
-    """Too little KV memory, or too few places, on this CPU: swap, recompute, and auto."""
+    """Too little KV memory or too few places, on this CPU: swap, recompute and auto."""
     options = PreemptionOptions(
         model=model,
         contexts=_counts("--contexts", contexts),
@@ -222,7 +222,7 @@ def prefix(
     ] = None,
     as_json: _Json = False,
 ) -> None:
-    """Requests with the same begin, on this CPU: the prefix cache against none."""
+    """Requests with a common prefix, on this CPU: with the prefix cache and without."""
     options = PrefixOptions(
         model=model,
         requests=requests,
@@ -276,7 +276,7 @@ def spec(
     ] = 0.7,
     as_json: _Json = False,
 ) -> None:
-    """Drafts of coming tokens: none, from own text, from a draft model, and what auto chooses."""
+    """Speculation: no drafts, n-gram drafts, a draft model, and the choice of auto."""
     if device not in ("auto", "cpu", "cuda"):
         raise typer.BadParameter(f"got {device!r}; allowed: auto, cpu, cuda", param_hint="--device")
     if shape not in (None, "7b", "small"):
@@ -335,7 +335,7 @@ def simulator(
     seed: Annotated[int, typer.Option(help="Of everything drawn.")] = 0,
     as_json: _Json = False,
 ) -> None:
-    """The simulator against a real worker, on the same traces, told what its steps took."""
+    """The simulator against a real worker on the same traces, calibrated by its steps."""
     options = SimulatorOptions(
         model=model,
         synthetic_step_ms=synthetic_step_ms,

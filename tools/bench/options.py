@@ -1,4 +1,4 @@
-"""What can be chosen for a measurement; told without importing what it needs."""
+"""The options of each measurement, importable without what the measurement needs."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkingOptions:
-    """What to measure.
+    """Options of the measurement.
 
     Attributes:
         model: a checkpoint's directory, or ``demo``.
-        prompt: tokens of the prompt that comes while streams decode.
+        prompt: tokens of the prompt that arrives while streams decode.
         streams: sequences that decode.
-        target_itl_ms: gap that adaptive chunks steer for; None takes a multiple of a decode step.
-        rounds: measurements of each way.
+        target_itl_ms: target gap of adaptive chunks; None takes a multiple of a decode step.
+        rounds: measurements of each mode.
         threads: CPU threads; None takes the number that suits the model.
         plot: where to write a PNG of the last round; None: nowhere.
     """
@@ -54,16 +54,16 @@ class ChunkingOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
-    """What to measure.
+    """Options of the measurement.
 
     Attributes:
         model: a checkpoint's directory, or ``demo``.
         batches: sequences that run together.
-        tokens: output tokens of each sequence; of a trace, the most that one has.
+        tokens: output tokens of each sequence; in a trace, the longest output.
         rounds: measurements of each kind.
         requests: requests of a trace of mixed lengths.
         slots: sequences that run at the same time in a trace.
-        threads: CPU threads of both sides; None lets each have the number that suits it.
+        threads: CPU threads of both sides; None gives each the number that suits it.
     """
 
     model: str = "demo"
@@ -85,14 +85,14 @@ class EngineOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreemptionOptions:
-    """What to measure.
+    """Options of the measurement.
 
     Attributes:
         model: a checkpoint's directory, or ``demo``.
         contexts: prompt and output tokens of a request, one measurement each.
-        requests: that want to run at the same time, at least 2.
-        pool_percent: KV blocks there are, of what all of them will need.
-        rounds: measurements of each way.
+        requests: number of requests that compete, at least 2.
+        pool_percent: KV blocks in the pool, in percent of what all requests will need.
+        rounds: measurements of each mode.
         threads: CPU threads; None takes the number that suits the model.
     """
 
@@ -118,13 +118,13 @@ class PreemptionOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixOptions:
-    """What to measure.
+    """Options of the measurement.
 
     Attributes:
         model: a checkpoint's directory, or ``demo``.
-        requests: how many begin in the same way.
-        shared: prompt tokens that they have in common.
-        own: prompt tokens of each behind them.
+        requests: number of requests with the common prefix.
+        shared: tokens of the common prefix.
+        own: further prompt tokens of each request.
         tokens: output tokens of each.
         slots: sequences that run together.
         rounds: measurements with the cache and without.
@@ -148,14 +148,14 @@ class PrefixOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueOptions:
-    """What to measure and where.
+    """Options of the queue measurement.
 
     Attributes:
-        redis: address of a server; None starts one for the time of the measurement.
+        redis: address of a server; None starts one for the measurement.
         rounds: measurements of steps and latencies.
         steps: steps in a round, of 256 tokens each.
         submits: requests submitted to an idle worker in a round.
-        seconds: how long tokens are streamed in a round.
+        seconds: duration of a round's token stream.
         queued: depth of the long queue; it is filled once.
     """
 
@@ -177,11 +177,11 @@ class QueueOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerOptions:
-    """What to measure.
+    """Options of the measurement.
 
     Attributes:
         running: numbers of running sequences.
-        waiting: numbers of waiting ones; 0 is what the others are compared with.
+        waiting: numbers of waiting sequences; 0 is the baseline.
         rounds: measurements of each combination.
         steps: steps in each measurement.
     """
@@ -203,20 +203,19 @@ class SchedulerOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatorOptions:
-    """What to compare.
+    """Options of the comparison.
 
     Attributes:
         model: a checkpoint's directory, ``demo`` or ``synthetic``.
-        synthetic_step_ms: what a step of ``synthetic`` takes.
-        loads: of what the worker can do, in percent.
-        seconds: how long requests come at each load.
-        lesson_seconds: how long requests to learn the costs from are played before and after each.
-        rounds: how often all of that.
+        synthetic_step_ms: duration of a step of ``synthetic``.
+        loads: in percent of the worker's capacity.
+        seconds: duration of the arrivals at each load.
+        lesson_seconds: duration of the calibrating requests before and after each load.
+        rounds: repetitions of the whole.
         slots: sequences that run at the same time.
         prompt, output: lengths, as ``penstock simulate`` takes them.
         threads: CPU threads; None takes the number that suits the model.
-        keep: directory for the last round's traces as they were played and the steps that were
-            learned from; None: nowhere.
+        keep: directory for the last round's traces and calibration steps; None: nowhere.
         seed: of everything drawn.
     """
 
@@ -253,7 +252,7 @@ class SimulatorOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationOptions:
-    """What to measure.
+    """Options of the measurement.
 
     Attributes:
         model: a checkpoint's directory, or ``demo``.
@@ -261,11 +260,11 @@ class SpeculationOptions:
         device: ``auto``, ``cpu`` or ``cuda``.
         batches: sequences that run together.
         tokens: output tokens of each in a round, and of a request on average.
-        length: drafts of the modes that do not choose them.
+        length: drafts per step in the modes with a fixed length.
         rounds: measurements of each kind.
         threads: CPU threads; None takes the number that suits the model.
-        cpu_time: with one CPU thread, count CPU time of the process, not the clock's.
-        tasks: measure the edit and what nobody can guess, too.
+        cpu_time: with one CPU thread, count the process's CPU time instead of wall-clock time.
+        tasks: also measure the edit and the unpredictable text.
         shape: ``7b`` or ``small``: random weights of that shape instead of ``model``.
         acceptance: chance that a draft is right, with a shape.
     """

@@ -1,4 +1,4 @@
-"""Figures over several rounds, and what else the machine did meanwhile."""
+"""Figures over several rounds, and the load of other processes meanwhile."""
 
 from __future__ import annotations
 
@@ -14,39 +14,39 @@ from ..report import Check, Number, Report
 __all__ = ["Machine", "Progress", "Rounds", "family_s", "group_s", "percentile", "process_s"]
 
 Progress = Callable[[str, int, int], None]
-"""Told the stage, how much of it is done and how much there is."""
+"""Called with the stage, the work done and the total."""
 
 _QUIET_CORES = 0.15
-"""CPU cores that others may have in use before a run counts as noisy."""
+"""Foreign load in CPU cores above which a run counts as noisy."""
 
 _PROC = Path("/proc")
 
 _LOOP, _LOOPS = 100_000, 5
-"""Turns of the reference loop, and how often it is timed before and after."""
+"""Turns of the reference loop, and its repetitions before and after."""
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The smallest value that is not exceeded by ``percent`` % of the values (nearest rank)."""
+    """The value at ``percent`` % of the sorted values (nearest rank)."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
 
 
 class Rounds:
-    """Values by figure, one per round; a figure that is measured once has one value."""
+    """Values by figure: one per round, or a single one for a figure measured once."""
 
     def __init__(self) -> None:
         self._values: dict[str, list[Number]] = {}
 
     def add(self, name: str, value: Number) -> None:
-        """The value of a figure in this round."""
+        """Add a figure's value of this round."""
         self._values.setdefault(name, []).append(value)
 
     def median(self, name: str) -> Number:
-        """The median of a figure."""
+        """Median of a figure."""
         return statistics.median(self._values[name])
 
     def ratios(self, name: str, base: str) -> list[float]:
-        """One figure over another, within each round."""
+        """Ratios of two figures, within each round."""
         pairs = zip(self._values[name], self._values[base], strict=True)
         return [value / other for value, other in pairs]
 
@@ -59,7 +59,7 @@ class Rounds:
         at_least: Iterable[tuple[str, Number]] = (),
         notes: Iterable[str] = (),
     ) -> Report:
-        """Medians and spreads, checked against limits; measuring ends here."""
+        """Build the report: medians and spreads, checked against limits. Ends the measurement."""
         other_cores, reference_ms, note = machine.stop()
         figures = {name: self.median(name) for name in self._values}
         checks = [Check(name, figures[name], limit) for name, limit in at_most]
@@ -75,7 +75,7 @@ class Rounds:
 
 
 class Machine:
-    """Watches the machine from its making to :meth:`stop`."""
+    """Watches the machine's load until :meth:`stop`."""
 
     def __init__(self) -> None:
         self._loops = _reference_loops()
@@ -83,11 +83,11 @@ class Machine:
         self._began, self._busy, self._ours = time.monotonic(), _busy_s(), family_s()
 
     def stop(self) -> tuple[float, float, str]:
-        """How busy and how fast it was.
+        """Return how busy and how fast the machine was.
 
         Returns:
-            CPU cores that processes other than ours kept busy on average; the median of a reference
-            loop's milliseconds before and after; a sentence on both.
+            Average CPU cores kept busy by other processes; median milliseconds of the reference
+            loop before and after; a sentence on both.
         """
         seconds = time.monotonic() - self._began
         cores, note = self._others(seconds)
@@ -106,7 +106,7 @@ class Machine:
 
 
 def _reference_loops() -> list[float]:
-    """Seconds of plain Python, by which runs on machines of other speeds can be compared.
+    """Seconds of a loop of plain Python, to compare runs on machines of different speeds.
 
     A virtual machine's speed may double within minutes.
     """
@@ -120,7 +120,7 @@ def _reference_loops() -> list[float]:
 
 
 def _busy_s() -> float:
-    """CPU seconds that all processes have used since boot; NaN where this is not known."""
+    """CPU seconds used by all processes since boot; NaN where unknown."""
     try:
         fields = (_PROC / "stat").read_text().split("\n", 1)[0].split()[1:]
     except OSError:
@@ -130,7 +130,7 @@ def _busy_s() -> float:
 
 
 def process_s(pid: int) -> float:
-    """CPU seconds of one living process and its threads; NaN where this is not known."""
+    """CPU seconds of one living process and its threads; NaN where unknown."""
     try:
         fields = (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -139,7 +139,7 @@ def process_s(pid: int) -> float:
 
 
 def group_s(group: int) -> float:
-    """The same of all living processes of a group."""
+    """CPU seconds of all living processes of a group."""
     found = math.nan
     for entry in _PROC.iterdir() if _PROC.is_dir() else ():
         if not entry.name.isdigit():
@@ -147,7 +147,7 @@ def group_s(group: int) -> float:
         try:
             fields = (entry / "stat").read_text().rpartition(")")[2].split()
         except OSError:
-            continue  # it ended meanwhile
+            continue  # ended meanwhile
         if int(fields[2]) == group:
             seconds = sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
             found = seconds + (0.0 if math.isnan(found) else found)
@@ -155,7 +155,7 @@ def group_s(group: int) -> float:
 
 
 def family_s() -> float:
-    """CPU seconds of this process and all its descendants, ended and waited-for ones included."""
+    """CPU seconds of this process and all its descendants, reaped ones included."""
     ticks, parents = {}, {}
     for entry in _PROC.iterdir() if _PROC.is_dir() else ():
         if not entry.name.isdigit():
@@ -163,7 +163,7 @@ def family_s() -> float:
         try:
             fields = (entry / "stat").read_text().rpartition(")")[2].split()
         except OSError:
-            continue  # it ended meanwhile
+            continue  # ended meanwhile
         pid = int(entry.name)
         parents[pid] = int(fields[1])
         ticks[pid] = sum(map(int, fields[11:15]))

@@ -1,8 +1,8 @@
 """A fleet in virtual time: the real engine and the real order of claims, without a device.
 
-Read in this order: ``workload`` (what is asked), ``cost`` and ``fitted`` (how long a step takes),
-``lanes`` (who is next), ``node`` (one worker), ``fleet`` (the clock), ``dispatch`` (who gets what),
-``measures``, ``scenario`` (one run), ``comparison``, ``command``, ``view`` and ``plot``.
+Read in this order: ``arrivals`` (the requests), ``step_time`` and ``fitted_step_time`` (the cost of
+a step), ``claim_order``, ``node`` (one worker), ``fleet`` (the clock), ``dispatch`` (which worker
+gets a request), ``measures``, ``scenario`` (one run), then ``report/``.
 """
 
 from .arrivals import Generator, Lengths, SimRequest, read_trace, write_trace

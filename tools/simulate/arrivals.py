@@ -1,7 +1,7 @@
-"""What is asked of the fleet: drawn from distributions, or read from a trace file.
+"""The requests of a run: drawn from distributions, or read from a trace file.
 
-Requests come as an iterator in the order of their arrival, so that a million of them take no more
-memory than those that are under way.
+Requests are an iterator in the order of arrival, so a million of them take no more memory than
+those under way.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ MOST_TOKENS = 1 << 17
 
 @dataclass(slots=True)
 class SimRequest:
-    """One request of a simulation. Never changed once made.
+    """One request of a simulation. Immutable.
 
     Attributes:
         id: unique in the run.
-        arrival: when it is accepted, in seconds from the begin.
+        arrival: acceptance, in seconds from the start.
         prompt_len: tokens of the prompt.
-        output_len: tokens after which the model ends it.
-        max_tokens: what its sender allowed: the queue's estimate of its cost, before it is known.
+        output_len: tokens after which the model ends the text.
+        max_tokens: the client's limit, and the queue's estimate of the output.
         lane: urgency.
-        tenant: who pays.
-        deadline: when its answer should be complete, in seconds from the begin; None: any time. It
-            does not end there, but is counted as late.
-        rank: ``lane.rank``, looked up once.
+        tenant: unit of fair shares.
+        deadline: when its answer should be complete, in seconds from the start; None: any time. A
+            later end counts as late; the request still completes.
+        rank: ``lane.rank``, cached.
     """
 
     id: str
@@ -61,7 +61,7 @@ class SimRequest:
 
     @property
     def tokens(self) -> int:
-        """Tokens it really takes."""
+        """Tokens it uses."""
         return self.prompt_len + self.output_len
 
 
@@ -83,11 +83,11 @@ class Lengths:
 
     @property
     def most(self) -> int:
-        """No draw is longer."""
+        """The largest possible draw."""
         return self._parse()[2]
 
     def sampler(self) -> Callable[[random.Random], int]:
-        """A function that draws."""
+        """Return a function that draws a length."""
         kind, values, most = self._parse()
         if kind == "const":
             return lambda _: min(most, int(values[0]))
@@ -139,15 +139,15 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generator:
-    """Draws requests; the same seed gives the same ones.
+    """Draws requests; the same seed draws the same requests.
 
     Attributes:
-        count: how many.
-        rate: per second, all tenants together.
-        burstiness: coefficient of variation of the time between two: 1 is Poisson, 0 a clock;
-            above 1 they come in bursts (gamma distributed).
+        count: number of requests.
+        rate: arrivals per second, all tenants together.
+        burstiness: coefficient of variation of the gamma-distributed gaps: 1 is Poisson, 0 a clock,
+            above 1 bursts.
         prompt: lengths of prompts.
-        output: lengths of outputs; ``max_tokens`` is told as the longest, as clients do.
+        output: lengths of outputs; ``max_tokens`` is the longest, as clients usually send.
         lanes: weight of each lane in the mix.
         tenants: weight of each tenant in the mix.
         deadlines: least and most seconds from a request's arrival to its deadline; None: no
@@ -194,7 +194,7 @@ class Generator:
 
     def __iter__(self) -> Iterator[SimRequest]:
         rng = random.Random(self.seed)
-        # Drawn apart, so that all else is the same with deadlines and without.
+        # Drawn separately, so the rest is the same with deadlines and without.
         deadlines = random.Random(f"deadlines {self.seed}")
         prompt, output = self.prompt.sampler(), self.output.sampler()
         lanes, lane_weights = list(self.lanes), list(self.lanes.values())
@@ -225,13 +225,13 @@ class Generator:
 
 
 def read_trace(path: Path) -> Iterator[SimRequest]:
-    """Requests of a trace: JSON lines with at least ``arrival``, ``prompt_len``, ``output_len``.
+    """Read a trace: JSON lines with at least ``arrival``, ``prompt_len``, ``output_len``.
 
-    Also known: ``id``, ``max_tokens`` (else ``output_len``), ``lane`` (else normal), ``tenant``
-    (else default) and ``deadline`` (else none). Lines are in the order of arrival.
+    Optional: ``id``, ``max_tokens`` (else ``output_len``), ``lane`` (else normal), ``tenant``
+    (else default) and ``deadline`` (else none). Lines must be in the order of arrival.
 
     Raises:
-        ConfigurationError: the file cannot be read or a line is not a request; names the line.
+        ConfigurationError: the file cannot be read, or a line is not a request (with its number).
     """
     try:
         with path.open(encoding="utf-8") as lines:

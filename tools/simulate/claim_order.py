@@ -19,7 +19,7 @@ from .arrivals import SimRequest
 __all__ = ["FairQueue"]
 
 _AHEAD = 1024
-"""Virtual time by which work that displaces other work may be ahead of a lane that waits."""
+"""Virtual time by which displacing work may run ahead of a waiting lane."""
 
 
 class FairQueue:
@@ -44,7 +44,7 @@ class FairQueue:
         return least_urgent is Lane.BATCH or not self._is_too_far_ahead(min(times))
 
     def push(self, request: SimRequest) -> None:
-        """A request is accepted. Who comes back from idle starts at what is served now."""
+        """Accept a request. A tenant or lane that was idle starts at the current virtual time."""
         lane, tenant = request.lane, request.tenant
         tenants = self._tenants[lane]
         if tenant not in tenants:
@@ -56,10 +56,10 @@ class FairQueue:
     def claim(
         self, requests: int, tokens: int, least_urgent: Lane = Lane.BATCH, *, workers: int = 1
     ) -> list[SimRequest]:
-        """The next ones of this lane and more urgent ones, unless they are far ahead of the rest.
+        """Claim the next requests of this lane and more urgent ones, unless these are far ahead.
 
-        At most ``requests`` and a worker's share of what waits, and no more once ``tokens`` are
-        used up.
+        Takes at most ``requests``, at most the worker's share of what waits, and stops once
+        ``tokens`` are used up.
         """
         rank = least_urgent.rank
         waiting = sum(count for lane, count in self._num_waiting.items() if lane.rank <= rank)
@@ -74,9 +74,9 @@ class FairQueue:
         return claims
 
     def settle(self, request: SimRequest) -> None:
-        """A request ended: its lane and tenant were charged the estimate, and get the rest back.
+        """Refund the part of the charged estimate that an ended request did not use.
 
-        Never below what is being served now, or who arrived meanwhile would wait for it all.
+        Never below the current virtual time, or later arrivals would wait for the whole refund.
         """
         wrong = request.tokens - request.cost_estimate
         if not wrong:
@@ -91,7 +91,7 @@ class FairQueue:
 
     def _next(self, least_urgent: Lane) -> SimRequest | None:
         while wanted := [lane for lane in self._lanes if lane.rank <= least_urgent.rank]:
-            # The smallest virtual time; of equals the most urgent.
+            # The smallest virtual time; among equals the most urgent lane.
             lane = min(wanted, key=lambda lane: (self._lanes[lane], lane.rank))
             time = self._lanes[lane]
             if least_urgent is Lane.BATCH:
@@ -120,7 +120,7 @@ class FairQueue:
         return None
 
     def _is_too_far_ahead(self, time: float) -> bool:
-        """Whether less urgent work that waits is to be next."""
+        """Whether waiting work of a less urgent lane goes next."""
         while self._lanes:
             lane = min(self._lanes, key=lambda lane: (self._lanes[lane], lane.rank))
             if time <= self._lanes[lane] + _AHEAD:
@@ -136,11 +136,11 @@ class FairQueue:
 
 
 class _Scores:
-    """A sorted set: names by score, of equal scores by name, as Redis orders them."""
+    """A sorted set: names by score, then by name, as Redis orders them."""
 
     def __init__(self) -> None:
         self._scores: dict[str, float] = {}
-        # May hold what no longer counts: an entry counts if it has the name's present score.
+        # May hold stale entries: an entry counts if it has the name's current score.
         self._heap: list[tuple[float, str]] = []
 
     def __contains__(self, name: str) -> bool:

@@ -136,10 +136,10 @@ def simulate(
         Path | None, typer.Option(help="Write the requests of the first fleet as a trace.")
     ] = None,
 ) -> None:
-    """Compare ways to run a fleet, in virtual time.
+    """Compare fleets and settings in virtual time.
 
-    The real scheduler and the real order of claims serve drawn or recorded requests; how long a
-    step takes is a model of the device. Exit code 0: every request ended once with its tokens;
+    The real scheduler and the real order of claims serve drawn or recorded requests; a model of
+    the device gives the time of a step. Exit code 0: every request ended once with its tokens;
     1: not so, which is a bug; 2: the input is wrong.
     """
     if picture is not None:

@@ -1,4 +1,4 @@
-"""Who gets a request: one queue that workers claim from, or a push to one of them at arrival."""
+"""How a request finds its worker: a queue with claims, or a push at arrival."""
 
 from __future__ import annotations
 
@@ -20,45 +20,45 @@ class Dispatch(enum.StrEnum):
     """How requests find their worker."""
 
     PULL = "pull"
-    """They wait in one queue, and workers with room claim them: penstock."""
+    """Requests wait in one queue, and workers with room claim them: penstock's way."""
     ROUND_ROBIN = "round-robin"
-    """Pushed at arrival to one worker after the other."""
+    """Pushed at arrival to the next worker in turn."""
     LEAST_LOADED = "least-loaded"
-    """Pushed at arrival to the worker with the fewest open requests, known exactly at no cost."""
+    """Pushed at arrival to the worker with the fewest open requests, known exactly and for free."""
 
 
 class RoundRobin(Dispatcher):
-    """Pushes to one worker after the other."""
+    """Pushes to the workers in turn."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self._turn = itertools.cycle(range(len(fleet.nodes)))
 
     def arrived(self, request: SimRequest, now: float) -> None:
-        """Half a round trip later it is there."""
+        """Deliver it half a round trip later."""
         index, fleet = next(self._turn), self._fleet
         fleet.at(now + fleet.exchange_s / 2, lambda time: fleet.deliver(index, [request], time))
 
     def stepped(self, index: int, ended: list[SimRequest], now: float) -> None:
-        """Nothing to learn."""
+        """Ignore the step."""
 
 
 class LeastLoaded(Dispatcher):
-    """Pushes to the worker with the fewest open requests, what is on its way included."""
+    """Pushes to the worker with the fewest open requests, including those in transit."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self._open = [0] * len(fleet.nodes)
 
     def arrived(self, request: SimRequest, now: float) -> None:
-        """Half a round trip later it is there."""
+        """Deliver it half a round trip later."""
         fleet = self._fleet
         index = self._open.index(min(self._open))
         self._open[index] += 1
         fleet.at(now + fleet.exchange_s / 2, lambda time: fleet.deliver(index, [request], time))
 
     def stepped(self, index: int, ended: list[SimRequest], now: float) -> None:
-        """Room again."""
+        """Count the ended requests."""
         del now
         self._open[index] -= len(ended)
 
@@ -73,10 +73,10 @@ class Pull(Dispatcher):
     Args:
         fleet: the workers.
         max_sequences: sequences that a worker runs at the same time.
-        claim_batch: requests claimed in one exchange at most.
-        step_tokens: query tokens of a worker's step at most.
+        claim_batch: the most requests claimed in one exchange.
+        step_tokens: the most query tokens of a worker's step.
         wake_s: seconds from the bell until a worker that hears it sends its claim.
-        seed: of who hears the bell first.
+        seed: decides which worker hears the bell first.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Pull(Dispatcher):
         self._rng = random.Random(seed)
         self._queue = FairQueue()
         self._claiming = [False] * len(fleet.nodes)
-        # Workers with room that found nothing to claim, by the least urgent lane they would take.
+        # Idle workers with room, by the least urgent lane they would take.
         self._listeners = {lane: _Crowd() for lane in Lane}
         self._hears: list[Lane | None] = [None] * len(fleet.nodes)
         for index in range(len(fleet.nodes)):
@@ -105,23 +105,23 @@ class Pull(Dispatcher):
 
     @property
     def num_waiting(self) -> int:
-        """Requests that nobody has claimed."""
+        """Requests not yet claimed."""
         return len(self._queue)
 
     def arrived(self, request: SimRequest, now: float) -> None:
-        """Into its queue; the bell rings."""
+        """Queue the request and ring the bell."""
         self._queue.push(request)
         self._ring(now)
 
     def stepped(self, index: int, ended: list[SimRequest], now: float) -> None:
-        """The exchange after a step publishes, and claims if there is room."""
+        """Exchange after a step: publish, and claim if there is room."""
         for request in ended:
             self._queue.settle(request)
         if not self._claiming[index]:
             self._consider(index, now)
 
     def room(self, index: int) -> Room:
-        """What a worker would ask for now."""
+        """What the worker would claim now."""
         node = self._fleet.nodes[index]
         return Room.beside(
             node.open,
@@ -143,7 +143,7 @@ class Pull(Dispatcher):
             self._consider(crowd.anyone(self._rng), now + self._wake_s)
 
     def _consider(self, index: int, at: float) -> None:
-        """Have a claim sent at a time if there is room and work; else listen, or wait for room."""
+        """Schedule a claim if there is room and work; otherwise listen, or wait for room."""
         room = self.room(index)
         wants = room.requests > 0 and self._queue.has_work(room.least_urgent)
         self._listen(index, room.least_urgent if room.requests and not wants else None)
@@ -153,25 +153,25 @@ class Pull(Dispatcher):
             self._fleet.at(at + half, lambda time: self._claim(index, room, time))
 
     def _claim(self, index: int, room: Room, now: float) -> None:
-        """The script runs in Redis."""
+        """Run the claim in Redis."""
         tokens = max(1, self._fleet.nodes[index].load.available_tokens)
         claims = self._queue.claim(
             room.requests, tokens, room.least_urgent, workers=len(self._hears)
         )
         if len(self._queue):
-            self._ring(now)  # the others have heard the bell, too
+            self._ring(now)  # the others have heard the bell as well
         half = self._fleet.exchange_s / 2
         self._fleet.at(now + half, lambda time: self._land(index, claims, time))
 
     def _land(self, index: int, claims: list[SimRequest], now: float) -> None:
-        """Its answer has come."""
+        """Receive the claim's answer."""
         self._claiming[index] = False
         if claims:
             self._fleet.deliver(index, claims, now)
         self._consider(index, now)
 
     def _listen(self, index: int, lane: Lane | None) -> None:
-        """Hear the bell for work of this lane and more urgent ones; None: for none."""
+        """Listen for work of this lane and more urgent ones; None stops listening."""
         before = self._hears[index]
         if before is lane:
             return
@@ -183,7 +183,7 @@ class Pull(Dispatcher):
 
 
 class _Crowd:
-    """A set of workers of which a random one is found in O(1)."""
+    """A set of workers that yields a random one in O(1)."""
 
     def __init__(self) -> None:
         self._members: list[int] = []
@@ -216,7 +216,7 @@ def dispatcher(
     wake_s: float,
     seed: int,
 ) -> Dispatcher:
-    """The dispatcher of a kind; see :class:`Pull` for the arguments."""
+    """Make the dispatcher of a kind; see :class:`Pull` for the arguments."""
     if kind is Dispatch.ROUND_ROBIN:
         return RoundRobin(fleet)
     if kind is Dispatch.LEAST_LOADED:

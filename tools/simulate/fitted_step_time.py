@@ -1,4 +1,4 @@
-"""Step times as a worker has measured them: a sum of costs, fitted to its log of steps."""
+"""Step times as a sum of costs, fitted to a worker's log of steps."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ENOUGH = 1e-10
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
-    """A step of a real worker: what was in it, and the seconds that the loop's turn took."""
+    """A step of a real worker: its content, and the seconds of the loop's turn."""
 
     work: Work
     seconds: float
@@ -31,15 +31,15 @@ class MeasuredStep:
 
 @dataclass(frozen=True, slots=True)
 class FittedCost:
-    """Seconds of a step as a sum over what is in it.
+    """Seconds of a step as a sum over its content.
 
     Attributes:
-        device: what the log does not tell: KV pool, link and context.
+        device: supplies what the log does not tell: KV pool, link and context.
         step_s: of any step.
         token_s: of a query token.
         sequence_s: of a sequence.
-        chunk_s: of a sequence with more than one token to compute, besides.
-        context_s: of a token whose keys and values are read.
+        chunk_s: additional cost of a sequence with more than one token to compute.
+        context_s: of each token whose keys and values are read.
         pair_s: of a query-key pair.
     """
 
@@ -52,7 +52,7 @@ class FittedCost:
     pair_s: float
 
     def scaled(self, factor: float) -> FittedCost:
-        """The same on a machine that takes so many times as long for everything."""
+        """Return the costs of a machine that takes ``factor`` times as long for everything."""
         names = (field.name for field in fields(self) if field.name != "device")
         return replace(self, **{name: factor * getattr(self, name) for name in names})
 
@@ -82,18 +82,18 @@ class FittedCost:
 
 
 def fit_costs(steps: Sequence[MeasuredStep], device: Roofline) -> FittedCost:
-    """The costs, none below zero, whose sums come nearest to what the steps took.
+    """Fit non-negative costs to the times of steps.
 
-    Least squares with weights of one over the time: a step that takes twice as long is taken to
-    vary by the root of two more. With these weights all steps together take what they took.
+    Least squares, weighted by one over the time: the variance of a step is assumed to grow with its
+    time. With these weights the fitted times sum to the measured total.
 
     Args:
-        steps: of a run with all sizes of batches and chunks that matter.
+        steps: of a run with all relevant sizes of batches and chunks.
         device: see :class:`FittedCost`.
 
     Raises:
-        ConfigurationError: too few steps without swaps, or such with drafts, which the simulator
-            does not make.
+        ConfigurationError: too few steps without swaps, or steps with drafts, which the simulator
+            does not model.
     """
     if any(step.work.drafts for step in steps):
         raise ConfigurationError(
@@ -120,7 +120,7 @@ def _amounts(work: Work) -> tuple[float, ...]:
 def _least_squares(
     rows: Sequence[tuple[tuple[float, ...], float]], weights: Sequence[float]
 ) -> list[float]:
-    """Costs of 0 or more by coordinate descent on the normal equations, amounts scaled to one."""
+    """Non-negative least squares by coordinate descent on scaled normal equations."""
     indices = range(len(rows[0][0]))
     scale = [
         math.sqrt(sum(w * amounts[i] ** 2 for (amounts, _), w in zip(rows, weights, strict=True)))
@@ -152,10 +152,10 @@ _FIELDS = {field.name for field in fields(Work)} | {"seconds"}
 
 
 def read_steps(path: Path) -> list[MeasuredStep]:
-    """The steps of a worker's log (``worker.step_log``).
+    """Read the steps of a worker's log (``worker.step_log``).
 
     Raises:
-        ConfigurationError: the file cannot be read or a line is not a step; names the line.
+        ConfigurationError: the file cannot be read, or a line is not a step (with its number).
     """
     try:
         with path.open(encoding="utf-8") as lines:
@@ -165,7 +165,7 @@ def read_steps(path: Path) -> list[MeasuredStep]:
 
 
 def parse_steps(lines: Iterable[str], name: str) -> Iterator[MeasuredStep]:
-    """One step per line; ``name`` is what messages call the file."""
+    """Parse one step per line; messages call the file ``name``."""
     for number, line in enumerate(lines, start=1):
         where = f"{name}:{number}"
         try:

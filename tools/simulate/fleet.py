@@ -1,4 +1,4 @@
-"""The fleet in virtual time: workers, the clock, and when steps end."""
+"""The fleet in virtual time: workers, clock and ends of steps."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ Event = Callable[[float], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What a run did, apart from latencies.
+    """Totals of a run, apart from latencies.
 
     Attributes:
         arrived, ended: requests.
-        busy_s: sum over workers of the time they computed.
-        makespan_s: from the begin to the last end.
+        busy_s: computing time, summed over workers.
+        makespan_s: from the start to the last end.
         steps, spans: totals over all workers.
         output_tokens: sampled, as the engines count.
         preemptions: totals over all workers.
@@ -44,11 +44,11 @@ class Dispatcher(ABC):
 
     @abstractmethod
     def arrived(self, request: SimRequest, now: float) -> None:
-        """A request was accepted."""
+        """Handle an accepted request."""
 
     @abstractmethod
     def stepped(self, index: int, ended: list[SimRequest], now: float) -> None:
-        """A worker ended a step, and these requests with it."""
+        """Handle the end of a worker's step, which ended these requests."""
 
 
 class Fleet:
@@ -66,7 +66,7 @@ class Fleet:
         self.nodes = nodes
         self.exchange_s = exchange_s
         self._requests: Iterator[SimRequest] = iter(requests)
-        # Ties are broken by the order in which events were made: the same run every time.
+        # Events at the same time run in the order of their creation: the same run every time.
         self._events: list[tuple[float, int, Event]] = []
         self._order = itertools.count()
         self._stepping = [False] * len(nodes)
@@ -76,7 +76,7 @@ class Fleet:
         self._now = 0.0
 
     def run(self, dispatcher: Dispatcher) -> Run:
-        """Let all requests arrive, and the fleet work until nothing is left."""
+        """Run until all requests have arrived and ended."""
         self._dispatcher = dispatcher
         self._await_next()
         events = self._events
@@ -95,17 +95,17 @@ class Fleet:
         )
 
     def at(self, time: float, event: Event) -> None:
-        """Have something happen at a time."""
+        """Schedule an action."""
         heapq.heappush(self._events, (time, next(self._order), event))
 
     def deliver(self, index: int, requests: list[SimRequest], now: float) -> None:
-        """Requests reach a worker; it begins at once if it is idle."""
+        """Deliver requests to a worker, which begins at once if idle."""
         self.nodes[index].deliver(requests)
         if not self._stepping[index]:
             self._begin(index, now)
 
     def is_stepping(self, index: int) -> bool:
-        """Whether the worker computes now."""
+        """Whether the worker is computing."""
         return self._stepping[index]
 
     def _begin(self, index: int, now: float) -> None:

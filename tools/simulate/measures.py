@@ -1,4 +1,4 @@
-"""What a run is judged by. Memory does not grow with the number of requests."""
+"""The measures of a run. Their memory does not grow with the number of requests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _BINS = int(math.log(1e12) * _PER_E) + 1
 
 
 class Histogram:
-    """Durations in bins that are 1 % wide: quantiles are right to half of that, the mean exactly.
+    """Durations in bins 1 % wide: quantiles are accurate to half of that, the mean is exact.
 
     Durations below a microsecond count as one.
     """
@@ -33,7 +33,7 @@ class Histogram:
         self.count = 0
 
     def add(self, seconds: float, count: int = 1) -> None:
-        """The same duration, ``count`` times."""
+        """Add the same duration ``count`` times."""
         index = int(math.log(seconds / _LEAST_S) * _PER_E) if seconds > _LEAST_S else 0
         self._bins[min(index, _BINS - 1)] += count
         self._sum += seconds * count
@@ -53,11 +53,11 @@ class Histogram:
 
     @property
     def mean(self) -> float:
-        """NaN if nothing was added."""
+        """Mean duration; NaN if nothing was added."""
         return self._sum / self.count if self.count else math.nan
 
     def quantile(self, share: float) -> float:
-        """The duration that this share does not exceed; NaN if nothing was added."""
+        """The duration that this share does not exceed; Mean duration; NaN if nothing was added."""
         rank = max(1, math.ceil(share * self.count))
         seen = 0
         for index, count in enumerate(self._bins):
@@ -70,11 +70,11 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceLevel:
-    """What counts as a good answer.
+    """The limits of a good answer.
 
     Attributes:
-        ttft_s: its first token came within this time of its acceptance.
-        itl_s: its further tokens came at most this far apart, on its average.
+        ttft_s: limit of the time from acceptance to first token.
+        itl_s: limit of the mean time between its further tokens.
 
     Raises:
         ConfigurationError: one of them is not above 0.
@@ -90,16 +90,16 @@ class ServiceLevel:
 
 
 class LaneFigures:
-    """One lane's requests.
+    """Figures of one lane's requests.
 
     Attributes:
         ttft: acceptance to first token.
         itl: token to token.
         e2e: acceptance to end.
-        ended, good: requests that ended, and of these those within the service level.
-        refused: of the ended ones, those that could not be served at all.
-        late: of the ended ones, those that were served after their deadline.
-        output_tokens: of all that ended.
+        ended, good: ended requests, and those of them within the service level.
+        refused: ended requests that could not be served.
+        late: ended requests that were served after their deadline.
+        output_tokens: of all ended requests.
     """
 
     def __init__(self) -> None:
@@ -125,11 +125,11 @@ class LaneFigures:
 
 
 class Recorder:
-    """Takes down what happens to requests.
+    """Records the events of requests.
 
     Args:
-        level: what a good answer is.
-        publish_s: from the end of a step until its tokens can be read.
+        level: limits of a good answer.
+        publish_s: from the end of a step until its tokens are readable.
     """
 
     def __init__(self, level: ServiceLevel, publish_s: float) -> None:
@@ -147,11 +147,11 @@ class Recorder:
         return total
 
     def first_token(self, request: SimRequest, now: float) -> None:
-        """The first token left the device."""
+        """Record the first token."""
         self.lanes[request.lane].ttft.add(now + self._publish_s - request.arrival)
 
     def end(self, request: SimRequest, first: float, now: float) -> None:
-        """The last token left the device; the first one at ``first``."""
+        """Record the last token; the first one came at ``first``."""
         figures, level = self.lanes[request.lane], self._level
         figures.e2e.add(now + self._publish_s - request.arrival)
         figures.ended += 1
@@ -164,7 +164,7 @@ class Recorder:
         self.last_end = max(self.last_end, now + self._publish_s)
 
     def refuse(self, request: SimRequest, now: float) -> None:
-        """The request cannot be served: too long, or larger than the KV pool."""
+        """Record a request that cannot be served: too long, or larger than the KV pool."""
         self.lanes[request.lane].ended += 1
         self.lanes[request.lane].refused += 1
         self.last_end = max(self.last_end, now + self._publish_s)

@@ -25,11 +25,11 @@ __all__ = ["EngineNode", "Load", "Node"]
 
 @dataclass(slots=True)
 class Load:
-    """What a worker knows of itself as of its last step, and decides by what to claim.
+    """A worker's load as of its last step, which decides its claims.
 
     Attributes:
         waiting: sequences in the engine that hold no KV blocks, by lane.
-        available_tokens: tokens of new sequences for which there are KV blocks.
+        available_tokens: tokens of new sequences that fit into free KV blocks.
     """
 
     waiting: Mapping[Lane, int]
@@ -39,12 +39,12 @@ class Load:
 class Node(Protocol):
     """A worker as the fleet sees it.
 
-    ``begin`` and ``complete`` alternate while there is work: the fleet lets the time pass between.
+    ``begin`` and ``complete`` alternate while there is work; the fleet advances the time between.
 
     Attributes:
-        open: requests delivered that have not ended, by lane.
+        open: delivered requests that have not ended, by lane.
         load: as of the last step.
-        arriving_tokens: of prompts that were delivered and whose first step has not ended.
+        arriving_tokens: tokens of delivered prompts whose first step has not ended.
         steps, spans, output_tokens, preemptions: totals.
     """
 
@@ -55,13 +55,13 @@ class Node(Protocol):
     spans: int
 
     def deliver(self, requests: list[SimRequest]) -> None:
-        """Requests have come over the wire; the next step sees them."""
+        """Receive requests; the next step sees them."""
 
     def begin(self, now: float) -> float | None:
-        """Start a step: the time at which it will end, or None if there is nothing to do."""
+        """Start a step; returns its end time, or None if there is nothing to do."""
 
     def complete(self, now: float) -> list[SimRequest]:
-        """The step's end has come; returns the requests that ended with it."""
+        """End the step; returns the requests that ended with it."""
 
     @property
     def output_tokens(self) -> int:
@@ -69,14 +69,14 @@ class Node(Protocol):
 
     @property
     def preemptions(self) -> int:
-        """Sequences that lost their blocks."""
+        """Preempted sequences."""
 
     def check_integrity(self) -> None:
-        """Raise ``IntegrityError`` if the worker's books are wrong."""
+        """Raise ``IntegrityError`` if the worker's bookkeeping is wrong."""
 
 
 class _Silence:
-    """A detokeniser that makes no text: nobody reads it."""
+    """A detokeniser without text, which no reader needs here."""
 
     def feed(self, token_id: int) -> str:
         del token_id
@@ -94,7 +94,7 @@ _ZEROS = (0,) * MOST_TOKENS
 
 @dataclass(slots=True)
 class _Open:
-    """A request under way: when its first and its latest token came; -1 before."""
+    """A request under way, with the times of its first and latest token (-1 before)."""
 
     request: SimRequest
     first: float = -1.0
@@ -102,13 +102,13 @@ class _Open:
 
 
 class EngineNode:
-    """A worker with the engine, scheduler, policy and block manager that serve in production.
+    """A worker with the production engine, scheduler, policy and KV manager.
 
     Args:
         config: of the engine.
-        cost: how long its steps take.
-        recorder: is told of every token.
-        policy: order of admission; None takes the engine's own.
+        cost: model of its step times.
+        recorder: records every token.
+        policy: admission policy; None takes the engine's own.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class EngineNode:
         self._refused: list[SimRequest] = []
         self._plan: Plan | None = None
         self._step_s = self._swap_s = 0.0
-        self._previous = -2.0  # end of the last step; never what an entry begins with
+        self._previous = -2.0  # end of the last step; no entry begins with this
         self.open: Counter[str] = Counter()
         self.load = Load({}, config.num_blocks * config.block_size)
         self.arriving_tokens = 0
@@ -137,7 +137,7 @@ class EngineNode:
         self._num_added = 0
 
     def deliver(self, requests: list[SimRequest]) -> None:
-        """They wait for the next step."""
+        """Keep the requests for the next step."""
         self._inbox.extend(requests)
         self.arriving_tokens += sum(request.prompt_len for request in requests)
         self.open.update(request.lane for request in requests)
@@ -149,7 +149,7 @@ class EngineNode:
         self._beginning_tokens = self.arriving_tokens
         plan = self._plan = self._engine.schedule()
         if plan is None:
-            # Refusals are published, too, although no step runs.
+            # Refusals are published although no step runs.
             return now if self._refused else None
         self.steps += 1
         self.spans += len(plan.spans)
@@ -159,7 +159,7 @@ class EngineNode:
         return now + self._step_s
 
     def complete(self, now: float) -> list[SimRequest]:
-        """Sample a token for every span that gets one, and record it."""
+        """Sample a token for each sampling span, and record it."""
         ended, self._refused = self._refused, []
         self.arriving_tokens -= self._beginning_tokens
         self._beginning_tokens = 0
@@ -179,7 +179,7 @@ class EngineNode:
 
     def _record(self, plan: Plan, output: StepOutput, ended: list[SimRequest], now: float) -> None:
         recorder, requests, previous = self._recorder, self._open, self._previous
-        steady = [0] * len(recorder.gaps)  # sequences that also got a token in the step before
+        steady = [0] * len(recorder.gaps)  # sequences with a token in the previous step
         for update in self._engine.collect(plan, output):
             entry = requests[update.id]
             request = entry.request
@@ -205,13 +205,13 @@ class EngineNode:
 
     def _add(self, request: SimRequest, now: float) -> None:
         self._num_added += 1
-        name = f"{self._num_added}"  # a trace may use an id twice, as its source may have
+        name = f"{self._num_added}"  # a trace may use an id twice
         refusal = self._engine.add(
             EngineRequest(
                 id=name,
                 lane=request.lane,
                 tenant=request.tenant,
-                # The first id is its own, so that it shares no prefix with anybody.
+                # The first id is unique, so no two requests share a prefix.
                 prompt_ids=(self._num_added, *_ZEROS[: request.prompt_len - 1]),
                 options=_options(request.output_len),
                 seed=0,

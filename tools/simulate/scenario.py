@@ -1,4 +1,4 @@
-"""One run: a fleet, its settings and what is asked of it, in; figures out."""
+"""One run: a fleet, its settings and its requests in, figures out."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _PROGRESS_EVERY = 500
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """What is simulated.
+    """The input of a run.
 
     Attributes:
-        name: begins the names of its figures.
+        name: prefix of its figures' names.
         requests: in order of arrival; iterated once.
         workers: size of the fleet.
         dispatch: how requests find their worker.
@@ -36,9 +36,9 @@ class Scenario:
         level: what counts as a good answer.
         exchange_s: one round trip with Redis.
         wake_s: seconds from the bell until a worker that hears it sends its claim.
-        claim_batch: requests claimed in one exchange at most.
-        seed: of who hears the bell first.
-        policy: makes a worker's order of admission; None takes the engine's own.
+        claim_batch: the most requests claimed in one exchange.
+        seed: decides which worker hears the bell first.
+        policy: makes a worker's admission policy; None takes the engine's own.
     """
 
     name: str
@@ -57,11 +57,11 @@ class Scenario:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of it.
+    """The result of a run.
 
     Attributes:
-        scenario: what was simulated.
-        run: work done.
+        scenario: the input.
+        run: totals of the run.
         lanes: latencies by lane.
         total: of all lanes together.
     """
@@ -78,7 +78,7 @@ class Outcome:
 
     @property
     def utilisation(self) -> float:
-        """Share of the workers' time in which they computed."""
+        """Share of the workers' time spent computing."""
         return _over(self.run.busy_s, self.run.makespan_s * self.scenario.workers)
 
     def figures(self) -> dict[str, Number]:
@@ -105,7 +105,7 @@ class Outcome:
         return {f"{name}_{key}": value for key, value in found.items()}
 
     def checks(self) -> list[Check]:
-        """Every request ends exactly once, and with its tokens."""
+        """Check that every request ended exactly once, with its tokens."""
         run, total, name = self.run, self.total, self.scenario.name
         return [
             Check(f"{name}_requests_not_ended", run.arrived - run.ended, 0),
@@ -115,7 +115,7 @@ class Outcome:
 
 
 def _over(count: float, whole: float) -> float:
-    """The quotient; 0 in a run in which nothing was served and no time passed."""
+    """The quotient; 0 where the divisor is 0."""
     return count / whole if whole else 0.0
 
 
@@ -129,14 +129,14 @@ def _latencies(figures: LaneFigures) -> dict[str, Number]:
 
 
 def simulate(scenario: Scenario, progress: Callable[[int], None] | None = None) -> Outcome:
-    """Run a scenario to its end, and check every worker's books.
+    """Run a scenario to its end, and check every worker's integrity.
 
     Args:
         scenario: what to run.
-        progress: told now and then how many requests have arrived.
+        progress: called now and then with the number of arrived requests.
 
     Raises:
-        IntegrityError: an engine's books are wrong (a bug).
+        IntegrityError: an engine's bookkeeping is wrong (a bug).
     """
     recorder = Recorder(scenario.level, scenario.exchange_s / 2)
     nodes: list[Node] = [

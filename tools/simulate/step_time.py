@@ -1,4 +1,4 @@
-"""How long a step takes: the roofline of a model on a device, or a constant.
+"""The time of a step: the roofline of a model on a device, or a constant.
 
 A step reads all weights once and the keys and values of every context it attends to; it multiplies
 every weight with every query token. Whichever of the two takes longer sets the time (Williams,
@@ -29,11 +29,11 @@ __all__ = [
 
 
 _CONSTANT_COST_TOKENS = 1 << 20
-"""KV pool of a device of which nothing is known but its step time."""
+"""KV pool of a device of which only the step time is known."""
 
 
 class CostModel(Protocol):
-    """Seconds of a step, and the device's sizes."""
+    """Step times and sizes of a device."""
 
     @property
     def context(self) -> int:
@@ -41,21 +41,21 @@ class CostModel(Protocol):
         ...
 
     def seconds(self, work: Work) -> float:
-        """How long it takes, without its swaps."""
+        """Seconds of a step, without its swaps."""
         ...
 
     def swap_seconds(self, tokens: int) -> float:
-        """How long the keys and values of so many tokens are on their way to the host or back."""
+        """Seconds to copy the keys and values of ``tokens`` to the host or back."""
         ...
 
     def kv_blocks(self, block_size: int) -> int:
-        """KV blocks, of so many tokens each, that there is memory for."""
+        """Number of KV blocks of ``block_size`` tokens that fit into memory."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ConstantCost:
-    """Every step takes the same: what ``--model synthetic`` does."""
+    """The same time for every step, as with ``--model synthetic``."""
 
     step_s: float
 
@@ -65,7 +65,7 @@ class ConstantCost:
         return self.step_s
 
     def swap_seconds(self, tokens: int) -> float:
-        """Nothing: of such a device no more is known than its step."""
+        """Zero: only the step time of such a device is known."""
         del tokens
         return 0.0
 
@@ -85,8 +85,8 @@ class Hardware:
 
     Attributes:
         bandwidth: bytes per second of its memory, as its data sheet says.
-        flops: operations per second in the model's dtype, dense, likewise.
-        bandwidth_share, flops_share: how much of these real kernels reach; assumptions.
+        flops: dense operations per second in the model's dtype, as its data sheet says.
+        bandwidth_share, flops_share: shares that real kernels reach; assumptions.
         memory: bytes for weights and KV.
         overhead_s: of a step: scheduling, launches, sampling.
         sequence_s: further overhead per sequence in the batch.
@@ -105,10 +105,10 @@ class Hardware:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """A dense decoder, as far as it sets the cost of a step.
+    """The sizes of a dense decoder that set the cost of a step.
 
     Attributes:
-        parameters: weights that every token passes.
+        parameters: weights multiplied with every token.
         layers, query_heads, kv_heads, head_dim: of its attention.
         weight_bytes, kv_bytes: bytes per weight and per element of the KV cache.
         context: longest context, in tokens.
@@ -201,11 +201,11 @@ class Roofline:
         return (memory if memory > compute else compute) + overhead
 
     def swap_seconds(self, tokens: int) -> float:
-        """``bytes / link``: copies wait for nothing, and the step waits for them."""
+        """``bytes / link``: copies start at once, and the step waits for them."""
         return tokens * self.model.kv_bytes_per_token / self.hardware.link
 
     def kv_blocks(self, block_size: int) -> int:
-        """KV blocks that fit beside the weights, with a tenth of the memory left for the rest.
+        """KV blocks beside the weights; a tenth of the memory stays free for the rest.
 
         Raises:
             ConfigurationError: the weights alone do not fit.
@@ -221,10 +221,10 @@ class Roofline:
 
 
 def calibrated(model: Roofline, metrics: str, context: int) -> Roofline:
-    """The same, scaled so that a measured mean step takes what it took.
+    """Scale a model so that its mean step equals the measured one.
 
     Args:
-        model: to be scaled.
+        model: the model to scale.
         metrics: a scrape of a worker's ``/metrics`` after a run.
         context: mean context of a sequence in that run, in tokens (the scrape does not tell).
 
@@ -249,7 +249,7 @@ def _metric(text: str, name: str) -> float:
 
 
 def read_metrics(path: Path) -> str:
-    """The text of a scrape.
+    """Read the text of a scrape.
 
     Raises:
         ConfigurationError: the file cannot be read.

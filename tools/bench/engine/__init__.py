@@ -1,1 +1,1 @@
-"""What the engine gives, and what its parts cost."""
+"""Throughput of the engine, and the cost of its parts."""

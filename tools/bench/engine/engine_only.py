@@ -61,7 +61,7 @@ class EngineAlone:
     @property
     def tokens(self) -> int:
         """Tokens it has generated."""
-        # Not locked: a writer that is stopped might hold the lock.
+        # Without a lock: a stopped writer might hold it.
         return self._tokens.get_obj().value
 
 
@@ -76,7 +76,7 @@ def _generate(line: str, trace: Trace, tokens: Synchronized[int], ready: Event) 
     waiting = 0
     with calm_collector():
         while True:
-            while waiting < 2 * model.config.max_sequences:  # so that some always wait
+            while waiting < 2 * model.config.max_sequences:  # some always wait
                 engine.add(next(coming))
                 waiting += 1
             plan = engine.schedule()

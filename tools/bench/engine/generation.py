@@ -28,11 +28,11 @@ class EngineSide:
     """Our engine and runner, without Redis.
 
     Args:
-        settings: of the model and its engine; ``engine.threads`` None takes what is faster.
+        settings: of the model and its engine; with ``engine.threads`` None the faster number wins.
 
     Attributes:
         threads: CPU threads in use.
-        summary: what is served.
+        summary: the served model in a line.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -41,14 +41,14 @@ class EngineSide:
         self.summary = self._served.summary
 
     def run(self, trace: Trace, slots: int) -> tuple[float, list[float]]:
-        """Generate a trace, all of it waiting from the start.
+        """Generate a trace whose requests all wait from the start.
 
         Args:
             trace: what to generate.
             slots: sequences that run at the same time; at most the settings' ``max_sequences``.
 
         Returns:
-            Seconds of all, and of each step.
+            Total seconds, and the seconds of each step.
         """
         torch.set_num_threads(self.threads)
         config = dataclasses.replace(self._served.config, max_sequences=slots)

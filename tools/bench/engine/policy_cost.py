@@ -1,4 +1,4 @@
-"""What an order of admission costs beside many that wait."""
+"""The cost of an admission policy beside many waiting sequences."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _TENANTS = 50
 _CONTEXT = 4096
 _MOST_US = 50
 _FEW = 8
-"""Sequences that wait where `0` is asked for: from an empty queue nobody can be admitted."""
+"""Waiting sequences where the caller asks for 0: an empty queue admits none."""
 
 
 def measure_policies(rounds: Rounds, waiting: Seq[int], *, repeats: int, turns: int) -> None:
     """CPU time of one arrival and one admission, by policy and number of waiting sequences.
 
-    All lengths, tenants and deadlines are mixed; each turn adds one, admits the first and ends it.
+    Lengths, tenants and deadlines are mixed. Each turn adds one, admits the first and ends it.
     """
     queues = {
         (name, count): (_filled(name, count), _Arrivals(count))
@@ -38,7 +38,7 @@ def measure_policies(rounds: Rounds, waiting: Seq[int], *, repeats: int, turns: 
 
 
 def policy_limits(waiting: Seq[int]) -> list[tuple[str, int]]:
-    """Limits of the figures, in microseconds: the same however many wait."""
+    """Limits of the figures in microseconds, whatever the number of waiting sequences."""
     return [(f"policy_us_{name}_{count}", _MOST_US) for name in PolicyName for count in waiting]
 
 

@@ -1,4 +1,4 @@
-"""Swap against recompute under KV pressure, and whether ``auto`` finds the better one."""
+"""Swap against recompute under KV pressure, and ``auto`` against the better one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = ["bench_preemption"]
 
 _BLOCK_SIZE = 16
 _WITHIN = 1.1
-"""``auto`` may take this many times what the better of the two takes."""
+"""The limit of ``auto``'s time over the better mode's."""
 
 _MODES: tuple[PreemptionChoice, ...] = ("swap", "recompute", "auto")
 
@@ -39,13 +39,13 @@ _URGENT_TOKENS = 4
 
 @dataclass(frozen=True, slots=True)
 class _Load:
-    """What is to be served.
+    """A load to serve.
 
     Attributes:
-        name: in the names of figures.
+        name: part of the figures' names.
         context: tokens of a request, half of them prompt.
         displaced: enough KV memory and a prefix cache, but places for half of the requests; every
-            few steps a short urgent one takes the place of one that runs. Otherwise there are
+            few steps a short urgent request takes the place of a running one. Otherwise there are
             places for all, and too little KV memory.
     """
 
@@ -56,12 +56,12 @@ class _Load:
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """What serving a load took.
+    """The cost of serving a load.
 
     Attributes:
         seconds: CPU time.
-        copying_s: of the clock, for which swaps held up steps.
-        stats: of the engine in the end.
+        copying_s: wall-clock seconds in which swaps held up steps.
+        stats: the engine's counters at the end.
     """
 
     seconds: float
@@ -72,10 +72,10 @@ class _Outcome:
 def bench_preemption(options: PreemptionOptions, progress: Progress = lambda *_: None) -> Report:
     """All three in turn, ``rounds`` times for each load, with a real model on this CPU.
 
-    Where KV is short, half of a context is prompt, half is output, and the pool holds
-    ``pool_percent`` of what all requests will need: so those that run outgrow it, and are preempted
-    with contexts of every length. CPU time of the process, as on a busy machine the clock would
-    tell of others.
+    Where KV is short, half of a context is prompt and half is output, and the pool holds
+    ``pool_percent`` of what all requests will need. Running sequences outgrow it and are preempted
+    with contexts of every length. Times are CPU time of the process, which other processes on a
+    busy machine disturb least.
 
     Raises:
         ModelError: the model cannot be loaded.
@@ -91,9 +91,9 @@ def bench_preemption(options: PreemptionOptions, progress: Progress = lambda *_:
         model = _model(options)
         with calm_collector():
             for load in loads:
-                _run(model, options, load, "swap", -1)  # what is set up at a first call is
+                _run(model, options, load, "swap", -1)  # warm-up: first calls allocate
                 for number in range(options.rounds):
-                    # Each begins in turn, so that none has what another has left in the caches.
+                    # The modes take turns at being first: none always inherits another's caches.
                     first = number % len(_MODES)
                     seconds = {}
                     for mode in (*_MODES[first:], *_MODES[:first]):
@@ -137,7 +137,7 @@ def _add(rounds: Rounds, which: str, outcome: _Outcome) -> None:
 
 
 def _share(stats: EngineStats) -> float:
-    """Of the preemptions, those by swap."""
+    """Share of the preemptions that were swaps."""
     total = sum(stats.preemptions.values())
     swaps = sum(n for (*_, how), n in stats.preemptions.items() if how is PreemptionMode.SWAP)
     return swaps / total if total else 0.0

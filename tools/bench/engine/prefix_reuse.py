@@ -1,4 +1,4 @@
-"""Requests with the same begin: what the prefix cache saves, and that it changes no token."""
+"""Requests with a common prefix: the prefix cache saves time and changes no token."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ _Outputs = dict[str, list[int]]
 def bench_prefix(options: PrefixOptions, progress: Progress = lambda *_: None) -> Report:
     """The same requests with the cache and without, in turn, ``rounds`` times, on this CPU.
 
-    All of them wait from the start, greedily decoded. Every round has a prefix of its own and a
-    cache that begins empty, so the first request of each computes the prefix.
+    All requests wait from the start and decode greedily. Every round has a new prefix and an
+    empty cache, so its first request computes the prefix.
 
     Raises:
         ModelError: the model cannot be loaded.
@@ -44,7 +44,7 @@ def bench_prefix(options: PrefixOptions, progress: Progress = lambda *_: None) -
     try:
         model = _model(options)
         with calm_collector():
-            _serve(model, options, -1, cached=True)  # what is set up at a first call is
+            _serve(model, options, -1, cached=True)  # warm-up: first calls allocate
             for number in range(options.rounds):
                 _measure(rounds, model, options, number)
                 progress("prefixes", number + 1, options.rounds)

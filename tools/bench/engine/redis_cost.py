@@ -1,10 +1,9 @@
-"""What the way through Redis takes of an engine's throughput.
+"""The share of an engine's throughput that the way through Redis costs.
 
-A worker process behind Redis and the same engine alone in a process of its own generate the same
-trace, in turns of half a second: while one runs, the other is stopped. What is compared is
-neighbouring turns, since the speed of a shared machine changes within seconds by more than what
-is to be measured. Both always have work waiting, so this is throughput and not how a trace begins
-and ends.
+A worker process behind Redis and the same engine alone in its own process generate the same
+trace, in turns of half a second: while one runs, the other is stopped. Neighbouring turns are
+compared, because the speed of a shared machine changes within seconds by more than the effect.
+Both always have waiting work, so this measures steady throughput.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ __all__ = ["measure_redis_cost"]
 
 _TURN_S = 0.5
 _SETTLE_S = 0.03
-"""After it was stopped: what it had sent is heard within this time."""
+"""Seconds after a stop within which everything already sent arrives."""
 
 _SILENCE_S = 60.0
 
@@ -53,18 +52,18 @@ async def measure_redis_cost(
     """Give each side ``turns`` turns.
 
     Adds per pair of turns ``tokens_per_s_in_process``, ``tokens_per_s_through_redis`` and
-    ``redis_cost_percent`` (one over the other); where the system tells, also, once,
-    ``redis_cost_cpu_percent`` (CPU per token of all of the worker, over that of the engine alone)
-    and ``cores_beside_worker`` (CPU cores that the server and the reader kept busy meanwhile).
+    ``redis_cost_percent`` (their ratio). Where the system reports CPU times, adds once
+    ``redis_cost_cpu_percent`` (CPU per token of the whole worker over that of the engine alone)
+    and ``cores_beside_worker`` (CPU cores kept busy by the server and the reader).
 
     Args:
-        settings: the worker's, but for Redis and what is said here.
-        rounds: gets the figures.
+        settings: the worker's; Redis and the arguments below override them.
+        rounds: receives the figures.
         trace: generated again and again.
         slots: sequences that run at the same time.
         threads: CPU threads of either engine.
-        turns: how many.
-        progress: told when a pair is done.
+        turns: number of turns per side.
+        progress: called after each pair.
 
     Raises:
         PenstockError: a side generated nothing.
@@ -93,13 +92,13 @@ async def measure_redis_cost(
 
 
 class _Side:
-    """One of the two, to be stopped and continued.
+    """One of the two sides, which can be stopped and continued.
 
     Args:
         pid: of its process, or of its group of processes.
         send: sends a signal there.
-        tokens: how many it has generated.
-        cpu_s: CPU seconds it has used.
+        tokens: returns the number of tokens generated so far.
+        cpu_s: returns the CPU seconds used so far.
     """
 
     def __init__(
@@ -115,11 +114,11 @@ class _Side:
         self._cpu_before = 0.0
 
     def stop(self) -> None:
-        """Have it stand still."""
+        """Stop the side's processes."""
         self._send(self._pid, signal.SIGSTOP)
 
     def go_on(self) -> None:
-        """Have it run."""
+        """Continue the side's processes."""
         self._send(self._pid, signal.SIGCONT)
 
     def note_cpu(self) -> None:
@@ -178,14 +177,14 @@ async def _server_s(redis: Redis) -> float:
 
 
 class _Reading:
-    """Tokens that have come through Redis."""
+    """Counts the tokens that arrive through Redis."""
 
     def __init__(self) -> None:
         self.tokens = 0
         self.began = asyncio.Event()
 
     def take(self, chunk: Chunk) -> None:
-        """Count a chunk's."""
+        """Count the tokens of a chunk."""
         self.tokens += len(chunk.token_ids)
         self.began.set()
 

@@ -23,7 +23,7 @@ __all__ = ["bench_scheduler"]
 
 _BLOCK_SIZE = 16
 _PROMPT = 16
-"""Prompts have this many tokens to twice as many less one, so that blocks fill in turns."""
+"""Prompt lengths range from this to twice this minus one, so blocks fill in turns."""
 
 _TURNS_PER_STEP = 20
 _FIXED_US = 100
@@ -33,9 +33,9 @@ _PER_SEQUENCE_US = 1
 def bench_scheduler(options: SchedulerOptions, progress: Progress = lambda *_: None) -> Report:
     """CPU time of a decode step, without a device and without a detokeniser, and of an admission.
 
-    All running sequences decode; none ends and none is admitted, since the sequence budget is used
-    up. CPU time of the one thread that does it, as on a busy machine the clock would tell of
-    others; means over the steps of a round, so that the garbage collector's share is in them.
+    All running sequences decode. None ends, and none is admitted, because the sequence budget is
+    full. The figures are the thread's CPU time, which other processes disturb least. They are means
+    over a round's steps, so they include the garbage collector's share.
     """
     machine, rounds = Machine(), Rounds()
     total = len(options.running) * len(options.waiting) * options.rounds
@@ -66,7 +66,7 @@ def bench_scheduler(options: SchedulerOptions, progress: Progress = lambda *_: N
 
 
 def _engine(running: int, waiting: int, options: SchedulerOptions) -> Engine:
-    """An engine in whose next step every one of ``running`` sequences decodes."""
+    """An engine in whose next step each of ``running`` sequences decodes."""
     steps = (options.rounds + 1) * options.steps
     blocks_each = -(-(2 * _PROMPT + steps + 2) // _BLOCK_SIZE)
     config = EngineConfig(
@@ -119,7 +119,7 @@ def _step_us(engine: Engine, steps: int) -> float:
 
 
 def _bytes_per_waiting(policy: PolicyName, count: int = 2000) -> int:
-    """What a waiting request costs beyond its options, which requests may share."""
+    """Bytes of a waiting request beyond its options, which requests may share."""
     engine = Engine(
         EngineConfig(
             block_size=_BLOCK_SIZE,

@@ -24,7 +24,7 @@ _PROMPT = 32
 
 
 def bench_engine(options: EngineOptions, progress: Progress = lambda *_: None) -> Report:
-    """Tokens per second, in float32 on CPU, and what the way through Redis takes of them.
+    """Measure tokens per second in float32 on the CPU, and the share that Redis costs.
 
     Raises:
         ModelError: the model cannot be loaded.
@@ -46,9 +46,9 @@ async def _bench(options: EngineOptions, progress: Progress) -> Report:
             "queue.model": "bench",
             "engine.max_sequences": max(options.slots, *options.batches),
             "engine.threads": options.threads,
-            # Prompts are random, but a prefix kept from the round before would be a gift.
+            # Prompts are random, but prefixes kept from the previous round would distort the next.
             "engine.prefix_cache": False,
-            # Random prompts say nothing about drafts; `penstock bench spec` measures those.
+            # Random prompts tell nothing about drafts; `penstock bench spec` measures those.
             "speculation.source": "off",
             "worker.metrics_port": "off",
             "worker.log_level": "error",
@@ -60,7 +60,7 @@ async def _bench(options: EngineOptions, progress: Progress) -> Report:
     choice = {options.threads} if options.threads else {1, cores or 1}
     theirs = TransformersSide(options.model, sorted(choice))
     rounds, rng = Rounds(), random.Random(0)
-    # A few percent on a machine that is not steady: it takes many pairs of turns.
+    # The effect is a few percent on an unsteady machine, so it takes many pairs of turns.
     turns = 8 * options.rounds
     stages, done = options.rounds * (len(options.batches) + 1) + turns, 0
     machine = Machine()

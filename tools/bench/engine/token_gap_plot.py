@@ -15,11 +15,11 @@ _COLOURS = {"adaptive": "#1b6ca8", "unchunked": "#d1495b"}
 def plot_gaps(
     gaps: Mapping[str, tuple[Sequence[float], Sequence[float]]], target_s: float, path: Path
 ) -> None:
-    """Write a PNG: for each way of reading, every gap at the time at which it ended.
+    """Write a PNG that shows, for each chunking mode, every gap at the time it ended.
 
     Args:
         gaps: by name, the ends and the lengths of the gaps, in seconds.
-        target_s: what the adaptive one steers for.
+        target_s: the target of adaptive chunking.
         path: of the PNG.
 
     Raises:

@@ -38,26 +38,26 @@ __all__ = ["bench_chunking"]
 _PROMPT = 32
 _WARM_UP_STEPS = 40
 _LEAST_STEPS = 64
-"""Steps from the arrival of the long prompt on that are looked at, at least: with 16 streams, the
-one long gap of each is more than 1 % of all."""
+"""Least number of steps measured after the arrival of the long prompt: with 16 streams, the one
+long gap of each is more than 1 % of all gaps."""
 
 _AUTO_TARGET = 2.5
-"""Target by ``auto``, in steps that only decode: below, hardly any time is left for the prompt."""
+"""``auto``'s target in multiples of a decode step; a lower target leaves the prompt no time."""
 
 _WITHIN = 2.0
-"""The gap at p99 may be this many times the target."""
+"""Limit of the 99th percentile gap over the target."""
 
 _MODES = {"adaptive": Chunking.ADAPTIVE, "unchunked": Chunking.OFF}
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What happened from the arrival of the long prompt on.
+    """The run from the arrival of the long prompt on.
 
     Attributes:
         ends_s: when each step ended, from that arrival on.
         ttft_s: when the long prompt's first token came.
-        prompt_steps: steps in which it was read.
+        prompt_steps: number of steps that read the prompt.
     """
 
     ends_s: list[float]
@@ -124,8 +124,8 @@ def _add(rounds: Rounds, name: str, reading: Reading, target_ms: float) -> None:
 def _long_enough(options: ChunkingOptions) -> Iterator[Path]:
     """The checkpoint; the demo model's own with a longer context than it was trained for.
 
-    Its positions are rotations, so there is no table that ends; what it says beyond its training
-    makes no sense, and takes as long as if it did.
+    Its positions are rotations, so no table ends. Its output beyond its training makes no sense,
+    but takes the same time.
     """
     source = find_checkpoint(options.model)
     if options.model != "demo":
@@ -199,7 +199,7 @@ def _read(
 def _streaming(
     model: ServingModel, options: ChunkingOptions, chunking: Chunking, target_s: float, name: str
 ) -> Engine:
-    """An engine in which every stream decodes."""
+    """An engine in which each stream decodes."""
     config = dataclasses.replace(model.config, chunking=chunking, target_itl_s=target_s)
     engine, rng = Engine(config, model.new_text_stream), random.Random(7)
     for index in range(options.streams):
@@ -210,7 +210,7 @@ def _streaming(
 
 
 def _step(engine: Engine, model: ServingModel) -> tuple[float, set[str]]:
-    """As the worker's loop does; seconds, and who got a token."""
+    """Run a step as the worker's loop does; returns its seconds and the ids with a new token."""
     began = time.perf_counter()
     plan = engine.schedule()
     assert plan is not None

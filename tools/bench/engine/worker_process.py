@@ -25,7 +25,7 @@ _START_TIMEOUT_S = 300.0
 
 @dataclass(frozen=True, slots=True)
 class BenchWorker:
-    """A worker that serves: process id of its edge, and port of its metrics if it has one."""
+    """A serving worker: the process id of its edge, and its metrics port if it has one."""
 
     pid: int
     metrics_port: int | None
@@ -33,7 +33,7 @@ class BenchWorker:
 
 @contextlib.asynccontextmanager
 async def worker_process(settings: Settings) -> AsyncIterator[BenchWorker]:
-    """An edge process that serves while the ``with`` lasts, the leader of a group of its own.
+    """An edge process that serves during the ``with`` block and leads its own process group.
 
     Raises:
         PenstockError: it ended, or was not ready in time.

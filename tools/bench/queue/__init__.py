@@ -1,1 +1,1 @@
-"""What the way through Redis costs, and how long it takes."""
+"""Cost and latency of the way through Redis."""

@@ -1,7 +1,7 @@
-"""The other end of the line: a process that submits, or that reads tokens as an application does.
+"""A client process that submits requests, or reads tokens as an application does.
 
-A process of its own, because what is measured is the way between two. Both use the system-wide
-monotonic clock. It takes one line of JSON and answers with another.
+It is a process of its own, because the bench measures the way between two processes. Both use the
+system-wide monotonic clock. It takes one line of JSON and answers with another.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _SILENCE_S = 5.0
 
 
 def stamp() -> str:
-    """Now, as a text that can travel in a chunk, alone or before others."""
+    """The current time as text, which travels in a chunk alone or with other stamps."""
     return f"{time.monotonic_ns():x} "
 
 
 def ages_of(text: str) -> list[int]:
-    """How old the stamps in a chunk are, in ns.
+    """Ages of the stamps in a chunk, in ns.
 
-    There are several where the worker's edge fell behind: it publishes what is there together.
+    A chunk holds several stamps where the worker's edge fell behind and published them together.
     """
     now = time.monotonic_ns()
     return [now - int(stamped, 16) for stamped in text.split()]
@@ -59,7 +59,7 @@ class Peer:
         self._process.stdin.close()
 
     async def answer(self) -> Any:
-        """What it found, once it is done."""
+        """Wait for the process's answer."""
         stdout = self._process.stdout
         assert stdout is not None
         line = await asyncio.to_thread(stdout.readline)
@@ -81,7 +81,7 @@ async def _submit(redis: Redis, keys: Keys, *, count: int, pause_ms: float) -> d
 
 
 _WARM_UP = 10
-"""Submits that do not count: connections are made, scripts are loaded."""
+"""Uncounted warm-up submits: they open connections and load scripts."""
 
 
 async def _subscribe(redis: Redis, keys: Keys, *, ids: list[str], tokens: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""The worker's parts around Redis, put together as in a worker, but with no engine running."""
+"""The worker's parts around Redis, assembled as in a worker but without an engine."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class WorkerSide:
     Args:
         url: address of Redis.
         keys: names of the shard.
-        requests: how many it may own.
-        claimed: told the claims of each exchange, as soon as they are there.
+        requests: the most it may own.
+        claimed: called with the claims of each exchange, as soon as they arrive.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class WorkerSide:
         metrics = WorkerMetrics()
         self.outbox = Outbox(metrics, lambda: self._loop.call_soon_threadsafe(self._wake.set))
         engine = EngineLink(self.outbox, metrics, self._wake.set)
-        engine.load, engine.step_tokens = Load({}, 1 << 30), 1 << 30  # room for all that is claimed
+        engine.load, engine.step_tokens = Load({}, 1 << 30), 1 << 30  # room for all claims
         self.edge = RedisEdge(
             self._listener,
             self.operations,
@@ -96,7 +96,7 @@ class WorkerSide:
 
     @property
     def round_trips(self) -> int:
-        """How often something was sent and its answer awaited, so far."""
+        """Round trips so far."""
         return self._link.exchanges
 
     async def claim_all(self, count: int) -> None:
@@ -107,7 +107,7 @@ class WorkerSide:
             await asyncio.sleep(0)
 
     def updates(self, text: str) -> list[Update]:
-        """What the engine would produce in a step in which every run gets one token."""
+        """The updates of a step in which each running request gets one token."""
         return [
             Update(run, 0, (1000 + index,), text, None, 16, 0)
             for index, run in enumerate(self.runs)
@@ -130,7 +130,7 @@ class _CountedConnection(BatchConnection):
 
 
 class _Intake(Intake):
-    """Tells of claims before it does anything with them."""
+    """Reports claims before it processes them."""
 
     def __init__(self, claimed: Callable[[Sequence[Claim]], None], *args: Any) -> None:
         super().__init__(*args)

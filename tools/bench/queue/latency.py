@@ -1,4 +1,4 @@
-"""How long things take on their way between two processes."""
+"""Latencies of the ways between two processes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PAUSE_MS = 10.0
 
 
 async def measure_claims(url: str, keys: Keys, rounds: Rounds, *, submits: int) -> None:
-    """From the begin of a submit in another process to its claim in an idle worker's hands."""
+    """Time from the start of a submit in another process to its claim in an idle worker."""
     claimed: dict[str, int] = {}
 
     def note(claims: Sequence[Claim]) -> None:
@@ -47,7 +47,7 @@ async def measure_claims(url: str, keys: Keys, rounds: Rounds, *, submits: int) 
 async def measure_tokens(
     url: str, keys: Keys, rounds: Rounds, *, per_s: int, seconds: float
 ) -> None:
-    """From the end of a step to its tokens in a subscriber's hands, at ``per_s`` tokens a second.
+    """Time from the end of a step to its tokens in a subscriber, at ``per_s`` tokens a second.
 
     250 streams, all read by one process on one connection.
     """
@@ -82,7 +82,7 @@ async def measure_tokens(
 
 @asynccontextmanager
 async def _serving(side: WorkerSide) -> AsyncIterator[None]:
-    """The edge exchanges by itself, as in a worker."""
+    """Run the edge's own exchange loop, as in a worker."""
     edge = asyncio.create_task(side.edge.run())
     try:
         yield

@@ -1,4 +1,4 @@
-"""A long queue: what submits and claims cost, what a waiting request takes, who goes first."""
+"""A long queue: cost of submits and claims, memory of a waiting request, order of service."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ async def measure_depth(url: str, keys: Keys, rounds: Rounds, *, queued: int) ->
             for i in range(queued)
         ]
         payload = len(requests[0].pack())
-        await submit_all(operations, requests[:1], at_once=1)  # the scripts are loaded
+        await submit_all(operations, requests[:1], at_once=1)  # loads the scripts
         before = (await redis.info("memory"))["used_memory"]
         began = time.perf_counter()
         await submit_all(operations, requests[1:], at_once=32)
@@ -63,7 +63,7 @@ async def _claim(operations: Operations, count: int, took_ms: list[float]) -> li
 async def measure_fairness(
     url: str, tenants: Keys, lanes: Keys, rounds: Rounds, *, flood: int, others: int
 ) -> None:
-    """In which order requests are given out, against the ideal shares.
+    """Compare the order of claims with the ideal shares.
 
     First tenant A queues ``flood`` requests, then B and C ``others`` each, all of the same cost:
     B and C should be through after three times ``others``. Then the three lanes get ``10 * others``

@@ -41,7 +41,7 @@ _AT_LEAST: tuple[tuple[str, Number], ...] = (("unpipelined_ratio_256", 40),)
 
 
 def bench_queue(options: QueueOptions, progress: Progress = lambda *_: None) -> Report:
-    """Everything between the engine and a reader, on real parts, without an engine.
+    """Measure everything between the engine and a reader, on real parts without an engine.
 
     Raises:
         RedisUnavailable: the server cannot be reached, or none can be started.
@@ -83,7 +83,7 @@ async def _bench(options: QueueOptions, progress: Progress) -> Report:
 
 @asynccontextmanager
 async def _server(url: str | None) -> AsyncIterator[tuple[str, str]]:
-    """Address of the server, and what to say of it."""
+    """The server's address and its description for the report."""
     if url is None:
         async with EmbeddedRedis() as server:
             yield server.url, f"{server.binary.kind} {server.binary.version}, started for this"
@@ -101,7 +101,7 @@ async def _server(url: str | None) -> AsyncIterator[tuple[str, str]]:
 
 @asynccontextmanager
 async def _shard(url: str) -> AsyncIterator[Keys]:
-    """Names that nobody else uses, and that are gone afterwards."""
+    """Keys of a fresh shard, which are removed afterwards."""
     keys = Keys(f"bench-{secrets.token_hex(4)}")
     async with Redis.from_url(url) as redis:
         try:

@@ -1,4 +1,4 @@
-"""What a step costs: CPU of the worker and of Redis, round trips, time, bytes in the log."""
+"""The cost of a step: CPU of worker and Redis, round trips, time, bytes in the log."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ async def measure_steps(
 ) -> None:
     """Publish one token of each of ``running`` requests per step, as the worker does.
 
-    Each round also sends tokens the plain way, an awaited XADD and an awaited PUBLISH for each,
-    with redis-py as it comes.
+    Each round also sends tokens the plain way: one awaited XADD and one awaited PUBLISH per token
+    with plain redis-py.
     """
     async with (
         WorkerSide(url, keys, requests=running) as side,

@@ -1,1 +1,1 @@
-"""The simulator beside a real worker."""
+"""The simulator compared with a real worker."""

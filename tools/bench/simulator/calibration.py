@@ -1,4 +1,4 @@
-"""What a simulator must be told of a real worker, measured by requests made for it."""
+"""Calibration: the costs of a real worker, measured by requests made for it."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ _LONE = 6
 _LEVEL_S = 0.5
 _WAITING = 4
 _MOST_PER_S = 200
-"""Requests made ready for each second of a lesson: more than any worker here ends."""
+"""Requests prepared for each second of a lesson: more than any worker here can end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What the simulator is told.
+    """The calibration of the simulator.
 
     Attributes:
         cost: of a step.
         exchange_s: mean round trip with Redis.
-        wake_s: from the bell to the claim of an idle worker, and whatever else the first token of
+        wake_s: from the bell to the claim of an idle worker, plus all else that the first token of
             a lone request takes beside its steps and one and a half exchanges.
     """
 
@@ -49,7 +49,7 @@ class Measured:
 
 
 def query_tokens(requests: Sequence[SimRequest]) -> int:
-    """What a worker computes for these requests: the last token of each is not."""
+    """Tokens a worker computes for these requests: all but the last of each."""
     return sum(request.tokens - 1 for request in requests)
 
 
@@ -61,10 +61,10 @@ class StepReader:
         self._read = 0
 
     async def next(self, tokens: int) -> list[MeasuredStep]:
-        """The steps since the last call, once they have computed so many tokens.
+        """Wait until the steps since the last call have computed ``tokens``, and return them.
 
         Raises:
-            PenstockError: they did not within half a minute.
+            PenstockError: they do not within half a minute.
         """
         deadline = time.monotonic() + _WAIT_S
         steps: list[MeasuredStep] = []
@@ -81,21 +81,21 @@ class StepReader:
 
 
 class Lessons:
-    """Requests from whose steps the costs are learned.
+    """Requests whose steps teach the costs.
 
-    First some come alone, which shows how an idle worker wakes up. Then as many are kept under way
-    as chance says, anew every half second, and some more than there are places: so they come and
-    go while others decode, as in a trace.
+    The first ones come alone, which shows how an idle worker wakes up. Then a random number of
+    requests stays under way, drawn anew every half second and sometimes above the number of places.
+    So requests come and go while others decode, as in a trace.
 
     Args:
         url: address of Redis.
         keys: names of the shard.
         steps: the worker's log.
-        metrics_url: of its scrapes.
+        metrics_url: address of its metrics.
         prompt, output: lengths of the requests.
         slots: sequences that the worker runs at the same time.
         batch_tokens: token budget of its steps.
-        rng: draws them.
+        rng: draws the requests.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class Lessons:
         self._woke: list[float] = []
 
     async def play(self, seconds: float) -> None:
-        """A lesson of so long, and however long its last requests take."""
+        """Play a lesson of ``seconds``, plus the time its last requests take."""
         before = scrape(self._metrics_url)
         for _ in range(_LONE):
             await self._play_lone()
@@ -166,7 +166,7 @@ class Lessons:
         return drawn
 
     def measured(self, device: Roofline) -> Measured:
-        """By all lessons so far; the device is for what they do not tell."""
+        """Fit all lessons so far; ``device`` supplies what they do not tell."""
         exchange_s = self._exchange_seconds / max(1.0, self._exchanges)
         return Measured(
             cost=fit_costs(self._measured, device),
@@ -175,8 +175,8 @@ class Lessons:
         )
 
     def write(self, path: Path) -> None:
-        """The steps as a log that ``penstock simulate --steps`` reads."""
-        path.unlink(missing_ok=True)  # a log is appended to
+        """Write the steps as a log for ``penstock simulate --steps``."""
+        path.unlink(missing_ok=True)  # the step log appends
         log = StepLog(path)
         for step in self._measured:
             log.write(step.work, step.seconds)

@@ -1,10 +1,10 @@
-"""The simulator against a real worker: the same traces, the same figures, and how far they differ.
+"""The simulator against a real worker: the same traces, the same figures, and their difference.
 
-What a step costs is fitted in the same run to steps of other requests (:class:`Lessons`, before
-and after each trace). Machines drift all the same, above all virtual ones, so everything is
-simulated twice: with those costs, and with them scaled by one factor to the machine's *pace* in the
-trace. The second is judged, for it is what the simulator itself is to answer for: who waits for
-whom, and shares a step with whom.
+The cost of a step is fitted in the same run to the steps of other requests (:class:`Lessons`,
+before and after each trace). Machines drift, virtual ones most of all. So everything is simulated
+twice: with those costs, and with the costs scaled by one factor to the machine's *pace* in the
+trace. The limits apply to the second: it shows the simulator's own error, in who waits for whom and
+who shares a step with whom.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _ERROR_PERCENT = 20
 _BATCH_TOKENS = 256
 _BLOCK_SIZE = 16
 _SATURATING = 400
-"""Requests at once by whose simulation it is known how many a second a worker can do."""
+"""Simultaneous requests whose simulation gives a worker's capacity."""
 
 _DEVICE = Roofline(HARDWARE["cpu"], MODELS["demo"])
 _LEVEL = ServiceLevel(ttft_s=1.0, itl_s=0.05)
@@ -113,7 +113,7 @@ def _settings(options: SimulatorOptions, url: str, log: Path) -> Settings:
 
 
 class _Round:
-    """Traces at all loads between lessons, and their simulation."""
+    """The traces of all loads between lessons, and their simulation."""
 
     def __init__(
         self,
@@ -137,7 +137,7 @@ class _Round:
         self._traced: dict[int, list[MeasuredStep]] = {}
 
     async def play(self, trace_done: Callable[[], None]) -> None:
-        """Lessons and traces in turn; the first lesson tells what the worker can do."""
+        """Play lessons and traces in turn; the first lesson gives the worker's capacity."""
         options = self._options
         await self._lessons.play(options.lesson_seconds)
         saturated = self._simulate("saturated", self._draw(_SATURATING, 1e6, 0), self._measured())
@@ -174,7 +174,7 @@ class _Round:
         )  # fmt: skip
 
     def compare(self, rounds: Rounds) -> str:
-        """Add both sides' figures, and how far the simulator is off; returns what it was told."""
+        """Add both sides' figures and the simulator's error; returns its calibration."""
         measured = self._measured()
         for load, heard in self._heard.items():
             recorder = Recorder(_LEVEL, 0.0)
@@ -201,7 +201,7 @@ class _Round:
 
 
 def _engine_config(options: SimulatorOptions, num_blocks: int) -> EngineConfig:
-    """The worker's, as far as the simulator has it."""
+    """The worker's engine configuration, as far as the simulator models it."""
     budget = max(_BATCH_TOKENS, options.slots)
     return EngineConfig(
         block_size=_BLOCK_SIZE,
@@ -222,7 +222,7 @@ _JUDGED = (
 
 
 def _pace(measured: Measured, steps: Sequence[MeasuredStep]) -> float:
-    """How many times as long as the lessons say the machine took for these steps."""
+    """Ratio of the machine's time for these steps to the time the lessons predict."""
     return sum(step.seconds for step in steps) / sum(
         measured.cost.seconds(step.work) for step in steps
     )

@@ -1,4 +1,4 @@
-"""A trace of the simulator's, played to a real worker and heard by a real reader."""
+"""Replays a trace of the simulator to a real worker, with a real reader."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ __all__ = ["Heard", "record", "replay"]
 _SILENCE_S = 60.0
 _DEADLINE_MS = 600_000
 _IDS = 1000
-"""Prompts are made of ids below this, which every vocabulary has."""
+"""Prompts use ids below this, which every vocabulary has."""
 
 
 @dataclass(slots=True)
 class Heard:
-    """What a reader heard of one request.
+    """A reader's record of one request.
 
     Attributes:
-        request: as it was; its arrival is when Redis accepted it, in seconds from the first one's.
-        chunks: when tokens came, on the same clock, and how many.
+        request: the request; its arrival is its acceptance by Redis, in seconds from the first.
+        chunks: arrival of tokens on the same clock, and their number.
     """
 
     request: SimRequest
@@ -51,19 +51,19 @@ async def replay(
 ) -> list[Heard]:
     """Submit requests, with random prompts, greedy and past EOS, and read all their tokens.
 
-    Acceptance is taken to be halfway between a submit and its answer.
+    Acceptance counts as halfway between a submit and its answer.
 
     Args:
         url: address of Redis.
         keys: names of the shard.
         requests: in order of arrival.
         rng: draws the prompts.
-        in_flight: None: requests are submitted at their times. Else how many are to be under way
-            after so many seconds: the next one is submitted when there are fewer.
-        seconds: nothing is submitted later.
+        in_flight: None submits requests at their times. Otherwise the wanted number under way
+            after a number of seconds; the next request is submitted when there are fewer.
+        seconds: time of the last submit.
 
     Returns:
-        Those that were submitted.
+        The submitted requests.
 
     Raises:
         PenstockError: no token came for a minute, or a request did not get all of its tokens.
@@ -90,7 +90,7 @@ async def replay(
                 channels[message["channel"]].chunks.append((now, len(event.token_ids)))
             else:
                 player.ended()
-                await asyncio.sleep(0)  # if that was the last, the submits are known to be done
+                await asyncio.sleep(0)  # after the last one, the submits are done
         await submitting
     heard = [one for one in channels.values() if one.chunks]
     for one in heard:
@@ -102,7 +102,7 @@ async def replay(
 
 
 class _Player:
-    """Submits requests in their order, each when its time has come."""
+    """Submits requests in order, each at its time."""
 
     def __init__(
         self,
@@ -117,12 +117,12 @@ class _Player:
         self.under_way = 0
 
     def ended(self) -> None:
-        """One request less."""
+        """Count an ended request."""
         self.under_way -= 1
         self._news.set()
 
     async def submit(self, packed: Sequence[Request], heard: list[Heard], began: float) -> None:
-        """Submit, and set the arrivals to when that was."""
+        """Submit, and set the arrivals to the times of acceptance."""
         for request, one in zip(packed, heard, strict=True):
             await self._until_due(one.request.arrival, began)
             sent = time.perf_counter()
@@ -163,9 +163,9 @@ def _from_first_arrival(heard: list[Heard]) -> list[Heard]:
 
 
 def record(heard: Sequence[Heard], recorder: Recorder) -> None:
-    """Put down what was heard as the simulator does; ``recorder`` adds nothing for publishing.
+    """Record the result as the simulator does; ``recorder`` adds no publishing time.
 
-    Tokens that came together share the time since those before evenly, as in a worker's metrics.
+    Tokens of one chunk share the time since the chunk before evenly, as in a worker's metrics.
     """
     for one in heard:
         gaps = recorder.lanes[one.request.lane].itl

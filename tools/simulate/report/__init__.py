@@ -1,1 +1,1 @@
-"""The outcome of a simulation: what is compared, as a table and as a picture."""
+"""The outcome of a simulation: the comparison, as a table and as a picture."""

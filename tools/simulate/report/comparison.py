@@ -1,4 +1,4 @@
-"""Which scenarios a call of ``penstock simulate`` compares, and the report on them."""
+"""The scenarios of a call of ``penstock simulate``, and the report on them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PreemptionMode = Literal["auto", "swap", "recompute"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """One value of everything that can be compared; see :class:`Comparison`."""
+    """One combination of the compared settings; see :class:`Comparison`."""
 
     workers: int
     sequences: int
@@ -43,24 +43,24 @@ class Variant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """The cross product of what is to be compared, on equal requests.
+    """The cross product of the compared settings, on equal requests.
 
     Attributes:
         workers, dispatch, max_sequences, chunk_sizes, kv_blocks, policies, preemptions: values to
-            be compared. For a chunk size None is the whole token budget; for KV blocks None is what
-            fits on the device.
-        target_itl_s: what adaptive chunks steer for.
+            compare. Chunk size None is the whole token budget; KV blocks None is what fits on the
+            device.
+        target_itl_s: target of adaptive chunks.
         host_blocks: KV blocks of a worker's host memory, where a preemption mode swaps; None: as
             many as on the device.
-        prefix_cache: workers keep the KV of what was preempted or has ended while they have room.
-            No two requests share a prefix, so it helps those that come back.
+        prefix_cache: workers keep the KV of preempted and ended sequences while they have room. No
+            two requests share a prefix, so it helps only preempted ones.
         cost: of a step.
         trace: file of requests; None draws them.
-        requests, rate: how many and how fast, if they are drawn.
-        per_worker: requests and rate are for each worker.
+        requests, rate: number and arrivals per second of drawn requests.
+        per_worker: requests and rate count per worker.
         burstiness, prompt, output, lanes, tenants: see :class:`Generator`.
-        max_batch_tokens, block_size: of the engine. A block size of None is 16, or larger in a
-            fleet so large that it would need too much memory.
+        max_batch_tokens, block_size: of the engine. Block size None is 16, or larger in a fleet
+            that would need too much memory.
         exchange_s, wake_s, claim_batch, level, seed: see :class:`Scenario`.
     """
 
@@ -105,7 +105,7 @@ class Comparison:
             raise ConfigurationError(f"claim_batch is {self.claim_batch}; allowed: 1 or more")
 
     def scenarios(self) -> list[Scenario]:
-        """All combinations; a name tells what differs between them."""
+        """All combinations; their names tell the differences."""
         return [
             Scenario(
                 name=self._name(variant),
@@ -139,7 +139,7 @@ class Comparison:
             )
 
     def workload(self, workers: int) -> Iterable[SimRequest]:
-        """What a fleet of this size is asked."""
+        """The requests for a fleet of this size."""
         if self.trace is not None:
             return read_trace(self.trace)
         share = workers if self.per_worker else 1
@@ -156,7 +156,7 @@ class Comparison:
         )
 
     def num_requests(self, workers: int) -> int:
-        """How many will arrive; 0 if only the trace's end tells."""
+        """Number of requests; 0 if only the end of the trace tells."""
         return 0 if self.trace else self.requests * (workers if self.per_worker else 1)
 
     def _name(self, variant: Variant) -> str:
@@ -199,7 +199,7 @@ class Comparison:
         )
 
     def _pool(self, variant: Variant) -> tuple[int, int]:
-        """Tokens per KV block, and how many there are."""
+        """Tokens per KV block, and the number of blocks."""
         size = self.block_size
         if size is None:
             size = self._block_size(variant.workers) if variant.blocks is None else 16
@@ -209,7 +209,7 @@ class Comparison:
         return size, blocks
 
     def _block_size(self, workers: int) -> int:
-        """16 tokens, or so many more that the books of all pools fit into memory."""
+        """16 tokens, or enough that the bookkeeping of all pools fits into memory."""
         size = 16
         while workers * self.cost.kv_blocks(size) > _MOST_BLOCKS:
             size *= 2
@@ -219,11 +219,11 @@ class Comparison:
 def compare(
     comparison: Comparison, progress: Callable[[str, int, int], None] | None = None
 ) -> list[Outcome]:
-    """Simulate every combination, one after the other.
+    """Simulate every combination in turn.
 
     Args:
         comparison: what to run.
-        progress: told the scenario, how many requests have arrived, and how many will (0: unknown).
+        progress: called with the scenario, the requests so far, and their total (0: unknown).
     """
     outcomes = []
     for scenario in comparison.scenarios():
@@ -238,7 +238,7 @@ def compare(
 
 
 def report(outcomes: list[Outcome]) -> Report:
-    """Figures of all scenarios; checks that no request and no token was lost."""
+    """Report the figures of all scenarios; checks that no request and no token was lost."""
     figures: dict[str, Number] = {}
     checks: list[Check] = []
     for outcome in outcomes:

@@ -21,7 +21,7 @@ _COLOURS = {
 
 
 def require_matplotlib() -> None:
-    """Fail before hours of simulation, not after.
+    """Fail before hours of simulation instead of after.
 
     Raises:
         ConfigurationError: matplotlib is not installed.
@@ -38,7 +38,7 @@ def plot(outcomes: list[Outcome], path: Path) -> None:
     """Write p99 TTFT, p99 end to end and goodput per worker as bars, by size of the fleet.
 
     Args:
-        outcomes: of scenarios that differ in workers and dispatch; further settings make further
+        outcomes: of scenarios that differ in workers and dispatch; other settings form further
             groups.
         path: of the PNG.
 
@@ -86,7 +86,7 @@ def plot(outcomes: list[Outcome], path: Path) -> None:
 
 
 def _group(outcome: Outcome) -> str:
-    """The scenario without its dispatch."""
+    """Name of the scenario without its dispatch."""
     scenario = outcome.scenario
     prefix = scenario.dispatch.value.replace("-", "_") + "_w"
     workers, _, rest = scenario.name.removeprefix(prefix).partition("_")

@@ -15,7 +15,7 @@ from ..scenario import Outcome
 __all__ = ["show"]
 
 _WIDTH = 130
-"""Columns of the table: a narrower terminal wraps lines, which reads better than cut figures."""
+"""Width of the table; a narrower terminal wraps lines, which reads better than cut figures."""
 
 
 def show(outcomes: list[Outcome], report: Report, console: Console | None = None) -> None:
@@ -24,7 +24,7 @@ def show(outcomes: list[Outcome], report: Report, console: Console | None = None
     Args:
         outcomes: in the order of the rows.
         report: on the same.
-        console: where to; None takes stdout.
+        console: target; None takes stdout.
     """
     if console is None:
         console = Console(soft_wrap=True)
