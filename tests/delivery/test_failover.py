@@ -32,7 +32,8 @@ class Pair:
     async def follow(self) -> None:
         """The replica follows the primary, which is empty."""
         await self.primary.redis.flushall()
-        # These servers have no directory for the copy, and need not wait for further replicas.
+        # These servers have no directory to write the copy to, and Redis 6.2 does so by default.
+        await self.primary.redis.config_set("repl-diskless-sync", "yes")
         await self.primary.redis.config_set("repl-diskless-sync-delay", 0)
         await self.replica.redis.config_set("repl-diskless-load", "swapdb")
         port = self.primary.redis.connection_pool.connection_kwargs["port"]

@@ -153,3 +153,20 @@ async def test_killed_server_has_what_it_acknowledged(wired: Wired) -> None:
         await client.connection_pool.disconnect()
         assert await value(server, f"k{number}") == 50
     await client.aclose()
+
+
+async def test_connections_that_just_came_are_closed_with_the_proxy(tmp_path: Path) -> None:
+    """In whatever state they are: not taken up yet, being connected, or forwarded."""
+    async with OwnServer(tmp_path) as server:
+        for turns in range(12):
+            proxy = Proxy(server.host, server.port)
+            async with proxy:
+                reader, writer = await asyncio.open_connection("127.0.0.1", proxy.port)
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+            try:
+                assert await asyncio.wait_for(reader.read(), 10) == b""
+            except ConnectionResetError:
+                assert proxy.connections == 1
+            assert proxy.open == 0
+            writer.close()

@@ -78,7 +78,8 @@ class Proxy:
         self._narrow = narrow
         self._pipes: set[_Pipe] = set()
         self._server: asyncio.Server | None = None
-        self._handlers: set[asyncio.Task[None]] = set()
+        # With the client's side of each connection, so that one that has just come is closed, too.
+        self._handlers: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
         self._choked_until = 0.0
         self._cut_on = b""
         self._cuts_left = 0
@@ -99,9 +100,15 @@ class Proxy:
         self._server.close()
         for pipe in list(self._pipes):
             pipe.abort()
-        for task in list(self._handlers):
+        handlers = dict(self._handlers)
+        for task in handlers:
             task.cancel()
-        await asyncio.gather(*self._handlers, return_exceptions=True)
+        await asyncio.gather(*handlers, return_exceptions=True)
+        for writer in handlers.values():
+            writer.transport.abort()
+        await asyncio.gather(
+            *(writer.wait_closed() for writer in handlers.values()), return_exceptions=True
+        )
 
     @property
     def open(self) -> int:
@@ -168,12 +175,13 @@ class Proxy:
 
     # -- forwarding ------------------------------------------------------------------------------
 
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._handlers.add(task)
-        task.add_done_callback(self._handlers.discard)
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
+        task = asyncio.get_running_loop().create_task(self._forward(reader, writer))
+        self._handlers[task] = writer
+        task.add_done_callback(self._handlers.pop)
+
+    async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             server = await self._connect()
         except OSError:
