@@ -41,7 +41,7 @@ __all__ = [
 
 _LENGTH = struct.Struct("<I")
 
-PackedUpdate = Update | tuple[str, int, tuple[int, ...], str, int, int]
+PackedUpdate = Update | tuple[str, int, tuple[int, ...], str, int, int, tuple[int, ...]]
 
 
 # -- from the edge to the engine ----------------------------------------------------------------
@@ -175,6 +175,7 @@ def packed_updates(updates: Iterable[Update]) -> list[PackedUpdate]:
             update.text,
             update.prompt_tokens,
             update.cached_tokens,
+            update.text_lengths,
         )
         for update in updates
     ]
@@ -185,7 +186,7 @@ def unpacked_updates(packed: Iterable[PackedUpdate]) -> list[Update]:
     return [
         item
         if isinstance(item, Update)
-        else Update(item[0], item[1], item[2], item[3], None, item[4], item[5])
+        else Update(*item[:4], None, item[4], item[5], text_lengths=item[6])
         for item in packed
     ]
 

@@ -38,11 +38,11 @@ class TokenStream:
     the request; then :attr:`end` says how. Use it as an asynchronous context manager, or call
     :meth:`aclose`, to leave early; a stream that is simply dropped cleans up when it is collected.
 
-    Reading may begin at any index. Chunks are handed out as they were published (and all that is
-    left as one, once the log of an ended request was made compact), so that an index where one of
-    them ended (``chunk.stop``) resumes both tokens and text without a seam. An index within a chunk
-    as it was published works, too: the tokens before it are left out, but the chunk's text comes
-    whole, since text cannot be cut by token.
+    Reading may begin at any index. The chunks are those that were published, or a single one once
+    the log of an ended request has been made compact. An index where a chunk ended
+    (``chunk.stop``) always resumes both tokens and text without a seam. At any other index the
+    first chunk comes without the tokens before it and without their text. Only the answer of a
+    beam search cannot be cut like this: its text comes whole.
 
     The index counts the tokens of all choices of a request together; :meth:`Chunk.runs` tells
     which of a chunk's tokens and text are whose.

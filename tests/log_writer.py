@@ -36,7 +36,11 @@ class LogWriter:
 
     def chunk(self, start: int, stop: int) -> Chunk:
         digest = rolling_digest(self.tokens(0, stop))
-        return Chunk(start, self.tokens(start, stop), self.text(start, stop), digest)
+        lengths = tuple(len(self.text(i, i + 1)) for i in range(start, stop))
+        return Chunk(
+            start, self.tokens(start, stop), self.text(start, stop), digest,
+            text_lengths=lengths if stop - start > 1 else (),
+        )  # fmt: skip
 
     def end(self, reason: Reason = Reason.STOP) -> End:
         return End(n=self.n, reason=reason)

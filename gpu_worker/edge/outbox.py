@@ -222,7 +222,8 @@ class Outbox:
             text = "" if update.parts else update.text
             whole = Chunk(
                 start, ids, text, 0, update.logprobs,
-                parts=update.parts, prompt_logprobs=update.prompt_logprobs,
+                _text_lengths(update) if _is_cut_by_token(update) else (),
+                update.parts, update.prompt_logprobs,
             )  # fmt: skip
             ledger.digest = whole.digest_after(ledger.digest)
             ledger.confirmed = start + len(ids)
@@ -324,7 +325,22 @@ def _joined(before: Update, update: Update) -> Update:
         logprobs=before.logprobs + update.logprobs,
         parts=joined_parts(before.parts, update.parts),
         prompt_logprobs=before.prompt_logprobs,  # they come with the first
+        text_lengths=(_text_lengths(before) + _text_lengths(update))[:-1],
     )
+
+
+def _is_cut_by_token(update: Update) -> bool:
+    """Whether a reader that begins within the update's chunk needs its text lengths."""
+    return bool(update.text_lengths) and len(update.parts or (0,)) < len(update.token_ids)
+
+
+def _text_lengths(update: Update) -> tuple[int, ...]:
+    """How many bytes of the text came with each token; those not known count as the last's."""
+    count = len(update.token_ids)
+    if not count:
+        return ()
+    before = update.text_lengths or (0,) * (count - 1)
+    return (*before, len(update.text.encode()) - sum(before))
 
 
 def _last_row(ledger: TokenLedger, start: int, count: int, chunk: bytes) -> Append:

@@ -85,6 +85,8 @@ class Output:
         for count in range(1, len(token_ids)):
             if update.finish is not None or len(known) > most:
                 break
+            before = sum(update.text_lengths)
+            update.text_lengths += (len(update.text.encode()) - before,)
             more = self.append(token_ids[count : count + 1])
             update.token_ids += more.token_ids
             update.text += more.text

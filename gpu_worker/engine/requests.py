@@ -80,6 +80,8 @@ class Update:
         parts: of a request with several, whose the tokens are and why that choice ended, if it did.
         discarded_tokens: output tokens that were generated and are no part of the answer, such as
             those of candidates that were not the best. Told with ``finish``.
+        text_lengths: of several tokens, how many bytes of the text (UTF-8) came with each but the
+            last, which has the rest; empty if that is not known.
     """
 
     id: str
@@ -94,3 +96,4 @@ class Update:
     parts: tuple[Part, ...] = ()
     discarded_tokens: int = 0
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
+    text_lengths: tuple[int, ...] = ()

@@ -14,12 +14,6 @@ from penstock.shared.protocol import Chunk, End
 
 __all__ = ["Merger"]
 
-_BOUNDARIES_KEPT = 128
-
-
-_Boundary = tuple[int, int, dict[int, int]]
-"""An index, and how many characters come before it: of the one text, or of each choice's."""
-
 
 class Merger:
     """The reading position in one request's output.
@@ -38,8 +32,7 @@ class Merger:
     """
 
     __slots__ = (
-        "_began_at", "_boundaries", "_here", "_proved", "_request_id",
-        "digest", "end", "index", "ready",
+        "_began_at", "_proved", "_request_id", "digest", "end", "index", "ready",
     )  # fmt: skip
 
     def __init__(self, request_id: str, index: int = 0, digest: int | None = None) -> None:
@@ -50,10 +43,6 @@ class Merger:
         self._request_id = request_id
         self._began_at = index
         self._proved = digest is not None
-        # Where recent chunks ended: after a failover a worker may publish the same tokens again,
-        # cut differently.
-        self._here: _Boundary = (index, 0, {})
-        self._boundaries = deque([self._here], maxlen=_BOUNDARIES_KEPT)
 
     def add(self, event: Chunk | End) -> bool:
         """Take an event in.
@@ -64,7 +53,7 @@ class Merger:
 
         Raises:
             StreamDiverged: it contradicts tokens that were delivered.
-            StreamError: its text overlaps delivered text at a place that cannot be found.
+            StreamError: it begins with delivered tokens, and its text cannot be cut by token.
             InvalidRequest: the request ended before the index that reading was to begin at.
         """
         if isinstance(event, End):
@@ -75,14 +64,9 @@ class Merger:
             return False
         if stop >= index:
             self._verify(event, known)
-        elif (before := self._boundary(event.start)) is not None:
-            self._boundaries.append(_after(before, event))
         if stop > index:
-            chunk = self._cut(event, known) if known else event
-            self.ready.append(chunk)
+            self.ready.append(self._cut(event, known) if known else event)
             self.index = stop
-            self._here = _after(self._here, chunk)
-            self._boundaries.append(self._here)
         return True
 
     def _add_end(self, end: End) -> bool:
@@ -102,37 +86,11 @@ class Merger:
         self.digest = event.digest
 
     def _cut(self, event: Chunk, known: int) -> Chunk:
-        if self.index == self._began_at or event.has_seam(known):
-            # Reading begins within this chunk; or it can be cut here, as one in place of those
-            # that were published can.
-            return event.without(known, None)
-        # The text up to an index depends on the tokens before it alone, and the digest has just
-        # shown that they are the same, of the same choices: so is the length of their text.
-        before = self._boundary(event.start)
-        if before is not None:
-            return event.without(known, _between(before, self._here))
+        # A worker may publish tokens again in other chunks, after Redis lost them. The digest has
+        # just shown that they are the same, and the text up to a token depends on the tokens alone.
+        if event.has_seam(known) or self.index == self._began_at:
+            return event.without(known)
         raise StreamError(
             f"stream of {self._request_id!r} was published again from token {event.start} on, "
             f"and its text cannot be joined at token {self.index}; read again from index 0"
         )
-
-    def _boundary(self, index: int) -> _Boundary | None:
-        """The chunk boundary at an index, if there was one and it is remembered."""
-        return next((known for known in reversed(self._boundaries) if known[0] == index), None)
-
-
-def _after(before: _Boundary, chunk: Chunk) -> _Boundary:
-    _, characters, by_choice = before
-    if not chunk.parts:
-        return chunk.stop, characters + len(chunk.text), by_choice
-    lengths = dict(by_choice)
-    for part in chunk.parts:
-        lengths[part.choice] = lengths.get(part.choice, 0) + len(part.text)
-    return chunk.stop, characters, lengths
-
-
-def _between(before: _Boundary, after: _Boundary) -> dict[int, int]:
-    """How many characters of each choice's text come between two boundaries."""
-    if not after[2]:
-        return {0: after[1] - before[1]}
-    return {choice: n - before[2].get(choice, 0) for choice, n in after[2].items()}

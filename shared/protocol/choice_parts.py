@@ -86,28 +86,23 @@ def digest_words(parts: Sequence[Part], token_ids: Sequence[int], known: int) ->
         at += part.num_tokens
 
 
-def cut_parts(
-    parts: Sequence[Part], known: int, delivered: Mapping[int, int] | None
-) -> tuple[Part, ...]:
+def cut_parts(parts: Sequence[Part], known: int, text_lengths: Sequence[int]) -> tuple[Part, ...]:
     """The parts without their first ``known`` tokens.
 
     Args:
         parts: of a chunk.
         known: fewer than its tokens.
-        delivered: characters of each choice's text that came with those tokens before; None: the
-            part the cut goes through brings its text whole, those before it are left out.
+        text_lengths: bytes of text that came with each of the chunk's tokens; if empty, a part
+            that the cut goes through keeps its whole text.
     """
-    left = None if delivered is None else dict(delivered)
     kept = []
+    at = 0
     for part in parts:
-        text = part.text
-        if left is not None:
-            skip = left.get(part.choice, 0)
-            left[part.choice] = max(0, skip - len(text))
-            text = text[skip:]
-        if known < part.num_tokens:
+        skip = min(max(0, known - at), part.num_tokens)
+        if skip < part.num_tokens:
+            text = part.text.encode()[sum(text_lengths[at : at + skip]) :].decode()
             kept.append(
-                Part(part.choice, part.start + known, part.num_tokens - known, text, part.reason)
+                Part(part.choice, part.start + skip, part.num_tokens - skip, text, part.reason)
             )
-        known = max(0, known - part.num_tokens)
+        at += part.num_tokens
     return tuple(kept)

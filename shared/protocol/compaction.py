@@ -15,16 +15,16 @@ import msgpack
 
 __all__ = ["compacted"]
 
-_KNOWN = {b"\x94", b"\x95", b"\x97", b"\x98"}
-"""How chunks of this version begin: as arrays of four elements, or of five with logprobs, seven
-with parts, eight with logprobs of the prompt. (Of six are compact ones.)"""
+_KNOWN = {b"\x94", b"\x95", b"\x96", b"\x97", b"\x98"}
+"""How chunks of this version begin: as arrays of four elements, or of five with logprobs, six with
+text lengths, seven with parts, eight with logprobs of the prompt."""
 
 
 def compacted(chunks: Sequence[bytes]) -> bytes | None:
     """One packed chunk in place of all of a log, in order.
 
-    A reader who resumes at any index gets the same tokens and text from it as from the log: texts
-    are cut where chunks ended, so an index within a former chunk brings that chunk's text whole.
+    A reader who resumes at any index gets the same tokens and text from it as from the log. Where a
+    former chunk of several tokens could not be cut by token, its text comes with its last one.
 
     Returns:
         None if this log had better stay as it is: it has less than two chunks, or one that is not
@@ -42,6 +42,7 @@ def compacted(chunks: Sequence[bytes]) -> bytes | None:
     logprobs: list[Any] = []
     parts: list[Any] = []
     of_prompt: Any = None
+    by_token = False  # whether parts, too, need their lengths
     digest = 0
     try:
         for start, some, text, after, *more in unpacker:
@@ -50,22 +51,26 @@ def compacted(chunks: Sequence[bytes]) -> bytes | None:
                 return None
             ids += some
             texts.append(text)
-            if len(some) > 1:
-                lengths += [0] * (len(some) - 1)
-            lengths.append(len(text) if text.isascii() else len(text.encode()))
+            given = more[1] if len(more) > 1 else None
+            if len(more) > 2 and more[2]:
+                parts += more[2]
+                by_token |= bool(given)
+                lengths += given or [n for row in more[2] for n in _lengths(row[2], row[3])]
+            else:
+                lengths += given or _lengths(len(some), text)
             if more:
                 logprobs += more[0] or ()
-            if len(more) > 1:
-                of_prompt = more[3] if len(more) > 3 else of_prompt
-                # The second is a compact chunk's. Logprobs of the prompt come first or not at all.
-                if more[1] is not None or (len(more) > 3 and start):
+            if len(more) > 3:
+                if start:  # logprobs of the prompt come first or not at all
                     return None
-                parts += more[2] or ()
+                of_prompt = more[3]
         fits = len(texts) == len(chunks) and len(lengths) == len(ids)
         if not fits or len(logprobs) not in (0, len(ids)):
             return None
         if parts and (any(texts) or sum(row[2] for row in parts) != len(ids)):
             return None
+        if parts and not by_token:
+            lengths = []
         whole = _whole(ids, "".join(texts), digest, logprobs, lengths, parts, of_prompt)
         # By hand and not by Chunk.pack, which would make, and check, objects by the thousand.
         packed: bytes = msgpack.packb(whole, use_single_float=True)
@@ -84,7 +89,12 @@ def _whole(
     of_prompt: Any,
 ) -> tuple[Any, ...]:
     """What stands in the one chunk: as many elements as it takes."""
-    wire = (0, ids, text, digest, logprobs or None)
+    wire = (0, ids, text, digest, logprobs or None, lengths or None)
     if of_prompt:
-        return (*wire, None if parts else lengths, parts or None, of_prompt)
-    return (*wire, None, parts) if parts else (*wire, lengths)
+        return (*wire, parts or None, of_prompt)
+    return (*wire, parts) if parts else wire
+
+
+def _lengths(num_tokens: int, text: str) -> list[int]:
+    """Bytes of text by token, where only the whole is known: all of it came with the last."""
+    return [0] * (num_tokens - 1) + [len(text) if text.isascii() else len(text.encode())]

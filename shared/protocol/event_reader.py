@@ -14,7 +14,7 @@ from typing import Any
 import msgpack
 
 from ..errors import ProtocolError
-from .choice_parts import read_parts
+from .choice_parts import Part, read_parts
 from .events import END_MARK, Chunk, End, TokenLogprobs, Usage
 from .parsing import PARSER_ERRORS
 from .states import Reason
@@ -83,14 +83,15 @@ def _whole_chunk(
     parts: Any = None,
     of_prompt: Any = None,
 ) -> Chunk:
+    read = read_parts(parts, len(token_ids))
     return Chunk(
         start,
         tuple(token_ids),
         text,
         digest,
         _logprobs(logprobs, len(token_ids)),
-        _text_lengths(lengths, token_ids, text),
-        read_parts(parts, len(token_ids)),
+        _text_lengths(lengths, read or (Part(0, 0, len(token_ids), text),)),
+        read,
         _prompt_logprobs(of_prompt),
     )
 
@@ -126,10 +127,26 @@ def _token_logprobs(wire: Any) -> TokenLogprobs:
     return TokenLogprobs(float(logprob), tuple((int(i), float(other)) for i, other in top))
 
 
-def _text_lengths(wire: Any, token_ids: Sequence[int], text: str) -> tuple[int, ...]:
+def _text_lengths(wire: Any, parts: Sequence[Part]) -> tuple[int, ...]:
+    """Bytes of text by token; checked so that a cut by them falls between characters."""
     lengths = tuple(wire or ())
-    if lengths and (len(lengths) != len(token_ids) or sum(lengths) != len(text.encode())):
-        raise ValueError("lengths of another text")
+    if not lengths:
+        return ()
+    at = 0
+    for part in parts:
+        text, stop = part.text.encode(), at + part.num_tokens
+        begin = 0
+        for length in lengths[at:stop]:
+            if type(length) is not int or length < 0:
+                raise TypeError("a length that is none")
+            begin += length
+            if text[begin : begin + 1] and text[begin] & 0xC0 == 0x80:
+                raise ValueError("a length within a character")
+        if begin != len(text):
+            raise ValueError("lengths of another text")
+        at = stop
+    if at != len(lengths):
+        raise ValueError("lengths of another number of tokens")
     return lengths
 
 
@@ -149,8 +166,8 @@ def _read_json(data: bytes) -> tuple[Any, ...]:
     """A JSON event in the order of the msgpack form."""
     wire: Mapping[str, Any] = json.loads(data)
     if wire.get("end") is True:
-        names = ("n", "state", "reason", "message", "usage")
-        return (END_MARK, *(wire[name] for name in names))
+        end_names = ("n", "state", "reason", "message", "usage")
+        return (END_MARK, *(wire[name] for name in end_names))
     chunk = tuple(wire[name] for name in ("start", "ids", "text", "digest"))
-    more = wire.get("logprobs"), None, wire.get("parts"), wire.get("prompt_logprobs")
-    return (*chunk, *more)
+    names = ("logprobs", "text_lengths", "parts", "prompt_logprobs")
+    return (*chunk, *(wire.get(name) for name in names))

@@ -101,9 +101,9 @@ class Chunk(NamedTuple):
         digest: :func:`rolling_digest` of all output ids up to and including this chunk; for a
             request with several choices of the words of :func:`~.parts.digest_words`.
         logprobs: one per token if the request asked for them, else empty.
-        text_lengths: in a compact log, where one chunk stands for all that were published: for each
-            token how much of the text came with it, in bytes of UTF-8 (of several tokens that were
-            published together, with the last). Else empty: the text belongs to the whole chunk.
+        text_lengths: for each of several tokens how many bytes of the text (UTF-8) came with it.
+            With ``parts``, of the text of the token's part. Empty if the chunk has one token, or if
+            its text cannot be cut by token (the answer of a beam search, say).
         parts: whose tokens these are, for a request with several choices; else empty.
         prompt_logprobs: in the first chunk, one per token of the prompt if the request asked for
             them, else empty. Of the first token, which nothing comes before, None.
@@ -134,10 +134,9 @@ class Chunk(NamedTuple):
             at += count
 
     def has_seam(self, known: int) -> bool:
-        """Whether the texts can be cut behind the first ``known`` tokens, wherever they were cut.
+        """Whether the text can be cut behind the first ``known`` tokens.
 
-        Of several choices they can between parts: a choice's text up to one of its tokens depends
-        on its tokens before alone.
+        With ``text_lengths`` it can anywhere, without them between parts.
         """
         if self.text_lengths:
             return True
@@ -153,41 +152,36 @@ class Chunk(NamedTuple):
             return rolling_digest(tuple(digest_words(self.parts, self.token_ids, known)), before)
         return rolling_digest(self.token_ids[known:] if known else self.token_ids, before)
 
-    def without(self, known: int, delivered: Mapping[int, int] | None) -> Chunk:
+    def without(self, known: int) -> Chunk:
         """The chunk without its first ``known`` tokens, of which it has more.
 
-        Args:
-            known: tokens to leave out.
-            delivered: characters of each choice's text that came with them before, which are left
-                out, too; None: text cannot be cut by token, unless the chunk has its lengths, and
-                comes whole where the cut is.
+        Their text goes with them, where the chunk :meth:`has_seam`; else its text stays whole.
         """
         text = self.text
-        if self.text_lengths:
+        if self.text_lengths and not self.parts:
             text = text.encode()[sum(self.text_lengths[:known]) :].decode()
-        elif delivered is not None:
-            text = text[delivered.get(0, 0) :]
         return self._replace(
             start=self.start + known,
             token_ids=self.token_ids[known:],
             text=text,
             logprobs=self.logprobs[known:],
             text_lengths=self.text_lengths[known:],
-            parts=cut_parts(self.parts, known, delivered),
+            parts=cut_parts(self.parts, known, self.text_lengths),
             prompt_logprobs=() if known else self.prompt_logprobs,
         )
 
     def pack(self, answer: Answer = Answer.MSGPACK) -> bytes:
         """Msgpack ``[start, [ids...], text, digest]``, or a JSON object of the same.
 
-        With logprobs a fifth element: ``[[logprob, [[id, logprob]...]]...]``, or ``logprobs``. In a
-        compact log, which is never JSON, a sixth: the text lengths. Of several choices a seventh:
-        ``[[choice, start, num_tokens, text, reason or nil]...]``, or ``parts``. With prompt
-        logprobs an eighth, like the fifth, its first entry nil, or ``prompt_logprobs``. Elements
-        before the last that do not apply are nil.
+        Further elements, and the names of the JSON fields: fifth, ``logprobs``,
+        ``[[logprob, [[id, logprob]...]]...]``; sixth, ``text_lengths``; seventh, ``parts``,
+        ``[[choice, start, num_tokens, text, reason or nil]...]``; eighth, ``prompt_logprobs``, like
+        the fifth, its first entry nil. Elements before the last that do not apply are nil.
         """
         if answer is Answer.JSON:
             more: dict[str, Any] = {"logprobs": self.logprobs} if self.logprobs else {}
+            if self.text_lengths:
+                more["text_lengths"] = self.text_lengths
             if self.parts:
                 more["parts"] = [part._asdict() for part in self.parts]
             if self.prompt_logprobs:
@@ -202,7 +196,7 @@ class Chunk(NamedTuple):
             most = (self.logprobs or None, self.text_lengths or None, self.parts or None)
             packed = msgpack.packb((*wire, *most, self.prompt_logprobs), use_single_float=True)
         elif self.parts:
-            parted = (self.logprobs or None, None, self.parts)
+            parted = (self.logprobs or None, self.text_lengths or None, self.parts)
             packed = msgpack.packb((*wire, *parted), use_single_float=True)
         elif self.text_lengths:
             last = (self.logprobs or None, self.text_lengths)

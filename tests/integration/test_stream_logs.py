@@ -25,7 +25,7 @@ from penstock.shared.errors import (
     UnknownRequest,
 )
 from penstock.shared.local.embedded import EmbeddedRedis
-from penstock.shared.protocol import rolling_digest
+from penstock.shared.protocol import rolling_digest, unpack_event
 
 
 async def test_a_log_made_compact_under_its_readers(
@@ -112,6 +112,28 @@ async def test_readers_at_and_beyond_the_end(
             await reading
     with pytest.raises(InvalidRequest, match="from_index"):
         producer.stream(writer.id, from_index=-1)
+
+
+@pytest.mark.parametrize("published", [True, False])
+async def test_an_end_below_what_was_read(
+    producer: Producer, redis_client: Client, writer: LogWriter, published: bool
+) -> None:
+    """A server with `appendfsync everysec` lost the log's tail, and the request ended there."""
+    async with live_stream(producer, redis_client, writer) as stream:
+        await writer.append(8)
+        await read(stream, 8)
+        writer.n = 5
+        await writer.replace_log([writer.chunk(0, 5)], with_end=False)
+        await writer.finish(publish=published)
+        async with asyncio.timeout(10):
+            with pytest.raises(StreamDiverged) as caught:
+                await anext(stream)
+    assert caught.value.index == 10
+    # The log from the index on is empty: as docs/protocol.md says, its last entry tells.
+    log = writer.keys.log(writer.id)
+    assert await redis_client.xrange(log, "10-0", "+") == []
+    ((entry, fields),) = await redis_client.xrevrange(log, "+", "-", count=1)
+    assert (entry, unpack_event(fields[b"e"])) == (b"5-1", writer.end())
 
 
 async def test_a_log_that_is_gone(

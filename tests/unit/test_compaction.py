@@ -166,6 +166,7 @@ def longer(
         [GOOD[1], GOOD[0]],
         [chunk(0, 1).pack(Answer.JSON), chunk(1, 2).pack(Answer.JSON)],
         [*GOOD, whole([chunk(0, 1), chunk(1, 2)]).pack()],
+        [*GOOD, longer(2, lengths=[0, 0])],
         [*GOOD, changed(chunk(2, 3).pack(), 1, {"a": [3]})],
         [*GOOD, changed(chunk(2, 3).pack(), 1, [])],
         [*GOOD, changed(chunk(2, 3).pack(), 2, ["x"])],
@@ -182,7 +183,8 @@ def longer(
         [*GOOD, b""],
     ],
     ids=[
-        "nothing", "one", "twice", "gap", "json", "compact", "map", "empty", "parts", "later",
+        "nothing", "one", "twice", "gap", "json", "compact", "other-lengths", "map", "empty",
+        "parts", "later",
         "some-logprobs", "some-parts", "parts-and-text", "too-many-in-parts", "cut-part",
         "parts-and-lengths", "prompt-later", "cut", "no-text", "no-bytes",
     ],

@@ -41,7 +41,7 @@ def test_prompt_logprobs_are_an_eighth_element(answer: Answer) -> None:
     for chunk in (PLAIN, CHUNK):
         whole = chunk._replace(prompt_logprobs=(None, *REPORTS))
         assert unpack_event(whole.pack(answer)) == whole
-        assert whole.without(1, None).prompt_logprobs == ()
+        assert whole.without(1).prompt_logprobs == ()
     wire = msgpack.unpackb(whole.pack())
     assert wire[:5] == msgpack.unpackb(CHUNK.pack())
     assert wire[5:7] == [None, None]

@@ -91,8 +91,19 @@ def test_updates_between_two_takes_become_one_chunk(outbox: Outbox) -> None:
     outbox.post([update((6, 7), "llo")])
     (item,) = take(outbox)
     assert (item.start, item.num_tokens, item.end) == (0, 3, b"")
-    assert unpack_event(item.chunk) == Chunk(0, (5, 6, 7), "Hello", rolling_digest((5, 6, 7)))
+    # The engine told the second update's text as a whole.
+    assert unpack_event(item.chunk) == Chunk(
+        0, (5, 6, 7), "Hello", rolling_digest((5, 6, 7)), text_lengths=(2, 0, 3)
+    )
     assert take(outbox) == []
+    cut = update((8, 9), "é!")
+    cut.text_lengths = (2,)
+    outbox.settle([item], [AppendStatus.WRITTEN])
+    outbox.post([cut])
+    (item,) = take(outbox)
+    chunk = unpack_event(item.chunk)
+    assert isinstance(chunk, Chunk)
+    assert (chunk.text_lengths, chunk.without(1).text) == ((2, 1), "!")
 
 
 def test_logprobs_travel_with_their_tokens(outbox: Outbox) -> None:

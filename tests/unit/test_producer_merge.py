@@ -14,14 +14,16 @@ from penstock.shared.errors import InvalidRequest, StreamDiverged, StreamError
 from penstock.shared.protocol import Chunk, End, Reason, rolling_digest
 
 
-def cut(ids: list[int], bounds: list[int]) -> list[Chunk]:
+def cut(ids: list[int], bounds: list[int], *, with_lengths: bool = True) -> list[Chunk]:
     """The ids as chunks that end at the bounds; token i adds 0 to 2 times the letter a + i."""
     edges = [0, *sorted({b % (len(ids) + 1) for b in bounds} - {0, len(ids)}), len(ids)]
-    return [
-        Chunk(start, tuple(ids[start:stop]), text(start, stop), rolling_digest(ids[:stop]))
-        for start, stop in itertools.pairwise(edges)
-        if stop > start
-    ]
+    chunks = []
+    for start, stop in itertools.pairwise(edges):
+        lengths = tuple(i % 3 for i in range(start, stop)) if with_lengths else ()
+        chunk = Chunk(start, tuple(ids[start:stop]), text(start, stop), rolling_digest(ids[:stop]))
+        if stop > start:
+            chunks.append(chunk._replace(text_lengths=lengths))
+    return chunks
 
 
 def text(start: int, stop: int) -> str:
@@ -81,9 +83,10 @@ def test_tokens_published_again_in_other_chunks_join_without_a_seam(
     assert drain(merger) == (ids, text(0, size))
 
 
-def test_reading_begins_at_any_index() -> None:
+@pytest.mark.parametrize("with_lengths", [True, False])
+def test_reading_begins_at_any_index(with_lengths: bool) -> None:
     ids = list(range(30))
-    chunks = cut(ids, [4, 9, 17])
+    chunks = cut(ids, [4, 9, 17], with_lengths=with_lengths)
     for index in range(31):
         merger = Merger("x", index)
         for chunk in chunks:
@@ -91,9 +94,30 @@ def test_reading_begins_at_any_index() -> None:
         assert merger.add(End(n=30, reason=Reason.STOP))
         tokens, got = drain(merger)
         assert tokens == ids[index:]
-        # The chunk that index lies in brings its text whole.
-        begin = max((c.start for c in chunks if c.start <= index < c.stop), default=index)
-        assert got == text(begin, 30)
+        # Without lengths the chunk that index lies in brings its text whole.
+        begins = (c.start for c in chunks if c.start <= index < c.stop and not with_lengths)
+        assert got == text(next(begins, index), 30)
+
+
+@given(
+    size=st.integers(2, 40),
+    first=st.lists(st.integers(0, 40), max_size=15),
+    second=st.lists(st.integers(0, 40), max_size=15),
+    left=st.integers(0, 40),
+)
+def test_a_reader_that_comes_back_gets_no_text_twice(
+    size: int, first: list[int], second: list[int], left: int
+) -> None:
+    """It left where a chunk ended, and the log was then written again in other chunks."""
+    ids = list(range(size))
+    before = Merger("x")
+    for chunk in cut(ids, first)[: 1 + left % 3]:
+        before.add(chunk)
+    _, shown = drain(before)
+    after = Merger("x", before.index, before.digest)
+    for chunk in cut(ids, second):
+        assert after.add(chunk)
+    assert shown + drain(after)[1] == text(0, size)
 
 
 def test_a_gap_is_refused_and_changes_nothing() -> None:
@@ -163,6 +187,6 @@ def test_text_that_cannot_be_joined_is_an_error_not_a_guess() -> None:
     for chunk in cut(ids, [4, 7])[:2]:
         merger.add(chunk)
     drain(merger)
-    whole = cut(ids, [])[0]  # begins before this reader began, so how much is known is not
+    whole = cut(ids, [], with_lengths=False)[0]
     with pytest.raises(StreamError, match="cannot be joined at token 7"):
         merger.add(whole)
