@@ -1,12 +1,13 @@
 """``/metrics``, ``/healthz`` and ``/readyz`` of one worker, served from a thread of their own.
 
-A thread, so that a hung event loop or a long step can not make the answer late: health is a fact
-about the step loop (it ticked recently), not about who answers.
+A thread of its own answers in time beside a hung event loop or a long step: health is a fact about
+all loops of the worker (each beat recently), not about the thread that answers.
 """
 
 from __future__ import annotations
 
 import errno
+import logging
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -17,7 +18,12 @@ from penstock.shared.errors import ConfigurationError
 
 __all__ = ["HealthServer"]
 
+_log = logging.getLogger("penstock.health")
+
 _POLL_S = 0.05
+
+_CLIENT_TIMEOUT_S = 10
+"""A client that connects and says nothing costs its thread no longer than this."""
 
 
 class HealthServer:
@@ -29,9 +35,10 @@ class HealthServer:
         registry: what ``/metrics`` shows.
         unhealthy: why the worker should be replaced, or None if it is healthy (``/healthz``).
         unready: why it takes no work now, or None if it does (``/readyz``).
+        beat: called several times a second by the serving thread.
 
     Raises:
-        ConfigurationError: the address can not be used.
+        ConfigurationError: the address cannot be used.
     """
 
     def __init__(
@@ -42,11 +49,26 @@ class HealthServer:
         *,
         unhealthy: Callable[[], str | None],
         unready: Callable[[], str | None],
+        beat: Callable[[], None] = lambda: None,
     ) -> None:
+        class Server(ThreadingHTTPServer):
+            daemon_threads = True
+
+            def service_actions(self) -> None:
+                beat()
+
         class Handler(BaseHTTPRequestHandler):
+            timeout = _CLIENT_TIMEOUT_S
+
             def do_GET(self) -> None:
                 if self.path == "/metrics":
-                    self._answer(200, generate_latest(registry), CONTENT_TYPE_LATEST)
+                    try:
+                        text = generate_latest(registry)
+                    except Exception:
+                        _log.exception("metrics cannot be shown")
+                        self._answer(500, b"see the log\n", "text/plain")
+                    else:
+                        self._answer(200, text, CONTENT_TYPE_LATEST)
                 elif self.path in ("/healthz", "/readyz"):
                     problem = unhealthy() if self.path == "/healthz" else unready()
                     body = (problem or "ok") + "\n"
@@ -65,7 +87,7 @@ class HealthServer:
                 """Probes every few seconds are no news."""
 
         try:
-            self._server = ThreadingHTTPServer((host, port), Handler)
+            self._server = Server((host, port), Handler)
         except OSError as error:
             setting, remedy = "host", "an address of this machine, or 0.0.0.0"
             if error.errno in (errno.EADDRINUSE, errno.EACCES):
@@ -74,7 +96,6 @@ class HealthServer:
                 f"worker.metrics_{setting}: cannot listen on {host}:{port} ({error.strerror}); "
                 f"give {remedy}"
             ) from None
-        self._server.daemon_threads = True
         self._thread = threading.Thread(
             # How often it looks whether it is to end, which a drain waits for.
             target=lambda: self._server.serve_forever(poll_interval=_POLL_S),

@@ -1,4 +1,4 @@
-"""What supervisor and edge tell the process below them, and what exit codes tell back."""
+"""What supervisor and edge tell the process below them, and what its exit code tells them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from penstock.shared.settings import Settings
 
-__all__ = ["EXIT_BROKEN", "EXIT_REFUSED", "Launch", "describe_exit"]
+__all__ = ["EXIT_BROKEN", "EXIT_REFUSED", "Launch", "describe_exit", "stall_limit_s"]
 
 EXIT_REFUSED = 2
 """Configuration or model refused: a restart would meet the same."""
@@ -58,3 +58,12 @@ def describe_exit(code: int) -> str:
         return f"signal {signal.Signals(-code).name}"
     except ValueError:  # most of the real-time signals have no name
         return f"signal {-code}"
+
+
+def stall_limit_s(settings: Settings) -> float:
+    """How long a loop of the edge may take for one turn, in seconds, before it counts as hung.
+
+    Beyond the time that the user allows there is room for the operations on Redis of one turn,
+    each of which may end by its timeout.
+    """
+    return settings.worker.hang_timeout_s + 4 * settings.redis.socket_timeout_s

@@ -20,6 +20,7 @@ from penstock.shared.protocol import Reason, Request
 
 from .engine.requests import Finish, Update
 from .engine.stats import EngineStats, Load
+from .logs import printable
 
 __all__ = [
     "Abort",
@@ -29,10 +30,9 @@ __all__ = [
     "Prepared",
     "Ready",
     "Refused",
-    "Step",
     "StepRecord",
+    "StepReport",
     "Stop",
-    "Taken",
     "bare_end",
     "frame",
     "packed_updates",
@@ -98,12 +98,6 @@ class Refused(NamedTuple):
     message: str
 
 
-class Taken(NamedTuple):
-    """An order was read, and its run takes a while to prepare."""
-
-    run: str
-
-
 class Prepared(NamedTuple):
     """A run has reached the engine, or has ended before it did."""
 
@@ -131,20 +125,18 @@ class StepRecord(NamedTuple):
     draft_failed: bool = False
 
 
-class Step(NamedTuple):
-    """What the engine's loop has to say after a step, or when it has nothing to do.
+class StepReport(NamedTuple):
+    """What the engine's loop reports after a step, and regularly while it has nothing to do.
 
     Attributes:
         updates: what the step added, see :func:`packed_updates`.
         load: what decides how much more to claim.
-        busy: whether another message follows without any new order.
         record: of the step; None if there was none.
-        stats: now and then, and whenever ``busy`` is false.
+        stats: now and then, and whenever no step follows without a new order.
     """
 
     updates: Sequence[PackedUpdate]
     load: Load
-    busy: bool
     record: StepRecord | None = None
     stats: EngineStats | None = None
 
@@ -192,13 +184,16 @@ def unpacked_updates(packed: Iterable[PackedUpdate]) -> list[Update]:
 
 
 def bare_end(run: str, reason: Reason, message: str) -> Update:
-    """The end of a request that never reached the engine's loop."""
+    """The end of a request that never reached the engine's loop.
+
+    Its message may quote what stands in the request, whatever that is.
+    """
     return Update(
         id=run,
         start=0,
         token_ids=(),
         text="",
-        finish=Finish(reason, message),
+        finish=Finish(reason, printable(message)),
         prompt_tokens=0,
         cached_tokens=0,
     )

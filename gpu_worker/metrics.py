@@ -7,7 +7,12 @@ request, so that they contain the queue: what the user feels.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from penstock.shared.protocol import Lane
+from penstock.shared.scripts.replies import SweepReply
 
 from .engine.speculation.controller import SpeculationStats
 from .engine.stats import EngineStats
@@ -94,6 +99,9 @@ class WorkerMetrics:
         self.door_entries = counter(
             "door_entries", "Entries taken in at the plain door, by verdict", "verdict"
         )
+        self.isolated_errors = counter(
+            "isolated_errors", "Unexpected errors that cost one item of a task and no more", "task"
+        )
         self.redis_errors = counter("redis_errors", "Round trips to Redis that failed")
         self.swept = counter("swept_requests", "Requests this worker's sweeps moved", "kind")
         self.compacted_logs = counter("compacted_logs", "Logs of ended requests made compact")
@@ -163,6 +171,18 @@ class WorkerMetrics:
         self.step_failures.inc(record.num_failures)
         self.deferrals.inc(record.num_deferred)
         self.draft_failures.inc(record.draft_failed)
+
+    def count_sweep(self, swept: SweepReply) -> None:
+        """Count what a sweep of this worker did."""
+        self.swept.labels("expired").inc(swept.expired)
+        self.swept.labels("reaped").inc(swept.reaped)
+        self.swept.labels("disconnected").inc(swept.abandoned)
+
+    def show_depth(self, depth: Mapping[Lane, tuple[int, int]]) -> None:
+        """Set the gauges of waiting work: requests and their estimated tokens, by lane."""
+        for lane, (requests, tokens) in depth.items():
+            self.queue_requests.labels(lane.value).set(requests)
+            self.queue_tokens.labels(lane.value).set(tokens)
 
     def show_engine(self, stats: EngineStats) -> None:
         """Set the gauges to the engine's figures, and raise the counters by what they gained."""

@@ -3,7 +3,7 @@
 The moment its child dies, it gives the child's requests back to the queues, so that another
 worker continues them within milliseconds instead of after the lease. It tells a crash and a kill
 for want of memory (which may be a request's fault) from an outside kill (which is not), and
-restarts with backoff.
+restarts with backoff. A child that lives and no longer says so is killed, and counts as crashed.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Self
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
@@ -32,7 +33,8 @@ from penstock.shared.redis.server_check import check_durability
 from penstock.shared.scripts.operations import Operations
 from penstock.shared.settings import Settings
 
-from .launch import EXIT_REFUSED, Launch, describe_exit
+from .heartbeat import SilenceTimer
+from .launch import EXIT_BROKEN, EXIT_REFUSED, Launch, describe_exit, stall_limit_s
 from .logs import configure_logging
 from .oom import OomWatch, find_counter
 
@@ -50,6 +52,9 @@ _OUTSIDE_KILLS = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signa
 request that brings it about.)"""
 
 _LOOK_S = 1.0
+
+_START_S = 120.0
+"""A child that has not shown a heartbeat by then will not: its imports take a second or two."""
 
 _CLEAR_S = 10.0
 
@@ -113,22 +118,35 @@ class Supervisor:
             level=self._settings.worker.log_level,
             form=self._settings.worker.log_format,
         )
-        argv = [sys.executable, "-m", "penstock.gpu_worker.edge.main"]
+        read_end, write_end = os.pipe()
+        argv = [sys.executable, "-m", "penstock.gpu_worker.edge.main", str(write_end)]
         # A session of its own: Ctrl-C reaches the supervisor alone, which then asks for a drain.
-        child = spawn_bound(argv, stdin=subprocess.PIPE, new_session=True)
+        child = spawn_bound(argv, stdin=subprocess.PIPE, pass_fds=(write_end,), new_session=True)
+        os.close(write_end)
         self._group = child.pid
         assert child.stdin is not None
         child.stdin.write(Launch(self._settings, worker_id, self._ready_file).to_line())
         child.stdin.close()
+        with _Heartbeats(read_end, stall_limit_s(self._settings)) as heartbeats:
+            code = await self._wait_for_child(child, heartbeats)
+        if self._stop.is_set() and code != 0:
+            await self._release(worker_id, blame=False, died=False)
+        return code
+
+    async def _wait_for_child(self, child: subprocess.Popen[bytes], heartbeats: _Heartbeats) -> int:
         ended = asyncio.create_task(asyncio.to_thread(child.wait))
         stopped = asyncio.create_task(self._stop.wait())
         self._oom = OomWatch(find_counter())
-        waiting = {ended, stopped}
+        waiting, hangs = {ended, stopped}, False
         while len(waiting) == 2:
             _, waiting = await asyncio.wait(
                 waiting, timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED
             )
             self._oom.look()
+            if not hangs and heartbeats.have_stopped():
+                hangs = True
+                _log.error("the edge process shows no heartbeat any more; killing it")
+                child.kill()
         if not ended.done():
             child.terminate()
             patience = self._settings.worker.drain_timeout_s * 2 + 5
@@ -138,9 +156,7 @@ class Supervisor:
                 child.kill()
         stopped.cancel()
         code = await ended
-        if self._stop.is_set() and code != 0:
-            await self._release(worker_id, blame=False, died=False)
-        return code
+        return EXIT_BROKEN if hangs else code
 
     async def _clear(self) -> None:
         """Wait until the engine below a dead edge is gone, too: the next one needs its memory."""
@@ -177,6 +193,37 @@ class Supervisor:
         keys = Keys(settings.queue.model, settings.queue.shard)
         retention_ms = settings.queue.retention_s * 1000
         return redis, Operations(redis, keys, retention_ms=retention_ms)
+
+
+class _Heartbeats:
+    """What a child says on its pipe: a byte several times a second while all its loops turn.
+
+    A context manager, which closes the pipe.
+
+    Args:
+        pipe: file descriptor of the read end.
+        limit_s: how long it may be silent after its first byte, in seconds.
+    """
+
+    def __init__(self, pipe: int, limit_s: float) -> None:
+        self._pipe = pipe
+        self._limit_s = limit_s
+        self._count = 0
+        self._timer = SilenceTimer(time.monotonic())
+        os.set_blocking(pipe, False)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        os.close(self._pipe)
+
+    def have_stopped(self) -> bool:
+        """Whether it has been silent for too long; to be called about once a second."""
+        with contextlib.suppress(BlockingIOError):
+            self._count += len(os.read(self._pipe, 1 << 16))
+        limit_s = self._limit_s if self._count else max(self._limit_s, _START_S)
+        return self._timer.look(self._count, time.monotonic()) > limit_s
 
 
 def new_worker_id(name: str | None) -> str:

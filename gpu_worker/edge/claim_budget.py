@@ -7,13 +7,30 @@ from dataclasses import dataclass
 
 from penstock.shared.protocol import Lane
 
-__all__ = ["NO_ROOM", "Room"]
+__all__ = ["NO_CLAIMS", "Capacity", "ClaimBudget"]
 
 _BY_URGENCY = tuple(sorted(Lane, key=lambda lane: lane.rank))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capacity:
+    """How much a worker takes on.
+
+    Attributes:
+        max_sequences: requests owned at the same time.
+        claim_batch: requests claimed in one exchange at most.
+        lease_ms: how long Redis believes a silent worker alive.
+        heartbeat_ms: how often the lease is renewed when no exchange does it.
+    """
+
+    max_sequences: int
+    claim_batch: int
+    lease_ms: int
+    heartbeat_ms: int
+
+
 @dataclass(frozen=True, slots=True)
-class Room:
+class ClaimBudget:
     """How many more requests a worker can run, and of which lanes.
 
     Attributes:
@@ -34,36 +51,36 @@ class Room:
         max_sequences: int,
         claim_batch: int,
         step_tokens: int,
-    ) -> Room:
-        """What to ask for beside what is there.
+    ) -> ClaimBudget:
+        """What to ask for beside what the worker has.
 
-        Sequences only keep those from running that are not more urgent, since the engine lets
-        urgent work displace the rest. So for each lane, those at least as urgent count; the least
-        urgent lane for which a sequence is left is what to ask for.
+        The engine lets urgent work displace the rest. So each lane counts only the sequences that
+        are at least as urgent, and a worker asks down to the least urgent lane for which a
+        sequence is left.
 
-        Nothing is hoarded: a claimed request that only waits here could be running elsewhere, so
-        more is asked for only while everything as urgent that was claimed before runs, and new
-        prompts do not fill a step.
+        A worker does not hoard: a claimed request that only waits here could run elsewhere. So it
+        asks for more only while everything as urgent that it claimed before is running, and while
+        new prompts do not fill a step.
 
         Args:
-            owned: sequences of requests claimed and not ended, by lane; a lane without any may
-                lack.
-            waiting: of these, sequences without KV blocks; likewise.
-            arriving_tokens: of prompts that were claimed and whose first step has not ended.
+            owned: sequences of requests claimed and not ended, by lane; lanes without any may be
+                missing.
+            waiting: those of them without KV blocks, in the same form.
+            arriving_tokens: tokens of claimed prompts whose first step has not ended.
             max_sequences: sequences that the worker runs at the same time.
             claim_batch: requests claimed in one exchange at most.
             step_tokens: query tokens of a step at most.
         """
-        room, busy = NO_ROOM, 0
+        budget, busy = NO_CLAIMS, 0
         if arriving_tokens >= step_tokens:
-            return room
+            return budget
         for lane in _BY_URGENCY:
             busy += owned.get(lane, 0)
             free = min(claim_batch, max_sequences - busy)
             if free <= 0 or waiting.get(lane, 0):
                 break
-            room = cls(free, lane)
-        return room
+            budget = cls(free, lane)
+        return budget
 
 
-NO_ROOM = Room(0, Lane.CRITICAL)
+NO_CLAIMS = ClaimBudget(0, Lane.CRITICAL)

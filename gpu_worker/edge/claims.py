@@ -1,7 +1,6 @@
 """Claims in: from packed requests to orders for the engine.
 
-Payloads are parsed and a ledger is opened for each. What turns out malformed ends `failed` at
-once; nothing else is harmed by it.
+A payload that is malformed ends its request ``failed`` at once and harms no other.
 """
 
 from __future__ import annotations
@@ -16,21 +15,23 @@ from penstock.shared.scripts.operations import Claim
 
 from ..messages import Add
 from ..metrics import WorkerMetrics
+from .guarded_task import Guard
 from .outbox import Outbox
-from .owned_requests import run_name
+from .owned_requests import OwnedRequests, run_name
 
-__all__ = ["Intake"]
+__all__ = ["ClaimReceiver"]
 
-_log = logging.getLogger("penstock.intake")
+_log = logging.getLogger("penstock.claims")
 
 
-class Intake:
+class ClaimReceiver:
     """Takes over claimed requests.
 
     Args:
         order: tells the engine process of a request.
         abort: tells it to stop a run.
-        outbox: opens a ledger per claim, and takes the end of what cannot be served.
+        owned: the table of owned requests.
+        outbox: begins to own each claim, and takes the end of what cannot be served.
         metrics: counts claims.
     """
 
@@ -38,13 +39,16 @@ class Intake:
         self,
         order: Callable[[Add], None],
         abort: Callable[[str], None],
+        owned: OwnedRequests,
         outbox: Outbox,
         metrics: WorkerMetrics,
     ) -> None:
         self._order = order
         self._abort = abort
+        self._owned = owned
         self._outbox = outbox
         self._metrics = metrics
+        self._guard = Guard("claims", metrics)
 
     def accept(self, claims: Sequence[Claim]) -> bool:
         """Take over claims; the engine gets them when it has prepared them.
@@ -68,21 +72,28 @@ class Intake:
         Returns whether the claim can be taken over. If a failover lost the earlier claim, both
         have the same epoch and so the same run: what the engine says of it could be of either.
         """
-        earlier = self._outbox.run_of(claim.id)
+        earlier = self._owned.by_id.get(claim.id)
         if earlier is None:
             return True
-        self._abort(earlier)
+        self._abort(earlier.run)
         self._outbox.forget([claim.id])
-        return earlier != run_name(claim.id, claim.epoch)
+        return earlier.run != run_name(claim.id, claim.epoch)
 
     def _accept(self, claim: Claim) -> None:
         try:
-            request = Request.unpack(claim.payload)
+            self._open(claim, Request.unpack(claim.payload))
         except InvalidRequest as error:
             _log.info("refused: %s", error, extra={"request": claim.id})
-            self._outbox.open(claim, "unknown")
-            self._outbox.end(claim, Reason.INVALID, str(error))
-            return
+            self._refuse(claim, Reason.INVALID, str(error))
+        except Exception as error:
+            what = self._guard.isolated(claim.id, error)
+            self._refuse(claim, Reason.ENGINE_ERROR, f"the request cannot be read: {what}")
+
+    def _refuse(self, claim: Claim, reason: Reason, message: str) -> None:
+        self._outbox.open(claim, "unknown")
+        self._outbox.end(claim, reason, message)
+
+    def _open(self, claim: Claim, request: Request) -> None:
         options = request.options
         self._outbox.open(
             claim, request.lane.value, request.answer, options.num_sequences, options.max_tokens

@@ -1,31 +1,27 @@
 """Makes the logs of ended requests compact, beside the worker's steps.
 
 A task of its own with a connection of its own: no exchange waits for it. Any worker does it for
-any request of the shard, some time after its end, so that those who read it live have read it.
+any request of the shard. It waits some time after the end, so that live readers have read the log.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 
-from redis.exceptions import RedisError
-
-from penstock.shared.errors import PenstockError
 from penstock.shared.protocol.compaction import compacted
 from penstock.shared.redis.batch_connection import BatchConnection
-from penstock.shared.scripts.log_operations import LogOperations
+from penstock.shared.scripts.log_operations import EndedLog, LogOperations
 
+from ..heartbeat import HeartbeatWatch
 from ..metrics import WorkerMetrics
+from .guarded_task import Guard, GuardedTask
 
 __all__ = ["Compactor"]
 
-_log = logging.getLogger("penstock.compactor")
-
 _INTERVAL_S = 1.0
-_RIPE = 64
+_LISTED = 64
 _AT_ONCE = 8
-"""Logs held at the same time: with the longest outputs there may be, some 100 MB."""
+"""Logs held at the same time: with the longest possible outputs, some 100 MB."""
 
 
 class Compactor:
@@ -35,6 +31,7 @@ class Compactor:
         connection: its connection; closed with it.
         operations: on that connection.
         metrics: counts what was made compact.
+        watch: for the task.
         after_ms: how long after the end of a request; None: never.
     """
 
@@ -44,50 +41,42 @@ class Compactor:
         operations: LogOperations,
         *,
         metrics: WorkerMetrics,
+        watch: HeartbeatWatch,
         after_ms: int | None,
     ) -> None:
         self._connection = connection
         self._operations = operations
         self._metrics = metrics
         self._after_ms = after_ms
-        self._stopping = False
-        self._task: asyncio.Task[None] | None = None
+        self._guard = Guard("compactor", metrics)
+        self._task = GuardedTask(
+            "compactor", self._compact_some, metrics=metrics, watch=watch, patience_s=_INTERVAL_S
+        )
 
     def start(self) -> None:
         """Begin."""
-        self._task = asyncio.get_running_loop().create_task(self._run())
+        self._task.start()
 
     async def close(self) -> None:
         """Stop at once, and close the connection. A log is compact by then, or as it was."""
-        self._stopping = True
-        if self._task is not None:
-            self._task.cancel()
-            # redis-py may lose the cancellation; then the flag ends the loop.
-            await asyncio.wait([self._task], timeout=_INTERVAL_S)
+        await self._task.close()
         await self._connection.aclose()
 
-    async def _run(self) -> None:
-        complaint = ""
-        while not self._stopping:
-            seen = 0
-            try:
-                seen = await self._round()
-                complaint = ""
-            except (RedisError, PenstockError, OSError) as error:
-                self._metrics.redis_errors.inc()
-                if str(error) != complaint:
-                    _log.warning("logs are not made compact for now: %s", error)
-                complaint = str(error)
-            if seen < _RIPE and not self._stopping:
-                await asyncio.sleep(_INTERVAL_S)
-
-    async def _round(self) -> int:
-        """Make some logs compact; how many were looked at."""
-        due = await self._operations.list_compactable(after_ms=self._after_ms, count=_RIPE)
-        for start in range(0, len(due), _AT_ONCE):
+    async def _compact_some(self) -> float:
+        """Make some logs compact; returns the seconds until the next look."""
+        ids = await self._operations.list_compactable(after_ms=self._after_ms, count=_LISTED)
+        for start in range(0, len(ids), _AT_ONCE):
             logs = []
-            for log in await self._operations.read(due[start : start + _AT_ONCE]):
-                logs.append((log, compacted(log.chunks)))
-                await asyncio.sleep(0)  # the steps of the worker go before
+            for log in await self._operations.read(ids[start : start + _AT_ONCE]):
+                logs.append((log, self._compacted(log)))
+                await asyncio.sleep(0)  # tokens go first
             self._metrics.compacted_logs.inc(await self._operations.compact(logs))
-        return len(due)
+        return 0.0 if len(ids) == _LISTED else _INTERVAL_S
+
+    def _compacted(self, log: EndedLog) -> bytes | None:
+        """One chunk in the place of the log; None leaves it as it is, and is not tried again."""
+        try:
+            return compacted(log.chunks)
+        except Exception as error:
+            self._guard.isolated(log.id, error)
+            return None

@@ -1,4 +1,4 @@
-"""The edge's hold on its engine process: starts it, gives it orders, hears what it says."""
+"""The edge's side of its engine process: starts it, gives it orders, reads what it reports."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import logging
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -16,6 +15,7 @@ from penstock.shared.errors import PenstockError
 from penstock.shared.local.children import spawn_bound
 
 from ..engine.stats import Load
+from ..heartbeat import Heartbeat, HeartbeatWatch
 from ..launch import EXIT_BROKEN, Launch, describe_exit
 from ..messages import (
     Abort,
@@ -25,16 +25,17 @@ from ..messages import (
     Prepared,
     Ready,
     Refused,
-    Step,
+    StepReport,
     Stop,
-    Taken,
     frame,
     unpacked_updates,
 )
 from ..metrics import WorkerMetrics
+from .guarded_task import Guard
 from .outbox import Outbox
+from .owned_requests import OwnedRequests
 
-__all__ = ["EngineEnded", "EngineLink", "EngineRefused"]
+__all__ = ["EngineClient", "EngineEnded", "EngineRefused"]
 
 ENGINE_PROGRAM = "penstock.gpu_worker.engine_process.main"
 
@@ -55,46 +56,46 @@ class EngineEnded(PenstockError):
         self.code = code
 
 
-class EngineLink(asyncio.Protocol):
+class EngineClient(asyncio.Protocol):
     """One engine process.
 
     Attributes:
         load: how much more it can take, as of its last step.
         step_tokens: query tokens of one of its steps at most; 0 before it has started.
-        arriving_tokens: about so many of prompts whose first step has not ended.
 
     Args:
+        owned: the table of owned requests; is told how far their prompts have come.
         outbox: takes what its steps give.
         metrics: shows its figures.
-        wake: called when it has said something.
-        clock: monotonic seconds.
+        wake: called when it has reported something.
+        watch: is shown a heartbeat for each message. The engine sends one after each step, and
+            several in ``worker.hang_timeout_s`` while it is idle.
     """
 
     def __init__(
         self,
+        owned: OwnedRequests,
         outbox: Outbox,
         metrics: WorkerMetrics,
         wake: Callable[[], None],
-        clock: Callable[[], float] = time.monotonic,
+        watch: HeartbeatWatch,
     ) -> None:
         self.load = Load({}, 0)
         self.step_tokens = 0
-        self.arriving_tokens = 0
-        self._beginning_tokens = 0  # of those, whose first step may run now
+        self._owned = owned
         self._outbox = outbox
         self._metrics = metrics
         self._wake = wake
-        self._clock = clock
+        self._watch = watch
+        self._guard = Guard("engine_pipe", metrics)
         self._frames = Frames()
         self._process: subprocess.Popen[bytes] | None = None
         self._transport: asyncio.WriteTransport | None = None
         self._ready: asyncio.Future[str] | None = None
+        self._heartbeat: Heartbeat | None = None
+        self._hang_timeout_s = 0.0
         self._gone = asyncio.Event()
         self._failure: str | None = None
-        self._unread: set[str] = set()  # orders that the engine's loop has not seen
-        self._unprepared: dict[str, int] = {}  # tokens of those, and of what is being prepared
-        self._busy = False
-        self._heard_at = 0.0
 
     async def start(self, launch: Launch) -> str:
         """Start the process and wait until its model is loaded; returns a line about that.
@@ -104,6 +105,7 @@ class EngineLink(asyncio.Protocol):
             EngineEnded: it died.
         """
         loop = asyncio.get_running_loop()
+        self._hang_timeout_s = launch.settings.worker.hang_timeout_s
         self._ready = loop.create_future()
         ours, theirs = socket.socketpair()
         with theirs:
@@ -111,7 +113,7 @@ class EngineLink(asyncio.Protocol):
                 [
                     sys.executable,
                     "-m",
-                    "penstock.gpu_worker.engine_process.main",
+                    ENGINE_PROGRAM,
                     str(theirs.fileno()),
                 ],
                 stdin=subprocess.PIPE,
@@ -128,22 +130,19 @@ class EngineLink(asyncio.Protocol):
 
     def add(self, order: Add) -> None:
         """Have a request served."""
-        if not self._busy and not self._unread:
-            self._heard_at = self._clock()
-        self._unread.add(order.run)
         tokens = order.request.prompt_estimate + len(order.output_ids)
         tokens += sum(map(len, order.choice_ids))
-        self._unprepared[order.run] = tokens
-        self.arriving_tokens += tokens
+        self._owned.ordered(order.run, tokens)
         self._send(order)
 
     def abort(self, run: str) -> None:
         """Stop a request at the next step. What the step gives that runs now still comes."""
-        self._forget(run)
+        self._owned.not_prepared(run)
         self._send(Abort(run))
 
     async def stop(self, timeout_s: float) -> bool:
         """Have it end after the step that runs now; whether it has, with all it said heard."""
+        self._stop_watching()
         self._send(Stop())
         try:
             await asyncio.wait_for(self._gone.wait(), timeout_s)
@@ -168,13 +167,6 @@ class EngineLink(asyncio.Protocol):
         """Why it must be replaced; None while it need not be."""
         return self._failure
 
-    def stuck_for(self) -> float:
-        """Seconds of silence while its loop has something to do; 0 if there is nothing.
-
-        To be prepared may take as long as it takes: that is not the loop's work.
-        """
-        return self._clock() - self._heard_at if self._busy or self._unread else 0.0
-
     async def exit_code(self) -> int:
         """The code with which it ended, or :data:`EXIT_BROKEN` if it has not by itself."""
         assert self._process is not None
@@ -195,55 +187,56 @@ class EngineLink(asyncio.Protocol):
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
-        """As asyncio wants it."""
+        """As asyncio wants it. An error ends the connection: no token may be left out."""
         for message in self._frames.feed(data):
-            self._hear(message)
+            if self._heartbeat is not None:
+                self._heartbeat.beat()
+            self._receive(message)
+        self._wake()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """As asyncio wants it."""
         del exc  # whatever broke it, the process is of no use any more
+        self._stop_watching()
         self._gone.set()
         self._failure = self._failure or "the engine process is gone"
         if self._ready is not None and not self._ready.done():
             self._ready.set_exception(EngineEnded(EXIT_BROKEN))
         self._wake()
 
-    def _hear(self, message: object) -> None:
-        self._heard_at = self._clock()
-        if isinstance(message, Step):
-            self._hear_step(message)
-        elif isinstance(message, Taken):
-            self._unread.discard(message.run)
+    def _receive(self, message: object) -> None:
+        if isinstance(message, StepReport):
+            self._receive_step(message)
         elif isinstance(message, Prepared):
             if message.end is None:
-                self._unread.discard(message.run)
-                self._beginning_tokens += self._unprepared.pop(message.run, 0)
-                self._busy = True  # a step follows
+                self._owned.prepared(message.run)
             else:
-                self._forget(message.run)
+                self._owned.not_prepared(message.run)
                 self._outbox.post([message.end])
         elif isinstance(message, Ready):
             assert self._ready is not None
             self.step_tokens = message.step_tokens
+            self._heartbeat = self._watch.add("the engine's step loop", self._hang_timeout_s)
             self._ready.set_result(message.summary)
         elif isinstance(message, Refused):
             assert self._ready is not None
             self._ready.set_exception(EngineRefused(message.message))
         elif isinstance(message, Broken):
             self._failure = message.error
-        self._wake()
 
-    def _forget(self, run: str) -> None:
-        self._unread.discard(run)
-        self.arriving_tokens -= self._unprepared.pop(run, 0)
-
-    def _hear_step(self, step: Step) -> None:
-        self.load, self._busy = step.load, step.busy
-        self.arriving_tokens -= self._beginning_tokens
-        self._beginning_tokens = 0
+    def _receive_step(self, step: StepReport) -> None:
+        self.load = step.load
+        self._owned.step_ended()
         if step.updates:
             self._outbox.post(unpacked_updates(step.updates))
-        if step.record is not None:
-            self._metrics.observe_step(step.record)
-        if step.stats is not None:
-            self._metrics.show_engine(step.stats)
+        try:
+            if step.record is not None:
+                self._metrics.observe_step(step.record)
+            if step.stats is not None:
+                self._metrics.show_engine(step.stats)
+        except Exception as error:
+            self._guard.isolated("the figures of a step", error)
+
+    def _stop_watching(self) -> None:
+        if self._heartbeat is not None:
+            self._watch.remove(self._heartbeat)

@@ -1,52 +1,59 @@
 """The plain door: entries that plain Redis clients add become requests.
 
-A loop of its own beside the edge's, on a connection of its own: it waits for entries of all intake
-streams at once, has each read by :func:`read_entry`, and acts on it with one atomic script. Entries
-read and not acted on, here or by a worker that died, are found by the next poll, so every failure
-is met the same way: forget what is at hand, and poll.
+A task of its own on a connection of its own. It waits for entries of all intake streams at once,
+has each read by :func:`read_entry`, and acts on it with one atomic script. Entries that were read
+and not acted on, here or by a worker that died, are found by the next look. So every failure is met
+in the same way: forget what is at hand, and look again.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from redis.asyncio import Redis
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import ResponseError
 
-from penstock.shared.errors import PenstockError
 from penstock.shared.keys import GROUP
-from penstock.shared.protocol import Reason
-from penstock.shared.protocol.plain_entry import Admission, Entry, Refusal, read_entry, refused
+from penstock.shared.protocol import Answer, Reason
+from penstock.shared.protocol.plain_entry import Entry, Refusal, read_entry, refused
 from penstock.shared.scripts.ingress_operations import IngressOperations, IngressReply
 from penstock.shared.scripts.replies import accepted
-from penstock.shared.scripts.script_loader import run_calls, run_commands
+from penstock.shared.scripts.script_loader import Call, run_calls, run_commands
 
+from ..heartbeat import HeartbeatWatch
+from ..logs import printable
 from ..metrics import WorkerMetrics
+from .guarded_task import Guard, GuardedTask
 
-__all__ = ["Door"]
+__all__ = ["Ingress"]
 
-_log = logging.getLogger("penstock.door")
+_log = logging.getLogger("penstock.ingress")
 
 _ENTRIES = 64
-"""Taken at a time over all doors. Each may hold a megabyte."""
+"""Taken at a time over all intake streams. Each may hold a megabyte."""
 
-_PAUSE_S = 0.5
+_PARSED_AT_ONCE = 16_384
+"""Bytes of entries that are parsed on the event loop, in a millisecond or so; more in a thread."""
 
 
-class Door:
+class Ingress:
     """Takes entries in on behalf of one worker.
 
     Args:
-        redis: a client of the door's own, without ``decode_responses``: reading blocks it.
-        operations: the door's scripts.
+        redis: a client of its own, without ``decode_responses``: waiting blocks it.
+        operations: the scripts of the plain door.
         worker_id: unique to this process; never reused.
         metrics: counts entries by verdict.
+        watch: for the task.
         admitted: called when there is a new request to claim.
-        interval_s: how often to poll; the longest that a dead worker's entries lie.
+        interval_s: how often to look for new streams and left entries; the longest that a dead
+            worker's entries lie.
     """
 
     def __init__(
@@ -56,6 +63,7 @@ class Door:
         worker_id: str,
         *,
         metrics: WorkerMetrics,
+        watch: HeartbeatWatch,
         admitted: Callable[[], object],
         interval_s: float,
     ) -> None:
@@ -67,83 +75,83 @@ class Door:
         self._metrics = metrics
         self._admitted = admitted
         self._interval_s = interval_s
-        self._doors: tuple[str | None, ...] = ()
+        self._tenants: tuple[str | None, ...] = ()
         self._broken: tuple[str | None, ...] = ()
         self._next_poll = 0.0
-        self._stopping = False
-        self._task: asyncio.Task[None] | None = None
+        self._guard = Guard("ingress", metrics)
+        self._task = GuardedTask(
+            "ingress", self._turn, metrics=metrics, watch=watch, patience_s=interval_s
+        )
 
     def start(self) -> None:
         """Take entries in from now on."""
-        self._task = asyncio.get_running_loop().create_task(self._run())
+        self._task.start()
 
     async def close(self) -> None:
-        """Stop, and close the connection. What is at hand, other workers find."""
-        self._stopping = True
-        if self._task is not None:
-            self._task.cancel()
-            # redis-py may lose the cancellation; then the flag ends the loop when its read returns.
-            await asyncio.wait([self._task], timeout=self._interval_s)
+        """Stop, and close the connection. Other workers find what is at hand."""
+        await self._task.close()
         await self._redis.aclose()
 
-    async def _run(self) -> None:
-        complaint = ""
-        while not self._stopping:
-            try:
-                await self._take_in(await self._next_entries())
-                complaint = ""
-            except (RedisError, PenstockError, OSError) as error:
-                self._metrics.redis_errors.inc()
-                if str(error) != complaint:
-                    _log.warning("the plain door pauses: %s", error)
-                complaint = str(error)
-                self._next_poll = 0.0
-                await asyncio.sleep(_PAUSE_S)
+    async def _turn(self) -> float:
+        try:
+            await self._take_in(await self._next_entries())
+        except Exception:
+            self._next_poll = 0.0
+            raise
+        return 0.0
 
     async def _next_entries(self) -> Sequence[Entry]:
         wait_s = self._next_poll - time.monotonic()
         if wait_s <= 0:
             self._next_poll = time.monotonic() + self._interval_s
             return await self._poll()
-        if not self._doors:
+        if not self._tenants:
             await asyncio.sleep(wait_s)
             return ()
         return await self._listen(wait_s)
 
     async def _poll(self) -> Sequence[Entry]:
+        """Find the intake streams, and the entries that were read and not acted on."""
         call = self._operations.poll(self._worker_id, entries=_ENTRIES)
         (reply,) = await run_calls(self._redis, [call])
-        poll = self._operations.read_poll(reply)
-        self._doors = poll.tenants
-        if poll.broken != self._broken:
-            for tenant in poll.broken:
+        found = self._operations.read_poll(reply)
+        self._tenants = found.tenants
+        if found.broken != self._broken:
+            for tenant in found.broken:
                 name = self._operations.keys.ingress(tenant)
                 _log.error("not served: %s is no stream, or no name for a door", name)
-            self._broken = poll.broken
-        return poll.entries
+            self._broken = found.broken
+        return found.entries
 
     async def _listen(self, wait_s: float) -> Sequence[Entry]:
         """Wait for entries that no other worker has been given."""
-        tenants = {self._operations.keys.ingress(tenant).encode(): tenant for tenant in self._doors}
-        count = max(1, _ENTRIES // len(tenants))
+        streams = {
+            self._operations.keys.ingress(tenant).encode(): tenant for tenant in self._tenants
+        }
+        count = max(1, _ENTRIES // len(streams))
         command: tuple[str | bytes | int, ...] = (
             "XREADGROUP", "GROUP", GROUP, self._worker_id, "COUNT", count,
-            "BLOCK", max(1, round(wait_s * 1000)), "STREAMS", *tenants, *[">"] * len(tenants),
+            "BLOCK", max(1, round(wait_s * 1000)), "STREAMS", *streams, *[">"] * len(streams),
         )  # fmt: skip
         (reply,) = await run_commands(self._redis, [command])
         accepted("XREADGROUP", reply)
         # A list of pairs in RESP2, a map in RESP3.
-        streams = reply.items() if isinstance(reply, dict) else reply or ()
+        pairs = reply.items() if isinstance(reply, dict) else reply or ()
         return [
-            Entry(tenants[stream], name.decode(), fields)
-            for stream, entries in streams
+            Entry(streams[stream], name.decode(), fields)
+            for stream, entries in pairs
             for name, fields in entries
         ]
 
     async def _take_in(self, entries: Sequence[Entry]) -> None:
         if not entries:
             return
-        calls = [self._operations.resolve(entry, _judge(entry)) for entry in entries]
+        if sum(len(part) for entry in entries for part in entry.fields) <= _PARSED_AT_ONCE:
+            calls = self._judge(entries)
+        else:
+            # The event loop gets the interpreter every few milliseconds meanwhile: tokens and the
+            # renewal of the lease do not wait until 64 entries of a megabyte are parsed.
+            calls = await asyncio.to_thread(self._judge, entries)
         replies = await run_calls(self._redis, calls)
         errors = [reply for reply in replies if isinstance(reply, ResponseError)]
         for entry, reply in zip(entries, replies, strict=True):
@@ -154,6 +162,23 @@ class Door:
         if len(errors) == len(entries):
             raise errors[0]
 
+    def _judge(self, entries: Sequence[Entry]) -> list[Call]:
+        """What to do with each entry. Whatever it holds, the call can be sent."""
+        return [self._judge_one(entry) for entry in entries]
+
+    def _judge_one(self, entry: Entry) -> Call:
+        try:
+            verdict = read_entry(entry)
+            if isinstance(verdict, Refusal):  # its message quotes the entry
+                verdict = replace(verdict, message=printable(verdict.message))
+            return _sendable(self._operations.resolve(entry, verdict))
+        except Exception as error:
+            message = f"the entry cannot be read: {self._guard.isolated(entry.own_id, error)}"
+        refusal = Refusal(entry.own_id, Answer.MSGPACK, Reason.ENGINE_ERROR, message)
+        with contextlib.suppress(Exception):
+            refusal = refused(entry, refusal.reason, message)  # where and how the entry asks for it
+        return self._operations.resolve(entry, refusal)
+
     def _count(self, entry: Entry, admitted: IngressReply) -> None:
         self._metrics.door_entries.labels(admitted.verdict).inc()
         if admitted.verdict == "ok":
@@ -163,12 +188,15 @@ class Door:
             _log.info("entry %s: %s", entry.own_id, admitted.verdict, extra=facts)
 
 
-def _judge(entry: Entry) -> Admission | Refusal:
-    try:
-        return read_entry(entry)
-    except Exception as error:  # one entry's trouble must not keep the others waiting
-        _log.exception("an entry can not be read", extra={"request": entry.own_id})
-        return refused(entry, Reason.ENGINE_ERROR, f"the entry can not be read: {error}")
+def _sendable(call: Call) -> Call:
+    """The same call.
+
+    Raises:
+        Exception: an argument cannot be encoded. All calls travel together, so this must show
+            here, where it concerns one entry.
+    """
+    call.wire()
+    return call
 
 
 def _as_sent(response: Any, **kwargs: Any) -> Any:

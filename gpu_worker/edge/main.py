@@ -1,8 +1,9 @@
-"""The edge process: everything of a worker that talks to Redis, with the engine process below it.
+"""The edge process: the part of a worker that talks to Redis, with the engine process below it.
 
-Puts the parts together, runs them, and takes them apart in the right order. Started by the
-supervisor with one line of JSON on standard input. Exit codes are the contract with it: 0 drained;
-2 configuration or model refused, do not restart; anything else, restart. If the engine process
+Puts the parts together, runs them, and takes them apart in the right order. The supervisor starts
+it with one line of JSON on standard input, and gives it the number of a pipe as its argument, on
+which it shows that it lives. Its exit code is the contract with the supervisor: 0, drained; 2, the
+configuration or the model is refused, do not restart; anything else, restart. If the engine process
 dies, this one ends in the same way, so that the supervisor sees what killed it.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import faulthandler
 import json
 import logging
 import os
@@ -33,15 +35,18 @@ from penstock.shared.settings import WorkerSettings
 
 from ..engine_process.gc_tuning import calm_collector
 from ..health import HealthServer
-from ..launch import EXIT_BROKEN, EXIT_REFUSED, Launch
+from ..heartbeat import HeartbeatWatch, Watchdog
+from ..launch import EXIT_BROKEN, EXIT_REFUSED, Launch, stall_limit_s
 from ..logs import configure_logging
 from ..metrics import WorkerMetrics
-from .claims import Intake
+from .claim_budget import Capacity
+from .claims import ClaimReceiver
 from .compactor import Compactor
-from .engine_client import EngineEnded, EngineLink
-from .ingress import Door
+from .engine_client import EngineClient, EngineEnded
+from .ingress import Ingress
 from .outbox import Outbox
-from .redis_loop import Capacity, RedisEdge
+from .owned_requests import OwnedRequests
+from .redis_loop import RedisLoop
 
 __all__ = ["main"]
 
@@ -55,8 +60,11 @@ def main() -> int:
     launch = Launch.from_line(sys.stdin.buffer.readline())
     worker = launch.settings.worker
     configure_logging(launch.worker_id, level=worker.log_level, form=worker.log_format)
+    watch = HeartbeatWatch(stall_limit_s(launch.settings))
+    supervisor = int(sys.argv[1]) if len(sys.argv) > 1 else None
+    Watchdog(watch, _end_hung, supervisor)
     try:
-        return asyncio.run(_Process(launch).run())
+        return asyncio.run(EdgeProcess(launch, watch).run())
     except EngineEnded as error:
         _log.critical("%s", error)
         _end_like(error.code)
@@ -65,44 +73,52 @@ def main() -> int:
         return EXIT_REFUSED
 
 
-class _Process:
-    """One worker's parts and their life."""
+class EdgeProcess:
+    """One worker's parts and their life.
 
-    def __init__(self, launch: Launch) -> None:
+    Args:
+        launch: what the supervisor says.
+        watch: has the heartbeats of all loops.
+    """
+
+    def __init__(self, launch: Launch, watch: HeartbeatWatch) -> None:
         self._launch = launch
         self._settings = launch.settings
+        self._watch = watch
         self._metrics = WorkerMetrics()
+        self._owned = OwnedRequests()
         self._state = "loading the model"
-        self._edge: RedisEdge | None = None
+        self._redis_loop: RedisLoop | None = None
         self._drain = asyncio.Event()
         self._route = Route()
 
     async def run(self) -> int:
+        """Load the model, serve until told to drain, and hand over; returns the exit code.
+
+        Raises:
+            EngineEnded: the engine process died while it loaded.
+            PenstockError: model or settings are refused.
+        """
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._ask_to_drain)
         wake = asyncio.Event()
-        outbox = Outbox(self._metrics, wake.set)
-        engine = EngineLink(outbox, self._metrics, wake.set)
-        with self._health() as health:
-            try:
+        outbox = Outbox(self._owned, self._metrics, wake.set)
+        engine = EngineClient(self._owned, outbox, self._metrics, wake.set, self._watch)
+        try:
+            with self._health() as health:
                 summary = await self._load(engine)
                 if summary is None:
                     _log.info("drained: the model was still being loaded")
-                    return 0
-                return await self._serve(engine, outbox, wake, summary, health)
-            except EngineEnded:
-                raise EngineEnded(await engine.exit_code()) from None
-            except PenstockError:
-                raise
-            except Exception:
-                _log.critical("a bug ended the edge process", exc_info=True)
-                engine.kill()
-                _end_like(EXIT_BROKEN)
-            finally:
-                engine.kill()
+                else:
+                    await self._serve_or_end(engine, outbox, wake, summary, health)
+            return 0
+        except EngineEnded:
+            raise EngineEnded(await engine.exit_code()) from None
+        finally:
+            engine.kill()
 
-    async def _load(self, engine: EngineLink) -> str | None:
+    async def _load(self, engine: EngineClient) -> str | None:
         """Have the model loaded; a line about it, or None if a drain was asked for meanwhile."""
         loading = asyncio.create_task(engine.start(self._launch))
         drain = asyncio.create_task(self._drain.wait())
@@ -115,8 +131,8 @@ class _Process:
 
     def _ask_to_drain(self) -> None:
         self._drain.set()
-        if self._edge is not None:
-            self._edge.stop()
+        if self._redis_loop is not None:
+            self._redis_loop.stop()
 
     @contextlib.contextmanager
     def _health(self) -> Iterator[HealthServer | None]:
@@ -130,6 +146,7 @@ class _Process:
             self._metrics.registry,
             unhealthy=self._unhealthy,
             unready=lambda: self._state or self._unhealthy(),
+            beat=self._watch.add("the metrics server").beat,
         )
         try:
             yield server
@@ -137,20 +154,39 @@ class _Process:
             server.close()
 
     def _unhealthy(self) -> str | None:
-        if self._edge is not None and self._edge.hung:
-            return "the engine hangs: its present step has run for too long"
-        if self._edge is not None and self._edge.engine_failure is not None:
-            return f"the engine broke: {self._edge.engine_failure}"
+        if (problem := self._watch.problem) is not None:
+            return problem
+        if self._redis_loop is not None and self._redis_loop.engine_failure is not None:
+            return f"the engine broke: {self._redis_loop.engine_failure}"
         return None
 
-    async def _serve(
+    async def _serve_or_end(
         self,
-        engine: EngineLink,
+        engine: EngineClient,
         outbox: Outbox,
         wake: asyncio.Event,
         summary: str,
         health: HealthServer | None,
-    ) -> int:
+    ) -> None:
+        """Serve; an error ends the process here and now.
+
+        It is no refusal, whatever its class. And to let it rise would be to wait for the end of
+        tasks, some of which may not end.
+        """
+        try:
+            await self._serve(engine, outbox, wake, summary, health)
+        except BaseException:
+            _log.critical("a bug ended the edge process", exc_info=True)
+            _end_like(EXIT_BROKEN)
+
+    async def _serve(
+        self,
+        engine: EngineClient,
+        outbox: Outbox,
+        wake: asyncio.Event,
+        summary: str,
+        health: HealthServer | None,
+    ) -> None:
         settings = self._settings
         timeout = settings.redis.socket_timeout_s
         connection, listener = self._batch_connection(timeout), self._open_client(timeout + 2)
@@ -159,7 +195,7 @@ class _Process:
         with contextlib.suppress(RedisError, OSError):
             await follow_moved(lambda: listener.exists(keys.counters))
         retention_ms = settings.queue.retention_s * 1000
-        self._edge = edge = RedisEdge(
+        self._redis_loop = redis_loop = RedisLoop(
             listener,
             Operations(connection, keys, retention_ms=retention_ms),
             self._launch.worker_id,
@@ -170,31 +206,31 @@ class _Process:
                 heartbeat_ms=settings.worker.heartbeat_interval_ms,
             ),
             engine=engine,
+            owned=self._owned,
             outbox=outbox,
-            intake=Intake(engine.add, engine.abort, outbox, self._metrics),
+            claims=ClaimReceiver(engine.add, engine.abort, self._owned, outbox, self._metrics),
             metrics=self._metrics,
+            watch=self._watch,
             wake=wake,
-            hang_timeout_s=settings.worker.hang_timeout_s,
             drain_timeout_s=settings.worker.drain_timeout_s,
         )
-        door, compactor = self._door(retention_ms, edge), self._compactor(keys)
+        ingress, compactor = self._ingress(retention_ms, redis_loop), self._compactor(keys)
         self._announce(summary, health)
         if self._drain.is_set():
-            edge.stop()
-        door.start()
+            redis_loop.stop()
+        ingress.start()
         compactor.start()
         with calm_collector():
-            if not await edge.run():
+            if not await redis_loop.run():
                 await self._abandon(engine)
-        # What others have to go on with comes first; entries at hand in the door, others find.
-        closing = asyncio.gather(door.close(), compactor.close())
-        await self._hand_over(engine, edge)
+        # What others need to go on comes first; entries at hand in the ingress, others find.
+        closing = asyncio.gather(ingress.close(), compactor.close())
+        await self._hand_over(engine, redis_loop)
         await closing
         await connection.aclose()
         await listener.aclose()
-        return 0
 
-    def _door(self, retention_ms: int, edge: RedisEdge) -> Door:
+    def _ingress(self, retention_ms: int, redis_loop: RedisLoop) -> Ingress:
         settings = self._settings
         # A sweep's interval: entries of a dead worker wait no longer than its requests do.
         interval_s = min(1.0, settings.worker.lease_ms / 3000)
@@ -211,12 +247,13 @@ class _Process:
             ),
             default_deadline_ms=settings.queue.default_deadline_s * 1000,
         )
-        return Door(
+        return Ingress(
             redis,
             operations,
             self._launch.worker_id,
             metrics=self._metrics,
-            admitted=edge.expect_work,
+            watch=self._watch,
+            admitted=redis_loop.expect_work,
             interval_s=interval_s,
         )
 
@@ -227,6 +264,7 @@ class _Process:
             connection,
             LogOperations(connection, keys),
             metrics=self._metrics,
+            watch=self._watch,
             after_ms=None if after_s is None else after_s * 1000,
         )
 
@@ -251,7 +289,7 @@ class _Process:
             whole.write_text(json.dumps(facts))
             whole.rename(self._launch.ready_file)
 
-    async def _hand_over(self, engine: EngineLink, edge: RedisEdge) -> None:
+    async def _hand_over(self, engine: EngineClient, redis_loop: RedisLoop) -> None:
         """Drain: stop the engine first, so that what it still says is published, then give back.
 
         A step that lasts is not waited for: others begin it anew, and the engine is killed.
@@ -261,15 +299,15 @@ class _Process:
         if not await engine.stop(_step_patience_s(self._settings.worker)):
             _log.warning("the present step takes too long for a drain; others begin it anew")
         try:
-            released = await edge.drain()
+            released = await redis_loop.drain()
         except PenstockError as error:
             _log.warning("could not hand over (%s); others take over by the lease", error)
         else:
             _log.info("drained: handed over %d requests", released)
 
-    async def _abandon(self, engine: EngineLink) -> NoReturn:
-        """The engine hangs, broke or died. What it holds is given back by who sees us end."""
-        _log.critical("giving up: %s", engine.failure or "the engine hangs")
+    async def _abandon(self, engine: EngineClient) -> NoReturn:
+        """The engine broke or died. Whoever sees this process end gives its requests back."""
+        _log.critical("giving up: %s", engine.failure)
         _end_like(await engine.exit_code())
 
 
@@ -281,6 +319,17 @@ def _step_patience_s(worker: WorkerSettings) -> float:
     """
     left_ms = worker.lease_ms - worker.heartbeat_interval_ms
     return min(_MOST_STEP_PATIENCE_S, left_ms / 2000)
+
+
+def _end_hung(problem: str) -> NoReturn:
+    """End because a loop stands still. The engine process ends with this one.
+
+    Called on a thread of its own: the event loop may be what hangs, and the lock of a log handler
+    with it.
+    """
+    os.write(2, f"penstock: giving up: {problem}\n".encode())
+    faulthandler.dump_traceback(2)
+    os._exit(EXIT_BROKEN)
 
 
 def _end_like(code: int) -> NoReturn:

@@ -1,19 +1,18 @@
 """Tokens out: what the engine produced and Redis has not confirmed yet.
 
-One :class:`TokenLedger` per owned request holds how far its log is written. What the engine says
-is posted here; the Redis edge takes everything pending as one batch of appends, sends it (again and
-again, unchanged, until it is answered) and settles the answer. Only one batch is ever in flight,
-so an append can rely on the count and the digest its ledger has confirmed.
+The engine's updates are posted here. The Redis loop takes everything pending as one batch of
+appends, sends it unchanged until it is answered, and settles the answer. Only one batch is ever in
+flight, so an append can rely on the count and the digest that its :class:`OwnedRequest` holds.
 
-What is done here once for every token is most of what a token costs a worker outside its model:
-a step of 256 tokens should not need a millisecond. `penstock bench queue` measures it.
+Most of what a token costs a worker outside its model is spent here. A step of 256 tokens should not
+need a millisecond; `penstock bench queue` measures it.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from penstock.shared.protocol import Answer, Chunk, End, Reason, rolling_digest
@@ -24,7 +23,8 @@ from penstock.shared.scripts.operations import Append, AppendRow, AppendStatus, 
 from ..engine.requests import Finish, Update
 from ..messages import bare_end
 from ..metrics import WorkerMetrics
-from .owned_requests import TokenLedger, run_name
+from .guarded_task import Guard
+from .owned_requests import OwnedRequest, OwnedRequests, run_name
 
 __all__ = ["Outbox", "Settled"]
 
@@ -50,6 +50,7 @@ class Outbox:
     """Pending output of all owned requests.
 
     Args:
+        owned: the table of owned requests; this class alone adds and drops.
         metrics: counts tokens, latencies and ends as they are confirmed.
         wake: called when there is something to take.
         clock: monotonic seconds.
@@ -57,59 +58,33 @@ class Outbox:
 
     def __init__(
         self,
+        owned: OwnedRequests,
         metrics: WorkerMetrics,
         wake: Callable[[], object],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._owned = owned
         self._metrics = metrics
         self._wake = wake
         self._clock = clock
+        self._guard = Guard("outbox", metrics)
         self._pack_chunk = chunk_packer()
-        self._ledgers: dict[str, TokenLedger] = {}  # by request
-        self._runs: dict[str, TokenLedger] = {}  # the same by run
-        # Sequences by lane; see open_sequences.
-        self._open: Counter[str] = Counter()
-        # What is to be said, by run; None: only to be asked whether it is still ours.
-        self._dirty: dict[str, Update | None] = {}
-
-    def __len__(self) -> int:
-        return len(self._ledgers)
-
-    @property
-    def owned(self) -> dict[str, int]:
-        """Epochs of the claims of all owned requests, by id."""
-        return {request_id: ledger.epoch for request_id, ledger in self._ledgers.items()}
-
-    def run_of(self, request_id: str) -> str | None:
-        """The run that serves an owned request; None if it is not owned."""
-        ledger = self._ledgers.get(request_id)
-        return None if ledger is None else ledger.run
+        # What is to be written, by run; None: only to be asked whether it is still ours.
+        self._pending: dict[str, Update | None] = {}
+        self._unwritable: list[str] = []  # runs whose output raised; the engine must abort them
 
     @property
     def has_pending(self) -> bool:
         """Whether there is anything to take."""
-        return bool(self._dirty)
-
-    @property
-    def suspects(self) -> int:
-        """How many owned requests may have crashed a worker before."""
-        return sum(ledger.claim.suspect for ledger in self._ledgers.values())
-
-    def open_sequences(self) -> Mapping[str, int]:
-        """Sequences of owned requests whose end is not near, by lane. A lane without any may lack.
-
-        Near is what was taken, and what the step gives that runs now: a request that is claimed
-        meanwhile takes over the sequence without leaving a step out.
-        """
-        return self._open
+        return bool(self._pending)
 
     def probe(self) -> None:
         """Have every open request appear in the next batch, so that lost ones are noticed.
 
         An append without tokens writes nothing; its status tells whether we still own the request.
         """
-        for run in self._runs:
-            self._dirty.setdefault(run, None)
+        for run in self._owned.by_run:
+            self._pending.setdefault(run, None)
 
     def open(
         self,
@@ -128,7 +103,7 @@ class Outbox:
             sequences: how many the engine runs for it.
             max_tokens: its end comes with so many tokens, if not before; None: not known.
         """
-        ledger = TokenLedger(
+        owned = OwnedRequest(
             claim=claim,
             lane=lane,
             accepted_at=self._clock() - claim.age_ms / 1000,
@@ -140,16 +115,20 @@ class Outbox:
             last_index=max_tokens - 1 if max_tokens is not None and sequences == 1 else -1,
         )
         self._drop(claim.id)
-        self._ledgers[claim.id] = self._runs[ledger.run] = ledger
-        self._open[lane] += sequences
+        self._owned.add(owned)
 
     def post(self, updates: Sequence[Update]) -> None:
         """Take what the engine produced in a step; updates carry the names of runs."""
-        dirty = self._dirty
+        pending = self._pending
         for update in updates:
-            before = dirty.get(update.id)
-            dirty[update.id] = update if before is None else _joined(before, update)
-        if dirty:
+            before = pending.get(update.id)
+            try:
+                pending[update.id] = update if before is None else _joined(before, update)
+            except Exception as error:
+                what = f"its output cannot be joined: {self._guard.isolated(update.id, error)}"
+                pending[update.id] = bare_end(update.id, Reason.ENGINE_ERROR, what)
+                self._unwritable.append(update.id)
+        if pending:
             self._wake()
 
     def end(self, claim: Claim, reason: Reason, message: str) -> None:
@@ -158,45 +137,60 @@ class Outbox:
 
     def take(self, limit: int) -> list[AppendRow]:
         """Everything pending of up to ``limit`` requests, as appends; oldest first."""
-        if len(self._dirty) <= limit:
-            dirty, self._dirty = self._dirty, {}
+        if len(self._pending) <= limit:
+            pending, self._pending = self._pending, {}
         else:
-            dirty = {run: self._dirty.pop(run) for run in list(self._dirty)[:limit]}
+            pending = {run: self._pending.pop(run) for run in list(self._pending)[:limit]}
         rows: list[AppendRow] = []
         times: list[float] = []  # of the tokens before
         gaps: list[tuple[float, int]] = []
-        runs, now = self._runs, self._clock()
-        for run, update in dirty.items():
-            ledger = runs.get(run)
-            if ledger is None:
+        runs, now = self._owned.by_run, self._clock()
+        for run, update in pending.items():
+            owned = runs.get(run)
+            if owned is None:
                 # Lost while the step ran: what it cost is waste, and counted as such.
                 self._metrics.orphan_tokens.inc(0 if update is None else len(update.token_ids))
-            elif (
-                not ledger.in_stream
-                or update is None
-                or update.finish is not None
-                or update.logprobs
-                or len(ids := update.token_ids) != 1
-            ):
-                rows.append(self._special_row(ledger, update, now, gaps))
-            else:  # nearly always
-                start = ledger.confirmed
-                digest = ledger.digest = rolling_digest(ids, ledger.digest)
-                ledger.confirmed = start + 1
-                if start + 1 == ledger.last_index:
-                    self._close_sequences(ledger)
-                times.append(ledger.last_token_at)
-                ledger.last_token_at = now
-                chunk = self._pack_chunk((start, ids, update.text, digest))
-                rows.append((ledger.id, ledger.epoch, start, 1, chunk))
+                continue
+            start = owned.confirmed
+            try:
+                if (
+                    not owned.in_stream
+                    or update is None
+                    or update.finish is not None
+                    or update.logprobs
+                    or len(ids := update.token_ids) != 1
+                ):
+                    rows.append(self._special_row(owned, update, now, gaps))
+                    continue
+                # Nearly always:
+                chunk = self._pack_chunk(
+                    (start, ids, update.text, digest := rolling_digest(ids, owned.digest))
+                )
+            except Exception as error:
+                rows.append(self._unwritable_row(owned, start, error))
+                continue
+            owned.digest, owned.confirmed = digest, start + 1
+            if start + 1 == owned.last_index:
+                self._owned.close_sequences(owned)
+            times.append(owned.last_token_at)
+            owned.last_token_at = now
+            rows.append((owned.id, owned.epoch, start, 1, chunk))
         # Those of one step have the time before in common, too.
         gaps += ((now - before, tokens) for before, tokens in Counter(times).items())
         self._metrics.itl.observe(gaps)
         return rows
 
+    def _unwritable_row(self, owned: OwnedRequest, start: int, error: Exception) -> AppendRow:
+        """The end of a request whose output raises when it is packed."""
+        what = self._guard.isolated(owned.run, error)
+        self._unwritable.append(owned.run)
+        owned.confirmed = start
+        self._finish(owned, Finish(Reason.ENGINE_ERROR, f"its output cannot be written: {what}"))
+        return _last_row(owned, start, 0, b"")
+
     def _special_row(
         self,
-        ledger: TokenLedger,
+        owned: OwnedRequest,
         update: Update | None,
         now: float,
         gaps: list[tuple[float, int]],
@@ -204,19 +198,19 @@ class Outbox:
         """What is to be said of a request, whatever it is.
 
         Args:
-            ledger: the request's.
+            owned: the request.
             update: what is new; None: only whether it is still ours.
             now: monotonic seconds.
             gaps: gets the gap between tokens in seconds, and how often it came.
         """
-        start = ledger.confirmed
-        if ledger.finish is not None:
+        start = owned.confirmed
+        if owned.finish is not None:
             # Its log is broken: what the engine still said is waste.
             self._metrics.orphan_tokens.inc(0 if update is None else len(update.token_ids))
-            return _last_row(ledger, start, 0, b"")
+            return _last_row(owned, start, 0, b"")
         if update is None:
-            return (ledger.id, ledger.epoch, start, 0, b"")
-        ledger.prompt_tokens, ledger.cached_tokens = update.prompt_tokens, update.cached_tokens
+            return (owned.id, owned.epoch, start, 0, b"")
+        owned.prompt_tokens, owned.cached_tokens = update.prompt_tokens, update.cached_tokens
         ids, chunk = update.token_ids, b""
         if ids:
             text = "" if update.parts else update.text
@@ -225,40 +219,40 @@ class Outbox:
                 _text_lengths(update) if _is_cut_by_token(update) else (),
                 update.parts, update.prompt_logprobs,
             )  # fmt: skip
-            ledger.digest = whole.digest_after(ledger.digest)
-            ledger.confirmed = start + len(ids)
-            if ledger.confirmed == ledger.last_index:
-                self._close_sequences(ledger)
-            chunk = whole._replace(digest=ledger.digest).pack(ledger.answer)
-            if start > ledger.claim.n:  # not this worker's first
-                gaps.append(((now - ledger.last_token_at) / len(ids), len(ids)))
-            elif ledger.ttft_ms is None:
-                waited = now - ledger.accepted_at
-                ledger.ttft_ms = round(waited * 1000)
-                self._metrics.ttft.labels(ledger.lane).observe(waited)
-            ledger.last_token_at = now
-            ledger.in_stream = ledger.answer is Answer.MSGPACK and not update.parts
+            owned.digest = whole.digest_after(owned.digest)
+            owned.confirmed = start + len(ids)
+            if owned.confirmed == owned.last_index:
+                self._owned.close_sequences(owned)
+            chunk = whole._replace(digest=owned.digest).pack(owned.answer)
+            if start > owned.claim.n:  # not this worker's first
+                gaps.append(((now - owned.last_token_at) / len(ids), len(ids)))
+            elif owned.ttft_ms is None:
+                waited = now - owned.accepted_at
+                owned.ttft_ms = round(waited * 1000)
+                self._metrics.ttft.labels(owned.lane).observe(waited)
+            owned.last_token_at = now
+            owned.in_stream = owned.answer is Answer.MSGPACK and not update.parts
         if update.finish is None:
-            return (ledger.id, ledger.epoch, start, len(ids), chunk)
-        ledger.discarded_tokens = update.discarded_tokens
-        self._finish(ledger, update.finish)
-        return _last_row(ledger, start, len(ids), chunk)
+            return (owned.id, owned.epoch, start, len(ids), chunk)
+        owned.discarded_tokens = update.discarded_tokens
+        self._finish(owned, update.finish)
+        return _last_row(owned, start, len(ids), chunk)
 
-    def _finish(self, ledger: TokenLedger, finish: Finish) -> None:
-        self._close_sequences(ledger)
-        ledger.finish, ledger.in_stream = finish, False
+    def _finish(self, owned: OwnedRequest, finish: Finish) -> None:
+        self._owned.close_sequences(owned)
+        owned.finish, owned.in_stream = finish, False
 
     def settle(self, rows: Sequence[AppendRow], statuses: Sequence[int]) -> Settled:
         """Take Redis' answer to a batch: ``statuses`` as :meth:`Operations.append` gives them."""
-        lost: list[str] = []
+        lost, self._unwritable = self._unwritable, []
         mismatched: list[str] = []
         if any(statuses):
             refused = [(row, code) for row, code in zip(rows, statuses, strict=True) if code]
             rows = [row for row, code in zip(rows, statuses, strict=True) if not code]
             for row, status in refused:
                 self._refuse(row, status, lost, mismatched)
-        ledgers = self._ledgers
-        written = sum([row[3] for row in rows if row[0] in ledgers])
+        owned = self._owned.by_id
+        written = sum([row[3] for row in rows if row[0] in owned])
         for row in rows:
             if isinstance(row, Append) and row.reason:
                 self._close(row)
@@ -268,17 +262,17 @@ class Outbox:
     def _refuse(self, row: AppendRow, status: int, lost: list[str], mismatched: list[str]) -> None:
         """Redis did not take a row: note it and what follows for the request."""
         request_id, count = row[0], row[3]
-        ledger = self._ledgers.get(request_id)
-        if ledger is None:
+        owned = self._owned.by_id.get(request_id)
+        if owned is None:
             return
-        lost.append(ledger.run)
+        lost.append(owned.run)
         self._metrics.append_refusals.labels(_REFUSALS[status]).inc()
         if status == AppendStatus.BROKEN and count > 0:
             # Its log is not a stream. A bare end puts a new log in its place.
             message = "its token log in Redis holds a value of another type"
-            self._finish(ledger, Finish(Reason.ENGINE_ERROR, message))
-            ledger.confirmed = row[2]
-            self._dirty.setdefault(ledger.run, None)
+            self._finish(owned, Finish(Reason.ENGINE_ERROR, message))
+            owned.confirmed = row[2]
+            self._pending.setdefault(owned.run, None)
             return
         self._metrics.orphan_tokens.inc(count + self._drop(request_id))
         if status == AppendStatus.MISMATCH:
@@ -286,32 +280,24 @@ class Outbox:
 
     def _close(self, row: Append) -> None:
         """A request's end is written: count it, and own it no longer."""
-        ledger = self._ledgers.get(row.id)
-        if ledger is None:
+        owned = self._owned.by_id.get(row.id)
+        if owned is None:
             return
         self._drop(row.id)
-        self._metrics.prompt_tokens.inc(ledger.prompt_tokens)
-        self._metrics.cached_prompt_tokens.inc(ledger.cached_tokens)
+        self._metrics.prompt_tokens.inc(owned.prompt_tokens)
+        self._metrics.cached_prompt_tokens.inc(owned.cached_tokens)
         self._metrics.requests.labels(row.state, row.reason).inc()
-        self._metrics.duration.labels(ledger.lane).observe(self._clock() - ledger.accepted_at)
+        self._metrics.duration.labels(owned.lane).observe(self._clock() - owned.accepted_at)
 
     def forget(self, ids: Sequence[str]) -> None:
         """Stop owning requests without a word to Redis (after a release)."""
         for request_id in ids:
             self._drop(request_id)
 
-    def _close_sequences(self, ledger: TokenLedger) -> None:
-        self._open[ledger.lane] -= ledger.sequences
-        ledger.sequences = 0
-
     def _drop(self, request_id: str) -> int:
         """Own a request no longer; returns how many of its tokens were not taken."""
-        ledger = self._ledgers.pop(request_id, None)
-        if ledger is None:
-            return 0
-        del self._runs[ledger.run]
-        self._close_sequences(ledger)
-        update = self._dirty.pop(ledger.run, None)
+        owned = self._owned.drop(request_id)
+        update = None if owned is None else self._pending.pop(owned.run, None)
         return 0 if update is None else len(update.token_ids)
 
 
@@ -343,14 +329,14 @@ def _text_lengths(update: Update) -> tuple[int, ...]:
     return (*before, len(update.text.encode()) - sum(before))
 
 
-def _last_row(ledger: TokenLedger, start: int, count: int, chunk: bytes) -> Append:
+def _last_row(owned: OwnedRequest, start: int, count: int, chunk: bytes) -> Append:
     """What is written of a request that has ended."""
-    assert ledger.finish is not None
-    n, reason = ledger.confirmed, ledger.finish.reason
-    end = End(n=n, reason=reason, message=ledger.finish.message, usage=ledger.usage())
+    assert owned.finish is not None
+    n, reason = owned.confirmed, owned.finish.reason
+    end = End(n=n, reason=reason, message=owned.finish.message, usage=owned.usage())
     return Append(
-        ledger.id, ledger.epoch, start, count, chunk, end.pack(ledger.answer),
-        reason.state.value, reason.value, ledger.prompt_tokens + n + ledger.discarded_tokens,
+        owned.id, owned.epoch, start, count, chunk, end.pack(owned.answer),
+        reason.state.value, reason.value, owned.prompt_tokens + n + owned.discarded_tokens,
     )  # fmt: skip
 
 

@@ -1,7 +1,9 @@
-"""What a worker knows of the log of one request it owns."""
+"""The table of requests that this worker owns: how far each log is written, and what is to come."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from penstock.shared.protocol import Answer, Usage
@@ -9,7 +11,7 @@ from penstock.shared.scripts.operations import Claim
 
 from ..engine.requests import Finish
 
-__all__ = ["TokenLedger", "run_name"]
+__all__ = ["OwnedRequest", "OwnedRequests", "run_name"]
 
 
 def run_name(request_id: str, epoch: int) -> str:
@@ -22,13 +24,13 @@ def run_name(request_id: str, epoch: int) -> str:
 
 
 @dataclass(slots=True)
-class TokenLedger:
+class OwnedRequest:
     """How far the log of one owned request is written, and how it is to go on.
 
     Attributes:
         claim: how this worker got it.
         lane: its lane, as a metric label.
-        accepted_at: monotonic time in seconds when it was accepted, by Redis' account.
+        accepted_at: monotonic time in seconds at which Redis says that it was accepted.
         confirmed: output tokens that the log holds, those in flight included.
         digest: rolling digest of those.
         ttft_ms: acceptance to its first token; None while there is none.
@@ -37,14 +39,15 @@ class TokenLedger:
         finish: how it ended; its end is in flight.
         prompt_tokens: tokens of the prompt, as far as the engine has told.
         cached_tokens: those of them that were not computed.
-        sequences: how many the engine runs for it; 0 from when its end is near.
+        sequences: how many the engine runs for it; 0 once its end is near.
         last_index: index of its last token, unless it ends before; -1: not known.
+        unprepared_tokens: about how many tokens the engine has yet to prepare for it.
         discarded_tokens: output tokens that were generated and not published.
         run: its name in the engine, see :func:`run_name`.
         in_stream: it has had a token from this worker, has not ended, and its answer is msgpack:
             its next token needs nothing but to be packed, unless the token itself is special.
-        id: of the claim; here, too, as what every token needs should lie together.
-        epoch: likewise.
+        id: of the claim; repeated here so that what every token needs lies together.
+        epoch: of the claim, repeated for the same reason.
     """
 
     claim: Claim
@@ -61,6 +64,7 @@ class TokenLedger:
     in_stream: bool = False
     sequences: int = 1
     last_index: int = -1
+    unprepared_tokens: int = 0
     discarded_tokens: int = 0
     run: str = field(init=False)
     id: str = field(init=False)
@@ -80,3 +84,91 @@ class TokenLedger:
             ttft_ms=self.ttft_ms,
             attempts=self.claim.attempts,
         )
+
+
+class OwnedRequests:
+    """All requests that this worker owns, by id and by the name of their run.
+
+    Attributes:
+        by_id: read only, as the next one.
+        by_run: the same requests by :func:`run_name`.
+        arriving_tokens: about how many tokens of prompts were claimed and have not been through
+            their first step.
+    """
+
+    def __init__(self) -> None:
+        self.by_id: dict[str, OwnedRequest] = {}
+        self.by_run: dict[str, OwnedRequest] = {}
+        self.arriving_tokens = 0
+        self._beginning_tokens = 0  # of those, whose first step may run now
+        self._open: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        return len(self.by_id)
+
+    @property
+    def epochs(self) -> dict[str, int]:
+        """Epochs of the claims of all owned requests, by id."""
+        return {request_id: owned.epoch for request_id, owned in self.by_id.items()}
+
+    @property
+    def suspects(self) -> int:
+        """How many owned requests may have crashed a worker before."""
+        return sum(owned.claim.suspect for owned in self.by_id.values())
+
+    @property
+    def open_sequences(self) -> Mapping[str, int]:
+        """Sequences of owned requests whose end is not near, by lane. A lane without any may lack.
+
+        Near is what was taken, and what the step gives that runs now: a request that is claimed
+        meanwhile takes over the sequence without leaving a step out.
+        """
+        return self._open
+
+    def add(self, owned: OwnedRequest) -> None:
+        """Begin to own a request. An earlier claim of it is dropped."""
+        self.drop(owned.id)
+        self.by_id[owned.id] = self.by_run[owned.run] = owned
+        self._open[owned.lane] += owned.sequences
+
+    def drop(self, request_id: str) -> OwnedRequest | None:
+        """Own a request no longer; returns what was known of it, None if it was not owned."""
+        owned = self.by_id.pop(request_id, None)
+        if owned is not None:
+            del self.by_run[owned.run]
+            self.close_sequences(owned)
+            self._forget_prompt(owned)
+        return owned
+
+    def close_sequences(self, owned: OwnedRequest) -> None:
+        """Count the sequences of a request as free: its end is near."""
+        self._open[owned.lane] -= owned.sequences
+        owned.sequences = 0
+
+    # -- prompts on their way into the engine ---------------------------------------------------
+
+    def ordered(self, run: str, tokens: int) -> None:
+        """The engine was told to serve a run of about so many tokens."""
+        if (owned := self.by_run.get(run)) is not None:
+            owned.unprepared_tokens += tokens
+            self.arriving_tokens += tokens
+
+    def prepared(self, run: str) -> None:
+        """A run has reached the engine's scheduler; its first step follows."""
+        if (owned := self.by_run.get(run)) is not None:
+            self._beginning_tokens += owned.unprepared_tokens
+            owned.unprepared_tokens = 0
+
+    def not_prepared(self, run: str) -> None:
+        """A run will not reach the engine's scheduler."""
+        if (owned := self.by_run.get(run)) is not None:
+            self._forget_prompt(owned)
+
+    def step_ended(self) -> None:
+        """A step has ended, and with it the first one of all that were prepared before it."""
+        self.arriving_tokens -= self._beginning_tokens
+        self._beginning_tokens = 0
+
+    def _forget_prompt(self, owned: OwnedRequest) -> None:
+        self.arriving_tokens -= owned.unprepared_tokens
+        owned.unprepared_tokens = 0

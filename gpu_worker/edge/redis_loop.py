@@ -1,20 +1,21 @@
-"""The worker's edge to Redis: tokens out, claims in, lease and sweeps, one round trip a step.
+"""The worker's loop with Redis: tokens out, claims in, lease and sweeps, one round trip a step.
 
 An exchange is one pipeline of small scripts: ``append`` for everything the engine produced since
-the last one, ``claim`` when there is room, ``sweep`` every third of a lease. It is sent again
-unchanged until it is answered: appends are idempotent by index, and claims whose reply was lost
-are found by the audit that follows every broken exchange.
+the last one, ``claim`` if the worker can take more, ``sweep`` every third of a lease. It is sent
+again unchanged until it is answered: appends are idempotent by index, and claims whose reply was
+lost are found by the audit that follows every broken exchange.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
@@ -27,52 +28,51 @@ from penstock.shared.scripts.operations import AppendRow, Operations
 from penstock.shared.scripts.replies import read_statuses
 from penstock.shared.scripts.script_loader import Call, Command
 
+from ..heartbeat import HeartbeatWatch
 from ..metrics import WorkerMetrics
-from .claim_budget import NO_ROOM, Room
-from .claims import Intake
-from .engine_client import EngineLink
+from .bell import Bell
+from .claim_budget import NO_CLAIMS, Capacity, ClaimBudget
+from .claims import ClaimReceiver
+from .engine_client import EngineClient
+from .guarded_task import Guard, Ticker
 from .outbox import Outbox
-from .owned_requests import run_name
+from .owned_requests import OwnedRequests, run_name
 
-__all__ = ["Capacity", "RedisEdge"]
+__all__ = ["RedisLoop"]
 
 _log = logging.getLogger("penstock.edge")
 
 _APPENDS_PER_CALL = 256
 """Replies and pushes leave Redis only when a script ends, so one call must stay small."""
 
+_MOST_CLAIMED_TOKENS = 1 << 18
+"""Payloads are parsed between two exchanges: those of one claim must take tenths of a second."""
+
+_MOST_FAILED_EXCHANGES = 8
+"""After this many exchanges in a row whose replies raised, blame the process, not the replies."""
+
 _BACKOFF_S = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Capacity:
-    """How much a worker takes on.
+class _Part(NamedTuple):
+    """One call of an exchange, and what is done with its reply."""
 
-    Attributes:
-        max_sequences: requests owned at the same time.
-        claim_batch: requests claimed in one exchange at most.
-        lease_ms: how long Redis believes a silent worker alive.
-        heartbeat_ms: how often the lease is renewed when no exchange does it.
-    """
-
-    max_sequences: int
-    claim_batch: int
-    lease_ms: int
-    heartbeat_ms: int
+    call: Call | Command
+    handle: Callable[[Any], None]
+    name: str
 
 
-class RedisEdge:
+class RedisLoop:
     """Exchanges with Redis on behalf of one worker.
 
     Args:
         listener: a connection of its own for the blocking wait on the bell.
         operations: the scripts of the shard.
         worker_id: unique to this process; never reused.
-        capacity: see there.
-        engine, outbox, intake, metrics: the worker's other parts.
-        hang_timeout_s: a step that runs longer means that the engine hangs; then nothing is sent
-            any more, so that the lease ends and others take over.
-        drain_timeout_s: how long Redis may leave a worker that drains without an answer.
+        capacity: how much the worker takes on.
+        engine, owned, outbox, claims, metrics, watch: the worker's other parts.
+        wake: set when there is something to exchange.
+        drain_timeout_s: how long Redis may leave a draining worker without an answer.
     """
 
     def __init__(
@@ -82,27 +82,30 @@ class RedisEdge:
         worker_id: str,
         capacity: Capacity,
         *,
-        engine: EngineLink,
+        engine: EngineClient,
+        owned: OwnedRequests,
         outbox: Outbox,
-        intake: Intake,
+        claims: ClaimReceiver,
         metrics: WorkerMetrics,
+        watch: HeartbeatWatch,
         wake: asyncio.Event,
-        hang_timeout_s: float,
         drain_timeout_s: float,
     ) -> None:
-        self._listener = listener
         self._operations = operations
         self._worker_id = worker_id
         self._capacity = capacity
         self._engine = engine
+        self._owned = owned
         self._outbox = outbox
-        self._intake = intake
+        self._claims = claims
         self._metrics = metrics
+        self._watch = watch
         self._wake = wake
-        self._hang_timeout_s = hang_timeout_s
         self._drain_timeout_s = drain_timeout_s
-        self._rung = "0-0"
-        self._searched = -1
+        self._guard = Guard("exchange", metrics)
+        self._failed_exchanges = 0
+        self._empty_to_rank = -1  # the last claim found nothing in lanes up to this rank
+        self._to_release: list[str] = []
         self._next_renewal = 0.0
         self._next_sweep = 0.0
         self._sweep_again = False
@@ -110,6 +113,11 @@ class RedisEdge:
         self._stopping = False
         self._running: asyncio.Timeout | None = None
         self._give_up_at: float | None = None  # by the event loop's clock
+        self._turns = watch.add("the exchange with Redis")
+        self._lease = watch.add("the renewal of the lease")
+        self._bell = Bell(
+            listener, operations.keys.bell, self.expect_work, metrics=metrics, watch=watch
+        )
 
     def stop(self) -> None:
         """Claim nothing more, and end :meth:`run` after the present exchange.
@@ -124,67 +132,58 @@ class RedisEdge:
         self._wake.set()
 
     @property
-    def hung(self) -> bool:
-        """Whether the present step has run for longer than any step may."""
-        return self._engine.stuck_for() > self._hang_timeout_s
-
-    @property
     def engine_failure(self) -> str | None:
         """Why the engine must be replaced; None while it need not be."""
         return None if self._stopping else self._engine.failure
 
     def expect_work(self) -> None:
         """There is something to claim: do it at once, without waiting for the bell."""
-        self._searched = -1
+        self._empty_to_rank = -1
         self._wake.set()
 
     async def run(self) -> bool:
-        """Exchange until :meth:`stop`, or until the engine hangs or breaks.
+        """Exchange until :meth:`stop`, or until the engine breaks.
 
         Returns:
-            True if it was stopped; False if the engine can not go on and must be replaced.
+            True if it was stopped; False if the engine cannot go on and must be replaced.
+
+        Raises:
+            Exception: a bug of the loop itself. The process must end, without waiting for tasks.
         """
         works = True
-        with contextlib.suppress(TimeoutError):  # see stop
-            async with asyncio.timeout(None) as self._running, asyncio.TaskGroup() as tasks:
-                helpers = [tasks.create_task(self._tick()), tasks.create_task(self._hear_bell())]
-                while works and not self._stopping:
-                    await self.exchange()
-                    await self._wake.wait()
-                    self._wake.clear()
-                    works = not self.hung and self._engine.failure is None
-                # Some cancellations are lost inside redis-py on Python 3.11 (asyncio.wait_for);
-                # then the flag ends the listener when its read returns.
-                self._stopping = True
-                for helper in helpers:
-                    helper.cancel()
-        self._running = None
+        ticker = Ticker(self._capacity.heartbeat_ms / 1000, self._wake.set)
+        self._bell.start()
+        try:
+            with contextlib.suppress(TimeoutError):  # see stop
+                async with asyncio.timeout(None) as self._running:
+                    while works and not self._stopping:
+                        await self.exchange()
+                        await self._wake.wait()
+                        self._wake.clear()
+                        works = self._engine.failure is None
+        finally:
+            self._running = None
+            ticker.close()
+            self._bell.stop()
+            self._watch.remove(self._turns)
+            self._watch.remove(self._lease)
+        await self._bell.close()
         return works
 
     async def exchange(self) -> None:
         """One round trip, if there is anything to say."""
+        self._turns.beat()
         now = time.monotonic()
-        batches = self._take()
-        room = self._room()
-        renew = now >= self._next_renewal
-        sweep = now >= self._next_sweep or self._sweep_again
-        if not (batches or room.requests or renew or sweep):
+        parts = self._parts(now)
+        if not parts:
             return
-        calls: list[Call | Command] = [self._append(batch) for batch in batches]
-        if room.requests or (renew and not batches):
-            calls.append(self._claim(room))
-        if sweep:
-            lease_ms = self._capacity.lease_ms
-            calls += (self._operations.sweep(lease_ms=lease_ms), self._operations.depth())
-        replies = await self._send(calls)
+        replies = await self._send([part.call for part in parts])
         if replies is None:
             return
         self._next_renewal = now + self._capacity.heartbeat_ms / 1000
-        await self._settle(batches, replies[: len(batches)])
-        if len(calls) > len(batches) + 2 * sweep:
-            self._read_claim(replies[len(batches)], room)
-        if sweep:
-            self._after_sweep(now, *replies[-2:])
+        self._handle(parts, replies)
+        if self._to_release:
+            await self._release()
         if self._needs_audit:
             await self._audit()
 
@@ -204,7 +203,7 @@ class RedisEdge:
             raise RedisUnavailable("Redis did not answer in time") from None
 
     async def _release_all(self) -> int:
-        for attempt in range(1_000_000_000):
+        for attempt in itertools.count():
             try:
                 return await self._operations.release_all(self._worker_id, blame=False)
             except (RedisConnectionError, RedisTimeoutError, OSError) as error:
@@ -213,38 +212,45 @@ class RedisEdge:
 
     # -- what goes out --------------------------------------------------------------------------
 
-    def _take(self) -> list[list[AppendRow]]:
-        batches = []
+    def _parts(self, now: float) -> list[_Part]:
+        """What there is to exchange. Replies are handled in this order."""
+        operations, lease_ms = self._operations, self._capacity.lease_ms
+        parts = []
         while self._outbox.has_pending:
-            if batch := self._outbox.take(_APPENDS_PER_CALL):
-                batches.append(batch)
-        return batches
+            if rows := self._outbox.take(_APPENDS_PER_CALL):
+                call = operations.append(self._worker_id, rows, lease_ms=lease_ms)
+                parts.append(_Part(call, partial(self._settle, rows), "append"))
+        budget = self._claim_budget()
+        if budget.requests or (now >= self._next_renewal and not parts):
+            parts.append(_Part(self._claim(budget), partial(self._receive, budget), "claim"))
+        if now >= self._next_sweep or self._sweep_again:
+            sweep = operations.sweep(lease_ms=lease_ms)
+            parts.append(_Part(sweep, partial(self._after_sweep, now), "sweep"))
+            parts.append(_Part(operations.depth(), self._show_depth, "depth"))
+        return parts
 
-    def _append(self, batch: Sequence[AppendRow]) -> Call:
-        return self._operations.append(self._worker_id, batch, lease_ms=self._capacity.lease_ms)
-
-    def _room(self) -> Room:
-        """What to ask for now; nothing where it was asked for and not found."""
-        if self._stopping or self._searched == Lane.BATCH.rank:
-            return NO_ROOM
-        room = Room.beside(
-            self._outbox.open_sequences(),
+    def _claim_budget(self) -> ClaimBudget:
+        """What to ask for now; nothing where the last claim asked and found nothing."""
+        if self._stopping or self._empty_to_rank == Lane.BATCH.rank:
+            return NO_CLAIMS
+        budget = ClaimBudget.beside(
+            self._owned.open_sequences,
             self._engine.load.waiting,
-            self._engine.arriving_tokens,
+            self._owned.arriving_tokens,
             max_sequences=self._capacity.max_sequences,
             claim_batch=self._capacity.claim_batch,
             step_tokens=self._engine.step_tokens,
         )
-        return room if room.least_urgent.rank > self._searched else NO_ROOM
+        return budget if budget.least_urgent.rank > self._empty_to_rank else NO_CLAIMS
 
-    def _claim(self, room: Room) -> Call:
+    def _claim(self, budget: ClaimBudget) -> Call:
         return self._operations.claim(
             self._worker_id,
             lease_ms=self._capacity.lease_ms,
-            requests=room.requests,
-            tokens=max(1, self._engine.load.available_tokens),
-            suspect_ok=self._outbox.suspects == 0,
-            least_urgent=room.least_urgent,
+            requests=budget.requests,
+            tokens=min(max(1, self._engine.load.available_tokens), _MOST_CLAIMED_TOKENS),
+            suspect_ok=self._owned.suspects == 0,
+            least_urgent=budget.least_urgent,
         )
 
     async def _send(self, calls: Sequence[Call | Command]) -> list[Any] | None:
@@ -252,7 +258,7 @@ class RedisEdge:
 
         None if the engine ended before Redis answered: then others go on, and soon.
         """
-        for attempt in range(1_000_000_000):
+        for attempt in itertools.count():
             began = time.perf_counter()
             try:
                 replies = await self._operations.run(calls)
@@ -267,6 +273,9 @@ class RedisEdge:
         raise AssertionError("unreachable")
 
     async def _pause(self, attempt: int, error: Exception) -> None:
+        """Wait before the next attempt. An outage of Redis is no reason to replace the worker."""
+        self._turns.beat()
+        self._lease.beat()
         self._metrics.redis_errors.inc()
         pause = _BACKOFF_S[min(attempt, len(_BACKOFF_S) - 1)]
         _log.warning("Redis did not answer (%s); trying again in %g s", error, pause)
@@ -274,68 +283,81 @@ class RedisEdge:
 
     # -- what comes back ------------------------------------------------------------------------
 
-    async def _settle(self, batches: Sequence[Sequence[AppendRow]], replies: Sequence[Any]) -> None:
-        for batch, reply in zip(batches, replies, strict=True):
-            if isinstance(reply, ResponseError):
-                # The script as a whole was refused for good (an ACL, a Redis bug), and nothing was
-                # written. Refusals that pass are broken connections here: see
-                # shared/redis/transient_errors.py.
-                _log.error("append was refused: %s", reply)
-                self._metrics.redis_errors.inc()
-                ids = tuple(row[0] for row in batch)
-                self._outbox.forget(ids)
-                await self._give_up([run_name(row[0], row[1]) for row in batch], ids)
-                continue
-            settled = self._outbox.settle(batch, read_statuses(reply, len(batch)))
-            self._needs_audit |= settled.broken
-            await self._give_up(settled.lost, settled.mismatched)
+    def _handle(self, parts: Sequence[_Part], replies: Sequence[Any]) -> None:
+        """Have each reply handled; one that raises costs no other.
 
-    async def _give_up(self, lost: Sequence[str], release: Sequence[str]) -> None:
-        for run in lost:
-            self._engine.abort(run)
-        if lost:
-            self._searched = -1
-        if release:
+        An audit then finds what this worker owns without knowing it, and the probe that follows
+        each sweep finds what it no longer owns.
+        """
+        failed = False
+        for part, reply in zip(parts, replies, strict=True):
             try:
-                await self._operations.release(self._worker_id, release)
-            except (RedisError, PenstockError) as error:
-                # What stays ours in Redis without our knowing is what the audit looks for.
-                _log.warning("could not release: %s", error)
-                self._needs_audit = True
+                part.handle(reply)
+            except Exception as error:
+                self._guard.isolated(f"the reply to {part.name}", error)
+                failed = self._needs_audit = True
+        self._failed_exchanges = self._failed_exchanges + 1 if failed else 0
+        if self._failed_exchanges >= _MOST_FAILED_EXCHANGES:
+            raise RuntimeError(f"{self._failed_exchanges} exchanges in a row could not be handled")
 
-    def _read_claim(self, reply: Any, room: Room) -> None:
-        if isinstance(reply, ResponseError):
-            _log.error("claim was refused: %s", reply)
-            self._metrics.redis_errors.inc()
+    def _is_refused(self, name: str, reply: Any) -> bool:
+        """Whether the script as a whole was refused for good (by an ACL, or a bug of Redis).
+
+        Then nothing was written. Refusals that pass are broken connections here; see
+        shared/redis/transient_errors.py.
+        """
+        if not isinstance(reply, ResponseError):
+            return False
+        _log.error("%s was refused: %s", name, reply)
+        self._metrics.redis_errors.inc()
+        return True
+
+    def _settle(self, rows: Sequence[AppendRow], reply: Any) -> None:
+        if self._is_refused("append", reply):
+            ids = [row[0] for row in rows]
+            self._outbox.forget(ids)
+            self._abort([run_name(row[0], row[1]) for row in rows])
+            self._to_release += ids
             return
+        self._lease.beat()
+        settled = self._outbox.settle(rows, read_statuses(reply, len(rows)))
+        self._needs_audit |= settled.broken
+        self._abort(settled.lost)
+        self._to_release += settled.mismatched
+
+    def _abort(self, runs: Sequence[str]) -> None:
+        for run in runs:
+            self._engine.abort(run)
+        if runs:
+            self._empty_to_rank = -1
+
+    def _receive(self, budget: ClaimBudget, reply: Any) -> None:
+        if self._is_refused("claim", reply):
+            return
+        self._lease.beat()
         claimed = self._operations.read_claim(reply)
-        if room.requests:
-            # What came while the answer was on its way, the claim did not see.
-            may_be_more = bool(claimed.claims) or _place(self._rung) > _place(claimed.bell)
-            self._searched = -1 if may_be_more else room.least_urgent.rank
-        self._needs_audit |= self._intake.accept(claimed.claims)
+        if budget.requests:
+            # The claim did not see what came while its answer was on its way.
+            may_be_more = claimed.claims or self._bell.has_rung_since(claimed.bell)
+            self._empty_to_rank = -1 if may_be_more else budget.least_urgent.rank
+        self._needs_audit |= self._claims.accept(claimed.claims)
         if claimed.more:
             self._wake.set()
 
-    def _after_sweep(self, now: float, reply: Any, depth: Any) -> None:
+    def _after_sweep(self, now: float, reply: Any) -> None:
         regular, self._sweep_again = now >= self._next_sweep, False
         if regular:
             self._next_sweep = now + min(1.0, self._capacity.lease_ms / 3000)
-        self._show_depth(depth)
-        if isinstance(reply, ResponseError):
-            _log.error("sweep was refused: %s", reply)
-            self._metrics.redis_errors.inc()
+        if self._is_refused("sweep", reply):
             return
         swept = self._operations.read_sweep(reply)
-        self._metrics.swept.labels("expired").inc(swept.expired)
-        self._metrics.swept.labels("reaped").inc(swept.reaped)
-        self._metrics.swept.labels("disconnected").inc(swept.abandoned)
+        self._metrics.count_sweep(swept)
         if swept.reaped:
             _log.warning("took %d requests from %d dead workers", swept.reaped, swept.workers)
         if swept.failed:
             _log.error("a sweep could not mend %d requests: %s", swept.failed, swept.error)
-        # A suspect, or work left for want of room, rings no bell when its turn comes.
-        self._searched = -1
+        # No bell rings when the turn of a suspect comes, or of work that had to be left.
+        self._empty_to_rank = -1
         if swept.more:  # with the next exchange, so that tokens are not held back
             self._sweep_again = True
             self._wake.set()
@@ -345,44 +367,24 @@ class RedisEdge:
 
     def _show_depth(self, reply: Any) -> None:
         if isinstance(reply, ResponseError):
-            return  # gauges only; who may not read them may still serve
-        for lane, (requests, tokens) in self._operations.read_depth(reply).items():
-            self._metrics.queue_requests.labels(lane.value).set(requests)
-            self._metrics.queue_tokens.labels(lane.value).set(tokens)
+            return  # gauges only; a worker that may not read them may still serve
+        self._metrics.show_depth(self._operations.read_depth(reply))
+
+    async def _release(self) -> None:
+        ids, self._to_release = self._to_release, []
+        try:
+            await self._operations.release(self._worker_id, ids)
+        except (RedisError, PenstockError, OSError) as error:
+            # The audit finds what stays this worker's in Redis without its knowledge.
+            _log.warning("could not release: %s", error)
+            self._needs_audit = True
 
     async def _audit(self) -> None:
+        self._turns.beat()
         try:
-            orphans = await self._operations.audit(self._worker_id, self._outbox.owned)
+            orphans = await self._operations.audit(self._worker_id, self._owned.epochs)
         except (RedisError, PenstockError, OSError):
             return  # stays due
         self._needs_audit = False
         if orphans:
             _log.warning("gave back %d requests whose claim this worker never received", orphans)
-
-    # -- what wakes an exchange -----------------------------------------------------------------
-
-    async def _tick(self) -> None:
-        interval = self._capacity.heartbeat_ms / 1000
-        while True:
-            await asyncio.sleep(interval)
-            self._wake.set()
-
-    async def _hear_bell(self) -> None:
-        """Waits for new work. Entries that came since the last claim wake it at once."""
-        key = self._operations.keys.bell
-        while not self._stopping:
-            try:
-                rung = await self._listener.xread({key: self._rung}, count=1, block=1000)
-            except (RedisError, OSError):
-                if not self._stopping:
-                    await asyncio.sleep(0.5)
-                continue
-            if rung:
-                self._rung = rung[0][1][-1][0].decode()
-                self.expect_work()
-
-
-def _place(entry: str) -> tuple[int, int]:
-    """An id of a stream's entry, to be compared."""
-    ms, _, number = entry.partition("-")
-    return int(ms), int(number)

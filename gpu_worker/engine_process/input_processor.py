@@ -18,9 +18,9 @@ from penstock.shared.protocol import Reason, SamplingOptions
 
 from ..engine.constraint import Form
 from ..engine.requests import EngineRequest, Update
-from ..messages import Add, Prepared, Taken, bare_end
+from ..messages import Add, Prepared, bare_end
 
-__all__ = ["Preparation"]
+__all__ = ["InputProcessor"]
 
 _log = logging.getLogger("penstock.engine")
 
@@ -30,7 +30,7 @@ _IDS_CHECKED_AT_ONCE = 2048
 _THREADS = 2
 
 
-class Preparation:
+class InputProcessor:
     """Prepares requests, several at a time.
 
     All methods belong to one thread, the loop's: what the pool has done is handed on by
@@ -42,7 +42,7 @@ class Preparation:
         compile: what is needed to follow the form of a request's output; may raise
             :class:`InvalidRequest`. Runs in a pool, and only for requests that ask for a form.
         add: gives a prepared request to the engine.
-        tell: says what became of each.
+        report: is told what became of each.
         wake: called, from a pool's thread, when there is something to deliver.
         compile_timeout_s: how long a grammar may take a thread of its pool.
         timer: calls a function after so many seconds, in a thread of its own.
@@ -53,7 +53,7 @@ class Preparation:
         encode: Callable[[object], Sequence[int]],
         compile: Callable[[SamplingOptions], Callable[[], Form] | None],
         add: Callable[[EngineRequest], None],
-        tell: Callable[[Taken | Prepared], None],
+        report: Callable[[Prepared], None],
         wake: Callable[[], None],
         *,
         compile_timeout_s: float = 10.0,
@@ -64,7 +64,7 @@ class Preparation:
         self._encode = encode
         self._compile = compile
         self._add = add
-        self._tell = tell
+        self._report = report
         self._wake = wake
         self._compile_timeout_s = compile_timeout_s
         self._timer = timer
@@ -82,7 +82,6 @@ class Preparation:
         if are_few_ids and options.constraint is None:
             self._done.append(self._attempt(order, lambda: self._read(order)))
         else:
-            self._tell(Taken(order.run))
             self._pool.submit(self._work, order)
 
     def deliver(self) -> None:
@@ -92,10 +91,10 @@ class Preparation:
             if not self.cancel(item.id):
                 continue
             if isinstance(item, Update):
-                self._tell(Prepared(item.id, item))
+                self._report(Prepared(item.id, item))
             else:
                 self._add(item)
-                self._tell(Prepared(item.id))
+                self._report(Prepared(item.id))
 
     def cancel(self, run: str) -> bool:
         """Give up a request; False if it is not being prepared (any more)."""

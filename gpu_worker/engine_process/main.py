@@ -27,7 +27,7 @@ from ..launch import EXIT_REFUSED, Launch
 from ..logs import configure_logging
 from ..messages import Abort, Add, Frames, Ready, Refused, Stop, frame
 from .gc_tuning import calm_collector
-from .input_processor import Preparation
+from .input_processor import InputProcessor
 from .model_interface import ServingModel
 from .step_log import StepLog, step_log
 from .worker import Worker
@@ -41,10 +41,13 @@ _READ_BYTES = 1 << 18
 _STACK_BYTES = 16 << 20
 """Of each thread: several times what a constraint may take when it is tried in a sandbox."""
 
+_HEARTBEATS = 4
+"""At least this many within the time after which the edge takes a silent engine for hung."""
+
 
 def main() -> int:
     """Serve one edge process; returns the exit code."""
-    channel = _Channel(socket.socket(fileno=int(sys.argv[1])))
+    channel = EdgeChannel(socket.socket(fileno=int(sys.argv[1])))
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     threading.stack_size(_STACK_BYTES)
@@ -77,7 +80,7 @@ def _build(settings: Settings) -> ServingModel:
     return build_model(settings)
 
 
-class _Channel:
+class EdgeChannel:
     """The socket to the edge process."""
 
     def __init__(self, channel: socket.socket) -> None:
@@ -130,12 +133,12 @@ class _Channel:
 class _Orders:
     """Reads the edge's orders for the loop; see :class:`.worker.Orders`."""
 
-    def __init__(self, channel: _Channel) -> None:
+    def __init__(self, channel: EdgeChannel) -> None:
         self._channel = channel
 
-    def obey(self, worker: Worker, preparation: Preparation) -> None:
-        """Whom they are for."""
-        self._worker, self._preparation = worker, preparation
+    def attach(self, worker: Worker, inputs: InputProcessor) -> None:
+        """Say who carries the orders out."""
+        self._worker, self._inputs = worker, inputs
 
     def wait(self, timeout_s: float | None) -> bool:
         """Wait until there is something to read, or something was prepared."""
@@ -145,22 +148,29 @@ class _Orders:
         """Read what has come, and hand on what was prepared since."""
         for order in self._channel.read():
             if isinstance(order, Add):
-                self._preparation.begin(order)
+                self._inputs.begin(order)
             elif isinstance(order, Abort):
-                if not self._preparation.cancel(order.run):
+                if not self._inputs.cancel(order.run):
                     self._worker.abort(order.run)
             elif isinstance(order, Stop):
                 self._worker.stop()
-        self._preparation.deliver()
+        self._inputs.deliver()
 
 
 def _serve(
-    model: ServingModel, settings: Settings, channel: _Channel, steps: StepLog | None
+    model: ServingModel, settings: Settings, channel: EdgeChannel, steps: StepLog | None
 ) -> None:
     """Follow orders until the order to stop."""
     engine, orders = Engine(model.config, model.new_text_stream), _Orders(channel)
-    worker = Worker(engine, model.runner, channel.send, orders, step_log=steps)
-    preparation = Preparation(
+    worker = Worker(
+        engine,
+        model.runner,
+        channel.send,
+        orders,
+        step_log=steps,
+        heartbeat_s=settings.worker.hang_timeout_s / _HEARTBEATS,
+    )
+    inputs = InputProcessor(
         model.encode,
         model.compile,
         worker.add,
@@ -168,10 +178,10 @@ def _serve(
         channel.wake,
         compile_timeout_s=settings.engine.grammar_timeout_s,
     )
-    orders.obey(worker, preparation)
+    orders.attach(worker, inputs)
     worker.run()
     channel.close()
-    preparation.close()
+    inputs.close()
     if steps is not None:
         steps.close()
 

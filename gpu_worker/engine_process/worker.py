@@ -1,9 +1,9 @@
 """The worker's loop: pull -> schedule -> run -> publish.
 
-Its thread owns the engine and the model; nobody else touches them. It reads its orders itself, as
-any other thread would take the interpreter lock from it in the middle of a step. What a step gave
-leaves in one message to the edge process, which publishes step n while step n + 1 runs: a slow
-Redis never holds the device, and a long step never holds the lease.
+One thread owns the engine and the model; no other touches them. It also reads its orders itself,
+since another thread would take the interpreter lock from it in the middle of a step. The results of
+a step leave in one message to the edge process, which publishes step n while step n + 1 runs: a
+slow Redis never holds the device, and a long step never holds the lease.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..engine.engine import Engine
 from ..engine.plan import Plan, StepOutput
 from ..engine.requests import EngineRequest, Update
 from ..engine.scheduling.step_features import Work
-from ..messages import Broken, Step, StepRecord, packed_updates
+from ..messages import Broken, StepRecord, StepReport, packed_updates
 from .isolation import Runner, run_isolated
 from .step_log import StepLog
 
@@ -28,18 +28,18 @@ __all__ = ["Orders", "Worker"]
 
 _log = logging.getLogger("penstock.worker")
 
-_QUIET_S = 0.5
-"""Without work for this long, the worker checks that its books balance."""
+_HEARTBEAT_S = 0.5
+"""How often an idle worker reports, unless it is told to do so more often."""
 
 _STATS_S = 0.1
-"""How often all figures are told while steps run: to put them together takes a while."""
+"""How often all figures are reported while steps run: to collect them takes a while."""
 
-_FUTILE = 8
-"""So many requests that fail in a row, and none that is computed in between, are not to blame."""
+_MOST_CONSECUTIVE_FAILURES = 8
+"""After this many consecutive failures, blame the worker, not the requests."""
 
 
 class Orders(Protocol):
-    """Where orders come from: what it reads, it gives to the worker's methods."""
+    """Where orders come from. It reads them and calls the worker's methods."""
 
     def poll(self) -> None:
         """Read what has come, without waiting."""
@@ -54,32 +54,36 @@ class Worker:
     Args:
         engine: pure scheduling and stop rules.
         runner: computes plans on the device.
-        tell: takes what there is to say after each step; may wait.
+        report: takes a message after each step, and regularly while the worker is idle; may wait.
         orders: read before each step, and when there is nothing to do.
         clock: monotonic seconds.
-        step_log: is told the work of each step and the seconds of its turn; None: nobody is.
+        step_log: gets the work of each step and the seconds of its turn; None: no log.
+        heartbeat_s: how often to report while idle, in seconds.
     """
 
     def __init__(
         self,
         engine: Engine,
         runner: Runner,
-        tell: Callable[[Step | Broken], None],
+        report: Callable[[StepReport | Broken], None],
         orders: Orders,
         clock: Callable[[], float] = time.monotonic,
         step_log: StepLog | None = None,
+        heartbeat_s: float = _HEARTBEAT_S,
     ) -> None:
         self._engine = engine
         self._runner = runner
-        self._tell = tell
+        self._report = report
         self._orders = orders
         self._clock = clock
         self._step_log = step_log
+        self._heartbeat_s = min(heartbeat_s, _HEARTBEAT_S)
         self._inbox: deque[EngineRequest | str] = deque()
         self._stopping = False
-        self._told_stats_at = clock()
+        self._reported_stats_at = clock()
         self._failure: BaseException | None = None
-        self._futile: set[str] = set()  # requests that failed since one was computed
+        self._consecutive_failures: set[str] = set()  # requests that failed since one was computed
+        self._is_checked = False
 
     # -- orders, as `Orders` reads them ---------------------------------------------------------
 
@@ -88,7 +92,7 @@ class Worker:
         self._inbox.append(request)
 
     def abort(self, request_id: str) -> None:
-        """Stop a request at the next step; nothing more is told about it."""
+        """Stop a request at the next step; nothing more is reported about it."""
         self._inbox.append(request_id)
 
     def stop(self) -> None:
@@ -103,7 +107,7 @@ class Worker:
     # -- the loop -------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Serve until :meth:`stop`, or until the loop breaks, which is told."""
+        """Serve until :meth:`stop`, or until the loop breaks, which is reported."""
         try:
             while not self._stopping:
                 self._step()
@@ -112,29 +116,43 @@ class Worker:
             # so the process must end; the supervisor hands its requests to others.
             _log.exception("the engine loop broke")
             self._failure = error
-            self._tell(Broken(repr(error)))
+            self._report(Broken(repr(error)))
 
     def _step(self) -> None:
         turn_began = self._clock()
         self._pull()
         if self._stopping:
-            return  # told just now: the step before was the last
+            return  # the order came just now: the step before was the last
         began = self._clock()
         plan = self._engine.schedule()
         if plan is None:
             self._idle()
             return
         output, record = self._run(plan)
-        self._publish(plan, output, record)
+        self._publish(self._engine.collect(plan, output), record)
         self._engine.observe(plan, self._clock() - began)
         if self._step_log is not None:
             self._step_log.write(Work.of(plan), self._clock() - turn_began)
 
+    def _pull(self) -> None:
+        """Give the engine what was ordered since the last step."""
+        self._orders.poll()
+        while self._inbox:
+            order = self._inbox.popleft()
+            if isinstance(order, str):
+                self._engine.abort(order)
+                continue
+            refusal = self._engine.add(order)
+            if refusal is not None:
+                self._publish([refusal])
+
     def _run(self, plan: Plan) -> tuple[StepOutput, StepRecord]:
+        """Compute a plan; requests that fail do so alone."""
         began = self._clock()
         output = run_isolated(self._runner, plan)
         seconds = self._clock() - began
-        self._distrust(plan, output)
+        self._check_systemic_failure(plan, output)
+        self._is_checked = False
         return output, StepRecord(
             seconds,
             plan.num_tokens,
@@ -144,54 +162,43 @@ class Worker:
             draft_failed=output.draft_failed,
         )
 
-    def _distrust(self, plan: Plan, output: StepOutput) -> None:
-        """Raise if it is not the requests that fail: then they must not end here, but go on.
+    def _check_systemic_failure(self, plan: Plan, output: StepOutput) -> None:
+        """Raise if the worker fails, not the requests: then they must go on elsewhere.
 
-        Each is blamed as by a crash. So those that do fail wherever they are computed are suspects
-        soon, which are served one by one, and end with what they fail with.
+        Each is blamed as by a crash. So a request that fails wherever it is computed soon becomes a
+        suspect. Suspects are served one by one, and end with their own failure.
         """
         if not output.moved:
             self._runner.recover()
         if len(output.failures) < len(plan.spans):
-            self._futile.clear()
+            self._consecutive_failures.clear()
             return
-        self._futile.update(
+        self._consecutive_failures.update(
             plan.spans[index].sequence.id
             for index, finish in output.failures.items()
             if finish.reason is Reason.ENGINE_ERROR
         )
-        if len(self._futile) >= _FUTILE:
+        if len(self._consecutive_failures) >= _MOST_CONSECUTIVE_FAILURES:
             (*_, last) = output.failures.values()
             raise RuntimeError(
-                f"{len(self._futile)} requests in a row failed, the last with: {last.message}"
+                f"{len(self._consecutive_failures)} requests in a row failed, "
+                f"the last with: {last.message}"
             )
 
-    def _pull(self) -> None:
-        self._orders.poll()
-        while self._inbox:
-            order = self._inbox.popleft()
-            if isinstance(order, str):
-                self._engine.abort(order)
-                continue
-            refusal = self._engine.add(order)
-            if refusal is not None:
-                self._say([refusal])
-
-    def _publish(self, plan: Plan, output: StepOutput, record: StepRecord) -> None:
-        self._say(self._engine.collect(plan, output), record)
+    def _publish(self, updates: Sequence[Update], record: StepRecord | None = None) -> None:
+        """Report what requests got, and how the engine is."""
+        engine, now = self._engine, self._clock()
+        idle = not (engine.has_work or self._inbox)
+        stats = None
+        if idle or now - self._reported_stats_at > _STATS_S:
+            stats, self._reported_stats_at = engine.stats(), now
+        self._report(StepReport(packed_updates(updates), engine.load(), record, stats))
 
     def _idle(self) -> None:
-        self._say(())
-        # A recount of the whole pool takes milliseconds, which the next request would wait for:
+        """Show that the loop turns, and wait for orders."""
+        self._publish(())
+        # A recount of the whole pool takes milliseconds, for which the next request would wait:
         # it is for quiet moments, not for every gap between two requests.
-        if not self._orders.wait(_QUIET_S):
+        if not self._orders.wait(self._heartbeat_s) and not self._is_checked:
             self._engine.check_integrity()
-            self._orders.wait(None)
-
-    def _say(self, updates: Sequence[Update], record: StepRecord | None = None) -> None:
-        engine, now = self._engine, self._clock()
-        busy = engine.has_work or bool(self._inbox)
-        stats = None
-        if not busy or now - self._told_stats_at > _STATS_S:
-            stats, self._told_stats_at = engine.stats(), now
-        self._tell(Step(packed_updates(updates), engine.load(), busy, record, stats))
+            self._is_checked = True

@@ -23,8 +23,8 @@ async def side(redis_url: str, newest_shard: Shard) -> AsyncIterator[WorkerSide]
 
 
 async def claim(side: WorkerSide) -> None:
-    side.edge.expect_work()
-    await side.edge.exchange()
+    side.redis_loop.expect_work()
+    await side.redis_loop.exchange()
 
 
 async def test_a_lost_claim_of_what_it_owned_before_is_given_back(
@@ -34,7 +34,7 @@ async def test_a_lost_claim_of_what_it_owned_before_is_given_back(
     shard, run = newest_shard, side.operations.run
     await shard.submit("x")
     await side.claim_all(1)
-    await side.edge.exchange()  # answers the question with which a sweep ends
+    await side.redis_loop.exchange()  # answers the question with which a sweep ends
     (worker,) = await shard.redis.zrange(shard.keys.leases, 0, -1)
     await shard.redis.zadd(shard.keys.leases, {worker: LONG_AGO})
     assert (await shard.sweep()).reaped == 1
@@ -68,7 +68,7 @@ async def test_after_an_outage_no_worker_takes_the_others_work(
         outage = int(await shard.redis.hget(shard.keys.floors, "swept") or 0)
 
         async def swept() -> bool:
-            await side.edge.exchange()
+            await side.redis_loop.exchange()
             return int(await shard.redis.hget(shard.keys.floors, "swept") or 0) > outage
 
         await eventually(swept, "the first one sweeps")
@@ -88,12 +88,12 @@ async def test_many_requests_with_one_deadline_end_soon_after_it(
     await side.claim_all(4)
     for n in range(count):
         await shard.submit(f"x{n}", deadline_ms=1)
-    working = asyncio.create_task(side.edge.run())
+    working = asyncio.create_task(side.redis_loop.run())
 
     async def all_ended() -> bool:
         return await shard.counter("ended:expired") == count
 
     await eventually(all_ended, "no pause between 20 sweeps", timeout_s=6)  # with pauses: 13 s
-    side.edge.stop()
+    side.redis_loop.stop()
     assert await working
     await shard.check()

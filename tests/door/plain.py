@@ -11,7 +11,8 @@ from typing import Any
 from delivery.fleet import Shard
 from redis.asyncio import Redis
 
-from penstock.gpu_worker.edge.ingress import Door
+from penstock.gpu_worker.edge.ingress import Ingress
+from penstock.gpu_worker.heartbeat import HeartbeatWatch
 from penstock.gpu_worker.metrics import WorkerMetrics
 from penstock.shared.keys import GROUP
 from penstock.shared.protocol.plain_entry import Entry, read_entry
@@ -101,7 +102,7 @@ class PlainDoor:
         return await self.redis.xlen(intake), pending["pending"]
 
     @asynccontextmanager
-    async def loop(self, worker: str, *, interval_s: float = 0.05) -> AsyncIterator[Door]:
+    async def loop(self, worker: str, *, interval_s: float = 0.05) -> AsyncIterator[Ingress]:
         """A worker's own loop at the door, with a connection of its own and a lease."""
         await self.lease(worker)
         client = Redis(
@@ -109,7 +110,7 @@ class PlainDoor:
                 **self.redis.connection_pool.connection_kwargs
             )
         )
-        door = Door(
+        ingress = Ingress(
             client,
             IngressOperations(
                 client, self.keys, bounds=self.bounds, default_deadline_ms=MINUTE_MS,
@@ -117,14 +118,15 @@ class PlainDoor:
             ),
             worker,
             metrics=WorkerMetrics(),
+            watch=HeartbeatWatch(60),
             admitted=lambda: None,
             interval_s=interval_s,
         )  # fmt: skip
-        door.start()
+        ingress.start()
         try:
-            yield door
+            yield ingress
         finally:
-            await door.close()
+            await ingress.close()
             await client.connection_pool.disconnect()
 
     async def until(self, done: Callable[[], Any], what: str, timeout_s: float = 10) -> None:

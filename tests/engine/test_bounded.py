@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 from engine.fakes import PieceStream, config, request
 
-from penstock.gpu_worker.edge.claim_budget import Room
+from penstock.gpu_worker.edge.claim_budget import ClaimBudget
 from penstock.gpu_worker.engine.config import EngineConfig, PolicyName
 from penstock.gpu_worker.engine.engine import Engine
 from penstock.gpu_worker.engine.plan import StepOutput
@@ -51,8 +51,8 @@ class Served:
         self.owned[lane.value] += 1
         self._lanes[id] = lane.value
 
-    def room(self) -> Room:
-        return Room.beside(
+    def room(self) -> ClaimBudget:
+        return ClaimBudget.beside(
             self.owned,
             self.engine.load().waiting,
             0,

@@ -12,10 +12,10 @@ from workers import WorkerFactory
 from penstock.producer import BlockingProducer
 from penstock.shared.local.embedded import EmbeddedRedis
 
-HANDLER = "            except (RedisError, PenstockError, OSError) as error:\n"
-SWALLOWING = "            except asyncio.CancelledError:\n                continue\n"
-DOOR = ("gpu_worker/edge/ingress.py", HANDLER, SWALLOWING + HANDLER)
-"""A task that swallows its cancellation, as redis-py may on Python 3.11."""
+HANDLER = "        except (RedisError, PenstockError, OSError) as error:\n"
+SWALLOWING = "        except asyncio.CancelledError:\n            return 0.0\n"
+TASKS = ("gpu_worker/edge/guarded_task.py", HANDLER, SWALLOWING + HANDLER)
+"""Tasks that swallow their cancellation, as redis-py may on Python 3.11."""
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def server() -> Iterator[EmbeddedRedis]:
 
 BUG = (
     "gpu_worker/edge/redis_loop.py",
-    "        self._show_depth(depth)\n",
+    "        parts = self._parts(now)\n",
     "        raise KeyError('a bug')\n",
 )
 
@@ -63,14 +63,14 @@ def test_a_hung_engine_counts_as_dead(server: EmbeddedRedis, tmp_path: Path) -> 
 def test_a_task_that_outlives_its_cancellation_holds_nothing_up(
     server: EmbeddedRedis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PYTHONPATH", mutated(tmp_path, *DOOR))
+    monkeypatch.setenv("PYTHONPATH", mutated(tmp_path, *TASKS))
     assert code_of_a_hanging_worker(server, tmp_path) == 70
 
 
 def test_a_bug_at_the_edge_ends_it_all_the_same(
     server: EmbeddedRedis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    site = mutated(tmp_path, *DOOR)
+    site = mutated(tmp_path, *TASKS)
     change(site, *BUG)
     monkeypatch.setenv("PYTHONPATH", site)
     factory = WorkerFactory(server.url, tmp_path)

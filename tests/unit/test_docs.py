@@ -44,6 +44,7 @@ METRIC_NAMES: dict[str, tuple[str, tuple[str, ...]]] = {
     "penstock_host_blocks_total": ("gauge", ()),
     "penstock_host_blocks_used": ("gauge", ()),
     "penstock_inter_token_latency_seconds": ("histogram", ()),
+    "penstock_isolated_errors_total": ("counter", ("task",)),
     "penstock_kv_blocks_cached": ("gauge", ()),
     "penstock_kv_blocks_total": ("gauge", ()),
     "penstock_kv_blocks_used": ("gauge", ()),

@@ -10,8 +10,8 @@ from penstock.gpu_worker.engine.stats import Load
 from penstock.gpu_worker.messages import (
     Abort,
     Frames,
-    Step,
     StepRecord,
+    StepReport,
     bare_end,
     frame,
     packed_updates,
@@ -36,8 +36,8 @@ def test_updates_survive_the_way() -> None:
 
 @given(st.lists(st.integers(1, 200), max_size=60))
 def test_messages_come_out_as_they_went_in_wherever_they_are_cut(cuts: list[int]) -> None:
-    step = Step(
-        packed_updates(UPDATES), Load({Lane.BATCH: 3}, 77), True, StepRecord(0.1, 1, 2, 3, 4)
+    step = StepReport(
+        packed_updates(UPDATES), Load({Lane.BATCH: 3}, 77), StepRecord(0.1, 1, 2, 3, 4)
     )
     sent = [Abort("x"), step, Abort("y" * 500)]
     data, frames, got = b"".join(map(frame, sent)), Frames(), []

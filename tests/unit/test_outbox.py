@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.gpu_worker.edge.outbox import Outbox
+from penstock.gpu_worker.edge.owned_requests import OwnedRequests
 from penstock.gpu_worker.engine.requests import Finish, Update
 from penstock.gpu_worker.metrics import WorkerMetrics
 from penstock.shared.protocol import (
@@ -42,8 +43,13 @@ def metrics() -> WorkerMetrics:
 
 
 @pytest.fixture
-def outbox(metrics: WorkerMetrics, clock: Clock) -> Outbox:
-    return Outbox(metrics, wake=lambda: None, clock=clock)
+def owned() -> OwnedRequests:
+    return OwnedRequests()
+
+
+@pytest.fixture
+def outbox(owned: OwnedRequests, metrics: WorkerMetrics, clock: Clock) -> Outbox:
+    return Outbox(owned, metrics, wake=lambda: None, clock=clock)
 
 
 def claim(request_id: str = "a", *chunks: Chunk, epoch: int = 1) -> Claim:
@@ -146,7 +152,7 @@ STEPS = st.lists(
 def test_whatever_a_step_brings_the_log_is_one_line(
     steps: list[tuple[list[int], bool, bool]], answer: Answer, with_logprobs: bool
 ) -> None:
-    outbox = Outbox(WorkerMetrics(), wake=lambda: None)
+    outbox = Outbox(OwnedRequests(), WorkerMetrics(), wake=lambda: None)
     outbox.open(claim(), "normal", answer)
     said: list[int] = []
     told: list[Chunk] = []
@@ -181,7 +187,7 @@ def test_continued_request_goes_on_after_its_log(outbox: Outbox) -> None:
 
 
 def test_end_travels_with_the_last_tokens_and_closes(
-    outbox: Outbox, metrics: WorkerMetrics, clock: Clock
+    outbox: Outbox, owned: OwnedRequests, metrics: WorkerMetrics, clock: Clock
 ) -> None:
     outbox.open(claim(), "critical")
     clock.now += 1.5
@@ -193,9 +199,9 @@ def test_end_travels_with_the_last_tokens_and_closes(
     assert end.usage is not None
     assert (end.usage.prompt_tokens, end.usage.cached_tokens) == (7, 3)
     assert (end.usage.queue_ms, end.usage.ttft_ms) == (400, 2000)
-    assert len(outbox) == 1, "owned until Redis has confirmed the end"
+    assert len(owned) == 1, "owned until Redis has confirmed the end"
     outbox.settle([item], [AppendStatus.WRITTEN])
-    assert len(outbox) == 0
+    assert len(owned) == 0
     assert sample(metrics, "requests_total", state="completed", reason="length") == 1
     assert sample(metrics, "time_to_first_token_seconds_sum", lane="critical") == 2.0
 
@@ -218,7 +224,7 @@ def test_repeated_writes_are_counted_once(outbox: Outbox, metrics: WorkerMetrics
     ],
 )
 def test_lost_request_is_dropped_and_its_tokens_are_waste(
-    outbox: Outbox, metrics: WorkerMetrics, status: int, why: str
+    outbox: Outbox, owned: OwnedRequests, metrics: WorkerMetrics, status: int, why: str
 ) -> None:
     outbox.open(claim(), "normal")
     outbox.open(claim("b"), "normal")
@@ -229,7 +235,7 @@ def test_lost_request_is_dropped_and_its_tokens_are_waste(
     assert settled.mismatched == (("a",) if status == AppendStatus.MISMATCH else ())
     outbox.post([update((6,), "late")])
     assert take(outbox) == []
-    assert tuple(outbox.owned) == ("b",), "a bystander stays"
+    assert tuple(owned.by_id) == ("b",), "a bystander stays"
     assert sample(metrics, "orphan_tokens_total") == 2
     assert sample(metrics, "append_refusals_total", why=why) == 1
 
@@ -252,7 +258,7 @@ def test_a_step_for_the_claim_before_is_not_the_new_claims(
     assert (item.epoch, item.start, item.num_tokens) == (2, 0, 1)
 
 
-def test_broken_log_ends_its_request_with_a_reason(outbox: Outbox) -> None:
+def test_broken_log_ends_its_request_with_a_reason(outbox: Outbox, owned: OwnedRequests) -> None:
     outbox.open(claim(), "normal")
     outbox.post([update((5,), "x")])
     settled = outbox.settle(take(outbox), [AppendStatus.BROKEN])
@@ -263,7 +269,7 @@ def test_broken_log_ends_its_request_with_a_reason(outbox: Outbox) -> None:
     assert isinstance(end, End)
     assert (item.start, item.num_tokens, end.n, end.reason) == (0, 0, 0, Reason.ENGINE_ERROR)
     outbox.settle([item], [AppendStatus.BROKEN])
-    assert len(outbox) == 0, "a record that is broken, too, must not be tried for ever"
+    assert len(owned) == 0, "a record that is broken, too, must not be tried for ever"
 
 
 def test_probe_asks_without_writing(outbox: Outbox) -> None:
@@ -291,7 +297,9 @@ def test_request_that_never_reached_the_engine_still_ends(outbox: Outbox) -> Non
     assert (end.n, end.state, end.message) == (0, "failed", "prompt: got nothing")
 
 
-def test_a_place_is_free_while_the_last_token_of_its_request_is_computed(outbox: Outbox) -> None:
+def test_a_place_is_free_while_the_last_token_of_its_request_is_computed(
+    outbox: Outbox, owned: OwnedRequests
+) -> None:
     """So that a request claimed now takes the place over without leaving a step out."""
     outbox.open(claim(), "normal", max_tokens=3)
     outbox.open(claim("stops"), "normal", max_tokens=100)
@@ -300,7 +308,7 @@ def test_a_place_is_free_while_the_last_token_of_its_request_is_computed(outbox:
         finish = Finish(Reason.LENGTH) if step == 2 else None
         outbox.post([update((step,), "x", finish)])
         take(outbox)
-        open_then.append(outbox.open_sequences()["normal"])
+        open_then.append(owned.open_sequences["normal"])
     assert open_then == [2, 1, 1], "one fewer from the second token on, and not twice"
     outbox.forget(["a", "stops"])
-    assert outbox.open_sequences()["normal"] == 0
+    assert owned.open_sequences["normal"] == 0

@@ -19,7 +19,7 @@ from penstock.gpu_worker.engine.plan import Plan, StepOutput
 from penstock.gpu_worker.engine.requests import EngineRequest, Finish
 from penstock.gpu_worker.engine_process.synthetic_model import SyntheticRunner, build_synthetic
 from penstock.gpu_worker.engine_process.worker import Worker
-from penstock.gpu_worker.messages import Broken, Step, unpacked_updates
+from penstock.gpu_worker.messages import Broken, StepReport, unpacked_updates
 from penstock.gpu_worker.metrics import WorkerMetrics
 from penstock.shared.protocol import Reason
 from penstock.shared.settings import Settings
@@ -30,14 +30,15 @@ class Heard:
 
     def __init__(self) -> None:
         self.ends: dict[str, Reason] = {}
-        self.last: Step | None = None
+        self.last: StepReport | None = None
+        self.is_idle = False
         self.broken: str | None = None
 
-    def __call__(self, message: Step | Broken) -> None:
+    def __call__(self, message: StepReport | Broken) -> None:
         if isinstance(message, Broken):
             self.broken = message.error
             return
-        self.last = message
+        self.last, self.is_idle = message, message.record is None
         for update in unpacked_updates(message.updates):
             if update.finish is not None:
                 self.ends[update.id] = update.finish.reason
@@ -78,7 +79,7 @@ def test_loop_serves_while_it_isolates_and_aborts() -> None:
         worker.abort("aborted")
         wait_until(lambda: len(heard.ends) == 2, "both requests ended")
         assert heard.ends == {"good": Reason.LENGTH, "poisoned": Reason.ENGINE_ERROR}
-        wait_until(lambda: heard.last is not None and not heard.last.busy, "it is idle")
+        wait_until(lambda: heard.is_idle, "it is idle")
         assert heard.last is not None
         assert heard.last.stats is not None
         assert heard.last.stats.output_tokens >= 20
@@ -225,9 +226,9 @@ class DraftsFail(SyntheticRunner):
 def test_steps_whose_draft_model_failed_are_counted() -> None:
     metrics, heard = WorkerMetrics(), Heard()
 
-    def hear(message: Step | Broken) -> None:
+    def hear(message: StepReport | Broken) -> None:
         heard(message)
-        if isinstance(message, Step) and message.record is not None:
+        if isinstance(message, StepReport) and message.record is not None:
             metrics.observe_step(message.record)
 
     worker = Worker(make_engine(), DraftsFail(0.0), hear, Quiet())

@@ -6,7 +6,7 @@ import enum
 import itertools
 import random
 
-from penstock.gpu_worker.edge.claim_budget import Room
+from penstock.gpu_worker.edge.claim_budget import ClaimBudget
 from penstock.shared.protocol import Lane
 
 from .arrivals import SimRequest
@@ -64,11 +64,11 @@ class LeastLoaded(Dispatcher):
 
 
 class Pull(Dispatcher):
-    """Workers claim as ``RedisEdge`` does.
+    """Workers claim as a worker's ``RedisLoop`` does.
 
-    A worker claims with the exchange after each step, and when the bell rings; how much and of
-    which lanes says :class:`Room`, which the edge asks, too. The bell wakes all that have room, and
-    one of them comes first: chance decides.
+    A worker claims with the exchange after each step, and when the bell rings. As in the product,
+    :class:`ClaimBudget` says how much, and of which lanes. The bell wakes all that have room, and
+    chance decides which of them comes first.
 
     Args:
         fleet: the workers.
@@ -120,10 +120,10 @@ class Pull(Dispatcher):
         if not self._claiming[index]:
             self._consider(index, now)
 
-    def room(self, index: int) -> Room:
+    def room(self, index: int) -> ClaimBudget:
         """What the worker would claim now."""
         node = self._fleet.nodes[index]
-        return Room.beside(
+        return ClaimBudget.beside(
             node.open,
             node.load.waiting,
             node.arriving_tokens,
@@ -152,7 +152,7 @@ class Pull(Dispatcher):
             half = self._fleet.exchange_s / 2
             self._fleet.at(at + half, lambda time: self._claim(index, room, time))
 
-    def _claim(self, index: int, room: Room, now: float) -> None:
+    def _claim(self, index: int, room: ClaimBudget, now: float) -> None:
         """Run the claim in Redis."""
         tokens = max(1, self._fleet.nodes[index].load.available_tokens)
         claims = self._queue.claim(

@@ -8,12 +8,15 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from penstock.gpu_worker.edge.claims import Intake
-from penstock.gpu_worker.edge.engine_client import EngineLink
+from penstock.gpu_worker.edge.claim_budget import Capacity
+from penstock.gpu_worker.edge.claims import ClaimReceiver
+from penstock.gpu_worker.edge.engine_client import EngineClient
 from penstock.gpu_worker.edge.outbox import Outbox
-from penstock.gpu_worker.edge.redis_loop import Capacity, RedisEdge
+from penstock.gpu_worker.edge.owned_requests import OwnedRequests
+from penstock.gpu_worker.edge.redis_loop import RedisLoop
 from penstock.gpu_worker.engine.requests import Update
 from penstock.gpu_worker.engine.stats import Load
+from penstock.gpu_worker.heartbeat import HeartbeatWatch
 from penstock.gpu_worker.messages import Add
 from penstock.gpu_worker.metrics import WorkerMetrics
 from penstock.shared.keys import Keys
@@ -28,7 +31,7 @@ _TIMEOUT_S = 30.0
 
 
 class WorkerSide:
-    """Outbox, intake and Redis edge of one worker; what the engine would do, the caller does.
+    """Outbox, claims and Redis loop of one worker; the caller does what the engine would do.
 
     An asynchronous context manager. Everything runs on the caller's event loop.
 
@@ -59,10 +62,13 @@ class WorkerSide:
         self._listener = open_client(self._url, timeout_s=_TIMEOUT_S)
         self.operations = Operations(self._link, self._keys)
         metrics = WorkerMetrics()
-        self.outbox = Outbox(metrics, lambda: self._loop.call_soon_threadsafe(self._wake.set))
-        engine = EngineLink(self.outbox, metrics, self._wake.set)
+        owned, watch = OwnedRequests(), HeartbeatWatch(_TIMEOUT_S)
+        self.outbox = Outbox(
+            owned, metrics, lambda: self._loop.call_soon_threadsafe(self._wake.set)
+        )
+        engine = EngineClient(owned, self.outbox, metrics, self._wake.set, watch)
         engine.load, engine.step_tokens = Load({}, 1 << 30), 1 << 30  # room for all claims
-        self.edge = RedisEdge(
+        self.redis_loop = RedisLoop(
             self._listener,
             self.operations,
             f"bench-{time.monotonic_ns():x}",
@@ -73,11 +79,12 @@ class WorkerSide:
                 heartbeat_ms=500,
             ),
             engine=engine,
+            owned=owned,
             outbox=self.outbox,
-            intake=_Intake(self._claimed, self._take, engine.abort, self.outbox, metrics),
+            claims=_Claims(self._claimed, self._take, engine.abort, owned, self.outbox, metrics),
             metrics=metrics,
+            watch=watch,
             wake=self._wake,
-            hang_timeout_s=_TIMEOUT_S,
             drain_timeout_s=_TIMEOUT_S,
         )
         return self
@@ -102,8 +109,8 @@ class WorkerSide:
     async def claim_all(self, count: int) -> None:
         """Exchange until ``count`` requests are owned; they must be waiting."""
         while len(self.runs) < count:
-            self.edge.expect_work()
-            await self.edge.exchange()
+            self.redis_loop.expect_work()
+            await self.redis_loop.exchange()
             await asyncio.sleep(0)
 
     def updates(self, text: str) -> list[Update]:
@@ -118,7 +125,7 @@ class WorkerSide:
         self.outbox.post(updates)
         await self._wake.wait()
         self._wake.clear()
-        await self.edge.exchange()
+        await self.redis_loop.exchange()
 
 
 class _CountedConnection(BatchConnection):
@@ -129,7 +136,7 @@ class _CountedConnection(BatchConnection):
         return await super().exchange(commands)
 
 
-class _Intake(Intake):
+class _Claims(ClaimReceiver):
     """Reports claims before it processes them."""
 
     def __init__(self, claimed: Callable[[Sequence[Claim]], None], *args: Any) -> None:

@@ -83,13 +83,13 @@ async def measure_tokens(
 @asynccontextmanager
 async def _serving(side: WorkerSide) -> AsyncIterator[None]:
     """Run the edge's own exchange loop, as in a worker."""
-    edge = asyncio.create_task(side.edge.run())
+    edge = asyncio.create_task(side.redis_loop.run())
     try:
         yield
     finally:
-        side.edge.stop()
+        side.redis_loop.stop()
         await edge
-        await side.edge.drain()
+        await side.redis_loop.drain()
 
 
 async def _until(holds: Callable[[], Awaitable[bool]], timeout_s: float = 30.0) -> None:

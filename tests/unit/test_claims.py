@@ -6,8 +6,9 @@ import time
 
 import pytest
 
-from penstock.gpu_worker.edge.claims import Intake
+from penstock.gpu_worker.edge.claims import ClaimReceiver
 from penstock.gpu_worker.edge.outbox import Outbox
+from penstock.gpu_worker.edge.owned_requests import OwnedRequests
 from penstock.gpu_worker.messages import Add
 from penstock.gpu_worker.metrics import WorkerMetrics
 from penstock.shared.protocol import Request
@@ -28,10 +29,24 @@ def claim(id: str, epoch: int = 1, **values: int) -> Claim:
 
 def ordered(claims: list[Claim]) -> list[Add]:
     orders: list[Add] = []
-    outbox = Outbox(WorkerMetrics(), lambda: None)
-    assert not Intake(orders.append, never, outbox, WorkerMetrics()).accept(claims)
-    assert set(outbox.owned) == {claim.id for claim in claims}
+    owned, metrics = OwnedRequests(), WorkerMetrics()
+    outbox = Outbox(owned, metrics, lambda: None)
+    assert not ClaimReceiver(orders.append, never, owned, outbox, metrics).accept(claims)
+    assert set(owned.by_id) == {claim.id for claim in claims}
     return orders
+
+
+class Told(list[str]):
+    """A receiver of claims, and the names of the runs that it ordered (+) or aborted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.owned, metrics = OwnedRequests(), WorkerMetrics()
+        self.outbox = Outbox(self.owned, metrics, lambda: None)
+        self.claims = ClaimReceiver(self.order, self.append, self.owned, self.outbox, metrics)
+
+    def order(self, add: Add) -> None:
+        self.append(f"+{add.run}")
 
 
 def test_arrival_and_deadline_are_told_in_the_machines_clock() -> None:
@@ -45,21 +60,17 @@ def test_arrival_and_deadline_are_told_in_the_machines_clock() -> None:
 
 def test_a_request_that_came_back_ends_its_earlier_run() -> None:
     """It was lost without a word, as its lease ended while nothing was to be written."""
-    told: list[str] = []
-    outbox = Outbox(WorkerMetrics(), lambda: None)
-    intake = Intake(lambda add: told.append(f"+{add.run}"), told.append, outbox, WorkerMetrics())
-    assert not intake.accept([claim("a"), claim("b")])
-    assert not intake.accept([claim("a", epoch=3)])
+    told = Told()
+    assert not told.claims.accept([claim("a"), claim("b")])
+    assert not told.claims.accept([claim("a", epoch=3)])
     assert told == ["+a#1", "+b#1", "a#1", "+a#3"]
-    assert set(outbox.owned) == {"a", "b"}
+    assert set(told.owned.by_id) == {"a", "b"}
 
 
 def test_the_same_claim_again_is_left_to_an_audit() -> None:
     """A failover lost the first one, and what the engine says of the run could be of either."""
-    told: list[str] = []
-    outbox = Outbox(WorkerMetrics(), lambda: None)
-    intake = Intake(lambda add: told.append(f"+{add.run}"), told.append, outbox, WorkerMetrics())
-    assert not intake.accept([claim("a")])
-    assert intake.accept([claim("b"), claim("a")])
+    told = Told()
+    assert not told.claims.accept([claim("a")])
+    assert told.claims.accept([claim("b"), claim("a")])
     assert told == ["+a#1", "+b#1", "a#1"]
-    assert tuple(outbox.owned) == ("b",)
+    assert tuple(told.owned.by_id) == ("b",)

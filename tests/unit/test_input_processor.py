@@ -9,8 +9,8 @@ from typing import Any
 from waiting import wait_until
 
 from penstock.gpu_worker.engine.requests import EngineRequest
-from penstock.gpu_worker.engine_process.input_processor import Preparation
-from penstock.gpu_worker.messages import Add, Prepared, Taken
+from penstock.gpu_worker.engine_process.input_processor import InputProcessor
+from penstock.gpu_worker.messages import Add, Prepared
 from penstock.shared.errors import InvalidRequest
 from penstock.shared.protocol import Reason, Request, SamplingOptions
 
@@ -28,10 +28,6 @@ class Told(list[Prepared]):
         super().__init__()
         self.added: list[EngineRequest] = []
 
-    def hear(self, message: Taken | Prepared) -> None:
-        if isinstance(message, Prepared):
-            self.append(message)
-
 
 def prepare(
     encode: Callable[[object], Sequence[int]],
@@ -40,18 +36,18 @@ def prepare(
     **settings: float,
 ) -> Told:
     told = Told()
-    preparation = Preparation(
-        encode, compile, told.added.append, told.hear, lambda: None, **settings
+    inputs = InputProcessor(
+        encode, compile, told.added.append, told.append, lambda: None, **settings
     )
     for one in orders:
-        preparation.begin(one)
+        inputs.begin(one)
 
     def all_are() -> bool:
-        preparation.deliver()
+        inputs.deliver()
         return len(told) == len(orders)
 
     wait_until(all_are, "all are prepared")
-    preparation.close()
+    inputs.close()
     return told
 
 
@@ -132,19 +128,19 @@ def slow_orders() -> list[Add]:
 
 def test_prompts_are_not_held_by_grammars() -> None:
     told, compile = Told(), Slow()
-    preparation = Preparation(
-        lambda prompt: [1], compile, told.added.append, told.hear, lambda: None
+    inputs = InputProcessor(
+        lambda prompt: [1], compile, told.added.append, told.append, lambda: None
     )
     for one in [*slow_orders(), order("plain")]:
-        preparation.begin(one)
+        inputs.begin(one)
 
     def plain_is_prepared() -> bool:
-        preparation.deliver()
+        inputs.deliver()
         return [item.run for item in told] == ["plain"]
 
     wait_until(plain_is_prepared, "the plain one is prepared")
     compile.gate.set()
-    preparation.close()
+    inputs.close()
 
 
 class Clock:
@@ -173,52 +169,52 @@ def test_a_grammar_is_refused_for_its_own_time_only() -> None:
         encoded.append(prompt)
         return [1]
 
-    preparation = Preparation(
+    inputs = InputProcessor(
         encode,
         compile,
         told.added.append,
-        told.hear,
+        told.append,
         lambda: None,
         compile_timeout_s=0.5,
         timer=clock,
     )
     quick = order("quick", options=SamplingOptions(regex="quick"))
     for one in slow_orders():
-        preparation.begin(one)
+        inputs.begin(one)
     wait_until(lambda: len(compile.begun) == 2, "all threads are taken")
-    preparation.begin(quick)
+    inputs.begin(quick)
     wait_until(lambda: len(encoded) == 3, "the quick one waits for a thread")
     clock.let_all_end()
-    preparation.deliver()
+    inputs.deliver()
     ends = {item.run: item.end.finish for item in told if item.end is not None}
     assert set(ends) == {"slow0", "slow1"}
     assert "what can be compiled within 0.5 s" in ends["slow0"].message
     compile.gate.set()
 
     def quick_is_told() -> bool:
-        preparation.deliver()
+        inputs.deliver()
         return len(told) == 3
 
     wait_until(quick_is_told, "the quick one is prepared")
-    preparation.close()
+    inputs.close()
     assert [request.id for request in told.added] == ["quick"]
 
 
 def test_what_is_given_up_before_its_turn_is_not_compiled() -> None:
     told, compile, woken = Told(), Slow(), threading.Semaphore(0)
-    preparation = Preparation(
-        lambda prompt: [1], compile, told.added.append, told.hear, lambda: woken.release()
+    inputs = InputProcessor(
+        lambda prompt: [1], compile, told.added.append, told.append, lambda: woken.release()
     )
     quick = order("quick", options=SamplingOptions(regex="quick"))
     for one in slow_orders():
-        preparation.begin(one)
+        inputs.begin(one)
     wait_until(lambda: len(compile.begun) == 2, "all threads are taken")
-    preparation.begin(quick)
-    assert preparation.cancel("quick")
+    inputs.begin(quick)
+    assert inputs.cancel("quick")
     compile.gate.set()
     for _ in range(3):
         assert woken.acquire(timeout=10)
-    preparation.close()
+    inputs.close()
     assert compile.begun == ["slow", "slow"]
 
 
@@ -244,20 +240,20 @@ def test_what_is_given_up_while_it_is_prepared_never_reaches_the_engine() -> Non
             done.set()
         return [1]
 
-    preparation = Preparation(
-        encode, lambda options: None, told.added.append, told.hear, lambda: woken.release()
+    inputs = InputProcessor(
+        encode, lambda options: None, told.added.append, told.append, lambda: woken.release()
     )
-    preparation.begin(order("a"))
-    preparation.begin(order("b"))
-    assert preparation.cancel("a")
-    assert not preparation.cancel("a")
-    preparation.begin(order("c", prompt="last"))
+    inputs.begin(order("a"))
+    inputs.begin(order("b"))
+    assert inputs.cancel("a")
+    assert not inputs.cancel("a")
+    inputs.begin(order("c", prompt="last"))
     gate.set()
     for _ in range(3):
         assert woken.acquire(timeout=10)
     assert done.is_set()
-    preparation.deliver()
-    preparation.close()
+    inputs.deliver()
+    inputs.close()
     assert sorted(request.id for request in told.added) == ["b", "c"]
     assert sorted(item.run for item in told) == ["b", "c"]
 
