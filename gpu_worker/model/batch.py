@@ -122,6 +122,9 @@ def forward_logits(model: Any, context: ForwardContext, pool: KVPool, step: Pack
 
     Returns:
         The logits of the wanted rows, ``[num_rows, vocab]``, in the model's dtype.
+
+    Raises:
+        RuntimeError: the model gives other rows than those asked for.
     """
     with context.step(pool, step.batches):
         logits: Tensor = model(
@@ -131,4 +134,9 @@ def forward_logits(model: Any, context: ForwardContext, pool: KVPool, step: Pack
             # As a tensor; and never lm_head alone: softcap and scaling of logits live in forward.
             logits_to_keep=step.rows,
         ).logits
+    if logits.shape[1] != len(step.rows):
+        raise RuntimeError(
+            f"asked for the logits of {len(step.rows)} tokens, the model gives those of "
+            f"{logits.shape[1]}: it does not heed logits_to_keep"
+        )
     return logits[0, : step.num_rows]

@@ -172,6 +172,18 @@ REFUSED: Mapping[str, Mapping[str, Any]] = {
         "window_size": WINDOW,
     },
     "bert": {"num_key_value_heads": None},
+    # The decoder of a speech model: its logits are those of all tokens, whatever is asked for.
+    "whisper": {
+        "d_model": 64,
+        "decoder_layers": 3,
+        "encoder_layers": 3,
+        "decoder_attention_heads": 4,
+        "encoder_attention_heads": 4,
+        "decoder_ffn_dim": 96,
+        "max_target_positions": CONTEXT,
+        "decoder_start_token_id": 1,
+        "is_encoder_decoder": False,
+    },
     "t5": {"d_model": 64, "d_ff": 96, "num_layers": 2, "num_heads": 4, "d_kv": 16},
 }
 """Families that would be silently or loudly wrong, and must be turned away with a reason."""

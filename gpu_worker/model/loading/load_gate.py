@@ -10,6 +10,7 @@ must give the logits of the model's own forward.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -169,8 +170,8 @@ def check_numbers(
 
     Two sequences go through the pool in three steps: one whole beside the begin of the other,
     then the other's middle, then its last token beside a repeated one. The model's own logits
-    come from its eager attention with its own masks and positions. The model is left with the
-    paged attention in place.
+    come from its eager attention with its own masks and positions. A last step asks for the logits
+    of some tokens alone. The model is left with the paged attention in place.
 
     Args:
         model: as loaded.
@@ -183,7 +184,8 @@ def check_numbers(
         The largest relative L2 difference of one token's logits.
 
     Raises:
-        UnsupportedModel: the logits differ by more than rounding explains.
+        UnsupportedModel: the logits differ by more than rounding explains, or a step gives those
+            of other tokens than it asks for.
     """
     exact = model.dtype == torch.float32
     tolerance = TOLERANCE.get(model.dtype, TOLERANCE[torch.bfloat16])
@@ -209,12 +211,41 @@ def check_numbers(
                 len(one) + len(two),
                 worst,
             )
+            _check_row_selection(model, context, geometry, one[:PROBE_TOKENS], two[:PROBE_TOKENS])
             return worst
     raise unsupported(
         model.config,
         f"its logits over the paged pool differ from its own forward by up to {worst:.2g} "
         f"(relative; allowed {tolerance:g} in {str(model.dtype).removeprefix('torch.')})",
     )
+
+
+def _check_row_selection(
+    model: Any, context: ForwardContext, geometry: KVGeometry, one: list[int], two: list[int]
+) -> None:
+    """Whether a step gives the logits of just the tokens it asks for.
+
+    Both steps compute the same tokens, so the rows agree to rounding whatever the model routes.
+    """
+    blocks = -(-len(one) // BLOCK_SIZE)
+    pool = KVPool(geometry, 3 * blocks, BLOCK_SIZE, model.device, model.dtype)
+    tables = [range(start, start + blocks) for start in (0, blocks, 2 * blocks)]
+
+    def logits(rows: Sequence[Rows]) -> Tensor:
+        chunks = zip((one, two, one[::-1]), tables, rows, strict=True)
+        pieces = [Piece(ids, 0, table, wanted) for ids, table, wanted in chunks]
+        return forward_logits(model, context, pool, pack(pieces, pool)).float()
+
+    last = logits((Rows.LAST, Rows.NONE, Rows.LAST))
+    every = logits((Rows.ALL, Rows.ALL, Rows.ALL))
+    difference = float(_relative_difference(last, every[[len(one) - 1, -1]]).max())
+    tolerance = TOLERANCE.get(model.dtype, TOLERANCE[torch.bfloat16])
+    if not difference <= tolerance:
+        raise unsupported(
+            model.config,
+            "asked for the logits of some tokens alone, it gives others "
+            f"(relative difference {difference:.2g}, allowed {tolerance:g})",
+        )
 
 
 @torch.inference_mode()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from model.families import REFUSED, SUPPORTED, WINDOW, save_family
+from transformers import LlamaForCausalLM
 
 from penstock.gpu_worker.model import attention
 from penstock.gpu_worker.model.loading import load_gate as gate
@@ -31,6 +32,8 @@ REASONS = {
     "lfm2": "2 of its 3 layers are of type conv",
     "falcon_h1": "3 of its 3 layers are of type hybrid",
     "bert": "layer 0 lets tokens see later ones, and so do 2 others",
+    "whisper": "a trial step fails (asked for the logits of 2 tokens, the model gives "
+    "those of 67: it does not heed logits_to_keep)",
     "t5": "it is an encoder-decoder",
 }
 
@@ -118,6 +121,22 @@ def test_a_layer_beside_attention_is_found_by_the_trial(
     monkeypatch.setattr(gate, "SUPPORTED_LAYERS", {"hybrid"})
     with pytest.raises(UnsupportedModel, match="its logits over the paged pool differ"):
         load_model(checkpoint("falcon_h1"))
+
+
+def test_a_model_that_gives_the_logits_of_other_tokens_is_refused(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many rows as were asked for, but the first ones."""
+    forward = LlamaForCausalLM.forward
+
+    def first_rows(self: Any, *, logits_to_keep: Any = 0, **arguments: Any) -> Any:
+        if isinstance(logits_to_keep, torch.Tensor):
+            logits_to_keep = torch.arange(len(logits_to_keep))
+        return forward(self, logits_to_keep=logits_to_keep, **arguments)
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", first_rows)
+    with pytest.raises(UnsupportedModel, match="logits of some tokens alone, it gives others"):
+        load_model(checkpoint("llama"), device="cpu")
 
 
 def test_a_window_larger_than_the_trial_is_said(
