@@ -15,11 +15,11 @@ from penstock.kernels.ragged import RaggedBatch
 from .forward_context import ForwardContext
 from .kv.kv_pool import KVPool
 
-__all__ = ["PackedStep", "Piece", "Rows", "decode_pieces", "forward_logits", "pack"]
+__all__ = ["PackedStep", "Rows", "SequenceChunk", "decode_chunks", "forward_logits", "pack"]
 
 
 class Rows(Enum):
-    """Of which tokens of a piece the logits are wanted."""
+    """Of which tokens of a chunk the logits are wanted."""
 
     NONE = "none"
     LAST = "last"
@@ -27,22 +27,21 @@ class Rows(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class SequenceChunk:
     """The tokens one sequence computes in a step.
 
     Attributes:
         token_ids: the tokens.
         start: position of the first of them in its sequence; the KV of all before lies in the pool.
-        block_table: the sequence's blocks, covering at least ``start + len(token_ids)`` tokens.
-        rows: whose logits are wanted.
-        more_tables: those of the pool's other KV kinds.
+        block_tables: the sequence's blocks in each KV cache group of the pool, covering at least
+            ``start + len(token_ids)`` tokens.
+        rows: of which tokens the logits are wanted.
     """
 
     token_ids: Sequence[int]
     start: int
-    block_table: Sequence[int]
+    block_tables: Sequence[Sequence[int]]
     rows: Rows = Rows.NONE
-    more_tables: Sequence[Sequence[int]] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,34 +62,34 @@ class PackedStep:
     batches: tuple[RaggedBatch, ...]
 
 
-def pack(pieces: Sequence[Piece], pool: KVPool) -> PackedStep:
-    """Pack ``pieces`` in their order.
+def pack(chunks: Sequence[SequenceChunk], pool: KVPool) -> PackedStep:
+    """Pack ``chunks`` in their order.
 
     Args:
-        pieces: at least one, each with at least one token.
+        chunks: at least one, each with at least one token.
         pool: where their KV lies; the tensors go to its device.
     """
     device = pool.device
     token_ids: list[int] = []
     rows: list[int] = []
-    for piece in pieces:
+    for chunk in chunks:
         first = len(token_ids)
-        token_ids += piece.token_ids
-        if piece.rows is Rows.ALL:
+        token_ids += chunk.token_ids
+        if chunk.rows is Rows.ALL:
             rows += range(first, len(token_ids))
-        elif piece.rows is Rows.LAST:
+        elif chunk.rows is Rows.LAST:
             rows.append(len(token_ids) - 1)
     batch = RaggedBatch.from_lists(
-        [len(piece.token_ids) for piece in pieces],
-        [piece.start + len(piece.token_ids) for piece in pieces],
-        [piece.block_table for piece in pieces],
+        [len(chunk.token_ids) for chunk in chunks],
+        [chunk.start + len(chunk.token_ids) for chunk in chunks],
+        [chunk.block_tables[0] for chunk in chunks],
         block_size=pool.block_size,
         device=device,
         window=pool.kinds[0].window,
     )
     more = (
-        batch.with_tables([piece.more_tables[index] for piece in pieces], window=kind.window)
-        for index, kind in enumerate(pool.kinds[1:])
+        batch.with_tables([chunk.block_tables[index] for chunk in chunks], window=kind.window)
+        for index, kind in enumerate(pool.kinds[1:], start=1)
     )
     return PackedStep(
         input_ids=torch.tensor([token_ids], device=device),
@@ -101,18 +100,19 @@ def pack(pieces: Sequence[Piece], pool: KVPool) -> PackedStep:
     )
 
 
-def decode_pieces(pool: KVPool, num_sequences: int, num_drafts: int = 0) -> list[Piece]:
-    """Pieces of a decode step of short sequences, with so many drafts each, to time or warm up.
+def decode_chunks(pool: KVPool, num_sequences: int, num_drafts: int = 0) -> list[SequenceChunk]:
+    """A decode step of short sequences with ``num_drafts`` drafts each, to time or warm up.
 
-    As many as the pool has blocks for; their positions are the last of these.
+    Each sequence has blocks of its own, and its chunk fills the last of them: there are at most as
+    many sequences as the pool has blocks for.
     """
     size, count = pool.block_size, 1 + num_drafts
     each = -(-count // size)
     rows = Rows.ALL if num_drafts else Rows.LAST
-    num_more, num_blocks = len(pool.kinds) - 1, min(kind.num_blocks for kind in pool.kinds)
+    num_blocks = min(kind.num_blocks for kind in pool.kinds)
     tables = [range(start, start + each) for start in range(0, num_blocks - each + 1, each)]
     return [
-        Piece([0] * count, each * size - count, table, rows, [table] * num_more)
+        SequenceChunk([0] * count, each * size - count, [table] * len(pool.kinds), rows)
         for table in tables[:num_sequences]
     ]
 

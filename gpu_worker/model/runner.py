@@ -19,7 +19,7 @@ from ..engine.plan import Plan, Span, StepOutput
 from ..engine.requests import Finish
 from ..engine.sequence import Sequence
 from ..engine.speculation.verification_cost import StepTiming
-from .batch import Piece, Rows, decode_pieces, forward_logits, pack
+from .batch import Rows, SequenceChunk, decode_chunks, forward_logits, pack
 from .device_timing import least_seconds
 from .drafting.acceptance import agreed
 from .drafting.draft_fallback import DraftFallback
@@ -105,7 +105,7 @@ class ModelRunner:
         proposals, draft_seconds = self._propose(plan)
         drafts = {sequence: of.token_ids for sequence, of in proposals.items()}
         asked = self._masks.begin(sampling, [drafts.get(s, ()) for s in sampling])
-        logits = self._forward([_piece(span, drafts.get(span.sequence, ())) for span in plan.spans])
+        logits = self._forward([_chunk(span, drafts.get(span.sequence, ())) for span in plan.spans])
         times = began, draft_seconds
         prompts = PromptRows.of(plan.spans, drafts, self.loaded.device)
         if prompts is None:
@@ -229,8 +229,8 @@ class ModelRunner:
             float32 ``[rows, vocab]``, span after span.
         """
         rows = Rows.LAST if last_only else Rows.ALL
-        pieces = [replace(_piece(span, ()), rows=rows) for span in spans]
-        return self._forward(pieces).float()
+        chunks = [replace(_chunk(span, ()), rows=rows) for span in spans]
+        return self._forward(chunks).float()
 
     @torch.inference_mode()
     def warm_up(self, *, max_batch_tokens: int, max_sequences: int) -> float:
@@ -243,14 +243,14 @@ class ModelRunner:
             Seconds it took.
         """
         begin = time.perf_counter()
-        size, num_more = self.pool.block_size, len(self.pool.kinds) - 1
+        size, num_groups = self.pool.block_size, len(self.pool.kinds)
         blocks = range(min(kind.num_blocks for kind in self.pool.kinds))
         longest = min(max_batch_tokens, self.loaded.max_model_len, size * len(blocks))
         table = blocks[: -(-longest // size)]
-        prefill = Piece([0] * longest, 0, table, Rows.LAST, [table] * num_more)
-        decode = self._decode_pieces(min(max_sequences, max_batch_tokens))
-        for pieces in ([prefill], decode, decode[:1]):
-            self._forward(pieces)
+        prefill = SequenceChunk([0] * longest, 0, [table] * num_groups, Rows.LAST)
+        decode = self._decode_chunks(min(max_sequences, max_batch_tokens))
+        for chunks in ([prefill], decode, decode[:1]):
+            self._forward(chunks)
         if self.loaded.device.type == "cuda":
             torch.cuda.synchronize(self.loaded.device)
         seconds = time.perf_counter() - begin
@@ -265,15 +265,15 @@ class ModelRunner:
         writes to the pool, like :meth:`warm_up`.
         """
         return least_seconds(
-            lambda: largest(self._forward(self._decode_pieces(num_sequences, num_drafts)))[1],
+            lambda: largest(self._forward(self._decode_chunks(num_sequences, num_drafts)))[1],
             repeats,
         )
 
-    def _decode_pieces(self, num_sequences: int, num_drafts: int = 0) -> list[Piece]:
-        return decode_pieces(self.pool, num_sequences, num_drafts)
+    def _decode_chunks(self, num_sequences: int, num_drafts: int = 0) -> list[SequenceChunk]:
+        return decode_chunks(self.pool, num_sequences, num_drafts)
 
-    def _forward(self, pieces: Seq[Piece]) -> Tensor:
-        step = pack(pieces, self.pool)
+    def _forward(self, chunks: Seq[SequenceChunk]) -> Tensor:
+        step = pack(chunks, self.pool)
         return forward_logits(self.loaded.model, self.loaded.context, self.pool, step)
 
 
@@ -356,14 +356,13 @@ def _set_apart(plan: Plan, output: StepOutput, masks: Masks) -> StepOutput:
     )
 
 
-def _piece(span: Span, drafts: tuple[int, ...]) -> Piece:
+def _chunk(span: Span, drafts: tuple[int, ...]) -> SequenceChunk:
     sequence, start = span.sequence, span.start
     token_ids = sequence.token_ids[start : start + span.num_tokens]
-    table, *more_tables = sequence.block_tables
     if drafts:  # behind the one token that is not computed yet; every row is wanted
-        return Piece([*token_ids, *drafts], start, table, Rows.ALL, more_tables)
+        return SequenceChunk([*token_ids, *drafts], start, sequence.block_tables, Rows.ALL)
     if sequence.prompt_logprobs is not None and span.prompt_rows:
         rows = Rows.ALL
     else:
         rows = Rows.LAST if span.samples else Rows.NONE
-    return Piece(token_ids, start, table, rows, more_tables)
+    return SequenceChunk(token_ids, start, sequence.block_tables, rows)

@@ -22,7 +22,7 @@ from torch import Tensor
 from penstock.gpu_worker.engine.plan import BlockCopy, Span
 from penstock.gpu_worker.engine.sequence import Sequence
 from penstock.gpu_worker.engine.speculation.controller import SpeculationConfig
-from penstock.gpu_worker.model.batch import PackedStep, Piece, forward_logits, pack
+from penstock.gpu_worker.model.batch import PackedStep, SequenceChunk, forward_logits, pack
 from penstock.gpu_worker.model.drafting import drafters
 from penstock.gpu_worker.model.drafting.drafters import DraftModel, Proposal
 from penstock.gpu_worker.model.kv.kv_pool import KVPool
@@ -113,7 +113,7 @@ class Watched:
         done = sequence.num_output_tokens
         assert good == output[done : done + len(good)]
         fresh, num_blocks = self._pool(99), -(-len(sequence.token_ids) // BLOCK_SIZE)
-        step = pack([Piece(sequence.token_ids, 0, range(num_blocks))], fresh)
+        step = pack([SequenceChunk(sequence.token_ids, 0, [range(num_blocks)])], fresh)
         forward_logits(self._model.model, self._model.context, fresh, step)
         read = zip(self._stored(self._drafter.pool, sequence.block_tables[0], sequence),
                    self._stored(fresh, range(num_blocks), sequence), strict=True)  # fmt: skip
@@ -215,9 +215,9 @@ def forwards(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """The tokens of each sequence in each forward of a draft model, as they come."""
     found: list[list[int]] = []
 
-    def note(pieces: Seq[Piece], pool: KVPool) -> PackedStep:
-        found.append([len(piece.token_ids) for piece in pieces])
-        return pack(pieces, pool)
+    def note(chunks: Seq[SequenceChunk], pool: KVPool) -> PackedStep:
+        found.append([len(chunk.token_ids) for chunk in chunks])
+        return pack(chunks, pool)
 
     monkeypatch.setattr(drafters, "pack", note)
     return found

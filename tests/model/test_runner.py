@@ -131,8 +131,8 @@ def test_logits_that_are_no_numbers_fail_their_span_alone(
     expected = runner.run(Plan(tuple(whole(sequence) for sequence in sequences)))
     real = runner._forward
 
-    def poisoned(pieces: Any) -> torch.Tensor:
-        logits = real(pieces)
+    def poisoned(chunks: Any) -> torch.Tensor:
+        logits = real(chunks)
         logits[1] = torch.nan
         return logits
 
@@ -235,12 +235,12 @@ def test_shorter_chunks_for_want_of_memory_give_the_same(
         bench = Bench(loaded(model_type))
         forward = bench.runner._forward
 
-        def bounded(pieces: Any, most: int = most, forward: Any = forward) -> torch.Tensor:
-            tokens = sum(len(piece.token_ids) for piece in pieces)
+        def bounded(chunks: Any, most: int = most, forward: Any = forward) -> torch.Tensor:
+            tokens = sum(len(chunk.token_ids) for chunk in chunks)
             if tokens > most:
                 raise torch.OutOfMemoryError("CUDA out of memory")
             lengths.append(tokens)
-            return forward(pieces)
+            return forward(chunks)
 
         monkeypatch.setattr(bench.runner, "_forward", bounded)
         bench.add("r", PROMPT, seed=1, max_tokens=12, **ASKED[asked])

@@ -12,7 +12,7 @@ from torch import Tensor
 from ...engine.kv.kv_cache_groups import NO_BLOCK
 from ...engine.plan import BlockCopy, Span
 from ...engine.sequence import Sequence, SequenceStatus
-from ..batch import Piece, Rows, decode_pieces, forward_logits, pack
+from ..batch import Rows, SequenceChunk, decode_chunks, forward_logits, pack
 from ..device_timing import least_seconds
 from ..kv.kv_pool import KVPool
 from ..kv.memory_budget import available_bytes
@@ -162,12 +162,12 @@ class DraftModel:
             raise
 
     def _propose(self, spans: Seq[Span]) -> list[Proposal]:
-        pieces, active = self._allot(spans)
-        if not pieces:
+        chunks, active = self._allot(spans)
+        if not chunks:
             return [Proposal(())] * len(spans)
-        logits = self._read(list(pieces.values()))
-        for sequence, piece in pieces.items():
-            stop = piece.start + len(piece.token_ids)
+        logits = self._read(list(chunks.values()))
+        for sequence, chunk in chunks.items():
+            stop = chunk.start + len(chunk.token_ids)
             self._known[sequence] = _Known(stop, (), sequence.num_preemptions)
         drafts: dict[Sequence, list[int]] = {span.sequence: [] for span in active}
         likely: dict[Sequence, list[Tensor]] = {span.sequence: [] for span in active}
@@ -194,7 +194,7 @@ class DraftModel:
             for span in spans
         ]
 
-    def _allot(self, spans: Seq[Span]) -> tuple[dict[Sequence, Piece], list[Span]]:
+    def _allot(self, spans: Seq[Span]) -> tuple[dict[Sequence, SequenceChunk], list[Span]]:
         """What is read in this step, and the spans that are proposed for then, in the same order.
 
         The last row of each of these is wanted; a sequence of which less is read comes behind them.
@@ -209,20 +209,20 @@ class DraftModel:
                 continue  # what it would have to read has left the window
             behind.append((stop - start, start, span))
         behind.sort(key=lambda each: each[0])
-        pieces: dict[Sequence, Piece] = {}
+        chunks: dict[Sequence, SequenceChunk] = {}
         active: list[Span] = []
         left = self._max_read
         for missing, start, span in behind:
             if not left:
                 break
             sequence, count = span.sequence, min(missing, left)
-            ids, table = sequence.token_ids[start : start + count], sequence.block_tables[0]
+            ids, tables = sequence.token_ids[start : start + count], sequence.block_tables[:1]
             rows = Rows.LAST if count == missing else Rows.NONE
-            pieces[sequence] = Piece(ids, start, table, rows)
+            chunks[sequence] = SequenceChunk(ids, start, tables, rows)
             if count == missing:
                 active.append(span)
             left -= count
-        return pieces, active
+        return chunks, active
 
     @torch.inference_mode()
     def time_round(self, num_sequences: int, *, repeats: int = 5) -> float:
@@ -231,7 +231,7 @@ class DraftModel:
         It writes to its pool: call it before that holds anything.
         """
         return least_seconds(
-            lambda: largest(self._read(decode_pieces(self.pool, num_sequences)))[1], repeats
+            lambda: largest(self._read(decode_chunks(self.pool, num_sequences)))[1], repeats
         )
 
     def _draw(
@@ -258,8 +258,8 @@ class DraftModel:
             self._sampler.probabilities(logits, batch, masks)
         ) if self._independent else ()
 
-    def _read(self, pieces: list[Piece]) -> Tensor:
-        step = pack(pieces, self.pool)
+    def _read(self, chunks: list[SequenceChunk]) -> Tensor:
+        step = pack(chunks, self.pool)
         if self._lean is not None:
             return self._lean.forward(step, self.pool)
         return forward_logits(self.loaded.model, self.loaded.context, self.pool, step)
@@ -271,9 +271,9 @@ class DraftModel:
         table = range(min(2, self.pool.num_blocks))
         most = min(size * len(table), self.loaded.max_model_len, self.loaded.vocab_size) - 2
         ids = list(range(1, most + 1))
-        whole = self._read([Piece(ids, 0, table, Rows.ALL)])
+        whole = self._read([SequenceChunk(ids, 0, [table], Rows.ALL)])
         more = [
-            self._read([Piece([position], position, table, Rows.LAST)])
+            self._read([SequenceChunk([position], position, [table], Rows.LAST)])
             for position in (most, most + 1)
         ]
         return torch.cat((whole, *more))
@@ -320,6 +320,6 @@ def _proposal(drafts: Seq[int], likely: Seq[Tensor]) -> Proposal:
     )
 
 
-def _one(sequence: Sequence, drafts: list[int]) -> Piece:
+def _one(sequence: Sequence, drafts: list[int]) -> SequenceChunk:
     position = len(sequence.token_ids) + len(drafts) - 1
-    return Piece(drafts[-1:], position, sequence.block_tables[0], Rows.LAST)
+    return SequenceChunk(drafts[-1:], position, sequence.block_tables[:1], Rows.LAST)

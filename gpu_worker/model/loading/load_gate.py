@@ -3,7 +3,7 @@
 Looking at a configuration cannot tell whether an unknown family works over a paged pool, and
 several fail silently: chunked attention that lives in the mask alone, linear attention and
 convolutions that carry a state from token to token, embeddings that count positions themselves.
-So the gate asks the model in the end: a few tokens, computed packed and in pieces over the pool,
+So the gate asks the model in the end: a few tokens, computed packed and in chunks over the pool,
 must give the logits of the model's own forward.
 """
 
@@ -20,7 +20,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 from penstock.shared.errors import UnsupportedModel
 
 from ..attention_registry import implementation_of, registered
-from ..batch import Piece, Rows, forward_logits, pack
+from ..batch import Rows, SequenceChunk, forward_logits, pack
 from ..forward_context import ForwardContext
 from ..kv.kv_pool import KVPool
 from .geometry import KVGeometry, ProbeResult
@@ -232,9 +232,9 @@ def _check_row_selection(
     tables = [range(start, start + blocks) for start in (0, blocks, 2 * blocks)]
 
     def logits(rows: Sequence[Rows]) -> Tensor:
-        chunks = zip((one, two, one[::-1]), tables, rows, strict=True)
-        pieces = [Piece(ids, 0, table, wanted) for ids, table, wanted in chunks]
-        return forward_logits(model, context, pool, pack(pieces, pool)).float()
+        parts = zip((one, two, one[::-1]), tables, rows, strict=True)
+        chunks = [SequenceChunk(ids, 0, [table], wanted) for ids, table, wanted in parts]
+        return forward_logits(model, context, pool, pack(chunks, pool)).float()
 
     last = logits((Rows.LAST, Rows.NONE, Rows.LAST))
     every = logits((Rows.ALL, Rows.ALL, Rows.ALL))
@@ -261,8 +261,11 @@ def trial_logits(
     last = len(ids) - 1
     blocks = list(range(-(-len(ids) // BLOCK_SIZE)))
     pool = KVPool(geometry, len(blocks), BLOCK_SIZE, model.device, model.dtype)
-    steps = (Piece(ids[:last], 0, blocks, Rows.ALL), Piece(ids[last:], last, blocks, Rows.ALL))
-    return torch.cat([forward_logits(model, context, pool, pack([piece], pool)) for piece in steps])
+    steps = (
+        SequenceChunk(ids[:last], 0, [blocks], Rows.ALL),
+        SequenceChunk(ids[last:], last, [blocks], Rows.ALL),
+    )
+    return torch.cat([forward_logits(model, context, pool, pack([chunk], pool)) for chunk in steps])
 
 
 def _own_logits(model: Any, attention: str, *sequences: list[int]) -> list[Tensor]:
@@ -311,14 +314,17 @@ def _paged_logits(
     first, second = (list(range(2 * blocks - 1 - part, -1, -2)) for part in (0, 1))
     split, last = len(two) // 2, len(two) - 1
     steps = (
-        (Piece(one, 0, first, Rows.ALL), Piece(two[:split], 0, second, Rows.ALL)),
-        (Piece(two[split:last], split, second, Rows.ALL),),
         (
-            Piece(two[last:], last, second, Rows.ALL),
-            Piece(one[-1:], len(one) - 1, first, Rows.ALL),
+            SequenceChunk(one, 0, [first], Rows.ALL),
+            SequenceChunk(two[:split], 0, [second], Rows.ALL),
+        ),
+        (SequenceChunk(two[split:last], split, [second], Rows.ALL),),
+        (
+            SequenceChunk(two[last:], last, [second], Rows.ALL),
+            SequenceChunk(one[-1:], len(one) - 1, [first], Rows.ALL),
         ),
     )
-    logits = [forward_logits(model, context, pool, pack(pieces, pool)).float() for pieces in steps]
+    logits = [forward_logits(model, context, pool, pack(chunks, pool)).float() for chunks in steps]
     begin, middle, end = logits
     # The last token of the first sequence was computed twice: whole, and alone over stored KV.
     return (
