@@ -20,7 +20,7 @@ from penstock.shared.protocol import (
     check_id,
     unpack_event,
 )
-from penstock.shared.protocol.field_checks import integer, number
+from penstock.shared.protocol.field_types import Integer, Number
 from penstock.shared.redis.retrying_client import RetryingClient
 from penstock.shared.scripts.operations import Bounds, CancelReply, Operations
 
@@ -232,9 +232,9 @@ class Producer:
             InvalidRequest: an argument is not as above, or out of range.
         """
         check_id(id)
-        integer("from_index", from_index, 0, _MAX_INDEX)
+        Integer(0, _MAX_INDEX).check("from_index", from_index)
         if from_digest is not None:
-            integer("from_digest", from_digest, 0, _MAX_DIGEST)
+            Integer(0, _MAX_DIGEST).check("from_digest", from_digest)
         _check_timeout(timeout)
         return TokenStream(
             id,
@@ -335,4 +335,4 @@ class Producer:
 
 def _check_timeout(timeout_s: float | None) -> None:
     if timeout_s is not None:
-        number("timeout", timeout_s, 0, _MAX_TIMEOUT_S)
+        Number(0, _MAX_TIMEOUT_S).check("timeout", timeout_s)

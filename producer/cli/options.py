@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -19,7 +19,6 @@ __all__ = [
     "ShardOption",
     "client_settings",
     "read_prompt",
-    "read_text",
 ]
 
 RedisOption = Annotated[
@@ -64,23 +63,3 @@ def read_prompt(argument: str, *, chat: bool) -> str | list[dict[str, str]]:
             allowed = f"UTF-8 text; byte {error.start} of standard input is not"
             raise InvalidRequest("prompt", where, allowed) from None
     return [{"role": "user", "content": text}] if chat else text
-
-
-def read_text(field: str, argument: str | None) -> str | None:
-    """An option's text: the argument, or the file that ``@FILE`` names.
-
-    Raises:
-        InvalidRequest: there is no such file, or it is not UTF-8.
-    """
-    if argument is None or not argument.startswith("@"):
-        return argument
-    try:
-        return Path(argument[1:]).read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise InvalidRequest(field, argument, f"a text, or @ and a file of it: {why}") from None
-
-
-def given(**values: Any) -> dict[str, Any]:
-    """Those that were given: None and empty lists leave the protocol's default in force."""
-    return {name: value for name, value in values.items() if value is not None and value != []}

@@ -20,9 +20,7 @@ from .options import (
     RedisOption,
     ShardOption,
     client_settings,
-    given,
     read_prompt,
-    read_text,
 )
 from .output import (
     ChoiceWriter,
@@ -37,6 +35,7 @@ from .output import (
     write_note,
 )
 from .pipe import while_read
+from .request_flags import read_request_options, with_request_options
 
 __all__ = ["cancel", "result", "stream", "submit"]
 
@@ -46,100 +45,17 @@ TimeoutOption = Annotated[
 ]
 
 
+@with_request_options
 def submit(
     prompt: Annotated[
         str, typer.Argument(help="The prompt; - reads standard input.", show_default=False)
     ],
     id: Annotated[
-        str | None, typer.Option(help="Name of your own: the same id and request run once.")
+        str | None, typer.Option(help="Id of your own: the same id and request run once.")
     ] = None,
-    lane: Annotated[str, typer.Option(help="critical, normal or batch.")] = "normal",
-    tenant: Annotated[str, typer.Option(help="Who pays.")] = "default",
     chat: Annotated[
         bool, typer.Option("--chat", help="The prompt is a user's chat message.")
     ] = False,
-    max_tokens: Annotated[
-        int | None, typer.Option(help="Output tokens at most; default: 256.")
-    ] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy; default: 1.")] = None,
-    top_k: Annotated[
-        int | None, typer.Option(help="Keep the k likeliest tokens; default: all.")
-    ] = None,
-    top_p: Annotated[
-        float | None, typer.Option(help="Keep this probability mass; default: 1.")
-    ] = None,
-    min_p: Annotated[
-        float | None,
-        typer.Option(help="Drop tokens this much less likely than the best; default: 0."),
-    ] = None,
-    repetition_penalty: Annotated[
-        float | None, typer.Option(help="Over 1: repeat less of prompt and output; default: 1.")
-    ] = None,
-    presence_penalty: Annotated[
-        float | None, typer.Option(help="Over 0: fewer tokens that the output has; default: 0.")
-    ] = None,
-    frequency_penalty: Annotated[
-        float | None, typer.Option(help="The same, times how often it has them; default: 0.")
-    ] = None,
-    min_tokens: Annotated[
-        int | None, typer.Option(help="Output tokens at least; default: 0.")
-    ] = None,
-    logprobs: Annotated[
-        int | None,
-        typer.Option(help="With --json: report so many likeliest tokens each; default: none."),
-    ] = None,
-    prompt_logprobs: Annotated[
-        int | None, typer.Option(help="The same of the prompt's tokens; default: none.")
-    ] = None,
-    seed: Annotated[
-        int | None, typer.Option(help="Same seed, same tokens; default: from id.")
-    ] = None,
-    stop: Annotated[
-        list[str] | None, typer.Option(help="End before this text; may be repeated.")
-    ] = None,
-    ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Go on past the end-of-text token.")
-    ] = False,
-    json_schema: Annotated[
-        str | None, typer.Option(help="The output is JSON of this schema; @FILE reads it.")
-    ] = None,
-    regex: Annotated[
-        str | None, typer.Option(help="The output is a text that this matches; or @FILE.")
-    ] = None,
-    grammar: Annotated[
-        str | None, typer.Option(help="The output is of this grammar (Lark); or @FILE.")
-    ] = None,
-    choice: Annotated[
-        list[str] | None, typer.Option(help="The output is this or another such text.")
-    ] = None,
-    n: Annotated[
-        int | None,
-        typer.Option("--n", "-n", help="Outputs, shown one after the other; default: 1."),
-    ] = None,
-    best_of: Annotated[
-        int | None, typer.Option(help="Generate so many and give the n likeliest; default: n.")
-    ] = None,
-    beam_width: Annotated[
-        int | None, typer.Option(help="Over 1: beam search with so many beams; default: 1.")
-    ] = None,
-    length_penalty: Annotated[
-        float | None,
-        typer.Option(help="Of beam search: over 0 favours longer outputs; default: 1."),
-    ] = None,
-    early_stopping: Annotated[
-        str | None, typer.Option(help="Of beam search: true, false or never; default: false.")
-    ] = None,
-    speculation: Annotated[
-        str | None, typer.Option(help="Drafts from: auto, off, ngram or draft; default: auto.")
-    ] = None,
-    deadline_ms: Annotated[int | None, typer.Option(help="Time for all of it, in ms.")] = None,
-    max_queue_ms: Annotated[
-        int | None, typer.Option(help="Longest wait for a worker, in ms.")
-    ] = None,
-    on_disconnect: Annotated[
-        str | None,
-        typer.Option(help="When no reader is left: cancel or continue; default: continue."),
-    ] = None,
     stream: Annotated[
         bool, typer.Option("--stream/--no-stream", help="Show the output, or print the id only.")
     ] = True,
@@ -148,6 +64,7 @@ def submit(
     model: ModelOption = None,
     shard: ShardOption = None,
     config: ConfigOption = None,
+    **options: Any,
 ) -> int:
     """Submit a prompt and show its output as it comes.
 
@@ -156,43 +73,12 @@ def submit(
     ID`.
     """
     settings = client_settings(redis, model, shard, config)
-    fields = given(
-        id=id,
-        lane=lane,
-        tenant=tenant,
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty,
-        min_tokens=min_tokens,
-        logprobs=logprobs,
-        prompt_logprobs=prompt_logprobs,
-        seed=seed,
-        stop=stop,
-        n=n,
-        best_of=best_of,
-        beam_width=beam_width,
-        length_penalty=length_penalty,
-        early_stopping=_flag_or_word(early_stopping),
-        speculation=speculation,
-        deadline_ms=deadline_ms,
-        max_queue_ms=max_queue_ms,
-        on_disconnect=on_disconnect,
-        ignore_eos=ignore_eos or None,
-        json_schema=read_text("json_schema", json_schema),
-        regex=read_text("regex", regex),
-        grammar=read_text("grammar", grammar),
-        choice=choice or None,
-    )
+    fields = read_request_options(options)
     request = read_prompt(prompt, chat=chat)
 
     async def run() -> int:
         async with Producer(settings=settings) as producer:
-            submitted = await producer.submit(request, **fields)
+            submitted = await producer.submit(request, id=id, **fields)
             facts = submitted_facts(submitted)
             try:
                 if json:
@@ -309,11 +195,6 @@ async def _show(tokens: TokenStream, *, json: bool) -> int:
         raise RequestFailed(tokens.id, end.state, end.reason, end.message)
     write_note(summary(end))
     return 0
-
-
-def _flag_or_word(value: str | None) -> bool | str | None:
-    """What a command line can only say as a word: true and false are values of their own."""
-    return {"true": True, "false": False}.get(value or "", value)
 
 
 async def _within(timeout: float | None, request_id: str, work: Any) -> int:

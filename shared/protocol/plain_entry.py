@@ -6,7 +6,6 @@ docs/plain-door.md is the table of its fields for people.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -14,18 +13,23 @@ from typing import Any
 
 from ..errors import InvalidRequest
 from ..quoting import one_line
-from . import field_checks as check
+from .collection_types import TokenIds
 from .events import MAX_MESSAGE_CHARS
 from .parsing import parse_json
-from .request import MAX_PAYLOAD_BYTES, Request, check_id
+from .request import (
+    MAX_PAYLOAD_BYTES,
+    MAX_PROMPT_TOKENS,
+    REQUEST_OPTIONS,
+    Request,
+    check_id,
+    unknown_field,
+)
 from .states import Answer, Reason
 
 __all__ = ["Admission", "Entry", "Refusal", "read_entry"]
 
-_INTEGER = re.compile(r"-?[0-9]{1,20}")
-_NUMBER = re.compile(r"-?[0-9]{1,20}(\.[0-9]{1,40})?([eE][+-]?[0-9]{1,3})?")
 _PROMPTS = ("prompt", "prompt_ids", "messages")
-_REPEATED = ("stop", "choice")
+_REPEATED = tuple(item.name for item in REQUEST_OPTIONS if item.type.repeated)
 """Fields that may stand there several times, or once with all values as `<name>_json`."""
 
 
@@ -135,7 +139,7 @@ def _read_values(fields: Sequence[bytes]) -> dict[str, Any]:
         text = _text(name, raw)
         read = _READERS.get(name)
         if read is None:
-            raise check.unknown(name, text, _READERS)
+            raise unknown_field(name, text, _READERS)
         value = read(name, text)
         if name in _REPEATED:
             values[name] = (*values.get(name, ()), value)
@@ -153,105 +157,33 @@ def _text(name: str, raw: bytes) -> str:
         raise InvalidRequest(name, raw, "text in UTF-8") from None
 
 
-def _as_text(name: str, value: str) -> str:
+def _read_text(name: str, text: str) -> str:
     del name
-    return value
+    return text
 
 
-def _as_integer(name: str, value: str) -> int:
-    if not _INTEGER.fullmatch(value):
-        raise InvalidRequest(name, value, "an integer in decimal digits")
-    return int(value)
+def _read_list(name: str, text: str) -> list[Any]:
+    items = parse_json(name, text, "a JSON array")
+    if not isinstance(items, list):
+        raise InvalidRequest(name, text, "a JSON array")
+    return items
 
 
-def _as_number(name: str, value: str) -> float:
-    if not _NUMBER.fullmatch(value):
-        raise InvalidRequest(name, value, "a number such as 0.7")
-    return float(value)
+def _read_messages(name: str, text: str) -> list[Any]:
+    allowed = 'a JSON array such as [{"role":"user","content":"Hello"}]'
+    messages = parse_json(name, text, allowed)
+    if not isinstance(messages, list) or not all(isinstance(item, dict) for item in messages):
+        raise InvalidRequest(name, text, allowed)
+    return messages
 
-
-def _as_flag(name: str, value: str) -> bool:
-    if value not in ("true", "false"):
-        raise InvalidRequest(name, value, "true or false")
-    return value == "true"
-
-
-def _as_early_stopping(name: str, value: str) -> bool | str:
-    if value not in ("true", "false", "never"):
-        raise InvalidRequest(name, value, "true, false or never")
-    return value if value == "never" else value == "true"
-
-
-def _as_list(name: str, value: str, of: type = object) -> list[Any]:
-    allowed = f"a JSON array{_ARRAYS.get(of, '')}"
-    read = parse_json(name, value, allowed)
-    if not isinstance(read, list) or not all(isinstance(item, of) for item in read):
-        raise InvalidRequest(name, value, allowed)
-    return read
-
-
-def _as_messages(name: str, value: str) -> list[Any]:
-    return _as_list(name, value, dict)
-
-
-def _as_ids(name: str, value: str) -> list[Any]:
-    return _as_list(name, value, int)
-
-
-def _as_map(name: str, value: str) -> dict[str, Any]:
-    allowed = 'a JSON object such as {"42":-1.5}'
-    read = parse_json(name, value, allowed)
-    if not isinstance(read, dict):
-        raise InvalidRequest(name, value, allowed)
-    return read
-
-
-_ARRAYS = MappingProxyType(
-    {dict: ' such as [{"role":"user","content":"Hello"}]', int: " of integers"}
-)
 
 _READERS: Mapping[str, Callable[[str, str], Any]] = MappingProxyType(
     {
-        "accept_threshold": _as_number,
-        "allowed_token_ids": _as_ids,
-        "answer": _as_text,
-        "banned_token_ids": _as_ids,
-        "beam_width": _as_integer,
-        "best_of": _as_integer,
-        "choice": _as_text,
-        "choice_json": _as_list,
-        "deadline_ms": _as_integer,
-        "early_stopping": _as_early_stopping,
-        "frequency_penalty": _as_number,
-        "grammar": _as_text,
-        "id": _as_text,
-        "ignore_eos": _as_flag,
-        "json_schema": _as_text,
-        "lane": _as_text,
-        "length_penalty": _as_number,
-        "logit_bias": _as_map,
-        "logprobs": _as_integer,
-        "max_queue_ms": _as_integer,
-        "max_tokens": _as_integer,
-        "messages": _as_messages,
-        "min_p": _as_number,
-        "min_tokens": _as_integer,
-        "n": _as_integer,
-        "on_disconnect": _as_text,
-        "presence_penalty": _as_number,
-        "prompt": _as_text,
-        "prompt_ids": _as_ids,
-        "prompt_logprobs": _as_integer,
-        "regex": _as_text,
-        "repetition_penalty": _as_number,
-        "seed": _as_integer,
-        "speculation": _as_text,
-        "stop": _as_text,
-        "stop_json": _as_list,
-        "stop_token_ids": _as_ids,
-        "temperature": _as_number,
-        "tenant": _as_text,
-        "top_k": _as_integer,
-        "top_p": _as_number,
+        "id": _read_text,
+        "prompt": _read_text,
+        "prompt_ids": TokenIds(MAX_PROMPT_TOKENS, min_items=1).read,
+        "messages": _read_messages,
+        **{item.name: item.type.read for item in REQUEST_OPTIONS},
+        **{f"{name}_json": _read_list for name in _REPEATED},
     }
 )

@@ -1,27 +1,36 @@
-"""What travels over Redis: ``Request`` in, ``Chunk`` and ``End`` out. Typed and validated.
+"""One generation request and its packed form.
 
-Chunk and End live in :mod:`.events`. Any msgpack library can speak this; docs/protocol.md
-describes it for other languages. Strings are msgpack *str*, never *bin* (Redis' own Lua reader of
-msgpack does not know *bin*).
+docs/protocol.md describes the form for other languages. Strings are msgpack *str*, never *bin*:
+the msgpack library inside Redis' Lua does not know *bin*.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import Any
 
 import msgpack
 
 from ..errors import InvalidRequest, ProtocolError
-from . import field_checks as check
+from .collection_types import TokenIds
+from .field_types import Integer, Name, OptionTable, Text, Word, option
 from .parsing import parse_msgpack
-from .sampling_options import SamplingOptions
+from .sampling_options import SAMPLING_OPTIONS, SamplingOptions
 from .states import Answer, Lane, OnDisconnect
 
-__all__ = ["MAX_PAYLOAD_BYTES", "PROTOCOL_VERSION", "Request", "check_id", "check_tenant"]
+__all__ = [
+    "MAX_PAYLOAD_BYTES",
+    "PROTOCOL_VERSION",
+    "REQUEST_OPTIONS",
+    "Request",
+    "check_id",
+    "check_tenant",
+    "unknown_field",
+]
 
 PROTOCOL_VERSION = 1
 
@@ -31,13 +40,14 @@ MAX_PAYLOAD_BYTES = 1 << 20
 MAX_PROMPT_TOKENS = 1 << 18
 MAX_WAIT_MS = 7 * 24 * 3600 * 1000
 
-_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}")
-_ID_ALLOWED = "1 to 128 characters of A-Z a-z 0-9 _ . : -, starting with a letter or digit"
-_TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
-_TENANT_ALLOWED = "1 to 64 characters of A-Z a-z 0-9 _ . -, starting with a letter or digit"
-
-
-_OPTION_NAMES = frozenset(f.name for f in fields(SamplingOptions))
+ID_TYPE = Name(
+    re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}"),
+    "1 to 128 characters of A-Z a-z 0-9 _ . : -, starting with a letter or digit",
+)
+TENANT_TYPE = Name(
+    re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}"),
+    "1 to 64 characters of A-Z a-z 0-9 _ . -, starting with a letter or digit",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,19 +55,12 @@ class Request:
     """One generation request.
 
     Attributes:
-        id: client-chosen and unique per shard; submitting the same id twice runs it once.
+        id: chosen by the client and unique per shard; submitting an id twice runs it once.
         prompt: text, token ids, or chat messages (``{"role": ..., "content": ...}``) that the
             worker renders with the model's chat template.
-        lane: urgency.
-        tenant: who pays; fair shares are between tenants.
         options: sampling and stopping.
-        deadline_ms: from acceptance, the whole request's time in ms; None takes the default of
-            the queue's settings.
-        max_queue_ms: from acceptance, how long it may wait for a worker, in ms; None: no bound
-            but the deadline.
-        answer: form of its chunks and its end in the log and on the channel.
-        on_disconnect: ``cancel`` ends it when no reader has been there for a grace period. That
-            counts from when the first one came: until then it waits and runs like any other.
+
+    Its other fields are declared as in :class:`SamplingOptions`.
 
     Raises:
         InvalidRequest: a field is missing, unknown, of the wrong type or out of range.
@@ -65,43 +68,52 @@ class Request:
 
     id: str
     prompt: str | tuple[int, ...] | tuple[dict[str, str], ...]
-    lane: Lane = Lane.NORMAL
-    tenant: str = "default"
+    lane: Lane = option(Lane.NORMAL, Word(Lane), "How urgent the request is.")
+    tenant: str = option("default", TENANT_TYPE, "Who pays; fair shares are between tenants.")
     options: SamplingOptions = field(default_factory=SamplingOptions)
-    deadline_ms: int | None = None
-    max_queue_ms: int | None = None
-    answer: Answer = Answer.MSGPACK
-    on_disconnect: OnDisconnect = OnDisconnect.CONTINUE
+    deadline_ms: int | None = option(
+        None,
+        Integer(1, MAX_WAIT_MS),
+        "Time for the whole request from its acceptance, in ms.",
+        unset="the queue's default",
+    )
+    max_queue_ms: int | None = option(
+        None,
+        Integer(1, MAX_WAIT_MS),
+        "Longest wait for a worker from the request's acceptance, in ms.",
+        unset="the deadline",
+    )
+    answer: Answer = option(
+        Answer.MSGPACK, Word(Answer), "Form of the answer in the log and on the channel."
+    )
+    # The grace period begins with the first reader: until then the request waits and runs.
+    on_disconnect: OnDisconnect = option(
+        OnDisconnect.CONTINUE,
+        Word(OnDisconnect),
+        "What becomes of the request when its last reader has left.",
+    )
 
     def __post_init__(self) -> None:
-        put = object.__setattr__
         check_id(self.id)
-        check_tenant(self.tenant)
-        put(self, "lane", check.member("lane", self.lane, Lane))
-        put(self, "answer", check.member("answer", self.answer, Answer))
-        put(self, "on_disconnect", check.member("on_disconnect", self.on_disconnect, OnDisconnect))
-        put(self, "prompt", _prompt(self.prompt))
+        _OWN.check(self)
+        object.__setattr__(self, "prompt", _prompt(self.prompt))
         if not isinstance(self.options, SamplingOptions):
             raise InvalidRequest("options", self.options, "SamplingOptions")
         if isinstance(self.prompt[0], int):
             self.options.check_prompt(len(self.prompt))
-        for name in ("deadline_ms", "max_queue_ms"):
-            value = getattr(self, name)
-            if value is not None:
-                check.integer(name, value, 1, MAX_WAIT_MS)
 
     @classmethod
     def build(cls, /, *, id: str, prompt: Any, **values: Any) -> Request:
-        """A request from flat fields, the form used on the wire and on command lines.
+        """Return a request from flat fields, the form on the wire and on command lines.
 
         Raises:
             InvalidRequest: as the class; also for a field that does not exist.
         """
-        options = {key: values.pop(key) for key in list(values) if key in _OPTION_NAMES}
-        unknown = sorted(values.keys() - _REQUEST_NAMES)
-        if unknown:
-            known = (_REQUEST_NAMES | _OPTION_NAMES) - {"options"}
-            raise check.unknown(unknown[0], values[unknown[0]], known)
+        options = {key: values.pop(key) for key in list(values) if key in SAMPLING_OPTIONS.defaults}
+        for name in values:
+            if name not in _OWN.defaults:
+                known = ("id", "prompt", *_OWN.defaults, *SAMPLING_OPTIONS.defaults)
+                raise unknown_field(name, values[name], known)
         return cls(id=id, prompt=prompt, options=SamplingOptions(**options), **values)
 
     @property
@@ -137,13 +149,13 @@ class Request:
         return self.options.max_tokens * self.options.num_sequences
 
     def pack(self) -> bytes:
-        """The request as msgpack: a flat map; fields that hold their default are left out.
+        """Return the request as msgpack: a flat map without the fields that hold their default.
 
         Raises:
             InvalidRequest: the packed form is larger than :data:`MAX_PAYLOAD_BYTES`.
         """
         wire: dict[str, Any] = {"v": PROTOCOL_VERSION, "id": self.id, "prompt": self.prompt}
-        for owner, defaults in ((self, _REQUEST_DEFAULTS), (self.options, _OPTION_DEFAULTS)):
+        for owner, defaults in ((self, _OWN.defaults), (self.options, SAMPLING_OPTIONS.defaults)):
             for name, default in defaults.items():
                 value = getattr(owner, name)
                 if value != default:
@@ -159,7 +171,7 @@ class Request:
 
     @classmethod
     def unpack(cls, payload: bytes) -> Request:
-        """The inverse of :meth:`pack`, for bytes from anywhere.
+        """Return the request of a packed form that may come from anywhere.
 
         Raises:
             ProtocolError: not msgpack, not UTF-8, not a map, or another protocol version.
@@ -179,53 +191,55 @@ class Request:
         return cls.build(**wire)
 
 
-_REQUEST_NAMES = frozenset(f.name for f in fields(Request)) - {"options"}
-_REQUEST_DEFAULTS = {
-    "lane": Lane.NORMAL,
-    "tenant": "default",
-    "deadline_ms": None,
-    "max_queue_ms": None,
-    "answer": Answer.MSGPACK,
-    "on_disconnect": OnDisconnect.CONTINUE,
-}
-_OPTION_DEFAULTS = {f.name: f.default for f in fields(SamplingOptions)}
+_OWN = OptionTable(Request)
+
+REQUEST_OPTIONS = (*_OWN.options, *SAMPLING_OPTIONS.options)
+"""All fields of a request that may be left out, in the order of its packed form."""
+
+
+def unknown_field(name: str, value: object, known: Iterable[str]) -> InvalidRequest:
+    """Return what to raise for a field that does not exist: it names all that do."""
+    names = sorted(known)
+    close = get_close_matches(name[:64], names, n=1)
+    hint = f"; did you mean {close[0]}?" if close else ""
+    return InvalidRequest(name, value, f"one of the fields {', '.join(names)}{hint}")
 
 
 def check_id(value: object) -> str:
-    """A request id.
+    """Return a request id.
 
     Raises:
-        InvalidRequest: it is not one.
+        InvalidRequest: it is none.
     """
-    return check.name("id", value, _ID, _ID_ALLOWED)
+    return ID_TYPE.check("id", value)
 
 
 def check_tenant(value: object) -> str:
-    """A tenant's name.
+    """Return a tenant's name.
 
     Raises:
-        InvalidRequest: it is not one.
+        InvalidRequest: it is none.
     """
-    return check.name("tenant", value, _TENANT, _TENANT_ALLOWED)
+    return TENANT_TYPE.check("tenant", value)
 
 
 def _prompt(value: object) -> str | tuple[int, ...] | tuple[dict[str, str], ...]:
     if isinstance(value, str):
-        return check.text("prompt", value, MAX_PAYLOAD_BYTES)
+        return Text(MAX_PAYLOAD_BYTES).check("prompt", value)
     kinds = "non-empty text, a list of token ids, or a list of chat messages"
     if not isinstance(value, Sequence) or isinstance(value, bytes | bytearray) or not value:
         raise InvalidRequest("prompt", value, kinds)
     if isinstance(value[0], Mapping):
         return tuple(_message(f"prompt[{i}]", message) for i, message in enumerate(value))
-    return check.token_ids("prompt", value, MAX_PROMPT_TOKENS, empty_ok=False)
+    return TokenIds(MAX_PROMPT_TOKENS, min_items=1).check("prompt", value)
 
 
 def _message(where: str, value: object) -> dict[str, str]:
     if not isinstance(value, Mapping) or set(value) != {"role", "content"}:
         raise InvalidRequest(where, value, "a map with exactly the keys role and content")
     return {
-        "role": check.text(f"{where}.role", value["role"], 64),
-        "content": check.text(
-            f"{where}.content", value["content"], MAX_PAYLOAD_BYTES, empty_ok=True
+        "role": Text(64).check(f"{where}.role", value["role"]),
+        "content": Text(MAX_PAYLOAD_BYTES, empty_ok=True).check(
+            f"{where}.content", value["content"]
         ),
     }

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..errors import ConfigurationError
 from ..keys import Keys
-from ..protocol import field_checks as check
+from ..protocol.field_types import Name
 from ..protocol.plain_entry import Admission, Entry, Refusal
 from .replies import Bounds, accepted
 from .script_loader import Call, Pipelined, Script, load_script, run_commands
@@ -182,7 +182,7 @@ class IngressOperations:
             ConfigurationError: there are a thousand already.
             RedisUnavailable: the server refuses.
         """
-        check.name("tenant", tenant, _TENANT, _TENANT_ALLOWED)
+        Name(_TENANT, _TENANT_ALLOWED).check("tenant", tenant)
         if await self._one("SCARD") >= MAX_INGRESS_TENANTS:
             raise ConfigurationError(
                 f"this shard has {MAX_INGRESS_TENANTS} doors already; remove some, or use "

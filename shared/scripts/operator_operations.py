@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from ..protocol import State
-from ..protocol import field_checks as check
+from ..protocol.field_types import Name
 from .replies import DeadLetter, RedriveReply, accepted, read_dead_letter
 from .script_loader import Call, Command
 from .shard_scripts import ShardScripts
@@ -44,7 +44,7 @@ class OperatorOperations(ShardScripts):
     async def _letters(self, start: str, stop: str, count: int) -> list[DeadLetter]:
         for bound in (start.removeprefix("("), stop):
             if bound not in "-+":
-                check.name("entry", bound, _ENTRY, _ENTRY_ALLOWED)
+                Name(_ENTRY, _ENTRY_ALLOWED).check("entry", bound)
         command = ("XRANGE", self._keys.dead_letters, start, stop, "COUNT", count)
         (rows,) = await self.run([Command(command)])
         accepted("XRANGE", rows)
@@ -76,7 +76,7 @@ class OperatorOperations(ShardScripts):
         Raises:
             RedisUnavailable: the server refuses.
         """
-        check.name("entry", entry, _ENTRY, _ENTRY_ALLOWED)
+        Name(_ENTRY, _ENTRY_ALLOWED).check("entry", entry)
         command = ("XDEL", self._keys.dead_letters, entry)
         (dropped,) = await self.run([Command(command)])
         accepted("XDEL", dropped)

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from penstock.shared.protocol import MAX_PAYLOAD_BYTES, Answer, Reason, unpack_event
+from penstock.shared.protocol.field_types import Option
 from penstock.shared.protocol.plain_entry import Admission, Entry, Refusal, read_entry
+from penstock.shared.protocol.request import REQUEST_OPTIONS
 from penstock.shared.scripts.ingress_operations import MAX_INGRESS_TENANTS
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "plain-door.md").read_text("utf-8")
@@ -35,7 +37,26 @@ def test_every_field_is_in_the_table_with_a_value_that_is_accepted() -> None:
     verdict = read_entry(Entry(None, "1-1", [b"prompt", b"Hi", b"colour", b"red"]))
     assert isinstance(verdict, Refusal)
     known = verdict.message.partition("one of the fields ")[2].split(", ")
-    assert sorted(documented) == known
+    assert sorted([*documented, *(item.name for item in REQUEST_OPTIONS)]) == known
+
+
+SAMPLES = {
+    "tenant": "acme", "deadline_ms": "30000", "max_queue_ms": "100", "logit_bias": '{"42":-1.5}',
+    "allowed_token_ids": "[7]", "banned_token_ids": "[0,2]", "logprobs": "5",
+    "prompt_logprobs": "5", "seed": "7", "stop": "###", "stop_token_ids": "[0,2]", "best_of": "2",
+    "json_schema": '{"type":"integer"}', "regex": "[0-9]", "grammar": 'start: "a"', "choice": "yes",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("item", REQUEST_OPTIONS, ids=lambda item: item.name)
+def test_every_option_is_read_from_its_form_as_text(item: Option) -> None:
+    text = SAMPLES.get(item.name) or str(item.default).lower()
+    verdict = read_entry(Entry(None, "1-1", [b"prompt", b"Hi", item.name.encode(), text.encode()]))
+    assert isinstance(verdict, Admission), verdict
+    options = verdict.request.options
+    # The request's own seed is the one in force; its option is what was asked for.
+    value = getattr(options if hasattr(options, item.name) else verdict.request, item.name)
+    assert (value == item.default) is (item.name not in SAMPLES)
 
 
 @pytest.mark.parametrize("row", table("Event", "Form"), ids=lambda row: row[0])

@@ -26,6 +26,8 @@ from penstock.shared.protocol import (
     rolling_digest,
     unpack_event,
 )
+from penstock.shared.protocol.option_reference import render_options
+from penstock.shared.protocol.request import REQUEST_OPTIONS
 from penstock.shared.scripts.ingress_operations import INGRESS_SCRIPTS
 from penstock.shared.scripts.log_operations import LOG_SCRIPTS
 from penstock.shared.scripts.operations import SCRIPTS, Bounds, Operations, RetryPolicy
@@ -45,25 +47,16 @@ def test_states_and_reasons_are_the_closed_set() -> None:
     assert f"`{State.QUEUED}` → `{State.RUNNING}` → one of five terminal states" in PROTOCOL
 
 
-def test_request_fields_and_their_defaults() -> None:
-    rows = table(PROTOCOL, "Field", "Type", "Range")
-    documented = {code(row[0]): row[3] for row in rows}
-    assert len(documented) == len(rows), "a field stands there twice"
+def test_request_fields() -> None:
+    assert [code(row[0]) for row in table(PROTOCOL, "Field", "Type", "Range")] == [
+        "v", "id", "prompt",
+    ]  # fmt: skip
     names = {f.name for f in fields(Request)} | {f.name for f in fields(SamplingOptions)}
-    assert documented.keys() == names - {"options"} | {"v"}
-    words = {"none": (), "no bound": None, "the door's setting": None, "derived from the id": None}
-    sample = Request(id="x", prompt="x")
-    for name, default in documented.items():
-        if default == "required":
-            continue
-        # The request's own seed is the one in force; its option is what was asked for.
-        option = hasattr(sample.options, name)
-        value = getattr(sample.options if option else sample, name)
-        if default in words:
-            assert value == words[default], name
-        else:
-            text = code(default) if "`" in default else json.loads(default)
-            assert value == text, name
+    assert {item.name for item in REQUEST_OPTIONS} == names - {"id", "prompt", "options"}
+
+
+def test_the_reference_of_the_options_is_written_from_their_declarations() -> None:
+    assert (DOCS / "options.md").read_text("utf-8") == render_options()
 
 
 @pytest.mark.parametrize(
