@@ -9,9 +9,8 @@ from penstock.shared.errors import IntegrityError
 from penstock.shared.protocol import Lane, Reason
 
 from .config import EngineConfig
-from .kv.host_pool import HostPool
 from .kv.kv_manager import KVManager
-from .plan import Plan, Span, StepOutput
+from .plan import Plan, Span
 from .request_manager import LiveRequests
 from .requests import EngineRequest, Finish, Update
 from .scheduling.policies import Policy, make_policy
@@ -20,6 +19,7 @@ from .sequence import SequenceStatus
 from .size_limits import Limits
 from .speculation.controller import Speculator
 from .stats import EngineStats, Load, PoolUse
+from .step_output import StepOutput
 from .text_stream import TextStream
 
 __all__ = ["Engine"]
@@ -62,11 +62,10 @@ class Engine:
             max_span=config.max_span,
         )
         self._limits = Limits(config, self._kv)
-        self._host = HostPool(config.kv_cache_groups, config.block_size)
         self._speculator: Speculator | None = None
         if config.speculation is not None:
             self._speculator = Speculator(config.speculation, config.max_model_len, config.max_span)
-        self._scheduler = Scheduler(config, self._kv, self._policy, self._host, self._speculator)
+        self._scheduler = Scheduler(config, self._kv, self._policy, self._speculator)
         self._live = LiveRequests(config, self._limits, self._scheduler, detokenizer)
         self._in_flight: Plan | None = None
         self._apart_s = 0.0  # swaps and draft model of the last step
@@ -248,7 +247,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Counts of now and totals since the start, in O(1)."""
-        scheduler, kv, host = self._scheduler, self._kv, self._host
+        scheduler, kv, host = self._scheduler, self._kv, self._kv.host
         return EngineStats(
             running={lane: scheduler.num_running(lane) for lane in Lane},
             waiting={lane: self._policy.num_waiting(lane) for lane in Lane},
@@ -292,4 +291,4 @@ class Engine:
             raise IntegrityError("this plan is not the one in flight")
         self._in_flight = None
         if plan.swaps_out:
-            self._host.confirm_saves() if moved else self._host.discard_saves()
+            self._kv.host.confirm_saves() if moved else self._kv.host.discard_saves()

@@ -1,18 +1,15 @@
-"""What one step computes (`Plan`), and what it gave (`StepOutput`)."""
+"""What one step computes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
 
-from penstock.shared.protocol import TokenLogprobs
-
-from .requests import Finish
 from .sequence import Sequence
 from .speculation.draft_state import Source
-from .speculation.verification_cost import StepTiming
 
-__all__ = ["BlockCopy", "Plan", "Span", "StepOutput"]
+__all__ = ["BlockCopy", "DraftChoice", "DraftChooser", "Plan", "PlanBuilder", "Span"]
 
 
 # Never changed once made. Not frozen, because one is made for every token, and setting the fields
@@ -94,38 +91,69 @@ class Plan:
         return sum(span.num_tokens + span.num_drafts for span in self.spans)
 
 
-@dataclass(frozen=True, slots=True)
-class StepOutput:
-    """What the model gave for a plan.
+class DraftChoice(Protocol):
+    """Drafts that a step verifies behind one span; see :class:`Span` for what the fields mean."""
+
+    @property
+    def index(self) -> int:
+        """Index of the span."""
+
+    @property
+    def drafts(self) -> tuple[int, ...]:
+        """Tokens, at least ``count``; empty where the model side's drafter proposes them."""
+
+    @property
+    def count(self) -> int:
+        """How many drafts."""
+
+    @property
+    def source(self) -> Source:
+        """Where they come from."""
+
+
+class DraftChooser(Protocol):
+    """Chooses drafts for a step; :class:`~.speculation.controller.Speculator` is one."""
+
+    def choose(self, spans: list[Span], budget: int) -> Iterable[DraftChoice]:
+        """Drafts for a planned step, at most ``budget`` of them together."""
+
+
+class PlanBuilder:
+    """A step while it is planned.
 
     Attributes:
-        token_ids: one entry per span, in the plan's order: the sampled token, or ``()`` where the
-            span does not sample. Where it has drafts, those that were accepted come before it.
-        failures: by index of span, why its request must end; that span's tokens are not looked at.
-            One request's failure leaves the others of the step alone.
-        logprobs: one per token of the sequences that ask for them.
-        prompt_logprobs: of sequences that ask for them, one for each of the span's
-            ``prompt_rows``: of the token behind it.
-        candidates: the most likely next tokens of the sequences that have ``num_candidates``, with
-            the natural logarithms of their probabilities, the most likely first; fewer than that
-            if no more are possible.
-        moved: the plan's swaps and copies were made. If not, every span has failed.
-        swap_s: seconds for which the plan's swaps held the step up; None if that is not known.
-        deferred: indexes of spans that sample, but did not in this step, since what may follow was
-            not known yet. Nothing is wrong with them: they sample in a later one.
-        drafted: of sequences for which the drafter proposed some, how many were verified.
-        draft_failed: the drafter could propose nothing, for it failed.
-        timing: what the step took; None if nobody has looked.
+        budget: query tokens that the step has left.
+        spans, copies, swaps_out, swaps_in: as in :class:`Plan`.
+        displaced: sequences that were displaced in this step.
     """
 
-    token_ids: tuple[tuple[int, ...], ...]
-    failures: Mapping[int, Finish] = field(default_factory=dict)
-    logprobs: Mapping[Sequence, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
-    candidates: Mapping[Sequence, tuple[tuple[int, float], ...]] = field(default_factory=dict)
-    moved: bool = True
-    swap_s: float | None = None
-    deferred: frozenset[int] = frozenset()
-    drafted: Mapping[Sequence, int] = field(default_factory=dict)
-    draft_failed: bool = False
-    timing: StepTiming | None = field(default=None, compare=False)
-    prompt_logprobs: Mapping[Sequence, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
+    __slots__ = ("budget", "copies", "displaced", "spans", "swaps_in", "swaps_out")
+
+    def __init__(self) -> None:
+        self.budget = 0
+        self.spans: list[Span] = []
+        self.copies: list[BlockCopy] = []
+        self.swaps_out: list[BlockCopy] = []
+        self.swaps_in: list[BlockCopy] = []
+        self.displaced: set[Sequence] = set()
+
+    def add(self, sequence: Sequence, num_tokens: int) -> None:
+        """Let the step compute the next ``num_tokens`` tokens of a sequence."""
+        start = sequence.num_computed_tokens
+        samples = start + num_tokens == sequence.num_tokens
+        self.spans.append(Span(sequence, start, num_tokens, samples))
+        self.budget -= num_tokens
+
+    def add_drafts(self, choice: DraftChoice) -> None:
+        """Let the step verify drafts behind a span that computes the last token of its sequence."""
+        span, count = self.spans[choice.index], choice.count
+        self.spans[choice.index] = Span(
+            span.sequence, span.start, 1, True, choice.drafts[:count], count, choice.source
+        )
+        self.budget -= count
+
+    def build(self) -> Plan:
+        """The plan so far."""
+        return Plan(
+            tuple(self.spans), tuple(self.copies), tuple(self.swaps_out), tuple(self.swaps_in)
+        )

@@ -11,11 +11,11 @@ from .groups.group import Group, replay
 from .groups.open_group import open_group
 from .options_check import refuse_options
 from .output_state import Output
-from .plan import StepOutput
 from .requests import EngineRequest, Finish, Update
 from .scheduling.scheduler import Scheduler
 from .sequence import Sequence
 from .size_limits import Limits
+from .step_output import StepOutput
 from .text_stream import TextStream
 
 __all__ = ["LiveRequests"]

@@ -5,7 +5,9 @@ from __future__ import annotations
 import enum
 from collections.abc import Collection, Iterable
 
-from penstock.shared.protocol import Lane, SamplingOptions, TokenLogprobs
+from penstock.shared.protocol.events import TokenLogprobs
+from penstock.shared.protocol.sampling_options import SamplingOptions
+from penstock.shared.protocol.states import Lane
 
 from .constraint import Form
 from .speculation.draft_state import Drafting

@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from penstock.shared.protocol import Lane
+from penstock.shared.protocol.states import Lane
 
-from .speculation.controller import SpeculationStats
+from .scheduling.preemption import PreemptionKey
+from .speculation.speculation_config import SpeculationStats
 
-__all__ = ["EngineStats", "Load", "PoolUse", "Preemption", "PreemptionCause", "PreemptionMode"]
-
-
-class PreemptionCause(enum.StrEnum):
-    """Why a sequence lost its blocks."""
-
-    EARLIER = "earlier"
-    """A sequence before it in the order of service (more urgent, or admitted earlier) needed KV."""
-    URGENT = "urgent"
-    """Waiting work of a more urgent lane took its place or its KV."""
-    YIELDED = "yielded"
-    """It needed KV itself, and there was none but with sequences before it."""
+__all__ = ["EngineStats", "Load", "PoolUse"]
 
 
 class Load(NamedTuple):
@@ -52,19 +41,6 @@ class PoolUse:
     num_blocks: int
     used_blocks: int
     cached_blocks: int
-
-
-class PreemptionMode(enum.StrEnum):
-    """What became of the keys and values of a preempted sequence."""
-
-    RECOMPUTE = "recompute"
-    """Thrown away, to be computed again."""
-    SWAP = "swap"
-    """Copied to host memory, to be copied back."""
-
-
-Preemption = tuple[Lane, PreemptionCause, PreemptionMode]
-"""By what preemptions are counted; the lane is the victim's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,8 +91,8 @@ class EngineStats:
     output_tokens: int
     prefix_query_tokens: int
     prefix_hit_tokens: int
-    preemptions: Mapping[Preemption, int]
-    preempted_tokens: Mapping[Preemption, int]
+    preemptions: Mapping[PreemptionKey, int]
+    preempted_tokens: Mapping[PreemptionKey, int]
     num_host_blocks: int
     used_host_blocks: int
     swapped_out_blocks: int

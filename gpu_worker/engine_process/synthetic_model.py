@@ -16,9 +16,11 @@ from penstock.shared.protocol import SamplingOptions, TokenLogprobs
 from penstock.shared.settings import Settings
 from penstock.shared.synthetic import next_token
 
-from ..engine.config import Chunking, EngineConfig, PolicyName
-from ..engine.plan import Plan, StepOutput
+from ..engine.config import EngineConfig, PolicyName
+from ..engine.plan import Plan
+from ..engine.scheduling.scheduler_config import Chunking
 from ..engine.sequence import Sequence
+from ..engine.step_output import StepOutput
 from .model_interface import ServingModel
 
 __all__ = ["SyntheticRunner", "build_synthetic"]

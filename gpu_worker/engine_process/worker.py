@@ -17,9 +17,10 @@ from typing import Protocol
 from penstock.shared.protocol import Reason
 
 from ..engine.engine import Engine
-from ..engine.plan import Plan, StepOutput
+from ..engine.plan import Plan
 from ..engine.requests import EngineRequest, Update
 from ..engine.scheduling.step_features import Work
+from ..engine.step_output import StepOutput
 from ..messages import Broken, StepRecord, StepReport, packed_updates
 from .isolation import Runner, run_isolated
 from .step_log import StepLog

@@ -11,8 +11,9 @@ import torch
 
 from penstock.shared.settings import EngineSettings, Settings
 
-from ..engine.config import Chunking, EngineConfig, PolicyName
+from ..engine.config import EngineConfig, PolicyName
 from ..engine.kv.kv_cache_groups import KVCacheGroup
+from ..engine.scheduling.scheduler_config import Chunking
 from ..engine_process.model_interface import ServingModel
 from .drafting.drafters import DraftModel
 from .drafting.setup import configure, load_draft

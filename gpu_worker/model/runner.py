@@ -15,10 +15,11 @@ from torch import Tensor
 from penstock.shared.errors import IntegrityError
 from penstock.shared.protocol import Reason, TokenLogprobs
 
-from ..engine.plan import Plan, Span, StepOutput
+from ..engine.plan import Plan, Span
 from ..engine.requests import Finish
 from ..engine.sequence import Sequence
 from ..engine.speculation.verification_cost import StepTiming
+from ..engine.step_output import StepOutput
 from .batch import Rows, SequenceChunk, decode_chunks, forward_logits, pack
 from .device_timing import least_seconds
 from .drafting.acceptance import agreed

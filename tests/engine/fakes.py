@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from penstock.gpu_worker.engine.config import EngineConfig
 from penstock.gpu_worker.engine.kv.kv_cache_groups import NO_BLOCK, KVCacheGroup
 from penstock.gpu_worker.engine.kv.kv_manager import KVManager
-from penstock.gpu_worker.engine.plan import BlockCopy, Plan, Span, StepOutput
+from penstock.gpu_worker.engine.plan import BlockCopy, Plan, Span
 from penstock.gpu_worker.engine.requests import EngineRequest
 from penstock.gpu_worker.engine.sequence import Sequence
 from penstock.gpu_worker.engine.speculation.verification_cost import StepTiming
+from penstock.gpu_worker.engine.step_output import StepOutput
 from penstock.shared.protocol import Lane, Reason, SamplingOptions, TokenLogprobs
 
 EOS = 0

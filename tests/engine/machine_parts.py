@@ -20,15 +20,17 @@ from hypothesis.stateful import (
     RuleBasedStateMachine,
 )
 
-from penstock.gpu_worker.engine.config import Chunking, EngineConfig, PolicyName
+from penstock.gpu_worker.engine.config import EngineConfig, PolicyName
 from penstock.gpu_worker.engine.engine import Engine
 from penstock.gpu_worker.engine.kv.kv_cache_groups import KVCacheGroup
-from penstock.gpu_worker.engine.plan import Plan, StepOutput
+from penstock.gpu_worker.engine.plan import Plan
 from penstock.gpu_worker.engine.requests import EngineRequest, Update
+from penstock.gpu_worker.engine.scheduling.preemption import PreemptionCause, PreemptionKey
+from penstock.gpu_worker.engine.scheduling.scheduler_config import Chunking
 from penstock.gpu_worker.engine.sequence import Sequence, SequenceStatus
 from penstock.gpu_worker.engine.speculation.controller import SpeculationConfig
 from penstock.gpu_worker.engine.speculation.verification_cost import StepTiming
-from penstock.gpu_worker.engine.stats import Preemption, PreemptionCause
+from penstock.gpu_worker.engine.step_output import StepOutput
 from penstock.shared.protocol import Reason
 
 prompts = st.one_of(
@@ -107,7 +109,7 @@ class Before:
 
     running: list[Sequence]
     times: dict[Sequence, int]
-    preemptions: Mapping[Preemption, int]
+    preemptions: Mapping[PreemptionKey, int]
 
 
 def defer_some(plan: Plan, output: StepOutput, data: st.DataObject) -> StepOutput:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from engine.fakes import FakeRunner, PieceStream, config, request
 from engine.test_scheduler import RECOMPUTE, Bench
 
-from penstock.gpu_worker.engine.config import Chunking
 from penstock.gpu_worker.engine.engine import Engine
 from penstock.gpu_worker.engine.kv.kv_cache_groups import KVCacheGroup
+from penstock.gpu_worker.engine.scheduling.preemption import PreemptionCause
+from penstock.gpu_worker.engine.scheduling.scheduler_config import Chunking
 from penstock.gpu_worker.engine.sequence import SequenceStatus
-from penstock.gpu_worker.engine.stats import PreemptionCause
 from penstock.shared.protocol import Lane
 
 

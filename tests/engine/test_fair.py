@@ -10,8 +10,9 @@ from engine.fakes import request
 from engine.waiting_sequences import BOUND_S, drained, filled, make, sequence
 
 from penstock.gpu_worker.engine.config import PolicyName
-from penstock.gpu_worker.engine.plan import Plan, StepOutput
+from penstock.gpu_worker.engine.plan import Plan
 from penstock.gpu_worker.engine.scheduling.policies import TenantFair
+from penstock.gpu_worker.engine.step_output import StepOutput
 from penstock.shared.protocol import Lane
 
 

@@ -22,11 +22,12 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from penstock.gpu_worker.engine.config import Chunking, EngineConfig, PolicyName
+from penstock.gpu_worker.engine.config import EngineConfig, PolicyName
 from penstock.gpu_worker.engine.engine import Engine
 from penstock.gpu_worker.engine.kv.kv_cache_groups import KVCacheGroup
 from penstock.gpu_worker.engine.plan import Plan
 from penstock.gpu_worker.engine.requests import EngineRequest, Finish, Update
+from penstock.gpu_worker.engine.scheduling.scheduler_config import Chunking
 from penstock.gpu_worker.engine.speculation.verification_cost import StepTiming
 from penstock.gpu_worker.engine_process.isolation import run_isolated
 from penstock.shared.protocol import Lane, Reason

@@ -11,12 +11,12 @@ from penstock.gpu_worker.engine.config import EngineConfig
 from penstock.gpu_worker.engine.engine import Engine
 from penstock.gpu_worker.engine.groups.beam_group import Beams
 from penstock.gpu_worker.engine.output_state import Output
-from penstock.gpu_worker.engine.plan import StepOutput
 from penstock.gpu_worker.engine.requests import EngineRequest, Update
 from penstock.gpu_worker.engine.scheduling.policies import Fcfs
 from penstock.gpu_worker.engine.scheduling.scheduler import Scheduler
 from penstock.gpu_worker.engine.sequence import Sequence, SequenceStatus
 from penstock.gpu_worker.engine.size_limits import Limits
+from penstock.gpu_worker.engine.step_output import StepOutput
 from penstock.shared.protocol import Reason, SamplingOptions
 
 PROMPT = (1, 2, 3, 4, 5, 6, 7, 8, 1, 2)  # with blocks of four: two whole ones and a half

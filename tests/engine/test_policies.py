@@ -12,8 +12,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from penstock.gpu_worker.engine.config import Chunking, PolicyName
+from penstock.gpu_worker.engine.config import PolicyName
 from penstock.gpu_worker.engine.scheduling.policies.removable_heap import Heap
+from penstock.gpu_worker.engine.scheduling.scheduler_config import Chunking
 from penstock.gpu_worker.engine.sequence import Sequence
 from penstock.shared.errors import ConfigurationError
 from penstock.shared.protocol import Lane

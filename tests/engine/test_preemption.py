@@ -8,9 +8,9 @@ import pytest
 from engine.fakes import FakeRunner, PieceStream, config, request
 
 from penstock.gpu_worker.engine.engine import Engine
-from penstock.gpu_worker.engine.scheduling.chunking import AdaptiveChunks
+from penstock.gpu_worker.engine.scheduling.adaptive_chunks import AdaptiveChunks
+from penstock.gpu_worker.engine.scheduling.preemption import PreemptionMode
 from penstock.gpu_worker.engine.scheduling.preemption_costs import PreemptionCosts
-from penstock.gpu_worker.engine.stats import PreemptionMode
 
 
 def learned(token_s: float, copy_s: float, block_s: float) -> PreemptionCosts:

@@ -6,9 +6,9 @@ from engine.fakes import config, kv_manager
 from penstock.gpu_worker.engine.config import EngineConfig
 from penstock.gpu_worker.engine.plan import Plan
 from penstock.gpu_worker.engine.scheduling.policies import Fcfs
+from penstock.gpu_worker.engine.scheduling.preemption import PreemptionCause, PreemptionMode
 from penstock.gpu_worker.engine.scheduling.scheduler import Scheduler
 from penstock.gpu_worker.engine.sequence import Sequence, SequenceStatus
-from penstock.gpu_worker.engine.stats import PreemptionCause, PreemptionMode
 from penstock.shared.errors import ConfigurationError, IntegrityError
 from penstock.shared.protocol import Lane, SamplingOptions
 

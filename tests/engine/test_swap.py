@@ -10,10 +10,11 @@ from engine.fakes import FakeRunner, PieceStream, config, request, solo
 from penstock.gpu_worker.engine.engine import Engine
 from penstock.gpu_worker.engine.kv.host_pool import HostPool
 from penstock.gpu_worker.engine.kv.kv_cache_groups import NO_BLOCK, KVCacheGroup
-from penstock.gpu_worker.engine.plan import BlockCopy, Plan, StepOutput
+from penstock.gpu_worker.engine.plan import BlockCopy, Plan
 from penstock.gpu_worker.engine.requests import Finish
+from penstock.gpu_worker.engine.scheduling.preemption import PreemptionCause, PreemptionMode
 from penstock.gpu_worker.engine.sequence import Sequence
-from penstock.gpu_worker.engine.stats import PreemptionCause, PreemptionMode
+from penstock.gpu_worker.engine.step_output import StepOutput
 from penstock.shared.errors import ConfigurationError, IntegrityError
 from penstock.shared.protocol import Lane, Reason, SamplingOptions
 

@@ -17,11 +17,13 @@ import pytest
 import torch
 from model.families import VOCAB_SIZE, WINDOW
 
-from penstock.gpu_worker.engine.config import Chunking, EngineConfig
+from penstock.gpu_worker.engine.config import EngineConfig
 from penstock.gpu_worker.engine.engine import Engine
 from penstock.gpu_worker.engine.kv.kv_cache_groups import KVCacheGroup
 from penstock.gpu_worker.engine.requests import EngineRequest
-from penstock.gpu_worker.engine.stats import EngineStats, PreemptionMode
+from penstock.gpu_worker.engine.scheduling.preemption import PreemptionMode
+from penstock.gpu_worker.engine.scheduling.scheduler_config import Chunking
+from penstock.gpu_worker.engine.stats import EngineStats
 from penstock.gpu_worker.model.kv.kv_pool import KVPool
 from penstock.gpu_worker.model.kv.layer_groups import windows_of_kinds
 from penstock.gpu_worker.model.kv.swap_pool import SwapPool

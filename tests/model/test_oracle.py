@@ -22,8 +22,9 @@ from penstock.gpu_worker.engine.engine import Engine
 from penstock.gpu_worker.engine.kv.kv_cache_groups import KVCacheGroup
 from penstock.gpu_worker.engine.plan import Span
 from penstock.gpu_worker.engine.requests import EngineRequest
+from penstock.gpu_worker.engine.scheduling.preemption import PreemptionCause, PreemptionMode
 from penstock.gpu_worker.engine.sequence import Sequence
-from penstock.gpu_worker.engine.stats import EngineStats, PreemptionCause, PreemptionMode
+from penstock.gpu_worker.engine.stats import EngineStats
 from penstock.gpu_worker.model.kv.kv_pool import KVPool
 from penstock.gpu_worker.model.kv.layer_groups import windows_of_kinds
 from penstock.gpu_worker.model.kv.swap_pool import SwapPool

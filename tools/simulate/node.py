@@ -10,10 +10,11 @@ from typing import Protocol
 
 from penstock.gpu_worker.engine.config import EngineConfig
 from penstock.gpu_worker.engine.engine import Engine
-from penstock.gpu_worker.engine.plan import Plan, StepOutput
+from penstock.gpu_worker.engine.plan import Plan
 from penstock.gpu_worker.engine.requests import EngineRequest
 from penstock.gpu_worker.engine.scheduling.policies import Policy
 from penstock.gpu_worker.engine.scheduling.step_features import Work
+from penstock.gpu_worker.engine.step_output import StepOutput
 from penstock.shared.protocol import Lane, SamplingOptions
 
 from .arrivals import MOST_TOKENS, SimRequest

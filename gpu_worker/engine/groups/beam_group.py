@@ -6,11 +6,11 @@ import itertools
 from collections.abc import Callable
 
 from ..output_state import Output
-from ..plan import StepOutput
 from ..requests import Update
 from ..scheduling.scheduler import Scheduler
 from ..sequence import Sequence
 from ..size_limits import Limits
+from ..step_output import StepOutput
 from .beam_search import BeamSearch, Ended, Step
 from .best_of import Hypothesis, answer
 from .group import Group

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field, replace
 from penstock.shared.protocol import Reason, TokenLogprobs
 
 from ..output_state import Output
-from ..plan import StepOutput
 from ..requests import Update
 from ..scheduling.scheduler import Scheduler
 from ..sequence import Sequence
 from ..size_limits import Limits
+from ..step_output import StepOutput
 from .group import Choices, part_of, summary
 
 __all__ = ["Candidates", "Hypothesis", "answer"]

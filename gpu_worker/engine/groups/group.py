@@ -8,11 +8,11 @@ from collections.abc import Iterable
 from penstock.shared.protocol import Part, Reason
 
 from ..output_state import Output
-from ..plan import StepOutput
 from ..requests import Finish, Update
 from ..scheduling.scheduler import Scheduler
 from ..sequence import Sequence
 from ..size_limits import Limits
+from ..step_output import StepOutput
 
 __all__ = ["Choices", "Group", "part_of", "replay", "summary"]
 

@@ -10,6 +10,7 @@ from penstock.shared.errors import IntegrityError
 from ..plan import BlockCopy
 from ..sequence import Sequence
 from .block_pool import BlockPool
+from .host_pool import HostPool
 from .kv_cache_groups import KVCacheGroup
 from .prefix_cache import longest_hit
 
@@ -41,18 +42,20 @@ class KVManager:
         max_span: most query tokens of one sequence in one step; matters only with a window.
 
     Attributes:
-        pools: one per group.
+        pools: one per group, on the device.
+        host: keeps the KV of preempted sequences in host memory.
     """
 
     def __init__(
         self,
-        groups: Iterable[KVCacheGroup],
+        groups: tuple[KVCacheGroup, ...],
         block_size: int,
         *,
         prefix_cache: bool = True,
         max_span: int = 1,
     ) -> None:
         self.block_size = block_size
+        self.host = HostPool(groups, block_size)
         self.pools = tuple(
             BlockPool(group, index, block_size, prefix_cache=prefix_cache, max_span=max_span)
             for index, group in enumerate(groups)
@@ -258,18 +261,46 @@ class KVManager:
         sequence.num_writable_tokens = 0
         sequence.num_published_blocks = 0
 
-    def check_integrity(self, owners: Iterable[Sequence]) -> None:
-        """Recount every pool from the block tables of all sequences that hold blocks.
+    @property
+    def num_host_blocks(self) -> int:
+        """Host blocks for swapped sequences; 0: nothing is swapped."""
+        return self.host.num_blocks
+
+    def num_swap_blocks(self, sequence: Sequence) -> int:
+        """Host blocks that it takes to keep ``sequence``, which has device blocks."""
+        return self.host.num_needed(sequence)
+
+    def try_swap_out(self, sequence: Sequence, copies: list[BlockCopy]) -> bool:
+        """See :meth:`HostPool.try_save`."""
+        return self.host.try_save(sequence, copies)
+
+    def swap_in(self, sequence: Sequence, copies: list[BlockCopy]) -> None:
+        """See :meth:`HostPool.restore`."""
+        self.host.restore(sequence, copies)
+
+    def drop_swapped(self, sequence: Sequence) -> None:
+        """See :meth:`HostPool.drop`."""
+        self.host.drop(sequence)
+
+    def check_integrity(
+        self, running: Iterable[Sequence], waiting: Iterable[Sequence] = ()
+    ) -> None:
+        """Recount every pool from the blocks of all sequences.
+
+        Args:
+            running: all sequences that hold device blocks.
+            waiting: all others.
 
         Raises:
             IntegrityError: a block is lost, owned twice, or counted wrongly.
         """
-        owners = list(owners)
+        owners = list(running)
         for sequence in owners:
             if len(sequence.block_tables) != len(self.pools):
                 raise IntegrityError(f"{sequence} lacks the block table of a KV cache group")
         for pool in self.pools:
             pool.check_integrity(owners)
+        self.host.check_integrity(waiting)
 
     def _prefixes(self, sequence: Sequence) -> list[list[int]]:
         """Per pool the table of the longest prefix that all of them have cached."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .chunking import AdaptiveChunks
+from .adaptive_chunks import AdaptiveChunks
 from .cost_fit import CostFit
 
 __all__ = ["PreemptionCosts"]

@@ -6,23 +6,18 @@ from collections import Counter
 from collections.abc import Iterator
 
 from penstock.shared.errors import IntegrityError
-from penstock.shared.protocol import Lane
+from penstock.shared.protocol.states import Lane
 
-from ..config import Chunking, EngineConfig
-from ..kv.host_pool import HostPool
-from ..kv.kv_manager import KVManager
-from ..plan import Plan, Span
+from ..plan import DraftChooser, Plan, PlanBuilder, Span
 from ..sequence import Sequence, SequenceStatus
-from ..speculation.controller import Speculator
-from ..stats import Preemption, PreemptionCause
+from .adaptive_chunks import AdaptiveChunks
 from .admission import Admission
-from .chunking import AdaptiveChunks
-from .displacement import Displacement
-from .plan_builder import Step
-from .policies import Policy
-from .preemption import Preemptor
+from .kv_cache import KVCache
+from .policies.policy import Policy
+from .preemption import Preemption, PreemptionCause, PreemptionKey
 from .preemption_costs import PreemptionCosts
-from .running import Running
+from .scheduler_config import Chunking, SchedulerConfig
+from .scheduler_state import SchedulerState
 
 __all__ = ["Scheduler"]
 
@@ -55,41 +50,34 @@ class Scheduler:
 
     def __init__(
         self,
-        config: EngineConfig,
-        kv: KVManager,
+        config: SchedulerConfig,
+        kv: KVCache,
         policy: Policy,
-        host: HostPool | None = None,
-        speculator: Speculator | None = None,
+        drafts: DraftChooser | None = None,
     ) -> None:
-        self._config = config
-        self._kv = kv
-        self._policy = policy
-        self._host = HostPool(config.kv_cache_groups, config.block_size) if host is None else host
-        adaptive = config.chunking is Chunking.ADAPTIVE
-        chooses = config.preemption == "auto" and self._host.num_blocks > 0
-        steps = AdaptiveChunks(
+        step_costs = AdaptiveChunks(
             config.target_itl_s, least=config.min_chunk_size, most=config.chunk_size
         )
-        self._chunks = steps if adaptive else None
-        self._costs = PreemptionCosts(steps) if chooses else None
-        self._steps = steps if adaptive or chooses else None
-        self._speculator = speculator
-        self._running = Running()
-        shared = config, kv, policy, self._host, self._running, self._costs
-        self._preemptor, self._admission = Preemptor(*shared), Admission(*shared)
-        self._displacement = Displacement(
-            config, kv, policy, self._running, self._preemptor, self._admission
+        adaptive = config.chunking is Chunking.ADAPTIVE
+        chooses = config.preemption == "auto" and kv.num_host_blocks > 0
+        self._chunks = step_costs if adaptive else None
+        self._step_costs = step_costs if adaptive or chooses else None
+        self._drafts = drafts
+        self._state = SchedulerState(
+            config, kv, policy, PreemptionCosts(step_costs) if chooses else None
         )
+        self._admission = Admission(self._state)
+        self._preemption = Preemption(self._state, self._admission)
 
     @property
-    def preemptions(self) -> Counter[Preemption]:
+    def preemptions(self) -> Counter[PreemptionKey]:
         """Number of preemptions by the victim's lane, the cause and the mode."""
-        return self._preemptor.counts
+        return self._preemption.counts
 
     @property
-    def preempted_tokens(self) -> Counter[Preemption]:
+    def preempted_tokens(self) -> Counter[PreemptionKey]:
         """Computed tokens of their victims."""
-        return self._preemptor.tokens
+        return self._preemption.tokens
 
     @property
     def prefix_query_tokens(self) -> int:
@@ -98,16 +86,16 @@ class Scheduler:
 
     @property
     def prefix_hit_tokens(self) -> int:
-        """Those that were found."""
+        """Tokens that were found there."""
         return self._admission.prefix_hit_tokens
 
     def add(self, sequence: Sequence) -> None:
         """Let a new sequence wait."""
-        self._policy.add(sequence)
+        self._state.waiting.add(sequence)
 
     def add_next(self, sequence: Sequence) -> None:
         """The same for one whose request is being served: it goes before all others of its lane."""
-        self._policy.put_back(sequence)
+        self._state.waiting.put_back(sequence)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Let a new sequence run that has one token more than was computed for ``parent``.
@@ -115,70 +103,71 @@ class Scheduler:
         It waits, before all others of its lane, if the sequence budget has no room, or the parent
         does not run or has not computed as much.
         """
-        full = len(self._running) >= self._config.max_sequences
+        full = len(self._state.running) >= self._state.config.max_sequences
         if full or parent.num_computed_tokens != child.num_tokens - 1:
-            self._policy.put_back(child)
+            self._state.waiting.put_back(child)
             return
-        self._kv.fork(parent, child)
-        self._running.add(child)
+        self._state.kv.fork(parent, child)
+        self._state.running.add(child)
 
     def finish(self, sequence: Sequence) -> None:
         """The sequence has ended or was aborted: forget it and free its blocks."""
         if sequence.status is SequenceStatus.WAITING:
-            self._policy.remove(sequence)
-            self._host.drop(sequence)
+            self._state.waiting.remove(sequence)
+            self._state.kv.drop_swapped(sequence)
         else:
-            self._running.remove(sequence)
-            self._kv.release(sequence)
-            self._policy.end(sequence)
+            self._state.running.remove(sequence)
+            self._state.kv.release(sequence)
+            self._state.waiting.end(sequence)
         sequence.status = SequenceStatus.FINISHED
 
     def schedule(self) -> Plan | None:
         """Plan the next step; None if there is nothing to do."""
-        step = Step()
-        self._displacement.displace(step)
+        step = PlanBuilder()
+        self._preemption.displace(step)
         step.budget = self._token_budget()
         all_kept = self._continue_running(step)
         # Thrash guard, part 1: what was just taken from one is not given to another.
         if all_kept:
             self._admission.admit_waiting(step)
-            if self._speculator is not None and step.budget:
-                self._add_drafts(step, self._speculator)
+            if self._drafts is not None and step.budget:
+                self._add_drafts(step, self._drafts)
         if not step.spans:
             self._complete_first_group(step)
-        return step.plan() if step.spans else None
+        return step.build() if step.spans else None
 
     def observe(self, plan: Plan, seconds: float) -> None:
         """The step of ``plan`` took so long: chunks, preemptions and waiting are measured by it."""
-        self._policy.elapse(seconds)
-        if self._steps is not None:
-            self._steps.observe(plan, seconds)
+        self._state.waiting.elapse(seconds)
+        if self._step_costs is not None:
+            self._step_costs.observe(plan, seconds)
 
     def observe_swaps(self, plan: Plan, seconds: float) -> None:
         """The swaps of ``plan`` held its step up for so long."""
-        if self._costs is not None and (plan.swaps_out or plan.swaps_in):
-            self._costs.observe_swaps(len(plan.swaps_out), len(plan.swaps_in), seconds)
+        costs = self._state.preemption_costs
+        if costs is not None and (plan.swaps_out or plan.swaps_in):
+            costs.observe_swaps(len(plan.swaps_out), len(plan.swaps_in), seconds)
 
     def _token_budget(self) -> int:
         """Query tokens of the next step; one of each running sequence is always in it."""
-        most = self._config.max_batch_tokens
+        most = self._state.config.max_batch_tokens
         if self._chunks is None:
             return most
-        running = len(self._running)
+        running = len(self._state.running)
         return min(most, running + self._chunks.limit(running))
 
     def running(self) -> Iterator[Sequence]:
         """The running sequences, in the order of service."""
-        return iter(self._running)
+        return iter(self._state.running)
 
     def num_running(self, lane: Lane) -> int:
         """How many run in one lane."""
-        return self._running.count(lane)
+        return self._state.running.count(lane)
 
-    def _continue_running(self, step: Step) -> bool:
+    def _continue_running(self, step: PlanBuilder) -> bool:
         """Plan what runs; False if KV was short, so that some may have been preempted."""
-        queue = self._running.in_order()
-        all_kept, chunk_size = True, self._config.chunk_size
+        queue = self._state.running.in_order()
+        all_kept, chunk_size = True, self._state.config.chunk_size
         spans, budget, num_behind = step.spans, step.budget, len(queue)
         for sequence in queue:
             num_behind -= 1
@@ -197,47 +186,47 @@ class Scheduler:
                 continue  # a beam that waits for the others of its group
             num_tokens = min(sequence.chunk(num_tokens), budget - num_behind, chunk_size)
             stop = start + num_tokens
-            if not self._kv.try_reserve(sequence, stop, step.copies):
+            if not self._state.kv.try_reserve(sequence, stop, step.copies):
                 all_kept = False
                 behind = queue[len(queue) - num_behind :]
-                if not self._preemptor.make_room(sequence, stop, behind, step):
+                if not self._preemption.make_room(sequence, stop, behind, step):
                     continue
             spans.append(Span(sequence, start, num_tokens, stop == sequence.num_tokens))
             budget -= num_tokens
         step.budget = budget
         return all_kept
 
-    def _complete_first_group(self, step: Step) -> None:
+    def _complete_first_group(self, step: PlanBuilder) -> None:
         """All that run are beams that wait for siblings: let the first search go on.
 
         Nothing was planned, so everything that runs may lose its blocks; and then the rest of the
         first one's group fits, as the engine takes no search that does not fit alone.
         """
-        first = next(iter(self._running), None)
+        first = next(iter(self._state.running), None)
         if first is None:
             return
-        for sequence in self._running.in_order():
+        for sequence in self._state.running.in_order():
             if sequence not in first.siblings:
-                self._preemptor.preempt(sequence, PreemptionCause.YIELDED, step)
-        whole = self._config.chunking is Chunking.OFF
+                self._preemption.preempt(sequence, PreemptionCause.YIELDED, step)
+        whole = self._state.config.chunking is Chunking.OFF
         for sequence in first.siblings:
             fits = sequence.num_tokens <= step.budget if whole else step.budget > 0
             if fits and sequence.status is SequenceStatus.WAITING:
                 self._admission.try_admit(sequence, 0, step)
 
-    def _add_drafts(self, step: Step, speculator: Speculator) -> None:
+    def _add_drafts(self, step: PlanBuilder, chooser: DraftChooser) -> None:
         """Let the step verify drafts with what is left of budget and blocks.
 
         Nobody is preempted for a draft and nobody waits for one; what they take of blocks goes
         back after the step, unless they are accepted.
         """
-        for choice in speculator.choose(step.spans, step.budget):
+        for choice in chooser.choose(step.spans, step.budget):
             span, count = step.spans[choice.index], choice.count
             sequence, stop = span.sequence, span.start + 1 + count
-            if stop <= sequence.num_writable_tokens or self._kv.try_reserve(
+            if stop <= sequence.num_writable_tokens or self._state.kv.try_reserve(
                 sequence, stop, step.copies
             ):
-                step.draft(choice)
+                step.add_drafts(choice)
 
     def check_integrity(self, live: set[Sequence]) -> None:
         """Check queues and blocks against the sequences the engine knows.
@@ -245,11 +234,11 @@ class Scheduler:
         Raises:
             IntegrityError: a sequence is lost or in two places, or the blocks do not add up.
         """
-        running, waiting = self._running.in_order(), list(self._policy)
+        running, waiting = self._state.running.in_order(), list(self._state.waiting)
         if len(running) + len(waiting) != len(live) or {*running, *waiting} != live:
             raise IntegrityError(f"{running=} and {waiting=} are not the live sequences {live}")
         for sequence in live:
-            is_running = sequence in self._running
+            is_running = sequence in self._state.running
             status = SequenceStatus.RUNNING if is_running else SequenceStatus.WAITING
             if sequence.status is not status:
                 raise IntegrityError(f"{sequence} should be {status.value}")
@@ -257,9 +246,8 @@ class Scheduler:
                 raise IntegrityError(f"{sequence} waits and holds blocks")
             if is_running and (sequence.host_blocks or sequence.num_swapped_tokens):
                 raise IntegrityError(f"{sequence} runs and is kept on the host")
-            if sequence.num_tokens > self._kv.capacity_tokens:
-                raise IntegrityError(f"{sequence} can never fit into {self._kv.num_blocks}")
-        if len(running) > self._config.max_sequences:
+            if sequence.num_tokens > self._state.kv.capacity_tokens:
+                raise IntegrityError(f"{sequence} can never fit into the KV cache")
+        if len(running) > self._state.config.max_sequences:
             raise IntegrityError(f"{len(running)} sequences run")
-        self._kv.check_integrity(running)
-        self._host.check_integrity(waiting)
+        self._state.kv.check_integrity(running, waiting)

@@ -9,10 +9,12 @@ from dataclasses import dataclass
 
 import torch
 
-from penstock.gpu_worker.engine.config import EngineConfig, PreemptionChoice
+from penstock.gpu_worker.engine.config import EngineConfig
 from penstock.gpu_worker.engine.engine import Engine
 from penstock.gpu_worker.engine.requests import EngineRequest
-from penstock.gpu_worker.engine.stats import EngineStats, PreemptionMode
+from penstock.gpu_worker.engine.scheduling.preemption import PreemptionMode
+from penstock.gpu_worker.engine.scheduling.scheduler_config import PreemptionChoice
+from penstock.gpu_worker.engine.stats import EngineStats
 from penstock.gpu_worker.engine_process.gc_tuning import calm_collector
 from penstock.gpu_worker.engine_process.model_interface import ServingModel
 from penstock.gpu_worker.model.build import build_model

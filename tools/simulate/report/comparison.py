@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from penstock.gpu_worker.engine.config import Chunking, EngineConfig, PolicyName
+from penstock.gpu_worker.engine.config import EngineConfig, PolicyName
+from penstock.gpu_worker.engine.scheduling.scheduler_config import Chunking
 from penstock.shared.errors import ConfigurationError
 from penstock.shared.protocol import Lane
 

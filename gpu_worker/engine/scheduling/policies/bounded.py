@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator
 
-from penstock.shared.protocol import Lane
+from penstock.shared.protocol.states import Lane
 
 from ...sequence import Sequence
 from .policy import Policy

@@ -6,7 +6,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Iterator
 
-from penstock.shared.protocol import Lane
+from penstock.shared.protocol.states import Lane
 
 from ...sequence import Sequence
 from .policy import BY_URGENCY, Policy

@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from penstock.shared.protocol import Lane
+from penstock.shared.protocol.states import Lane
 
 from ...sequence import Sequence
 from .policy import BY_URGENCY, Policy
