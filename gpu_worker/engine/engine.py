@@ -12,11 +12,11 @@ from .config import EngineConfig
 from .kv.kv_manager import KVManager
 from .plan import Plan, Span
 from .request_manager import LiveRequests
+from .request_validator import RequestValidator
 from .requests import EngineRequest, Finish, Update
 from .scheduling.policies import Policy, make_policy
 from .scheduling.scheduler import Scheduler
 from .sequence import SequenceStatus
-from .size_limits import Limits
 from .speculation.controller import Speculator
 from .stats import EngineStats, Load, PoolUse
 from .step_output import StepOutput
@@ -61,12 +61,12 @@ class Engine:
             prefix_cache=config.prefix_cache,
             max_span=config.max_span,
         )
-        self._limits = Limits(config, self._kv)
+        self._validator = RequestValidator(config, self._kv)
         self._speculator: Speculator | None = None
         if config.speculation is not None:
             self._speculator = Speculator(config.speculation, config.max_model_len, config.max_span)
         self._scheduler = Scheduler(config, self._kv, self._policy, self._speculator)
-        self._live = LiveRequests(config, self._limits, self._scheduler, detokenizer)
+        self._live = LiveRequests(config, self._validator, self._scheduler, detokenizer)
         self._in_flight: Plan | None = None
         self._apart_s = 0.0  # swaps and draft model of the last step
         self._num_steps = 0
@@ -137,7 +137,7 @@ class Engine:
         updates: list[Update] = []
         num_computed = num_sampled = 0
         finished, outputs = SequenceStatus.FINISHED, self._live.outputs
-        block_size, pool_tokens = self._config.block_size, self._limits.pool_tokens
+        block_size, pool_tokens = self._config.block_size, self._validator.pool_tokens
         logprobs, of_prompt = output.logprobs, output.prompt_logprobs
         ends = map(failures.get, range(len(spans))) if failures else repeat(None)
         late = map(output.deferred.__contains__, range(len(spans))) if output.deferred else _NEVER

@@ -9,12 +9,11 @@ from penstock.shared.errors import InvalidRequest
 from .config import EngineConfig
 from .groups.group import Group, replay
 from .groups.open_group import open_group
-from .options_check import refuse_options
 from .output_state import Output
+from .request_validator import RequestValidator
 from .requests import EngineRequest, Finish, Update
 from .scheduling.scheduler import Scheduler
 from .sequence import Sequence
-from .size_limits import Limits
 from .step_output import StepOutput
 from .text_stream import TextStream
 
@@ -29,7 +28,7 @@ class LiveRequests:
 
     Args:
         config: sizes and budgets.
-        limits: what can never fit.
+        validator: refuses what can never run.
         scheduler: gets the sequences.
         detokenizer: makes the incremental detokeniser of one output, given the prompt's ids.
 
@@ -40,12 +39,12 @@ class LiveRequests:
     def __init__(
         self,
         config: EngineConfig,
-        limits: Limits,
+        validator: RequestValidator,
         scheduler: Scheduler,
         detokenizer: Callable[[tuple[int, ...]], TextStream],
     ) -> None:
         self._config = config
-        self._limits = limits
+        self._validator = validator
         self._scheduler = scheduler
         self._detokenizer = detokenizer
         self.outputs: dict[str, Output] = {}
@@ -79,8 +78,7 @@ class LiveRequests:
             cache_salt=request.tenant.encode() if self._config.salt_by_tenant else b"",
             grammar=None if request.grammar is None else request.grammar(),
         )
-        finish = self._limits.prompt_too_long(sequence)
-        finish = finish or refuse_options(request.options, self._config, sequence.num_prompt_tokens)
+        finish = self._validator.refuse(sequence)
         if finish is None:
             finish = self._begin(request, sequence)
         if finish is not None:
@@ -114,7 +112,7 @@ class LiveRequests:
         """
         if sequence.siblings:
             return self._advance(sequence, token_ids, output)
-        update = self.outputs[sequence.id].append_run(token_ids, self._limits.pool_tokens)
+        update = self.outputs[sequence.id].append_run(token_ids, self._validator.pool_tokens)
         update.logprobs = output.logprobs.get(sequence, ())[: len(update.token_ids)]
         self.settle(sequence, update)
         return [update]
@@ -126,8 +124,8 @@ class LiveRequests:
         """
         if sequence.prompt_logprobs is not None:
             _report_prompt(sequence, update)
-        if update.finish is None and len(sequence.token_ids) > self._limits.pool_tokens:
-            update.finish = self._limits.too_large(sequence)
+        if update.finish is None and len(sequence.token_ids) > self._validator.pool_tokens:
+            update.finish = self._validator.too_large(sequence)
             update.text += self.outputs[sequence.id].flush()
         if update.finish is not None:
             self._remove(sequence)
@@ -146,12 +144,12 @@ class LiveRequests:
             sequence.prompt_logprobs = []
         if request.options.num_sequences == 1:
             output = self._output(sequence)
-            finish = replay(output, request.output_ids) or self._limits.too_large(sequence)
+            finish = replay(output, request.output_ids) or self._validator.too_large(sequence)
             if finish is None:
                 self.outputs[sequence.id] = output
                 self._scheduler.add(sequence)
             return finish
-        group = open_group(request, sequence, self._limits, self._scheduler, self._output)
+        group = open_group(request, sequence, self._validator, self._scheduler, self._output)
         if isinstance(group, Finish):
             return group
         self._groups[request.id] = group

@@ -11,11 +11,11 @@ from penstock.gpu_worker.engine.config import EngineConfig
 from penstock.gpu_worker.engine.engine import Engine
 from penstock.gpu_worker.engine.groups.beam_group import Beams
 from penstock.gpu_worker.engine.output_state import Output
+from penstock.gpu_worker.engine.request_validator import RequestValidator
 from penstock.gpu_worker.engine.requests import EngineRequest, Update
 from penstock.gpu_worker.engine.scheduling.policies import Fcfs
 from penstock.gpu_worker.engine.scheduling.scheduler import Scheduler
 from penstock.gpu_worker.engine.sequence import Sequence, SequenceStatus
-from penstock.gpu_worker.engine.size_limits import Limits
 from penstock.gpu_worker.engine.step_output import StepOutput
 from penstock.shared.protocol import Reason, SamplingOptions
 
@@ -302,8 +302,8 @@ def test_a_report_from_before_the_last_step_of_a_search_counts_for_nothing() -> 
     first = Sequence(
         id="r", prompt_ids=PROMPT, options=SamplingOptions(beam_width=2, temperature=0)
     )
-    limits = Limits(cfg, kv_manager(cfg))
-    beams = Beams(Nobody(), limits, first, lambda s: Output(s, PieceStream(()), cfg))  # type: ignore[arg-type]
+    validator = RequestValidator(cfg, kv_manager(cfg))
+    beams = Beams(Nobody(), validator, first, lambda s: Output(s, PieceStream(()), cfg))  # type: ignore[arg-type]
 
     def report(beam: Sequence, likely: tuple[int, int]) -> None:
         found = {beam: ((likely[0], -1.0), (likely[1], -2.0))}

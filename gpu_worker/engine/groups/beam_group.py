@@ -6,10 +6,10 @@ import itertools
 from collections.abc import Callable
 
 from ..output_state import Output
+from ..request_validator import RequestValidator
 from ..requests import Update
 from ..scheduling.scheduler import Scheduler
 from ..sequence import Sequence
-from ..size_limits import Limits
 from ..step_output import StepOutput
 from .beam_search import BeamSearch, Ended, Step
 from .best_of import Hypothesis, answer
@@ -28,7 +28,7 @@ class Beams(Group):
 
     Args:
         scheduler: gets the sequences.
-        limits: of the engine.
+        validator: refuses what can never fit.
         sequence: the prompt, which becomes the first beam.
         output: makes the output of a sequence that has none yet.
     """
@@ -36,17 +36,17 @@ class Beams(Group):
     def __init__(
         self,
         scheduler: Scheduler,
-        limits: Limits,
+        validator: RequestValidator,
         sequence: Sequence,
         output: Callable[[Sequence], Output],
     ) -> None:
-        super().__init__(scheduler, limits, sequence)
+        super().__init__(scheduler, validator, sequence)
         self._prompt_ids = tuple(sequence.token_ids)
         self._new_output = output
         self._search = BeamSearch(
             sequence.options,
-            sequence.options.ending_ids(limits.config.eos_token_ids),
-            limits.max_output_tokens(sequence),
+            sequence.options.ending_ids(validator.config.eos_token_ids),
+            validator.max_output_tokens(sequence),
         )
         self._beams = [sequence]
         self._reported: dict[Sequence, tuple[tuple[int, float], ...]] = {}

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 from penstock.shared.protocol import Reason, TokenLogprobs
 
 from ..output_state import Output
+from ..request_validator import RequestValidator
 from ..requests import Update
 from ..scheduling.scheduler import Scheduler
 from ..sequence import Sequence
-from ..size_limits import Limits
 from ..step_output import StepOutput
 from .group import Choices, part_of, summary
 
@@ -50,9 +50,9 @@ class Candidates(Choices):
     """
 
     def __init__(
-        self, scheduler: Scheduler, limits: Limits, outputs: dict[Sequence, Output]
+        self, scheduler: Scheduler, validator: RequestValidator, outputs: dict[Sequence, Output]
     ) -> None:
-        super().__init__(scheduler, limits, outputs)
+        super().__init__(scheduler, validator, outputs)
         self._whole = {sequence: Hypothesis() for sequence in outputs}
         self._wants_logprobs = self.first.options.logprobs is not None
         options = replace(self.first.options, logprobs=self.first.options.logprobs or 0)

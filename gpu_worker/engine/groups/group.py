@@ -8,10 +8,10 @@ from collections.abc import Iterable
 from penstock.shared.protocol import Part, Reason
 
 from ..output_state import Output
+from ..request_validator import RequestValidator
 from ..requests import Finish, Update
 from ..scheduling.scheduler import Scheduler
 from ..sequence import Sequence
-from ..size_limits import Limits
 from ..step_output import StepOutput
 
 __all__ = ["Choices", "Group", "part_of", "replay", "summary"]
@@ -26,15 +26,17 @@ class Group(ABC):
 
     Args:
         scheduler: gets the sequences.
-        limits: of the engine.
+        validator: refuses what can never fit.
         sequence: the first of them; its ``siblings`` are set.
     """
 
-    def __init__(self, scheduler: Scheduler, limits: Limits, sequence: Sequence) -> None:
+    def __init__(
+        self, scheduler: Scheduler, validator: RequestValidator, sequence: Sequence
+    ) -> None:
         self.members: dict[Sequence, None] = {}
         self.first = sequence
         self._scheduler = scheduler
-        self._limits = limits
+        self._validator = validator
         sequence.siblings = self.members
 
     @property
@@ -95,13 +97,13 @@ class Choices(Group):
     def __init__(
         self,
         scheduler: Scheduler,
-        limits: Limits,
+        validator: RequestValidator,
         outputs: dict[Sequence, Output],
         reasons: Iterable[Reason] = (),
     ) -> None:
         self._outputs = outputs
         first, *held = outputs
-        super().__init__(scheduler, limits, first)
+        super().__init__(scheduler, validator, first)
         self._reasons = list(reasons)
         self._held = held
         self.members[first] = None
@@ -113,7 +115,7 @@ class Choices(Group):
         """See :class:`Group`: one update, of this choice."""
         self._release_held()
         text = self._outputs[sequence]
-        update = text.append_run(token_ids, self._limits.pool_tokens)
+        update = text.append_run(token_ids, self._validator.pool_tokens)
         update.logprobs = output.logprobs.get(sequence, ())[: len(update.token_ids)]
         update.choice = sequence.choice
         update.cached_tokens = self.first.num_cached_tokens
@@ -121,7 +123,7 @@ class Choices(Group):
             self._end_choice(sequence, update)
             return [update]
         update.parts = (part_of(update, None),)
-        if (finish := self._limits.too_large(sequence)) is not None:
+        if (finish := self._validator.too_large(sequence)) is not None:
             update.text += text.flush()
             update.parts = (part_of(update, None),)
             update.finish = finish

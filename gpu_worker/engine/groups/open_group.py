@@ -7,10 +7,10 @@ from collections.abc import Callable
 from penstock.shared.protocol import Reason
 
 from ..output_state import Output
+from ..request_validator import RequestValidator
 from ..requests import EngineRequest, Finish
 from ..scheduling.scheduler import Scheduler
 from ..sequence import Sequence
-from ..size_limits import Limits
 from .beam_group import Beams
 from .best_of import Candidates
 from .group import Choices, Group, replay, summary
@@ -21,7 +21,7 @@ __all__ = ["open_group"]
 def open_group(
     request: EngineRequest,
     first: Sequence,
-    limits: Limits,
+    validator: RequestValidator,
     scheduler: Scheduler,
     output: Callable[[Sequence], Output],
 ) -> Group | Finish:
@@ -30,7 +30,7 @@ def open_group(
     Args:
         request: of which other workers may have published a part.
         first: a sequence of the prompt alone, with choice 0.
-        limits: of the engine.
+        validator: refuses what can never fit.
         scheduler: gets the sequences.
         output: makes the output of a sequence that has none yet.
 
@@ -38,7 +38,7 @@ def open_group(
         Its group; or its end, if it cannot run or all was published but the end.
     """
     options = request.options
-    finish = limits.too_large(first)
+    finish = validator.too_large(first)
     if finish is not None:
         return finish
     published = request.choice_ids or ((request.output_ids,) if request.output_ids else ())
@@ -53,16 +53,16 @@ def open_group(
     if not outputs:
         return summary(reasons)
     if options.num_sequences == options.n and options.beam_width == 1:
-        large = [f for sequence in outputs if (f := limits.too_large(sequence)) is not None]
-        return large[0] if large else Choices(scheduler, limits, outputs, reasons)
+        large = [f for sequence in outputs if (f := validator.too_large(sequence)) is not None]
+        return large[0] if large else Choices(scheduler, validator, outputs, reasons)
     if any(published):
         return _whole(reasons, len(published))
     if options.beam_width > 1:
-        return limits.search_too_large(first) or Beams(scheduler, limits, first, output)
+        return validator.search_too_large(first) or Beams(scheduler, validator, first, output)
     for choice in range(options.n, options.num_sequences):
         sequence = _twin(request, first, choice)
         outputs[sequence] = output(sequence)
-    return Candidates(scheduler, limits, outputs)
+    return Candidates(scheduler, validator, outputs)
 
 
 def _twin(request: EngineRequest, first: Sequence, choice: int) -> Sequence:

@@ -5,16 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from engine.fakes import PieceStream, config, request
+from engine.fakes import PieceStream, config, kv_manager, request
 
+from penstock.gpu_worker.engine.config import EngineConfig
 from penstock.gpu_worker.engine.engine import Engine
-from penstock.gpu_worker.engine.options_check import refuse_options
+from penstock.gpu_worker.engine.request_validator import RequestValidator
 from penstock.shared.protocol import Reason, SamplingOptions
 
 
+def validator(cfg: EngineConfig) -> RequestValidator:
+    return RequestValidator(cfg, kv_manager(cfg))
+
+
 def refusal(eos: frozenset[int] = frozenset({3}), **options: Any) -> str | None:
-    limits = config(vocab_size=10, eos_token_ids=eos)
-    finish = refuse_options(SamplingOptions(**options), limits)
+    finish = validator(config(vocab_size=10, eos_token_ids=eos)).refuse_options(
+        SamplingOptions(**options)
+    )
     assert finish is None or finish.reason is Reason.INVALID
     return None if finish is None else finish.message
 
@@ -42,7 +48,7 @@ def test_unknown_ids_are_refused_by_the_name_of_their_field(field: str, value: A
 
 def test_a_model_without_a_vocabulary_takes_any_id() -> None:
     options = SamplingOptions(stop_token_ids=(2**31 - 1,))
-    assert refuse_options(options, config(vocab_size=None)) is None
+    assert validator(config(vocab_size=None)).refuse_options(options) is None
 
 
 def test_options_that_leave_nothing_to_choose_are_refused() -> None:
