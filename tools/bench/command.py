@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Literal, cast
 
 import typer
 
-from ..report import Report
-from ..report_view import show_progress, show_report
+from ..report_view import show_progress
 from ..simulate.report.comparison_plot import require_matplotlib
+from .finish import finish
 from .options import (
     ChunkingOptions,
     EngineOptions,
@@ -21,6 +20,7 @@ from .options import (
     SimulatorOptions,
     SpeculationOptions,
 )
+from .trace.trace_commands import modes, trace
 
 __all__ = ["bench"]
 
@@ -28,6 +28,10 @@ bench = typer.Typer(
     no_args_is_help=True,
     help="Measure this machine: scheduler, queue and engine, against limits and alternatives.",
 )
+
+
+bench.command("trace")(trace)
+bench.command("modes")(modes)
 
 
 @bench.callback()
@@ -67,7 +71,7 @@ def scheduler(
         from .engine.scheduler_time import bench_scheduler
 
         report = bench_scheduler(options, progress)
-    _finish(report, as_json)
+    finish(report, as_json)
 
 
 @bench.command("engine")
@@ -100,7 +104,7 @@ def engine(
         from .engine.throughput import bench_engine
 
         report = bench_engine(options, progress)
-    _finish(report, as_json)
+    finish(report, as_json)
 
 
 @bench.command("queue")
@@ -128,7 +132,7 @@ def queue(
         from .queue.queue_path import bench_queue
 
         report = bench_queue(options, progress)
-    _finish(report, as_json)
+    finish(report, as_json)
 
 
 @bench.command("chunking")
@@ -169,7 +173,7 @@ def chunking(
         from .engine.token_gaps import bench_chunking
 
         report = bench_chunking(options, progress)
-    _finish(report, as_json)
+    finish(report, as_json)
 
 
 @bench.command("preempt")
@@ -203,7 +207,7 @@ def preempt(
         from .engine.preemption_modes import bench_preemption
 
         report = bench_preemption(options, progress)
-    _finish(report, as_json)
+    finish(report, as_json)
 
 
 @bench.command("prefix")
@@ -237,7 +241,7 @@ def prefix(
         from .engine.prefix_reuse import bench_prefix
 
         report = bench_prefix(options, progress)
-    _finish(report, as_json)
+    finish(report, as_json)
 
 
 @bench.command("spec")
@@ -299,7 +303,7 @@ def spec(
         from .speculation.drafting_gain import bench_speculation
 
         report = bench_speculation(options, progress)
-    _finish(report, as_json)
+    finish(report, as_json)
 
 
 @bench.command("simulator")
@@ -354,7 +358,7 @@ def simulator(
         from .simulator.fidelity import bench_simulator
 
         report = bench_simulator(options, progress)
-    _finish(report, as_json)
+    finish(report, as_json)
 
 
 def _counts(option: str, text: str) -> tuple[int, ...]:
@@ -364,16 +368,3 @@ def _counts(option: str, text: str) -> tuple[int, ...]:
         raise typer.BadParameter(
             f"got {text!r}; allowed: whole numbers with commas between", param_hint=option
         ) from None
-
-
-def _finish(report: Report, as_json: bool) -> None:
-    if as_json:
-        typer.echo(json.dumps(report.as_json(), indent=2, allow_nan=False))
-    else:
-        show_report(
-            report,
-            title=f"penstock bench {report.subject}",
-            passed="all limits hold",
-            failed="NOT within its limit: {names}",
-        )
-    raise typer.Exit(0 if report.ok else 1)
