@@ -139,9 +139,6 @@ class WorkerMetrics:
         self.draft_failures = counter(
             "draft_failures", "Steps without drafts because the draft model failed"
         )
-        self.draft_length = gauge(
-            "draft_length", "Drafts of a sequence in the present steps", "source"
-        )
         self.speculation_gain = gauge(
             "speculation_gain_ratio", "Tokens per second over those without drafts, recent steps"
         )
@@ -235,6 +232,4 @@ class WorkerMetrics:
             for (source, position), total in totals.items():
                 gained = total - before.get((source, position), 0)
                 counter.labels(source.value, str(position)).inc(gained)
-        self.draft_length.labels("ngram").set(stats.text_length)
-        self.draft_length.labels("draft").set(stats.draft_length)
         self.speculation_gain.set(stats.gain)

@@ -10,7 +10,7 @@ from penstock.shared.protocol.sampling_options import SamplingOptions
 from penstock.shared.protocol.states import Lane
 
 from .constraint import Form
-from .speculation.draft_state import Drafting
+from .speculation.draft_state import DraftState
 
 __all__ = ["Sequence", "SequenceStatus"]
 
@@ -67,7 +67,7 @@ class Sequence:
         host_blocks: per KV cache group the host blocks that keep its KV while it waits; empty
             while it runs, or if none is kept.
         num_swapped_tokens: leading tokens whose keys and values are kept there.
-        drafting: what is known of its drafts; None until it could have some.
+        draft_state: its n-gram index and acceptance; None until it could have drafts.
         prompt_logprobs: what is known of the prompt's tokens from the second on, as a request asks
             for it that has published nothing; None: nobody asks.
         rank: ``lane.rank``, looked up once; 0 is the most urgent.
@@ -85,7 +85,7 @@ class Sequence:
         "cache_salt",
         "choice",
         "deadline",
-        "drafting",
+        "draft_state",
         "grammar",
         "host_blocks",
         "id",
@@ -149,7 +149,7 @@ class Sequence:
         self.num_published_blocks = 0
         self.host_blocks: tuple[tuple[int, ...], ...] = ()
         self.num_swapped_tokens = 0
-        self.drafting: Drafting | None = None
+        self.draft_state: DraftState | None = None
 
     def twin(self, choice: int, token_ids: Iterable[int]) -> Sequence:
         """Another sequence of the same request, with the same prompt, that holds no block."""

@@ -9,9 +9,21 @@ from penstock.shared.protocol.events import TokenLogprobs
 
 from .requests import Finish
 from .sequence import Sequence
-from .speculation.verification_cost import StepTiming
 
-__all__ = ["StepOutput"]
+__all__ = ["StepOutput", "StepTiming"]
+
+
+@dataclass(frozen=True, slots=True)
+class StepTiming:
+    """How long a step took.
+
+    Attributes:
+        seconds: all of it.
+        draft_seconds: of those, the draft model's.
+    """
+
+    seconds: float
+    draft_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from ..engine.kv.kv_cache_groups import KVCacheGroup
 from ..engine.scheduling.scheduler_config import Chunking
 from ..engine_process.model_interface import ServingModel
 from .drafting.drafters import DraftModel
-from .drafting.setup import configure, load_draft
+from .drafting.setup import load_draft, speculation_config
 from .kv.kv_pool import KVPool, blocks_in_budget
 from .kv.layer_groups import kinds_in_budget
 from .kv.memory_budget import format_bytes, kv_budget, swap_budget
@@ -73,7 +73,7 @@ def build_model(settings: Settings) -> ServingModel:
     runner.warm_up(max_batch_tokens=config.max_batch_tokens, max_sequences=config.max_sequences)
     if settings.engine.threads is None and loaded.device.type == "cpu":
         _choose_threads(runner)
-    speculation = configure(settings, runner, drafter, config.max_sequences)
+    speculation = speculation_config(settings, has_draft_model=draft is not None)
     constraints = ConstraintCompiler(
         loaded.tokenizer,
         loaded.vocab_size,

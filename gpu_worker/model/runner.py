@@ -18,8 +18,7 @@ from penstock.shared.protocol import Reason, TokenLogprobs
 from ..engine.plan import Plan, Span
 from ..engine.requests import Finish
 from ..engine.sequence import Sequence
-from ..engine.speculation.verification_cost import StepTiming
-from ..engine.step_output import StepOutput
+from ..engine.step_output import StepOutput, StepTiming
 from .batch import Rows, SequenceChunk, decode_chunks, forward_logits, pack
 from .device_timing import least_seconds
 from .drafting.acceptance import agreed

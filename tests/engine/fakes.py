@@ -14,8 +14,7 @@ from penstock.gpu_worker.engine.kv.kv_manager import KVManager
 from penstock.gpu_worker.engine.plan import BlockCopy, Plan, Span
 from penstock.gpu_worker.engine.requests import EngineRequest
 from penstock.gpu_worker.engine.sequence import Sequence
-from penstock.gpu_worker.engine.speculation.verification_cost import StepTiming
-from penstock.gpu_worker.engine.step_output import StepOutput
+from penstock.gpu_worker.engine.step_output import StepOutput, StepTiming
 from penstock.shared.protocol import Lane, Reason, SamplingOptions, TokenLogprobs
 
 EOS = 0

@@ -29,8 +29,7 @@ from penstock.gpu_worker.engine.scheduling.preemption import PreemptionCause, Pr
 from penstock.gpu_worker.engine.scheduling.scheduler_config import Chunking
 from penstock.gpu_worker.engine.sequence import Sequence, SequenceStatus
 from penstock.gpu_worker.engine.speculation.controller import SpeculationConfig
-from penstock.gpu_worker.engine.speculation.verification_cost import StepTiming
-from penstock.gpu_worker.engine.step_output import StepOutput
+from penstock.gpu_worker.engine.step_output import StepOutput, StepTiming
 from penstock.shared.protocol import Reason
 
 prompts = st.one_of(

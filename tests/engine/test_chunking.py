@@ -17,8 +17,8 @@ from penstock.gpu_worker.engine.plan import Plan, Span
 from penstock.gpu_worker.engine.scheduling.adaptive_chunks import AdaptiveChunks
 from penstock.gpu_worker.engine.scheduling.scheduler_config import Chunking
 from penstock.gpu_worker.engine.sequence import Sequence
-from penstock.gpu_worker.engine.speculation.verification_cost import StepTiming
 from penstock.gpu_worker.engine.stats import EngineStats
+from penstock.gpu_worker.engine.step_output import StepTiming
 from penstock.shared.errors import ConfigurationError
 from penstock.shared.protocol import SamplingOptions
 

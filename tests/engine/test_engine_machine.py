@@ -40,8 +40,7 @@ from penstock.gpu_worker.engine.engine import Engine
 from penstock.gpu_worker.engine.plan import Plan
 from penstock.gpu_worker.engine.requests import Finish
 from penstock.gpu_worker.engine.scheduling.scheduler_config import Chunking
-from penstock.gpu_worker.engine.speculation.verification_cost import StepTiming
-from penstock.gpu_worker.engine.step_output import StepOutput
+from penstock.gpu_worker.engine.step_output import StepOutput, StepTiming
 from penstock.gpu_worker.engine_process.isolation import run_isolated
 from penstock.shared.protocol import Lane, Reason
 

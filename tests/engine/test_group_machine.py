@@ -28,7 +28,7 @@ from penstock.gpu_worker.engine.kv.kv_cache_groups import KVCacheGroup
 from penstock.gpu_worker.engine.plan import Plan
 from penstock.gpu_worker.engine.requests import EngineRequest, Finish, Update
 from penstock.gpu_worker.engine.scheduling.scheduler_config import Chunking
-from penstock.gpu_worker.engine.speculation.verification_cost import StepTiming
+from penstock.gpu_worker.engine.step_output import StepTiming
 from penstock.gpu_worker.engine_process.isolation import run_isolated
 from penstock.shared.protocol import Lane, Reason
 

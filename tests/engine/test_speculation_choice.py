@@ -1,122 +1,122 @@
-"""From where the sequences of a step have their drafts."""
+"""Which source drafts for each sequence of a step, and how many tokens."""
 
 from __future__ import annotations
 
-import random
-from itertools import pairwise
+import itertools
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from penstock.gpu_worker.engine.plan import Span
-from penstock.gpu_worker.engine.sequence import Sequence
-from penstock.gpu_worker.engine.speculation.assignment import Ways
-from penstock.gpu_worker.engine.speculation.controller import SpeculationConfig, Speculator
+from penstock.gpu_worker.engine.speculation.acceptance_rate import expected_tokens, worthwhile
+from penstock.gpu_worker.engine.speculation.draft_choice import (
+    FREE,
+    DraftChoice,
+    Prices,
+    choose_drafts,
+)
 from penstock.gpu_worker.engine.speculation.draft_state import Source
-from penstock.gpu_worker.engine.speculation.draft_strategy import Choice, LineUp, line_up
-from penstock.gpu_worker.engine.speculation.verification_cost import Calibration
-from penstock.shared.protocol import SamplingOptions, Speculation
+
+LONGEST = 7
 
 
-def text(index: int, rate: float) -> Choice:
-    return Choice(index, Source.NGRAM_SHORT, rate, 2, (1, 2))
+def text(index: int, rate: float, count: int = LONGEST) -> DraftChoice:
+    return DraftChoice(index, Source.NGRAM_SHORT, rate, count, tuple(range(count)))
 
 
-def model(index: int, rate: float) -> Choice:
-    return Choice(index, Source.DRAFT, rate, 4)
+def model(index: int, rate: float, count: int = LONGEST) -> DraftChoice:
+    return DraftChoice(index, Source.DRAFT, rate, count)
 
 
-@pytest.mark.parametrize(
-    ("way", "sources"),
-    [
-        (LineUp.SURER, {0: "text", 1: "model", 2: "model", 3: "text"}),
-        (LineUp.MODEL, {0: "model", 1: "model", 2: "model", 3: "text"}),
-        (LineUp.TEXT, {0: "text", 1: "text", 3: "text"}),
-    ],
+def lengths(choices: list[DraftChoice]) -> dict[int, tuple[str, int]]:
+    return {c.index: ("text" if c.source.is_text else "model", c.count) for c in choices}
+
+
+@given(st.floats(0, 1), st.integers(0, 9))
+def test_expected_tokens_are_the_sum_of_the_chances_of_all_drafts(rate: float, count: int) -> None:
+    chances = [rate**k for k in range(1, count + 1)]
+    assert expected_tokens(rate, count) == pytest.approx(sum(chances))
+
+
+def test_worthwhile_drafts_are_each_accepted_with_at_least_their_price() -> None:
+    assert worthwhile(0.9, 0.3, 5) == 5
+    assert worthwhile(0.5, 0.3, 5) == 1
+    assert worthwhile(0.2, 0.3, 5) == 0
+    assert worthwhile(1.0, 0.99, 5) == 5
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.floats(0, 0.95), min_size=1, max_size=3),
+    st.floats(0.01, 0.5),
+    st.floats(0, 1),
 )
-def test_each_way_of_lining_up(way: LineUp, sources: dict[int, str]) -> None:
-    found = [
-        [text(0, 0.6), model(0, 0.6)],
-        [text(1, 0.3), model(1, 0.6)],
-        [model(2, 0.6)],
-        [text(3, 0.3)],
-    ]
-    chosen = line_up(way, found, draft_share=0.9)
-    assert {c.index: "text" if c.source.is_text else "model" for c in chosen} == sources
-
-
-def test_the_dearer_the_model_the_surer_it_must_be() -> None:
-    found = [[text(0, 0.3), model(0, 0.6)]]
-    sources = [line_up(LineUp.SURER, found, share)[0].source for share in (1.0, 0.7, 0.5)]
-    assert sources == [Source.DRAFT, Source.DRAFT, Source.NGRAM_SHORT]
-
-
-def steps(speculator: Speculator, sequences: list[Sequence], count: int) -> set[Source]:
-    """Where drafts came from in the last of so many steps, whose times nobody tells."""
-    sources: set[Source] = set()
-    for _ in range(count):
-        spans = [Span(s, s.num_tokens - 1, 1, True) for s in sequences]
-        sources = {choice.source for choice in speculator.choose(spans, 10_000)}
-        speculator.observe_step(spans, len(spans), None)
-    return sources
-
-
-COSTS = Calibration(
-    sequences=(1, 64),
-    drafts=(0, 1, 7),
-    verify=((1.0, 1.001, 1.007), (1.0, 1.01, 1.07)),
-    draft=(0.07, 0.07),
-)
-
-
-def batch(wanting: int) -> list[Sequence]:
-    """32 sequences, of which the first ``wanting`` want drafts and could have both kinds."""
-    sequences = []
-    for index in range(32):
-        wish = Speculation.AUTO if index < wanting else Speculation.OFF
-        options = SamplingOptions(max_tokens=100_000, speculation=wish)
-        sequence = Sequence(id=str(index), prompt_ids=(5, 6, 7, 1, 2, 5), options=options)
-        sequence.token_ids += [6, 7]
-        sequences.append(sequence)
-    return sequences
-
-
-@pytest.mark.parametrize(("wanting", "expected"), [(2, {Source.NGRAM_SHORT}), (32, {Source.DRAFT})])
-def test_where_too_few_want_a_models_drafts_their_text_must_do(
-    wanting: int, expected: set[Source]
+def test_no_other_lengths_from_a_text_are_worth_more(
+    rates: list[float], price: float, step: float
 ) -> None:
-    """By itself each would rather have the model's; but two of 32 do not gain what that takes."""
-    speculator = Speculator(SpeculationConfig(draft=True, calibration=COSTS), 10**6, 100)
-    assert steps(speculator, batch(wanting), 20) == expected
+    def value(counts: tuple[int, ...]) -> float:
+        gains = (expected_tokens(rate, k) for rate, k in zip(rates, counts, strict=True))
+        return sum(gains) - price * sum(counts) - step * any(counts)
+
+    found = [[text(i, rate)] for i, rate in enumerate(rates)]
+    counts = [0] * len(rates)
+    for choice in choose_drafts(found, Prices(step, price, 0.0), probing=False):
+        counts[choice.index] = choice.count
+    best = max(map(value, itertools.product(range(LONGEST + 1), repeat=len(rates))))
+    assert value(tuple(counts)) == pytest.approx(best, abs=1e-9)
 
 
-def promise(best: LineUp, by: float) -> dict[LineUp, float]:
-    return {way: 10.0 * (by if way is best else 1.0) for way in LineUp}
+def test_free_drafts_are_as_many_as_possible_from_the_surer_source() -> None:
+    found = [[text(0, 0.6), model(0, 0.5)], [text(1, 0.3, 2), model(1, 0.5)], [model(2, 0.5)]]
+    chosen = choose_drafts(found, FREE, probing=False)
+    assert lengths(chosen) == {0: ("text", 7), 1: ("model", 7), 2: ("model", 7)}
 
 
-def test_another_way_must_promise_two_per_cent_more() -> None:
-    ways = Ways()
-    ways.compare(8, promise(LineUp.TEXT, 1.015))
-    assert ways.present(8) is LineUp.SURER
-    ways.compare(8, promise(LineUp.TEXT, 1.03))
-    assert ways.present(8) is LineUp.TEXT
-    ways.compare(8, promise(LineUp.MODEL, 1.015))
-    assert ways.present(8) is LineUp.TEXT
+@pytest.mark.parametrize(("count", "source"), [(2, "text"), (16, "model")])
+def test_the_draft_model_proposes_only_if_enough_sequences_share_its_rounds(
+    count: int, source: str
+) -> None:
+    """Each of them by itself would rather have the model's drafts."""
+    found = [[text(i, 0.5), model(i, 0.7)] for i in range(count)]
+    chosen = choose_drafts(found, Prices(0.0, 0.1, 1.0), probing=False)
+    assert {of for of, _ in lengths(chosen).values()} == {source}
+    assert len(chosen) == count
 
 
-def test_each_class_of_batch_sizes_has_a_way_of_its_own_and_compares_by_itself() -> None:
-    ways = Ways()
-    ways.compare(30, promise(LineUp.TEXT, 2.0))
-    assert [ways.present(n) for n in (1, 16, 17, 32, 33)] == [
-        LineUp.SURER, LineUp.SURER, LineUp.TEXT, LineUp.TEXT, LineUp.SURER,
-    ]  # fmt: skip
-    due = [(n, step) for step in range(1, 17) for n in (4, 30) if ways.is_due(n)]
-    assert due == [(n, step) for step in (8, 16) for n in (4, 30)]
+def test_dear_rounds_of_the_draft_model_are_fewer() -> None:
+    def rounds(price: float) -> int:
+        found = [[model(i, 0.8)] for i in range(4)]
+        chosen = choose_drafts(found, Prices(0.0, 0.05, price), probing=False)
+        return max((choice.count for choice in chosen), default=0)
+
+    found = [rounds(price) for price in (0.0, 1.0, 2.0, 4.0)]
+    assert found == sorted(found, reverse=True)
+    assert found[0] == LONGEST
+    assert 0 < found[1] < LONGEST
+    assert found[-1] == 0
 
 
-def test_ways_that_are_worth_the_same_do_not_take_turns() -> None:
-    """As promises wobble with rates, by 2 % between the highest and the lowest."""
-    draw, ways, taken = random.Random(2), Ways(), [LineUp.SURER]
-    for _ in range(500):
-        ways.compare(8, {way: 100 + 2 * draw.random() for way in LineUp})
-        taken.append(ways.present(8))
-    assert sum(a is not b for a, b in pairwise(taken)) == 0
+def test_sequences_that_are_guessed_badly_get_fewer_or_none() -> None:
+    found = [[model(0, 0.9)], [model(1, 0.4)], [model(2, 0.1)]]
+    assert lengths(choose_drafts(found, Prices(0.0, 0.3, 0.0), probing=False)) == {
+        0: ("model", 7),
+        1: ("model", 1),
+    }
+
+
+def test_a_step_without_enough_to_gain_has_no_drafts() -> None:
+    found = [[text(0, 0.5)]]
+    assert choose_drafts(found, Prices(1.0, 0.1, 0.0), probing=False) == []
+
+
+def test_a_probe_drafts_for_all_whatever_it_promises() -> None:
+    found = [[text(0, 0.01)], [model(1, 0.0)]]
+    chosen = choose_drafts([[text(0, 0.01)]], Prices(1.0, 0.9, 0.0), probing=True)
+    assert lengths(chosen) == {0: ("text", 1)}
+    chosen = choose_drafts(found[1:], Prices(1.0, 0.9, 5.0), probing=True)
+    assert lengths(chosen) == {1: ("model", 1)}
+
+
+def test_choices_keep_the_order_of_the_step() -> None:
+    found = [[model(0, 0.9)], [text(1, 0.9)], [model(2, 0.9)], [text(3, 0.9)]]
+    assert [c.index for c in choose_drafts(found, FREE, probing=False)] == [0, 1, 2, 3]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from penstock.gpu_worker.engine.plan import Span
 from penstock.gpu_worker.engine.sequence import Sequence
 from penstock.gpu_worker.engine.speculation.controller import SpeculationConfig, Speculator
-from penstock.gpu_worker.engine.speculation.draft_state import Drafting
+from penstock.gpu_worker.engine.speculation.draft_state import DraftState
 from penstock.gpu_worker.engine.speculation.ngram import NgramIndex
 from penstock.shared.protocol import SamplingOptions
 
@@ -79,13 +79,13 @@ def test_a_look_up_takes_time_of_its_match_and_not_of_the_text() -> None:
 
 
 def test_a_text_is_read_in_parts_and_proposes_once_all_of_it_is() -> None:
-    token_ids, drafting = [5, 6, 7, 8] * 50, Drafting()
-    assert drafting.look_up(token_ids, 3) == ((), 0)
-    parts = [drafting.read(token_ids, 64) for _ in range(4)]
+    token_ids, state = [5, 6, 7, 8] * 50, DraftState()
+    assert state.look_up(token_ids, 3) == ((), 0)
+    parts = [state.read(token_ids, 64) for _ in range(4)]
     assert parts == [64, 64, 64, 7]  # of the first token there is no pair
-    assert drafting.look_up(token_ids, 3) == NgramIndex().propose(token_ids, 3)
+    assert state.look_up(token_ids, 3) == NgramIndex().propose(token_ids, 3)
     token_ids.append(5)
-    assert drafting.look_up(token_ids, 3) == ((), 0)
+    assert state.look_up(token_ids, 3) == ((), 0)
 
 
 def test_what_came_in_a_pause_is_read_a_bounded_part_in_each_step() -> None:
@@ -100,7 +100,9 @@ def test_what_came_in_a_pause_is_read_a_bounded_part_in_each_step() -> None:
     spans = [Span(s, s.num_tokens - 1, 1, True) for s in sequences]
     read, steps = [0], 0
     while len(choices := speculator.choose(spans, 10_000)) < 16:
-        missing = [s.drafting._index.num_missing(s.token_ids) for s in sequences if s.drafting]  # type: ignore[union-attr]
+        missing = [
+            s.draft_state._index.num_missing(s.token_ids) for s in sequences if s.draft_state
+        ]  # type: ignore[union-attr]
         read.append(16 * 4000 - sum(missing))
         assert read[-1] - read[-2] <= 1024 + 16 * 16
         steps += 1

@@ -36,7 +36,6 @@ METRIC_NAMES: dict[str, tuple[str, tuple[str, ...]]] = {
     "penstock_compacted_logs_total": ("counter", ()),
     "penstock_door_entries_total": ("counter", ("verdict",)),
     "penstock_draft_failures_total": ("counter", ()),
-    "penstock_draft_length": ("gauge", ("source",)),
     "penstock_drafted_tokens_total": ("counter", BY_PLACE),
     "penstock_exchange_seconds": ("histogram", ()),
     "penstock_generation_tokens_total": ("counter", ()),

@@ -1,26 +1,17 @@
-"""What is known of one sequence's drafts: where they come from, how often they were right."""
+"""The drafting state of one sequence: its n-gram index and the acceptance of its drafts."""
 
 from __future__ import annotations
 
 from enum import StrEnum
 
+from .acceptance_rate import AcceptanceRate
 from .ngram import NgramIndex
 
-__all__ = ["Drafting", "Source"]
-
-_MEMORY = 0.96
-"""What a step's drafts weigh after one more step with drafts: a window of some 25 steps."""
-
-_PRIOR = 4.0
-"""How many drafts of experience the worker's mean counts for, in a sequence's own rate."""
-
-
-_LONG_AGO = 1000
-"""Steps since the draft model was asked, of a sequence for which it never was."""
+__all__ = ["DraftState", "Source"]
 
 
 class Source(StrEnum):
-    """Where drafts come from. Text matches are told apart by length: longer ones are surer."""
+    """Where drafts come from. Longer n-gram matches are right more often, so they count apart."""
 
     DRAFT = "draft"
     NGRAM_SHORT = "ngram_short"
@@ -29,75 +20,54 @@ class Source(StrEnum):
 
     @classmethod
     def of_match(cls, length: int) -> Source:
-        """The source of drafts that continue a match of ``length`` tokens."""
+        """The source of drafts that continue a match of ``length`` tokens: 2-3, 4-9, or more."""
         if length < 4:
             return cls.NGRAM_SHORT
         return cls.NGRAM_MEDIUM if length < 10 else cls.NGRAM_LONG
 
     @property
     def is_text(self) -> bool:
-        """Whether it is the sequence's own text."""
+        """Whether drafts come from the sequence's own text."""
         return self is not Source.DRAFT
 
-    @property
-    def prior(self) -> float:
-        """Chance that a draft is accepted, before anything was seen."""
-        return {
-            Source.DRAFT: 0.6,
-            Source.NGRAM_SHORT: 0.45,
-            Source.NGRAM_MEDIUM: 0.6,
-            Source.NGRAM_LONG: 0.8,
-        }[self]
 
-
-class Drafting:
-    """The drafting side of one sequence.
-
-    An acceptance rate here is the chance that a draft is accepted once all before it were. It is
-    taken from a window: decayed counts of drafts accepted and of first drafts refused (those
-    behind a refused one say nothing).
+class DraftState:
+    """The drafting state of one sequence.
 
     Attributes:
-        asked: number of the last step in which the draft model was asked for drafts of it.
-        missed: how many steps lay between that and the one before.
+        num_read: tokens of the sequence when the draft model was last asked for drafts; 0: never.
     """
 
-    __slots__ = ("_accepted", "_index", "_refused", "asked", "missed")
+    __slots__ = ("_index", "_rates", "num_read")
 
     def __init__(self) -> None:
-        self.asked, self.missed = -_LONG_AGO, 0
+        self.num_read = 0
         self._index: NgramIndex | None = None
-        self._accepted: dict[Source, float] = {}
-        self._refused: dict[Source, float] = {}
+        self._rates: dict[Source, AcceptanceRate] = {}
 
     def read(self, token_ids: list[int], most: int) -> int:
-        """See :meth:`NgramIndex.read`; the index is made at the first call."""
+        """See :meth:`NgramIndex.read`; the first call makes the index."""
         if self._index is None:
             self._index = NgramIndex()
         return self._index.read(token_ids, most)
 
     def look_up(self, token_ids: list[int], most: int) -> tuple[tuple[int, ...], int]:
-        """See :meth:`NgramIndex.propose`; nothing as long as not all of the text was read."""
+        """See :meth:`NgramIndex.propose`; nothing until the index has read the whole text."""
         if self._index is None or self._index.num_missing(token_ids):
             return (), 0
         return self._index.propose(token_ids, most)
 
-    def ask(self, step: int) -> None:
-        """The draft model is asked in this step."""
-        self.missed, self.asked = step - self.asked - 1, step
-
-    def rate(self, source: Source, mean: float) -> float:
-        """Acceptance rate of this sequence's drafts from ``source``; ``mean`` is the worker's."""
-        accepted = self._accepted.get(source, 0.0)
-        tried = accepted + self._refused.get(source, 0.0)
-        return (accepted + _PRIOR * mean) / (tried + _PRIOR)
-
-    def tried(self, source: Source) -> float:
-        """Drafts of late from ``source`` of which the outcome is known."""
-        return self._accepted.get(source, 0.0) + self._refused.get(source, 0.0)
+    def rate(self, source: Source, prior: float) -> float:
+        """Acceptance rate of this sequence's drafts from ``source``; call it once a step."""
+        rate = self._rates.get(source)
+        if rate is None:
+            return prior
+        rate.fade()
+        return rate.rate(prior)
 
     def observe(self, source: Source, num_drafted: int, num_accepted: int) -> None:
-        """Drafts were verified."""
-        refused = num_accepted < num_drafted
-        self._accepted[source] = _MEMORY * self._accepted.get(source, 0.0) + num_accepted
-        self._refused[source] = _MEMORY * self._refused.get(source, 0.0) + refused
+        """Count a step's verified drafts."""
+        rate = self._rates.get(source)
+        if rate is None:
+            rate = self._rates[source] = AcceptanceRate()
+        rate.observe(num_drafted, num_accepted)

@@ -1,4 +1,4 @@
-"""What a worker may draft, and what is told about its drafts."""
+"""What a worker may draft, and what it reports about its drafts."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from penstock.shared.protocol import Speculation
-
-from .verification_cost import FREE, Calibration
 
 __all__ = ["SpeculationConfig", "SpeculationStats"]
 
@@ -20,32 +18,27 @@ class SpeculationConfig:
         ngram: whether sequences may have drafts from their own text.
         draft: whether the model side has a draft model.
         length: drafts of each sequence in each step; None lets measurement decide.
-        longest: most drafts of a sequence in one step, where measurement decides.
-        calibration: what steps cost at start.
+        longest: most drafts of a sequence in one step where measurement decides.
     """
 
     ngram: bool = True
     draft: bool = False
     length: int | None = None
     longest: int = 7
-    calibration: Calibration = FREE
 
 
 @dataclass(frozen=True, slots=True)
 class SpeculationStats:
-    """Totals since the start, and what holds now.
+    """Totals since the start, and the gain of the present steps.
 
     Attributes:
-        drafted: drafts verified, by source (of matches of all lengths together) and position, where
-            1 is the first draft of a step.
-        accepted: those that became output, likewise.
-        text_length: drafts that a sequence with a text match has in the present steps.
-        draft_length: drafts that the draft model proposes for a sequence in the present steps.
-        gain: tokens per second of recent steps, over what they would have been without drafts.
+        drafted: verified drafts by source (``ngram`` or ``draft``) and position, where 1 is the
+            first draft of a step.
+        accepted: drafts that became output, by the same keys.
+        gain: measured tokens per second over those without drafts, at the batch size of the last
+            decode step; 1 while that batch size has no drafts.
     """
 
     drafted: Mapping[tuple[Speculation, int], int]
     accepted: Mapping[tuple[Speculation, int], int]
-    text_length: int
-    draft_length: int
     gain: float

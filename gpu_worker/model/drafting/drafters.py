@@ -12,11 +12,9 @@ from torch import Tensor
 from ...engine.kv.kv_cache_groups import NO_BLOCK
 from ...engine.plan import BlockCopy, Span
 from ...engine.sequence import Sequence, SequenceStatus
-from ..batch import Rows, SequenceChunk, decode_chunks, forward_logits, pack
-from ..device_timing import least_seconds
+from ..batch import Rows, SequenceChunk, forward_logits, pack
 from ..kv.kv_pool import KVPool
 from ..kv.memory_budget import available_bytes
-from ..sampling.gumbel_sampling import largest
 from ..sampling.sampler import Sampler, SamplingBatch
 from .acceptance import DRAFT_STREAM
 from .draft_masks import Walks
@@ -223,16 +221,6 @@ class DraftModel:
                 active.append(span)
             left -= count
         return chunks, active
-
-    @torch.inference_mode()
-    def time_round(self, num_sequences: int, *, repeats: int = 5) -> float:
-        """Seconds in which it proposes one token for each of so many short sequences.
-
-        It writes to its pool: call it before that holds anything.
-        """
-        return least_seconds(
-            lambda: largest(self._read(decode_chunks(self.pool, num_sequences)))[1], repeats
-        )
 
     def _draw(
         self,

@@ -1,35 +1,15 @@
-"""Sets speculation up for a loaded model: the draft model, its KV, and what steps cost here."""
+"""Sets speculation up for a loaded model: the draft model, and what the engine may draft."""
 
 from __future__ import annotations
-
-import logging
-import math
-import time
-from collections.abc import Iterator
-from dataclasses import replace
 
 from penstock.shared.errors import ConfigurationError, ModelError
 from penstock.shared.settings import Settings
 
 from ...engine.speculation.controller import SpeculationConfig
-from ...engine.speculation.verification_cost import Calibration
 from ..loading.checkpoint import DEMO, DEMO_DRAFT
 from ..loading.loader import LoadedModel, load_model
-from ..runner import ModelRunner
-from .drafters import DraftModel
 
-__all__ = ["AUTO_LONGEST", "configure", "load_draft"]
-
-_log = logging.getLogger("penstock.model")
-
-AUTO_LONGEST = 7
-
-_DRAFTS = (0, 1, 3, AUTO_LONGEST)
-_GROWTH = 4
-_PASSES, _REPEATS = 3, 2
-
-_SECONDS = 2.5
-"""What timing steps at start may take; larger ones than came by then are extrapolated."""
+__all__ = ["load_draft", "speculation_config"]
 
 
 def load_draft(settings: Settings, target: LoadedModel) -> LoadedModel | None:
@@ -75,62 +55,12 @@ def load_draft(settings: Settings, target: LoadedModel) -> LoadedModel | None:
     return draft
 
 
-def configure(
-    settings: Settings, runner: ModelRunner, drafter: DraftModel | None, max_sequences: int
-) -> SpeculationConfig | None:
-    """What the engine may draft, with the times of steps on this device; None for nothing."""
+def speculation_config(settings: Settings, *, has_draft_model: bool) -> SpeculationConfig | None:
+    """What the engine may draft; None for nothing."""
     wanted = settings.speculation
     ngram = wanted.source in ("auto", "ngram")
-    if not ngram and drafter is None:
+    if not ngram and not has_draft_model:
         return None
-    config = SpeculationConfig(
-        ngram=ngram,
-        draft=drafter is not None,
-        length=wanted.length,
-        longest=wanted.max_length,
+    return SpeculationConfig(
+        ngram=ngram, draft=has_draft_model, length=wanted.length, longest=wanted.max_length
     )
-    if wanted.length is not None:
-        return config
-    calibration = _calibrate(runner, drafter, max_sequences)
-    _log.info(
-        "a step of one sequence takes %.1f ms, with %d drafts %.1f ms; timed up to %d sequences",
-        1000 * calibration.verify[0][0],
-        calibration.drafts[-1],
-        1000 * calibration.verify[0][-1],
-        calibration.sequences[-1],
-    )
-    return replace(config, calibration=calibration)
-
-
-def _calibrate(runner: ModelRunner, drafter: DraftModel | None, max_sequences: int) -> Calibration:
-    began = time.perf_counter()
-    verify: dict[int, list[float]] = {}
-    draft: dict[int, float] = {}
-    last = 0.0
-    for number in range(_PASSES):
-        # All sizes in turn, and again: a machine that is slow for a while is so for all of them.
-        for count in tuple(verify) if number else _powers(max_sequences):
-            since = time.perf_counter()
-            if not number and verify and since - began + _GROWTH * last > _SECONDS / _PASSES:
-                break
-            before = verify.get(count, [math.inf] * len(_DRAFTS))
-            times = (runner.time_decode(count, num_drafts=k, repeats=_REPEATS) for k in _DRAFTS)
-            verify[count] = list(map(min, before, times))
-            if drafter is not None:
-                seconds = drafter.time_round(count, repeats=_REPEATS)
-                draft[count] = min(draft.get(count, math.inf), seconds)
-            last = time.perf_counter() - since
-    return Calibration(
-        sequences=tuple(verify),
-        drafts=_DRAFTS,
-        verify=tuple(map(tuple, verify.values())),
-        draft=tuple(draft.values()) if drafter is not None else None,
-    )
-
-
-def _powers(most: int) -> Iterator[int]:
-    count = 1
-    while count < most:
-        yield count
-        count *= _GROWTH
-    yield most

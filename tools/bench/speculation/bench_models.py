@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from penstock.gpu_worker.engine.speculation.controller import SpeculationConfig
 from penstock.gpu_worker.engine.text_stream import TextStream
 from penstock.gpu_worker.model.build import build_model
 from penstock.gpu_worker.model.drafting.drafters import Drafter, DraftModel, Proposal
-from penstock.gpu_worker.model.drafting.setup import configure, load_draft
+from penstock.gpu_worker.model.drafting.setup import load_draft
 from penstock.gpu_worker.model.kv.kv_pool import KVPool
 from penstock.gpu_worker.model.loading.loader import LoadedModel, adopt_model, pick_device
 from penstock.gpu_worker.model.runner import ModelRunner
@@ -59,7 +58,7 @@ class Models:
     Attributes:
         target: the model.
         draft: its draft model; None without one.
-        config: of an engine that chooses drafts by itself, with what steps cost.
+        config: of an engine that chooses drafts by itself.
         encode: text to ids; None for a model that knows no text.
         compile: what follows the form that options ask for.
         new_text_stream: an incremental detokeniser of one output.
@@ -182,12 +181,8 @@ def _random_models(options: SpeculationOptions, shape: str) -> Models:
         eos_token_ids=target.eos_token_ids,
         vocab_size=target.vocab_size,
         prefix_cache=False,
+        speculation=SpeculationConfig(ngram=False, draft=True),
     )
-    drafter = _drafter(draft, target, config)
-    runner = ModelRunner(target, _pool(target, config), drafter=drafter)
-    runner.warm_up(max_batch_tokens=256, max_sequences=most)
-    settings = _settings(options, {"speculation.source": "draft"})
-    speculation = configure(settings, runner, drafter, most)
     kind = str(target.dtype).removeprefix("torch.")
     note = (
         f"SYNTHETIC: random weights in {kind} on {device}, a target of {_billions(target):.3g} and "
@@ -197,7 +192,7 @@ def _random_models(options: SpeculationOptions, shape: str) -> Models:
     return Models(
         target=target,
         draft=draft,
-        config=dataclasses.replace(config, speculation=speculation),
+        config=config,
         encode=None,
         compile=lambda _: None,
         new_text_stream=lambda _: _NoText(),

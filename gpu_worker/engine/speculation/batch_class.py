@@ -1,0 +1,215 @@
+"""The measured gain of drafts at one class of batch sizes, which turns them on and off.
+
+No prediction turns drafts on: their steps are timed against steps without drafts before and after
+them, since the speed of a shared machine changes by half within a second.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from enum import Enum, auto
+
+from ..scheduling.cost_fit import CostFit
+from .draft_choice import FREE, Prices
+
+__all__ = ["BatchClass", "Mode"]
+
+_ON_GAIN, _OFF_GAIN = 1.05, 1.02
+"""A probe with the first gain turns drafts on, one below the second turns them off: in between
+nothing changes, so noise does not make them flap. Choosing drafts takes time that no step shows,
+so both are above 1."""
+
+_PLAIN_STEPS = 3
+"""Plain steps before a probe and after it. Their median survives one slow step."""
+
+_PROBE_STEPS = 16
+"""Steps of a probe: some 30 tokens a sequence tell a gain of a tenth from none."""
+
+_MAX_PERIOD = 64
+"""Most steps with drafts between two plain ones, which cost 1 or 2 % of the time then."""
+
+_WINDOW = 32
+"""Steps over which the gain is measured, and the draft model's reading is spread."""
+
+_LOSS_LIMIT = 4.0
+"""Plain steps' time that may seem lost before plain steps show whether it was."""
+
+_PROBE_SHARE = 0.01
+"""Share of the time that failing probes may cost: the pause after one is as long as this asks."""
+
+_MIN_PAUSE, _MAX_PAUSE = 64, 8192
+"""Bounds of that pause, in steps. A probe that cost little may have come at a bad moment; a stall
+of the machine may look like a very dear probe."""
+
+_OUTLIER = 2.0
+"""A step this many times slower than predicted was held up by something else, and counts as this
+slow. Should all steps become so slow, the predictions follow within some ten steps."""
+
+_TYPICAL_LENGTH = 4
+"""Drafts of each sequence that are first taken to cost a step's time or less."""
+
+
+class Mode(Enum):
+    """What a class does with drafts."""
+
+    OFF = auto()
+    PROBE = auto()  # every sequence drafts, whatever that promises
+    ON = auto()
+
+
+class BatchClass:
+    """Steps of about as many decoding sequences, and what drafts cost and gain in them.
+
+    OFF: no drafts until some plain steps were timed, or a pause is over. PROBE: a few steps with
+    drafts. ON: drafts, with a plain step now and then, rarely once the gain has proved stable.
+
+    Args:
+        most_sequences: of a step.
+
+    Attributes:
+        mode: the present one.
+        gain: tokens over time relative to plain steps, in about the last 32 steps of the present
+            probe or ON phase, those for which nothing was worth drafting included.
+        num_drafted: steps with drafts so far.
+    """
+
+    def __init__(self, most_sequences: int) -> None:
+        self.mode = Mode.OFF
+        self.gain = 1.0
+        self.num_drafted = 0
+        self._plain_due = _PLAIN_STEPS
+        self._plain_times: deque[float] = deque(maxlen=_PLAIN_STEPS)
+        self._plain_s = 0.0
+        # Of a step, of any drafts in it, of each draft.
+        self._verify = CostFit((1, 1, _TYPICAL_LENGTH * most_sequences))
+        self._rounds = CostFit((1,))
+        self._begin()
+
+    def _begin(self) -> None:
+        self._steps, self._period = 0, _PROBE_STEPS
+        self._lost = self._earned = self._taken = self._reading_s = 0.0
+        self._forget_pending()
+
+    def _forget_pending(self) -> None:
+        self._num_pending = 0
+        self._pending_earned = self._pending_s = 0.0
+
+    def may_draft(self) -> bool:
+        """Whether the next step, of decodes alone, may have drafts."""
+        return self._plain_due == 0
+
+    def prices(self, num_sequences: int) -> Prices:
+        """What drafts cost, at the throughput that was measured."""
+        if not self._plain_s or not self.num_drafted:
+            return FREE
+        tokens_per_s = num_sequences * max(1.0, self.gain) / self._plain_s
+        _, step, token = self._verify.costs
+        return Prices(
+            step * tokens_per_s, token * tokens_per_s, self._rounds.costs[0] * tokens_per_s
+        )
+
+    def observe_plain(self, seconds: float) -> None:
+        """Learn from a step without drafts, of decodes alone."""
+        if self._plain_due > _PLAIN_STEPS:
+            self._plain_due -= 1  # a pause: only its last steps are needed
+            return
+        self._verify.learn((1.0, 0.0, 0.0), seconds)
+        self._plain_times.append(seconds)
+        before = self._plain_s
+        self._plain_s = _median(self._plain_times)
+        if self._plain_due:
+            self._plain_due -= 1
+            if self._plain_due:
+                return
+            if self.mode is Mode.OFF:
+                self.mode = Mode.PROBE
+                self._begin()
+                return
+        else:
+            self._count(1, 1.0, 1.0)  # no sequence had drafts that were worth it
+        self._judge((before + self._plain_s) / 2)
+
+    def observe_drafted(
+        self,
+        num_drafts: int,
+        earned: float,
+        verify_s: float,
+        rounds: int,
+        draft_s: float,
+        *,
+        typical: bool,
+    ) -> None:
+        """Learn from a step with drafts, of decodes alone.
+
+        Args:
+            num_drafts: of all sequences.
+            earned: number of plain steps that give as many tokens.
+            verify_s: seconds of the target.
+            rounds: forward passes of the draft model.
+            draft_s: its seconds.
+            typical: the draft model neither failed nor had to read up, so costs can be learned.
+        """
+        if not self._plain_s:
+            return
+        amounts = (1.0, 1.0, float(num_drafts))
+        if self.num_drafted:
+            verify_s = min(verify_s, _OUTLIER * max(self._verify.predict(amounts), self._plain_s))
+        expected = self._rounds.predict((rounds,)) if self._rounds.known else 0.0
+        if typical:
+            self.num_drafted += 1
+            self._verify.learn(amounts, verify_s)
+            if draft_s:
+                self._rounds.learn((rounds,), draft_s)
+                expected = expected or draft_s
+        if self.mode is Mode.OFF:
+            return  # planned before drafts were turned off
+        usual = min(draft_s, expected)
+        self._reading_s += draft_s - usual
+        reading = self._reading_s / _WINDOW
+        self._reading_s -= reading
+        self._num_pending += 1
+        self._pending_earned += earned
+        self._pending_s += verify_s + usual + reading
+        loses = self._pending_s / self._plain_s - self._pending_earned > _LOSS_LIMIT
+        if self._num_pending >= self._period or loses:
+            careful = self.mode is Mode.PROBE or loses
+            self._plain_due = _PLAIN_STEPS if careful else 1
+
+    def _judge(self, plain_s: float) -> None:
+        """Count pending steps against plain ones that take ``plain_s``, and switch if it is due."""
+        taken = self._pending_s / plain_s
+        whole_period = self._num_pending >= self._period
+        failed = taken - self._pending_earned > _LOSS_LIMIT
+        self._lost += taken - self._pending_earned
+        self._count(self._num_pending, self._pending_earned, taken)
+        self._forget_pending()
+        if self.mode is Mode.PROBE:
+            if failed or self._steps >= _PROBE_STEPS:
+                if self.gain >= _ON_GAIN:
+                    self.mode = Mode.ON
+                else:
+                    self._turn_off(plain_s)
+        elif self.gain < _OFF_GAIN:
+            self._turn_off(plain_s)
+        elif whole_period:
+            self._period = min(2 * self._period, _MAX_PERIOD)
+
+    def _count(self, steps: int, earned: float, taken: float) -> None:
+        """Let the gain follow steps that took ``taken`` plain steps' time and earned as much."""
+        memory = (1 - 1 / _WINDOW) ** steps
+        self._steps += steps
+        self._earned = memory * self._earned + earned
+        self._taken = memory * self._taken + taken
+        self.gain = self._earned / self._taken
+
+    def _turn_off(self, plain_s: float) -> None:
+        self.mode = Mode.OFF
+        self.gain = 1.0
+        lost = self._lost + self._reading_s / plain_s
+        self._plain_due = int(min(max(_MIN_PAUSE, lost / _PROBE_SHARE), _MAX_PAUSE))
+
+
+def _median(values: Iterable[float]) -> float:
+    ordered = sorted(values)
+    return ordered[len(ordered) // 2]
