@@ -44,7 +44,7 @@ class PagedAttention:
         """See :class:`.attention_registry.AttentionFunction`."""
         step = self._context.current()
         layer = step.pool.layers[self.layer_indices[module]]
-        batch = step.batches[layer.kind]
+        batch = step.batches[layer.group]
         # A layer that reuses an earlier layer's KV is handed tensors that are already stored.
         if layer.writes:
             write_kv(

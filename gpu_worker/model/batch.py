@@ -1,4 +1,4 @@
-"""One step's tokens of many sequences, packed side by side without padding."""
+"""A step's tokens of many sequences, packed side by side without padding."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["PackedStep", "Rows", "SequenceChunk", "decode_chunks", "forward_logi
 
 
 class Rows(Enum):
-    """Of which tokens of a chunk the logits are wanted."""
+    """The tokens of a chunk whose logits are wanted."""
 
     NONE = "none"
     LAST = "last"
@@ -35,7 +35,7 @@ class SequenceChunk:
         start: position of the first of them in its sequence; the KV of all before lies in the pool.
         block_tables: the sequence's blocks in each KV cache group of the pool, covering at least
             ``start + len(token_ids)`` tokens.
-        rows: of which tokens the logits are wanted.
+        rows: the tokens whose logits are wanted.
     """
 
     token_ids: Sequence[int]
@@ -51,9 +51,9 @@ class PackedStep:
     Attributes:
         input_ids: int64 ``[1, T]``.
         rows: int64 ``[R]``, the packed tokens whose logits are wanted, at least one.
-        num_rows: how many of them were asked for; 0 where ``rows`` had to name one all the same.
-        batches: whose tokens these are and where in their sequences; one for each KV kind of the
-            pool, with its block tables.
+        num_rows: how many of them were asked for; 0 if ``rows`` names one only to have one.
+        batches: which sequences and positions the tokens belong to; one batch for each KV cache
+            group of the pool, with its block tables.
     """
 
     input_ids: Tensor
@@ -85,11 +85,11 @@ def pack(chunks: Sequence[SequenceChunk], pool: KVPool) -> PackedStep:
         [chunk.block_tables[0] for chunk in chunks],
         block_size=pool.block_size,
         device=device,
-        window=pool.kinds[0].window,
+        window=pool.groups[0].window,
     )
     more = (
-        batch.with_tables([chunk.block_tables[index] for chunk in chunks], window=kind.window)
-        for index, kind in enumerate(pool.kinds[1:], start=1)
+        batch.with_tables([chunk.block_tables[index] for chunk in chunks], window=group.window)
+        for index, group in enumerate(pool.groups[1:], start=1)
     )
     return PackedStep(
         input_ids=torch.tensor([token_ids], device=device),
@@ -109,10 +109,10 @@ def decode_chunks(pool: KVPool, num_sequences: int, num_drafts: int = 0) -> list
     size, count = pool.block_size, 1 + num_drafts
     each = -(-count // size)
     rows = Rows.ALL if num_drafts else Rows.LAST
-    num_blocks = min(kind.num_blocks for kind in pool.kinds)
+    num_blocks = min(group.num_blocks for group in pool.groups)
     tables = [range(start, start + each) for start in range(0, num_blocks - each + 1, each)]
     return [
-        SequenceChunk([0] * count, each * size - count, [table] * len(pool.kinds), rows)
+        SequenceChunk([0] * count, each * size - count, [table] * len(pool.groups), rows)
         for table in tables[:num_sequences]
     ]
 

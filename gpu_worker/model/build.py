@@ -1,4 +1,4 @@
-"""Builds what a worker serves from settings: checkpoint, KV pool, runner, engine limits."""
+"""Builds what a worker serves from its settings: checkpoint, KV pool, runner, engine limits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..engine_process.model_interface import ServingModel
 from .drafting.drafters import DraftModel
 from .drafting.setup import load_draft, speculation_config
 from .kv.kv_pool import KVPool, blocks_in_budget
-from .kv.layer_groups import kinds_in_budget
+from .kv.layer_groups import groups_in_budget
 from .kv.memory_budget import format_bytes, kv_budget, swap_budget
 from .kv.swap_pool import SwapPool
 from .loading.geometry import KVGeometry
@@ -45,7 +45,7 @@ def build_model(settings: Settings) -> ServingModel:
 
     Raises:
         ModelError: the checkpoint is missing, refused by the load gate, or does not fit.
-        ConfigurationError: a setting does not go with the model or another setting.
+        ConfigurationError: a setting contradicts the model or another setting.
     """
     if settings.engine.threads is not None:
         torch.set_num_threads(settings.engine.threads)
@@ -58,7 +58,7 @@ def build_model(settings: Settings) -> ServingModel:
     pool = KVPool(
         loaded.geometry, config.kv_cache_groups, config.block_size, loaded.device, loaded.dtype
     )
-    num_host_blocks = [kind.num_host_blocks for kind in config.kv_cache_groups]
+    num_host_blocks = [group.num_host_blocks for group in config.kv_cache_groups]
     swap_pool = SwapPool(pool, num_host_blocks) if any(num_host_blocks) else None
     masks = MaskMaker(
         _mask_threads(),
@@ -83,7 +83,7 @@ def build_model(settings: Settings) -> ServingModel:
     constraints.start()
     # A fast tokenizer sets up its truncation at the first call, which two threads must not share.
     loaded.tokenizer("warm-up")
-    kv = " and ".join(_kind_summary(kind, config.block_size) for kind in config.kv_cache_groups)
+    kv = " and ".join(_group_summary(group, config.block_size) for group in config.kv_cache_groups)
     summary = (
         f"{loaded.path.name} in {loaded.dtype} on {loaded.device}, context {loaded.max_model_len}, "
         f"KV for {kv} ({format_bytes(pool.num_bytes)})"
@@ -99,15 +99,15 @@ def build_model(settings: Settings) -> ServingModel:
 
 
 def _mask_threads() -> int:
-    """A mask takes tens of microseconds, so few are enough; two, lest one slow one hold all up."""
+    """Few suffice for masks of microseconds; at least two, lest a slow one hold up others."""
     return min(8, max(2, (os.cpu_count() or 1) // 2))
 
 
 def _choose_threads(runner: ModelRunner) -> None:
-    """Take one thread where more do not pay: a small model's operations end before a pool wakes.
+    """Choose one thread or all, by timing a decode step.
 
-    On a machine that others use, too, threads that wait for each other cost several times more
-    than they gain, so more than one must be clearly faster.
+    A small model's operations end before a thread pool wakes up. On a shared machine, threads that
+    wait for each other cost several times more than they gain. So all must be clearly faster.
     """
     most = torch.get_num_threads()
     seconds = {}
@@ -117,7 +117,7 @@ def _choose_threads(runner: ModelRunner) -> None:
     chosen = most if seconds[most] < 0.9 * seconds[1] else 1
     torch.set_num_threads(chosen)
     _log.info(
-        "takes %d of %d threads: a decode step of %d sequences takes %.1f ms with one, %.1f ms "
+        "using %d of %d threads: a decode step of %d sequences takes %.1f ms with one, %.1f ms "
         "with all", chosen, most, _TYPICAL_BATCH, 1000 * seconds[1], 1000 * seconds[most],
     )  # fmt: skip
 
@@ -159,8 +159,8 @@ def _engine_config(
         preemption=settings.preemption,
         salt_by_tenant=settings.salt_by_tenant,
     )
-    # Past the point where every sequence has a whole context, more blocks only cost start-up time.
-    kinds = kinds_in_budget(
+    # Once every sequence can have a whole context, more blocks only cost start-up time.
+    groups = groups_in_budget(
         loaded.geometry if draft is None else _readable_by_draft(loaded.geometry),
         loaded.dtype,
         budget,
@@ -169,10 +169,12 @@ def _engine_config(
         draft=beside,
     )
     if settings.preemption != "recompute":
-        num_bytes = sum(kind.num_blocks * kind.block_bytes for kind in kinds)
+        num_bytes = sum(group.num_blocks * group.block_bytes for group in groups)
         share = swap_budget(settings.swap_memory, num_bytes, loaded.device) / num_bytes
-        kinds = tuple(replace(k, num_host_blocks=int(share * k.num_blocks)) for k in kinds)
-    first, *more = kinds
+        groups = tuple(
+            replace(group, num_host_blocks=int(share * group.num_blocks)) for group in groups
+        )
+    first, *more = groups
     return replace(
         config,
         num_blocks=first.num_blocks,
@@ -184,17 +186,18 @@ def _engine_config(
 
 
 def _readable_by_draft(geometry: KVGeometry) -> KVGeometry:
-    """With at least one layer that keeps everything, since the draft model reads from the begin.
+    """A geometry with at least one layer that keeps everything, for a draft model beside it.
 
-    Its KV lies in the blocks of the first KV kind. Where some layer sees everything, that is the
-    first, and layers with a window give up what left it. Where none does, all keep everything: a
-    draft model that begins late, or after a preemption, would find the begin gone.
+    The draft model's KV lies in the blocks of the first KV cache group. If some layer sees
+    everything, that group keeps everything, and layers with a window give up what left it. If none
+    does, all layers keep everything: a draft model that begins late, or after a preemption, would
+    find the beginning gone.
     """
     if any(layer.window is None for layer in geometry.layers):
         return geometry
     return KVGeometry(tuple(replace(layer, window=None) for layer in geometry.layers))
 
 
-def _kind_summary(kind: KVCacheGroup, block_size: int) -> str:
-    tokens = f"{kind.num_blocks * block_size} tokens"
-    return tokens if kind.window is None else f"{tokens} in windows of {kind.window}"
+def _group_summary(group: KVCacheGroup, block_size: int) -> str:
+    tokens = f"{group.num_blocks * block_size} tokens"
+    return tokens if group.window is None else f"{tokens} in windows of {group.window}"

@@ -1,4 +1,4 @@
-"""How long something takes on the device."""
+"""Times a computation on the device."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ __all__ = ["least_seconds"]
 
 
 def least_seconds(compute: Callable[[], Tensor], repeats: int) -> float:
-    """The least of some tries: others on the machine can only make it longer.
+    """The shortest time of several runs: other load on the machine can only make a run longer.
 
     Args:
-        compute: gives what must be there for it to be over.
-        repeats: how often it is tried.
+        compute: queues the work and returns its result.
+        repeats: number of runs.
     """
     seconds = []
     for _ in range(repeats):

@@ -25,7 +25,7 @@ class ForwardStep:
 
     Attributes:
         pool: where its keys and values lie.
-        batches: its tokens, once for each KV kind of the pool, with that kind's block tables.
+        batches: its tokens; one batch for each KV cache group of the pool, with its block tables.
         workspace: what its attention layers share.
     """
 

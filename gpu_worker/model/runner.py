@@ -243,8 +243,8 @@ class ModelRunner:
             Seconds it took.
         """
         begin = time.perf_counter()
-        size, num_groups = self.pool.block_size, len(self.pool.kinds)
-        blocks = range(min(kind.num_blocks for kind in self.pool.kinds))
+        size, num_groups = self.pool.block_size, len(self.pool.groups)
+        blocks = range(min(group.num_blocks for group in self.pool.groups))
         longest = min(max_batch_tokens, self.loaded.max_model_len, size * len(blocks))
         table = blocks[: -(-longest // size)]
         prefill = SequenceChunk([0] * longest, 0, [table] * num_groups, Rows.LAST)

@@ -126,7 +126,7 @@ def serve(
     config = engine_config(model, speculation=speculation, **changes)
     engine = Engine(config, lambda ids: IncrementalDetokenizer(model.tokenizer, ids))
     pool = KVPool(model.geometry, config.kv_cache_groups, BLOCK_SIZE, model.device, model.dtype)
-    host_blocks = [kind.num_host_blocks for kind in config.kv_cache_groups]
+    host_blocks = [group.num_host_blocks for group in config.kv_cache_groups]
     swap_pool = SwapPool(pool, host_blocks) if any(host_blocks) else None
     runner = ModelRunner(model, pool, None, swap_pool, drafter=drafter, rejection=rejection)
     served = Served(updates={id: [] for id in requests})

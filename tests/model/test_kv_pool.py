@@ -85,8 +85,8 @@ def test_a_budget_below_one_block_says_both_sizes() -> None:
         blocks_in_budget(GEOMETRY, 16, torch.float32, 1024)
     assert str(caught.value) == (
         "engine.kv_memory: a budget of 1.0 KiB holds no block of 16 tokens, which takes 2304 bytes "
-        "(2.2 KiB) in this model; set it to at least that, and to as many blocks as the sequences "
-        "that shall run at the same time need, or lower engine.block_size"
+        "(2.2 KiB) in this model; set it to at least as many blocks as the sequences that run at "
+        "the same time need, or lower engine.block_size"
     )
     with pytest.raises(InsufficientMemory, match=r"a budget of 1 B .* this model and its draft"):
         blocks_in_budget(GEOMETRY, 16, torch.float32, 1, GEOMETRY)

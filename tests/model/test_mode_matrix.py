@@ -25,7 +25,7 @@ from penstock.gpu_worker.engine.scheduling.preemption import PreemptionMode
 from penstock.gpu_worker.engine.scheduling.scheduler_config import Chunking
 from penstock.gpu_worker.engine.stats import EngineStats
 from penstock.gpu_worker.model.kv.kv_pool import KVPool
-from penstock.gpu_worker.model.kv.layer_groups import windows_of_kinds
+from penstock.gpu_worker.model.kv.layer_groups import windows_of_groups
 from penstock.gpu_worker.model.kv.swap_pool import SwapPool
 from penstock.gpu_worker.model.loading.loader import LoadedModel
 from penstock.gpu_worker.model.runner import ModelRunner
@@ -94,7 +94,7 @@ class Cell:
     def config(self, model: LoadedModel) -> EngineConfig:
         whole = MAX_MODEL_LEN + MAX_SEQUENCES
         chunked = self.chunking is not Chunking.OFF
-        windows = windows_of_kinds(model.geometry, MAX_MODEL_LEN)
+        windows = windows_of_groups(model.geometry, MAX_MODEL_LEN)
         host = PLENTY if self.preemption == "swap" else 0
         first, *more = (
             KVCacheGroup(SCARCE if window is None else SCARCE_IN_WINDOW, window, host)
@@ -187,7 +187,7 @@ def serve(model: LoadedModel, cell: Cell) -> tuple[list[tuple[int, ...]], Engine
     """The subject's choices as the engine publishes them; one request arrives in each step."""
     config = cell.config(model)
     pool = KVPool(model.geometry, config.kv_cache_groups, BLOCK_SIZE, model.device, model.dtype)
-    num_host_blocks = [kind.num_host_blocks for kind in config.kv_cache_groups]
+    num_host_blocks = [group.num_host_blocks for group in config.kv_cache_groups]
     host = SwapPool(pool, num_host_blocks) if cell.preemption == "swap" else None
     runner = ModelRunner(model, pool, swap_pool=host)
     engine = Engine(config, lambda ids: IncrementalDetokenizer(model.tokenizer, ids))

@@ -26,7 +26,7 @@ from penstock.gpu_worker.engine.scheduling.preemption import PreemptionCause, Pr
 from penstock.gpu_worker.engine.sequence import Sequence
 from penstock.gpu_worker.engine.stats import EngineStats
 from penstock.gpu_worker.model.kv.kv_pool import KVPool
-from penstock.gpu_worker.model.kv.layer_groups import windows_of_kinds
+from penstock.gpu_worker.model.kv.layer_groups import windows_of_groups
 from penstock.gpu_worker.model.kv.swap_pool import SwapPool
 from penstock.gpu_worker.model.loading.loader import LoadedModel
 from penstock.gpu_worker.model.runner import ModelRunner
@@ -138,7 +138,7 @@ def serve(
 
     ``logprobs`` takes those that were reported.
     """
-    windows = windows_of_kinds(model.geometry, model.max_model_len)
+    windows = windows_of_groups(model.geometry, model.max_model_len)
     # Where all layers have a window, it takes fewer blocks to be short of them.
     num_blocks = mode.num_blocks if windows[0] is None else mode.num_blocks * 5 // 9
     first, *more = (KVCacheGroup(num_blocks, window, mode.num_host_blocks) for window in windows)
@@ -159,7 +159,7 @@ def serve(
     )
     engine = Engine(config, lambda ids: IncrementalDetokenizer(model.tokenizer, ids))
     pool = KVPool(model.geometry, config.kv_cache_groups, BLOCK_SIZE, model.device, model.dtype)
-    num_host_blocks = [kind.num_host_blocks for kind in config.kv_cache_groups]
+    num_host_blocks = [group.num_host_blocks for group in config.kv_cache_groups]
     host = SwapPool(pool, num_host_blocks) if mode.num_host_blocks else None
     runner = ModelRunner(model, pool, swap_pool=host)
     outputs = {f"r{i}": list(expected[prompt][: mode.resumed]) for i, prompt in enumerate(PROMPTS)}

@@ -17,7 +17,7 @@ import torch
 from model.families import REFUSED, VOCAB_SIZE, WINDOW
 
 from penstock.gpu_worker.model import attention
-from penstock.gpu_worker.model.kv.layer_groups import windows_of_kinds
+from penstock.gpu_worker.model.kv.layer_groups import windows_of_groups
 from penstock.gpu_worker.model.loading.loader import LoadedModel, load_model
 from penstock.gpu_worker.model.sampling import sampler
 from penstock.shared.errors import ConfigurationError, ModelNotFound, UnsupportedModel
@@ -87,7 +87,7 @@ def test_families_give_here_what_they_give_in_transformers(
     assert figures["preemptions"] > 0
     assert figures["swapped_blocks"] > 0
     loaded = load_model(checkpoint(model_type), device="cpu")
-    windows = windows_of_kinds(loaded.geometry, loaded.max_model_len)
+    windows = windows_of_groups(loaded.geometry, loaded.max_model_len)
     loaded.close()
     assert figures["kv_pools"] == len(windows)
     assert (figures["steps_past_windows"] > 0) == (windows != (None,))

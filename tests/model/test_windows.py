@@ -18,9 +18,9 @@ from penstock.gpu_worker.engine.requests import EngineRequest
 from penstock.gpu_worker.engine.stats import EngineStats
 from penstock.gpu_worker.model.kv.kv_pool import KVPool
 from penstock.gpu_worker.model.kv.layer_groups import (
-    kinds_in_budget,
-    kinds_of_layers,
-    windows_of_kinds,
+    groups_in_budget,
+    groups_of_layers,
+    windows_of_groups,
 )
 from penstock.gpu_worker.model.loading.geometry import KVGeometry, LayerGeometry
 from penstock.gpu_worker.model.loading.loader import LoadedModel
@@ -102,7 +102,7 @@ def serve(
         max_sequences: see ``EngineConfig``.
         rounds: how often.
     """
-    windows = windows_of_kinds(model.geometry, model.max_model_len)
+    windows = windows_of_groups(model.geometry, model.max_model_len)
     first, *more = (KVCacheGroup(windowed if window else full, window) for window in windows)
     config = EngineConfig(
         block_size=BLOCK_SIZE,
@@ -202,7 +202,7 @@ def test_eviction_under_pressure(
     assert served[-1].stats.prefix_hit_tokens > 0
 
 
-# --- which layer belongs to which kind, and how many blocks a kind gets
+# --- which layer belongs to which group, and how many blocks a group gets
 
 FULL = LayerGeometry(num_query_heads=4, num_kv_heads=2, key_dim=8, value_dim=8)
 NARROW = LayerGeometry(num_query_heads=4, num_kv_heads=2, key_dim=8, value_dim=8, window=64)
@@ -213,7 +213,7 @@ def shared(layer: LayerGeometry, source: int) -> LayerGeometry:
 
 
 @pytest.mark.parametrize(
-    ("layers", "context", "windows", "kinds"),
+    ("layers", "context", "windows", "groups"),
     [
         ((FULL, FULL), 512, (None,), (0, 0)),
         ((NARROW, NARROW), 512, (64,), (0, 0)),
@@ -228,17 +228,17 @@ def test_kinds_of_layers(
     layers: tuple[LayerGeometry, ...],
     context: int,
     windows: tuple[int | None, ...],
-    kinds: tuple[int, ...],
+    groups: tuple[int, ...],
 ) -> None:
     geometry = KVGeometry(layers)
-    assert windows_of_kinds(geometry, context) == windows
+    assert windows_of_groups(geometry, context) == windows
     found = tuple(KVCacheGroup(1, window) for window in windows)
-    assert kinds_of_layers(geometry, found) == kinds
+    assert groups_of_layers(geometry, found) == groups
 
 
 def test_a_layer_that_no_kind_keeps_enough_for() -> None:
     with pytest.raises(ValueError, match=r"as wide as layer 1"):
-        kinds_of_layers(KVGeometry((NARROW, FULL)), [KVCacheGroup(1, 64)])
+        groups_of_layers(KVGeometry((NARROW, FULL)), [KVCacheGroup(1, 64)])
 
 
 def limits(max_sequences: int = 8, max_model_len: int = 2048) -> EngineConfig:
@@ -264,10 +264,10 @@ def split(
     use_all: bool,
     draft: KVGeometry | None = None,
 ) -> list[int]:
-    kinds = kinds_in_budget(
+    groups = groups_in_budget(
         KVGeometry(layers), torch.float32, budget, limits(), use_all=use_all, draft=draft
     )
-    return [kind.num_blocks for kind in kinds]
+    return [group.num_blocks for group in groups]
 
 
 def test_a_budget_is_split_between_the_kinds() -> None:
@@ -281,7 +281,7 @@ def test_a_budget_is_split_between_the_kinds() -> None:
     assert split(hybrid, 1000 * BLOCK, use_all=True, draft=draft) == [(1000 - 3 * 80) // 3, 80]
     # In blocks of all four layers the same memory would hold 250.
     assert split((FULL,) * 4, 1000 * BLOCK, use_all=True) == [250]
-    # Less than that: all kinds alike.
+    # Less than that: all groups alike.
     assert split(hybrid, 100 * BLOCK, use_all=True) == [25, 25]
     # No more than a full batch of whole contexts can hold, unless the memory was asked for.
     assert split(hybrid, 10_000 * BLOCK, use_all=False) == [8 * 128, 80]

@@ -14,7 +14,7 @@ from penstock.gpu_worker.engine.kv.kv_cache_groups import NO_BLOCK, KVCacheGroup
 from penstock.gpu_worker.engine.plan import Plan
 from penstock.gpu_worker.engine.requests import EngineRequest, Update
 from penstock.gpu_worker.model.kv.kv_pool import KVPool
-from penstock.gpu_worker.model.kv.layer_groups import windows_of_kinds
+from penstock.gpu_worker.model.kv.layer_groups import windows_of_groups
 from penstock.gpu_worker.model.kv.swap_pool import SwapPool
 from penstock.gpu_worker.model.loading.loader import LoadedModel
 from penstock.gpu_worker.model.runner import ModelRunner
@@ -36,7 +36,7 @@ class Mix:
         widest: sequences in one step, at most.
         preemptions: sequences that lost their blocks, and were swapped or computed again.
         swapped: KV blocks that came back from the host.
-        pools: KV kinds with a pool each.
+        pools: KV cache groups with a pool each.
         left_windows: steps in which a sequence had given up blocks that had left a window.
         prefix_hits: prompt tokens taken from the prefix cache.
         missing: what this round was for and did not do, in words; empty if nothing.
@@ -99,7 +99,7 @@ def generate_mixed(
     pool = KVPool(
         loaded.geometry, config.kv_cache_groups, config.block_size, loaded.device, loaded.dtype
     )
-    host = [kind.num_host_blocks for kind in config.kv_cache_groups]
+    host = [group.num_host_blocks for group in config.kv_cache_groups]
     runner = ModelRunner(loaded, pool, swap_pool=SwapPool(pool, host) if any(host) else None)
     engine = Engine(config, partial(IncrementalDetokenizer, loaded.tokenizer))
     mix = Mix([[] for _ in prompts], [])
@@ -153,7 +153,7 @@ def _missing(mix: Mix, config: EngineConfig, memory: Memory, longest: int) -> It
         yield "no sequence was preempted"
     elif memory is Memory.SWAP and mix.preemptions and not mix.swapped:
         yield "no KV came back from the host"
-    windows = [kind.window for kind in config.kv_cache_groups if kind.window is not None]
+    windows = [group.window for group in config.kv_cache_groups if group.window is not None]
     # Given up by whole blocks, when the next one is full.
     if windows and longest - min(windows) >= 2 * config.block_size and not mix.left_windows:
         yield "no block left a sliding window"
@@ -183,16 +183,16 @@ def _draw_config(
     block_size, chunk_size = rng.choice((4, 8, 16)), rng.randint(3, 24)
     max_sequences = count if scarce else rng.randint(min(2, count), count)
     max_batch_tokens = max_sequences + rng.randint(8, 64)
-    windows = windows_of_kinds(loaded.geometry, loaded.max_model_len) if by_window else (None,)
-    kinds = []
+    windows = windows_of_groups(loaded.geometry, loaded.max_model_len) if by_window else (None,)
+    groups = []
     for window in windows:
         needed = sorted(-(-length // block_size) for length in lengths)
         if window is not None:
             held = most_blocks_held(window, min(chunk_size, max_batch_tokens), block_size)
             needed = [min(each, held) for each in needed]
         num_blocks = (max(needed[-1], sum(needed) // 3) if scarce else sum(needed)) + 1
-        kinds.append(KVCacheGroup(num_blocks, window, sum(needed) if memory is Memory.SWAP else 0))
-    first, *more = kinds
+        groups.append(KVCacheGroup(num_blocks, window, sum(needed) if memory is Memory.SWAP else 0))
+    first, *more = groups
     return EngineConfig(
         block_size=block_size,
         num_blocks=first.num_blocks,

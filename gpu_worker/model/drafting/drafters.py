@@ -138,7 +138,7 @@ class DraftModel:
         )
 
     def copy_blocks(self, copies: Seq[BlockCopy]) -> None:
-        """See :class:`Drafter`; its own KV has the block numbers of the first KV kind."""
+        """See :class:`Drafter`; its own KV has the block numbers of the first KV cache group."""
         try:
             self.pool.copy_blocks([copy for copy in copies if copy.group == 0])
         except BaseException:

@@ -1,4 +1,4 @@
-"""The paged KV pool: for every layer one tensor of keys and one of values, cut into blocks."""
+"""The paged KV pool: each layer has a tensor of keys and one of values, divided into blocks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.shared.errors import InsufficientMemory
 
 from ...engine.kv.kv_cache_groups import KVCacheGroup
 from ..loading.geometry import KVGeometry, LayerGeometry
-from .layer_groups import kinds_of_layers
+from .layer_groups import groups_of_layers
 from .memory_budget import format_bytes
 
 if TYPE_CHECKING:
@@ -30,13 +30,13 @@ class LayerPool:
         key: ``[num_blocks, block_size, Hkv, Dk]``.
         value: ``[num_blocks, block_size, Hkv, Dv]``.
         writes: False for a layer that reads what an earlier one has stored.
-        kind: index of its KV kind: which block table of a sequence is for this layer.
+        group: index of its KV cache group, and so of its block table in a sequence.
     """
 
     key: Tensor
     value: Tensor
     writes: bool
-    kind: int
+    group: int
 
 
 def bytes_per_block(geometry: KVGeometry, block_size: int, dtype: torch.dtype) -> int:
@@ -57,11 +57,11 @@ def blocks_in_budget(
         geometry: of the model.
         block_size: tokens in a block.
         dtype: of the KV.
-        budget_bytes: what there is.
-        draft: of the draft model, whose KV lies in the same blocks.
+        budget_bytes: memory for all blocks.
+        draft: of the draft model, whose KV lies in the same blocks; None if there is none.
 
     Raises:
-        InsufficientMemory: not even one.
+        InsufficientMemory: not even one fits.
     """
     size = bytes_per_block(geometry, block_size, dtype)
     size += 0 if draft is None else bytes_per_block(draft, block_size, dtype)
@@ -71,19 +71,19 @@ def blocks_in_budget(
         raise InsufficientMemory(
             f"engine.kv_memory: a budget of {format_bytes(budget_bytes)} holds no block of "
             f"{block_size} tokens, which takes {size} bytes ({format_bytes(size)}) in {models}; "
-            "set it to at least that, and to as many blocks as the sequences that shall run at "
-            "the same time need, or lower engine.block_size"
+            "set it to at least as many blocks as the sequences that run at the same time need, "
+            "or lower engine.block_size"
         )
     return count
 
 
 class KVPool:
-    """Storage for the KV of all sequences; who owns which block is the engine's business.
+    """Storage for the KV of all sequences; the engine knows which sequence owns which block.
 
     Args:
         geometry: of the model.
-        blocks: the KV kinds; each layer belongs to the narrowest one that keeps all it reads. A
-            number is one kind for all layers, which keeps everything.
+        blocks: the KV cache groups; each layer belongs to the narrowest one that keeps all it
+            reads. A number makes one group for all layers, which keeps everything.
         block_size: tokens in a block.
         device: of the tensors.
         dtype: of the tensors.
@@ -101,22 +101,22 @@ class KVPool:
         dtype: torch.dtype,
     ) -> None:
         self.geometry = geometry
-        self.kinds = (KVCacheGroup(blocks),) if isinstance(blocks, int) else tuple(blocks)
-        self.num_blocks = self.kinds[0].num_blocks
+        self.groups = (KVCacheGroup(blocks),) if isinstance(blocks, int) else tuple(blocks)
+        self.num_blocks = self.groups[0].num_blocks
         self.block_size = block_size
         self.device = device
         self.dtype = dtype
-        self._kind_of = kinds_of_layers(geometry, self.kinds)
+        self._group_of = groups_of_layers(geometry, self.groups)
         layers: list[LayerPool] = []
         try:
-            for layer, kind in zip(geometry.layers, self._kind_of, strict=True):
+            for layer, group in zip(geometry.layers, self._group_of, strict=True):
                 if layer.shares is None:
-                    layers.append(self._allocate(layer, kind))
+                    layers.append(self._allocate(layer, group))
                 else:
                     source = layers[layer.shares]
-                    layers.append(LayerPool(source.key, source.value, writes=False, kind=kind))
+                    layers.append(LayerPool(source.key, source.value, writes=False, group=group))
         except (torch.OutOfMemoryError, RuntimeError) as error:
-            count = " and ".join(str(kind.num_blocks) for kind in self.kinds)
+            count = " and ".join(str(group.num_blocks) for group in self.groups)
             raise InsufficientMemory(
                 f"{device} cannot give {format_bytes(self.num_bytes)} for {count} KV blocks of "
                 f"{block_size} tokens "
@@ -133,34 +133,34 @@ class KVPool:
     def num_bytes(self) -> int:
         """Bytes of the whole pool."""
         num_elements = sum(
-            layer.elements_per_token * self.kinds[kind].num_blocks
-            for layer, kind in zip(self.geometry.layers, self._kind_of, strict=True)
+            layer.elements_per_token * self.groups[group].num_blocks
+            for layer, group in zip(self.geometry.layers, self._group_of, strict=True)
         )
         return num_elements * self.block_size * self.dtype.itemsize
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
-        """Copy whole blocks in all layers of their kind: all are read before any is written.
+        """Copy whole blocks in all layers of their group; all are read before any is written.
 
         Args:
-            copies: no block of a kind may be the target of two.
+            copies: no block of a group may be the target of two.
         """
-        for kind in sorted({copy.group for copy in copies}):
-            pairs = [(copy.source, copy.target) for copy in copies if copy.group == kind]
+        for group in sorted({copy.group for copy in copies}):
+            pairs = [(copy.source, copy.target) for copy in copies if copy.group == group]
             sources, targets = torch.tensor(pairs, device=self.device).T
             for layer in self.layers:
-                if layer.writes and layer.kind == kind:
+                if layer.writes and layer.group == group:
                     layer.key[targets] = layer.key[sources]
                     layer.value[targets] = layer.value[sources]
 
-    def _allocate(self, layer: LayerGeometry, kind: int) -> LayerPool:
+    def _allocate(self, layer: LayerGeometry, group: int) -> LayerPool:
         # Zeros, because a masked score still multiplies what lies in an unused slot, and
         # 0 * NaN is NaN. On CPU the system gives zero pages only as they are touched.
-        rows = (self.kinds[kind].num_blocks, self.block_size, layer.num_kv_heads)
+        rows = (self.groups[group].num_blocks, self.block_size, layer.num_kv_heads)
         return LayerPool(
             torch.zeros(*rows, layer.key_dim, dtype=self.dtype, device=self.device),
             torch.zeros(*rows, layer.value_dim, dtype=self.dtype, device=self.device),
             writes=True,
-            kind=kind,
+            group=group,
         )
 
 

@@ -1,4 +1,4 @@
-"""How much memory the KV pool may take."""
+"""How much memory the KV pool and the swap pool may take."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ __all__ = [
 ]
 
 CPU_SHARE = 0.25
-"""Of the memory available when the worker starts: others live on the machine too."""
+"""Of the memory available when the worker starts: other programs need some, too."""
 
 CPU_LIMIT = 1 << 30
-"""Enough for thousands of small sequences; a worker on a laptop should not ask for more unasked."""
+"""Enough for thousands of small sequences; a worker on a laptop takes no more by default."""
 
 CUDA_SHARE = 0.9
-"""Of what is free once the weights are there; activations and the allocator need the rest."""
+"""Of the memory free once the weights are loaded; activations and the allocator need the rest."""
 
 SWAP_SHARE = 0.125
 """Of the host's available memory."""
 
 SWAP_LIMIT = 4 << 30
-"""Pinned memory is taken at start and can not be swapped by the system: no more of it unasked."""
+"""Pinned memory is taken at start, and the system cannot swap it: no more of it by default."""
 
 _UNITS = {"": 1, "B": 1}
 for _power, _letter in enumerate("KMGT", start=1):
@@ -69,7 +69,7 @@ def format_bytes(size: int) -> str:
 
 
 def available_bytes(device: torch.device) -> int:
-    """Memory that can be had on ``device`` now without pushing anything else out."""
+    """Memory that ``device`` can give now without evicting anything."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     limits = [limit for limit in (_meminfo(), _cgroup()) if limit is not None]
@@ -132,10 +132,10 @@ def swap_budget(setting: int | None, kv_bytes: int, device: torch.device) -> int
 
 
 def release_unused(device: torch.device) -> None:
-    """Give back to ``device`` what torch keeps of freed tensors, once all that was queued is done.
+    """Wait for all queued work, and give the memory of freed tensors back to ``device``.
 
-    Torch does so itself before it raises for want of memory. But what the tensors of a failed
-    step held is free only later, and it is not torch alone that allocates: cuBLAS does, too.
+    Torch does so itself before it raises for lack of memory. But the tensors of a failed step are
+    freed only later, and cuBLAS allocates memory, too.
 
     Raises:
         RuntimeError: the device is lost, as one is after an illegal access.
@@ -155,7 +155,7 @@ def _meminfo() -> int | None:
 
 
 def _cgroup() -> int | None:
-    """What the container's limit leaves (cgroup v2, then v1); None outside of one."""
+    """Memory left under the container's limit (cgroup v2, then v1); None without a limit."""
     root = Path("/sys/fs/cgroup")
     for limit_file, used_file, stat_file, cache_key in (
         ("memory.max", "memory.current", "memory.stat", "inactive_file"),

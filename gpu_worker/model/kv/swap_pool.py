@@ -25,14 +25,14 @@ both hold waits for no copy."""
 
 
 class SwapPool:
-    """Blocks of host memory; which sequence owns which is the engine's business.
+    """Blocks of host memory; the engine knows which sequence owns which block.
 
-    One row of memory holds one block of the device, of all layers of a KV kind, so that a block
-    crosses the bus as one copy. Next to a GPU the memory is pinned.
+    One row of memory holds one block of the device in all layers of a KV cache group, so a block
+    crosses the bus as one copy. Beside a GPU the memory is pinned.
 
     Args:
         pool: whose blocks are kept here.
-        num_blocks: rows of each KV kind; at least one has some.
+        num_blocks: rows of each KV cache group; at least one has some.
 
     Raises:
         InsufficientMemory: the host cannot give the memory.
@@ -40,8 +40,10 @@ class SwapPool:
 
     def __init__(self, pool: KVPool, num_blocks: Sequence[int]) -> None:
         on_gpu = pool.device.type == "cuda"
-        kinds = [_stored(pool, kind) for kind in range(len(pool.kinds))]
-        sizes = [count * _row_size(layers) for count, layers in zip(num_blocks, kinds, strict=True)]
+        stored = [_stored(pool, group) for group in range(len(pool.groups))]
+        sizes = [
+            count * _row_size(layers) for count, layers in zip(num_blocks, stored, strict=True)
+        ]
         try:
             memory = torch.empty(sum(sizes), dtype=pool.dtype, pin_memory=on_gpu)
         except (MemoryError, RuntimeError) as error:
@@ -52,7 +54,7 @@ class SwapPool:
             ) from error
         parts = torch.split(memory, sizes)
         self._sides: list[_Direct | _Streamed] = []
-        for count, layers, part in zip(num_blocks, kinds, parts, strict=True):
+        for count, layers, part in zip(num_blocks, stored, parts, strict=True):
             rows = part.view(count, _row_size(layers))
             self._sides.append(
                 _Streamed(pool.device, layers, rows) if on_gpu else _Direct(layers, rows)
@@ -64,15 +66,15 @@ class SwapPool:
         On a GPU this only queues work: what is queued on the current stream afterwards finds the
         copies made, and may write the blocks that were copied out.
         """
-        for kind, side in enumerate(self._sides):
-            mine = [[copy for copy in copies if copy.group == kind] for copies in (out, back)]
+        for group, side in enumerate(self._sides):
+            mine = [[copy for copy in copies if copy.group == group] for copies in (out, back)]
             if any(mine):
                 side.swap(*mine)
 
     def take_seconds(self) -> float | None:
-        """For how long the device did nothing else in the last :meth:`swap`, once.
+        """Seconds that the device spent on the last :meth:`swap`; each is told once.
 
-        Call it when the step has been waited for. None if there was no swap since the last call.
+        Call it after waiting for the step. None if there was no swap since the last call.
         """
         taken = [side.take_seconds() for side in self._sides]
         seconds = [one for one in taken if one is not None]
@@ -80,7 +82,7 @@ class SwapPool:
 
 
 class _Direct:
-    """Device memory is host memory: copies are made at once."""
+    """The device's memory is the host's: copies are made at once."""
 
     def __init__(self, layers: list[LayerPool], rows: Tensor) -> None:
         self._layers, self._kept = layers, _cut(layers, rows)
@@ -107,15 +109,15 @@ class _Direct:
 class _Streamed:
     """Copies between a GPU and pinned memory, on a stream of their own.
 
-    Blocks lie scattered over the layers' tensors, so they are gathered into a staging buffer first,
-    at the speed of device memory and on the compute stream. From then on their places may be
-    overwritten, and the slow way over the bus runs beside the forward pass. On the way back the
-    bus comes first and the compute stream waits for it, since the forward reads these blocks.
+    Blocks lie scattered over the layers' tensors. So the compute stream first gathers them into a
+    staging buffer, at the speed of device memory. Then their places may be overwritten, and the
+    slow transfer over the bus runs beside the forward pass. On the way back the transfer comes
+    first, and the compute stream waits for it, since the forward pass reads these blocks.
 
-    Who waits for whom:
+    Order between the streams:
 
-    - a buffer is used again only after ``free``, recorded by whoever used it last;
-    - rows of the host are touched on the copy stream alone, so in the order in which it was asked.
+    - a buffer is reused only after ``free``, the event of its last use;
+    - rows of the host are touched on the copy stream alone, and so in the order of the calls.
     """
 
     def __init__(self, device: torch.device, layers: list[LayerPool], rows: Tensor) -> None:
@@ -191,9 +193,9 @@ class _Stage:
             stream.wait_event(self.free)
 
 
-def _stored(pool: KVPool, kind: int) -> list[LayerPool]:
-    """The layers of a KV kind that have memory of their own."""
-    return [layer for layer in pool.layers if layer.writes and layer.kind == kind]
+def _stored(pool: KVPool, group: int) -> list[LayerPool]:
+    """The layers of a KV cache group that have memory of their own."""
+    return [layer for layer in pool.layers if layer.writes and layer.group == group]
 
 
 def _row_size(layers: list[LayerPool]) -> int:
@@ -211,7 +213,7 @@ def _cut(layers: list[LayerPool], rows: Tensor) -> list[LayerPool]:
             part = rows[:, first : first + shape.numel()]
             parts.append(part.view(len(rows), *shape))
             first += shape.numel()
-        views.append(LayerPool(parts[0], parts[1], writes=True, kind=layer.kind))
+        views.append(LayerPool(parts[0], parts[1], writes=True, group=layer.group))
     assert first == rows.shape[1]
     return views
 

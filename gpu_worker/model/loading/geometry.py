@@ -1,8 +1,8 @@
 """The shape of a model's KV, learned by watching one small forward.
 
 A configuration tells too little: heads may be local to a tensor-parallel rank, MLA caches other
-sizes than its head count suggests, layers may differ, and some reuse another layer's KV. The
-tensors that reach the attention function are the truth.
+sizes than its head count suggests, layers may differ, and some reuse another layer's KV. So the
+shapes are read from the tensors that reach the attention function.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ class KVGeometry:
         return sum(layer.elements_per_token for layer in self.layers)
 
     def kept_windows(self, context: int) -> tuple[int | None, ...]:
-        """Per layer how far back what it reads must be kept, in tokens; None: to the begin.
+        """For each layer, how many tokens of what it reads must be kept; None: all of them.
 
         That is its own window, or the widest of all layers that read the same keys and values. A
-        window of a whole ``context`` is none.
+        window of a whole ``context`` counts as None.
         """
         kept = []
         for index, layer in enumerate(self.layers):
@@ -92,7 +92,7 @@ class ProbeResult:
         modules: their attention modules, in the same order.
         vocab_size: width of the logits.
         kv_dtype: of the keys.
-        problems: what forbids serving the model over a paged pool, in words; empty if nothing.
+        problems: reasons in words why a paged pool cannot serve the model; empty if it can.
     """
 
     geometry: KVGeometry
@@ -103,7 +103,7 @@ class ProbeResult:
 
 
 class _Recorder:
-    """An attention function that computes nothing and notes with what it was called."""
+    """An attention function that computes nothing and records its arguments."""
 
     def __init__(self) -> None:
         self.modules: list[nn.Module] = []
@@ -177,7 +177,7 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 
 def probe_geometry(model: Any, device: torch.device) -> ProbeResult:
-    """Run a few tokens through ``model`` with an attention function that only takes notes.
+    """Run a few tokens through ``model`` with an attention function that only records.
 
     The model is left with its attention implementation as it was.
 
