@@ -29,6 +29,7 @@ from .reading.log_reader import LogReader
 from .reading.presence import Presence
 from .reading.subscriber import Subscriber
 from .results import Result, Status, Submitted
+from .served_models import count_workers, find_served_models
 from .stream import TokenStream
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ class Producer:
         )
         self._inbox = uuid.uuid4().hex if inbox else ""
         self._default_deadline_ms = queue.default_deadline_s * 1000
-        self._log = LogReader(self._client, self._keys)
+        self._log = LogReader(self._client, self._operations, self._keys)
         self._subscriber = Subscriber(self._client.redis)
         self._presence = Presence(self._client, self._operations, grace_ms=queue.reader_grace_ms)
 
@@ -296,6 +297,24 @@ class Producer:
         if reply.state is None:
             raise UnknownRequest(id)
         return reply
+
+    async def count_workers(self) -> int:
+        """How many workers serve this model and shard now. Without any, requests wait.
+
+        Raises:
+            RedisUnavailable: see the class.
+        """
+        return await count_workers(self._client, self._keys)
+
+    async def served_models(self) -> list[Keys]:
+        """The models and shards that have a worker on this server now.
+
+        In a cluster these are those of one node. The list is empty if this user may not list keys.
+
+        Raises:
+            RedisUnavailable: see the class.
+        """
+        return await find_served_models(self._client)
 
     async def status(self, id: str) -> Status:
         """What is known of a request now.

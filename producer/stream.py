@@ -4,6 +4,8 @@ The log is the truth, the channel a fast copy of it. A stream reads the log firs
 has not ended it subscribes, reads the log again once the subscription stands, and from then on
 takes chunks as they are published. Whenever the channel may have lost something (a gap, a
 reconnection, a buffer that ran over, a second of silence) it goes back to the log.
+
+Workers end a request whose deadline has passed. In case none lives, its readers do so, too.
 """
 
 from __future__ import annotations
@@ -29,6 +31,9 @@ from .reading.subscription import Subscription
 from .results import Result
 
 __all__ = ["TokenStream"]
+
+_EXPIRY_GRACE_S = 0.25
+"""How long after a deadline a reader waits for a worker to end the request."""
 
 
 class TokenStream:
@@ -60,8 +65,8 @@ class TokenStream:
     """
 
     __slots__ = (
-        "__weakref__", "_cleanup", "_closed", "_digest", "_id", "_inbox", "_keys", "_leave",
-        "_left", "_log", "_merger", "_needs_reader", "_presence", "_read_log",
+        "__weakref__", "_cleanup", "_closed", "_digest", "_expires_at", "_id", "_inbox", "_keys",
+        "_leave", "_left", "_log", "_merger", "_needs_reader", "_presence", "_read_log",
         "_subscriber", "_subscription", "_timeout",
     )  # fmt: skip
 
@@ -84,6 +89,7 @@ class TokenStream:
         self._keys = keys
         self._inbox: str | None = None
         self._timeout = timeout
+        self._expires_at: float | None = None  # by the event loop's clock
         self._merger = Merger(request_id, from_index, from_digest)
         self._subscription: Subscription | None = None
         self._leave: Callable[[], None] | None = None
@@ -136,10 +142,12 @@ class TokenStream:
             while not merger.ready and not self._closed:
                 if self._read_log or self._subscription is None:
                     await self._take_page_by(deadline)
-                elif await self._subscription.wait(deadline):
+                elif await self._subscription.wait(_earlier(deadline, self._expires_at)):
                     self._take_messages(self._subscription.take())
-                else:
+                elif deadline is not None and _now() >= deadline:
                     raise self._late()
+                else:
+                    self._expires_at, self._read_log = None, True
         except (StreamError, InvalidRequest):
             self._close()
             raise
@@ -218,10 +226,22 @@ class TokenStream:
                 self._raise_lost(event.start if isinstance(event, Chunk) else event.n)
         if page.more or self._merger.end is not None:
             return page.more and self._merger.end is None
-        if page.end is not None and not self._merger.add(page.end):
-            self._raise_lost(page.end.n)
-        if not page.known and self._merger.index == before and self._merger.end is None:
+        if page.end is not None:
+            if not self._merger.add(page.end):
+                self._raise_lost(page.end.n)
+            return False
+        if not page.known and self._merger.index == before:
             raise UnknownRequest(self._id)
+        return await self._expire(page.time_left_ms)
+
+    async def _expire(self, time_left_ms: int | None) -> bool:
+        """Note when the request expires; end it if that was a while ago. True: it has ended."""
+        if time_left_ms is None:
+            return False
+        left_s = time_left_ms / 1000 + _EXPIRY_GRACE_S
+        if left_s <= 0:
+            return await self._log.expire(self._id)
+        self._expires_at = _now() + left_s
         return False
 
     def _raise_lost(self, stop: int) -> None:
@@ -251,6 +271,12 @@ class TokenStream:
             self._leave()
         if self._cleanup is not None:
             self._cleanup.detach()
+
+
+def _earlier(one: float | None, other: float | None) -> float | None:
+    if one is None or other is None:
+        return one if other is None else other
+    return min(one, other)
 
 
 def _now() -> float:

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from penstock.shared.errors import PenstockError, RequestFailed
+from penstock.shared.protocol import Chunk
 from penstock.shared.protocol.states import State
 
 from ..client import Producer
@@ -38,6 +39,9 @@ from .pipe import while_read
 from .request_flags import read_request_options, with_request_options
 
 __all__ = ["cancel", "result", "stream", "submit"]
+
+_NOTICE_AFTER_S = 1.0
+"""How long the first token may take before a missing worker is reported."""
 
 IdArgument = Annotated[str, typer.Argument(help="Id of the request.", show_default=False)]
 TimeoutOption = Annotated[
@@ -87,7 +91,8 @@ def submit(
                     typer.echo(submitted.id)
                 if not stream:
                     return 0
-                return await while_read(_show(producer.stream(submitted.id), json=json))
+                shown = _show(producer, producer.stream(submitted.id), json=json)
+                return await while_read(shown)
             except (asyncio.CancelledError, OSError):  # nobody reads it, or it cannot be written
                 with contextlib.suppress(PenstockError):
                     await producer.cancel(submitted.id)
@@ -116,7 +121,7 @@ def stream(
     async def run() -> int:
         async with Producer(settings=settings) as producer:
             tokens = producer.stream(id, from_index=from_index, timeout=timeout)
-            return await while_read(_within(timeout, id, _show(tokens, json=json)))
+            return await while_read(_within(timeout, id, _show(producer, tokens, json=json)))
 
     return asyncio.run(run())
 
@@ -171,13 +176,13 @@ def cancel(
     return asyncio.run(run())
 
 
-async def _show(tokens: TokenStream, *, json: bool) -> int:
+async def _show(producer: Producer, tokens: TokenStream, *, json: bool) -> int:
     """Write a stream as it comes; the exit code says whether it was completed."""
     writer = ChoiceWriter()
     async with tokens:
         try:
             with waiting("waiting for the first token"):
-                chunk = await anext(tokens, None)
+                chunk = await _first_chunk(producer, tokens)
             while chunk is not None:
                 if json:
                     write_json(chunk_facts(tokens.id, chunk))
@@ -195,6 +200,31 @@ async def _show(tokens: TokenStream, *, json: bool) -> int:
         raise RequestFailed(tokens.id, end.state, end.reason, end.message)
     write_note(summary(end))
     return 0
+
+
+async def _first_chunk(producer: Producer, tokens: TokenStream) -> Chunk | None:
+    """The first chunk, or None at the end; after a second, report a model without workers."""
+    notice = asyncio.create_task(_note_missing_workers(producer))
+    try:
+        return await anext(tokens, None)
+    finally:
+        notice.cancel()
+        await asyncio.wait([notice])
+
+
+async def _note_missing_workers(producer: Producer) -> None:
+    await asyncio.sleep(_NOTICE_AFTER_S)
+    with contextlib.suppress(PenstockError):  # the stream meets an outage itself
+        if await producer.count_workers():
+            return
+        keys = producer.keys
+        others = await producer.served_models()
+        served = ", ".join(f"{other.model} (shard {other.shard})" for other in others)
+        there = f"; served on this server: {served}" if served else ""
+        write_note(
+            f"no worker serves model {keys.model!r}, shard {keys.shard}, now{there}; "
+            "the request waits until its deadline"
+        )
 
 
 async def _within(timeout: float | None, request_id: str, work: Any) -> int:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
 from redis.exceptions import ResponseError
 
-from penstock.shared.errors import ProtocolError, StreamError
+from penstock.shared.errors import ProtocolError, RedisUnavailable, StreamError
 from penstock.shared.keys import Keys
 from penstock.shared.protocol import Chunk, End, OnDisconnect, State, unpack_event
 from penstock.shared.protocol.states import TERMINAL_STATES
 from penstock.shared.redis.retrying_client import RetryingClient
+from penstock.shared.scripts.operations import Operations
 
 __all__ = ["LogReader", "Page"]
+
+_log = logging.getLogger(__name__)
 
 _PAGE = 256
 
@@ -29,6 +33,8 @@ class Page:
         end: the terminal event according to the record, None if there was none.
         needs_reader: it is to be cancelled when its last reader has left.
         inbox: in whose channel it is published; None: in its own.
+        time_left_ms: until it expires, by Redis' clock; None if it has ended, or if that cannot be
+            seen.
     """
 
     known: bool
@@ -37,6 +43,7 @@ class Page:
     end: End | None
     needs_reader: bool
     inbox: str | None
+    time_left_ms: int | None
 
 
 class LogReader:
@@ -44,11 +51,13 @@ class LogReader:
 
     Args:
         client: the connection.
+        operations: the scripts of the shard.
         keys: names of the shard.
     """
 
-    def __init__(self, client: RetryingClient, keys: Keys) -> None:
+    def __init__(self, client: RetryingClient, operations: Operations, keys: Keys) -> None:
         self._client = client
+        self._operations = operations
         self._keys = keys
 
     async def read(self, request_id: str, index: int) -> Page:
@@ -66,18 +75,19 @@ class LogReader:
 
         async def send() -> list[Any]:
             pipeline = self._client.redis.pipeline(transaction=False)
-            pipeline.hmget(record, ["st", "end", "od", "ib"])
+            pipeline.hmget(record, ["st", "end", "od", "ib", "dl", "mq", "t1"])
             pipeline.xrange(log, f"{index}-0", "+", count=_PAGE)
+            pipeline.time()
             replies: list[Any] = await pipeline.execute(raise_on_error=False)
             return replies
 
-        replies = await self._client.call(send)
+        *replies, now = await self._client.call(send)
         for reply in replies:
             if isinstance(reply, ResponseError) and "WRONGTYPE" in str(reply):
                 raise StreamError(f"keys of {request_id!r} were overwritten: {reply}")
             if isinstance(reply, Exception):
                 raise reply
-        (state, packed_end, on_disconnect, inbox), entries = replies
+        (state, packed_end, on_disconnect, inbox, *times), entries = replies
         end = None
         if (
             packed_end is not None
@@ -94,7 +104,32 @@ class LogReader:
             end=end,
             needs_reader=needs_reader,
             inbox=None if inbox is None else inbox.decode(),
+            time_left_ms=_time_left_ms(now, *times) if end is None else None,
         )
+
+    async def expire(self, request_id: str) -> bool:
+        """End a request whose time is over; returns whether it has ended.
+
+        Workers do it, too, so a failure here is not the reader's.
+        """
+        try:
+            return await self._client.call(lambda: self._operations.expire(request_id))
+        except RedisUnavailable as error:
+            _log.info("could not end %r, whose time is over: %s", request_id, error)
+            return False
+
+
+def _time_left_ms(
+    now: Any, deadline: bytes | None, queue_deadline: bytes | None, claimed: bytes | None
+) -> int | None:
+    """Time until a request that has not ended expires."""
+    if isinstance(now, Exception) or deadline is None:
+        return None
+    at = int(deadline)
+    if claimed is None and queue_deadline is not None and (queue_at := int(queue_deadline)) > 0:
+        at = min(at, queue_at)
+    seconds, microseconds = int(now[0]), int(now[1])
+    return at - seconds * 1000 - microseconds // 1000
 
 
 def _events(fields: dict[bytes, bytes]) -> list[Chunk | End]:

@@ -116,13 +116,29 @@ class Operations(OperatorOperations):
         Raises:
             RedisUnavailable: the server refuses.
         """
-        keys = self._keys
-        names = (keys.request(request_id), keys.log(request_id), keys.deadlines, keys.counters)
-        args = (keys.prefix, request_id, reason.value, self._retention_ms)
-        reply = await self._one(Call(self._scripts["cancel"], names, args))
+        reply = await self._cancel(request_id, reason)
         if reply[0] == b"cancelled":
             return CancelReply(True, State.CANCELLED)
         return CancelReply(False, None if reply[0] == b"unknown" else State(reply[1].decode()))
+
+    async def expire(self, request_id: str) -> bool:
+        """End a request if its time is over, as a sweep does: for readers, while no worker lives.
+
+        Returns:
+            Whether it has ended, by this call or before.
+
+        Raises:
+            RedisUnavailable: the server refuses.
+        """
+        reply = await self._cancel(request_id, Reason.DEADLINE)
+        return reply[0] in (b"expired", b"ended")
+
+    async def _cancel(self, request_id: str, reason: Reason) -> list[Any]:
+        keys = self._keys
+        names = (keys.request(request_id), keys.log(request_id), keys.deadlines, keys.counters)
+        args = (keys.prefix, request_id, reason.value, self._retention_ms)
+        reply: list[Any] = await self._one(Call(self._scripts["cancel"], names, args))
+        return reply
 
     async def reader_heartbeat(self, ids: Sequence[str], *, grace_ms: int) -> list[bool]:
         """Say that these requests have a reader, who will say so again within the grace.

@@ -219,6 +219,11 @@ MUTANTS = (
         "a message for every event", "elseif not batches then", "elseif true then",
         test_inbox.test_one_message_per_call_and_inbox, "append",
     ),
+    # cancel, for readers of a request whose time is over
+    Mutant(
+        "ended before its time", "if not how.reason then return {'early'} end", "",
+        test_ends.test_readers_end_what_is_overdue_and_nothing_else, "cancel",
+    ),
     # reader_heartbeat, and the sweep's part of it
     Mutant(
         "readers not looked for", "if now >= reprieve then", "if false then",

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from functools import partial
 
 import pytest
 from delivery.fleet import Shard
+from log_writer import eventually
 from redis.asyncio import Redis
 
 from penstock.shared.protocol import End, Reason, State, unpack_event
@@ -78,6 +80,24 @@ async def test_cancel_while_queued_running_and_ended(shard: Shard) -> None:
     assert (reply.changed, reply.state) == (False, None)
     assert (await shard.end("running")).reason is Reason.CLIENT
     assert (await shard.end("queued")).reason is Reason.DISCONNECTED
+    await shard.check(ended=True)
+
+
+async def test_readers_end_what_is_overdue_and_nothing_else(shard: Shard) -> None:
+    """What a sweep would do, by name: for a server without a living worker."""
+    worker = shard.worker("a")
+    await shard.submit("running", deadline_ms=300)
+    await worker.claim_one()
+    await shard.submit("waited", max_queue_ms=1)
+    await shard.submit("early")
+    assert not await shard.ops.expire("never")
+    for name in ("running", "waited"):
+        await eventually(partial(shard.ops.expire, name), f"{name} has expired")
+        assert await shard.ops.expire(name)  # it has ended
+    assert not await shard.ops.expire("early")
+    assert (await shard.end("running")).reason is Reason.DEADLINE
+    assert (await shard.end("waited")).reason is Reason.QUEUE_TIMEOUT
+    assert (await shard.ops.cancel("early")).changed
     await shard.check(ended=True)
 
 

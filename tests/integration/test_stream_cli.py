@@ -136,6 +136,22 @@ def test_a_request_that_failed_gives_exit_code_1(penstock: Run, command: str) ->
     assert json.loads(as_json.stdout.splitlines()[-1])["reason"] == "engine_error"
 
 
+@pytest.mark.usefixtures("worker")
+def test_a_model_that_nobody_serves(penstock: Run) -> None:
+    """After a second a note says so and names what is served; the deadline ends the request."""
+    done = penstock("submit", "hello", "--model", "demi", "--deadline-ms", "4000", "--id", "x")
+    note, error = done.stderr.splitlines()
+    assert note == (
+        "no worker serves model 'demi', shard 0, now; served on this server: demo (shard 0); "
+        "the request waits until its deadline"
+    )
+    assert error == "error: request 'x' ended expired (deadline)"
+    assert (done.returncode, done.stdout) == (1, "")
+    waited = penstock("submit", "hello", "--model", "demi", "--max-queue-ms", "100", "--json")
+    assert waited.stderr == ""
+    assert json.loads(waited.stdout.splitlines()[-1])["reason"] == "queue_timeout"
+
+
 def test_cancel_and_timeout_without_any_worker(penstock: Run) -> None:
     submitted = json.loads(penstock("submit", "x", "--no-stream", "--json").stdout)
     assert submitted["state"] == "queued"

@@ -48,12 +48,12 @@ local function expire(rid)
     repair(prefix, rid, now, max_blames, max_attempts, retention)
     return false
   end
-  local waits = not rec.t1 and rec.mq > 0
-  if rec.dl > now and not (waits and rec.mq <= now) then
+  local reason = overdue(rec, now)
+  if not reason then
+    local waits = not rec.t1 and rec.mq > 0
     redis.call('ZADD', KEYS[1], waits and math.min(rec.mq, rec.dl) or rec.dl, rid)
     return false
   end
-  local reason = rec.dl <= now and 'deadline' or 'queue_timeout'
   finish(prefix, rid, rec, {state = 'expired', reason = reason}, now, retention)
   return true
 end

@@ -32,6 +32,13 @@ local function read_record(prefix, rid)
   }
 end
 
+-- Why the time of a request that has not ended is over; nil while it is not.
+local function overdue(rec, now)
+  if rec.dl <= now then return 'deadline' end
+  if not rec.t1 and rec.mq > 0 and rec.mq <= now then return 'queue_timeout' end
+  return nil
+end
+
 -- A packed End without usage, as events.End packs it: cmsgpack leaves no nil in a table, and cjson
 -- no order.
 local function pack_end(n, state, reason, message, json)
