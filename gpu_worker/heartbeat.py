@@ -97,7 +97,7 @@ class HeartbeatWatch:
         with self._lock:
             for heartbeat, timer in self._timers.items():
                 silent_s = timer.look(heartbeat.beats, now)
-                if silent_s > heartbeat.limit_s:
+                if silent_s > heartbeat.limit_s and problem is None:
                     problem = f"{heartbeat.name} has stood still for {silent_s:.1f} s"
             self._problem = problem
         return problem

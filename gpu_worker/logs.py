@@ -51,7 +51,8 @@ class _Formatter(logging.Formatter):
             }
             if trace:
                 event["trace"] = trace
-            return json.dumps({**event, **fields}, ensure_ascii=False)
+            text = json.dumps({**event, **fields}, ensure_ascii=False)
+            return text.encode(errors="backslashreplace").decode()
         pairs = " ".join(f"{name}={value}" for name, value in fields.items())
         message = printable(record.getMessage(), _MOST_TRACE)
         line = f"{moment} {record.levelname.lower():<7} {message}  {pairs}"
@@ -67,7 +68,7 @@ def _bounded_trace(error: BaseException | None) -> str:
     except Exception:  # what it holds cannot be shown, however its message is made
         text = type(error).__name__
     cut = text if len(text) <= _MOST_TRACE else "...\n" + text[-_MOST_TRACE:]
-    return "\n".join(f"    {line}" for line in cut.splitlines())
+    return "\n".join(f"    {printable(line, _MOST_TRACE)}" for line in cut.splitlines())
 
 
 def configure_logging(
