@@ -86,7 +86,10 @@ def test_a_worker_with_a_loop_that_stands_still_ends(
     monkeypatch.setenv("PYTHONPATH", mutated(tmp_path, *STILL[loop]))
     worker = workers.engine("still", **FAST, **SYNTHETIC)
     assert worker.process.wait(60) == 70
-    assert f"giving up: {loop} has stood still" in worker.log.read_text()
+    # An exchange that stands still renews no lease, either: which of both is late first, is open.
+    named = {loop} | ({"the renewal of the lease"} if loop == "the exchange with Redis" else set())
+    log = worker.log.read_text()
+    assert any(f"giving up: {name} has stood still" in log for name in named)
 
 
 def replaced(worker: WorkerProcess, old: int) -> bool:
