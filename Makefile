@@ -26,7 +26,7 @@ $(BIN)/pytest tests/faults tests/simulate -m "alone and not slow" || status=$$?;
 exit $$status
 endef
 
-.PHONY: help demo test check bench faults soak install clean FORCE
+.PHONY: help demo test check fuzz bench faults soak install clean FORCE
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
@@ -43,10 +43,14 @@ else
 	$(BIN)/pytest $(ARGS)
 endif
 
-check: install ## Lint, formatting, types
+check: install ## Lint, formatting, types, known vulnerabilities of dependencies
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python scripts/audit_dependencies.py
+
+fuzz: install ## Send a million malformed requests, entries and events: FUZZ_CASES=N for another number
+	FUZZ_CASES=$${FUZZ_CASES:-1000000} $(BIN)/pytest tests/fuzz -m "" --timeout 14400 $(ARGS)
 
 bench: install ## Measure engine, scheduler and queue on this machine
 	$(BIN)/penstock bench engine $(ARGS)
