@@ -191,8 +191,7 @@ class Supervisor:
         assert settings.redis.url is not None
         redis = open_client(settings.redis.url, timeout_s=settings.redis.socket_timeout_s)
         keys = Keys(settings.queue.model, settings.queue.shard)
-        retention_ms = settings.queue.retention_s * 1000
-        return redis, Operations(redis, keys, retention_ms=retention_ms)
+        return redis, Operations(redis, keys, retention_ms=settings.queue.retention_ms)
 
 
 class _Heartbeats:

@@ -101,16 +101,11 @@ class Producer:
             outage_s=outage_s,
         )
         self._operations = Operations(
-            self._client.redis, self._keys, retention_ms=queue.retention_s * 1000
+            self._client.redis, self._keys, retention_ms=queue.retention_ms
         )
-        self._bounds = Bounds(
-            requests=queue.max_queued_requests,
-            tokens=queue.max_queued_tokens,
-            bytes=int(queue.max_queued_bytes),
-            tenant_requests=queue.max_tenant_requests,
-        )
+        self._bounds = Bounds.of(queue)
         self._inbox = uuid.uuid4().hex if inbox else ""
-        self._default_deadline_ms = queue.default_deadline_s * 1000
+        self._default_deadline_ms = queue.default_deadline_ms
         self._log = LogReader(self._client, self._operations, self._keys)
         self._subscriber = Subscriber(self._client.redis)
         self._presence = Presence(self._client, self._operations, grace_ms=queue.reader_grace_ms)

@@ -194,10 +194,9 @@ class EdgeProcess:
         # Finds the node of a cluster for all connections; if it fails, they find it themselves.
         with contextlib.suppress(RedisError, OSError):
             await follow_moved(lambda: listener.exists(keys.counters))
-        retention_ms = settings.queue.retention_s * 1000
         self._redis_loop = redis_loop = RedisLoop(
             listener,
-            Operations(connection, keys, retention_ms=retention_ms),
+            Operations(connection, keys, retention_ms=settings.queue.retention_ms),
             self._launch.worker_id,
             Capacity(
                 max_sequences=settings.engine.max_sequences,
@@ -214,7 +213,7 @@ class EdgeProcess:
             wake=wake,
             drain_timeout_s=settings.worker.drain_timeout_s,
         )
-        ingress, compactor = self._ingress(retention_ms, redis_loop), self._compactor(keys)
+        ingress, compactor = self._ingress(redis_loop), self._compactor(keys)
         self._announce(summary, health)
         if self._drain.is_set():
             redis_loop.stop()
@@ -230,7 +229,7 @@ class EdgeProcess:
         await connection.aclose()
         await listener.aclose()
 
-    def _ingress(self, retention_ms: int, redis_loop: RedisLoop) -> Ingress:
+    def _ingress(self, redis_loop: RedisLoop) -> Ingress:
         settings = self._settings
         # A sweep's interval: entries of a dead worker wait no longer than its requests do.
         interval_s = min(1.0, settings.worker.lease_ms / 3000)
@@ -238,14 +237,9 @@ class EdgeProcess:
         operations = IngressOperations(
             redis,
             Keys(settings.queue.model, settings.queue.shard),
-            retention_ms=retention_ms,
-            bounds=Bounds(
-                requests=settings.queue.max_queued_requests,
-                tokens=settings.queue.max_queued_tokens,
-                bytes=int(settings.queue.max_queued_bytes),
-                tenant_requests=settings.queue.max_tenant_requests,
-            ),
-            default_deadline_ms=settings.queue.default_deadline_s * 1000,
+            retention_ms=settings.queue.retention_ms,
+            bounds=Bounds.of(settings.queue),
+            default_deadline_ms=settings.queue.default_deadline_ms,
         )
         return Ingress(
             redis,

@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 
 from penstock.shared.errors import InvalidRequest
 from penstock.shared.protocol import SamplingOptions, TokenLogprobs
 from penstock.shared.settings import Settings
 from penstock.shared.synthetic import next_token
 
-from ..engine.config import EngineConfig, PolicyName
 from ..engine.plan import Plan
-from ..engine.scheduling.scheduler_config import Chunking
 from ..engine.sequence import Sequence
 from ..engine.step_output import StepOutput
+from .engine_settings import engine_config
 from .model_interface import ServingModel
 
 __all__ = ["SyntheticRunner", "build_synthetic"]
@@ -115,28 +115,14 @@ def _refuse_forms(options: SamplingOptions) -> None:
 
 def build_synthetic(settings: Settings) -> ServingModel:
     """A ``ServingModel`` whose steps take ``model.synthetic_step_ms``."""
-    engine = settings.engine
-    max_model_len = settings.model.max_model_len or _CONTEXT
-    whole = max_model_len if engine.chunking == "off" else 0
-    batch_tokens = engine.max_batch_tokens or max(2048, whole + engine.max_sequences)
     step_ms = settings.model.synthetic_step_ms
-    config = EngineConfig(
-        block_size=engine.block_size,
-        num_blocks=max(1, (1 << 20) // engine.block_size),
-        max_batch_tokens=batch_tokens,
-        max_sequences=engine.max_sequences,
-        chunk_size=engine.chunk_size or batch_tokens,
-        max_model_len=max_model_len,
-        eos_token_ids=frozenset(),
-        prefix_cache=engine.prefix_cache,
-        salt_by_tenant=engine.salt_by_tenant,
-        policy=PolicyName(engine.policy),
-        max_overtake_s=engine.max_overtake_s,
-        chunking=Chunking(engine.chunking),
-        target_itl_s=engine.target_itl_ms / 1000,
-        min_chunk_size=engine.min_chunk_size,
-        preemption="recompute",  # there is no KV, so nothing to copy
+    config = engine_config(
+        settings.engine,
+        num_blocks=max(1, (1 << 20) // settings.engine.block_size),
+        max_model_len=settings.model.max_model_len or _CONTEXT,
+        auto_batch_tokens=2048,
     )
+    config = replace(config, preemption="recompute")  # there is no KV, so nothing to copy
     return ServingModel(
         config=config,
         runner=SyntheticRunner(step_ms / 1000),

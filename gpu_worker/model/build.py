@@ -11,9 +11,9 @@ import torch
 
 from penstock.shared.settings import EngineSettings, Settings
 
-from ..engine.config import EngineConfig, PolicyName
+from ..engine.config import EngineConfig
 from ..engine.kv.kv_cache_groups import KVCacheGroup
-from ..engine.scheduling.scheduler_config import Chunking
+from ..engine_process.engine_settings import engine_config
 from ..engine_process.model_interface import ServingModel
 from .drafting.drafters import DraftModel
 from .drafting.setup import load_draft, speculation_config
@@ -137,27 +137,15 @@ def _engine_config(
     budget = kv_budget(settings.kv_memory, loaded.device)
     beside = None if draft is None else draft.geometry
     default_tokens = _GPU_BATCH_TOKENS if on_gpu else _CPU_BATCH_TOKENS
-    whole = loaded.max_model_len if settings.chunking == "off" else 0
-    batch_tokens = settings.max_batch_tokens or max(default_tokens, whole + settings.max_sequences)
-    config = EngineConfig(
-        block_size=settings.block_size,
+    config = engine_config(
+        settings,
         num_blocks=blocks_in_budget(
             loaded.geometry, settings.block_size, loaded.dtype, budget, beside
         ),
-        max_batch_tokens=batch_tokens,
-        max_sequences=settings.max_sequences,
-        chunk_size=settings.chunk_size or batch_tokens,
         max_model_len=loaded.max_model_len,
+        auto_batch_tokens=default_tokens,
         eos_token_ids=loaded.eos_token_ids,
         vocab_size=loaded.vocab_size,
-        prefix_cache=settings.prefix_cache,
-        policy=PolicyName(settings.policy),
-        max_overtake_s=settings.max_overtake_s,
-        chunking=Chunking(settings.chunking),
-        target_itl_s=settings.target_itl_ms / 1000,
-        min_chunk_size=settings.min_chunk_size,
-        preemption=settings.preemption,
-        salt_by_tenant=settings.salt_by_tenant,
     )
     # Once every sequence can have a whole context, more blocks only cost start-up time.
     groups = groups_in_budget(

@@ -10,6 +10,7 @@ from redis.exceptions import ResponseError
 
 from ..errors import PenstockError, ProtocolError, RedisUnavailable
 from ..protocol import Chunk, Lane, Reason, State, unpack_event
+from ..settings import QueueSettings
 
 __all__ = [
     "Append",
@@ -46,6 +47,16 @@ class Bounds:
     tokens: int = 0
     bytes: int = 0
     tenant_requests: int = 0
+
+    @classmethod
+    def of(cls, queue: QueueSettings) -> Bounds:
+        """Return the bounds that settings ask for."""
+        return cls(
+            requests=queue.max_queued_requests,
+            tokens=queue.max_queued_tokens,
+            bytes=int(queue.max_queued_bytes),
+            tenant_requests=queue.max_tenant_requests,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

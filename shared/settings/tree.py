@@ -155,6 +155,16 @@ class QueueSettings(Section):
         le=10_000_000,
     )
 
+    @property
+    def retention_ms(self) -> int:
+        """``retention_s`` in milliseconds, the unit of the scripts."""
+        return self.retention_s * 1000
+
+    @property
+    def default_deadline_ms(self) -> int:
+        """``default_deadline_s`` in milliseconds, the unit of the scripts."""
+        return self.default_deadline_s * 1000
+
 
 class WorkerSettings(Section):
     """The process that owns a device: its claims, its health, its logs."""

@@ -83,12 +83,7 @@ async def _examine(
     if slot.level is Level.ERROR:
         return Diagnosis(subject, tuple(findings), figures)
     findings += await look_at_rights(patient, keys, ROLES if role is Role.ALL else (role.value,))
-    bounds = Bounds(
-        requests=queue.max_queued_requests,
-        tokens=queue.max_queued_tokens,
-        bytes=int(queue.max_queued_bytes),
-    )
-    shard = Shard(patient, keys, bounds, now_ms)
+    shard = Shard(patient, keys, Bounds.of(queue), now_ms)
     findings += await shard.look(repair=repair)
     return Diagnosis(subject, tuple(findings), {**figures, **shard.figures})
 
