@@ -1,19 +1,19 @@
-"""The form an output must have, as far as the engine asks about it."""
+"""A constraint on an output, as far as the engine asks about it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Protocol
 
-__all__ = ["Form"]
+__all__ = ["Constraint"]
 
 
-class Form(Protocol):
-    """Follows one output through its form, on the model side."""
+class Constraint(Protocol):
+    """Follows one output through its schema, regex, grammar or choices, on the model side."""
 
     @property
     def may_draft(self) -> bool:
-        """Whether it can tell at once what may follow, also behind tokens that only may come."""
+        """Whether the masks of drafts would be ready in time for a step."""
 
     def num_allowed(
         self, token_ids: Sequence[int], num_prompt_tokens: int, drafts: Sequence[int]

@@ -76,7 +76,7 @@ class LiveRequests:
             arrival=request.arrival,
             deadline=request.deadline,
             cache_salt=request.tenant.encode() if self._config.salt_by_tenant else b"",
-            grammar=None if request.grammar is None else request.grammar(),
+            constraint=None if request.new_constraint is None else request.new_constraint(),
         )
         finish = self._validator.refuse(sequence)
         if finish is None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from penstock.shared.protocol import Lane, Part, Reason, SamplingOptions, TokenLogprobs
 
-from .constraint import Form
+from .constraint import Constraint
 
 __all__ = ["EngineRequest", "Finish", "Update"]
 
@@ -29,8 +29,7 @@ class EngineRequest:
         arrival: when the request came, in seconds of any monotonic clock.
         deadline: when it expires, by the same clock; None: never. Only an order of admission looks
             at it: it is Redis' sweep that ends what is past its time.
-        grammar: makes what follows a sequence's output, for requests that say what form it has; see
-            :attr:`Sequence.grammar`.
+        new_constraint: makes the constraint of one output; None if outputs have none.
     """
 
     id: str
@@ -43,7 +42,7 @@ class EngineRequest:
     seed: int
     arrival: float
     deadline: float | None = None
-    grammar: Callable[[], Form] | None = None
+    new_constraint: Callable[[], Constraint] | None = None
 
     @property
     def has_published(self) -> bool:

@@ -9,7 +9,7 @@ from penstock.shared.protocol.events import TokenLogprobs
 from penstock.shared.protocol.sampling_options import SamplingOptions
 from penstock.shared.protocol.states import Lane
 
-from .constraint import Form
+from .constraint import Constraint
 from .speculation.draft_state import DraftState
 
 __all__ = ["Sequence", "SequenceStatus"]
@@ -63,7 +63,7 @@ class Sequence:
         block_digests: chained content digests of the first full blocks (see ``prefix_cache``).
         num_published_blocks: leading blocks that were already offered to the prefix cache.
         num_preemptions: how often it lost its blocks.
-        grammar: follows the form that the output must have, on the model side. None: it has none.
+        constraint: follows the output on the model side; None if it has no constraint.
         host_blocks: per KV cache group the host blocks that keep its KV while it waits; empty
             while it runs, or if none is kept.
         num_swapped_tokens: leading tokens whose keys and values are kept there.
@@ -84,9 +84,9 @@ class Sequence:
         "block_tables",
         "cache_salt",
         "choice",
+        "constraint",
         "deadline",
         "draft_state",
-        "grammar",
         "host_blocks",
         "id",
         "lane",
@@ -121,7 +121,7 @@ class Sequence:
         cache_salt: bytes = b"",
         deadline: float | None = None,
         choice: int = 0,
-        grammar: Form | None = None,
+        constraint: Constraint | None = None,
     ) -> None:
         self.id = id
         self.lane = lane
@@ -134,7 +134,7 @@ class Sequence:
         self.choice = choice
         self.siblings: Collection[Sequence] = ()
         self.num_candidates = 0
-        self.grammar = grammar
+        self.constraint = constraint
         self.prompt_logprobs: list[TokenLogprobs] | None = None
         self.rank = lane.rank
         self.status = SequenceStatus.WAITING

@@ -16,7 +16,7 @@ from dataclasses import replace
 from penstock.shared.errors import InvalidRequest
 from penstock.shared.protocol import Reason, SamplingOptions
 
-from ..engine.constraint import Form
+from ..engine.constraint import Constraint
 from ..engine.requests import EngineRequest, Update
 from ..messages import Add, Prepared, bare_end
 
@@ -51,7 +51,7 @@ class InputProcessor:
     def __init__(
         self,
         encode: Callable[[object], Sequence[int]],
-        compile: Callable[[SamplingOptions], Callable[[], Form] | None],
+        compile: Callable[[SamplingOptions], Callable[[], Constraint] | None],
         add: Callable[[EngineRequest], None],
         report: Callable[[Prepared], None],
         wake: Callable[[], None],
@@ -129,7 +129,7 @@ class InputProcessor:
         timer.daemon = True
         timer.start()
         item = self._attempt(
-            order, lambda: replace(request, grammar=self._compile(request.options))
+            order, lambda: replace(request, new_constraint=self._compile(request.options))
         )
         timer.cancel()
         self._hand_on(item)  # too late, if the timer was faster

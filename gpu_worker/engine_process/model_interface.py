@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from penstock.shared.protocol import SamplingOptions
 
 from ..engine.config import EngineConfig
-from ..engine.constraint import Form
+from ..engine.constraint import Constraint
 from ..engine.text_stream import TextStream
 from .isolation import Runner
 
@@ -24,7 +24,7 @@ class ServingModel:
         runner: computes plans; warmed up.
         encode: prompt (text, ids or messages) to token ids; raises ``InvalidRequest``.
         compile: what is needed to follow the form that a request's output must have, see
-            :attr:`EngineRequest.grammar`; raises ``InvalidRequest``.
+            :attr:`EngineRequest.new_constraint`; raises ``InvalidRequest``.
         new_text_stream: an incremental detokeniser of one output, given the prompt's ids.
         summary: one line for the log.
     """
@@ -32,6 +32,6 @@ class ServingModel:
     config: EngineConfig
     runner: Runner
     encode: Callable[[object], Sequence[int]]
-    compile: Callable[[SamplingOptions], Callable[[], Form] | None]
+    compile: Callable[[SamplingOptions], Callable[[], Constraint] | None]
     new_text_stream: Callable[[tuple[int, ...]], TextStream]
     summary: str

@@ -279,21 +279,21 @@ class ModelRunner:
 
 def _may_draft(sequence: Sequence) -> bool:
     """Whether masks can be made for drafts, also in a step that is run again since it raised."""
-    return sequence.grammar is None or sequence.grammar.may_draft
+    return sequence.constraint is None or sequence.constraint.may_draft
 
 
 def _cut(sequence: Sequence, proposal: Proposal) -> Proposal:
-    """The proposal up to the first draft that the form of the output forbids.
+    """The proposal up to the first draft that the output's constraint forbids.
 
-    Where drafts were drawn by chance rejection sampling must see those, too: what comes in their
-    place comes from what the target has left beside them.
+    Rejection sampling must see forbidden drafts, too: it replaces them by tokens of the target's
+    remaining distribution.
     """
-    form = sequence.grammar
-    if form is None or proposal.probabilities is not None:
+    constraint = sequence.constraint
+    if constraint is None or proposal.probabilities is not None:
         return proposal
     drafts = proposal.token_ids
     return Proposal(
-        drafts[: form.num_allowed(sequence.token_ids, sequence.num_prompt_tokens, drafts)]
+        drafts[: constraint.num_allowed(sequence.token_ids, sequence.num_prompt_tokens, drafts)]
     )
 
 

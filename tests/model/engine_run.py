@@ -99,7 +99,7 @@ class Bench:
             EngineRequest(
                 id=id, lane=lane, tenant="t", prompt_ids=tuple(prompt), seed=seed, arrival=0.0,
                 output_ids=tuple(output_ids), options=chosen,
-                grammar=None if compiled is None else lambda: wrap(compiled()),
+                new_constraint=None if compiled is None else lambda: wrap(compiled()),
             )
         )  # fmt: skip
         if refused is not None:

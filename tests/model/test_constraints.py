@@ -326,7 +326,7 @@ def test_a_mask_is_not_late_while_others_take_the_threads() -> None:
     def sequence(fill: Callable[..., object]) -> Any:
         state = SimpleNamespace(field="regex", fill=fill, masks=lambda count: [])
         return SimpleNamespace(
-            token_ids=[1], num_prompt_tokens=1, grammar=ConstraintFollower(state)
+            token_ids=[1], num_prompt_tokens=1, constraint=ConstraintFollower(state)
         )  # type: ignore[arg-type]
 
     def fill_slowly(*args: object) -> None:
@@ -384,7 +384,6 @@ def test_who_asks_for_no_form_starts_no_threads(tiny: LoadedModel) -> None:
         {"json_schema": {"type": "integer", "minimum": 5, "maximum": 3}},
         {"json_schema": {"$ref": "#"}},
         {"json_schema": {"$ref": "https://example.com/schema"}},
-        {"json_schema": '{"items":' * 900 + "{}" + "}" * 900},
         {"regex": "("},
         {"regex": r"(a)\1"},
         {"regex": "(?=a)b"},
@@ -401,6 +400,11 @@ def test_what_is_no_form_is_refused_by_name(demo: LoadedModel, options: dict[str
     (field,) = options
     with pytest.raises(InvalidRequest, match=rf"^{field}: got .*it says: \S"):
         compiler.compile(SamplingOptions(**options))
+
+
+def test_a_schema_nested_deeper_than_a_parser_reads_is_refused_before_it_is_compiled() -> None:
+    with pytest.raises(InvalidRequest, match=r"^json_schema: got .* it is nested too deeply"):
+        SamplingOptions(json_schema='{"items":' * 900 + "{}" + "}" * 900)
 
 
 def test_a_model_that_cannot_end_is_refused_a_form(tiny: LoadedModel) -> None:

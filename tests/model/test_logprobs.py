@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.gpu_worker.model.sampling import gumbel_sampling as drawing
+from penstock.gpu_worker.model.sampling import gumbel_sampling
 from penstock.gpu_worker.model.sampling.sampler import INVALID_TOKEN, Sampler, SamplingBatch
 from penstock.shared.protocol import SamplingOptions, TokenLogprobs
 
@@ -85,7 +85,7 @@ def test_a_row_does_not_depend_on_the_others(monkeypatch: pytest.MonkeyPatch) ->
         if found is not None:
             alone[i] = found[0]
     assert together == alone
-    monkeypatch.setattr(drawing, "_SLICE_ELEMENTS", {"cpu": 5 * 501})
+    monkeypatch.setattr(gumbel_sampling, "_SLICE_ELEMENTS", {"cpu": 5 * 501})
     assert report(logits, rows)[1] == together
 
 

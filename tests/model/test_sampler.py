@@ -15,7 +15,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from penstock.gpu_worker.model.sampling import gumbel_sampling as drawing
+from penstock.gpu_worker.model.sampling import gumbel_sampling
 from penstock.gpu_worker.model.sampling import sampler as sampler_module
 from penstock.gpu_worker.model.sampling.sampler import INVALID_TOKEN, Sampler, SamplingBatch
 from penstock.shared.protocol import SamplingOptions
@@ -74,19 +74,19 @@ def test_greedy_agrees_with_argmax(dtype):
 
 
 def test_all_greedy_prepares_nothing():
-    assert SamplingBatch.from_sequences([row(temperature=0)] * 3, "cpu").groups == ()
+    assert SamplingBatch.from_sequences([row(temperature=0)] * 3, "cpu").sampled == ()
 
 
 def kept(logits: torch.Tensor, options: SamplingOptions) -> torch.Tensor:
     """Which tokens can be drawn: what the ranking gives a weight, bool [V]."""
     scores = (logits - logits.max()).div(options.temperature).unsqueeze(0)
-    filters = drawing.Filters.from_options([options], logits.device)
+    filters = gumbel_sampling.Filters.from_options([options], logits.device)
     if filters is None:
         return torch.ones(len(logits), dtype=torch.bool)
     width = min(max(options.top_k + 1, 256), len(logits))
-    ranking = drawing.rank(scores, filters, width)
+    ranking = gumbel_sampling.rank(scores, filters, width)
     if not bool(ranking.covered.all()):
-        ranking = drawing.rank(scores, filters, len(logits))
+        ranking = gumbel_sampling.rank(scores, filters, len(logits))
     mask = torch.zeros(len(logits), dtype=torch.bool)
     mask[ranking.ids[ranking.weights > 0]] = True
     return mask
@@ -198,7 +198,7 @@ def test_widening_the_look_does_not_change_the_outcome(monkeypatch, options):
     logits = random_logits(12, 3000, 6)
     rows = [row(seed=i, **options) for i in range(12)]
     narrow = sample(logits, rows)
-    monkeypatch.setattr(drawing, "_CANDIDATES", 3000)  # sorts at once
+    monkeypatch.setattr(gumbel_sampling, "_CANDIDATES", 3000)  # sorts at once
     assert sample(logits, rows) == narrow
 
 
@@ -261,7 +261,7 @@ def test_slices_do_not_change_the_outcome(monkeypatch):
     logits = random_logits(40, 257, 2)
     rows = [row(seed=i, top_p=(1.0, 0.8)[i % 2]) for i in range(40)]
     whole = sample(logits, rows)
-    monkeypatch.setattr(drawing, "_SLICE_ELEMENTS", {"cpu": 3 * 257})
+    monkeypatch.setattr(gumbel_sampling, "_SLICE_ELEMENTS", {"cpu": 3 * 257})
     assert sample(logits, rows) == whole
 
 
@@ -271,12 +271,12 @@ def test_the_previous_batch_is_used_again_only_for_the_same_sequences():
     for sequence in rows:
         sequence.num_output_tokens += 1
     again = SamplingBatch.from_sequences(rows, "cpu", first)
-    assert again.members is first.members
+    assert again.samplers is first.samplers
     logits = random_logits(3, 400, 8)
     fresh = SamplingBatch.from_sequences(rows, "cpu")
     assert torch.equal(Sampler().sample(logits, again), Sampler().sample(logits, fresh))
     swapped = SamplingBatch.from_sequences([rows[1], rows[0], rows[2]], "cpu", again)
-    assert swapped.members is not first.members
+    assert swapped.samplers is not first.samplers
     fewer = SamplingBatch.from_sequences(rows[:2], "cpu", again)
     assert len(fewer.sequences) == 2
 

@@ -67,8 +67,8 @@ def open_group(
 
 def _twin(request: EngineRequest, first: Sequence, choice: int) -> Sequence:
     sequence = first.twin(choice, request.prompt_ids)
-    if request.grammar is not None:
-        sequence.grammar = request.grammar()  # each output is somewhere else in it
+    if request.new_constraint is not None:
+        sequence.constraint = request.new_constraint()  # each output has a state of its own
     return sequence
 
 

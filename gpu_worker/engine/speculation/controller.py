@@ -113,14 +113,14 @@ class Speculator:
         """The possible drafts of a span, own text first, each of at most ``most`` tokens."""
         sequence = span.sequence
         options, wish = sequence.options, sequence.options.speculation
-        grammar = sequence.grammar
+        constraint = sequence.constraint
         if (
             wish is Speculation.OFF
             or not span.samples
             or span.num_tokens != 1
             or span.start < sequence.num_prompt_tokens
             or sequence.num_candidates  # a beam's next token is not sampled
-            or (grammar is not None and not grammar.may_draft)
+            or (constraint is not None and not constraint.may_draft)
         ):
             return []
         token_ids = sequence.token_ids
@@ -138,9 +138,9 @@ class Speculator:
             num_read = state.read(token_ids, _READING_EACH + self._reading)
             self._reading -= max(0, num_read - _READING_EACH)
             drafts, match = state.look_up(token_ids, most)
-            if match and grammar is not None:
-                # The model refuses what its grammar forbids: cut it before it costs anything.
-                count = grammar.num_allowed(token_ids, sequence.num_prompt_tokens, drafts)
+            if match and constraint is not None:
+                # The model refuses what its constraint forbids: cut it before it costs anything.
+                count = constraint.num_allowed(token_ids, sequence.num_prompt_tokens, drafts)
                 drafts = drafts[:count]
             if drafts:
                 source = Source.of_match(match)

@@ -27,7 +27,7 @@ class Walks:
         self._places: dict[Sequence, MatcherPosition] = {
             sequence: follower.ahead(sequence.token_ids, sequence.num_prompt_tokens)
             for sequence in sequences
-            if isinstance(follower := sequence.grammar, ConstraintFollower)
+            if isinstance(follower := sequence.constraint, ConstraintFollower)
         }
 
     def masks(

@@ -1,15 +1,15 @@
-"""Draws tokens: temperature, top-k, top-p and min-p, then a race.
+"""Samples tokens: temperature, top-k, top-p and min-p, then the Gumbel-max trick.
 
-Every token runs with its score, ``logit / temperature``, plus Gumbel noise of its own, and the
-largest wins: with the probability that the softmax gives it (Gumbel, 1954; the exponential race of
+Each token's score, ``logit / temperature``, gets Gumbel noise of its own, and the largest sum wins.
+A token wins with the probability that the softmax gives it (Gumbel, 1954; the exponential race of
 Efraimidis and Spirakis, 2006, is the same). The noise is a function of (seed, choice, index, token
-id) alone. Inverting the cumulative distribution at one random number would need less of it, but
-there every rounding in a logit moves the borders of all tokens behind it, and which token comes
-would change now and then with the batch a row is computed in. In a race a rounding decides only
-between two tokens that are equal to the last digit. For the same reason two models that
-nearly agree nearly always draw the same token, which drafts live on.
+id) alone. Inverting the cumulative distribution at one random number would need less noise. But
+there, a rounding in one logit moves the borders of all tokens behind it, and the token could change
+with the batch a row is computed in. Here a rounding decides only between two tokens that are equal
+to the last digit. For the same reason two models that nearly agree nearly always draw the same
+token, and drafts gain from that.
 
-Which tokens top-p keeps is decided by probabilities that are held as **integers**:
+Top-p compares probabilities that are held as **integers**:
 ``trunc(exp((logit - largest) / temperature) * 2**s)``, with ``s`` the largest shift for which a
 row's sum fits into 62 bits (44 for a vocabulary of 2**18). Integer sums do not depend on the order
 of summation, so a row's token depends on that row alone, not on how a device splits a scan.
@@ -30,7 +30,7 @@ from .random_numbers import BITS, gumbel
 
 __all__ = [
     "Filters",
-    "Group",
+    "SampledRows",
     "draw",
     "integer_weights",
     "largest",
@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 _CANDIDATES = 256
-"""Most likely tokens looked at first for top-p; rows they do not cover are looked at again."""
+"""Most likely tokens to rank first for top-p; rows that need more are ranked again."""
 
 _WIDEN = 16
 
@@ -51,7 +51,7 @@ _BLOCK = 64
 """Logits among which the largest is looked for one by one."""
 
 _FEW_LOGITS = 1 << 15
-"""Fewer are looked through one by one: the blocks are four operations more."""
+"""Below this number, blocks do not pay: they take four operations more."""
 
 _SLICE_ELEMENTS = {"cpu": 1 << 16}
 _SLICE_ELEMENTS_ELSEWHERE = 1 << 24
@@ -63,8 +63,8 @@ _SLICE_ELEMENTS_ELSEWHERE = 1 << 24
 def largest(logits: Tensor) -> tuple[Tensor, Tensor]:
     """The largest value of each row and the first place of it, as ``logits.max(dim=-1)``.
 
-    On a CPU that goes through a batch one by one, and takes 20 times as long as for the values
-    alone. So the blocks they are in are found first: three times as fast.
+    On a CPU ``max`` with places takes 20 times as long as the values alone. Finding the blocks of
+    the largest values first is three times as fast.
     """
     vocab_size = logits.shape[-1]
     few = logits.shape[0] < 2 or vocab_size < _BLOCK or logits.numel() < _FEW_LOGITS
@@ -84,7 +84,7 @@ def largest(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def narrows(options: SamplingOptions) -> bool:
-    """Whether some tokens may be kept from being drawn: top-k, top-p or min-p."""
+    """Whether top-k, top-p or min-p may exclude tokens."""
     return options.top_k > 0 or options.top_p < 1 or options.min_p > 0
 
 
@@ -95,7 +95,7 @@ class Filters:
     Attributes:
         top_k: int64 ``[R]``, 0 for all.
         top_p: float64 ``[R]``, 1 for all.
-        log_min_p: float32 ``[R]``, -inf for all; None if it is so in every row.
+        log_min_p: float32 ``[R]``, -inf for all tokens; None if every row keeps all.
         widest_k: the largest of ``top_k``.
         any_without_k: whether one of ``top_k`` is 0.
     """
@@ -134,8 +134,8 @@ class Filters:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
-    """Rows that are drawn the same way; ``R`` of them.
+class SampledRows:
+    """``R`` rows that are sampled in one call.
 
     Attributes:
         rows: int64 ``[R]``, positions in the batch.
@@ -149,40 +149,40 @@ class Group:
     filters: Filters | None
     bits: Tensor
 
-    def slices(self, vocab_size: int) -> Iterator[Group]:
-        """The group in parts of bounded size."""
+    def slices(self, vocab_size: int) -> Iterator[SampledRows]:
+        """These rows in parts of bounded size."""
         step = _rows_of(self.rows.device, vocab_size)
         for start in range(0, self.rows.numel(), step):
             part = slice(start, start + step)
             filters = None if self.filters is None else self.filters.of(part)
-            yield Group(self.rows[part], self.temperature[part], filters, self.bits[part])
+            yield SampledRows(self.rows[part], self.temperature[part], filters, self.bits[part])
 
 
-def draw(logits: Tensor, largest: Tensor, valid: Tensor, group: Group) -> Tensor:
-    """Tokens int64 ``[R]`` of the group's rows; any token for a row that is not valid."""
-    scores = _scores(logits, largest, valid, group)
-    if group.filters is None:
+def draw(logits: Tensor, largest: Tensor, valid: Tensor, sampled: SampledRows) -> Tensor:
+    """Tokens int64 ``[R]`` of these rows; an arbitrary one for a row that is not valid."""
+    scores = _scores(logits, largest, valid, sampled)
+    if sampled.filters is None:
         ids = torch.arange(scores.shape[1], device=scores.device)
-        return scores.add_(gumbel(group.bits, ids)).argmax(dim=-1)
-    width = max(group.filters.widest_k + 1, _CANDIDATES)
-    return _draw_filtered(scores, group.filters, group.bits, width)
+        return scores.add_(gumbel(sampled.bits, ids)).argmax(dim=-1)
+    width = max(sampled.filters.widest_k + 1, _CANDIDATES)
+    return _draw_filtered(scores, sampled.filters, sampled.bits, width)
 
 
-def weights(logits: Tensor, largest: Tensor, valid: Tensor, group: Group) -> Tensor:
+def weights(logits: Tensor, largest: Tensor, valid: Tensor, sampled: SampledRows) -> Tensor:
     """Integer weights int64 ``[R, V]`` that :func:`draw` draws by."""
-    scores = _scores(logits, largest, valid, group)
+    scores = _scores(logits, largest, valid, sampled)
     vocab_size = scores.shape[1]
-    if group.filters is None:
+    if sampled.filters is None:
         return integer_weights(scores, vocab_size)
-    ranking = rank(scores, group.filters, vocab_size)
+    ranking = rank(scores, sampled.filters, vocab_size)
     return torch.zeros_like(ranking.weights).scatter_(1, ranking.ids, ranking.weights)
 
 
-def _scores(logits: Tensor, largest: Tensor, valid: Tensor, group: Group) -> Tensor:
-    """Float32 ``[R, V]`` at the group's temperatures, 0 for the most likely; 0 if not valid."""
-    rows = group.rows
+def _scores(logits: Tensor, largest: Tensor, valid: Tensor, sampled: SampledRows) -> Tensor:
+    """Float32 ``[R, V]`` at the rows' temperatures, 0 for the most likely; 0 if not valid."""
+    rows = sampled.rows
     scores = logits[rows].float()
-    scores.sub_(largest[rows].float().unsqueeze(1)).div_(group.temperature)
+    scores.sub_(largest[rows].float().unsqueeze(1)).div_(sampled.temperature)
     return scores.masked_fill_(~valid[rows].unsqueeze(1), 0.0)
 
 
@@ -202,12 +202,12 @@ def weight_shift(vocab_size: int) -> int:
 
 
 def integer_weights(scores: Tensor, vocab_size: int) -> Tensor:
-    """Integer weights of scores whose row's largest is 0; the scores are used up."""
+    """Integer weights of scores whose row's largest is 0; overwrites the scores."""
     return scores.exp_().mul_(2.0 ** weight_shift(vocab_size)).to(torch.int64)
 
 
 def _draw_filtered(scores: Tensor, filters: Filters, bits: Tensor, width: int) -> Tensor:
-    """Draws among the ``width`` most likely tokens, and more of them for rows that need it."""
+    """Draw among the ``width`` most likely tokens, and among more for rows that need it."""
     vocab_size = scores.shape[1]
     if width * 4 > vocab_size:  # sorting everything costs no more
         return rank(scores, filters, vocab_size).draw(bits)
@@ -227,7 +227,7 @@ class _Ranking:
         ids: int64 ``[R, W]``, most likely first, of equals the lowest id first.
         scores: float32 ``[R, W]``, those of these tokens.
         weights: int64 ``[R, W]``, 0 for a token that was filtered out.
-        covered: bool ``[R]``: no token beyond these ``W`` has a say.
+        covered: bool ``[R]``: no token beyond these ``W`` can be drawn.
     """
 
     ids: Tensor
@@ -236,16 +236,16 @@ class _Ranking:
     covered: Tensor
 
     def draw(self, bits: Tensor) -> Tensor:
-        runners = self.scores.masked_fill(self.weights == 0, -math.inf)
-        winner = runners.add_(gumbel(bits, self.ids)).argmax(dim=-1, keepdim=True)
+        scores = self.scores.masked_fill(self.weights == 0, -math.inf)
+        winner = scores.add_(gumbel(bits, self.ids)).argmax(dim=-1, keepdim=True)
         return self.ids.gather(1, winner).squeeze(1)
 
 
 def rank(scores: Tensor, filters: Filters, width: int) -> _Ranking:
-    """Ranks the ``width`` most likely tokens and filters them.
+    """Rank the ``width`` most likely tokens, and filter them.
 
     Top-k keeps what is at least the k-th largest, so tokens that tie with it stay. Top-p keeps the
-    shortest prefix of the ranking whose weight reaches ``top_p`` of what top-k left. Min-p then
+    shortest prefix of the ranking whose weight reaches ``top_p`` of what top-k kept. Min-p then
     compares with the most likely token, which all of them keep and whose score is 0.
     """
     vocab_size = scores.shape[1]

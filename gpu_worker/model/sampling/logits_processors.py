@@ -1,6 +1,6 @@
 """What options do to logits before temperature.
 
-The order of operations, here and in :mod:`.drawing`, is that of transformers' ``generate``:
+The order of operations, here and in :mod:`.gumbel_sampling`, is that of transformers' ``generate``:
 
 1. ``logit_bias`` is added (``SequenceBiasLogitsProcessor``),
 2. ``repetition_penalty`` divides what is positive and multiplies what is not, for tokens of prompt

@@ -1,9 +1,9 @@
 """From logits to tokens, for the whole batch at once.
 
-Greedy rows take the first of the largest logits. The others go through temperature, top-k, top-p
-and min-p, in this order (that of transformers' ``generate``), and the winner of a race with
-counter-based random numbers is taken. Rows with penalties, biases or forbidden
-tokens have a matrix of their own, which :mod:`.logits_processors` fills; the others never see it.
+Greedy rows take the first of the largest logits. The others apply temperature, top-k, top-p and
+min-p, in this order (that of transformers' ``generate``), and draw a token with counter-based
+random numbers (:mod:`.gumbel_sampling`). Rows with penalties, biases or forbidden tokens have a
+matrix of their own, which :mod:`.logits_processors` fills.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .beam_candidates import CandidateRows, CandidateTokens
-from .gumbel_sampling import Filters, Group, draw, largest, narrows, weights
+from .gumbel_sampling import Filters, SampledRows, draw, largest, narrows, weights
 from .logits_processors import LogitsProcessors, Processable, processes
 from .logprobs import LogprobRows, Logprobs
 from .random_numbers import uniform_bits
@@ -24,10 +24,10 @@ from .random_numbers import uniform_bits
 __all__ = ["INVALID_TOKEN", "NO_TOKEN_LEFT", "Sampleable", "Sampler", "SamplingBatch"]
 
 INVALID_TOKEN = -1
-"""Given for a row that has no distribution: a NaN, an infinite logit, or all of them -inf."""
+"""For a row without a distribution: a NaN, an infinite logit, or only -inf."""
 
 NO_TOKEN_LEFT = -2
-"""Given for a row that has a distribution, of which its options have left nothing."""
+"""For a row whose options forbid every token of its distribution."""
 
 _SMALLEST = torch.finfo(torch.float32).tiny
 
@@ -49,48 +49,48 @@ class Sampleable(Processable, Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Members:
-    """What stays the same of a group while the batch keeps its sequences.
+class _RowSampler:
+    """What sampled rows keep while the batch keeps its sequences.
 
     Attributes:
-        sequences: the group's ``R`` sequences.
+        sequences: ``R`` sequences.
         seeds: int64 ``[R]``, on the host.
-        choices: the same.
-        group: all but the random bits.
-        stream: which of a token's random numbers are taken.
+        choices: int64 ``[R]``, on the host.
+        sampled: the rows, without random bits.
+        stream: which of a token's streams of random numbers to use.
     """
 
     sequences: tuple[Sampleable, ...]
     seeds: Tensor
     choices: Tensor
-    group: Group
+    sampled: SampledRows
     stream: int
 
     @classmethod
     def of(
         cls, rows: list[int], sequences: Sequence[Sampleable], device: torch.device, stream: int
-    ) -> _Members:
+    ) -> _RowSampler:
         mine = tuple(sequences[row] for row in rows)
         options = [sequence.options for sequence in mine]
         # The division must stay defined for temperatures that float32 cannot hold; at the smallest
         # one that it can, every token but the most likely has weight 0 already.
         temperature = [max(option.temperature, _SMALLEST) for option in options]
         seeds = torch.tensor([sequence.seed for sequence in mine])
-        group = Group(
+        sampled = SampledRows(
             torch.tensor(rows, device=device),
             torch.tensor(temperature, dtype=torch.float32, device=device).unsqueeze(1),
             Filters.from_options(options, device),
             bits=torch.empty_like(seeds),
         )
         choices = torch.tensor([sequence.choice for sequence in mine])
-        return cls(mine, seeds, choices, group, stream)
+        return cls(mine, seeds, choices, sampled, stream)
 
-    def draw(self) -> Group:
-        """The group with the random bits of each sequence's next token."""
+    def draw(self) -> SampledRows:
+        """The rows with the random bits of each sequence's next token."""
         indexes = torch.tensor([sequence.num_output_tokens for sequence in self.sequences])
         # Drawn on the host, where the indexes are: a step sends one small tensor to the device.
         bits = uniform_bits(self.seeds, self.choices, indexes, self.stream)
-        return replace(self.group, bits=bits.to(self.group.rows.device, non_blocking=True))
+        return replace(self.sampled, bits=bits.to(self.sampled.rows.device, non_blocking=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,17 +100,17 @@ class SamplingBatch:
     Attributes:
         sequences: one per row, in order.
         device: where the logits are.
-        members: the rows that are not greedy, by the work they need; empty for an all-greedy batch.
-        groups: the same with this step's random numbers.
-        processed: the rows whose logits are changed first, which are in no group; None without any.
+        samplers: the rows that are not greedy, by the work they need; empty if all are greedy.
+        sampled: the same with this step's random numbers.
+        processed: the rows whose logits are changed first, not in ``sampled``; None without any.
         reported: the rows whose log-probabilities are asked for; None without any.
         beams: the rows whose candidates are asked for; None without any.
     """
 
     sequences: tuple[Sampleable, ...]
     device: torch.device
-    members: tuple[_Members, ...]
-    groups: tuple[Group, ...]
+    samplers: tuple[_RowSampler, ...]
+    sampled: tuple[SampledRows, ...]
     processed: _Processed | None
     reported: LogprobRows | None
     beams: CandidateRows | None
@@ -137,18 +137,18 @@ class SamplingBatch:
         """
         device = torch.device(device)
         if previous is not None and previous.is_of(sequences, device):
-            members, processed, reported = previous.members, previous.processed, previous.reported
+            samplers, processed, reported = previous.samplers, previous.processed, previous.reported
             beams = previous.beams
             if processed is not None:
-                processed = replace(processed, groups=_draws(processed.members))
+                processed = replace(processed, sampled=_draws(processed.samplers))
         else:
-            members = _members(sequences, device, stream, processes_too=False)
+            samplers = _row_samplers(sequences, device, stream, processes_too=False)
             before = None if previous is None else previous.processed
             processed = _Processed.of(sequences, device, eos_token_ids, before, stream)
             reported = LogprobRows.of([sequence.options for sequence in sequences], device)
             beams = CandidateRows.of(sequences, device, eos_token_ids)
-        draws = _draws(members)
-        return cls(tuple(sequences), device, members, draws, processed, reported, beams)
+        draws = _draws(samplers)
+        return cls(tuple(sequences), device, samplers, draws, processed, reported, beams)
 
     def is_of(self, sequences: Sequence[Sampleable], device: torch.device) -> bool:
         """Whether the batch is of these very sequences in this order, on this device."""
@@ -166,14 +166,14 @@ class _Processed:
     Attributes:
         rows: int64 ``[P]``, positions in the batch.
         processors: what changes them.
-        members: as of a batch that has these rows alone.
-        groups: the same with this step's random numbers.
+        samplers: as of a batch of these rows alone.
+        sampled: the same with this step's random numbers.
     """
 
     rows: Tensor
     processors: LogitsProcessors
-    members: tuple[_Members, ...]
-    groups: tuple[Group, ...]
+    samplers: tuple[_RowSampler, ...]
+    sampled: tuple[SampledRows, ...]
 
     @classmethod
     def of(
@@ -190,17 +190,17 @@ class _Processed:
         mine = [sequences[row] for row in rows]
         before = None if previous is None else previous.processors.history
         processors = LogitsProcessors(mine, device, eos_token_ids, before)
-        members = _members(mine, device, stream, processes_too=True)
-        return cls(torch.tensor(rows, device=device), processors, members, _draws(members))
+        samplers = _row_samplers(mine, device, stream, processes_too=True)
+        return cls(torch.tensor(rows, device=device), processors, samplers, _draws(samplers))
 
 
-def _draws(members: tuple[_Members, ...]) -> tuple[Group, ...]:
-    return tuple(member.draw() for member in members)
+def _draws(samplers: tuple[_RowSampler, ...]) -> tuple[SampledRows, ...]:
+    return tuple(sampler.draw() for sampler in samplers)
 
 
-def _members(
+def _row_samplers(
     sequences: Sequence[Sampleable], device: torch.device, stream: int, *, processes_too: bool
-) -> tuple[_Members, ...]:
+) -> tuple[_RowSampler, ...]:
     plain: list[int] = []
     filtered: list[int] = []
     for row, sequence in enumerate(sequences):
@@ -208,7 +208,9 @@ def _members(
         drawn = options.temperature > 0 and not sequence.num_candidates
         if drawn and (processes_too or not processes(options)):
             (filtered if narrows(options) else plain).append(row)
-    return tuple(_Members.of(rows, sequences, device, stream) for rows in (plain, filtered) if rows)
+    return tuple(
+        _RowSampler.of(rows, sequences, device, stream) for rows in (plain, filtered) if rows
+    )
 
 
 class Sampler:
@@ -232,10 +234,10 @@ class Sampler:
         """
         if logits.shape[0] != len(batch.sequences):
             raise ValueError(f"{logits.shape[0]} rows of logits, {len(batch.sequences)} sequences")
-        tokens = _pick(logits, batch.groups)
+        tokens = _pick(logits, batch.sampled)
         if (processed := batch.processed) is not None:
             rows = processed.rows
-            picked = _pick(processed.processors.apply(logits[rows], masks), processed.groups)
+            picked = _pick(processed.processors.apply(logits[rows], masks), processed.sampled)
             picked.masked_fill_(picked == INVALID_TOKEN, NO_TOKEN_LEFT)
             # A model's NaN stays one, even if its token was forbidden.
             tokens[rows] = picked.masked_fill_(tokens[rows] == INVALID_TOKEN, INVALID_TOKEN)
@@ -248,10 +250,10 @@ class Sampler:
 
         The most likely token alone in a greedy row; anything in a row without a distribution.
         """
-        table = _weights(logits, batch.groups)
+        table = _weights(logits, batch.sampled)
         if (processed := batch.processed) is not None:
             scores = processed.processors.apply(logits[processed.rows], masks)
-            table[processed.rows] = _weights(scores, processed.groups)
+            table[processed.rows] = _weights(scores, processed.sampled)
         return table / table.sum(dim=-1, keepdim=True)
 
     def report(self, logits: Tensor, batch: SamplingBatch, tokens: Tensor) -> Logprobs | None:
@@ -263,23 +265,23 @@ class Sampler:
         return None if batch.beams is None else batch.beams.compute(logits)
 
 
-def _pick(logits: Tensor, groups: Sequence[Group]) -> Tensor:
-    """Tokens int64 ``[N]``: drawn in the rows of the groups, the most likely in all others."""
+def _pick(logits: Tensor, sampled: Sequence[SampledRows]) -> Tensor:
+    """Tokens int64 ``[N]``: drawn in the sampled rows, the most likely in all others."""
     highest, tokens = largest(logits)  # NaN is larger than everything here
     valid = torch.isfinite(highest)
-    for group in groups:
-        for part in group.slices(logits.shape[1]):
+    for rows in sampled:
+        for part in rows.slices(logits.shape[1]):
             tokens[part.rows] = draw(logits, highest, valid, part)
     return tokens.masked_fill_(~valid, INVALID_TOKEN)
 
 
-def _weights(logits: Tensor, groups: Sequence[Group]) -> Tensor:
-    """Float64 ``[N, V]``, integer weights: those of the groups, and the largest logit's alone."""
+def _weights(logits: Tensor, sampled: Sequence[SampledRows]) -> Tensor:
+    """Float64 ``[N, V]``: integer weights of sampled rows; else of the largest logit alone."""
     highest, tokens = largest(logits)
     result = torch.zeros(logits.shape, dtype=torch.float64, device=logits.device)
     result.scatter_(1, tokens.unsqueeze(1), 1.0)
     valid = torch.isfinite(highest)
-    for group in groups:
-        for part in group.slices(logits.shape[1]):
+    for rows in sampled:
+        for part in rows.slices(logits.shape[1]):
             result[part.rows] = weights(logits, highest, valid, part).double()
     return result

@@ -44,7 +44,7 @@ class Constrained(Protocol):
         """How many of them are the prompt."""
 
     @property
-    def grammar(self) -> object | None:
+    def constraint(self) -> object | None:
         """A :class:`ConstraintFollower`; None for a sequence without a constraint."""
 
 
@@ -128,7 +128,7 @@ class MaskMaker:
         asked: list[Asked] = []
         of_all = repeat(()) if drafts is None else drafts
         for row, (sequence, mine) in enumerate(zip(sequences, of_all, strict=False)):
-            follower = sequence.grammar
+            follower = sequence.constraint
             if follower is None:
                 continue
             assert isinstance(follower, ConstraintFollower)

@@ -12,7 +12,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from penstock.gpu_worker.engine.config import EngineConfig
-from penstock.gpu_worker.engine.constraint import Form
+from penstock.gpu_worker.engine.constraint import Constraint
 from penstock.gpu_worker.engine.plan import BlockCopy, Span
 from penstock.gpu_worker.engine.speculation.controller import SpeculationConfig
 from penstock.gpu_worker.engine.text_stream import TextStream
@@ -70,7 +70,7 @@ class Models:
     draft: LoadedModel | None
     config: EngineConfig
     encode: Callable[[object], Sequence[int]] | None
-    compile: Callable[[SamplingOptions], Callable[[], Form] | None]
+    compile: Callable[[SamplingOptions], Callable[[], Constraint] | None]
     new_text_stream: Callable[[tuple[int, ...]], TextStream]
     acceptance: float | None
     notes: tuple[str, ...]

@@ -62,7 +62,9 @@ def edits(models: Models, _: SpeculationOptions, seed: str) -> Iterator[EngineRe
         text = _snippet(draw)
         chosen = SamplingOptions(max_tokens=1024, temperature=0.0, choice=(_edited(draw, text),))
         prompt = tuple(models.encode(f"{text}\n\nEdited:\n\n"))
-        yield dataclasses.replace(_request(number, prompt, chosen), grammar=models.compile(chosen))
+        yield dataclasses.replace(
+            _request(number, prompt, chosen), new_constraint=models.compile(chosen)
+        )
 
 
 def steered(models: Models, options: SpeculationOptions, seed: str) -> Iterator[EngineRequest]:
