@@ -198,8 +198,9 @@ class WorkerSettings(Section):
     )
     hang_timeout_s: float = setting(
         30.0,
-        "Time without an engine step, while there is work, after which the engine counts as hung: "
-        "`/healthz` fails, heartbeats stop and the supervisor replaces the worker.",
+        "Silence of the engine after which it counts as hung: `/healthz` fails, and the supervisor "
+        "replaces the worker. The other loops of a worker get four times `redis.socket_timeout_s` "
+        "more. Must be longer than the longest step.",
         unit="s",
         gt=0,
         le=3600,

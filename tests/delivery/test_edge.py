@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 from delivery.fleet import Shard
@@ -97,3 +98,21 @@ async def test_many_requests_with_one_deadline_end_soon_after_it(
     side.redis_loop.stop()
     assert await working
     await shard.check()
+
+
+async def test_one_claim_asks_for_no_more_than_can_be_parsed_between_two_exchanges(
+    newest_shard: Shard, side: WorkerSide
+) -> None:
+    """However much the engine could take: a prompt of 262,144 ids takes a tenth of a second."""
+    side.redis_loop.expect_work()
+    asked: list[int] = []
+    claim_of_worker = side.operations.claim
+
+    def claim(*args: Any, **asks: Any) -> Any:
+        asked.append(asks["tokens"])
+        return claim_of_worker(*args, **asks)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(side.operations, "claim", claim)
+        await side.redis_loop.exchange()
+    assert asked == [1 << 18]

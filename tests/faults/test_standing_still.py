@@ -34,27 +34,21 @@ def workers(server: EmbeddedRedis, tmp_path: Path) -> Iterator[WorkerFactory]:
     factory.close()
 
 
+TASKS = "gpu_worker/edge/guarded_task.py"
 TURN = "        while not self._stopping:\n            self._heartbeat.beat()\n"
 EXCHANGE = "        self._turns.beat()\n        now = time.monotonic()\n"
 BEAT = "                beat()\n"
+
+
+def stops(task: str, how: str) -> str:
+    """A turn before which one task stops."""
+    return f"{TURN}            if self._name == '{task}':\n                {how}\n"
+
+
 STILL = {
-    "bell": (
-        "gpu_worker/edge/guarded_task.py",
-        TURN,
-        TURN + "            if self._name == 'bell':\n                return\n",
-    ),
-    "ingress": (
-        "gpu_worker/edge/guarded_task.py",
-        TURN,
-        TURN
-        + "            if self._name == 'ingress':\n                await asyncio.Event().wait()\n",
-    ),
-    "compactor": (
-        "gpu_worker/edge/guarded_task.py",
-        TURN,
-        TURN
-        + "            if self._name == 'compactor':\n                raise asyncio.CancelledError\n",
-    ),
+    "bell": (TASKS, TURN, stops("bell", "return")),
+    "ingress": (TASKS, TURN, stops("ingress", "await asyncio.Event().wait()")),
+    "compactor": (TASKS, TURN, stops("compactor", "raise asyncio.CancelledError")),
     "the exchange with Redis": (
         "gpu_worker/edge/redis_loop.py",
         EXCHANGE,

@@ -312,3 +312,27 @@ def test_a_place_is_free_while_the_last_token_of_its_request_is_computed(
     assert open_then == [2, 1, 1], "one fewer from the second token on, and not twice"
     outbox.forget(["a", "stops"])
     assert owned.open_sequences["normal"] == 0
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["first token", "in the stream"])
+def test_output_that_cannot_be_packed_ends_its_request_and_no_other(
+    outbox: Outbox, owned: OwnedRequests, metrics: WorkerMetrics, first: bool
+) -> None:
+    for name in "ab":
+        outbox.open(claim(name), "normal")
+    if not first:
+        outbox.post([update((4,), "x"), update((4,), "x", run="b#1")])
+        outbox.settle(take(outbox), [AppendStatus.WRITTEN] * 2)
+    outbox.post([update((5,), "\ud800"), update((5,), "y", run="b#1")])
+    bad, good = take(outbox)
+    end = unpack_event(bad.end)
+    assert isinstance(end, End)
+    assert (end.reason, end.n, bad.num_tokens) == (Reason.ENGINE_ERROR, 0 if first else 1, 0)
+    assert "UnicodeEncodeError" in end.message
+    chunk = unpack_event(good.chunk)
+    assert isinstance(chunk, Chunk)
+    assert (chunk.text, chunk.start) == ("y", 0 if first else 1)
+    settled = outbox.settle([bad, good], [AppendStatus.WRITTEN] * 2)
+    assert settled.lost == ("a#1",), "the engine must stop"
+    assert tuple(owned.by_id) == ("b",)
+    assert sample(metrics, "isolated_errors_total", task="outbox") == 1
