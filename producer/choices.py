@@ -15,10 +15,10 @@ class Choice:
     """One output of a request; most requests have one.
 
     Attributes:
-        index: which, from 0 on.
+        index: its number, from 0.
         text: its text.
         token_ids: its tokens.
-        reason: why it ended; None if it did not, because its request failed or was cancelled.
+        reason: why it ended; None if it did not end, because the request failed or was cancelled.
         logprobs: one per token if the request asked for them, else empty.
     """
 
@@ -30,7 +30,7 @@ class Choice:
 
 
 def gather_choices(chunks: Iterable[Chunk], end: End) -> tuple[Choice, ...]:
-    """The choices in these chunks, by index: at least one, and all up to the last that is there."""
+    """The choices in these chunks by index: at least one, without gaps up to the last."""
     texts: dict[int, list[str]] = {0: []}
     ids: dict[int, list[int]] = {0: []}
     logprobs: dict[int, list[TokenLogprobs]] = {0: []}

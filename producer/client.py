@@ -1,4 +1,4 @@
-"""The client: submit requests, stream their tokens, fetch results, cancel."""
+"""The client: submits requests, streams their tokens, fetches results and cancels."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from penstock.shared.scripts.operations import Bounds, CancelReply, Operations
 
 from .dead_letters import DeadLetters
 from .reading.log_reader import LogReader
-from .reading.presence import Presence
+from .reading.reader_heartbeat import ReaderHeartbeat
 from .reading.subscriber import Subscriber
 from .results import Result, Status, Submitted
 from .served_models import count_workers, find_served_models
@@ -43,7 +43,7 @@ _MAX_TIMEOUT_S = 1e9
 
 
 class Producer:
-    """What an application uses to have text generated. One per process and event loop is enough.
+    """The client of an application. One per process and event loop is enough.
 
     ::
 
@@ -52,28 +52,28 @@ class Producer:
             async for chunk in stream:
                 print(chunk.text, end="", flush=True)
 
-    Any number of streams share one pub/sub connection, and commands share a few more. While the
-    server cannot be reached, everything is tried again for ``outage_s`` seconds: nothing the
-    client sends does harm when it arrives twice.
+    Any number of streams share one pub/sub connection, and commands share up to eight more. While
+    the server is unreachable, the client retries each call for ``outage_s`` seconds; no call does
+    harm when it arrives twice.
 
     Args:
-        redis: URL of the server; or a ``redis.asyncio.Redis`` without ``decode_responses``, which
-            stays yours to close; None takes the URL from the settings.
+        redis: URL of the server; or your own ``redis.asyncio.Redis`` without ``decode_responses``,
+            which you close yourself; None takes the URL from the settings.
         model: name under which the model is served; None takes it from the settings.
         shard: shard number; None takes it from the settings.
-        settings: None reads ``REDIS_URL``, ``PENSTOCK_*`` and the settings file. Of interest here
-            are the sections ``redis`` and ``queue``.
-        inbox: have the output of what is submitted here published together, in one channel of this
-            client's, instead of one channel per request. For gateways: a step of a worker is
-            one message then, however many of its requests are read here. Who reads such a
-            request elsewhere gets the messages of all and drops the others.
-        outage_s: how long, in seconds, a server that was reached once may be away before calls
-            and streams raise :class:`RedisUnavailable`.
+        settings: None reads ``REDIS_URL``, ``PENSTOCK_*`` and the settings file. The client uses
+            the sections ``redis`` and ``queue``.
+        inbox: publish the output of all requests submitted here in one channel of this client,
+            instead of one channel per request. This is for gateways: a worker's step is then one
+            message, however many of its requests this client reads. Readers of such a request
+            elsewhere receive the messages of all and drop the others.
+        outage_s: how long, in seconds, a server may be unreachable before calls and streams raise
+            :class:`RedisUnavailable`.
 
     Raises:
         ConfigurationError: a setting or the address is wrong, or the client decodes responses.
-        InvalidRequest: the model name or the shard is not one.
-        RedisUnavailable: no address is given anywhere.
+        InvalidRequest: the model name or the shard is invalid.
+        RedisUnavailable: neither argument nor settings name a server.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Producer:
         inbox: bool = False,
         outage_s: float = 10.0,
     ) -> None:
-        # Not at the top: reading settings costs more time than all the rest of the client.
+        # Imported late: the settings take longer to load than the rest of the client.
         from penstock.shared.local.embedded import require_url
         from penstock.shared.settings import load_settings
 
@@ -108,7 +108,9 @@ class Producer:
         self._default_deadline_ms = queue.default_deadline_ms
         self._log = LogReader(self._client, self._operations, self._keys)
         self._subscriber = Subscriber(self._client.redis)
-        self._presence = Presence(self._client, self._operations, grace_ms=queue.reader_grace_ms)
+        self._heartbeat = ReaderHeartbeat(
+            self._client, self._operations, grace_ms=queue.reader_grace_ms
+        )
 
     @property
     def keys(self) -> Keys:
@@ -117,11 +119,11 @@ class Producer:
 
     @property
     def dead_letters(self) -> DeadLetters:
-        """Requests that were given up, to be looked at and run again."""
+        """Requests that were given up, to inspect and to run again."""
         return DeadLetters(self._client, self._operations)
 
     async def connect(self) -> Self:
-        """Reach the server and check its version; ``async with`` does this.
+        """Reach the server and check its version; ``async with`` does this, too.
 
         Raises:
             RedisUnavailable: not reachable, access refused, or older than 6.2.
@@ -134,13 +136,13 @@ class Producer:
         return self
 
     async def aclose(self) -> None:
-        """Close all connections. Requests run on; who reads an open stream gets a RuntimeError.
+        """Close all connections. Requests run on; readers of open streams get a RuntimeError.
 
         Raises:
-            RuntimeError: they belong to another event loop.
+            RuntimeError: the connections belong to another event loop.
         """
         self._client.check_loop()
-        await self._presence.aclose()
+        await self._heartbeat.aclose()
         await self._subscriber.aclose()
         await self._client.aclose()
 
@@ -164,24 +166,24 @@ class Producer:
         tenant: str = "default",
         **options: Any,
     ) -> Submitted:
-        """Hand a request in. When this returns, the request will reach one terminal state.
+        """Submit a request. Once this returns, the request will reach exactly one terminal state.
 
         Args:
             prompt: text, token ids, or chat messages (maps with ``role`` and ``content``).
-            id: name of your own, which makes the call repeatable: the same id with the same
-                payload runs once. None makes up a new one.
+            id: a name of your own, which makes the call repeatable: the same id with the same
+                payload runs once. None generates one.
             lane: urgency: ``critical``, ``normal`` or ``batch``.
-            tenant: who pays.
+            tenant: the tenant that the request is charged to.
             **options: further fields of :class:`~penstock.shared.protocol.Request` and
                 :class:`~penstock.shared.protocol.SamplingOptions`, such as ``max_tokens``.
 
         Raises:
             InvalidRequest: a field is unknown, of the wrong type or out of range.
-            QueueFull: a bound at the door is reached; nothing was stored.
-            IdConflict: the id was used for another payload; nothing was stored.
+            QueueFull: a bound of the queue is reached; nothing was stored.
+            IdConflict: the id was used with another payload; nothing was stored.
             RedisUnavailable: see the class.
         """
-        minted = id is None
+        generated = id is None
         request = Request.build(
             id=uuid.uuid4().hex if id is None else id,
             prompt=prompt,
@@ -199,8 +201,8 @@ class Producer:
         )
         return Submitted(
             id=request.id,
-            # An id of our own is a duplicate only of the same call's lost first attempt.
-            duplicate=reply.duplicate and not minted,
+            # A generated id can only be a duplicate of this call's own lost first attempt.
+            duplicate=reply.duplicate and not generated,
             state=reply.state,
             n=reply.n,
             waiting=reply.waiting,
@@ -214,18 +216,18 @@ class Producer:
         from_digest: int | None = None,
         timeout: float | None = None,
     ) -> TokenStream:
-        """The output of a request, submitted by whomever, as an asynchronous iterator.
+        """The output of a request as an asynchronous iterator, whoever submitted it.
 
-        Nothing is sent before the first chunk is asked for; errors come then, too.
+        Nothing is sent before the first chunk is requested, so errors come then, too.
 
         Args:
             id: which request.
-            from_index: the first token wanted; see :class:`TokenStream` for what a good one is.
+            from_index: the first token wanted; see :class:`TokenStream` about the choice.
             from_digest: :attr:`TokenStream.digest` of what was read before, if known.
-            timeout: longest wait for the next chunk in seconds; None waits as long as it takes.
+            timeout: longest wait for the next chunk in seconds; None waits without limit.
 
         Raises:
-            InvalidRequest: an argument is not as above, or out of range.
+            InvalidRequest: an argument has the wrong type or is out of range.
         """
         check_id(id)
         Integer(0, _MAX_INDEX).check("from_index", from_index)
@@ -236,7 +238,7 @@ class Producer:
             id,
             log=self._log,
             subscriber=self._subscriber,
-            presence=self._presence,
+            heartbeat=self._heartbeat,
             keys=self._keys,
             from_index=from_index,
             from_digest=from_digest,
@@ -261,15 +263,15 @@ class Producer:
 
         Args:
             id: which request.
-            timeout: longest wait for the end in seconds; None waits as long as it takes.
-            check: raise unless it was completed; else also a partial output is returned.
+            timeout: longest wait for the end in seconds; None waits without limit.
+            check: raise unless the request was completed; False also returns a partial output.
 
         Raises:
             RequestFailed: it ended in another state than ``completed``.
             UnknownRequest: no such request.
             TimeoutError: it did not end within ``timeout``; it runs on.
             StreamError, RedisUnavailable: see :class:`TokenStream`.
-            InvalidRequest: that is no id, or no timeout.
+            InvalidRequest: the id or the timeout is invalid.
         """
         _check_timeout(timeout)
         try:
@@ -280,11 +282,11 @@ class Producer:
         return result.check() if check else result
 
     async def cancel(self, id: str) -> CancelReply:
-        """End a request at once, queued or running. One that has ended stays as it is.
+        """End a queued or running request at once; an ended one stays as it is.
 
         Raises:
             UnknownRequest: no such request.
-            InvalidRequest: that is no id.
+            InvalidRequest: the id is invalid.
             RedisUnavailable: see the class.
         """
         check_id(id)
@@ -312,11 +314,11 @@ class Producer:
         return await find_served_models(self._client)
 
     async def status(self, id: str) -> Status:
-        """What is known of a request now.
+        """The state of a request now.
 
         Raises:
             UnknownRequest: no such request.
-            InvalidRequest: that is no id.
+            InvalidRequest: the id is invalid.
             RedisUnavailable: see the class.
         """
         check_id(id)

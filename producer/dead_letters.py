@@ -1,4 +1,4 @@
-"""Dead letters: requests that were given up, kept with their payload, to be looked at and rerun."""
+"""Dead letters: requests that were given up, kept with their payload to inspect and rerun."""
 
 from __future__ import annotations
 
@@ -19,12 +19,11 @@ _PAGE = 100
 class DeadLetters:
     """The dead letters of one shard. Made by :attr:`Producer.dead_letters`.
 
-    A request ends ``dead`` when too many workers were lost while they ran it. It is not retried any
-    more, but its payload stays: once the cause is mended, :meth:`redrive` runs it again under its
-    own id. At most about 10,000 dead letters are kept, the newest.
+    A request ends ``dead`` when too many workers were lost while they ran it. It is not retried,
+    but its payload stays. Once the cause is fixed, :meth:`redrive` runs it again under its own id.
+    About 10,000 dead letters are kept, the newest ones.
 
-    Where a method takes a ``name``, that is a request's id, or the letter's own name
-    (:attr:`DeadLetter.entry`), which is never shared with another letter.
+    A ``name`` is a request's id or the letter's own unique name (:attr:`DeadLetter.entry`).
 
     Args:
         client: the connection.
@@ -36,7 +35,7 @@ class DeadLetters:
         self._operations = operations
 
     async def count(self) -> int:
-        """How many there are.
+        """The number of dead letters.
 
         Raises:
             RedisUnavailable: see :class:`Producer`.
@@ -53,7 +52,7 @@ class DeadLetters:
         """Every dead letter, oldest first.
 
         Args:
-            until: name of the last one wanted; None: those that come while this runs, too.
+            until: name of the last one wanted; None includes those that arrive meanwhile.
 
         Raises:
             RedisUnavailable: see :class:`Producer`.
@@ -67,7 +66,7 @@ class DeadLetters:
             after = page[-1].entry
 
     async def newest(self) -> str | None:
-        """Name of the letter that came last, None if there is none."""
+        """Name of the newest letter; None if there is none."""
         key = self._operations.keys.dead_letters
 
         async def send() -> list[tuple[bytes, object]]:
@@ -100,12 +99,12 @@ class DeadLetters:
     async def redrive(self, name: str) -> DeadLetter:
         """Run a dead request again: from token 0, with a new deadline of the same length.
 
-        It keeps its id, and its readers begin anew. Bounds on what may wait do not apply to it.
-        Returns the letter, which is gone now.
+        It keeps its id, and its readers start over. Queue bounds do not apply to it. Returns the
+        letter, which no longer exists.
 
         Raises:
             UnknownDeadLetter, InvalidRequest: see :meth:`find`.
-            IdInUse: its id was submitted again, and that request has not been forgotten yet.
+            IdInUse: its id was submitted again, and that request is still retained.
             RedisUnavailable: the server cannot be reached, or refuses (for example at maxmemory).
         """
         letter = await self.find(name)
@@ -119,7 +118,7 @@ class DeadLetters:
                 return None
             if reply.state is not None:
                 raise IdInUse(letter.id, reply.state.value)
-            # Gone. If an earlier attempt's answer was lost, it may be that one's doing.
+            # Gone: perhaps by an earlier attempt whose reply was lost.
             state = await self._state(letter.id)
             if attempts > 1 and state is not None and state is not State.DEAD:
                 return None
@@ -129,7 +128,7 @@ class DeadLetters:
         return letter
 
     async def drop(self, name: str) -> DeadLetter:
-        """Throw a dead letter away, with its payload. Returns it, for the last time.
+        """Delete a dead letter with its payload, and return it.
 
         Raises:
             UnknownDeadLetter, InvalidRequest: see :meth:`find`.

@@ -1,4 +1,4 @@
-"""What the client answers with: plain values, no connection behind them."""
+"""The values that the client returns; they hold no connection."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Submitted:
     """Answer to a submit: the request is accepted and will reach exactly one terminal state.
 
     Attributes:
-        id: the request's id; with it any process may stream, cancel or ask for the result.
-        duplicate: the same id and payload had been accepted before, and nothing was changed.
-        state: its state now: ``queued`` unless it is a duplicate.
+        id: the request's id; any process may use it to stream, cancel or fetch the result.
+        duplicate: the same id and payload was accepted before; nothing was changed.
+        state: its present state: ``queued`` unless it is a duplicate.
         n: output tokens so far; 0 unless it is a duplicate.
         waiting: requests now waiting in the shard; None for a duplicate.
     """
@@ -33,15 +33,15 @@ class Submitted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
-    """What the record of a request says now. Times are in ms of Redis' clock, None if not yet.
+    """The state of a request. Times are in ms of Redis' clock; None if not reached yet.
 
     Attributes:
         id: the request's id.
-        state: where it is in its life.
+        state: its present state.
         n: output tokens published so far.
         lane: urgency it was submitted with.
-        tenant: who pays.
-        end: the terminal event, None while there is none.
+        tenant: the tenant that it is charged to.
+        end: the terminal event; None until it has ended.
         accepted_at: when it was submitted.
         claimed_at: when a worker first took it.
         first_token_at: when its first token was published.
@@ -73,10 +73,10 @@ class Result:
 
     Attributes:
         id: the request's id.
-        choices: its outputs, at least one; partial unless the state is ``completed``.
+        choices: its outputs, at least one; incomplete unless the state is ``completed``.
         end: the terminal event.
-        prompt_logprobs: one per token of the prompt if the request asked for them, else empty; of
-            the first token None.
+        prompt_logprobs: one per token of the prompt if the request asked for them, else empty; the
+            first is None.
     """
 
     id: str
@@ -86,7 +86,7 @@ class Result:
 
     @property
     def text(self) -> str:
-        """The text of the first choice, which for most requests is the only one."""
+        """The text of the first choice; most requests have no other."""
         return self.choices[0].text
 
     @property
@@ -96,7 +96,7 @@ class Result:
 
     @property
     def logprobs(self) -> tuple[TokenLogprobs, ...]:
-        """Of these tokens, one each, if the request asked for them; else empty."""
+        """One per token of the first choice if the request asked for them, else empty."""
         return self.choices[0].logprobs
 
     @property
@@ -111,11 +111,11 @@ class Result:
 
     @property
     def usage(self) -> Usage | None:
-        """What it consumed; None where no worker was involved in the end."""
+        """What it consumed; None if no worker ended it (cancel, expiry)."""
         return self.end.usage
 
     def check(self) -> Result:
-        """This result, if the request was completed.
+        """Return this result if the request was completed.
 
         Raises:
             RequestFailed: it ended in another state.

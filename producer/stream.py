@@ -1,11 +1,12 @@
 """A request's output as an asynchronous iterator: every token exactly once, by index.
 
-The log is the truth, the channel a fast copy of it. A stream reads the log first; if the request
-has not ended it subscribes, reads the log again once the subscription stands, and from then on
-takes chunks as they are published. Whenever the channel may have lost something (a gap, a
-reconnection, a buffer that ran over, a second of silence) it goes back to the log.
+The log is the truth, and the channel is a fast copy of it. A stream reads the log first. If the
+request has not ended, the stream subscribes, reads the log again once Redis confirms the
+subscription, and then takes chunks as they are published. It goes back to the log whenever the
+channel may have lost something: after a gap, a reconnection, a buffer overflow or a second of
+silence.
 
-Workers end a request whose deadline has passed. In case none lives, its readers do so, too.
+Workers end a request whose deadline has passed. Its readers do so, too, in case no worker lives.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from penstock.shared.protocol import Chunk, End, unpack_event
 from .choices import gather_choices
 from .reading.log_reader import LogReader
 from .reading.merge import Merger
-from .reading.presence import Attendance, Presence
+from .reading.reader_heartbeat import ReaderHeartbeat, Registration
 from .reading.subscriber import Subscriber
 from .reading.subscription import Subscription
 from .results import Result
@@ -39,9 +40,9 @@ _EXPIRY_GRACE_S = 0.25
 class TokenStream:
     """Chunks of one request, from any index, live or late. Made by :meth:`Producer.stream`.
 
-    ``async for chunk in stream`` hands out chunks in order, without gap or overlap, and ends with
-    the request; then :attr:`end` says how. Use it as an asynchronous context manager, or call
-    :meth:`aclose`, to leave early; a stream that is simply dropped cleans up when it is collected.
+    ``async for chunk in stream`` yields chunks in order, without gap or overlap, until the request
+    ends; then :attr:`end` says how. To leave early, use the stream as an asynchronous context
+    manager or call :meth:`aclose`. A stream that is dropped cleans up when it is collected.
 
     Reading may begin at any index. The chunks are those that were published, or a single one once
     the log of an ended request has been made compact. An index where a chunk ended
@@ -56,18 +57,33 @@ class TokenStream:
         request_id: which request.
         log: reads its log.
         subscriber: the process's one pub/sub connection.
-        presence: tells Redis that requests which need a reader have one.
+        heartbeat: reports readers of requests that end when their last reader leaves.
         keys: names of the shard.
         from_index: the first token wanted, 0 or more.
-        from_digest: :attr:`digest` of the stream that was read before, if known; tokens which
-            contradict it are then noticed even across the two.
-        timeout: longest wait for the next chunk in seconds; None waits as long as it takes.
+        from_digest: :attr:`digest` of the stream that was read before, if known; the stream then
+            notices tokens that contradict what was read before.
+        timeout: longest wait for the next chunk in seconds; None waits without limit.
     """
 
     __slots__ = (
-        "__weakref__", "_cleanup", "_closed", "_digest", "_expires_at", "_id", "_inbox", "_keys",
-        "_leave", "_left", "_log", "_merger", "_needs_reader", "_presence", "_read_log",
-        "_subscriber", "_subscription", "_timeout",
+        "__weakref__",
+        "_cleanup",
+        "_closed",
+        "_digest",
+        "_expires_at",
+        "_heartbeat",
+        "_id",
+        "_inbox",
+        "_keys",
+        "_leave",
+        "_left",
+        "_log",
+        "_merger",
+        "_needs_reader",
+        "_read_log",
+        "_subscriber",
+        "_subscription",
+        "_timeout",
     )  # fmt: skip
 
     def __init__(
@@ -76,7 +92,7 @@ class TokenStream:
         *,
         log: LogReader,
         subscriber: Subscriber,
-        presence: Presence,
+        heartbeat: ReaderHeartbeat,
         keys: Keys,
         from_index: int = 0,
         from_digest: int | None = None,
@@ -85,7 +101,7 @@ class TokenStream:
         self._id = request_id
         self._log = log
         self._subscriber = subscriber
-        self._presence = presence
+        self._heartbeat = heartbeat
         self._keys = keys
         self._inbox: str | None = None
         self._timeout = timeout
@@ -107,7 +123,7 @@ class TokenStream:
 
     @property
     def index(self) -> int:
-        """One past the last token handed out: where to resume."""
+        """One past the last token yielded: where to resume."""
         return self._merger.ready[0].start if self._merger.ready else self._merger.index
 
     @property
@@ -117,7 +133,7 @@ class TokenStream:
 
     @property
     def end(self) -> End | None:
-        """The terminal event, None until the iteration has ended by itself."""
+        """The terminal event; None until the iteration has ended by itself."""
         return None if self._merger.ready else self._merger.end
 
     def __aiter__(self) -> Self:
@@ -129,16 +145,16 @@ class TokenStream:
         Raises:
             StopAsyncIteration: the request has ended, or the stream was closed.
             UnknownRequest: no such request.
-            StreamDiverged: the log contradicts tokens that were handed out.
-            StreamError: the log lacks tokens that were not handed out yet.
+            StreamDiverged: the log contradicts tokens that were yielded.
+            StreamError: the log lacks tokens that were not yielded yet.
             InvalidRequest: the request ended before ``from_index``.
             RedisUnavailable: see :class:`Producer`.
-            TimeoutError: no chunk within ``timeout``; the iteration may go on after it.
+            TimeoutError: no chunk within ``timeout``; the iteration may continue after it.
         """
         merger = self._merger
         deadline = None if self._timeout is None else _now() + self._timeout
         try:
-            # In the one coroutine, because this is what every token of every stream comes through.
+            # Not split into coroutines: every token of every stream passes through here.
             while not merger.ready and not self._closed:
                 if self._read_log or self._subscription is None:
                     await self._take_page_by(deadline)
@@ -170,7 +186,7 @@ class TokenStream:
         )
 
     async def aclose(self) -> None:
-        """Leave the stream; the request runs on. Calling it again is harmless."""
+        """Leave the stream; the request runs on. Repeating it is harmless."""
         self._left = True
         self._close()
 
@@ -186,7 +202,7 @@ class TokenStream:
         await self.aclose()
 
     def _take_messages(self, messages: list[bytes] | None) -> None:
-        """Merge what the channel brought; the log has to be asked if it lacks something."""
+        """Merge what the channel brought; if something is missing, the log is read next."""
         self._read_log = messages is None or not self._merge(messages)
         if self._merger.end is not None:
             self._close()
@@ -197,17 +213,17 @@ class TokenStream:
                 if not self._merger.add(unpack_event(message)):
                     return False
         except (StreamError, InvalidRequest):
-            return False  # anyone may publish; what counts is whether the log says so, too
+            return False  # anyone may publish; only the log counts
         return True
 
     def _late(self) -> TimeoutError:
         return TimeoutError(f"no token of request {self._id!r} within {self._timeout:g} s")
 
     async def _take_page_by(self, deadline: float | None) -> None:
-        """Merge a page of the log, and subscribe after the last one."""
+        """Merge a page of the log; subscribe after the last one."""
         try:
             async with asyncio.timeout_at(deadline):
-                # A read that is given up leaves the mark, so that the next call reads again.
+                # A cancelled read leaves the flag set, so that the next call reads again.
                 self._read_log = await self._take_page()
         except TimeoutError:
             raise self._late() from None
@@ -256,11 +272,11 @@ class TokenStream:
             if self._inbox is None
             else self._subscriber.open_inbox(self._keys.inbox(self._inbox), self._id)
         )
-        # Bound to none of the stream's own methods, which would keep the stream alive.
+        # Not a method of the stream, which would keep the stream alive.
         leave = functools.partial(self._subscriber.close, self._subscription)
         if self._needs_reader:
-            attendance = self._presence.attend(self._id)
-            leave = functools.partial(_leave, leave, self._presence, attendance)
+            registration = self._heartbeat.register(self._id)
+            leave = functools.partial(_leave, leave, self._heartbeat, registration)
         self._leave = leave
         self._cleanup = weakref.finalize(self, _drop, asyncio.get_running_loop(), leave)
         self._cleanup.atexit = False
@@ -283,12 +299,14 @@ def _now() -> float:
     return asyncio.get_running_loop().time()
 
 
-def _leave(unsubscribe: Callable[[], None], presence: Presence, attendance: Attendance) -> None:
+def _leave(
+    unsubscribe: Callable[[], None], heartbeat: ReaderHeartbeat, registration: Registration
+) -> None:
     unsubscribe()
-    presence.leave(attendance)
+    heartbeat.unregister(registration)
 
 
 def _drop(loop: asyncio.AbstractEventLoop, leave: Callable[[], None]) -> None:
-    # Collection may happen in any thread, and after the loop's end.
+    # Garbage collection may run in any thread, and after the loop has ended.
     with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(leave)

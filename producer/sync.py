@@ -33,7 +33,7 @@ _CLOSED = "this producer is closed"
 
 
 class _Ended(RuntimeError):
-    """The thread is not there: it was stopped, or belongs to the parent process."""
+    """The thread was stopped, or belongs to the parent process."""
 
 
 class _LoopThread:
@@ -44,8 +44,8 @@ class _LoopThread:
         self._last: Coroutine[Any, Any, None] | None = None
         self._pid = os.getpid()
         self._stopping = False
-        # Nothing is handed to the loop once it is stopping. A signal handler may close the producer
-        # in a thread that has the lock.
+        # The loop takes nothing once it is stopping. Reentrant, because a signal handler may close
+        # the producer in the thread that holds the lock.
         self._lock = threading.RLock()
         self._thread = threading.Thread(target=self._work, name="penstock-producer", daemon=True)
         self._thread.start()
@@ -68,11 +68,11 @@ class _LoopThread:
             raise
 
     def _start(self, work: Coroutine[Any, Any, _T]) -> Future[_T]:
-        if self._is_foreign:  # first: the lock may have been copied locked
+        if self._is_foreign:  # checked first: fork may have copied the lock in its locked state
             work.close()
             raise _Ended(
-                "this producer was made before fork(), which leaves its thread and connections "
-                "to the parent process; make one in each process"
+                "this producer was created before fork(), which leaves its thread and connections "
+                "to the parent process; create one in each process"
             )
         with self._lock:
             if not self._stopping and self._thread.is_alive():
@@ -87,7 +87,7 @@ class _LoopThread:
     def stop(self, last: Coroutine[Any, Any, None]) -> None:
         """Cancel everything, run ``last``, end the thread; returns when it has ended.
 
-        In a process that was forked off it does nothing: all of it is the parent's.
+        In a forked process it does nothing, since thread and connections are the parent's.
         """
         if self._is_foreign:
             last.close()
@@ -96,7 +96,7 @@ class _LoopThread:
         with self._lock:
             self._stopping = True
             self._loop.call_soon_threadsafe(self._loop.stop)
-        # A forgotten producer may be collected in the very thread that is to end.
+        # Garbage collection may run in the very thread that is to end.
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
@@ -132,7 +132,7 @@ class BlockingStream(Iterator[Chunk]):
 
     @property
     def index(self) -> int:
-        """One past the last token handed out: where to resume."""
+        """One past the last token yielded: where to resume."""
         return self._stream.index
 
     @property
@@ -142,7 +142,7 @@ class BlockingStream(Iterator[Chunk]):
 
     @property
     def end(self) -> End | None:
-        """The terminal event, None until the iteration has ended by itself."""
+        """The terminal event; None until the iteration has ended by itself."""
         return self._stream.end
 
     def __next__(self) -> Chunk:
@@ -156,9 +156,9 @@ class BlockingStream(Iterator[Chunk]):
         return self._thread.run(self._stream.collect())
 
     def close(self) -> None:
-        """Leave the stream; the request runs on. Calling it again is harmless.
+        """Leave the stream; the request runs on.
 
-        So it is after the producer was closed, and in a forked process, which has nothing of it.
+        It is harmless to repeat, after the producer was closed, and in a forked process.
         """
         with contextlib.suppress(_Ended):
             self._thread.run(self._stream.aclose())
@@ -180,7 +180,7 @@ async def _next(stream: TokenStream) -> Chunk | None:
 
 
 class BlockingProducer:
-    """:class:`Producer` for code without an event loop; may be shared by threads.
+    """:class:`Producer` for code without an event loop; threads may share it.
 
     ::
 
@@ -188,10 +188,9 @@ class BlockingProducer:
             for chunk in producer.generate("The list type", max_tokens=64):
                 print(chunk.text, end="", flush=True)
 
-    It connects at once, and serves the process that made it: after ``fork()`` (gunicorn with
-    ``preload_app``, ``multiprocessing``) make one in each child. Leave the ``with`` block, or call
-    :meth:`close`, to end its thread; it also ends when the object is collected or the interpreter
-    exits.
+    It connects at once and works only in the process that created it: after ``fork()`` (gunicorn
+    with ``preload_app``, ``multiprocessing``) create one in each child. Leaving the ``with`` block
+    or calling :meth:`close` ends its thread, as do garbage collection and interpreter exit.
 
     Args:
         redis: URL of the server; None takes it from the settings.
@@ -226,7 +225,7 @@ class BlockingProducer:
             raise
 
     def close(self) -> None:
-        """Close all connections and end the thread. Calling it again is harmless."""
+        """Close all connections and end the thread. Repeating it is harmless."""
         self._finish()
 
     def __enter__(self) -> Self:

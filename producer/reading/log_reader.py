@@ -24,15 +24,15 @@ _PAGE = 256
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """A piece of the log and the record as it was just before.
+    """A part of the log, and the record as it was just before.
 
     Attributes:
         known: the record exists.
-        events: chunks from the entry that ends at the wanted index on, and perhaps the end.
+        events: chunks, from the entry that ends at the wanted index, and perhaps the end.
         more: the log goes on after this page.
-        end: the terminal event according to the record, None if there was none.
-        needs_reader: it is to be cancelled when its last reader has left.
-        inbox: in whose channel it is published; None: in its own.
+        end: the terminal event in the record; None if it has none.
+        needs_reader: the request ends when its last reader leaves.
+        inbox: the inbox whose channel it is published in; None: its own channel.
         time_left_ms: until it expires, by Redis' clock; None if it has ended, or if that cannot be
             seen.
     """
@@ -63,13 +63,13 @@ class LogReader:
     async def read(self, request_id: str, index: int) -> Page:
         """Read from token ``index`` on.
 
-        The record is read before the log: what a terminal record counts must be in the log read
-        after it, unless the log is gone. The first entry may be the chunk that ends at ``index``,
-        whose digest proves that the reader's past is the log's.
+        The record is read before the log, so all tokens that a terminal record counts are in the
+        log, unless the log is gone. The first entry may be the chunk that ends at ``index``; its
+        digest shows whether the reader has read this log before.
 
         Raises:
             RedisUnavailable: see :meth:`RetryingClient.call`.
-            StreamError: a key of the request is not what it should be.
+            StreamError: a key of the request has the wrong type.
         """
         record, log = self._keys.request(request_id), self._keys.log(request_id)
 

@@ -1,8 +1,7 @@
-"""Merges events of one request by token index: each token exactly once, whatever comes twice.
+"""Merges events of one request by token index, so that each token is yielded exactly once.
 
-Events reach a reader from two sources that know nothing of each other, the channel and the log,
-and both may repeat what was read already. The index alone decides what is new. No input, no
-output here: this is the part of a stream that can be tested without one.
+Events reach a reader from two independent sources, the channel and the log, and both may repeat
+what was read already. The index alone decides what is new. This module does no input or output.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ class Merger:
     Args:
         request_id: for error messages.
         index: the first token wanted; those before it were read earlier.
-        digest: rolling digest of the tokens before ``index``; None if the reader does not know
-            it, which is then taken from the first event that tells.
+        digest: rolling digest of the tokens before ``index``; None: taken from the first event
+            that has it.
 
     Attributes:
-        index: one past the last token delivered, so the first one wanted.
-        digest: rolling digest of the tokens before ``index``, None if not known.
+        index: one past the last token delivered.
+        digest: rolling digest of the tokens before ``index``; None if not known.
         end: the terminal event, once every token before it was delivered.
-        ready: chunks to hand out, in order, without gap or overlap.
+        ready: chunks to yield, in order, without gap or overlap.
     """
 
     __slots__ = (
@@ -45,16 +44,16 @@ class Merger:
         self._proved = digest is not None
 
     def add(self, event: Chunk | End) -> bool:
-        """Take an event in.
+        """Merge an event.
 
         Returns:
-            Whether it continued, ended or repeated what is known. False: something is missing
-            before it, and the event was left out.
+            True if it continued, ended or repeated what is known. False if something is missing
+            before it; the event is then ignored.
 
         Raises:
             StreamDiverged: it contradicts tokens that were delivered.
             StreamError: it begins with delivered tokens, and its text cannot be cut by token.
-            InvalidRequest: the request ended before the index that reading was to begin at.
+            InvalidRequest: the request ended before the first token wanted.
         """
         if isinstance(event, End):
             return self._add_end(event)

@@ -1,9 +1,10 @@
 """One pub/sub connection for all streams of a process.
 
-The channel is only a fast copy of the log, so this module may lose messages and says so when it
-did: a subscription that missed something is *behind*, and its owner reads the log. A subscription
-is behind whenever the server has confirmed it (what was published before is not on the channel),
-which covers the first subscription and every reconnection alike, and when its buffer ran over.
+The channel is only a fast copy of the log, so this module may lose messages, and reports it when
+it did: a subscription that may have missed something is *behind*, and its owner reads the log. A
+subscription is behind whenever the server confirms it, because messages published earlier are not
+on the channel. This covers the first subscription and every reconnection. It is also behind when
+its buffer overflows.
 """
 
 from __future__ import annotations
@@ -33,31 +34,31 @@ _BACKOFF_S = (0.02, 1.0)
 class Subscriber:
     """Shares one pub/sub connection among any number of subscriptions.
 
-    The connection is made with the first subscription and made again, with growing pauses, when
-    it breaks or stays silent although it was pinged. It is not taken from the client's pool.
+    The first subscription opens the connection. It is opened again, with growing pauses, when it
+    breaks or does not answer a ping. It does not come from the client's pool.
 
     Args:
         redis: the client whose connection parameters are used.
-        ping_after_s: how long the server may be silent before it is pinged, and then before it
-            counts as gone.
+        ping_after_s: seconds of silence before the subscriber pings the server, and then before
+            the connection counts as dead.
 
     Attributes:
-        connections: how often a connection was made.
+        connections: how many connections were opened.
     """
 
     def __init__(self, redis: Redis, *, ping_after_s: float = 5.0) -> None:
         self._redis = redis
         self._ping_after_s = ping_after_s
         self._readers: dict[bytes, set[Subscription]] = {}
-        # Those of them that read one request each, by inbox and request.
+        # Those that read one request each, by inbox and request.
         self._inboxes: dict[bytes, dict[bytes, set[Subscription]]] = {}
         self._sent: set[bytes] = set()
         self._confirmed: set[bytes] = set()
-        # Those that were refused together with others: which of them is denied?
+        # Channels refused together with others: it is not known which of them is denied.
         self._doubtful: set[bytes] = set()
         self._changed: set[bytes] = set()
         self._work = asyncio.Event()
-        self._heard = False
+        self._received = False
         self._ping = False
         self._task: asyncio.Task[None] | None = None
         self._pause_s = _BACKOFF_S[0]
@@ -70,11 +71,11 @@ class Subscriber:
         return len(self._readers)
 
     def open(self, channel: str) -> Subscription:
-        """Subscribe to a channel. Returns at once; the confirmation lets the reader fall behind."""
+        """Subscribe to a channel. Returns at once; the confirmation sets the reader behind."""
         return self._open(channel, None)
 
     def open_inbox(self, channel: str, request_id: str) -> Subscription:
-        """The same for one request's events in the channel of an inbox."""
+        """Subscribe to one request's events in an inbox's channel."""
         return self._open(channel, request_id.encode())
 
     def _open(self, channel: str, request_id: bytes | None) -> Subscription:
@@ -89,7 +90,7 @@ class Subscriber:
         return subscription
 
     def close(self, subscription: Subscription) -> None:
-        """End a subscription; the channel's last one unsubscribes it. Again is harmless."""
+        """End a subscription; the channel's last one unsubscribes. Repeating it is harmless."""
         subscription.close()
         readers = self._readers.get(subscription.channel)
         if readers is None:
@@ -111,9 +112,9 @@ class Subscriber:
             self._inboxes.pop(channel, None)
 
     async def aclose(self) -> None:
-        """End the connection; readers of open subscriptions are told."""
-        # Not by cancelling alone: asyncio.wait_for of Python 3.11, which redis-py sends with, can
-        # swallow a cancellation.
+        """Close the connection; readers of open subscriptions get an error."""
+        # Cancelling alone is not enough: redis-py sends within asyncio.wait_for, which can swallow
+        # a cancellation in Python 3.11.
         self._closed = True
         task, self._task = self._task, None
         if task is not None:
@@ -133,7 +134,7 @@ class Subscriber:
             try:
                 await self._connect_and_serve()
             except* (RedisConnectionError, RedisTimeoutError, OSError) as group:
-                again = self._pause_s > _BACKOFF_S[0]  # of an outage, one line is enough
+                again = self._pause_s > _BACKOFF_S[0]  # one warning per outage is enough
                 level = logging.INFO if again else logging.WARNING
                 _log.log(level, "pub/sub connection lost: %s", group.exceptions[0])
             except* Exception as group:
@@ -165,7 +166,7 @@ class Subscriber:
             await connection.aclose()
 
     async def _write(self, connection: ChannelConnection) -> None:
-        """Bring the server's list of our channels up to date, in one command for many."""
+        """Send changes of the subscribed channels, many in one command."""
         while not self._closed:
             await self._work.wait()
             self._work.clear()
@@ -188,16 +189,16 @@ class Subscriber:
                 await connection.send("PING")
 
     async def _watch(self) -> None:
-        """Have a server pinged that is silent; one that does not even answer that is gone."""
+        """Ping a silent server; if it does not answer, the connection is dead."""
         while not self._closed:
-            self._heard = False
+            self._received = False
             await asyncio.sleep(self._ping_after_s)
-            if self._heard:
+            if self._received:
                 continue
             self._ping = True
             self._work.set()
             await asyncio.sleep(self._ping_after_s)
-            if not self._heard:
+            if not self._received:
                 raise RedisConnectionError("no answer to a ping; the connection is dead")
 
     async def _read(self, connection: ChannelConnection) -> None:
@@ -205,10 +206,10 @@ class Subscriber:
             try:
                 message = await connection.receive()
             except ResponseError as error:
-                self._heard = True
-                self._take_refusal(error, *connection.refused())
+                self._received = True
+                self._handle_refusal(error, *connection.refused())
                 continue
-            self._heard = True
+            self._received = True
             if type(message) is not list or len(message) != 3:
                 connection.answered()  # a ping
                 continue
@@ -229,20 +230,22 @@ class Subscriber:
                 for subscription in self._readers.get(channel, ()):
                     subscription.fall_behind()
 
-    def _take_refusal(self, error: ResponseError, command: str, channels: Sequence[bytes]) -> None:
+    def _handle_refusal(
+        self, error: ResponseError, command: str, channels: Sequence[bytes]
+    ) -> None:
         if command != "SUBSCRIBE":
             _log.info("Redis refuses %s: %s", command, error)
         elif len(channels) == 1:
             self._fail(channels, error)
         else:
-            # One that is denied is enough for that. Alone, each gets its own answer.
+            # One denied channel refuses the whole command. Sent alone, each gets its own answer.
             self._sent.difference_update(channels)
             self._doubtful.update(channels)
             self._changed.update(channels)
             self._work.set()
 
     def _fail(self, channels: Iterable[bytes], error: BaseException) -> None:
-        """Let the readers of these channels go with an error: no later connection asks for them."""
+        """Fail the readers of these channels; later connections do not subscribe to them."""
         text = f"Redis refuses to subscribe: {error}"
         if isinstance(error, NoPermissionError):
             text += "; the user needs +subscribe and the channels, see docs/protocol.md"
@@ -255,13 +258,13 @@ class Subscriber:
 
 
 def _deliver(inbox: Mapping[bytes, Collection[Subscription]], message: bytes) -> None:
-    """Hand the events of one message to their readers.
+    """Deliver the events of one inbox message to their readers.
 
-    What is no such message is dropped: anyone may publish, and what a reader misses is in the log.
+    Malformed messages are dropped: anyone may publish, and the log has what a reader misses.
     """
     try:
         for request_id, event in unpack_letter(message):
             for subscription in inbox.get(request_id, ()):
                 subscription.push(event)
     except ProtocolError:
-        _log.warning("a message in an inbox is not readable: %r", message[:80])
+        _log.warning("a message in an inbox is malformed: %r", message[:80])

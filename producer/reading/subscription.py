@@ -1,4 +1,4 @@
-"""One reader's end of a channel: what came since it last looked, and whether it came whole."""
+"""One reader's end of a channel: its new messages, and whether some may be missing."""
 
 from __future__ import annotations
 
@@ -16,22 +16,33 @@ _LONGEST_SILENCE_S = 4.0
 class Subscription:
     """One reader of one channel, or of one request in an inbox. Ended by :meth:`Subscriber.close`.
 
-    A reader is *behind* when the channel may have lost something, and then reads the log. A channel
-    that stays silent for a second counts as one that may have, and for longer each time that it
-    is silent again, up to four.
+    A reader is *behind* when the channel may have lost something, and then reads the log. A second
+    of silence counts as a possible loss. If the silence goes on, the interval doubles up to four
+    seconds.
 
-    Nearly every token of a stream is waited for, so waiting must cost little: no coroutine, and
-    no timer that is made and cancelled for each. A timer that goes off too early is set again.
+    A stream waits for nearly every token, so waiting must cost little: no coroutine, and no new
+    timer per wait. A timer that fires too early is set again.
 
     Args:
         channel: the channel's name.
         request_id: in an inbox, the request whose events are wanted; else None.
-        behind: whether the reader has to read the log before anything else.
+        behind: whether the reader must read the log first.
     """
 
     __slots__ = (
-        "__weakref__", "_alarm", "_behind", "_deadline", "_error", "_heard_at", "_hush", "_loop",
-        "_messages", "_silence_s", "_waiter", "channel", "request_id",
+        "__weakref__",
+        "_behind",
+        "_deadline",
+        "_deadline_timer",
+        "_error",
+        "_loop",
+        "_messages",
+        "_received_at",
+        "_silence_s",
+        "_silence_timer",
+        "_waiter",
+        "channel",
+        "request_id",
     )  # fmt: skip
 
     def __init__(self, channel: bytes, request_id: bytes | None, *, behind: bool) -> None:
@@ -42,19 +53,19 @@ class Subscription:
         self._behind = behind
         self._error: Exception | None = None
         self._waiter: asyncio.Future[bool] | None = None
-        self._alarm: asyncio.TimerHandle | None = None
+        self._deadline_timer: asyncio.TimerHandle | None = None
         self._deadline = 0.0
-        self._heard_at = self._loop.time()
+        self._received_at = self._loop.time()
         self._silence_s = _SILENCE_S
-        self._hush = self._loop.call_later(_SILENCE_S, self._note_silence)
+        self._silence_timer = self._loop.call_later(_SILENCE_S, self._on_silence)
 
     def wait(self, deadline: float | None = None) -> asyncio.Future[bool]:
-        """To be awaited until :meth:`take` has something to say; False: it had not by then.
+        """Return a future: True once :meth:`take` has something, False at the deadline.
 
-        Who gives up waiting cancels it, as a task does by itself when it is cancelled.
+        A caller that stops waiting cancels the future, as a cancelled task does by itself.
 
         Args:
-            deadline: a time of the event loop; None: as long as it takes.
+            deadline: a time of the event loop's clock; None waits without limit.
 
         Raises:
             RuntimeError: another task waits already, or this is another event loop.
@@ -67,33 +78,33 @@ class Subscription:
             waiter.set_result(True)
         elif deadline is not None:
             self._deadline = deadline
-            if self._alarm is None or self._alarm.when() > deadline:
-                self._set_alarm()
+            if self._deadline_timer is None or self._deadline_timer.when() > deadline:
+                self._set_deadline_timer()
         return waiter
 
-    def _set_alarm(self) -> None:
-        if self._alarm is not None:
-            self._alarm.cancel()
-        self._alarm = self._loop.call_at(self._deadline, self._ring)
+    def _set_deadline_timer(self) -> None:
+        if self._deadline_timer is not None:
+            self._deadline_timer.cancel()
+        self._deadline_timer = self._loop.call_at(self._deadline, self._on_deadline)
 
-    def _ring(self) -> None:
-        self._alarm = None
+    def _on_deadline(self) -> None:
+        self._deadline_timer = None
         waiter = self._waiter
         if waiter is None or waiter.done():
-            return  # nobody waits; who waits next sets it again
+            return  # the next wait sets it again
         if self._loop.time() >= self._deadline:
             waiter.set_result(False)
         else:
-            self._set_alarm()
+            self._set_deadline_timer()
 
-    def _note_silence(self) -> None:
-        due = self._heard_at + self._silence_s
+    def _on_silence(self) -> None:
+        due = self._received_at + self._silence_s
         now = self._loop.time()
         if now >= due:
             self._silence_s = min(2 * self._silence_s, _LONGEST_SILENCE_S)
             due = now + self._silence_s
             self.fall_behind()
-        self._hush = self._loop.call_at(due, self._note_silence)
+        self._silence_timer = self._loop.call_at(due, self._on_silence)
 
     def _wake(self) -> None:
         waiter = self._waiter
@@ -101,7 +112,7 @@ class Subscription:
             waiter.set_result(True)
 
     def take(self) -> list[bytes] | None:
-        """The messages that came since the last call; None: some may be missing, read the log.
+        """The messages since the last call; None: some may be missing, so read the log.
 
         Raises:
             RedisUnavailable: the server refuses the subscription.
@@ -116,8 +127,8 @@ class Subscription:
         return messages
 
     def push(self, message: bytes) -> None:
-        """Store a message; on overflow all are dropped and the subscription falls behind."""
-        self._heard_at = self._loop.time()
+        """Store a message; an overflow drops all and sets the reader behind."""
+        self._received_at = self._loop.time()
         self._silence_s = _SILENCE_S
         if len(self._messages) >= _BUFFER:
             self.fall_behind()
@@ -126,19 +137,19 @@ class Subscription:
             self._wake()
 
     def fall_behind(self) -> None:
-        """Drop what is stored and send the reader to the log."""
+        """Drop the stored messages and send the reader to the log."""
         self._messages.clear()
         self._behind = True
         self._wake()
 
     def fail(self, error: Exception) -> None:
-        """Let the reader raise this error."""
+        """Make the reader raise this error."""
         self._error = error
         self._wake()
 
     def close(self) -> None:
-        """Nothing more will come; who waits is let go."""
-        self._hush.cancel()
-        if self._alarm is not None:
-            self._alarm.cancel()
+        """End the subscription and wake its waiter."""
+        self._silence_timer.cancel()
+        if self._deadline_timer is not None:
+            self._deadline_timer.cancel()
         self._wake()

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from penstock.shared.scripts.script_loader import load_script
-from penstock.tools.chaos.checks.final_checks import look, send_home
+from penstock.tools.chaos.checks.final_checks import check_end_state, drain_workers
 from penstock.tools.chaos.checks.storm_counts import Ledger
-from penstock.tools.chaos.environment import Parts, open_parts
+from penstock.tools.chaos.environment import Environment, open_environment
 from penstock.tools.chaos.faults.worker_fleet import Machine
 from penstock.tools.chaos.options import StormOptions
 from penstock.tools.chaos.run_case import CaseRunner
@@ -28,7 +28,7 @@ ON_TIME_MS = 10_000
 class Rig:
     """What a directed fault test works with."""
 
-    parts: Parts
+    env: Environment
     options: StormOptions
     ledger: Ledger = field(default_factory=Ledger)
     number: int = 0
@@ -49,7 +49,7 @@ class Rig:
         """Submit, read and judge cases side by side."""
 
         async def run() -> None:
-            runner = CaseRunner(self.parts, self.ledger, ends_by=lambda due_ms: due_ms + ON_TIME_MS)
+            runner = CaseRunner(self.env, self.ledger, ends_by=lambda due_ms: due_ms + ON_TIME_MS)
             await asyncio.gather(*(runner.run(case) for case in cases))
 
         return asyncio.create_task(run())
@@ -62,7 +62,7 @@ class Rig:
             if await holds if inspect.isawaitable(holds) else holds:
                 return
             assert asyncio.get_running_loop().time() < deadline, f"not within 30 s: {what}"
-            self.parts.fleet.replace_ended()
+            self.env.fleet.replace_ended()
             await asyncio.sleep(0.002)
 
     async def owned(self, machine: Machine) -> list[str]:
@@ -70,24 +70,24 @@ class Rig:
         name = machine.worker_id
         if name is None:
             return []
-        key = self.parts.keys.owned(name)
-        return [raw.decode() for raw in await self.parts.link.redis.hkeys(key)]
+        key = self.env.keys.owned(name)
+        return [raw.decode() for raw in await self.env.direct.redis.hkeys(key)]
 
     async def busy(self) -> Machine | None:
         """A machine that owns a request, if there is one."""
-        for machine in self.parts.fleet.machines:
+        for machine in self.env.fleet.machines:
             if machine.ready and await self.owned(machine):
                 return machine
         return None
 
     async def attempts(self, request_id: str) -> int:
         """How often a request was claimed."""
-        return int(await self.parts.link.redis.hget(self.parts.keys.request(request_id), "att"))
+        return int(await self.env.direct.redis.hget(self.env.keys.request(request_id), "att"))
 
     async def end(self) -> None:
         """Send the workers home; nothing may be wrong, and nothing may be left."""
-        await send_home(self.parts, self.ledger)
-        await look(self.parts, self.ledger, exclusive=True)
+        await drain_workers(self.env, self.ledger)
+        await check_end_state(self.env, self.ledger, exclusive=True)
         self.check()
 
     def check(self) -> None:
@@ -100,8 +100,8 @@ async def open_rig(folder: Path, **options: Any) -> AsyncIterator[Rig]:
     """A rig with workers that serve; options as for :class:`StormOptions`."""
     given: dict[str, Any] = {"faults": frozenset(), "workers": 2, "in_flight": 16, "step_ms": 5.0}
     chosen = StormOptions(**{**given, "tokens": 60, "lease_ms": 1000, **options})
-    async with open_parts(chosen, folder) as parts:
-        yield Rig(parts, chosen)
+    async with open_environment(chosen, folder) as env:
+        yield Rig(env, chosen)
 
 
 def digest_of(script: str) -> bytes:

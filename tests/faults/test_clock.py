@@ -31,13 +31,17 @@ async def test_worker_clocks_an_hour_wrong(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("PYTHONPATH", str(site))
     async with open_rig(tmp_path, workers=2) as rig:
         assert sorted(path.name for path in site.glob("w?[+-]*")) == ["w1+3600", "w2-3600"]
-        client, redis, keys = rig.parts.client, rig.parts.link.redis, rig.parts.keys
+        client, redis, keys = (
+            rig.env.client,
+            rig.env.direct.redis,
+            rig.env.keys,
+        )
         await client.submit("x", id="late", max_tokens=5000, deadline_ms=DEADLINE_MS)
         running = rig.start(rig.cases(12))
         await rig.until(rig.busy, "work is under way")
         victim = await rig.busy()
         assert victim is not None
-        assert rig.parts.fleet.kill(victim)
+        assert rig.env.fleet.kill(victim)
         await asyncio.wait_for(running, 30)
         assert (await client.result("late", check=False)).reason is Reason.DEADLINE
         accepted, ended = map(int, await redis.hmget(keys.request("late"), "t0", "t2"))

@@ -18,7 +18,7 @@ def swallowed(holding: bytes) -> Point:
     """The server has executed a request that holds this, and no worker hears of it."""
 
     async def reach(rig: Rig) -> None:
-        proxy = rig.parts.workers_proxy
+        proxy = rig.env.workers_proxy
         before = proxy.cuts
         proxy.cut_replies(holding, silently=True)
         await rig.until(lambda: proxy.cuts > before, "a reply was swallowed")
@@ -41,7 +41,7 @@ POINTS = {
 
 async def unlucky(rig: Rig) -> Machine:
     """The machine that owns something; after an end it may be none, then any."""
-    return await rig.busy() or rig.parts.fleet.machines[0]
+    return await rig.busy() or rig.env.fleet.machines[0]
 
 
 @pytest.mark.parametrize("repetitions", [2, pytest.param(20, marks=pytest.mark.slow)])
@@ -51,13 +51,13 @@ async def test_kill(tmp_path: Path, point: str, repetitions: int) -> None:
     tokens = 12 if point == "in prefill" else 60
     async with open_rig(tmp_path, step_ms=step_ms, tokens=tokens, lease_ms=30_000) as rig:
         for _ in range(repetitions):
-            await rig.parts.fleet.wait_until_ready()
+            await rig.env.fleet.wait_until_ready()
             running = rig.start(rig.cases(6))
             await POINTS[point](rig)
             victim = await unlucky(rig)
-            assert rig.parts.fleet.kill(victim)
+            assert rig.env.fleet.kill(victim)
             await asyncio.wait_for(running, 25)  # below the lease: a supervisor saw it
-            rig.parts.fleet.drain(victim)  # whose supervisor would wait longer after each death
+            rig.env.fleet.drain(victim)  # whose supervisor would wait longer after each death
         await rig.end()
         assert rig.ledger.counts["completed"] == 6 * repetitions
         assert rig.ledger.counts["dead"] == 0

@@ -20,7 +20,7 @@ SHORT, LONG = 4, pytest.param(50, marks=pytest.mark.slow)
 @pytest.mark.parametrize("script", ["claim", "append", "sweep", "list_compactable", "compact"])
 async def test_reply_to_a_worker_is_lost(tmp_path: Path, script: str, repetitions: int) -> None:
     async with open_rig(tmp_path) as rig:
-        proxy = rig.parts.workers_proxy
+        proxy = rig.env.workers_proxy
         for _ in range(repetitions):
             running = rig.start(rig.cases(6))
             before = proxy.cuts
@@ -35,7 +35,7 @@ async def test_reply_to_a_worker_is_lost(tmp_path: Path, script: str, repetition
 async def test_reply_to_a_submit_is_lost(tmp_path: Path, repetitions: int) -> None:
     """The client sends it again: it runs once, and is no duplicate of its own."""
     async with open_rig(tmp_path) as rig:
-        proxy = rig.parts.clients_proxy
+        proxy = rig.env.clients_proxy
         for number in range(repetitions):
             proxy.cut_replies(digest_of("submit"))
             await asyncio.wait_for(rig.start(rig.cases(6, duplicates=number % 3)), 30)
@@ -46,7 +46,7 @@ async def test_reply_to_a_submit_is_lost(tmp_path: Path, repetitions: int) -> No
 @pytest.mark.parametrize("repetitions", [SHORT, LONG])
 async def test_reply_to_a_cancel_is_lost(tmp_path: Path, repetitions: int) -> None:
     async with open_rig(tmp_path, tokens=300) as rig:
-        proxy = rig.parts.clients_proxy
+        proxy = rig.env.clients_proxy
         for _ in range(repetitions):
             running = rig.start(rig.cases(4, cancel_after_s=0.2))
             await rig.until(rig.busy, "work is under way")
@@ -61,7 +61,7 @@ async def test_reply_to_a_cancel_is_lost(tmp_path: Path, repetitions: int) -> No
 async def test_reply_to_an_audit_is_lost(tmp_path: Path, repetitions: int) -> None:
     """What follows a broken connection breaks, too."""
     async with open_rig(tmp_path) as rig:
-        proxy = rig.parts.workers_proxy
+        proxy = rig.env.workers_proxy
         for _ in range(repetitions):
             running = rig.start(rig.cases(6))
             await rig.until(rig.busy, "work is under way")
@@ -78,7 +78,7 @@ async def test_reply_to_an_audit_is_lost(tmp_path: Path, repetitions: int) -> No
 async def test_reply_to_a_reader_that_attends_is_lost(tmp_path: Path, repetitions: int) -> None:
     """It is not taken for one that has left."""
     async with open_rig(tmp_path) as rig:
-        proxy, client = rig.parts.clients_proxy, rig.parts.client
+        proxy, client = rig.env.clients_proxy, rig.env.client
         for _ in range(repetitions):
             before = proxy.cuts
             proxy.cut_replies(digest_of("reader_heartbeat"))
@@ -97,24 +97,24 @@ async def test_reply_to_the_plain_door_is_lost(
     tmp_path: Path, script: str, repetitions: int
 ) -> None:
     async with open_rig(tmp_path) as rig:
-        proxy, parts = rig.parts.workers_proxy, rig.parts
+        proxy, env = rig.env.workers_proxy, rig.env
         for number in range(repetitions):
             good, bad = f"good{number}", f"bad{number}"
             before = proxy.cuts
             proxy.cut_replies(digest_of(script))
             for name, count in ((good, 20), (bad, 0)):
                 fields = {"id": name, "prompt": "x", "seed": 1, "max_tokens": count}
-                await parts.link.redis.xadd(parts.keys.ingress(), fields)
+                await env.direct.redis.xadd(env.keys.ingress(), fields)
             await rig.until(lambda before=before: proxy.cuts > before, "a reply was cut")
-            logs = [parts.keys.log(name) for name in (good, bad)]
+            logs = [env.keys.log(name) for name in (good, bad)]
             await rig.until(
-                lambda logs=logs: _all_exist(parts.link.redis, logs), "both were taken in"
+                lambda logs=logs: _all_exist(env.direct.redis, logs), "both were taken in"
             )
-            served = await parts.client.result(good, timeout=30)
+            served = await env.client.result(good, timeout=30)
             assert served.token_ids == synthetic_tokens(1, [ord("x")], 20)
-            refused = await parts.client.result(bad, timeout=30, check=False)
+            refused = await env.client.result(bad, timeout=30, check=False)
             assert refused.reason is Reason.INVALID
-            assert await parts.link.redis.xlen(parts.keys.log(bad)) == 1
+            assert await env.direct.redis.xlen(env.keys.log(bad)) == 1
 
 
 async def _all_exist(redis: Redis, keys: Sequence[str]) -> bool:
@@ -125,7 +125,7 @@ async def _all_exist(redis: Redis, keys: Sequence[str]) -> bool:
 async def test_reply_to_the_release_of_a_drain_is_lost(tmp_path: Path, repetitions: int) -> None:
     """It ends in order all the same: exit code 0, and nothing is left to the lease."""
     async with open_rig(tmp_path, tokens=200, lease_ms=20_000) as rig:
-        proxy, fleet = rig.parts.workers_proxy, rig.parts.fleet
+        proxy, fleet = rig.env.workers_proxy, rig.env.fleet
         for _ in range(repetitions):
             await fleet.wait_until_ready()
             running = rig.start(rig.cases(8))

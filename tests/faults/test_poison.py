@@ -18,7 +18,7 @@ from waiting import wait_until
 from penstock.gpu_worker.oom import OomWatch, find_counter
 from penstock.shared.protocol import Reason, Request, rolling_digest
 from penstock.shared.scripts.operations import Operations
-from penstock.tools.chaos.checks.final_checks import send_home
+from penstock.tools.chaos.checks.final_checks import drain_workers
 from penstock.tools.chaos.checks.key_recount import recount
 from penstock.tools.chaos.checks.storm_counts import Ended
 
@@ -44,23 +44,23 @@ LOOP = "        loop = asyncio.get_running_loop()\n"
 
 async def serve_poison(rig: Rig, poisoned: int, good: int) -> list[Reason]:
     """Poisoned requests among good ones; how the poisoned ones ended."""
-    parts = rig.parts
+    env = rig.env
     names = [f"poison-{number}" for number in range(poisoned)]
     await asyncio.gather(
-        *(parts.client.submit("!", id=name, max_tokens=40, lane="critical") for name in names)
+        *(env.client.submit("!", id=name, max_tokens=40, lane="critical") for name in names)
     )
     bystanders = rig.start([replace(case, returning=0) for case in rig.cases(good)])
     await asyncio.wait_for(bystanders, 200)
     ends = []
     for name in names:
-        result = await parts.client.result(name, timeout=200, check=False)
+        result = await env.client.result(name, timeout=200, check=False)
         ends.append(result.reason)
         rig.ledger.ended[name] = Ended(result.end, rolling_digest(result.token_ids))
-    await send_home(parts, rig.ledger)
-    await recount(parts.link.redis, parts.keys, rig.ledger, exclusive=True)
+    await drain_workers(env, rig.ledger)
+    await recount(env.direct.redis, env.keys, rig.ledger, exclusive=True)
     rig.check()
     assert rig.ledger.counts["completed"] == good
-    letters = await Operations(parts.link.redis, parts.keys).dead_letters()
+    letters = await Operations(env.direct.redis, env.keys).dead_letters()
     assert sorted(letter.id for letter in letters) == names
     assert {Request.unpack(letter.payload).prompt for letter in letters} == {"!"}
     return ends
@@ -156,15 +156,15 @@ async def test_kill_for_memory_is_blamed(
     """As a crash is, and a kill by hand is not."""
     monkeypatch.setenv("PYTHONPATH", hungry_workers(tmp_path, memory_cgroup))
     async with open_rig(tmp_path, workers=1, lease_ms=20_000) as rig:
-        redis, record = rig.parts.link.redis, rig.parts.keys.request("poison")
-        await rig.parts.client.submit("!", id="poison", max_tokens=40)
+        redis, record = rig.env.direct.redis, rig.env.keys.request("poison")
+        await rig.env.client.submit("!", id="poison", max_tokens=40)
         wanted = [b"1", b"1"]
 
         async def blamed() -> bool:
             return await redis.hmget(record, "died", "bad") == wanted
 
         await rig.until(blamed, "a blame")
-        await rig.parts.client.cancel("poison")
+        await rig.env.client.cancel("poison")
 
 
 @pytest.mark.slow

@@ -12,7 +12,11 @@ from faults.rig import open_rig
 @pytest.mark.parametrize("rounds", [1, pytest.param(15, marks=pytest.mark.slow)])
 async def test_rolling_restart(tmp_path: Path, rounds: int) -> None:
     async with open_rig(tmp_path, workers=3, tokens=300, step_ms=10, lease_ms=30_000) as rig:
-        fleet, redis, keys = rig.parts.fleet, rig.parts.link.redis, rig.parts.keys
+        fleet, redis, keys = (
+            rig.env.fleet,
+            rig.env.direct.redis,
+            rig.env.keys,
+        )
         for _ in range(rounds):
             cases = rig.cases(12)
             running = rig.start(cases)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from faults.rig import Rig, open_rig
 
-from penstock.tools.chaos.checks.final_checks import send_home
+from penstock.tools.chaos.checks.final_checks import drain_workers
 
 SECONDS = 150
 RETENTION_S = 5
@@ -22,8 +22,8 @@ CONSTANT_KEYS = 40
 
 async def sample(rig: Rig) -> dict[str, int]:
     """What may not grow, when no request runs. Sizes in kB."""
-    redis, found = rig.parts.link.redis, {"client_descriptors": descriptors(os.getpid())}
-    for i, machine in enumerate(rig.parts.fleet.machines):
+    redis, found = rig.env.direct.redis, {"client_descriptors": descriptors(os.getpid())}
+    for i, machine in enumerate(rig.env.fleet.machines):
         engine = machine.engine()
         assert engine is not None, "no worker is replaced in a soak"
         found[f"engine_{i}_descriptors"] = descriptors(engine)
@@ -81,14 +81,14 @@ async def test_nothing_leaks(tmp_path: Path) -> None:
             # Half-way, connections of all kinds break, the subscribers' too.
             await rig.until(rig.busy, "work is under way")
             for kind in ("normal", "pubsub"):
-                await rig.parts.link.redis.execute_command("CLIENT", "KILL", "TYPE", kind)
+                await rig.env.direct.redis.execute_command("CLIENT", "KILL", "TYPE", kind)
             await asyncio.wait_for(running, 60)
             samples.append(await sample(rig))
         grown = growth(samples)
         print(f"{len(samples)} rounds, {rig.ledger.counts['requests']} requests: {grown}")
         for name, (early, late) in grown.items():
             assert late <= early + may_grow(name), f"{name} has grown from {early} to {late}"
-        while await rig.parts.link.redis.dbsize() > CONSTANT_KEYS:
+        while await rig.env.direct.redis.dbsize() > CONSTANT_KEYS:
             await asyncio.sleep(0.1)
-        await send_home(rig.parts, rig.ledger)
+        await drain_workers(rig.env, rig.ledger)
         rig.check()

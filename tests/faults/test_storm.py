@@ -128,6 +128,7 @@ async def test_a_deadline_that_is_kept_late_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Under this seed four of the first forty run for long after their deadline, if let."""
+    monkeypatch.setattr("penstock.producer.stream._EXPIRY_GRACE_S", 60.0)  # readers would end them
     when = "KEYS[1], '-inf', now, 'LIMIT', 0, MAX_EXPIRED"
     late = when.replace("now", "now - 2000")
     monkeypatch.setenv("PYTHONPATH", mutated(tmp_path, "shared/scripts/lua/sweep.lua", when, late))
@@ -138,7 +139,7 @@ async def test_a_deadline_that_is_kept_late_is_noticed(
 async def test_a_task_that_swallows_its_cancellation_is_ended_all_the_same() -> None:
     swallowed = 0
 
-    async def look() -> None:
+    async def wait_forever() -> None:
         nonlocal swallowed
         while True:
             try:
@@ -148,7 +149,7 @@ async def test_a_task_that_swallows_its_cancellation_is_ended_all_the_same() -> 
                 if swallowed > 2:
                     raise
 
-    task = asyncio.create_task(look())
+    task = asyncio.create_task(wait_forever())
     await asyncio.sleep(0)
     await asyncio.wait_for(end_tasks([task]), 30)
     assert task.cancelled()

@@ -151,7 +151,7 @@ def test_a_forked_process_is_told_to_make_its_own(redis_url: str) -> None:
 
         def use() -> None:
             for call in (lambda: producer.submit("x"), lambda: next(stream)):
-                with pytest.raises(RuntimeError, match=r"before fork\(\).*make one in each"):
+                with pytest.raises(RuntimeError, match=r"before fork\(\).*create one in each"):
                     call()
             stream.close()
             producer.close()

@@ -15,7 +15,7 @@ from penstock.gpu_worker.health import HealthServer
 from penstock.gpu_worker.launch import describe_exit
 from penstock.shared.errors import ConfigurationError
 from penstock.shared.settings import Settings
-from penstock.tools.chaos.faults.worker_fleet import find_complaints
+from penstock.tools.chaos.faults.worker_fleet import find_crashes
 
 
 @pytest.fixture(autouse=True)
@@ -107,4 +107,4 @@ def test_ends_of_processes_are_told_and_a_storm_reads_them() -> None:
         f"error   edge process ended ({describe_exit(code)}); restarting in 0.1 s"
         for code in (70, -signal.SIGSEGV, -signal.SIGKILL)
     ]
-    assert find_complaints(lines) == lines[:2]
+    assert find_crashes(lines) == lines[:2]

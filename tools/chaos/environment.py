@@ -1,4 +1,4 @@
-"""What runs during a storm: server, proxies, workers, clients. Opened together, closed together."""
+"""The environment of a storm: server, proxies, workers, clients; opened and closed together."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from .faults.tcp_proxy import Proxy
 from .faults.worker_fleet import Fleet
 from .options import StormOptions, storm_settings, worker_arguments, worker_environment
 
-__all__ = ["Parts", "open_parts"]
+__all__ = ["Environment", "open_environment"]
 
 _OUTAGE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class Environment:
     """Everything that runs during a storm.
 
     Attributes:
@@ -34,8 +34,8 @@ class Parts:
         slow_proxy: between ``slow_client`` and Redis.
         fleet: the workers.
         client: submits, cancels and reads.
-        slow_client: reads, and does so slowly now and then.
-        link: past all proxies.
+        slow_client: reads, at times slowly.
+        direct: a client without a proxy.
     """
 
     server: Server
@@ -46,12 +46,12 @@ class Parts:
     fleet: Fleet
     client: Producer
     slow_client: Producer
-    link: RetryingClient
+    direct: RetryingClient
 
 
 @contextlib.asynccontextmanager
-async def open_parts(options: StormOptions, folder: Path) -> AsyncIterator[Parts]:
-    """Start everything, and yield it when all workers serve.
+async def open_environment(options: StormOptions, folder: Path) -> AsyncIterator[Environment]:
+    """Start everything; yield once all workers are ready.
 
     Args:
         options: of the storm.
@@ -73,10 +73,10 @@ async def open_parts(options: StormOptions, folder: Path) -> AsyncIterator[Parts
             server = await enter(given_server(options.redis))
         if Fault.SLOW_READERS in options.faults:
             await server.limit_subscribers()
-        link = RetryingClient(server.url, socket_timeout_s=2.0, outage_s=_OUTAGE_S)
-        stack.push_async_callback(link.aclose)
+        direct = RetryingClient(server.url, socket_timeout_s=2.0, outage_s=_OUTAGE_S)
+        stack.push_async_callback(direct.aclose)
         if options.redis is not None:
-            stack.push_async_callback(_remove_keys, link, keys)
+            stack.push_async_callback(_remove_keys, direct, keys)
         workers_proxy, clients_proxy, slow_proxy = [
             await enter(Proxy(server.host, server.port, narrow=narrow))
             for narrow in (False, False, True)
@@ -95,7 +95,7 @@ async def open_parts(options: StormOptions, folder: Path) -> AsyncIterator[Parts
         ]
         stack.push_async_callback(client.aclose)
         stack.push_async_callback(slow_client.aclose)
-        yield Parts(
+        yield Environment(
             server=server,
             keys=keys,
             workers_proxy=workers_proxy,
@@ -104,16 +104,16 @@ async def open_parts(options: StormOptions, folder: Path) -> AsyncIterator[Parts
             fleet=fleet,
             client=client,
             slow_client=slow_client,
-            link=link,
+            direct=direct,
         )
 
 
-async def _remove_keys(link: RetryingClient, keys: Keys) -> None:
-    names = [name async for name in link.redis.scan_iter(match=_literal(keys.prefix) + "*")]
+async def _remove_keys(client: RetryingClient, keys: Keys) -> None:
+    names = [name async for name in client.redis.scan_iter(match=_literal(keys.prefix) + "*")]
     for at in range(0, len(names), 500):
-        await link.redis.unlink(*names[at : at + 500])
+        await client.redis.unlink(*names[at : at + 500])
 
 
 def _literal(prefix: str) -> str:
-    """A prefix as a pattern: braces mean themselves."""
+    """Escape a prefix for a key pattern."""
     return "".join(f"\\{c}" if c in "*?[]\\{}" else c for c in prefix)

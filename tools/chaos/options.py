@@ -1,4 +1,4 @@
-"""What a storm is to be, and the settings that follow from it."""
+"""Options of a storm, and the settings derived from them."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from .faults.fault_schedule import ALL_FAULTS, Fault
 __all__ = ["StormOptions", "storm_settings", "worker_arguments", "worker_environment"]
 
 _SOCKET_TIMEOUT_S = 1.0
-"""Short, so that half-open connections are noticed within the storm."""
+"""Short, so that clients notice half-open connections within the storm."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StormOptions:
-    """What a storm is to be.
+    """Options of a storm.
 
     Attributes:
-        seconds: how long requests are submitted and faults happen.
-        faults: the kinds that happen; none at all is a calm run.
-        workers: how many machines.
-        in_flight: requests at the same time.
-        tokens: output tokens of a request at most.
+        seconds: how long the storm submits requests and injects faults.
+        faults: the kinds of faults; an empty set is a calm run.
+        workers: number of worker machines.
+        in_flight: concurrent requests.
+        tokens: maximum output tokens of a request.
         seed: of requests and faults.
         model: ``synthetic``, ``demo`` or a checkpoint's directory.
-        redis: address of a server on loopback; None for an own one.
-        lease_ms: how long a silent worker is believed alive.
-        step_ms: how long a step of the synthetic model takes.
-        pace: how many times as often as usual faults happen.
-        retention_s: how long what has ended can be read.
-        logs: directory in which the workers' logs are kept; None to throw them away.
+        redis: address of a server on loopback; None starts one.
+        lease_ms: lease of the workers in ms.
+        step_ms: duration of a step of the synthetic model in ms.
+        pace: factor on the rate of faults.
+        retention_s: how long ended requests stay readable.
+        logs: directory for the workers' logs; None discards them.
     """
 
     seconds: float = 30.0
@@ -62,10 +62,10 @@ class StormOptions:
 def storm_settings(options: StormOptions) -> Settings:
     """Settings of the storm's workers and clients.
 
-    Not by ``load_settings``: a storm is the same whatever settings its user has.
+    They ignore the user's own settings, so that a storm is the same for everybody.
     """
     share = -(-options.in_flight // options.workers)
-    # A name of its own, so that keys of others on a given server are left alone.
+    # A name of its own, so that it touches no other keys on a given server.
     name = "chaos" if options.redis is None else f"chaos-{time.time_ns():x}"
     return Settings.model_validate(
         {
@@ -84,7 +84,7 @@ def storm_settings(options: StormOptions) -> Settings:
 
 
 def worker_arguments(settings: Settings) -> list[str]:
-    """What ``penstock worker`` is given on its command line."""
+    """Command line arguments for ``penstock worker``."""
     return ["--model", settings.model.path, "--name", settings.queue.model]
 
 

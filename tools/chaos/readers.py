@@ -1,4 +1,4 @@
-"""Readers of every kind, and what each of them saw."""
+"""Readers of every kind, and what each of them received."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ __all__ = ["Reading", "read_jumping", "read_returning", "read_straight"]
 
 @dataclass(slots=True)
 class Reading:
-    """What one reader was handed out.
+    """What one reader received.
 
     Attributes:
         kind: live, returning, jumping, slow or late.
         start: the first index it asked for.
         token_ids: the tokens from there on.
-        text: their text; of no meaning for a reader that began within a chunk.
+        text: their text, by chunk.
         end: the terminal event.
-        past_end: it was told that the request ended before ``start``.
-        error: what ended it otherwise.
-        faults: chunks that did not continue what it had.
+        past_end: the client reported that the request ended before ``start``.
+        error: the error that ended the reading.
+        faults: chunks that did not continue the tokens before.
     """
 
     kind: str
@@ -39,11 +39,11 @@ class Reading:
 
     @property
     def index(self) -> int:
-        """One past the last token it has."""
+        """One past the last token received."""
         return self.start + len(self.token_ids)
 
     def take(self, chunk: Chunk) -> None:
-        """Take a chunk in."""
+        """Add a chunk."""
         if chunk.start != self.index:
             self.faults.append(f"chunk [{chunk.start}, {chunk.stop}) came at {self.index}")
         self.token_ids += chunk.token_ids
@@ -51,7 +51,7 @@ class Reading:
 
 
 async def read_straight(producer: Producer, request_id: str, kind: str) -> Reading:
-    """Read everything from index 0 on."""
+    """Read everything from index 0."""
     reading = Reading(kind)
     try:
         async with producer.stream(request_id) as stream:
@@ -66,7 +66,7 @@ async def read_straight(producer: Producer, request_id: str, kind: str) -> Readi
 async def read_returning(
     producer: Producer, request_id: str, rng: random.Random, pause_s: float
 ) -> Reading:
-    """Read some chunks, leave, come back later where the last one ended, until the end."""
+    """Read some chunks, leave, and return where the last one ended, until the end."""
     reading = Reading("returning")
     digest: int | None = None
     try:
@@ -91,7 +91,7 @@ async def read_returning(
 
 
 async def read_jumping(producer: Producer, request_id: str, index: int) -> Reading:
-    """Read from an index on that the request may never reach."""
+    """Read from an index that the request may never reach."""
     reading = Reading("jumping", start=index)
     try:
         async with producer.stream(request_id, from_index=index) as stream:

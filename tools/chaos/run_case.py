@@ -1,4 +1,4 @@
-"""One request's life in a storm: submitted, read by all kinds of readers, perhaps cancelled."""
+"""Runs one request of a storm: submits it, reads it in every way, and perhaps cancels it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from penstock.shared.protocol import State
 
 from .checks.storm_counts import Invariant, Ledger
 from .checks.verdict import EndsBy, judge
-from .environment import Parts
+from .environment import Environment
 from .readers import Reading, read_jumping, read_returning, read_straight
 from .storm_requests import Case, changed_payload, request_fields
 
@@ -22,20 +22,20 @@ _RETURN_PAUSE_S = 0.4
 
 
 class CaseRunner:
-    """Runs cases and has them judged.
+    """Runs cases and judges them.
 
     Args:
-        parts: of the storm.
+        env: of the storm.
         ledger: takes counts and findings.
-        ends_by: until when a request may end that is due at a time, both in ms of Redis' clock;
-            None: not known to be too late yet.
+        ends_by: the latest end of a request that is due at a time, both in ms of Redis' clock;
+            None: not known yet.
     """
 
-    def __init__(self, parts: Parts, ledger: Ledger, *, ends_by: EndsBy) -> None:
-        self._client = parts.client
-        self._slow_client = parts.slow_client
-        self._link = parts.link
-        self._keys = parts.keys
+    def __init__(self, env: Environment, ledger: Ledger, *, ends_by: EndsBy) -> None:
+        self._client = env.client
+        self._slow_client = env.slow_client
+        self._direct = env.direct
+        self._keys = env.keys
         self._ledger = ledger
         self._ends_by = ends_by
 
@@ -65,7 +65,7 @@ class CaseRunner:
         )
 
     async def _submit(self, case: Case) -> None:
-        """Submit it, several times at once if the case says so: it must run once."""
+        """Submit the request, perhaps several times at once: it must run once."""
         fields = request_fields(case.request)
         answers = await asyncio.gather(
             *(self._client.submit(**fields) for _ in range(1 + case.duplicates))
@@ -79,7 +79,7 @@ class CaseRunner:
             )
 
     async def _submit_again(self, case: Case, late: Reading) -> None:
-        """Once it has ended, the same submit tells its state and starts nothing."""
+        """After the end, the same submit returns the state and starts nothing."""
         if not case.duplicates or late.end is None:
             return
         answer = await self._client.submit(**request_fields(case.request))
@@ -103,7 +103,7 @@ class CaseRunner:
         return works
 
     async def _cancel(self, case: Case) -> bool:
-        """Cancel it if the case says so; whether it was told that this ended it."""
+        """Cancel the request if the case says so; returns whether the cancel ended it."""
         if case.cancel_after_s is None:
             return False
         await asyncio.sleep(case.cancel_after_s)
@@ -124,12 +124,12 @@ class CaseRunner:
 
     async def _record(self, request_id: str) -> dict[str, str]:
         async def send() -> dict[bytes, bytes]:
-            record: dict[bytes, bytes] = await self._link.redis.hgetall(  # type: ignore[misc]
+            record: dict[bytes, bytes] = await self._direct.redis.hgetall(  # type: ignore[misc]
                 self._keys.request(request_id)
             )
             return record
 
-        record = await self._link.call(send)
+        record = await self._direct.call(send)
         return {
             name.decode(): value.decode(errors="replace")
             for name, value in record.items()

@@ -1,4 +1,4 @@
-"""A storm: requests without pause, faults at random times, and a look at every request's end."""
+"""A storm: requests without pause, faults at random times, and a check of each request's end."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from redis.exceptions import RedisError
 from penstock.shared.errors import RedisUnavailable
 from penstock.shared.scripts.operations import Operations
 
-from .checks.final_checks import look, send_home
+from .checks.final_checks import check_end_state, drain_workers
 from .checks.storm_counts import Invariant, Ledger
 from .checks.sweep_times import SweepWatch
-from .environment import Parts, open_parts
+from .environment import Environment, open_environment
 from .faults.fault_schedule import Fault, draw_schedule
-from .faults.injector import FaultMaker
+from .faults.injector import FaultInjector
 from .faults.worker_fleet import Fleet
 from .options import StormOptions
 from .run_case import CaseRunner
@@ -33,18 +33,18 @@ __all__ = ["Storm", "StormResult"]
 _RECOUNT_EVERY_S = 1.0
 _SETTLE_S = 90.0
 _SWEEP_MS = 1000
-"""For those after it: each ends its share of many that are overdue at once."""
+"""Margin for further sweeps: one sweep ends a bounded number of overdue requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class StormResult:
-    """What came of it.
+    """The outcome of a storm.
 
     Attributes:
         options: what was asked for.
         ledger: requests counted, violations found.
         counts: faults that happened, by name.
-        seconds: how long it took, with its end.
+        seconds: how long it took, final checks included.
     """
 
     options: StormOptions
@@ -54,11 +54,11 @@ class StormResult:
 
 
 class Storm:
-    """Puts the parts together, lets them loose, and looks at what is left.
+    """Runs requests and faults side by side, and checks what is left.
 
     Args:
-        options: what it is to be.
-        show: told a few times per second how it goes: in words, seconds gone, and seconds in all.
+        options: of the storm.
+        show: called a few times per second with words, seconds passed and seconds in all.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Storm:
         self._cases: set[asyncio.Task[None]] = set()
 
     async def run(self) -> StormResult:
-        """Run it to its end. Whatever happens, nothing it started is left.
+        """Run the storm to its end. Whatever happens, no process of it is left.
 
         Raises:
             ConfigurationError: the server is not on loopback.
@@ -84,49 +84,51 @@ class Storm:
         """
         began = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="penstock-chaos-") as name:
-            async with open_parts(self._options, Path(name)) as parts:
-                oracle = await self._prepare(parts)
-                maker = FaultMaker(
-                    parts.server,
-                    parts.fleet,
-                    parts.workers_proxy,
-                    parts.clients_proxy,
-                    parts.slow_proxy,
+            async with open_environment(self._options, Path(name)) as env:
+                oracle = await self._prepare(env)
+                injector = FaultInjector(
+                    env.server,
+                    env.fleet,
+                    env.workers_proxy,
+                    env.clients_proxy,
+                    env.slow_proxy,
                     lease_s=self._options.lease_ms / 1000,
                 )
-                await self._rage(parts, oracle, maker)
+                await self._run_storm(env, oracle, injector)
                 self._show("the last requests have ended; sending the workers home", 0, 0)
-                await send_home(parts, self._ledger)
+                await drain_workers(env, self._ledger)
                 self._show("recounting", 0, 0)
-                await look(parts, self._ledger, exclusive=self._options.redis is None)
-        return StormResult(self._options, self._ledger, maker.figures(), time.monotonic() - began)
+                await check_end_state(env, self._ledger, exclusive=self._options.redis is None)
+        return StormResult(
+            self._options, self._ledger, injector.figures(), time.monotonic() - began
+        )
 
-    async def _prepare(self, parts: Parts) -> Oracle:
-        """The right outputs: by function, or read from workers that nothing is done to."""
+    async def _prepare(self, env: Environment) -> Oracle:
+        """The right outputs: computed, or recorded from undisturbed workers."""
         options = self._options
         if options.model == "synthetic":
             return SyntheticOracle(options.tokens)
         oracle = RecordedOracle(options.tokens)
         self._show("recording undisturbed outputs", 0, 0)
-        await oracle.record(parts.client, self._ledger)
+        await oracle.record(env.client, self._ledger)
         return oracle
 
     # -- the storm -------------------------------------------------------------------------------
 
-    async def _rage(self, parts: Parts, oracle: Oracle, maker: FaultMaker) -> None:
+    async def _run_storm(self, env: Environment, oracle: Oracle, injector: FaultInjector) -> None:
         options = self._options
         typical_s = options.tokens * 0.7 * options.step_ms / 1000
         workload = Workload(
             oracle, options.seed, typical_s, slow=Fault.SLOW_READERS in options.faults
         )
         runner = CaseRunner(
-            parts,
+            env,
             self._ledger,
             ends_by=self._ends_by,
         )
         self._began = time.monotonic()
         try:
-            await self._run_tasks(parts, workload, runner, maker)
+            await self._run_tasks(env, workload, runner, injector)
         except ExceptionGroup as group:
             raise _causes(group)[0] from None
         finally:
@@ -134,24 +136,28 @@ class Storm:
                 task.cancel()
 
     def _ends_by(self, due_ms: int) -> int | None:
-        """Until when a request may end: a deadline is kept by the next sweep after it."""
+        """The latest end of a request due at a time: the next sweep, and a margin."""
         self._ledger.longest_sweep_pause_ms = int(1000 * self._sweeps.longest_pause_s)
         swept_ms = self._sweeps.next_after(due_ms)
         return None if swept_ms is None else swept_ms + _SWEEP_MS
 
     async def _run_tasks(
-        self, parts: Parts, workload: Workload, runner: CaseRunner, maker: FaultMaker
+        self,
+        env: Environment,
+        workload: Workload,
+        runner: CaseRunner,
+        injector: FaultInjector,
     ) -> None:
         async with asyncio.TaskGroup() as group:
             background = [
-                group.create_task(self._watch_fleet(parts.fleet)),
-                group.create_task(self._sweeps.run(parts)),
-                group.create_task(self._recount_often(parts)),
-                group.create_task(self._tell(maker)),
+                group.create_task(self._watch_fleet(env.fleet)),
+                group.create_task(self._sweeps.run(env)),
+                group.create_task(self._recount_often(env)),
+                group.create_task(self._show_progress(injector)),
             ]
             await asyncio.gather(
                 self._load(workload, runner),
-                self._hurt(maker),
+                self._inject(injector),
             )
             await self._wait_for_ends()
             await end_tasks(background)
@@ -162,7 +168,7 @@ class Storm:
         async def one(number: int) -> None:
             try:
                 await runner.run(workload.case(number))
-            except Exception as error:  # whatever it is, the client should have dealt with it
+            except Exception as error:  # the client should have handled it
                 for cause in _causes(error):
                     self._ledger.violated(
                         Invariant.CLIENTS_SOUND, f"c{number}", f"{type(cause).__name__}: {cause}"
@@ -177,23 +183,23 @@ class Storm:
             self._cases.add(task)
             task.add_done_callback(self._cases.discard)
 
-    async def _hurt(self, maker: FaultMaker) -> None:
+    async def _inject(self, injector: FaultInjector) -> None:
         options = self._options
         for event in draw_schedule(
             options.seed, options.seconds, options.faults, pace=options.pace
         ):
             await asyncio.sleep(max(0.0, self._began + event.at_s - time.monotonic()))
-            await maker.make(event.fault, random.Random(event.seed))
-        await maker.finish()
+            await injector.make(event.fault, random.Random(event.seed))
+        await injector.finish()
 
     async def _watch_fleet(self, fleet: Fleet) -> None:
         while True:
             fleet.replace_ended()
             await asyncio.sleep(0.1)
 
-    async def _recount_often(self, parts: Parts) -> None:
-        """Have the server compare its counters with the records, in one atomic script."""
-        operations = Operations(parts.link.redis, parts.keys)
+    async def _recount_often(self, env: Environment) -> None:
+        """Let the server compare its counters with the records, in one atomic script."""
+        operations = Operations(env.direct.redis, env.keys)
         while True:
             await asyncio.sleep(_RECOUNT_EVERY_S)
             with contextlib.suppress(RedisUnavailable, RedisError, OSError):
@@ -204,19 +210,19 @@ class Storm:
                         Invariant.COUNTERS, "counters", f"{wrong} of them were wrong in the storm"
                     )
 
-    async def _tell(self, maker: FaultMaker) -> None:
+    async def _show_progress(self, injector: FaultInjector) -> None:
         while True:
             counts = self._ledger.counts
             self._show(
                 f"{counts['requests']} requests ended, {counts['migrated']} migrated, "
-                f"{maker.total} faults, {sum(self._ledger.found.values())} violations",
+                f"{injector.total} faults, {sum(self._ledger.found.values())} violations",
                 int(time.monotonic() - self._began),
                 int(self._options.seconds),
             )
             await asyncio.sleep(0.25)
 
     async def _wait_for_ends(self) -> None:
-        """Until every request has ended; those that do not are violations."""
+        """Wait until every request has ended; those that do not are violations."""
         deadline = time.monotonic() + _SETTLE_S
         while self._cases and time.monotonic() < deadline:
             await asyncio.wait(self._cases, timeout=0.5)
@@ -231,7 +237,7 @@ class Storm:
 
 
 def _causes(error: Exception) -> list[Exception]:
-    """The errors a group consists of; the error itself if it is no group."""
+    """The errors in a group; the error itself if it is none."""
     if not isinstance(error, ExceptionGroup):
         return [error]
     return [cause for part in error.exceptions for cause in _causes(part)]

@@ -1,4 +1,4 @@
-"""Ends tasks for sure."""
+"""Ends tasks reliably."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _AGAIN_S = 0.2
 
 
 async def end_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    """Cancel tasks and wait until they have ended, however they did.
+    """Cancel tasks and wait until they have ended, with whatever result.
 
-    They are cancelled again and again: redis-py sends within ``asyncio.wait_for``, which in Python
-    3.11 swallows a cancellation that comes just when the sending is done. A task that looks at
-    Redis in a loop would then go on for ever.
+    It cancels repeatedly: redis-py sends within ``asyncio.wait_for``, which in Python 3.11 swallows
+    a cancellation that comes just when the send completes. A task that polls Redis would then run
+    for ever.
     """
     tasks = list(tasks)
     pending = set(tasks)

@@ -1,52 +1,52 @@
-"""After a storm: workers are sent home, and what is left is looked at."""
+"""After a storm: drains the workers, and checks what is left."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 
-from ..environment import Parts
+from ..environment import Environment
 from .key_recount import recount
 from .storm_counts import Invariant, Ledger
 
-__all__ = ["look", "send_home"]
+__all__ = ["check_end_state", "drain_workers"]
 
 _LEASES_TIMEOUT_S = 60.0
 
 
-async def send_home(parts: Parts, ledger: Ledger) -> None:
+async def drain_workers(env: Environment, ledger: Ledger) -> None:
     """Let the leases of lost workers end, then end the others with SIGTERM.
 
-    All requests have ended. Findings go to the ledger.
+    All requests have ended. It records findings in the ledger.
 
     Raises:
         PenstockError: workers that were killed do not come back.
     """
-    await parts.fleet.wait_until_ready()
-    living = {machine.worker_id for machine in parts.fleet.machines}
+    await env.fleet.wait_until_ready()
+    living = {machine.worker_id for machine in env.fleet.machines}
     deadline = time.monotonic() + _LEASES_TIMEOUT_S
     leases: set[str | None] = set()
     while time.monotonic() < deadline:
-        names = await parts.link.redis.zrange(parts.keys.leases, 0, -1)
+        names = await env.direct.redis.zrange(env.keys.leases, 0, -1)
         leases = {name.decode() for name in names}
         if leases <= living:
             break
         await asyncio.sleep(0.05)
     for name in leases - living:
         ledger.violated(Invariant.COUNTERS, str(name), "is gone and keeps its lease")
-    await parts.fleet.finish()
+    await env.fleet.finish()
 
 
-async def look(parts: Parts, ledger: Ledger, *, exclusive: bool) -> None:
+async def check_end_state(env: Environment, ledger: Ledger, *, exclusive: bool) -> None:
     """Recount Redis and read the workers' logs. Findings go to the ledger.
 
     Args:
-        parts: of the storm, without workers by now.
+        env: of the storm, without workers by now.
         ledger: knows how every request ended.
         exclusive: the server holds nothing but this storm's keys.
     """
-    await recount(parts.link.redis, parts.keys, ledger, exclusive=exclusive)
-    for complaint in parts.fleet.complaints:
+    await recount(env.direct.redis, env.keys, ledger, exclusive=exclusive)
+    for complaint in env.fleet.complaints:
         ledger.violated(Invariant.WORKERS_SOUND, "fleet", complaint)
-    for crash in parts.fleet.crashes():
+    for crash in env.fleet.crashes():
         ledger.violated(Invariant.WORKERS_SOUND, "fleet", crash)

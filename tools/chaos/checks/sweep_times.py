@@ -9,7 +9,7 @@ import time
 
 from redis.exceptions import RedisError
 
-from ..environment import Parts
+from ..environment import Environment
 
 __all__ = ["SweepWatch"]
 
@@ -45,13 +45,13 @@ class SweepWatch:
         """The longest time without a sweep, the present one counted."""
         return max(self._longest_s, time.monotonic() - self._since)
 
-    async def run(self, parts: Parts) -> None:
+    async def run(self, env: Environment) -> None:
         """Look until cancelled."""
         last: bytes | None = None
         self._since = time.monotonic()
         while True:
             with contextlib.suppress(RedisError, OSError):
-                swept = await parts.link.redis.hget(parts.keys.floors, "swept")  # type: ignore[misc]
+                swept = await env.direct.redis.hget(env.keys.floors, "swept")  # type: ignore[misc]
                 if swept != last:
                     if swept is not None:
                         self.note(int(swept))

@@ -1,4 +1,4 @@
-"""Looks at one ended request: do its readers, its record and the undisturbed output agree?"""
+"""Judges one ended request: readers, record and undisturbed output must agree."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ def judge(
     cancelled: bool,
     ends_by: EndsBy,
 ) -> None:
-    """Compare everything that is known of an ended request; findings go to the ledger.
+    """Compare all accounts of an ended request; findings go to the ledger.
 
     Args:
-        case: the request and what must come of it.
-        readings: of readers that read while it ran.
-        late: of one that read everything after the end.
+        case: the request and its expected output.
+        readings: of the readers while it ran.
+        late: of one reader after the end.
         record: its record in Redis, without the payload.
         ledger: takes counts and findings.
-        cancelled: a cancel was told that it ended the request.
-        ends_by: until when a request may end that is due at a time; see :class:`CaseRunner`.
+        cancelled: a cancel returned that it ended the request.
+        ends_by: see :class:`CaseRunner`.
     """
     for reading in (*readings, late):
         _judge_reader(case, reading, late, ledger)
@@ -81,7 +81,8 @@ def _judge_reader(case: Case, reading: Reading, late: Reading, ledger: Ledger) -
             f"{reading.token_ids[at : at + _SHOWN]} and "
             f"{late.token_ids[reading.start + at : reading.start + at + _SHOWN]}",
         )
-    if reading.start == 0 and "".join(reading.text) != "".join(late.text):
+    text, late_text = "".join(reading.text), "".join(late.text)
+    if not late_text.endswith(text) or (reading.start == 0 and text != late_text):
         wrong(Invariant.READERS_AGREE, "its text is not the late reader's")
 
 

@@ -1,4 +1,4 @@
-"""Makes faults happen, and counts those that did."""
+"""Injects faults, and counts those that happened."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .storm_server import OwnServer, Server
 from .tcp_proxy import Proxy
 from .worker_fleet import Fleet
 
-__all__ = ["FaultMaker"]
+__all__ = ["FaultInjector"]
 
 _RESTART_PAUSE_S = (0.0, 0.6)
 _FLUSH_TIMEOUT_S = 5.0
@@ -29,8 +29,8 @@ _MOST_WAITING = 6
 """How long, and how many at a time, faults wait for a worker that can be hurt."""
 
 
-class FaultMaker:
-    """Does what the schedule says to the parts of a storm.
+class FaultInjector:
+    """Applies the scheduled faults to workers, connections and Redis.
 
     Args:
         server: of the storm.
@@ -73,12 +73,12 @@ class FaultMaker:
         return sum(self._done.values()) + counts.engine_kills + counts.machine_kills + counts.stops
 
     async def make(self, fault: Fault, rng: random.Random) -> None:
-        """Have one fault happen now, to a victim that is drawn."""
+        """Inject one fault now, into a randomly chosen victim."""
         happened = False
         if fault in (Fault.KILL, Fault.STOP, Fault.DRAIN):
             happened = len(self._waiting) < _MOST_WAITING
             if happened:
-                task = asyncio.create_task(self._hurt_when_possible(fault, rng))
+                task = asyncio.create_task(self._hit_worker_when_possible(fault, rng))
                 self._waiting.add(task)
                 task.add_done_callback(self._waiting.discard)
         elif fault is Fault.REDIS_KILL:
@@ -86,12 +86,12 @@ class FaultMaker:
         elif fault is Fault.FLUSH:
             happened = await self._flush()
         else:
-            happened = self._hurt_connections(fault, rng)
+            happened = self._hit_connections(fault, rng)
         if not happened:
             self.skipped[fault] += 1
 
     async def finish(self) -> None:
-        """Take back what can be taken back, and wait until the server is there.
+        """Undo what can be undone, and wait until the server is back.
 
         Raises:
             RedisUnavailable: it did not come back.
@@ -103,7 +103,7 @@ class FaultMaker:
             await self._restart
 
     def figures(self) -> dict[str, float]:
-        """What happened, by name."""
+        """Counts of what happened, by name."""
         counts = self._fleet.counts
         proxies = (self._workers, self._clients, self._slow)
         return {
@@ -130,16 +130,16 @@ class FaultMaker:
 
     # -- kinds -----------------------------------------------------------------------------------
 
-    async def _hurt_when_possible(self, fault: Fault, rng: random.Random) -> None:
-        """Hurt a worker as soon as there is one to be hurt; others must be left to go on."""
+    async def _hit_worker_when_possible(self, fault: Fault, rng: random.Random) -> None:
+        """Hit a worker as soon as enough others are ready to continue its work."""
         until = asyncio.get_running_loop().time() + _PATIENCE_S
-        while not self._hurt_worker(fault, rng):
+        while not self._hit_worker(fault, rng):
             if asyncio.get_running_loop().time() > until:
                 self.skipped[fault] += 1
                 return
             await asyncio.sleep(0.03)
 
-    def _hurt_worker(self, fault: Fault, rng: random.Random) -> bool:
+    def _hit_worker(self, fault: Fault, rng: random.Random) -> bool:
         machine = self._fleet.pick(rng)
         if machine is None:
             return False
@@ -167,7 +167,7 @@ class FaultMaker:
             return True
         return False
 
-    def _hurt_connections(self, fault: Fault, rng: random.Random) -> bool:
+    def _hit_connections(self, fault: Fault, rng: random.Random) -> bool:
         if fault is Fault.SLOW_READERS:
             choked = self._slow.choke(rng.uniform(2.0, 5.0))
             self._done["slow"] += choked

@@ -21,7 +21,7 @@ from penstock.shared.local.children import spawn_bound
 
 from .process_table import children, identity, is_running
 
-__all__ = ["Fleet", "FleetCounts", "Machine", "find_complaints"]
+__all__ = ["Fleet", "FleetCounts", "Machine", "find_crashes"]
 
 _READY_TIMEOUT_S = 120.0
 _DRAIN_TIMEOUT_S = 30.0
@@ -225,7 +225,7 @@ class Fleet:
         machine.leaving = True
         self.counts.drains += 1
         machine.process.terminate()
-        self._run(self._see_off(machine))
+        self._run(self._wait_for_exit(machine))
         self._replace(machine)
 
     async def finish(self) -> None:
@@ -236,7 +236,7 @@ class Fleet:
             machine.processes()
             machine.leaving = True
             machine.process.terminate()
-        await asyncio.gather(*(self._see_off(machine) for machine in self.machines))
+        await asyncio.gather(*(self._wait_for_exit(machine) for machine in self.machines))
         self.machines = []
         self.complaints += [
             f"process {pid} of {machine.name} still runs"
@@ -250,7 +250,7 @@ class Fleet:
         return [
             f"{machine.name}: {complaint}"
             for machine in self._all
-            for complaint in find_complaints(machine.log.read_text(errors="replace").splitlines())
+            for complaint in find_crashes(machine.log.read_text(errors="replace").splitlines())
         ]
 
     # -- inside ----------------------------------------------------------------------------------
@@ -285,7 +285,7 @@ class Fleet:
                 _signal(pid, signal.SIGCONT)
             machine.stopped = False
 
-    async def _see_off(self, machine: Machine) -> None:
+    async def _wait_for_exit(self, machine: Machine) -> None:
         began = time.monotonic()
         while machine.process.poll() is None:
             if time.monotonic() - began > _DRAIN_TIMEOUT_S:
@@ -324,7 +324,7 @@ def _tail(log: Path) -> str:
     return lines[-1] if lines else "(nothing)"
 
 
-def find_complaints(lines: list[str]) -> list[str]:
+def find_crashes(lines: list[str]) -> list[str]:
     """Ends of the edge process but by SIGKILL, and what every traceback ends with.
 
     The edge ends as its engine does, so its end tells of both.

@@ -1,7 +1,7 @@
-"""Tells Redis that somebody reads, for requests that are cancelled when nobody does.
+"""Tells Redis which requests have a reader, for requests that end when their last reader leaves.
 
-One task per process says so for all of its streams together, three times in each grace period. A
-process that dies falls silent with all of them; nothing else is needed to tell that it is gone.
+One task per process reports for all of its streams together, three times in each grace period. A
+process that dies stops reporting, and nothing else is needed to notice that.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from penstock.shared.errors import PenstockError
 from penstock.shared.redis.retrying_client import RetryingClient
 from penstock.shared.scripts.operations import Operations
 
-__all__ = ["Attendance", "Presence"]
+__all__ = ["ReaderHeartbeat", "Registration"]
 
 _log = logging.getLogger(__name__)
 
@@ -22,8 +22,8 @@ _IDS_PER_CALL = 256
 _BEATS_PER_GRACE = 3
 
 
-class Attendance:
-    """One reader of one request. Made by :meth:`Presence.attend`, ended by ``leave``."""
+class Registration:
+    """One reader of one request. Made by :meth:`ReaderHeartbeat.register`."""
 
     __slots__ = ("ended", "request_id")
 
@@ -32,13 +32,13 @@ class Attendance:
         self.ended = False
 
 
-class Presence:
+class ReaderHeartbeat:
     """The heartbeat of a process's readers.
 
     Args:
         client: the connection.
         operations: the scripts of the shard.
-        grace_ms: how long Redis is to believe in a reader that has fallen silent.
+        grace_ms: how long a reader counts as present after its last heartbeat.
     """
 
     def __init__(self, client: RetryingClient, operations: Operations, *, grace_ms: int) -> None:
@@ -47,35 +47,30 @@ class Presence:
         self._grace_ms = grace_ms
         self._readers: Counter[str] = Counter()
         self._new: set[str] = set()
-        self._news = asyncio.Event()
+        self._registered = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
-    @property
-    def attended(self) -> int:
-        """Requests that have a reader here."""
-        return len(self._readers)
-
-    def attend(self, request_id: str) -> Attendance:
-        """A reader has come. Returns at once; Redis is told at once, too, and then regularly."""
+    def register(self, request_id: str) -> Registration:
+        """Add a reader. Returns at once; the first heartbeat follows at once, others regularly."""
         self._readers[request_id] += 1
         self._new.add(request_id)
-        self._news.set()
+        self._registered.set()
         if self._task is None or self._task.done():
-            self._task = asyncio.create_task(self._run(), name="penstock-presence")
-        return Attendance(request_id)
+            self._task = asyncio.create_task(self._run(), name="penstock-reader-heartbeat")
+        return Registration(request_id)
 
-    def leave(self, attendance: Attendance) -> None:
-        """The reader has left; Redis is told no more. Again is harmless."""
-        if attendance.ended:
+    def unregister(self, registration: Registration) -> None:
+        """Remove a reader; its heartbeats end. Repeating it is harmless."""
+        if registration.ended:
             return
-        attendance.ended = True
-        self._readers[attendance.request_id] -= 1
-        if self._readers[attendance.request_id] <= 0:
-            del self._readers[attendance.request_id]
-            self._new.discard(attendance.request_id)
+        registration.ended = True
+        self._readers[registration.request_id] -= 1
+        if self._readers[registration.request_id] <= 0:
+            del self._readers[registration.request_id]
+            self._new.discard(registration.request_id)
 
     async def aclose(self) -> None:
-        """Fall silent."""
+        """End all heartbeats."""
         self._readers.clear()
         task, self._task = self._task, None
         if task is not None:
@@ -87,21 +82,21 @@ class Presence:
         interval = self._grace_ms / 1000 / _BEATS_PER_GRACE
         next_beat = loop.time()
         while self._readers:
-            self._news.clear()
+            self._registered.clear()
             if loop.time() >= next_beat:
                 next_beat = loop.time() + interval
                 ids = list(self._readers)
             else:
                 ids = list(self._new)
             self._new.clear()
-            await self._say(ids)
+            await self._send(ids)
             try:
                 async with asyncio.timeout_at(next_beat):
-                    await self._news.wait()
+                    await self._registered.wait()
             except TimeoutError:
                 continue
 
-    async def _say(self, ids: list[str]) -> None:
+    async def _send(self, ids: list[str]) -> None:
         for start in range(0, len(ids), _IDS_PER_CALL):
             page = ids[start : start + _IDS_PER_CALL]
             try:
@@ -111,5 +106,5 @@ class Presence:
                     )
                 )
             except PenstockError as error:
-                # The next beat tries again; how long that may go on is what the grace is for.
-                _log.warning("could not tell Redis of %d readers: %s", len(page), error)
+                # The next beat tries again; the grace bounds how long that may go on.
+                _log.warning("could not report %d readers to Redis: %s", len(page), error)
