@@ -1,15 +1,15 @@
 """Child processes that cannot outlive the process that started them, not even by ``kill -9``.
 
-On Linux a small launcher asks the kernel for a parent-death signal, checks that the parent is
-still there, and becomes the wanted program with ``exec``: same process id, no process in between.
-No ``preexec_fn`` is used, since that is unsafe in a process with threads.
+On Linux a small launcher requests a parent-death signal from the kernel, checks that the parent
+still lives, and becomes the wanted program with ``exec``: same process id, no process in between.
+It does not use ``preexec_fn``, which is unsafe in a process with threads.
 
-The kernel ties the signal to the *thread* that started the child. A child started from another
-thread than the main one is therefore started by a thread of its own, which lives as long as the
-child does; callers may use ``asyncio.to_thread`` and thread pools freely.
+The kernel ties the signal to the *thread* that started the child. A call outside the main thread
+therefore starts the child from a dedicated thread, which lives as long as the child. Callers may
+use ``asyncio.to_thread`` and thread pools freely.
 
-Elsewhere (no ``prctl``) the launcher leaves a watcher process behind that holds the read end of a
-pipe: end of file means that the owner is gone.
+Without ``prctl`` the launcher leaves a watcher process behind, which holds the read end of a pipe.
+End of file means that the owner has ended.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ __all__ = ["spawn_bound"]
 
 _File = int | IO[bytes] | None
 
-# Both launchers are run by `python -I -S -c` with: owner's pid, signal, pipe or -1, program, argv.
-# Python ignores SIGPIPE and SIGXFSZ in itself; the program must not inherit that over exec.
+# `python -I -S -c` runs both launchers with: owner's pid, signal, pipe or -1, program, argv.
+# Python ignores SIGPIPE and SIGXFSZ; the program must not inherit that over exec.
 _PRELUDE = """\
 import os, signal, sys
 owner, death_signal, pipe = (int(a) for a in sys.argv[1:4])
@@ -55,7 +55,7 @@ os.execv(sys.argv[4], sys.argv[5:])
 """
 )
 
-# The watcher is a child of the program, so its own parent changing means that the program ended.
+# The watcher is a child of the program: if its parent changes, the program has ended.
 _BIND_BY_PIPE = (
     _PRELUDE
     + """\
@@ -65,7 +65,7 @@ if os.fork() == 0:
     os.setsid()
     null = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):
-        os.dup2(null, fd)  # or a reader of the program's output would wait for us, too
+        os.dup2(null, fd)  # else a reader of the program's output would wait for us, too
     os.closerange(3, pipe)
     os.closerange(pipe + 1, 1 << 16)
     while os.getppid() == program:
@@ -105,13 +105,13 @@ def spawn_bound(
         pass_fds: see ``stdin``.
         new_session: detach from the terminal, so that Ctrl-C reaches the owner alone, which then
             ends the child in its own order.
-        death_signal: what the child gets when its owner dies. Anything a child may handle or
-            ignore weakens the promise.
-        use_pipe: watch a pipe in place of ``prctl``; None takes ``prctl`` where there is one.
+        death_signal: the signal that the child gets when its owner dies. A signal that the child
+            handles or ignores weakens the promise.
+        use_pipe: watch a pipe instead of using ``prctl``; None uses ``prctl`` where it exists.
 
     Returns:
-        The running program; ``pid`` is its own id, not a launcher's. Keep the object while the
-        child is wanted: with the pipe, dropping it ends the child.
+        The running program; ``pid`` is its own id, not a launcher's. Keep the object as long as
+        the child is needed: with the pipe, dropping the object ends the child.
 
     Raises:
         FileNotFoundError: there is no such program.
@@ -155,7 +155,7 @@ def _has_prctl() -> bool:
 
 
 def _from_lasting_thread(start: Callable[[], subprocess.Popen[bytes]]) -> subprocess.Popen[bytes]:
-    """Start a child from a thread that is sure to live as long as the child."""
+    """Start a child from a thread that lives as long as the child."""
     if threading.current_thread() is threading.main_thread():
         return start()
     started: Future[subprocess.Popen[bytes]] = Future()
@@ -167,8 +167,8 @@ def _from_lasting_thread(start: Callable[[], subprocess.Popen[bytes]]) -> subpro
             started.set_exception(error)
             return
         started.set_result(child)
-        # Waits without reaping: the exit status stays for the caller's poll() or wait(). If that
-        # was faster, there is no such child any more.
+        # Waits without reaping: the exit status stays for the caller's poll() or wait(). If the
+        # caller was faster, the child no longer exists.
         with contextlib.suppress(ChildProcessError):
             os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
 

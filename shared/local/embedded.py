@@ -1,8 +1,8 @@
-"""A Redis server for people who have none: found on this machine, started and ended by us.
+"""A Redis server for users without one: found on this machine, started and stopped here.
 
-The server listens on a free loopback port with a password of its own, writes nothing to disk
-unless it is given a directory, and dies with its owner (see :mod:`.children`). What the URL gives
-is an ordinary Redis server: ``redis-cli -u URL`` and clients in any language can use it.
+The server listens on a free loopback port with its own password. It writes to disk only if it is
+given a directory, and it ends with its owner (see :mod:`.children`). It is an ordinary Redis
+server: ``redis-cli -u URL`` and clients in any language can use it.
 """
 
 from __future__ import annotations
@@ -44,21 +44,21 @@ _PORT_ATTEMPTS = 8
 class EmbeddedRedis:
     """A Redis server that lives as long as this object's ``with`` block, and no longer.
 
-    Works as a context manager, synchronous or asynchronous. The owner's death, by whatever
-    signal, ends the server. Without ``data_dir`` nothing is kept and nothing is left on disk.
+    It is a context manager, synchronous or asynchronous. The owner's death, by any signal, ends
+    the server. Without ``data_dir`` nothing stays on disk.
 
     Args:
-        binary: the program; None takes :func:`find_server`'s.
-        data_dir: keep data here in an append-only file, flushed every second; created if missing.
-        max_memory: bytes of data after which writes are refused; 0 for no bound. Nothing is ever
-            evicted, since an evicted key would be a lost request.
-        password: None makes up a new one; an empty one lets any local user in.
+        binary: the program; None takes that of :func:`find_server`.
+        data_dir: directory of an append-only file, flushed every second; created if missing.
+        max_memory: bytes of data above which the server refuses writes; 0 for no bound. It never
+            evicts, because an evicted key would be a lost request.
+        password: None generates one; an empty one admits any local user.
 
     Attributes:
         url: address with password, while running.
         port: TCP port on 127.0.0.1, while running.
         pid: process id of the server, while running.
-        binary: the program that is or was run.
+        binary: the server program.
     """
 
     def __init__(
@@ -81,8 +81,8 @@ class EmbeddedRedis:
     def url(self) -> str:
         """Address for any Redis client, password included.
 
-        With the name that Redis gives the user of a password alone: redis-cli takes the empty one
-        of ``redis://:password@`` for a name.
+        It names the user ``default``, because redis-cli takes the empty name in
+        ``redis://:password@`` literally.
         """
         user = f"default:{self._password}@" if self._password else ""
         return f"redis://{user}127.0.0.1:{self.port}/0"
@@ -99,15 +99,15 @@ class EmbeddedRedis:
         return self._process.pid
 
     def start(self) -> Self:
-        """Start the server and return when it answers.
+        """Start the server; return once it answers.
 
         Raises:
-            RedisUnavailable: it does not come up; the message carries the end of its log.
-            ConfigurationError: its data directory cannot be made.
+            RedisUnavailable: it does not start; the message has the end of its log.
+            ConfigurationError: its data directory cannot be created.
         """
         self._make_data_dir()
         for _ in range(_PORT_ATTEMPTS):
-            # Somebody may take the port between our look and the server's bind; then try another.
+            # Another process may take the port before the server binds it; then try another port.
             self.port = _free_port()
             self._launch()
             try:
@@ -120,7 +120,7 @@ class EmbeddedRedis:
         raise RedisUnavailable(f"no free loopback port found in {_PORT_ATTEMPTS} attempts")
 
     def stop(self) -> None:
-        """End the server; data in ``data_dir`` is flushed first. Calling it again is harmless."""
+        """Stop the server; it flushes ``data_dir`` first. Repeating it is harmless."""
         if self._process is not None:
             self._process.terminate()
             try:
@@ -148,13 +148,14 @@ class EmbeddedRedis:
             self._data_dir.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigurationError(
-                f"the server's data directory {self._data_dir} cannot be made ({error.strerror}); "
+                f"the server's data directory {self._data_dir} cannot be created "
+                f"({error.strerror}); "
                 "set redis.embedded_dir to another, or to off"
             ) from None
 
     def _launch(self) -> None:
-        # The log has no name, and an in-memory server's directory is removed as soon as it has
-        # been entered: however the owner dies, nothing is left behind.
+        # The log has no name, and an in-memory server's directory is removed once the server has
+        # entered it: however the owner dies, nothing stays behind.
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by stop()
         folder: contextlib.AbstractContextManager[str]
         if self._data_dir is None:
@@ -171,8 +172,8 @@ class EmbeddedRedis:
                 new_session=True,
             )
         assert self._process.stdin is not None
-        # By standard input, since arguments and files can be read by others. A server that is
-        # already gone is reported by what follows.
+        # Through standard input, since others can read arguments and files. If the server has
+        # already ended, the wait below reports it.
         with contextlib.suppress(BrokenPipeError), self._process.stdin as pipe:
             pipe.write(self._configuration().encode())
 
@@ -193,7 +194,7 @@ class EmbeddedRedis:
         return "\n".join(lines) + "\n"
 
     def _wait_until_ready(self) -> bool:
-        """Wait for our own server to answer; False if the port was taken from under it."""
+        """Wait until our own server answers; False if another process took its port."""
         assert self._process is not None
         deadline = time.monotonic() + _START_TIMEOUT_S
         pause_s = 0.002
@@ -202,10 +203,10 @@ class EmbeddedRedis:
             while time.monotonic() < deadline:
                 try:
                     facts: Any = client.info("server")
-                    # Another process id is somebody else's server, which got the port first.
+                    # Another process id belongs to another server, which took the port first.
                     return int(facts["process_id"]) == self._process.pid
                 except redis.BusyLoadingError:
-                    # Reading a large append-only file takes as long as it takes.
+                    # Loading a large append-only file may take long.
                     deadline = max(deadline, time.monotonic() + 1)
                 except redis.RedisError as error:
                     reason = str(error)
@@ -238,7 +239,7 @@ class EmbeddedRedis:
         try:
             return await asyncio.shield(starting)
         except asyncio.CancelledError:
-            # The thread cannot be cancelled: let it finish, then undo what it did.
+            # The thread cannot be cancelled: wait for it, then stop the server.
             await asyncio.wait([starting])
             await asyncio.to_thread(self.stop)
             raise
@@ -254,11 +255,11 @@ class EmbeddedRedis:
 
 @contextlib.contextmanager
 def open_redis(settings: RedisSettings) -> Iterator[str]:
-    """Yield the URL of the configured server, or of one started for the time of the block.
+    """Yield the URL of the configured server, or of one started for this block.
 
     Raises:
-        RedisUnavailable: none is configured and none can be started.
-        ConfigurationError: its data directory cannot be made.
+        RedisUnavailable: no server is configured and none can be started.
+        ConfigurationError: its data directory cannot be created.
     """
     url = resolve_url(settings)
     if url is not None:
@@ -269,10 +270,10 @@ def open_redis(settings: RedisSettings) -> Iterator[str]:
 
 
 def resolve_url(settings: RedisSettings) -> str | None:
-    """Return the URL of the configured server, or None if one is to be started here.
+    """Return the URL of the configured server, or None if one must be started here.
 
     Raises:
-        RedisUnavailable: none is configured, and the settings say that none may be started.
+        RedisUnavailable: no server is configured, and the settings forbid starting one.
     """
     if settings.embedded == "always":
         return None
@@ -282,10 +283,10 @@ def resolve_url(settings: RedisSettings) -> str | None:
 
 
 def require_url(settings: RedisSettings) -> str:
-    """Return the URL of the configured server, for callers to whom a new one is of no use.
+    """Return the URL of the configured server, for callers that cannot use a new one.
 
     Raises:
-        RedisUnavailable: none is configured.
+        RedisUnavailable: no server is configured.
     """
     if settings.url is None:
         raise RedisUnavailable(
