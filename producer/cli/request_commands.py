@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
+from collections.abc import Coroutine
 from typing import Annotated, Any
 
 import typer
@@ -72,9 +74,9 @@ def submit(
 ) -> int:
     """Submit a prompt and show its output as it comes.
 
-    Ctrl-C while it is shown cancels the request, and so does a pipe whose reader leaves. With
-    --no-stream it runs on by itself; read it later with `penstock stream ID` or `penstock result
-    ID`.
+    While it is shown, Ctrl-C and SIGTERM cancel the request, and so does a pipe whose reader
+    leaves. With --no-stream it runs on by itself; read it later with `penstock stream ID` or
+    `penstock result ID`.
     """
     settings = client_settings(redis, model, shard, config)
     fields = read_request_options(options)
@@ -99,7 +101,7 @@ def submit(
                 write_note(f"cancelled {submitted.id}")
                 raise
 
-    return asyncio.run(run())
+    return asyncio.run(_until_terminated(run()))
 
 
 def stream(
@@ -225,6 +227,24 @@ async def _note_missing_workers(producer: Producer) -> None:
             f"no worker serves model {keys.model!r}, shard {keys.shard}, now{there}; "
             "the request waits until its deadline"
         )
+
+
+async def _until_terminated(work: Coroutine[None, None, int]) -> int:
+    """Do the work; SIGTERM cancels it, and the exit code is then that of a shell for SIGTERM."""
+    task, terminated = asyncio.ensure_future(work), False
+
+    def terminate() -> None:
+        nonlocal terminated
+        terminated = True
+        task.cancel()
+
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, terminate)
+    try:
+        return await task
+    except asyncio.CancelledError:
+        if terminated:
+            return 128 + signal.SIGTERM
+        raise
 
 
 async def _within(timeout: float | None, request_id: str, work: Any) -> int:

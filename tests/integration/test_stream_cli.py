@@ -166,16 +166,19 @@ def test_cancel_and_timeout_without_any_worker(penstock: Run) -> None:
     assert unknown.stderr.startswith("error: request 'nobody' is not known")
 
 
-def test_ctrl_c_cancels_what_submit_shows(environment: dict[str, str], redis_url: str) -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_cancels_what_submit_shows(
+    environment: dict[str, str], redis_url: str, number: signal.Signals, code: int
+) -> None:
     argv = [sys.executable, "-m", "penstock.producer.cli", "submit", "x", "--id", "mine"]
     with (
         program(argv, environment) as process,
         redis.Redis.from_url(redis_url) as client,
     ):
         wait_until(lambda: client.pubsub_channels(), "the command follows its request", 30)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         out, err = process.communicate(timeout=20)
-        assert (process.returncode, out, err) == (130, b"", b"cancelled mine\n")
+        assert (process.returncode, out, err) == (code, b"", b"cancelled mine\n")
         assert client.hget(KEYS.request("mine"), "st") == b"cancelled"
 
 
