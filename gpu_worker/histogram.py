@@ -1,4 +1,4 @@
-"""A histogram for values that come by the hundred, most of them equal."""
+"""A histogram that takes many values in one call, most of them equal."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ __all__ = ["TallyHistogram"]
 class TallyHistogram(Collector):
     """A Prometheus histogram without labels that takes a whole step's values in one call.
 
-    The tokens of one step have few different gaps before them, and prometheus_client's own
-    histogram would take as long for every one of them as all the rest of publishing it.
+    The tokens of one step have few different gaps before them. To observe each token in
+    prometheus_client's own histogram would take as long as to publish it.
 
     Args:
         name: with its unit, as it is exposed.

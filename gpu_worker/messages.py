@@ -1,9 +1,8 @@
 """What the edge process and the engine process tell each other, and how it travels.
 
-They are two processes because they would be two threads that want the interpreter all the time:
-a step of the model is thousands of small calls that each give the interpreter lock away, and with
-an edge in the same process every one of them may come back late. So the engine's process does
-nothing but steps; what it says goes out in one write, and the edge does the rest on another core.
+As two threads they would fight for the interpreter lock: a step of the model is thousands of small
+calls that each release it, and each may get it back late. So the engine process only runs steps and
+reports each in one write; the edge does the rest on another core.
 
 A message is a pickle behind its length, on a socket pair that only these two processes hold. An
 update of one plain token, nearly always all there is, travels as a tuple: that costs a tenth.
@@ -51,12 +50,12 @@ class Add(NamedTuple):
     """Serve a request.
 
     Attributes:
-        run: its name in the engine, see :func:`.ledger.run_name`.
+        run: its name in the engine, see :func:`.owned_requests.run_name`.
         request: as it was submitted.
         output_ids: its published tokens, if it has one choice.
         choice_ids: its published tokens by choice, if it has several.
         arrival: when it was accepted, in seconds of the machine's monotonic clock.
-        deadline: when it expires, likewise.
+        deadline: when it expires, by the same clock.
     """
 
     run: str
@@ -68,7 +67,7 @@ class Add(NamedTuple):
 
 
 class Abort(NamedTuple):
-    """Stop serving a run; nothing more needs to be said about it."""
+    """Stop serving a run; no further report about it is needed."""
 
     run: str
 

@@ -1,8 +1,8 @@
-"""Whether the kernel kills for want of memory, which looks like any other SIGKILL from outside.
+"""Whether the kernel killed for want of memory, which looks like any other SIGKILL from outside.
 
-Linux counts such kills per memory cgroup, which a container is, and over the whole system. What is
-killed by others for want of memory (systemd-oomd, earlyoom, an eviction by Kubernetes) is in
-neither count and can not be told from a kill by hand.
+Linux counts such kills per memory cgroup (a container is one) and for the whole system. Kills by
+systemd-oomd, earlyoom or a Kubernetes eviction are in neither count and cannot be told from a kill
+by hand.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _CGROUPS = Path("/sys/fs/cgroup")
 _WHOLE_SYSTEM = Path("/proc/vmstat")
 
 _WINDOW_S = 10.0
-"""The end of a large process may come that long after the kill was counted."""
+"""A large process may end this long after its kill was counted."""
 
 
 def find_counter(process: int | str = "self") -> Path | None:

@@ -47,9 +47,9 @@ _STABLE_S = 60.0
 """A child that lived this long starts the backoff anew."""
 
 _OUTSIDE_KILLS = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
-"""Signals that somebody sends; a crash raises others. (So does the kernel for want of memory, see
-:mod:`.oom`. What else kills for that can not be told from a person: the cap on attempts ends a
-request that brings it about.)"""
+"""Signals sent from outside; a crash raises others. The kernel also sends SIGKILL for want of
+memory, see :mod:`.oom`. Other programs that do cannot be told from a person: then the cap on
+attempts ends a request that causes it."""
 
 _LOOK_S = 1.0
 
@@ -103,7 +103,7 @@ class Supervisor:
             failures = 0 if time.monotonic() - began > _STABLE_S else failures + 1
             pause = _BACKOFF_S[min(failures, len(_BACKOFF_S) - 1)]
             why = describe_exit(code) + (", killed for want of memory" if starved else "")
-            # The edge, which ends as its engine did and has said so. chaos/fleet.py reads this.
+            # The edge ends as its engine did, and has logged why. tools/chaos reads this line.
             _log.error("edge process ended (%s); restarting in %g s", why, pause)
             try:
                 await asyncio.wait_for(self._stop.wait(), pause)
@@ -159,7 +159,7 @@ class Supervisor:
         return EXIT_BROKEN if hangs else code
 
     async def _clear(self) -> None:
-        """Wait until the engine below a dead edge is gone, too: the next one needs its memory."""
+        """Wait until the engine of a dead edge is gone, too: the next one needs its memory."""
         deadline = time.monotonic() + _CLEAR_S
         while time.monotonic() < deadline:
             with contextlib.suppress(ChildProcessError):
@@ -181,12 +181,12 @@ class Supervisor:
         except (PenstockError, RedisError, OSError) as error:
             _log.warning("could not give back its requests (%s); the lease will", error)
         finally:
-            # No connection is kept: it may be long until the next death, and a connection that
-            # stood idle may be dead without a word.
+            # Keep no connection: the next death may be far away, and an idle connection may be
+            # dead without notice.
             await self._redis.aclose()
 
     def _connect(self) -> tuple[Redis, Operations]:
-        """What gives work back: made before it is needed, since streams stand still until then."""
+        """The client that gives work back, ready beforehand: streams stand still until it does."""
         settings = self._settings
         assert settings.redis.url is not None
         redis = open_client(settings.redis.url, timeout_s=settings.redis.socket_timeout_s)
@@ -228,7 +228,7 @@ class _Heartbeats:
 def new_worker_id(name: str | None) -> str:
     """An id for one incarnation: name or host, process, and 32 random bits.
 
-    Never reused: a worker under the id of its dead predecessor would keep that one's lease alive.
+    Never reused: a worker with the id of its dead predecessor would keep that lease alive.
     """
     base = name or socket.gethostname().split(".")[0]
     return f"{base}-{os.getpid()}-{secrets.token_hex(4)}"

@@ -51,9 +51,9 @@ class ClaimReceiver:
         self._guard = Guard("claims", metrics)
 
     def accept(self, claims: Sequence[Claim]) -> bool:
-        """Take over claims; the engine gets them when it has prepared them.
+        """Take over claims and order the engine to serve them.
 
-        Returns whether an audit is due, which gives back what was not taken over.
+        Returns whether an audit is due, which gives back those that were not taken over.
         """
         all_taken = True
         for claim in claims:
@@ -67,10 +67,10 @@ class ClaimReceiver:
         return not all_taken
 
     def _ends_earlier_run(self, claim: Claim) -> bool:
-        """Stop what still runs of a request that was lost here unnoticed, and came back.
+        """Stop the earlier run of a request that this worker lost unnoticed and was given again.
 
         Returns whether the claim can be taken over. If a failover lost the earlier claim, both
-        have the same epoch and so the same run: what the engine says of it could be of either.
+        have the same epoch and so the same run: a report of the engine could be about either.
         """
         earlier = self._owned.by_id.get(claim.id)
         if earlier is None:

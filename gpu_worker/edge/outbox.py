@@ -34,9 +34,9 @@ class Settled:
     """What an answered batch means for the worker.
 
     Attributes:
-        lost: runs of requests this worker does not own any more; the engine must abort them.
+        lost: runs of requests that this worker no longer owns; the engine must abort them.
         mismatched: requests whose log is not where this worker left it (a failover lost its
-            tail); they must be released, so that somebody continues from what the log holds.
+            tail); they must be released, so that a worker continues from what the log holds.
         broken: a write met a broken key or a denied command; Redis may still count a request that
             is lost here as this worker's, so an audit is due.
     """
@@ -101,7 +101,7 @@ class Outbox:
             lane: its lane, as a metric label.
             answer: form of its chunks and its end.
             sequences: how many the engine runs for it.
-            max_tokens: its end comes with so many tokens, if not before; None: not known.
+            max_tokens: it ends with this many tokens at the latest; None: not known.
         """
         owned = OwnedRequest(
             claim=claim,
@@ -144,11 +144,11 @@ class Outbox:
         rows: list[AppendRow] = []
         times: list[float] = []  # of the tokens before
         gaps: list[tuple[float, int]] = []
-        runs, now = self._owned.by_run, self._clock()
+        runs, now, pack_chunk = self._owned.by_run, self._clock(), self._pack_chunk
         for run, update in pending.items():
             owned = runs.get(run)
             if owned is None:
-                # Lost while the step ran: what it cost is waste, and counted as such.
+                # Lost while the step ran: its tokens are counted as waste.
                 self._metrics.orphan_tokens.inc(0 if update is None else len(update.token_ids))
                 continue
             start = owned.confirmed
@@ -163,19 +163,19 @@ class Outbox:
                     rows.append(self._special_row(owned, update, now, gaps))
                     continue
                 # Nearly always:
-                chunk = self._pack_chunk(
-                    (start, ids, update.text, digest := rolling_digest(ids, owned.digest))
-                )
+                digest = rolling_digest(ids, owned.digest)
+                chunk = pack_chunk((start, ids, update.text, digest))
             except Exception as error:
                 rows.append(self._unwritable_row(owned, start, error))
                 continue
-            owned.digest, owned.confirmed = digest, start + 1
+            owned.digest = digest
+            owned.confirmed = start + 1
             if start + 1 == owned.last_index:
                 self._owned.close_sequences(owned)
             times.append(owned.last_token_at)
             owned.last_token_at = now
             rows.append((owned.id, owned.epoch, start, 1, chunk))
-        # Those of one step have the time before in common, too.
+        # Tokens of one step mostly share the time of their predecessors, too.
         gaps += ((now - before, tokens) for before, tokens in Counter(times).items())
         self._metrics.itl.observe(gaps)
         return rows
@@ -195,7 +195,7 @@ class Outbox:
         now: float,
         gaps: list[tuple[float, int]],
     ) -> AppendRow:
-        """What is to be said of a request, whatever it is.
+        """The row of a request in the general case.
 
         Args:
             owned: the request.
@@ -205,7 +205,7 @@ class Outbox:
         """
         start = owned.confirmed
         if owned.finish is not None:
-            # Its log is broken: what the engine still said is waste.
+            # Its log is broken: what the engine still produced is waste.
             self._metrics.orphan_tokens.inc(0 if update is None else len(update.token_ids))
             return _last_row(owned, start, 0, b"")
         if update is None:

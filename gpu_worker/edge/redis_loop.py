@@ -43,7 +43,7 @@ __all__ = ["RedisLoop"]
 _log = logging.getLogger("penstock.edge")
 
 _APPENDS_PER_CALL = 256
-"""Replies and pushes leave Redis only when a script ends, so one call must stay small."""
+"""Redis sends replies and pushes only when a script ends, so one call must stay small."""
 
 _MOST_CLAIMED_TOKENS = 1 << 18
 """Payloads are parsed between two exchanges: those of one claim must take tenths of a second."""
@@ -256,7 +256,7 @@ class RedisLoop:
     async def _send(self, calls: Sequence[Call | Command]) -> list[Any] | None:
         """Send until answered. What to send is fixed: only the outcome is unknown in between.
 
-        None if the engine ended before Redis answered: then others go on, and soon.
+        None if the engine ended before Redis answered: then other workers take over, and soon.
         """
         for attempt in itertools.count():
             began = time.perf_counter()

@@ -1,9 +1,9 @@
 """Keeps Python's cyclic garbage collector out of the step loop.
 
-A step makes and drops a few objects for each sequence, none of them part of a cycle: reference
-counts free them at once. The collector sees only that many objects were made and walks the live
-ones again and again, the model's and every waiting request's among them, which costs up to a third
-of the scheduler's time and comes in pauses.
+A step makes and drops a few objects for each sequence. None is part of a cycle, so reference
+counts free them at once. The collector only sees that many objects were made, and walks all live
+ones again and again, including the model's. That costs up to a third of the scheduler's time, in
+pauses.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _THRESHOLDS = (50_000, 20, 20)
 
 @contextmanager
 def calm_collector() -> Iterator[None]:
-    """While the ``with`` lasts, what lives now is not looked at, and the rest seldom."""
+    """Inside the ``with``, never walk what lives now, and seldom walk the rest."""
     before = gc.get_threshold()
     gc.collect()
     gc.freeze()

@@ -1,7 +1,7 @@
-"""From requests to what the engine takes, without holding the step loop.
+"""Turns requests into what the engine takes, without holding the step loop.
 
-Prompts are tokenised and grammars compiled in small thread pools (the libraries release the
-interpreter lock). What turns out malformed ends at once; nothing else is harmed by it.
+Small thread pools tokenise prompts and compile grammars; the libraries release the interpreter
+lock. A malformed request ends at once and harms no other.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["InputProcessor"]
 _log = logging.getLogger("penstock.engine")
 
 _IDS_CHECKED_AT_ONCE = 2048
-"""Token ids only have to be looked at: of so many, that is done before a thread has woken up."""
+"""Token ids are only checked: for up to this many, that takes less time than to wake a thread."""
 
 _THREADS = 2
 
@@ -33,8 +33,8 @@ _THREADS = 2
 class InputProcessor:
     """Prepares requests, several at a time.
 
-    All methods belong to one thread, the loop's: what the pool has done is handed on by
-    :meth:`deliver`, so that whatever is said of a run is said in the order in which it happened.
+    All methods belong to one thread, the loop's. :meth:`deliver` hands on what the pools have done,
+    so that reports about a run come in the order in which things happened.
 
     Args:
         encode: turns a prompt (text, ids or chat messages) into token ids; may raise
@@ -42,7 +42,7 @@ class InputProcessor:
         compile: what is needed to follow the form of a request's output; may raise
             :class:`InvalidRequest`. Runs in a pool, and only for requests that ask for a form.
         add: gives a prepared request to the engine.
-        report: is told what became of each.
+        report: takes the outcome of each.
         wake: called, from a pool's thread, when there is something to deliver.
         compile_timeout_s: how long a grammar may take a thread of its pool.
         timer: calls a function after so many seconds, in a thread of its own.
@@ -71,7 +71,7 @@ class InputProcessor:
         # Two pools: prompts are not held up by grammars.
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="prepare")
         self._compilers = ThreadPoolExecutor(_THREADS, thread_name_prefix="compile")
-        self._wanted: set[str] = set()  # runs in the pools that nobody has given up
+        self._wanted: set[str] = set()  # runs in the pools that have not been cancelled
         self._done: deque[EngineRequest | Update] = deque()
 
     def begin(self, order: Add) -> None:
@@ -153,8 +153,8 @@ class InputProcessor:
         except InvalidRequest as error:
             return _refusal(order, error)
         except BaseException as error:
-            # A tokenizer's own failure is this request's, not ours; panics of libraries written
-            # in Rust are no `Exception`.
+            # A tokenizer's own failure concerns this request alone. Panics of libraries written in
+            # Rust are no `Exception`.
             _log.exception("preparation failed", extra={"request": order.run})
             return bare_end(order.run, Reason.ENGINE_ERROR, f"preparation failed: {error}")
 

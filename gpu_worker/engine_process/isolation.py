@@ -1,7 +1,7 @@
-"""A step that raises costs its culprit and nobody else.
+"""A step that raises fails the requests that cause it, and no others.
 
 One poisoned request, or one too large for the memory that is left, must not take its batch with
-it: the batch is run in halves until the culprits stand alone.
+it: the batch is run in halves until each culprit is alone.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["Runner", "run_isolated"]
 _log = logging.getLogger("penstock.worker")
 
 _SMALL_CHUNK = 16
-"""So few tokens take next to no memory of their own: half of them would get none, either."""
+"""Chunks of this size need hardly any memory of their own: to halve them again would not help."""
 
 
 class Runner(Protocol):
@@ -35,16 +35,16 @@ class Runner(Protocol):
         """
 
     def recover(self) -> None:
-        """Make ready for another run after one that failed, once nobody holds its tensors.
+        """Prepare for another run after one that failed, once nothing holds its tensors.
 
-        Raises if the device computes nothing any more; then this process is of no use.
+        Raises if the device no longer computes; then this process is of no use.
         """
 
 
 def run_isolated(runner: Runner, plan: Plan) -> StepOutput:
     """Run a plan; if it raises, run its halves, until only the culprits have failed.
 
-    What gets no memory alone, either, is run in shorter chunks, one after the other.
+    A sequence that gets no memory even alone is run in shorter chunks, one after the other.
 
     Computing a span again is harmless: the same keys and values go to the same slots, and random
     numbers are keyed by request and index. Block copies and swaps are not repeated, since they were

@@ -1,8 +1,8 @@
 """The engine process: loads the model, prepares requests, and runs steps until it is told to stop.
 
-Started by the edge process with one line of JSON on standard input (see :class:`Launch`) and the
-number of an inherited socket as its argument. It knows nothing of Redis. Signals are the edge's
-affair; this process ends when it is told to, or when the edge is gone.
+The edge process starts it with one line of JSON on standard input (see :class:`Launch`) and the
+number of an inherited socket as its argument. It knows nothing of Redis. It ignores signals, which
+the edge handles, and ends on the edge's order or with the edge.
 """
 
 from __future__ import annotations
@@ -63,8 +63,7 @@ def main() -> int:
     channel.send(Ready(model.summary, model.config.max_batch_tokens))
     with calm_collector():
         _serve(model, launch.settings, channel, steps)
-    # All is said, and nothing here has to be taken apart: a model's memory is freed fastest by
-    # the end of its process, and a drain waits for that.
+    # A drain waits for the end of this process, and its end frees a model's memory fastest.
     logging.shutdown()
     os._exit(0)
 
@@ -90,14 +89,14 @@ class EdgeChannel:
         self._wake.setblocking(False)
 
     def send(self, message: NamedTuple) -> None:
-        """Write a message; only the loop's thread does, so that what it says is in order.
+        """Write a message. Only the loop's thread does, which keeps them in order.
 
-        Waits while the edge does not read: that keeps one that is stopped from being flooded.
+        Waits while the edge does not read, so that a stopped edge is not flooded.
         """
         try:
             self._channel.sendall(frame(message))
         except OSError:
-            os._exit(0)  # the edge is gone, and with it whoever this could matter to
+            os._exit(0)  # the edge is gone
 
     def read(self) -> Iterator[object]:
         """What has come, without waiting for more."""
@@ -125,7 +124,7 @@ class EdgeChannel:
             self._wake.send(b".")
 
     def close(self) -> None:
-        """All is said. The edge hears so now, and not when this process's memory is taken apart."""
+        """Tell the edge that no message follows, before this process's memory is freed."""
         with contextlib.suppress(OSError):
             self._channel.shutdown(socket.SHUT_RDWR)
 

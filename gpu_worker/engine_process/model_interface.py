@@ -1,4 +1,4 @@
-"""What a worker needs of its model, in terms that know no tensors."""
+"""The interface between a worker and its model, without tensors."""
 
 from __future__ import annotations
 

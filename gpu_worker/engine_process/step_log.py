@@ -1,7 +1,6 @@
 """A log of steps: how much work was in each, and how long it took.
 
-What a device costs, as a worker has seen it: the simulator fits its step times to it
-(``penstock simulate --steps``).
+The simulator fits its step times to it (``penstock simulate --steps``).
 """
 
 from __future__ import annotations
@@ -35,13 +34,13 @@ class StepLog:
     def __init__(self, path: Path) -> None:
         self._path = path
         try:
-            # By the line: who reads along sees whole steps, and a killed worker loses none.
+            # Line by line: concurrent readers see whole steps, and a killed worker loses none.
             self._lines: IO[str] | None = path.open("a", encoding="utf-8", buffering=1)
         except OSError as error:
             raise ConfigurationError(f"worker.step_log {path} cannot be written: {error}") from None
 
     def write(self, work: Work, seconds: float) -> None:
-        """Log a step. A disk that takes no more ends the log, and not the worker."""
+        """Log a step. A full disk ends the log, not the worker."""
         if self._lines is None:
             return
         try:

@@ -62,7 +62,7 @@ class SyntheticRunner:
         )
 
     def recover(self) -> None:
-        """There is nothing that a step could have left."""
+        """A step leaves nothing behind."""
 
 
 def _sample(sequence: Sequence) -> int:
@@ -75,7 +75,7 @@ def _report(token_id: int, width: int) -> TokenLogprobs:
 
 
 def _likeliest(token_id: int, width: int) -> tuple[tuple[int, float], ...]:
-    """So many tokens in falling likelihood, which have nothing to do with a distribution."""
+    """The given number of tokens in falling likelihood; no distribution stands behind them."""
     return tuple((token_id + rank, _logprob(token_id) - rank) for rank in range(width))
 
 
