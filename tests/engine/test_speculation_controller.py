@@ -248,7 +248,7 @@ def test_what_it_chooses_is_within_three_per_cent_of_the_best_fixed_length(
         world = World(count, per_draft, 0.1, lambda _: rate, any_draft=any_draft, seed=4)
         return world.run(SpeculationConfig(ngram=False, draft=True, length=length), steps)
 
-    fixed = [run(length, 800) for length in range(1, 8)]
+    fixed = [run(length, 3000) for length in range(1, 8)]
     assert max(fixed) != min(fixed)
     assert run(None, 3000) > 0.97 * max(1.0, *fixed)
 

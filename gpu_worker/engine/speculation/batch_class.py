@@ -7,7 +7,6 @@ them, since the speed of a shared machine changes by half within a second.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
 from enum import Enum, auto
 
 from ..scheduling.cost_fit import CostFit
@@ -15,13 +14,13 @@ from .draft_choice import FREE, Prices
 
 __all__ = ["BatchClass", "Mode"]
 
-_ON_GAIN, _OFF_GAIN = 1.05, 1.02
-"""A probe with the first gain turns drafts on, one below the second turns them off: in between
-nothing changes, so noise does not make them flap. Choosing drafts takes time that no step shows,
-so both are above 1."""
+_ON_GAIN, _OFF_GAIN = 1.05, 1.01
+"""A probe with the first gain turns drafts on, a gain below the second turns them off. In between
+nothing changes, so noise does not make them flap. The gain of steps that find nothing to draft goes
+to 1: that must turn them off, too."""
 
-_PLAIN_STEPS = 3
-"""Plain steps before a probe and after it. Their median survives one slow step."""
+_PLAIN_STEPS = 4
+"""Plain steps before a probe and after it: the mean of the last ones is what drafts must beat."""
 
 _PROBE_STEPS = 16
 """Steps of a probe: some 30 tokens a sequence tell a gain of a tenth from none."""
@@ -114,10 +113,12 @@ class BatchClass:
         if self._plain_due > _PLAIN_STEPS:
             self._plain_due -= 1  # a pause: only its last steps are needed
             return
+        if self._verify.known:
+            seconds = min(seconds, _OUTLIER * self._verify.costs[0])
         self._verify.learn((1.0, 0.0, 0.0), seconds)
         self._plain_times.append(seconds)
         before = self._plain_s
-        self._plain_s = _median(self._plain_times)
+        self._plain_s = sum(self._plain_times) / len(self._plain_times)
         if self._plain_due:
             self._plain_due -= 1
             if self._plain_due:
@@ -166,7 +167,8 @@ class BatchClass:
             return  # planned before drafts were turned off
         usual = min(draft_s, expected)
         self._reading_s += draft_s - usual
-        reading = self._reading_s / _WINDOW
+        # A probe asks what drafts gain in the long run, when the draft model has read its texts.
+        reading = self._reading_s / _WINDOW if self.mode is Mode.ON else 0.0
         self._reading_s -= reading
         self._num_pending += 1
         self._pending_earned += earned
@@ -208,8 +210,3 @@ class BatchClass:
         self.gain = 1.0
         lost = self._lost + self._reading_s / plain_s
         self._plain_due = int(min(max(_MIN_PAUSE, lost / _PROBE_SHARE), _MAX_PAUSE))
-
-
-def _median(values: Iterable[float]) -> float:
-    ordered = sorted(values)
-    return ordered[len(ordered) // 2]
