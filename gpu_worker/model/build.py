@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import torch
 
+from penstock.shared.errors import ModelError
 from penstock.shared.settings import EngineSettings, Settings
 
 from ..engine.config import EngineConfig
@@ -25,8 +26,10 @@ from .loading.geometry import KVGeometry
 from .loading.loader import LoadedModel, load_model
 from .runner import ModelRunner
 from .sampling.sampler import Sampler
+from .structured.compile_sandbox import CompileSandbox, UnsafeConstraint
 from .structured.constraint_compiler import ConstraintCompiler
 from .structured.mask_maker import MaskMaker
+from .structured.matcher import ConstraintError
 from .text.detokenizer import IncrementalDetokenizer
 from .text.fast_detokenize import decoder_of
 from .text.prompt_tokenizer import encode_prompt
@@ -53,6 +56,13 @@ def build_model(settings: Settings) -> ServingModel:
     loaded = load_model(
         wanted.path, dtype=wanted.dtype, device=wanted.device, max_model_len=wanted.max_model_len
     )
+    constraints = ConstraintCompiler(
+        loaded.tokenizer,
+        loaded.vocab_size,
+        loaded.eos_token_ids,
+        limit_s=settings.engine.grammar_timeout_s,
+    )
+    constraints.sandbox.start()
     draft = load_draft(settings, loaded)
     config = _engine_config(settings.engine, loaded, draft)
     pool = KVPool(
@@ -74,13 +84,7 @@ def build_model(settings: Settings) -> ServingModel:
     if settings.engine.threads is None and loaded.device.type == "cpu":
         _choose_threads(runner)
     speculation = speculation_config(settings, has_draft_model=draft is not None)
-    constraints = ConstraintCompiler(
-        loaded.tokenizer,
-        loaded.vocab_size,
-        loaded.eos_token_ids,
-        limit_s=settings.engine.grammar_timeout_s,
-    )
-    constraints.start()
+    _check_chat_template(loaded, constraints.sandbox)
     # A fast tokenizer sets up its truncation at the first call, which two threads must not share.
     loaded.tokenizer("warm-up")
     kv = " and ".join(_group_summary(group, config.block_size) for group in config.kv_cache_groups)
@@ -96,6 +100,27 @@ def build_model(settings: Settings) -> ServingModel:
         new_text_stream=functools.partial(IncrementalDetokenizer, decoder_of(loaded.tokenizer)),
         summary=summary.replace("torch.", ""),
     )
+
+
+def _check_chat_template(loaded: LoadedModel, sandbox: CompileSandbox) -> None:
+    """Compile the checkpoint's chat templates where that harms nothing, before any request does.
+
+    A malformed one is no reason to refuse the model: chat messages are refused with its error.
+
+    Raises:
+        ModelError: compiling one crashes or takes too long.
+    """
+    found = getattr(loaded.tokenizer, "chat_template", None) or {}
+    for template in found.values() if isinstance(found, dict) else (found,):
+        try:
+            sandbox.check_chat_template(template)
+        except UnsafeConstraint as error:
+            raise ModelError(
+                f"the chat template in {loaded.path} is unusable: {error}; correct it in the "
+                "tokenizer's files"
+            ) from error
+        except ConstraintError as error:
+            _log.warning("the chat template in %s is malformed: %s", loaded.path, error)
 
 
 def _mask_threads() -> int:

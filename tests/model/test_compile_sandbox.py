@@ -14,14 +14,17 @@ from typing import Any
 
 import pytest
 from model.engine_run import Bench
+from model.families import save_family
 from waiting import is_running, wait_until
 
+from penstock.gpu_worker.model.build import build_model
 from penstock.gpu_worker.model.loading.loader import LoadedModel, load_model
 from penstock.gpu_worker.model.structured.compile_sandbox import CompileSandbox, UnsafeConstraint
 from penstock.gpu_worker.model.structured.constraint_compiler import ConstraintCompiler
 from penstock.gpu_worker.model.structured.matcher import ConstraintError
-from penstock.shared.errors import InvalidRequest
+from penstock.shared.errors import InvalidRequest, ModelError
 from penstock.shared.protocol import Reason, SamplingOptions
+from penstock.shared.settings import load_settings
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKENIZER = ROOT / "gpu_worker/demo_model/target/tokenizer.json"
@@ -52,6 +55,7 @@ CRASHING = {
     "items": ("json_schema", definitions("items", 1500)),
     "anyOf": ("json_schema", definitions("anyOf", 1500)),
 }
+ENDLESS_TEMPLATE = "{{ 9 ** 999999999 }}"
 ENDLESS = "start: " + " ".join(['"a"?'] * 30_000)
 
 
@@ -175,6 +179,52 @@ sandbox.check("grammar", ENDLESS)
         wait_until(compiles, "the server has started a process for the constraint")
         owner.kill()
     wait_until(lambda: not any(map(is_running, started)), "all have ended")
+
+
+# --- chat templates -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages %}{{ m }}{% if loop.last %}{% break %}{% endif %}{% endfor %}",
+        "{% generation %}{{ raise_exception('no') }}{% endgeneration %}{{ strftime_now('%d') }}",
+    ],
+)
+def test_templates_in_the_language_of_transformers_compile(
+    sandbox: CompileSandbox, template: str
+) -> None:
+    sandbox.check_chat_template(template)
+
+
+def test_a_malformed_template_is_no_crash(sandbox: CompileSandbox) -> None:
+    for template in ("{% for %}", "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}"):
+        with pytest.raises(ConstraintError) as caught:
+            sandbox.check_chat_template(template)
+        assert not isinstance(caught.value, UnsafeConstraint)
+
+
+def test_a_template_whose_compiler_never_ends_ends_nothing_else() -> None:
+    """Jinja folds constants, and holds the interpreter lock meanwhile."""
+    sandbox = new_sandbox(limit_s=0.5)
+    with pytest.raises(UnsafeConstraint, match="compiling this one"):
+        sandbox.check_chat_template(ENDLESS_TEMPLATE)
+    sandbox.check_chat_template("{{ messages }}")
+    sandbox.close()
+
+
+def test_a_tokenizer_that_cannot_be_followed_still_has_its_template_checked() -> None:
+    sandbox = CompileSandbox("", 4096, [0], limit_s=30.0)
+    sandbox.check_chat_template("{{ messages }}")
+    sandbox.close()
+
+
+def test_a_model_with_such_a_template_is_refused(tmp_path: Path) -> None:
+    path = save_family("llama", tmp_path)
+    (path / "chat_template.jinja").write_text(ENDLESS_TEMPLATE)
+    settings = {"model.path": str(path), "engine.kv_memory": "8MiB", "engine.grammar_timeout_s": 1}
+    with pytest.raises(ModelError, match=r"^the chat template in .* is unusable: compiling"):
+        build_model(load_settings(settings))
 
 
 # --- beside a model -------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from contextlib import suppress
 
 from penstock.shared.local.children import spawn_bound
 
-from .compile_server import COMPILED, TIMED_OUT, Setup
+from .compile_server import CHAT_TEMPLATE, COMPILED, TIMED_OUT, Setup
 from .matcher import ConstraintError
 
 __all__ = ["STACK_BYTES", "CompileSandbox", "UnsafeConstraint"]
@@ -99,6 +99,10 @@ class CompileSandbox:
             )
         if found["outcome"] != COMPILED:
             raise ConstraintError(found["message"])
+
+    def check_chat_template(self, template: str) -> None:
+        """Compile a chat template, and throw the result away; see :meth:`check`."""
+        self.check(CHAT_TEMPLATE, template)
 
     def start(self) -> None:
         """Start the server if it does not run; does not wait until it is ready."""

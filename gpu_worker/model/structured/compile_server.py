@@ -1,9 +1,10 @@
 """The compile server: a program that compiles each constraint in a process of its own.
 
-A constraint is untrusted input to native code, and a few kilobytes of it can overflow a stack. So
-it is compiled here first, under limits, in a process that may crash. The server forks one process
-for each constraint: it has one thread and little memory, so a fork is safe and takes about a
-millisecond, and the fork shares the words of the model's tokenizer.
+A constraint is untrusted input to native code, and a few kilobytes of it can overflow a stack. A
+chat template can make its compiler compute without end. So both are compiled here first, under
+limits, in a process that may crash. The server forks one process for each of them: it has one
+thread and little memory, so a fork is safe and takes about a millisecond, and the fork shares the
+words of the model's tokenizer.
 
 The argument is the descriptor of a Unix socket. Standard input brings one JSON object, see
 :class:`Setup`. Each message on the socket is one byte and a descriptor: the socket of one job. A
@@ -29,11 +30,14 @@ from pathlib import Path
 
 from llguidance import LLTokenizer
 
+from .chat_template import compile_chat_template
 from .matcher import ConstraintError, compile_matcher, word_list
 
-__all__ = ["COMPILED", "REFUSED", "TIMED_OUT", "Setup", "main"]
+__all__ = ["CHAT_TEMPLATE", "COMPILED", "REFUSED", "TIMED_OUT", "Setup", "main"]
 
 COMPILED, REFUSED, TIMED_OUT = "compiled", "refused", "timed out"
+CHAT_TEMPLATE = "chat_template"
+"""The ``field`` of a job that is no constraint."""
 
 _PR_SET_PDEATHSIG = 1
 _READ_BYTES = 1 << 16
@@ -68,7 +72,9 @@ def main() -> int:
     """Serve until the socket is closed; returns the exit code."""
     jobs = socket.socket(fileno=int(sys.argv[1]))
     setup = Setup(**json.load(sys.stdin.buffer))
-    words = word_list(setup.tokenizer, setup.vocab_size, setup.eos_token_ids)
+    words: LLTokenizer | None = None
+    with suppress(ConstraintError):  # then no constraint comes, either
+        words = word_list(setup.tokenizer, setup.vocab_size, setup.eos_token_ids)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is the owner's affair
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how a fork ended
     prctl = _prctl()
@@ -92,7 +98,7 @@ def main() -> int:
         job.close()
 
 
-def _compile(job: socket.socket, words: LLTokenizer, setup: Setup) -> None:
+def _compile(job: socket.socket, words: LLTokenizer | None, setup: Setup) -> None:
     """In a process of its own."""
     os.dup2(os.open(os.devnull, os.O_RDWR), 2)  # a crash is reported to the client, in words
     _limit(setup)
@@ -105,7 +111,10 @@ def _compile(job: socket.socket, words: LLTokenizer, setup: Setup) -> None:
 
     def work() -> None:
         try:
-            compile_matcher(words, order["field"], order["source"])
+            if order["field"] == CHAT_TEMPLATE:
+                compile_chat_template(order["source"])
+            elif words is not None:
+                compile_matcher(words, order["field"], order["source"])
             answer["outcome"] = COMPILED
         except ConstraintError as error:
             answer.update(outcome=REFUSED, message=str(error))

@@ -60,6 +60,9 @@ class ConstraintCompiler:
         vocab_size: the width of the model's logits.
         eos_token_ids: ids that end a text of the model.
         limit_s: seconds that compiling may take.
+
+    Attributes:
+        sandbox: where constraints are compiled first; the first one starts it, if nobody has.
     """
 
     def __init__(
@@ -76,18 +79,13 @@ class ConstraintCompiler:
         self._lock = threading.Lock()
         self._words: LLTokenizer | None = None
         self._templates: OrderedDict[tuple[str, _Source], LLMatcher] = OrderedDict()
-        self._sandbox = CompileSandbox(
+        self.sandbox = CompileSandbox(
             self._tokenizer or "", self._vocab_size, sorted(eos_token_ids), limit_s=limit_s
         )
 
-    def start(self) -> None:
-        """Start the sandbox, so that no request waits for it."""
-        if self._tokenizer is not None:
-            self._sandbox.start()
-
     def close(self) -> None:
         """End the sandbox."""
-        self._sandbox.close()
+        self.sandbox.close()
 
     def compile(self, options: SamplingOptions) -> CompiledConstraint | None:
         """The constraint of a request with these options; None if it has none.
@@ -120,7 +118,7 @@ class ConstraintCompiler:
     def _compile(self, field: str, source: _Source) -> LLMatcher:
         words = self._word_list(field, source)
         try:
-            self._sandbox.check(field, source)
+            self.sandbox.check(field, source)
             return compile_matcher(words, field, source)
         except UnsafeConstraint as error:
             raise InvalidRequest(field, source, f"{_SUPPORTED[field]}; {error}") from None
