@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from redis.exceptions import ResponseError
 
 from ..errors import PenstockError, ProtocolError, RedisUnavailable
 from ..protocol import Chunk, Lane, Reason, State, unpack_event
-from ..settings import QueueSettings
+
+if TYPE_CHECKING:
+    # Loading the settings would take the client longer than all the rest.
+    from ..settings import QueueSettings
 
 __all__ = [
     "Append",
