@@ -1,4 +1,4 @@
-"""How long a stream stands still when its worker is killed and another one is idle."""
+"""Measures how long a stream pauses when its worker is killed while another is idle."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ _LOST_LIMIT_MS = 500.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StallOptions:
-    """What is measured.
+    """Options of the measurement.
 
     Attributes:
         rounds: kills of each kind.
-        lease_ms: how long a silent worker is believed alive.
-        step_ms: how long a step of the synthetic model takes; the prefill is one.
+        lease_ms: lease of the workers in ms.
+        step_ms: duration of a step of the synthetic model in ms; the prefill is one step.
     """
 
     rounds: int = 9
@@ -48,11 +48,11 @@ class StallOptions:
 
 
 async def measure_stall(options: StallOptions, show: Callable[[str, int, int], None]) -> Report:
-    """Kill the worker of a stream again and again: its engine alone, or its whole machine.
+    """Kill the worker of a stream repeatedly: its engine alone, or its whole machine.
 
     Raises:
         RedisUnavailable: no server can be started.
-        PenstockError: workers do not start, or a stream does not go on.
+        PenstockError: workers do not start, or a stream does not continue.
     """
     settings = _settings(options)
     with tempfile.TemporaryDirectory(prefix="penstock-stall-") as name:
@@ -86,7 +86,7 @@ def _settings(options: StallOptions) -> Settings:
 
 
 class _Meter:
-    """Kills the owner of a stream and looks at the gap."""
+    """Kills the owner of a stream and measures the gap."""
 
     def __init__(self, producer: Producer, redis: Redis, keys: Keys, fleet: Fleet) -> None:
         self._producer = producer
@@ -96,7 +96,7 @@ class _Meter:
         self._number = 0
 
     async def stall(self, *, lost: bool) -> float:
-        """One kill; milliseconds between the last token before and the first one after it."""
+        """Kill once; returns the milliseconds between the last token before and the first after it."""
         await self._fleet.wait_until_ready()
         self._number += 1
         request_id = f"stall-{self._number}"
@@ -132,7 +132,7 @@ class _Meter:
         return victim
 
     async def _resumed_at(self, request_id: str) -> int:
-        """Tokens there were when it was claimed last."""
+        """The number of tokens at its latest claim."""
         return int(await self._field(request_id, "nb"))
 
     async def _field(self, request_id: str, name: str) -> bytes:

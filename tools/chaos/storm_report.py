@@ -10,7 +10,7 @@ from .storm import StormResult
 
 __all__ = ["report_storm"]
 
-_SHOWS = {
+_FIGURES = {
     Fault.KILL: "worker_kills",
     Fault.STOP: "worker_stops",
     Fault.DRAIN: "worker_drains",
@@ -22,12 +22,12 @@ _SHOWS = {
     Fault.FLUSH: "script_flushes",
     Fault.SLOW_READERS: "connections_choked",
 }
-"""The figure that tells whether a fault has happened."""
+"""The figure that counts each kind of fault."""
 
 _LONG_S = 30.0
-_HURT_PER_S = 100 / 60
+_KILLS_AND_STOPS_PER_S = 100 / 60
 _MIGRATED_PER_S = 500 / 60
-"""What a long storm of all faults on the synthetic model must reach: a mild one proves little."""
+"""Minimum rates of a long storm of all faults on the synthetic model."""
 
 
 def report_storm(result: StormResult) -> Report:
@@ -68,11 +68,11 @@ def report_storm(result: StormResult) -> Report:
 
 
 def _least(options: StormOptions) -> dict[str, int]:
-    """How much must have happened for the storm to have been one."""
-    least = {_SHOWS[fault]: 1 for fault in sorted(options.faults)}
+    """The minimum counts of a storm with these options."""
+    least = {_FIGURES[fault]: 1 for fault in sorted(options.faults)}
     full = {Fault.KILL, Fault.STOP} <= options.faults and options.model == "synthetic"
     if full and options.seconds >= _LONG_S:
-        least["worker_kills_and_stops"] = int(options.seconds * _HURT_PER_S)
+        least["worker_kills_and_stops"] = int(options.seconds * _KILLS_AND_STOPS_PER_S)
         least["migrated"] = int(options.seconds * _MIGRATED_PER_S)
     if Fault.SLOW_READERS in options.faults and options.seconds >= _LONG_S:
         least["slow_reader_cuts"] = 1

@@ -1,4 +1,4 @@
-"""The last look: everything a storm left in Redis, counted anew from the keys themselves."""
+"""Recounts everything that a storm left in Redis, from the keys themselves."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _ENDED = "ended:"
 
 
 async def recount(redis: Redis, keys: Keys, ledger: Ledger, *, exclusive: bool) -> None:
-    """Check that nothing waits, nothing is owned, nothing leaks and every log stands as it was.
+    """Check that nothing waits, is owned or leaks, and that every log is as it was read.
 
-    All requests have ended and all workers are gone. Findings go to the ledger.
+    All requests and workers have ended. Findings go to the ledger.
 
     Args:
-        redis: a client past all proxies.
+        redis: a client without a proxy.
         keys: of the shard.
         ledger: knows how every request ended.
         exclusive: the server holds nothing but this storm's keys.
@@ -36,7 +36,7 @@ async def recount(redis: Redis, keys: Keys, ledger: Ledger, *, exclusive: bool) 
         if key.startswith(keys.prefix):
             seen.add(key)
         elif exclusive:
-            ledger.violated(Invariant.NO_LEAKS, key, "is a key that is none of the shard's")
+            ledger.violated(Invariant.NO_LEAKS, key, "is not a key of the shard")
     await _check_lifetimes(redis, keys, sorted(seen), ledger)
     await _check_counters(redis, keys, ledger)
     for key, what in ((keys.deadlines, "waits for its deadline"), (keys.leases, "has a lease")):
@@ -52,7 +52,7 @@ async def recount(redis: Redis, keys: Keys, ledger: Ledger, *, exclusive: bool) 
 
 
 async def _check_lifetimes(redis: Redis, keys: Keys, names: list[str], ledger: Ledger) -> None:
-    for_ever = {
+    permanent = {
         keys.lanes, keys.floors, keys.leases, keys.counters, keys.bell, keys.dead_letters,
         keys.ingress_tenants, keys.ingress(),
         *(keys.tenants(lane) for lane in Lane),
@@ -63,7 +63,7 @@ async def _check_lifetimes(redis: Redis, keys: Keys, names: list[str], ledger: L
         for name in part:
             pipeline.pttl(name)
         for name, left in zip(part, await pipeline.execute(), strict=True):
-            if left == -1 and name not in for_ever:
+            if left == -1 and name not in permanent:
                 ledger.violated(Invariant.NO_LEAKS, name, "never expires")
 
 
@@ -94,7 +94,7 @@ async def _check_log(redis: Redis, key: str, request_id: str, ended: Ended, ledg
 
 
 def _problem(events: list[Any], ended: Ended) -> str | None:
-    """What is wrong with a log, if anything."""
+    """The fault of a log; None if it is right."""
     tokens: list[int] = []
     ends = [event for event in events if isinstance(event, End)]
     for event in events:

@@ -1,4 +1,4 @@
-"""What a storm has counted, and what it has found wrong."""
+"""The counts and the findings of a storm."""
 
 from __future__ import annotations
 
@@ -14,40 +14,40 @@ _VIOLATIONS_KEPT = 200
 
 
 class Invariant(StrEnum):
-    """What must hold whatever happens."""
+    """What must hold under every fault."""
 
     READERS_EXACT = "I1_readers_exact"
-    """Every reader sees indexes from its first one to the last, each once."""
+    """Every reader receives each index from its first to the last exactly once."""
 
     READERS_AGREE = "I2_readers_agree"
-    """Live, returning, slow and late readers, the log and the undisturbed output are the same."""
+    """All readers, the log and the undisturbed output agree."""
 
     ONE_END = "I3_one_end"
-    """Every accepted request reaches one terminal state that fits it, by deadline and sweep."""
+    """Every accepted request reaches one fitting terminal state, at the latest by its deadline."""
 
     COUNTERS = "I4_counters"
-    """Counters equal a recount, and nothing is owned or waits at the end."""
+    """Counters equal a recount; at the end nothing waits or is owned."""
 
     NO_LEAKS = "I5_no_leaks"
-    """No key without expiry but the constant ones; no process is left."""
+    """Only the constant keys lack an expiry; no process is left."""
 
     USAGE_ONCE = "I6_usage_once"
     """Usage is recorded once, with the right numbers."""
 
     CLIENTS_SOUND = "clients_sound"
-    """Clients ride out every outage."""
+    """Clients survive every outage."""
 
     WORKERS_SOUND = "workers_sound"
-    """No worker breaks by itself, and a drain ends well."""
+    """No worker breaks by itself, and every drain succeeds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """Something that must not be.
+    """A violated invariant.
 
     Attributes:
-        invariant: which does not hold.
-        where: the request's id, or what else was looked at.
+        invariant: the violated one.
+        where: the request's id, or what else was checked.
         seen: what was seen.
     """
 
@@ -61,7 +61,7 @@ class Violation:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a request ended, for the last look at the end of the storm.
+    """How a request ended, for the final checks.
 
     Attributes:
         end: its terminal event.
@@ -79,10 +79,10 @@ class Ledger:
     Attributes:
         counts: by name.
         found: how often each invariant was violated.
-        violations: the first of them.
+        violations: the first 200.
         ended: every accepted request that has ended.
-        latest_end_ms: the longest that an end came after its deadline.
-        longest_sweep_pause_ms: the longest time in which no worker swept.
+        latest_end_ms: longest time of an end after its deadline.
+        longest_sweep_pause_ms: longest time without a sweep.
     """
 
     counts: Counter[str] = field(default_factory=Counter)
@@ -93,7 +93,7 @@ class Ledger:
     longest_sweep_pause_ms: int = 0
 
     def violated(self, invariant: Invariant, where: str, seen: str) -> None:
-        """Note a violation."""
+        """Record a violation."""
         self.found[invariant] += 1
         if len(self.violations) < _VIOLATIONS_KEPT:
             self.violations.append(Violation(invariant, where, seen))

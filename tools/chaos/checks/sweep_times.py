@@ -1,4 +1,4 @@
-"""When workers swept, since an end by deadline comes with the next sweep."""
+"""Records when workers swept, since the next sweep ends overdue requests."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ..environment import Environment
 
 __all__ = ["SweepWatch"]
 
-_LOOK_S = 0.05
+_POLL_S = 0.05
 
 
 class SweepWatch:
-    """Looks when workers last swept, by the server's account.
+    """Records the times of sweeps, as the server stores them.
 
-    A sweep comes every third of a lease from each worker that lives. With every worker killed, or
-    on a machine too small for all of them, none comes for longer, and nothing can expire meanwhile.
+    Each living worker sweeps every third of a lease. While all workers are dead, or the machine is
+    overloaded, sweeps pause, and only readers end overdue requests.
     """
 
     def __init__(self) -> None:
@@ -31,22 +31,22 @@ class SweepWatch:
     def next_after(self, due_ms: int) -> int | None:
         """The first sweep seen at or after a time, both in ms of Redis' clock; None: none so far.
 
-        Looking too seldom, as on a busy machine, gives a later one than there was.
+        On a busy machine it polls less often and may return a later sweep.
         """
         at = bisect.bisect_left(self._times, due_ms)
         return self._times[at] if at < len(self._times) else None
 
     def note(self, swept_ms: int) -> None:
-        """A sweep was seen; times do not go back."""
+        """Record a sweep; times do not decrease."""
         self._times.append(swept_ms)
 
     @property
     def longest_pause_s(self) -> float:
-        """The longest time without a sweep, the present one counted."""
+        """The longest time without a sweep, up to now."""
         return max(self._longest_s, time.monotonic() - self._since)
 
     async def run(self, env: Environment) -> None:
-        """Look until cancelled."""
+        """Poll until cancelled."""
         last: bytes | None = None
         self._since = time.monotonic()
         while True:
@@ -57,4 +57,4 @@ class SweepWatch:
                         self.note(int(swept))
                     last, now = swept, time.monotonic()
                     self._longest_s, self._since = max(self._longest_s, now - self._since), now
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_S)

@@ -1,4 +1,4 @@
-"""Which faults there are, and when they happen: drawn from a seed before the storm begins."""
+"""The kinds of faults, and their schedule, drawn from a seed before the storm begins."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ __all__ = ["ALL_FAULTS", "Event", "Fault", "draw_schedule"]
 
 
 class Fault(StrEnum):
-    """What a storm does. The values are the command's options."""
+    """The kinds of faults. The values are the command's options."""
 
     KILL = "kill"
-    """Edge and engine processes are killed (-9), and at times their supervisor, too."""
+    """Edge and engine processes, and at times their supervisor, are killed (-9)."""
 
     STOP = "stop"
-    """Edge and engine processes stand still for longer than their lease, and wake up as zombies."""
+    """Edge and engine processes stop for longer than their lease, and resume as zombies."""
 
     DRAIN = "drain"
     """Workers are ended with SIGTERM and replaced: a rolling restart."""
@@ -29,19 +29,19 @@ class Fault(StrEnum):
     """The reply to a script is dropped after the server has executed it."""
 
     HALF_OPEN = "half-open"
-    """Connections stay open and nothing arrives any more."""
+    """Connections stay open, but nothing arrives."""
 
     LATE = "late"
-    """What was sent arrives after its sender has given up, or with latency."""
+    """Data arrives after its sender has given up, or with latency."""
 
     REDIS_KILL = "redis-kill"
-    """The server is killed (-9) and comes back with its append-only file."""
+    """The server is killed (-9) and restarts with its append-only file."""
 
     FLUSH = "flush"
     """The server forgets all scripts."""
 
     SLOW_READERS = "slow-readers"
-    """Readers stop reading until the server cuts them."""
+    """Readers stop reading until the server disconnects them."""
 
 
 ALL_FAULTS = frozenset(Fault)
@@ -58,20 +58,20 @@ _MEAN_GAP_S = {
     Fault.FLUSH: 0.5,
     Fault.SLOW_READERS: 2.5,
 }
-"""Seconds between two of a kind on average, on four workers of the synthetic model."""
+"""Mean seconds between two faults of a kind, on four workers of the synthetic model."""
 
 _QUIET_S = 0.5
-"""No fault before this: the first requests are to be under way."""
+"""No fault comes earlier, so that the first requests are running."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Event:
-    """A fault at a time.
+    """A scheduled fault.
 
     Attributes:
-        at_s: seconds after the storm's begin.
-        fault: what happens.
-        seed: for what is drawn when it happens, such as its victim.
+        at_s: seconds after the storm's start.
+        fault: its kind.
+        seed: of random choices when it happens, such as its victim.
     """
 
     at_s: float
@@ -82,19 +82,19 @@ class Event:
 def draw_schedule(
     seed: int, seconds: float, faults: Collection[Fault], *, pace: float = 1.0
 ) -> list[Event]:
-    """Times of all faults of a storm, in order. Each kind has at least one if time allows.
+    """All faults of a storm in order of time, at least one of each kind if time allows.
 
     Args:
         seed: of the storm.
-        seconds: its length.
-        faults: the kinds wanted.
-        pace: how many times as often as usual.
+        seconds: of the storm.
+        faults: the kinds.
+        pace: factor on the rate of faults.
     """
     events = []
     for fault in sorted(faults):
         rng = random.Random(f"{seed}/{fault}")
         mean = _MEAN_GAP_S[fault] / pace
-        # The first one early enough to happen in any storm of a few seconds.
+        # The first one comes early enough for a storm of a few seconds.
         at = _QUIET_S + rng.uniform(0, max(0.0, min(mean, 0.6 * seconds - _QUIET_S)))
         while at < seconds:
             events.append(Event(at, fault, rng.getrandbits(32)))

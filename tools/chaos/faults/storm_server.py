@@ -1,9 +1,8 @@
-"""The Redis server of a storm: one of its own that can be killed, or somebody's on loopback.
+"""The Redis server of a storm: its own, which it may kill, or a given one on loopback.
 
-The own server keeps an append-only file with ``appendfsync always``: what it has acknowledged is
-in the file, whenever it is killed. With ``everysec`` a write may be put off for up to two seconds
-while the disk is busy, and a kill then loses what clients were told; no client can repair that,
-so it would be counted as our fault.
+The storm's own server writes an append-only file with ``appendfsync always``, so every write that
+it acknowledged survives a kill. With ``everysec`` a busy disk may delay a write by two seconds. A
+kill then loses acknowledged writes, which no client can repair.
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ __all__ = ["OwnServer", "Server", "given_server", "through"]
 
 _START_TIMEOUT_S = 60.0
 _PUBSUB_LIMIT = "pubsub 32768 16384 1"
-"""Output buffer of a subscriber, in bytes, and how long it may stay above the softer bound."""
+"""Hard and soft limit of a subscriber's output buffer in bytes, and seconds above the soft one."""
 
 
 class Server:
-    """A server that may be used but not killed.
+    """A server that the storm uses and does not kill.
 
     Args:
         url: its address.
@@ -61,7 +60,7 @@ class Server:
         return urlsplit(self.url).port or 6379
 
     def client(self, timeout_s: float = 2.0) -> Redis:
-        """A client past all proxies; commands are not tried again."""
+        """A client without proxy and without retries."""
         return open_client(self.url, timeout_s=timeout_s)
 
     async def command(self, *words: str) -> Any:
@@ -84,10 +83,10 @@ class Server:
             await client.aclose()
 
     async def limit_subscribers(self) -> None:
-        """Let the server cut subscribers that read too slowly much sooner than by default.
+        """Make the server disconnect slow subscribers much sooner than by default.
 
         Raises:
-            RedisUnavailable: the server does not let itself be configured.
+            RedisUnavailable: the server refuses CONFIG.
         """
         name = "client-output-buffer-limit"
         values = await self.command("CONFIG", "GET", name)
@@ -97,7 +96,7 @@ class Server:
         await self.command("CONFIG", "SET", name, _PUBSUB_LIMIT)
 
     async def restore(self) -> None:
-        """Take back what was configured."""
+        """Restore the configuration."""
         while self._before:
             name, value = self._before.pop()
             await self.command("CONFIG", "SET", name, value)
@@ -105,7 +104,7 @@ class Server:
 
 @contextlib.asynccontextmanager
 async def given_server(url: str) -> AsyncIterator[Server]:
-    """Somebody's server, for the time of the block.
+    """Use a given server during the block.
 
     Raises:
         ConfigurationError: its address is not on loopback.
@@ -136,15 +135,15 @@ def _check_loopback(url: str) -> None:
 
 
 class OwnServer(Server):
-    """A server that is started here and may be killed.
+    """A server that the storm starts and may kill.
 
     Args:
-        folder: where its data is; the caller removes it.
+        folder: of its data; the caller removes it.
 
     Attributes:
-        kills: how often it was killed.
-        down_s: seconds it was away in all.
-        longest_down_s: the longest time without it.
+        kills: number of kills.
+        down_s: total downtime in seconds.
+        longest_down_s: longest downtime in seconds.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -170,10 +169,10 @@ class OwnServer(Server):
         self._end()
 
     async def kill_and_restart(self, pause_s: float) -> None:
-        """Kill it without notice; after a pause start it on its port with its data.
+        """Kill it; after a pause restart it on its port with its data.
 
         Raises:
-            RedisUnavailable: it does not come back.
+            RedisUnavailable: it does not restart.
         """
         began = time.monotonic()
         self.kills += 1
@@ -243,11 +242,11 @@ class OwnServer(Server):
         )
 
     async def limit_subscribers(self) -> None:
-        """It is configured so from the start."""
+        """Do nothing: its configuration has these limits."""
 
 
 def through(url: str, port: int) -> str:
-    """The address with another loopback port in it: a proxy's."""
+    """The address with a proxy's loopback port in place of its own."""
     parts = urlsplit(url)
     user, at, _ = parts.netloc.rpartition("@")
     return urlunsplit(parts._replace(netloc=f"{user}{at}127.0.0.1:{port}"))

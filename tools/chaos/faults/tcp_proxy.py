@@ -1,7 +1,7 @@
-"""A TCP proxy on loopback that does to connections what networks do to them.
+"""A TCP proxy on loopback that injects network faults into connections to Redis.
 
-It sits between Redis and whoever is to suffer. Faults are done to the connections that are open at
-that moment; later ones are sound, so that a client which connects anew recovers.
+A fault affects the connections that are open at that moment. Later ones work, so that a client
+recovers by connecting again.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ __all__ = ["Proxy"]
 
 _READ = 1 << 16
 _NARROW = 4096
-"""Buffers of a narrow proxy in bytes, so that what is not read piles up in the server."""
+"""Buffers of a narrow proxy in bytes, so that unread data piles up in the server."""
 
 _FIRST_MOMENTS_S = 0.3
-"""Enough to log in and to subscribe."""
+"""Time to log in and to subscribe."""
 
 _SILENT_S = 30.0
 """Longer than any client waits for a reply."""
 
 _CUT_SHOWS_S = 1.0
-"""What was on its way comes before the end of a connection that the server cut in a pause."""
+"""Data in transit arrives before the end of a connection that the server closed in a pause."""
 
 
 @dataclass(eq=False)
 class _Pipe:
-    """One connection: the client's side, the server's side, and what is being done to it.
+    """One connection: the client's side, the server's side, and its faults.
 
     Times are those of the event loop, in seconds.
     """
@@ -58,19 +58,19 @@ class _Pipe:
 
 
 class Proxy:
-    """Forwards connections to one server until told to do worse.
+    """Forwards connections to one server, and injects faults on request.
 
     Args:
         host: the server's address.
         port: the server's port.
-        narrow: keep buffers so small that a pause is felt by the server at once.
+        narrow: use small buffers, so that a pause affects the server at once.
 
     Attributes:
-        port: where it listens on 127.0.0.1, once started.
-        connections: how many it accepted.
-        resets: connections ended with a reset.
-        cuts: replies dropped after the server had executed the request.
-        server_cuts: paused connections that the server ended.
+        port: its port on 127.0.0.1, once started.
+        connections: accepted connections.
+        resets: connections that it reset.
+        cuts: replies that it dropped after the server had executed the request.
+        server_cuts: paused connections that the server closed.
     """
 
     def __init__(self, host: str, port: int, *, narrow: bool = False) -> None:
@@ -112,10 +112,10 @@ class Proxy:
 
     @property
     def open(self) -> int:
-        """Connections that are open now."""
+        """Number of open connections."""
         return len(self._pipes)
 
-    # -- what can be done ------------------------------------------------------------------------
+    # -- faults ----------------------------------------------------------------------------------
 
     def reset(self, chosen: Callable[[], bool] = lambda: True) -> int:
         """Reset open connections; returns how many."""
@@ -126,45 +126,45 @@ class Proxy:
         return len(pipes)
 
     def deafen(self, seconds: float, chosen: Callable[[], bool] = lambda: True) -> int:
-        """Half-open: both ends believe the connection up, and nothing arrives any more."""
+        """Half-open: both ends consider the connection open, but nothing arrives."""
         pipes = self._choose(chosen)
         for pipe in pipes:
             pipe.deaf_until = _now() + seconds
         return len(pipes)
 
     def hold_back(self, seconds: float, chosen: Callable[[], bool] = lambda: True) -> int:
-        """Deliver what clients send only after this time, even if they have given up by then."""
+        """Delay what clients send by this time, even if they give up meanwhile."""
         pipes = self._choose(chosen)
         for pipe in pipes:
             pipe.late_until = _now() + seconds
         return len(pipes)
 
     def delay(self, seconds: float, chosen: Callable[[], bool] = lambda: True) -> int:
-        """Add latency in both directions, for the rest of the connection's life."""
+        """Add latency in both directions until the connection ends."""
         pipes = self._choose(chosen)
         for pipe in pipes:
             pipe.delay_s = seconds
         return len(pipes)
 
     def cut_replies(self, holding: bytes, count: int = 1, *, silently: bool = False) -> None:
-        """Have the replies to the next requests dropped that hold these bytes.
+        """Drop the replies to the next requests that contain these bytes.
 
-        The server has executed them, and the client cannot know: its connection is reset then, or,
-        ``silently``, just says nothing any more.
+        The server has executed them, but the client cannot know. Its connection is then reset, or
+        stays silent (``silently``).
         """
         self._cut_on, self._cuts_left, self._silently = holding, count, silently
 
     def choke(self, seconds: float) -> int:
-        """Read nothing from the server, as a client does that is too slow for what it asked.
+        """Read nothing from the server, like a client that is too slow.
 
-        Connections are reset first, and those that follow are not read after their first moments:
-        for one that has carried much, the kernel has made buffers that take in all of the pause.
+        It first resets the connections, because the kernel's buffers of a used connection could
+        absorb the whole pause. It reads from new ones only in their first moments.
         """
         self._choked_until = _now() + seconds
         return self.reset()
 
     def heal(self) -> None:
-        """Take back what has been done to connections that still are open."""
+        """Undo the faults of open connections."""
         self._choked_until = 0.0
         self._cuts_left = 0
         for pipe in self._pipes:
@@ -211,7 +211,7 @@ class Proxy:
         sock = socket.socket()
         try:
             sock.setblocking(False)
-            # The sender sizes its buffer by the segment: both must be small to be full soon.
+            # The sender sizes its buffer by the segment: both must be small to fill up soon.
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _NARROW)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, 1024)
             await asyncio.get_running_loop().sock_connect(sock, self._upstream)
@@ -232,7 +232,7 @@ class Proxy:
             if _now() >= pipe.deaf_until:
                 writer.write(data)
                 await writer.drain()
-        # In a half-open connection the server does not hear of the client's end either.
+        # In a half-open connection the server does not notice the client's end either.
         await _wait_until(lambda: pipe.deaf_until)
         raise EOFError
 
@@ -274,6 +274,6 @@ async def _sleep(seconds: float) -> None:
 
 
 async def _wait_until(when: Callable[[], float]) -> None:
-    # The time may be taken back meanwhile, so there is no event to wait for.
+    # heal() may change the time meanwhile, so there is no event to wait for.
     while (left := when() - _now()) > 0:  # noqa: ASYNC110
         await asyncio.sleep(min(left, 0.1))

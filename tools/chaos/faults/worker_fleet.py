@@ -26,23 +26,23 @@ __all__ = ["Fleet", "FleetCounts", "Machine", "find_crashes"]
 _READY_TIMEOUT_S = 120.0
 _DRAIN_TIMEOUT_S = 30.0
 _EARLY_ENDS = 25
-"""So many machines that end by themselves, one after the other, mean that none can run."""
+"""After this many consecutive unexpected exits the fleet gives up."""
 
 _KILLS_PER_MACHINE = 2
-"""A supervisor waits the longer the more often its child dies; then its turn to go has come."""
+"""A supervisor waits longer after each death of its child; after this many it is replaced."""
 
 
 @dataclass
 class FleetCounts:
-    """What was done to workers.
+    """Counts of what happened to workers.
 
     Attributes:
-        engine_kills: edge and engine processes killed, with a supervisor to notice.
-        machine_kills: supervisors killed, and their engines with them.
-        stops: pairs of them stopped for longer than their lease, and continued.
-        drains: machines ended with SIGTERM, and replaced.
-        restarts: machines that ended by themselves, and were replaced.
-        slowest_drain_s: from SIGTERM to the end.
+        engine_kills: edge and engine processes killed under a living supervisor.
+        machine_kills: supervisors killed, together with their engines.
+        stops: machines stopped for longer than their lease, and continued.
+        drains: machines ended with SIGTERM and replaced.
+        restarts: machines that exited by themselves and were replaced.
+        slowest_drain_s: longest time from SIGTERM to the exit.
     """
 
     engine_kills: int = 0
@@ -60,11 +60,11 @@ class Machine:
     Attributes:
         name: unique in the storm.
         process: the supervisor.
-        ready_file: there while its engine serves.
-        log: what both write.
-        stopped: its engine is stopped.
+        ready_file: exists while its engine serves.
+        log: output of all its processes.
+        stopped: its processes are stopped.
         leaving: it is being ended.
-        kills: how often its engine was killed.
+        kills: number of kills of its edge or engine.
     """
 
     name: str
@@ -78,7 +78,7 @@ class Machine:
 
     @property
     def ready(self) -> bool:
-        """Whether its engine serves and nothing is being done to it."""
+        """Whether its engine serves and no fault affects it."""
         return (
             not (self.stopped or self.leaving)
             and self.ready_file.exists()
@@ -87,7 +87,7 @@ class Machine:
 
     @property
     def worker_id(self) -> str | None:
-        """Under which id its present engine serves."""
+        """The worker id of its present engine."""
         try:
             worker_id: str = json.loads(self.ready_file.read_text())["worker_id"]
         except (OSError, ValueError):
@@ -95,7 +95,7 @@ class Machine:
         return worker_id
 
     def processes(self) -> list[int]:
-        """Process ids of its edge and of its engine below that, as far as they run now."""
+        """Process ids of its edge and engine that run now."""
         edges = children(self.process.pid)
         found = edges + [engine for edge in edges for engine in children(edge)]
         self.pids |= {identity(pid) for pid in found}
@@ -103,10 +103,10 @@ class Machine:
 
 
 class Fleet:
-    """So many machines, each replaced when it is gone.
+    """A number of machines, each replaced when it has ended.
 
     Args:
-        size: how many.
+        size: number of machines.
         arguments: of ``penstock worker``.
         environment: settings for it, on top of this process's environment without settings.
         folder: for logs and ready files.
@@ -146,10 +146,10 @@ class Fleet:
         await self._end_all()
 
     async def wait_until_ready(self) -> None:
-        """Until every machine serves.
+        """Wait until every machine serves.
 
         Raises:
-            PenstockError: it does not come to that.
+            PenstockError: a machine does not become ready.
         """
         deadline = time.monotonic() + _READY_TIMEOUT_S
         while not all(machine.ready for machine in self.machines):
@@ -163,10 +163,10 @@ class Fleet:
             await asyncio.sleep(0.02)
 
     def replace_ended(self) -> None:
-        """Start a new machine for each that ended by itself.
+        """Start a new machine for each that exited by itself.
 
         Raises:
-            PenstockError: that happens again and again.
+            PenstockError: it happens repeatedly.
         """
         for machine in list(self.machines):
             if machine.leaving or machine.process.poll() is None:
@@ -180,16 +180,16 @@ class Fleet:
             self._early_ends = 0
 
     def pick(self, rng: random.Random, *, leave: int = 1) -> Machine | None:
-        """A machine that serves, None if only ``leave`` of them do."""
+        """A ready machine; None if at most ``leave`` are ready."""
         ready = [machine for machine in self.machines if machine.ready]
         return rng.choice(ready) if len(ready) > leave else None
 
     # -- what can be done to one -----------------------------------------------------------------
 
     def kill(self, machine: Machine) -> bool:
-        """Kill its edge or its engine in turn; its supervisor starts both anew.
+        """Kill its edge and its engine in turn; its supervisor restarts both.
 
-        False if there is nothing to kill now.
+        Returns False if neither runs now.
         """
         if machine.kills >= _KILLS_PER_MACHINE:
             self.kill_machine(machine)
@@ -203,7 +203,7 @@ class Fleet:
         return True
 
     def kill_machine(self, machine: Machine) -> None:
-        """Kill its supervisor, with which its engine dies; a new machine takes its place."""
+        """Kill its supervisor, and thereby its engine; a new machine replaces it."""
         machine.processes()
         machine.leaving = True
         machine.process.kill()
@@ -211,7 +211,7 @@ class Fleet:
         self._replace(machine)
 
     def stop(self, machine: Machine, seconds: float) -> bool:
-        """Stop its edge and its engine for a while. False if there is none now."""
+        """Stop its edge and its engine for a while. False if neither runs now."""
         if not [pid for pid in machine.processes() if _signal(pid, signal.SIGSTOP)]:
             return False
         machine.stopped = True
@@ -220,7 +220,7 @@ class Fleet:
         return True
 
     def drain(self, machine: Machine) -> None:
-        """End it as a rolling restart does; a new machine takes its place."""
+        """End it as a rolling restart does; a new machine replaces it."""
         machine.processes()
         machine.leaving = True
         self.counts.drains += 1
@@ -229,7 +229,7 @@ class Fleet:
         self._replace(machine)
 
     async def finish(self) -> None:
-        """End every machine with SIGTERM and see that nothing is left of any of them."""
+        """End every machine with SIGTERM, and check that no process is left."""
         for task in list(self._tasks):
             await task
         for machine in self.machines:
@@ -246,7 +246,7 @@ class Fleet:
         ]
 
     def crashes(self) -> list[str]:
-        """What workers wrote of ends and errors that nobody brought about."""
+        """Unexpected exits and errors in the workers' logs."""
         return [
             f"{machine.name}: {complaint}"
             for machine in self._all
@@ -325,9 +325,9 @@ def _tail(log: Path) -> str:
 
 
 def find_crashes(lines: list[str]) -> list[str]:
-    """Ends of the edge process but by SIGKILL, and what every traceback ends with.
+    """Exits of the edge process other than SIGKILL, and the last line of each traceback.
 
-    The edge ends as its engine does, so its end tells of both.
+    The edge exits as its engine does, so its exit covers both.
     """
     found = []
     frame: str | None = None
@@ -346,7 +346,7 @@ def find_crashes(lines: list[str]) -> list[str]:
 
 
 def _signal(pid: int, number: signal.Signals) -> bool:
-    """Whether there was such a process."""
+    """Send a signal; returns whether the process existed."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
         return True
