@@ -54,7 +54,7 @@ __all__ = [
 
 
 class PenstockError(Exception):
-    """Root of everything penstock raises on purpose."""
+    """Root of all errors that penstock raises on purpose."""
 
 
 class ConfigurationError(PenstockError):
@@ -112,7 +112,7 @@ class QueueFull(SubmitRefused):
     """A bound at the door was reached.
 
     Attributes:
-        bound: which one: ``requests``, ``tokens``, ``bytes`` or ``tenant_requests``.
+        bound: the bound: ``requests``, ``tokens``, ``bytes`` or ``tenant_requests``.
         limit: its value, in that unit.
         retry_after_ms: a hint for when to try again, in milliseconds.
     """
@@ -160,14 +160,14 @@ class IdInUse(SubmitRefused):
 
 
 class UnknownDeadLetter(PenstockError):
-    """There is no dead letter of that name: never was, redriven, dropped, or pushed out by newer.
+    """No dead letter has that name: it never existed, or was redriven, dropped or displaced.
 
     Attributes:
-        name: what was asked for.
+        name: the name that was asked for.
     """
 
     def __init__(self, name: str) -> None:
-        super().__init__(f"no dead letter {name!r}; `penstock dlq list` shows those there are")
+        super().__init__(f"no dead letter {name!r}; `penstock dlq list` shows all there are")
         self.name = name
 
 

@@ -88,7 +88,7 @@ def _refusing(error: PenstockError) -> Any:
 
 
 def _missing_extra(error: ModuleNotFoundError) -> ConfigurationError | None:
-    """What to say of a missing package of the worker; None if it is another one."""
+    """Return the error for a missing package of the worker, None for any other package."""
     package = (error.name or "").partition(".")[0]
     if package not in _WORKER_PACKAGES:
         return None
@@ -158,7 +158,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _explain(error: Exception) -> tuple[str | None, int]:
-    """The line for an expected error and its exit code; None for a bug."""
+    """Return the message of an expected error, None for a bug, and the exit code."""
     if isinstance(error, RequestFailed | TimeoutError):
         return str(error), 1
     if isinstance(error, PenstockError):
@@ -179,6 +179,6 @@ def _explain(error: Exception) -> tuple[str | None, int]:
 
 
 def _given(error: Exception) -> str:
-    """The value that an option got; newer releases of typer only say what it should be."""
+    """Return the value that an option got; newer releases of typer omit it."""
     problems = getattr(error.__cause__, "errors", None)  # of pydantic, which shared/ alone imports
     return f"; got {problems()[0]['input']!r}" if callable(problems) else ""

@@ -33,7 +33,7 @@ __all__ = ["dlq"]
 
 dlq = typer.Typer(
     no_args_is_help=False,
-    help="Dead letters: requests that were given up because too many workers were lost with them.",
+    help="Dead letters: requests given up after too many workers were lost with them.",
 )
 
 NameArgument = Annotated[
@@ -59,7 +59,9 @@ def _group(context: typer.Context) -> None:
 
 @dlq.command("list")
 def list_letters(
-    limit: Annotated[int, typer.Option(min=1, help="Show so many at most, oldest first.")] = 100,
+    limit: Annotated[
+        int, typer.Option(min=1, help="Most dead letters to show, oldest first.")
+    ] = 100,
     json: JsonOption = False,
     redis: RedisOption = None,
     model: ModelOption = None,

@@ -1,4 +1,4 @@
-"""Options that several commands share, and what becomes of them."""
+"""Options that several commands share, and how they are read."""
 
 from __future__ import annotations
 

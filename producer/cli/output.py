@@ -1,4 +1,4 @@
-"""How commands talk: text for people, JSON for scripts, and nothing that could hurt a terminal."""
+"""Output of commands: text for people, JSON for scripts, no control characters on a terminal."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def open_missing() -> None:
 
 
 def drop_output() -> None:
-    """Give up what could not be written to standard output, or it would be tried again at exit."""
+    """Discard what could not be written to standard output, so that exit does not try again."""
     with contextlib.suppress(OSError, ValueError):
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, sys.stdout.fileno())
@@ -151,7 +151,7 @@ class ChoiceWriter:
         self._out.close()
 
     def _next(self) -> int | None:
-        """The choice whose turn it is, if it has anything to write."""
+        """Return the choice to write next, None if it has nothing to write."""
         index = 0 if self._now is None else self._now
         if index not in self._waiting and index in self._ended:
             index += 1
@@ -181,7 +181,7 @@ def _headline(index: int) -> str:
 
 
 def waiting(text: str) -> AbstractContextManager[Any]:
-    """A sign of life on the terminal while nothing else can be shown; nothing in a pipe."""
+    """Show a spinner on a terminal; show nothing in a pipe."""
     if not sys.stderr.isatty():
         return nullcontext()
     from rich.console import Console
@@ -264,7 +264,7 @@ def _end(end: End) -> dict[str, Any]:
 
 
 def summary(end: End) -> str:
-    """What a person wants to know of a completed request, on one line."""
+    """Return a line about a completed request, for a person."""
     usage = end.usage or Usage(output_tokens=end.n)
     parts = [
         f"{end.state} ({end.reason})",

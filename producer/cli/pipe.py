@@ -1,4 +1,4 @@
-"""Notices that nobody reads what a command writes, even before it writes again."""
+"""Notices that the reader of standard output has left, even before the next write."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _Result = TypeVar("_Result")
 
 
 async def while_read(work: Coroutine[None, None, _Result]) -> _Result:
-    """Do the work as long as somebody reads standard output.
+    """Do the work as long as standard output has a reader.
 
-    A pipe without a reader is told by the next write; that may be long in coming, from a request
-    that waits for its turn. So the pipe is watched, too.
+    A write to a pipe without a reader fails, but the next write may be far away while a request
+    waits for its turn. So the pipe itself is watched.
 
     Raises:
         BrokenPipeError: the reader has left; the work was cancelled.

@@ -47,7 +47,7 @@ _NOTICE_AFTER_S = 1.0
 
 IdArgument = Annotated[str, typer.Argument(help="Id of the request.", show_default=False)]
 TimeoutOption = Annotated[
-    float | None, typer.Option(help="Give up after so many seconds; the request runs on.")
+    float | None, typer.Option(help="Give up after this many seconds; the request runs on.")
 ]
 
 

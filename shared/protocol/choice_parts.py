@@ -1,4 +1,4 @@
-"""Which tokens of a chunk are whose, in the output of a request with several choices."""
+"""Parts of a chunk: which tokens belong to which choice of a request with several."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class Part(NamedTuple):
     """Consecutive tokens of a chunk that belong to one choice.
 
     Attributes:
-        choice: which, from 0 on.
-        start: index of the first of them in the choice's own output.
-        num_tokens: how many, at least 1.
-        text: what they add to the choice's text.
-        reason: why the choice ended with the last of them; None: it goes on.
+        choice: the choice's index, from 0 on.
+        start: index of the first token in the choice's own output.
+        num_tokens: number of tokens, at least 1.
+        text: what the tokens add to the choice's text.
+        reason: why the choice ended with the last token; None if it goes on.
     """
 
     choice: int
@@ -29,10 +29,10 @@ class Part(NamedTuple):
 
 
 def read_parts(wire: Any, num_tokens: int) -> tuple[Part, ...]:
-    """The parts of a chunk of so many tokens, from their form on the wire.
+    """Read the parts of a chunk of ``num_tokens`` tokens from msgpack or JSON.
 
     Raises:
-        TypeError, ValueError: they are none.
+        TypeError, ValueError: the value is malformed.
     """
     if not wire:  # nil or empty: one choice
         return ()
@@ -58,7 +58,7 @@ def _values(row: Any) -> Iterable[Any]:
 
 
 def joined_parts(before: tuple[Part, ...], parts: tuple[Part, ...]) -> tuple[Part, ...]:
-    """Parts one behind the other; where both sides of the seam are of one choice, they are one."""
+    """Concatenate parts; the two at the seam become one if they belong to the same choice."""
     if not before or not parts or before[-1].choice != parts[0].choice:
         return before + parts
     one, other = before[-1], parts[0]
@@ -73,7 +73,7 @@ def joined_parts(before: tuple[Part, ...], parts: tuple[Part, ...]) -> tuple[Par
 
 
 def digest_words(parts: Sequence[Part], token_ids: Sequence[int], known: int) -> Iterator[int]:
-    """What the digest of a request with several choices is over: each token's choice and its id.
+    """Yield the digest's input for several choices: the choice and the id of each token.
 
     Ids alone would not tell two interleavings of equal choices apart. The first ``known`` tokens
     are left out.
@@ -87,7 +87,7 @@ def digest_words(parts: Sequence[Part], token_ids: Sequence[int], known: int) ->
 
 
 def cut_parts(parts: Sequence[Part], known: int, text_lengths: Sequence[int]) -> tuple[Part, ...]:
-    """The parts without their first ``known`` tokens.
+    """Return the parts without their first ``known`` tokens.
 
     Args:
         parts: of a chunk.

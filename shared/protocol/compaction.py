@@ -1,9 +1,9 @@
-"""The log of an ended request as one chunk: same tokens, digest and text, in a third of the memory.
+"""Puts the log of an ended request into one chunk: same tokens and text, a third of the memory.
 
-A log grows by an entry per step, mostly of one token, whose frame (names, counts, a digest each)
-takes several times what is in it. When nothing is added any more, columns do better: all ids, the
-whole text, one digest, and how much of the text came with each token. Of a request with several
-choices the parts stay as they were published, since they say where the texts may be cut.
+A log grows by one entry per step. Most entries hold one token, and their frame (names, counts, a
+digest) is several times as long. Once the request has ended, columns are smaller: all ids, the
+whole text, one digest, and the length of the text that came with each token. Parts of several
+choices stay as they were published, because they say where the texts may be cut.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ text lengths, seven with parts, eight with logprobs of the prompt."""
 
 
 def compacted(chunks: Sequence[bytes]) -> bytes | None:
-    """One packed chunk in place of all of a log, in order.
+    """Return one packed chunk in place of all chunks of a log, in order.
 
-    A reader who resumes at any index gets the same tokens and text from it as from the log. Where a
-    former chunk of several tokens could not be cut by token, its text comes with its last one.
+    A reader that resumes at any index gets the same tokens and text from it as from the log. Where
+    a former chunk of several tokens could not be cut by token, its text comes with its last one.
 
     Returns:
-        None if this log had better stay as it is: it has less than two chunks, or one that is not
-        msgpack as this version writes it (JSON, or a form of a later version), or a gap.
+        None if the log must stay as it is: it has fewer than two chunks, a gap, or a chunk that is
+        JSON or written by a later version.
     """
     if len(chunks) < 2 or not {packed[:1] for packed in chunks} <= _KNOWN:
         return None

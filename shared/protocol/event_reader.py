@@ -1,7 +1,7 @@
-"""Reads what comes back over Redis, whoever published it: nothing malformed gets any further.
+"""Reads chunks and ends from Redis and refuses whatever is malformed.
 
-An event comes as msgpack or as JSON, and both say the same. Which one it is tells the first byte: a
-JSON event is an object and begins with ``{``, a msgpack one is an array and never does.
+The first byte tells the form: a JSON event is an object and begins with ``{``; a msgpack event is
+an array and never does.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _MAX_TOKEN_ID = 2**32 - 1
 
 
 def unpack_letter(message: bytes) -> Iterator[tuple[bytes, bytes]]:
-    """What a message in an inbox holds: pairs of a request's id and a packed event of its.
+    """Yield the contents of an inbox message: pairs of a request id and a packed event.
 
     Raises:
-        ProtocolError: it is not such a message.
+        ProtocolError: the message is malformed.
     """
     try:
         parts = msgpack.unpackb(message, raw=True)
@@ -45,7 +45,7 @@ def unpack_letter(message: bytes) -> Iterator[tuple[bytes, bytes]]:
 
 
 def unpack_event(data: bytes) -> Chunk | End:
-    """The chunk or end in one log entry or one channel message, in either form.
+    """Return the chunk or end in one log entry or channel message, in either form.
 
     Raises:
         ProtocolError: the bytes are neither.
@@ -97,7 +97,7 @@ def _whole_chunk(
 
 
 def _check_chunk(chunk: Chunk) -> None:
-    """What merging takes for granted; whatever passes can be compared and digested."""
+    """Check the types that merging relies on."""
     start, token_ids, text, digest, *_ = chunk
     if type(start) is not int or type(text) is not str or type(digest) is not int or start < 0:
         raise TypeError("a field of another type")
@@ -163,7 +163,7 @@ def _end(n: Any, state: Any, reason_name: Any, message: Any, usage: Any) -> End:
 
 
 def _read_json(data: bytes) -> tuple[Any, ...]:
-    """A JSON event in the order of the msgpack form."""
+    """Return the fields of a JSON event in the order of the msgpack form."""
     wire: Mapping[str, Any] = json.loads(data)
     if wire.get("end") is True:
         end_names = ("n", "state", "reason", "message", "usage")

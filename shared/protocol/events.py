@@ -1,6 +1,6 @@
-"""What comes back over Redis: ``Chunk`` and ``End``, as msgpack or, if a request asks for it, JSON.
+"""The answer to a request: ``Chunk`` and ``End``, in msgpack or, if the request asks for it, JSON.
 
-Read again by :mod:`.event_reader`.
+:mod:`.event_reader` reads them.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _pack_word = struct.Struct("<I").pack
 
 
 class TokenLogprobs(NamedTuple):
-    """How likely the model itself held one output token and its rivals.
+    """Log-probabilities of one token and of the most likely ones in its place.
 
     Natural logarithms of the probabilities that the model's logits give, before temperature and
     anything else that options do; float32.
@@ -69,11 +69,11 @@ class Run(NamedTuple):
     """Consecutive tokens of one choice.
 
     Attributes:
-        choice: which, from 0 on; 0 for a request that has one.
-        start: index of the first of them in the choice's own output.
+        choice: the choice's index, from 0 on; 0 for a request that has one.
+        start: index of the first token in the choice's own output.
         token_ids: the tokens.
-        text: what they add to the choice's text.
-        reason: why the choice ended with the last of them, told for requests with several choices.
+        text: what the tokens add to the choice's text.
+        reason: why the choice ended with the last token; only for requests with several choices.
         logprobs: one per token if the request asked for them, else empty.
     """
 
@@ -99,12 +99,12 @@ class Chunk(NamedTuple):
             the possible begin of a stop string) and comes with a later chunk then. Always empty
             for a request with several choices, whose text stands in ``parts``.
         digest: :func:`rolling_digest` of all output ids up to and including this chunk; for a
-            request with several choices of the words of :func:`~.parts.digest_words`.
+            request with several choices of the words of :func:`~.choice_parts.digest_words`.
         logprobs: one per token if the request asked for them, else empty.
         text_lengths: for each of several tokens how many bytes of the text (UTF-8) came with it.
             With ``parts``, of the text of the token's part. Empty if the chunk has one token, or if
             its text cannot be cut by token (the answer of a beam search, say).
-        parts: whose tokens these are, for a request with several choices; else empty.
+        parts: which tokens belong to which choice, for a request with several; else empty.
         prompt_logprobs: in the first chunk, one per token of the prompt if the request asked for
             them, else empty. Of the first token, which nothing comes before, None.
     """
@@ -209,7 +209,7 @@ class Chunk(NamedTuple):
 
 
 def chunk_packer() -> Callable[[tuple[int, Sequence[int], str, int]], bytes]:
-    """A function that packs plain chunks as :meth:`Chunk.pack` does, for those who pack thousands.
+    """Return a function that packs plain chunks as :meth:`Chunk.pack` does, but faster.
 
     It takes a chunk's ``(start, token_ids, text, digest)`` and is not thread-safe.
     """
@@ -219,7 +219,7 @@ def chunk_packer() -> Callable[[tuple[int, Sequence[int], str, int]], bytes]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """What a request consumed and how long its stages took.
+    """Token counts and times of a request.
 
     Attributes:
         prompt_tokens: tokens of the prompt.

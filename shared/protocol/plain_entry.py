@@ -1,7 +1,7 @@
-"""What a plain Redis client adds to an intake stream, read as a request.
+"""Reads an entry that a plain Redis client added to an intake stream as a request.
 
 An entry is a flat list of names and values, all text: what ``XADD`` takes in every language.
-docs/plain-door.md is the table of its fields for people.
+docs/plain-door.md describes it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["Admission", "Entry", "Refusal", "read_entry"]
 
 _PROMPTS = ("prompt", "prompt_ids", "messages")
 _REPEATED = tuple(item.name for item in REQUEST_OPTIONS if item.type.repeated)
-"""Fields that may stand there several times, or once with all values as `<name>_json`."""
+"""Fields that may occur several times, or once with all values as ``<name>_json``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Entry:
     """One entry of an intake stream.
 
     Attributes:
-        tenant: whose stream it is; None for the one that all trusted clients share.
+        tenant: the tenant that owns the stream; None for the stream that trusted clients share.
         name: the entry's id in its stream, such as ``1700000000000-0``.
         fields: names and values in turn. A name may occur more than once.
     """
@@ -49,13 +49,13 @@ class Entry:
 
     @property
     def own_id(self) -> str:
-        """The request id that nobody else may have: of an entry that brings none."""
+        """The id of an entry that brings none; no other request can have it."""
         return self.name if self.tenant is None else f"{self.tenant}.{self.name}"
 
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """An entry that is a request.
+    """An entry that holds a valid request.
 
     Attributes:
         request: the request.
@@ -68,13 +68,13 @@ class Admission:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """An entry that is none.
+    """An entry that is refused.
 
     Attributes:
-        id: where it is to be answered.
-        answer: in which form.
+        id: the request id under which the refusal is published.
+        answer: the form of the answer.
         reason: why.
-        message: the same for a person.
+        message: the reason in words, for a person.
     """
 
     id: str
@@ -84,7 +84,7 @@ class Refusal:
 
 
 def read_entry(entry: Entry) -> Admission | Refusal:
-    """The request that an entry is, or why it is none. Raises nothing, whatever the entry holds."""
+    """Return the request in an entry, or its refusal; raises nothing, whatever the entry holds."""
     try:
         request = Request.build(**_request_fields(entry))
         return Admission(request, request.pack())
@@ -93,7 +93,7 @@ def read_entry(entry: Entry) -> Admission | Refusal:
 
 
 def refused(entry: Entry, reason: Reason, message: str) -> Refusal:
-    """The refusal of an entry, to be answered as far as it can be told as it asks for."""
+    """Return the refusal of an entry, in the form and under the id that it asks for, if valid."""
     pairs = dict(zip(entry.fields[0::2], entry.fields[1::2], strict=True))
     answer = Answer.JSON if pairs.get(b"answer") == b"json" else Answer.MSGPACK
     try:
@@ -104,7 +104,7 @@ def refused(entry: Entry, reason: Reason, message: str) -> Refusal:
 
 
 def _request_fields(entry: Entry) -> dict[str, Any]:
-    """The entry's fields as :meth:`Request.build` takes them."""
+    """Return the entry's fields as :meth:`Request.build` takes them."""
     size = sum(map(len, entry.fields))
     if size > MAX_PAYLOAD_BYTES:
         allowed = f"names and values of at most {MAX_PAYLOAD_BYTES} bytes in all"

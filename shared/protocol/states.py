@@ -56,7 +56,7 @@ TERMINAL_STATES = frozenset(
 
 
 class Answer(StrEnum):
-    """The form in which a request's chunks and its end are written."""
+    """Form of a request's chunks and its end."""
 
     MSGPACK = "msgpack"
     JSON = "json"
@@ -73,11 +73,11 @@ class Speculation(StrEnum):
     """Where drafts of coming tokens may come from. It changes speed, never the output."""
 
     AUTO = "auto"
-    """Whatever pays at the moment, nothing included."""
+    """Whatever saves time at the moment, possibly nothing."""
     OFF = "off"
     """One token at a time."""
     NGRAM = "ngram"
-    """What followed the last tokens when they came before, in prompt or output."""
+    """Tokens that followed the same last tokens earlier, in prompt or output."""
     DRAFT = "draft"
     """The worker's draft model."""
 
@@ -112,7 +112,7 @@ class Reason(StrEnum):
     """``max_queue_ms`` passed before any worker claimed it."""
 
     POISON = "poison"
-    """It was alone on a worker that crashed, too often."""
+    """Too many workers crashed in a row while they ran it alone."""
     ATTEMPTS = "attempts"
     """It was claimed too often without ending."""
 

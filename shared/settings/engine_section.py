@@ -29,10 +29,10 @@ class EngineSettings(Section):
     )
     chunking: Literal["fixed", "adaptive", "off"] = setting(
         "fixed",
-        "How prompts are divided among steps: `fixed` by `chunk_size`; `adaptive` so that a step "
-        "in which others decode takes `target_itl_ms`, by what steps have taken so far; `off` not "
-        "at all, so that every stream stands still while a prompt is read, and "
-        "`max_batch_tokens` must hold the longest sequence.",
+        "How prompts are divided among steps. `fixed`: by `chunk_size`. `adaptive`: so that a step "
+        "in which others decode takes `target_itl_ms`, predicted from earlier steps. `off`: not at "
+        "all; every stream stands still while a prompt is read, and `max_batch_tokens` must hold "
+        "the longest sequence.",
     )
     chunk_size: int | None = setting(
         None,
@@ -71,7 +71,7 @@ class EngineSettings(Section):
         "Bound on overtaking by `policy`: no request is admitted before one that has waited for "
         "this long when it arrives. With `fair`, tenants that had no turn for this long get every "
         "second admission. With `edf` it holds for requests without a deadline; others are bounded "
-        "by theirs. Who was preempted and has waited for so long is next, whatever its lane. "
+        "by theirs. A preempted request that has waited this long is next, whatever its lane. "
         "0 serves by arrival.",
         unit="s",
         ge=0,
@@ -105,10 +105,9 @@ class EngineSettings(Section):
     )
     preemption: Literal["auto", "swap", "recompute"] = setting(
         "auto",
-        "What becomes of the KV of a sequence that must give up its blocks: `swap` copies it to "
-        "host memory and back, `recompute` throws it away and computes it again, `auto` takes what "
-        "costs less time by what both were measured to take. Where `swap_memory` is full, it is "
-        "computed again.",
+        "What becomes of the KV of a sequence that must give up its blocks. `swap` copies it to "
+        "host memory and back. `recompute` drops it and computes it again. `auto` measures both "
+        "and takes the faster. When `swap_memory` is full, it is computed again.",
     )
     swap_memory: ByteSize | None = setting(
         None,
@@ -124,15 +123,15 @@ class EngineSettings(Section):
     grammar_wait_ms: float = setting(
         2.0,
         "How long a step waits for masks of structured outputs, once the device has its work. "
-        "Whose mask is not there by then gets its token in a later step.",
+        "A sequence whose mask is late gets its token in a later step.",
         unit="ms",
         ge=0,
         le=1000,
     )
     grammar_timeout_s: float = setting(
         10.0,
-        "A schema, regex or grammar that takes longer to compile, or for one mask, is refused. To "
-        "wait for others that are compiled or have masks made does not count.",
+        "A schema, regex or grammar that takes longer to compile, or to make one mask, is refused. "
+        "Waiting for others does not count.",
         unit="s",
         gt=0,
         le=600,

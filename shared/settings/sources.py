@@ -1,7 +1,7 @@
 """Where settings come from: the command line, the environment, a file, the defaults.
 
-A wrong name is as wrong as a wrong value: both would otherwise run with a default that nobody
-asked for. Every error is one line: the source, the setting, the value and what is allowed.
+An unknown name is an error like a wrong value: otherwise a default would apply unnoticed. Every
+error is one line: the source, the setting, the value and what is allowed.
 """
 
 from __future__ import annotations

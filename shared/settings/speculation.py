@@ -17,8 +17,8 @@ class SpeculationSettings(Section):
 
     source: Literal["auto", "off", "ngram", "draft"] = setting(
         "auto",
-        "Where drafts may come from: `ngram` is what followed the last tokens when they came "
-        "before, `draft` the draft model, `auto` both. A request can ask for less.",
+        "Where drafts may come from: `ngram` takes what followed the same tokens earlier in the "
+        "text, `draft` the draft model, `auto` both. A request can ask for less.",
     )
     draft_model: str | None = setting(
         "auto",
@@ -38,8 +38,8 @@ class SpeculationSettings(Section):
     )
     length: int | None = setting(
         None,
-        "Drafts of each sequence in each step. `auto` chooses them, none included, by what they "
-        "cost and how often they are accepted, both measured all the time.",
+        "Drafts of each sequence in each step. `auto` chooses the number, also none, by measured "
+        "cost and acceptance.",
         unit="tokens",
         none="auto",
         ge=1,

@@ -50,7 +50,7 @@ class RedisSettings(Section):
     socket_timeout_s: float = setting(
         5.0,
         "How long a command may wait for its reply before the connection counts as broken and is "
-        "made anew. Without a bound a frozen server would hang its clients for ever.",
+        "replaced. Without a bound a frozen server would hang its clients for ever.",
         unit="s",
         gt=0,
         le=600,
@@ -104,9 +104,9 @@ class QueueSettings(Section):
     )
     compact_logs_after_s: int | None = setting(
         10,
-        "How long after the end of a request its token log is put together into one entry, which "
-        "takes a third of the memory or less and reads the same. Those who follow it live have "
-        "read it by then. `off` leaves logs as they were written.",
+        "How long after the end of a request its token log becomes one entry, which takes a third "
+        "of the memory or less and reads the same. Live readers have read it by then. `off` leaves "
+        "logs as they were written.",
         unit="s",
         none="off",
         ge=0,
@@ -114,9 +114,9 @@ class QueueSettings(Section):
     )
     reader_grace_ms: int = setting(
         10_000,
-        "How long a reader that has fallen silent is believed to be there, for requests with "
-        "`on_disconnect` `cancel`. Readers say so three times as often. It is the reader's "
-        "setting; of several readers the latest end counts.",
+        "How long a silent reader still counts as present, for requests with `on_disconnect` "
+        "`cancel`. Readers send a heartbeat three times as often. It is the reader's setting; of "
+        "several readers the latest end counts.",
         unit="ms",
         ge=100,
         le=3_600_000,
@@ -178,7 +178,7 @@ class WorkerSettings(Section):
     )
     lease_ms: int = setting(
         2_000,
-        "How long a silent worker is believed to be alive. After that others take over its "
+        "How long a silent worker still counts as alive. After that others take over its "
         "requests. Shorter recovers faster from a lost machine and forgives shorter pauses.",
         unit="ms",
         ge=100,
