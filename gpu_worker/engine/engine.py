@@ -11,7 +11,7 @@ from penstock.shared.protocol import Lane, Reason
 from .config import EngineConfig
 from .kv.kv_manager import KVManager
 from .plan import Plan, Span
-from .request_manager import LiveRequests
+from .request_manager import RequestManager
 from .request_validator import RequestValidator
 from .requests import EngineRequest, Finish, Update
 from .scheduling.policies import Policy, make_policy
@@ -66,7 +66,7 @@ class Engine:
         if config.speculation is not None:
             self._speculator = Speculator(config.speculation, config.max_model_len, config.max_span)
         self._scheduler = Scheduler(config, self._kv, self._policy, self._speculator)
-        self._live = LiveRequests(config, self._validator, self._scheduler, detokenizer)
+        self._requests = RequestManager(config, self._validator, self._scheduler, detokenizer)
         self._in_flight: Plan | None = None
         self._apart_s = 0.0  # swaps and draft model of the last step
         self._num_steps = 0
@@ -76,7 +76,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether any request is waiting or running, i.e. ``schedule`` would return a plan."""
-        return len(self._live) > 0
+        return len(self._requests) > 0
 
     def add(self, request: EngineRequest) -> Update | None:
         """Take a request, or the rest of one that another worker began.
@@ -90,7 +90,7 @@ class Engine:
         Raises:
             InvalidRequest: the id is in the engine already, or the prompt is empty.
         """
-        return self._live.add(request)
+        return self._requests.add(request)
 
     def abort(self, request_id: str) -> bool:
         """Forget a request and free all it holds; no update comes after.
@@ -98,7 +98,7 @@ class Engine:
         Returns:
             False if there is no such request: it was never here or has ended.
         """
-        return self._live.abort(request_id)
+        return self._requests.abort(request_id)
 
     def schedule(self) -> Plan | None:
         """Plan the next step; None if there is nothing to do.
@@ -125,7 +125,7 @@ class Engine:
         Raises:
             IntegrityError: plan and output do not belong together.
         """
-        self._land(plan, moved=output.moved)
+        self._close_in_flight(plan, moved=output.moved)
         self._apart_s = output.swap_s or 0.0
         if output.timing is not None:
             self._apart_s += output.timing.draft_seconds
@@ -136,7 +136,7 @@ class Engine:
             raise IntegrityError(f"{len(output.token_ids)} outputs for {len(spans)} spans")
         updates: list[Update] = []
         num_computed = num_sampled = 0
-        finished, outputs = SequenceStatus.FINISHED, self._live.outputs
+        finished, outputs = SequenceStatus.FINISHED, self._requests.outputs
         block_size, pool_tokens = self._config.block_size, self._validator.pool_tokens
         logprobs, of_prompt = output.logprobs, output.prompt_logprobs
         ends = map(failures.get, range(len(spans))) if failures else repeat(None)
@@ -148,7 +148,7 @@ class Engine:
             if sequence.status is finished:
                 continue  # aborted while the step ran
             if failure is not None:
-                updates.append(self._live.end(sequence, failure))
+                updates.append(self._requests.end(sequence, failure))
                 continue
             if is_late:
                 num_tokens -= 1  # the last token is computed again, for its logits
@@ -165,23 +165,23 @@ class Engine:
             if num_tokens > 1 or stop % block_size == 0:  # else it has filled no block
                 self._kv.mark_computed(sequence)
             num_computed += num_tokens
-            if of_prompt and sequence in of_prompt and sequence.prompt_logprobs is not None:
-                sequence.prompt_logprobs += of_prompt[sequence]
+            if of_prompt and sequence in of_prompt:
+                self._requests.add_prompt_logprobs(sequence, of_prompt[sequence])
             if not token_ids:
                 continue
             num_sampled += 1
             if sequence.siblings:
-                updates += self._live.collect(sequence, token_ids, output)
+                updates += self._requests.collect(sequence, token_ids, output)
                 continue
             update = outputs[sequence.id].append(token_ids)
             if logprobs and sequence in logprobs:
                 update.logprobs = logprobs[sequence]
             if (
                 update.finish is not None
-                or sequence.prompt_logprobs is not None
+                or sequence.num_prompt_logprobs is not None
                 or len(sequence.token_ids) > pool_tokens
             ):
-                self._live.settle(sequence, update)
+                self._requests.complete_update(sequence, update)
             updates.append(update)
         if self._speculator is not None:
             self._speculator.observe_step(
@@ -214,7 +214,7 @@ class Engine:
         assert self._speculator is not None
         sequence.num_computed_tokens = span.start + 1
         self._kv.mark_computed(sequence)
-        updates = self._live.collect(sequence, token_ids, output)
+        updates = self._requests.collect(sequence, token_ids, output)
         num_accepted, num_taken = len(token_ids) - 1, sequence.num_tokens - num_before
         self._speculator.observe(span, num_drafted, num_accepted, min(num_accepted, num_taken))
         if sequence.status is not SequenceStatus.FINISHED:
@@ -232,10 +232,10 @@ class Engine:
         Raises:
             IntegrityError: ``plan`` is not the one that ``schedule`` returned last.
         """
-        self._land(plan, moved=False)
+        self._close_in_flight(plan, moved=False)
         finish = Finish(reason, message)
         return [
-            self._live.end(span.sequence, finish)
+            self._requests.end(span.sequence, finish)
             for span in plan.spans
             if span.sequence.status is not SequenceStatus.FINISHED  # as its siblings end with it
         ]
@@ -284,9 +284,9 @@ class Engine:
         Raises:
             IntegrityError: an invariant does not hold; the message says which.
         """
-        self._scheduler.check_integrity(self._live.sequences())
+        self._scheduler.check_integrity(self._requests.sequences())
 
-    def _land(self, plan: Plan, *, moved: bool) -> None:
+    def _close_in_flight(self, plan: Plan, *, moved: bool) -> None:
         if plan is not self._in_flight:
             raise IntegrityError("this plan is not the one in flight")
         self._in_flight = None

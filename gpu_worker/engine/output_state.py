@@ -9,13 +9,13 @@ from .requests import Finish, Update
 from .sequence import Sequence
 from .text_stream import StopMatcher, TextStream
 
-__all__ = ["Output"]
+__all__ = ["OutputState"]
 
 _STOP = Finish(Reason.STOP)
 _LENGTH = Finish(Reason.LENGTH)
 
 
-class Output:
+class OutputState:
     """Appends sampled tokens to a sequence and says what text they add and whether it has ended.
 
     The rules, in this order:

@@ -47,11 +47,11 @@ class Span:
     @property
     def prompt_rows(self) -> range:
         """Query positions whose logits are asked for, since a token of the prompt comes next."""
-        known, sequence = self.sequence.prompt_logprobs, self.sequence
+        known, sequence = self.sequence.num_prompt_logprobs, self.sequence
         if known is None:
             return range(0)
         stop = min(self.start + self.num_tokens, sequence.num_prompt_tokens - 1)
-        return range(max(self.start, len(known)), stop)
+        return range(max(self.start, known), stop)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,15 +1,16 @@
-"""The requests that are in the engine: how each begins, what its tokens give, how it ends."""
+"""The requests in the engine: how each begins, what it publishes, how it ends."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from penstock.shared.errors import InvalidRequest
+from penstock.shared.protocol.events import TokenLogprobs
 
 from .config import EngineConfig
-from .groups.group import Group, replay
 from .groups.open_group import open_group
-from .output_state import Output
+from .groups.sequence_group import SequenceGroup, replay
+from .output_state import OutputState
 from .request_validator import RequestValidator
 from .requests import EngineRequest, Finish, Update
 from .scheduling.scheduler import Scheduler
@@ -17,14 +18,14 @@ from .sequence import Sequence
 from .step_output import StepOutput
 from .text_stream import TextStream
 
-__all__ = ["LiveRequests"]
+__all__ = ["RequestManager"]
 
 
-class LiveRequests:
+class RequestManager:
     """Every request that was taken and has not ended, by id.
 
-    Each has an output, or a group if it has several sequences, and is known here exactly as long as
-    the scheduler knows a sequence of it.
+    A request has an :class:`OutputState`, or a :class:`SequenceGroup` if it has several sequences.
+    It is known here exactly as long as the scheduler knows a sequence of it.
 
     Args:
         config: sizes and budgets.
@@ -33,7 +34,7 @@ class LiveRequests:
         detokenizer: makes the incremental detokeniser of one output, given the prompt's ids.
 
     Attributes:
-        outputs: of the requests with one sequence.
+        outputs: output states of the requests with one sequence, by request id.
     """
 
     def __init__(
@@ -47,14 +48,15 @@ class LiveRequests:
         self._validator = validator
         self._scheduler = scheduler
         self._detokenizer = detokenizer
-        self.outputs: dict[str, Output] = {}
-        self._groups: dict[str, Group] = {}
+        self.outputs: dict[str, OutputState] = {}
+        self._groups: dict[str, SequenceGroup] = {}
+        self._prompt_logprobs: dict[str, list[TokenLogprobs]] = {}  # by request, until reported
 
     def __len__(self) -> int:
         return len(self.outputs) + len(self._groups)
 
     def sequences(self) -> set[Sequence]:
-        """The sequences of all of them."""
+        """The sequences of all requests."""
         live = {output.sequence for output in self.outputs.values()}
         for group in self._groups.values():
             live.update(group.members)
@@ -91,7 +93,7 @@ class LiveRequests:
         if output is not None:
             self._remove(output.sequence)
             return True
-        group = self._groups.pop(request_id, None)
+        group = self._pop_group(request_id)
         if group is None:
             return False
         group.remove()
@@ -100,12 +102,12 @@ class LiveRequests:
     def collect(
         self, sequence: Sequence, token_ids: tuple[int, ...], output: StepOutput
     ) -> list[Update]:
-        """Give a sequence the tokens that a step gave it.
+        """Append the tokens that a step gave a sequence.
 
         Args:
             sequence: of a live request.
             token_ids: at least one; those behind the output's end are dropped.
-            output: the step's, with what else was reported of them.
+            output: the step's output, with log-probabilities and candidates.
 
         Returns:
             What is to be published.
@@ -114,16 +116,16 @@ class LiveRequests:
             return self._advance(sequence, token_ids, output)
         update = self.outputs[sequence.id].append_run(token_ids, self._validator.pool_tokens)
         update.logprobs = output.logprobs.get(sequence, ())[: len(update.token_ids)]
-        self.settle(sequence, update)
+        self.complete_update(sequence, update)
         return [update]
 
-    def settle(self, sequence: Sequence, update: Update) -> None:
-        """The only sequence of a request has got ``update``: tell of its prompt, and see its end.
+    def complete_update(self, sequence: Sequence, update: Update) -> None:
+        """Add the report of the prompt to an update, and end the request if it is over.
 
-        It ends by its own rules, or because the pool is full.
+        The request has one sequence. It ends by its own rules, or because the pool is full.
         """
-        if sequence.prompt_logprobs is not None:
-            _report_prompt(sequence, update)
+        if sequence.num_prompt_logprobs is not None:
+            self._report_prompt(sequence, update)
         if update.finish is None and len(sequence.token_ids) > self._validator.pool_tokens:
             update.finish = self._validator.too_large(sequence)
             update.text += self.outputs[sequence.id].flush()
@@ -132,16 +134,16 @@ class LiveRequests:
 
     def end(self, sequence: Sequence, finish: Finish) -> Update:
         """End a request for another reason; its last update, without tokens."""
-        group = self._groups.pop(sequence.id, None)
+        group = self._pop_group(sequence.id)
         if group is not None:
             return group.end(finish)
         self._remove(sequence)
         return _bare_end(sequence, sequence.num_output_tokens, finish)
 
     def _begin(self, request: EngineRequest, sequence: Sequence) -> Finish | None:
-        """Take the request; its end, if it has one already."""
+        """Take the request, or return its end if it cannot run or is complete."""
         if request.options.prompt_logprobs is not None and not request.has_published:
-            sequence.prompt_logprobs = []
+            sequence.num_prompt_logprobs = 0
         if request.options.num_sequences == 1:
             output = self._output(sequence)
             finish = replay(output, request.output_ids) or self._validator.too_large(sequence)
@@ -155,32 +157,41 @@ class LiveRequests:
         self._groups[request.id] = group
         return None
 
-    def _output(self, sequence: Sequence) -> Output:
+    def _output(self, sequence: Sequence) -> OutputState:
         prompt_ids = tuple(sequence.token_ids)
-        return Output(sequence, self._detokenizer(prompt_ids), self._config)
+        return OutputState(sequence, self._detokenizer(prompt_ids), self._config)
 
     def _advance(
         self, sequence: Sequence, token_ids: tuple[int, ...], output: StepOutput
     ) -> list[Update]:
-        """What a step gave for one of several sequences of a request."""
+        """Append the tokens that a step gave one of several sequences of a request."""
         group = self._groups[sequence.id]
         updates = group.collect(sequence, token_ids, output)
-        if sequence.prompt_logprobs is not None:
-            _report_prompt(sequence, updates[0])
+        if sequence.num_prompt_logprobs is not None:
+            self._report_prompt(sequence, updates[0])
         if group.is_over:
-            del self._groups[sequence.id]
+            self._pop_group(sequence.id)
         return updates
+
+    def add_prompt_logprobs(self, sequence: Sequence, logprobs: tuple[TokenLogprobs, ...]) -> None:
+        """Keep what a step computed of the prompt's log-probabilities until they are reported."""
+        if sequence.num_prompt_logprobs is not None:
+            sequence.num_prompt_logprobs += len(logprobs)
+            self._prompt_logprobs.setdefault(sequence.id, []).extend(logprobs)
+
+    def _report_prompt(self, sequence: Sequence, update: Update) -> None:
+        """Report the prompt with the first token, and only once."""
+        update.prompt_logprobs = (None, *self._prompt_logprobs.pop(sequence.id, ()))
+        sequence.num_prompt_logprobs = None
+
+    def _pop_group(self, request_id: str) -> SequenceGroup | None:
+        self._prompt_logprobs.pop(request_id, None)
+        return self._groups.pop(request_id, None)
 
     def _remove(self, sequence: Sequence) -> None:
         del self.outputs[sequence.id]
+        self._prompt_logprobs.pop(sequence.id, None)
         self._scheduler.finish(sequence)
-
-
-def _report_prompt(sequence: Sequence, update: Update) -> None:
-    """Tell of the prompt with the first token, so once: what is published is not asked for."""
-    assert sequence.prompt_logprobs is not None
-    update.prompt_logprobs = (None, *sequence.prompt_logprobs)
-    sequence.prompt_logprobs = None
 
 
 def _bare_end(sequence: Sequence, start: int, finish: Finish) -> Update:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 from collections.abc import Collection, Iterable
 
-from penstock.shared.protocol.events import TokenLogprobs
 from penstock.shared.protocol.sampling_options import SamplingOptions
 from penstock.shared.protocol.states import Lane
 
@@ -68,8 +67,8 @@ class Sequence:
             while it runs, or if none is kept.
         num_swapped_tokens: leading tokens whose keys and values are kept there.
         draft_state: its n-gram index and acceptance; None until it could have drafts.
-        prompt_logprobs: what is known of the prompt's tokens from the second on, as a request asks
-            for it that has published nothing; None: nobody asks.
+        num_prompt_logprobs: prompt tokens, from the second on, whose log-probabilities are known;
+            None: the request does not ask for them, or has published them.
         rank: ``lane.rank``, looked up once; 0 is the most urgent.
         choice: which of its request's outputs this is; 0 for a request that has one.
         siblings: the sequences of its request that the scheduler has, itself among them; empty for
@@ -94,12 +93,12 @@ class Sequence:
         "num_candidates",
         "num_computed_tokens",
         "num_preemptions",
+        "num_prompt_logprobs",
         "num_prompt_tokens",
         "num_published_blocks",
         "num_swapped_tokens",
         "num_writable_tokens",
         "options",
-        "prompt_logprobs",
         "rank",
         "seed",
         "siblings",
@@ -135,7 +134,7 @@ class Sequence:
         self.siblings: Collection[Sequence] = ()
         self.num_candidates = 0
         self.constraint = constraint
-        self.prompt_logprobs: list[TokenLogprobs] | None = None
+        self.num_prompt_logprobs: int | None = None
         self.rank = lane.rank
         self.status = SequenceStatus.WAITING
         self.token_ids = list(prompt_ids)
@@ -151,9 +150,9 @@ class Sequence:
         self.num_swapped_tokens = 0
         self.draft_state: DraftState | None = None
 
-    def twin(self, choice: int, token_ids: Iterable[int]) -> Sequence:
+    def clone(self, choice: int, token_ids: Iterable[int]) -> Sequence:
         """Another sequence of the same request, with the same prompt, that holds no block."""
-        twin = Sequence(
+        clone = Sequence(
             id=self.id,
             prompt_ids=token_ids,
             options=self.options,
@@ -165,10 +164,10 @@ class Sequence:
             deadline=self.deadline,
             choice=choice,
         )
-        twin.num_prompt_tokens = self.num_prompt_tokens
-        twin.siblings = self.siblings
-        twin.num_candidates = self.num_candidates
-        return twin
+        clone.num_prompt_tokens = self.num_prompt_tokens
+        clone.siblings = self.siblings
+        clone.num_candidates = self.num_candidates
+        return clone
 
     def __repr__(self) -> str:
         return (
@@ -180,7 +179,7 @@ class Sequence:
     def chunk(self, most: int) -> int:
         """How many of the next ``most`` tokens one step may compute."""
         # Others need one row of logits, this one needs a row for every token of the prompt.
-        return most if self.prompt_logprobs is None else min(most, _MOST_PROMPT_ROWS)
+        return most if self.num_prompt_logprobs is None else min(most, _MOST_PROMPT_ROWS)
 
     @property
     def num_tokens(self) -> int:

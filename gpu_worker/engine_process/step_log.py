@@ -14,7 +14,7 @@ from typing import IO
 
 from penstock.shared.errors import ConfigurationError
 
-from ..engine.scheduling.step_features import Work
+from ..engine.scheduling.step_features import StepFeatures
 
 __all__ = ["StepLog", "step_log"]
 
@@ -22,7 +22,7 @@ _log = logging.getLogger("penstock.worker")
 
 
 class StepLog:
-    """Appends one JSON object a line and step: ``seconds`` and the fields of :class:`Work`.
+    """Appends one JSON object a line and step: ``seconds`` and the fields of :class:`StepFeatures`.
 
     Args:
         path: of the file; made if it is not there.
@@ -39,7 +39,7 @@ class StepLog:
         except OSError as error:
             raise ConfigurationError(f"worker.step_log {path} cannot be written: {error}") from None
 
-    def write(self, work: Work, seconds: float) -> None:
+    def write(self, work: StepFeatures, seconds: float) -> None:
         """Log a step. A full disk ends the log, not the worker."""
         if self._lines is None:
             return

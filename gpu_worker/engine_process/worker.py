@@ -19,7 +19,7 @@ from penstock.shared.protocol import Reason
 from ..engine.engine import Engine
 from ..engine.plan import Plan
 from ..engine.requests import EngineRequest, Update
-from ..engine.scheduling.step_features import Work
+from ..engine.scheduling.step_features import StepFeatures
 from ..engine.step_output import StepOutput
 from ..messages import Broken, StepRecord, StepReport, packed_updates
 from .isolation import Runner, run_isolated
@@ -133,7 +133,7 @@ class Worker:
         self._publish(self._engine.collect(plan, output), record)
         self._engine.observe(plan, self._clock() - began)
         if self._step_log is not None:
-            self._step_log.write(Work.of(plan), self._clock() - turn_began)
+            self._step_log.write(StepFeatures.of(plan), self._clock() - turn_began)
 
     def _pull(self) -> None:
         """Give the engine what was ordered since the last step."""

@@ -361,7 +361,7 @@ def _chunk(span: Span, drafts: tuple[int, ...]) -> SequenceChunk:
     token_ids = sequence.token_ids[start : start + span.num_tokens]
     if drafts:  # behind the one token that is not computed yet; every row is wanted
         return SequenceChunk([*token_ids, *drafts], start, sequence.block_tables, Rows.ALL)
-    if sequence.prompt_logprobs is not None and span.prompt_rows:
+    if sequence.num_prompt_logprobs is not None and span.prompt_rows:
         rows = Rows.ALL
     else:
         rows = Rows.LAST if span.samples else Rows.NONE

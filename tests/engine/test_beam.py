@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from penstock.gpu_worker.engine.groups.beam_search import BeamSearch, Step
+from penstock.gpu_worker.engine.groups.beam_search import BeamSearch, Continuation
 from penstock.shared.protocol import SamplingOptions
 
 Tokens = tuple[tuple[int, float], ...]
@@ -38,7 +38,7 @@ def drawn(draw: random.Random, *, steps: int) -> Tokens:
     return tuple(sorted(found, key=lambda one: -one[1]))
 
 
-Found = list[tuple[float, Step]]
+Found = list[tuple[float, Continuation]]
 
 
 def considered(
@@ -46,7 +46,7 @@ def considered(
 ) -> tuple[Found, Found]:
     """As transformers does it: who goes on and who ends, of the best over all beams."""
     found = [
-        (scores[beam] + logprob, Step(beam, token_id))
+        (scores[beam] + logprob, Continuation(beam, token_id))
         for beam, tokens in enumerate(candidates)
         for token_id, logprob in tokens
     ]

@@ -110,7 +110,7 @@ def test_without_chunks_nobody_is_displaced_for_a_prompt_that_the_step_cannot_ho
     bench.add("batch", 2, Lane.BATCH)
     bench.step()
     # Its prompt's logits are asked for, so it is read by 256 tokens in spite of all.
-    bench.add("slow", 500).prompt_logprobs = []
+    bench.add("slow", 500).num_prompt_logprobs = 0
     assert bench.step() == {"slow": 256, "batch": 1}
     bench.add("urgent", 400, Lane.CRITICAL)
     assert bench.step() == {"slow": 244, "batch": 1}

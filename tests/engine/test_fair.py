@@ -11,7 +11,7 @@ from engine.waiting_sequences import BOUND_S, drained, filled, make, sequence
 
 from penstock.gpu_worker.engine.config import PolicyName
 from penstock.gpu_worker.engine.plan import Plan
-from penstock.gpu_worker.engine.scheduling.policies import TenantFair
+from penstock.gpu_worker.engine.scheduling.policies import FairPolicy
 from penstock.gpu_worker.engine.step_output import StepOutput
 from penstock.shared.protocol import Lane
 
@@ -91,7 +91,7 @@ def test_a_newcomer_starts_at_the_least_counter_and_not_at_that_of_an_overdue_te
 
 def test_fair_forgets_tenants_that_are_gone() -> None:
     """A million tenants that came once must not stay in memory."""
-    policy = TenantFair(BOUND_S)
+    policy = FairPolicy(BOUND_S)
     policy.add(sequence("always0", tenant="x", max_tokens=1))
     for i in range(2000):
         policy.add(sequence(f"always{i + 1}", tenant="x", max_tokens=1, arrival=float(i)))
@@ -161,7 +161,7 @@ def test_a_dropped_beam_is_paid_back_only_when_its_search_ends() -> None:
     for seq in (search, sequence("a"), *(sequence(f"b{i}", tenant="b") for i in range(4))):
         policy.add(seq)
     policy.admit(search)  # costs 1 + 2 x 32; a request of `b` 1 + 16
-    child = search.twin(1, [1, 5])
+    child = search.clone(1, [1, 5])
     members[child] = None
     del members[search]
     policy.end(search)

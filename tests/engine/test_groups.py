@@ -9,11 +9,11 @@ from engine.fakes import FakeRunner, PieceStream, Result, config, decode, kv_man
 
 from penstock.gpu_worker.engine.config import EngineConfig
 from penstock.gpu_worker.engine.engine import Engine
-from penstock.gpu_worker.engine.groups.beam_group import Beams
-from penstock.gpu_worker.engine.output_state import Output
+from penstock.gpu_worker.engine.groups.beam_group import BeamGroup
+from penstock.gpu_worker.engine.output_state import OutputState
 from penstock.gpu_worker.engine.request_validator import RequestValidator
 from penstock.gpu_worker.engine.requests import EngineRequest, Update
-from penstock.gpu_worker.engine.scheduling.policies import Fcfs
+from penstock.gpu_worker.engine.scheduling.policies import FcfsPolicy
 from penstock.gpu_worker.engine.scheduling.scheduler import Scheduler
 from penstock.gpu_worker.engine.sequence import Sequence, SequenceStatus
 from penstock.gpu_worker.engine.step_output import StepOutput
@@ -276,13 +276,13 @@ def test_a_copy_never_reads_what_another_copy_of_the_step_makes() -> None:
 
 def test_a_beam_is_not_forked_before_it_is_whole() -> None:
     cfg = config(chunk_size=4)
-    scheduler = Scheduler(cfg, kv_manager(cfg), Fcfs())
+    scheduler = Scheduler(cfg, kv_manager(cfg), FcfsPolicy())
     parent = Sequence(id="r", prompt_ids=PROMPT, options=SamplingOptions(beam_width=2))
     parent.siblings = {parent: None}
     scheduler.add(parent)
     assert scheduler.schedule() is not None
     parent.num_computed_tokens = 4
-    child = parent.twin(1, (*PROMPT, 3))
+    child = parent.clone(1, (*PROMPT, 3))
     scheduler.fork(parent, child)
     assert (child.status, child.block_tables) == (SequenceStatus.WAITING, ())
     scheduler.check_integrity({parent, child})
@@ -303,7 +303,7 @@ def test_a_report_from_before_the_last_step_of_a_search_counts_for_nothing() -> 
         id="r", prompt_ids=PROMPT, options=SamplingOptions(beam_width=2, temperature=0)
     )
     validator = RequestValidator(cfg, kv_manager(cfg))
-    beams = Beams(Nobody(), validator, first, lambda s: Output(s, PieceStream(()), cfg))  # type: ignore[arg-type]
+    beams = BeamGroup(Nobody(), validator, first, lambda s: OutputState(s, PieceStream(()), cfg))  # type: ignore[arg-type]
 
     def report(beam: Sequence, likely: tuple[int, int]) -> None:
         found = {beam: ((likely[0], -1.0), (likely[1], -2.0))}

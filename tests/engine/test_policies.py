@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from penstock.gpu_worker.engine.config import PolicyName
-from penstock.gpu_worker.engine.scheduling.policies.removable_heap import Heap
+from penstock.gpu_worker.engine.scheduling.policies.removable_heap import RemovableHeap
 from penstock.gpu_worker.engine.scheduling.scheduler_config import Chunking
 from penstock.gpu_worker.engine.sequence import Sequence
 from penstock.shared.errors import ConfigurationError
@@ -363,7 +363,7 @@ def test_cost_of_an_operation_grows_as_the_logarithm(name: str) -> None:
 
 def test_heap_is_a_sorted_dictionary() -> None:
     rng = random.Random(0)
-    heap: Heap[int] = Heap()
+    heap: RemovableHeap[int] = RemovableHeap()
     model: dict[int, tuple[float, int]] = {}
     for number in range(5000):
         item = rng.randrange(60)

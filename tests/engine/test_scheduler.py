@@ -5,7 +5,7 @@ from engine.fakes import config, kv_manager
 
 from penstock.gpu_worker.engine.config import EngineConfig
 from penstock.gpu_worker.engine.plan import Plan
-from penstock.gpu_worker.engine.scheduling.policies import Fcfs
+from penstock.gpu_worker.engine.scheduling.policies import FcfsPolicy
 from penstock.gpu_worker.engine.scheduling.preemption import PreemptionCause, PreemptionMode
 from penstock.gpu_worker.engine.scheduling.scheduler import Scheduler
 from penstock.gpu_worker.engine.sequence import Sequence, SequenceStatus
@@ -22,7 +22,7 @@ class Bench:
     def __init__(self, **changes: object) -> None:
         self.config: EngineConfig = config(**{"watermark": 0.0, "prefix_cache": False, **changes})
         self.blocks = kv_manager(self.config)
-        self.scheduler = Scheduler(self.config, self.blocks, Fcfs())
+        self.scheduler = Scheduler(self.config, self.blocks, FcfsPolicy())
         self.live: set[Sequence] = set()
 
     def add(self, id: str, num_tokens: int, lane: Lane = Lane.NORMAL) -> Sequence:

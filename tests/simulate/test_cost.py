@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from penstock.gpu_worker.engine.scheduling.step_features import Work
+from penstock.gpu_worker.engine.scheduling.step_features import StepFeatures
 from penstock.gpu_worker.metrics import WorkerMetrics
 from penstock.shared.errors import ConfigurationError
 from penstock.tools.simulate import HARDWARE, MODELS, Hardware, ModelShape, Roofline
@@ -25,13 +25,13 @@ TINY = ModelShape(
 
 def test_a_decode_is_bound_by_memory() -> None:
     """2,000 bytes of weights and 20 for each of 50 tokens, at 1,000 a second."""
-    work = Work(tokens=1, context=50, pairs=50, sequences=1)
+    work = StepFeatures(tokens=1, context=50, pairs=50, sequences=1)
     assert Roofline(PLAIN, TINY).seconds(work) == pytest.approx(3.0 + 0.25 + 0.125)
 
 
 def test_a_prefill_is_bound_by_operations() -> None:
     """2,000 operations for each of 100 tokens, 80 for each of 5,050 pairs, at 5,000 a second."""
-    work = Work(tokens=100, context=100, pairs=5050, sequences=1)
+    work = StepFeatures(tokens=100, context=100, pairs=5050, sequences=1)
     seconds = (2000 * 100 + 80 * 5050) / 5000
     assert Roofline(PLAIN, TINY).seconds(work) == pytest.approx(seconds + 0.25 + 0.125)
 
@@ -62,7 +62,7 @@ def test_calibration_gives_the_measured_mean() -> None:
     scrape = generate_latest(metrics.registry).decode()
     model = Roofline(HARDWARE["cpu"], MODELS["demo"])
     fitted = calibrated(model, scrape, context=100)
-    assert fitted.seconds(Work(8, 400, 800, 4)) == pytest.approx(0.03)
+    assert fitted.seconds(StepFeatures(8, 400, 800, 4)) == pytest.approx(0.03)
     with pytest.raises(ConfigurationError, match="counts no step"):
         calibrated(model, "", context=100)
 

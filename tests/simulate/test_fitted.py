@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.gpu_worker.engine.scheduling.step_features import Work
+from penstock.gpu_worker.engine.scheduling.step_features import StepFeatures
 from penstock.gpu_worker.engine_process.step_log import StepLog
 from penstock.shared.errors import ConfigurationError
 from penstock.tools.simulate import HARDWARE, MODELS, Roofline
@@ -28,7 +28,7 @@ def steps(count: int, noise: float = 0.0) -> list[MeasuredStep]:
         chunk = rng.randint(10, 200) if index % 3 == 0 else 0
         context = sequences * rng.randint(20, 400)
         pairs = context + chunk * (chunk + 1) / 2
-        work = Work(sequences + chunk, context, pairs, sequences, chunks=int(chunk > 0))
+        work = StepFeatures(sequences + chunk, context, pairs, sequences, chunks=int(chunk > 0))
         amounts = (1, work.tokens, work.sequences, work.chunks, work.context, work.pairs)
         seconds = sum(cost * amount for cost, amount in zip(COSTS, amounts, strict=True))
         made.append(MeasuredStep(work, seconds * rng.lognormvariate(0.0, noise)))
@@ -88,7 +88,7 @@ def test_a_log_is_read_as_it_was_written(tmp_path: Path) -> None:
 def test_a_full_disk_ends_the_log_and_not_the_worker(caplog: pytest.LogCaptureFixture) -> None:
     log = StepLog(Path("/dev/full"))
     for _ in range(3):
-        log.write(Work(1, 1, 1.0, 1), 0.01)
+        log.write(StepFeatures(1, 1, 1.0, 1), 0.01)
     log.close()
     assert [record.levelname for record in caplog.records] == ["ERROR"]
     assert "/dev/full" in caplog.text
@@ -99,7 +99,7 @@ def test_a_log_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
         StepLog(tmp_path / "none" / "steps.jsonl")
 
 
-GOOD = {"seconds": 0.01, **asdict(Work(1, 1, 1.0, 1))}
+GOOD = {"seconds": 0.01, **asdict(StepFeatures(1, 1, 1.0, 1))}
 
 
 @pytest.mark.parametrize(

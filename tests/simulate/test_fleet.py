@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from simulate.fleets import LEVEL, drawn, engine, fixed, scenario
 
-from penstock.gpu_worker.engine.scheduling.policies import Fcfs
+from penstock.gpu_worker.engine.scheduling.policies import FcfsPolicy
 from penstock.gpu_worker.engine.sequence import Sequence
 from penstock.shared.protocol import Lane
 from penstock.tools.simulate import ConstantCost, Dispatch, Lengths, SimRequest, simulate
@@ -183,7 +183,7 @@ def test_a_thousand_workers_share_a_burst() -> None:
     assert outcome.total.e2e.quantile(1.0) == pytest.approx(0.001 + 0.05 + 0.0005)
 
 
-class ShortestFirst(Fcfs):
+class ShortestFirst(FcfsPolicy):
     """A policy made for these tests: the one with the fewest tokens to give is admitted first."""
 
     def peek(self) -> Sequence | None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from penstock.gpu_worker.engine.scheduling.step_features import Work
+from penstock.gpu_worker.engine.scheduling.step_features import StepFeatures
 from penstock.shared.errors import ConfigurationError
 
 from .step_time import Roofline
@@ -25,7 +25,7 @@ _ENOUGH = 1e-10
 class MeasuredStep:
     """A step of a real worker: its content, and the seconds of the loop's turn."""
 
-    work: Work
+    work: StepFeatures
     seconds: float
 
 
@@ -61,7 +61,7 @@ class FittedCost:
         """The device's."""
         return self.device.context
 
-    def seconds(self, work: Work) -> float:
+    def seconds(self, work: StepFeatures) -> float:
         """The sum."""
         return (
             self.step_s
@@ -112,7 +112,7 @@ def fit_costs(steps: Sequence[MeasuredStep], device: Roofline) -> FittedCost:
     return FittedCost(device, *_least_squares(rows, [1 / seconds for seconds in fitted]))
 
 
-def _amounts(work: Work) -> tuple[float, ...]:
+def _amounts(work: StepFeatures) -> tuple[float, ...]:
     numbers = work.tokens, work.sequences, work.chunks, work.context, work.pairs
     return (1.0, *map(float, numbers))
 
@@ -148,7 +148,7 @@ def _least_squares(
     return [cost / scale[i] for i, cost in enumerate(costs)]
 
 
-_FIELDS = {field.name for field in fields(Work)} | {"seconds"}
+_FIELDS = {field.name for field in fields(StepFeatures)} | {"seconds"}
 
 
 def read_steps(path: Path) -> list[MeasuredStep]:
@@ -185,4 +185,4 @@ def parse_steps(lines: Iterable[str], name: str) -> Iterator[MeasuredStep]:
                 )
         seconds = values.pop("seconds")
         if seconds > 0:
-            yield MeasuredStep(Work(**values), float(seconds))
+            yield MeasuredStep(StepFeatures(**values), float(seconds))

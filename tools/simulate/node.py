@@ -13,7 +13,7 @@ from penstock.gpu_worker.engine.engine import Engine
 from penstock.gpu_worker.engine.plan import Plan
 from penstock.gpu_worker.engine.requests import EngineRequest
 from penstock.gpu_worker.engine.scheduling.policies import Policy
-from penstock.gpu_worker.engine.scheduling.step_features import Work
+from penstock.gpu_worker.engine.scheduling.step_features import StepFeatures
 from penstock.gpu_worker.engine.step_output import StepOutput
 from penstock.shared.protocol import Lane, SamplingOptions
 
@@ -154,7 +154,7 @@ class EngineNode:
             return now if self._refused else None
         self.steps += 1
         self.spans += len(plan.spans)
-        work = Work.of(plan)
+        work = StepFeatures.of(plan)
         self._swap_s = self._cost.swap_seconds(work.swapped_blocks * self._block_size)
         self._step_s = self._cost.seconds(work) + self._swap_s
         return now + self._step_s

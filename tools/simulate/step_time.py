@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from penstock.gpu_worker.engine.scheduling.step_features import Work
+from penstock.gpu_worker.engine.scheduling.step_features import StepFeatures
 from penstock.shared.errors import ConfigurationError
 
 __all__ = [
@@ -40,7 +40,7 @@ class CostModel(Protocol):
         """Longest context, in tokens."""
         ...
 
-    def seconds(self, work: Work) -> float:
+    def seconds(self, work: StepFeatures) -> float:
         """Seconds of a step, without its swaps."""
         ...
 
@@ -59,7 +59,7 @@ class ConstantCost:
 
     step_s: float
 
-    def seconds(self, work: Work) -> float:
+    def seconds(self, work: StepFeatures) -> float:
         """The constant."""
         del work
         return self.step_s
@@ -193,7 +193,7 @@ class Roofline:
         """The model's."""
         return self.model.context
 
-    def seconds(self, work: Work) -> float:
+    def seconds(self, work: StepFeatures) -> float:
         """``max(bytes / bandwidth, operations / flops) + overhead``."""
         memory = self._weights_s + self._context_s * work.context
         compute = self._token_s * work.tokens + self._pair_s * work.pairs
@@ -237,7 +237,7 @@ def calibrated(model: Roofline, metrics: str, context: int) -> Roofline:
     seconds = _metric(metrics, "penstock_step_seconds_sum") / steps
     tokens = _metric(metrics, "penstock_step_tokens_sum") / steps
     sequences = _metric(metrics, "penstock_step_sequences_sum") / steps
-    work = Work(
+    work = StepFeatures(
         round(tokens), round(sequences * context), tokens * context, max(1, round(sequences))
     )
     return Roofline(model.hardware, model.model, model.scale * seconds / model.seconds(work))

@@ -5,20 +5,20 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 
-from ..output_state import Output
+from ..output_state import OutputState
 from ..request_validator import RequestValidator
 from ..requests import Update
 from ..scheduling.scheduler import Scheduler
 from ..sequence import Sequence
 from ..step_output import StepOutput
-from .beam_search import BeamSearch, Ended, Step
-from .best_of import Hypothesis, answer
-from .group import Group
+from .beam_search import BeamSearch, Continuation, Ended
+from .best_of_group import Hypothesis, answer
+from .sequence_group import SequenceGroup
 
-__all__ = ["Beams"]
+__all__ = ["BeamGroup"]
 
 
-class Beams(Group):
+class BeamGroup(SequenceGroup):
     """Advances all beams of a request when the last of them has reported its candidates.
 
     Those that come earlier wait: they have nothing to compute, and keep their blocks unless
@@ -38,7 +38,7 @@ class Beams(Group):
         scheduler: Scheduler,
         validator: RequestValidator,
         sequence: Sequence,
-        output: Callable[[Sequence], Output],
+        output: Callable[[Sequence], OutputState],
     ) -> None:
         super().__init__(scheduler, validator, sequence)
         self._prompt_ids = tuple(sequence.token_ids)
@@ -64,7 +64,7 @@ class Beams(Group):
     def collect(
         self, sequence: Sequence, token_ids: tuple[int, ...], output: StepOutput
     ) -> list[Update]:
-        """See :class:`Group`: nothing, until the search is over."""
+        """See :class:`SequenceGroup`: nothing, until the search is over."""
         del token_ids  # what is likeliest now need not be what is likeliest in the end
         if sequence.num_computed_tokens < sequence.num_tokens:
             # It had reported, lost its blocks and computed them once more, when the step for which
@@ -83,7 +83,7 @@ class Beams(Group):
         self._go_on(steps)
         return []
 
-    def _go_on(self, steps: list[Step]) -> None:
+    def _go_on(self, steps: list[Continuation]) -> None:
         old, length = self._beams, self._beams[0].num_tokens
         kept = {step.parent for step in steps}
         for index, beam in enumerate(old):
@@ -95,7 +95,7 @@ class Beams(Group):
             if beam.num_tokens == length:
                 beam.token_ids.append(token_id)
             else:  # it goes on in another way already
-                child = beam.twin(next(self._numbers), [*beam.token_ids[:length], token_id])
+                child = beam.clone(next(self._numbers), [*beam.token_ids[:length], token_id])
                 self.members[child] = None
                 self._scheduler.fork(beam, child)
                 beam = child
@@ -103,7 +103,7 @@ class Beams(Group):
 
     def _read(self, ended: Ended) -> Hypothesis:
         """The text of an output, and why it has ended."""
-        whole, output = Hypothesis(), self._new_output(self.first.twin(0, self._prompt_ids))
+        whole, output = Hypothesis(), self._new_output(self.first.clone(0, self._prompt_ids))
         for token_id in ended.token_ids:
             whole.add(output.append((token_id,)))
         return whole

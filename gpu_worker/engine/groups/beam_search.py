@@ -1,7 +1,7 @@
-"""Beam search: which continuations of which beams go on, and which have ended well.
+"""Beam search: which continuations of which beams go on, and which outputs have ended.
 
-Step for step what transformers' ``generate`` does with ``num_beams`` (``_beam_search`` of version
-5), for one prompt and without sampling. Knows token ids and log-probabilities, nothing else.
+Equals transformers' ``generate`` with ``num_beams`` step for step (``_beam_search`` of version 5),
+for one prompt and without sampling. Knows token ids and log-probabilities, nothing else.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 
 from penstock.shared.protocol import SamplingOptions
 
-__all__ = ["BeamSearch", "Ended", "HasOutput", "Step"]
+__all__ = ["BeamSearch", "Continuation", "Ended", "HasOutput"]
 
 
 class HasOutput(Protocol):
@@ -24,7 +24,7 @@ class HasOutput(Protocol):
         """Its tokens so far."""
 
 
-class Step(NamedTuple):
+class Continuation(NamedTuple):
     """A beam of the next step: which beam it continues, and with what."""
 
     parent: int
@@ -74,7 +74,7 @@ class BeamSearch:
         self,
         beams: Sequence[HasOutput],
         candidates: Sequence[tuple[tuple[int, float], ...]],
-    ) -> list[Step]:
+    ) -> list[Continuation]:
         """Take a step.
 
         Args:
@@ -87,7 +87,7 @@ class BeamSearch:
         """
         self._length += 1
         at_full_length = self._length == self._max_tokens
-        next_beams: list[Step] = []
+        next_beams: list[Continuation] = []
         scores: list[float] = []
         news: list[Ended] = []
         for rank, (score, step) in enumerate(self._best_first(candidates)):
@@ -106,16 +106,16 @@ class BeamSearch:
 
     def _best_first(
         self, candidates: Sequence[tuple[tuple[int, float], ...]]
-    ) -> Iterator[tuple[float, Step]]:
+    ) -> Iterator[tuple[float, Continuation]]:
         """All continuations and their scores, put in order as far as they are asked for.
 
         Of equal scores that of the earlier beam comes first, then what it reported first.
         """
 
-        def of_beam(beam: int) -> Iterator[tuple[float, Step]]:
+        def of_beam(beam: int) -> Iterator[tuple[float, Continuation]]:
             score = self._scores[beam]
             for token_id, logprob in candidates[beam]:
-                yield score + logprob, Step(beam, token_id)
+                yield score + logprob, Continuation(beam, token_id)
 
         return heapq.merge(*map(of_beam, range(len(candidates))), key=lambda pair: -pair[0])
 

@@ -6,14 +6,15 @@ from collections.abc import Callable
 
 from penstock.shared.protocol import Reason
 
-from ..output_state import Output
+from ..output_state import OutputState
 from ..request_validator import RequestValidator
 from ..requests import EngineRequest, Finish
 from ..scheduling.scheduler import Scheduler
 from ..sequence import Sequence
-from .beam_group import Beams
-from .best_of import Candidates
-from .group import Choices, Group, replay, summary
+from .beam_group import BeamGroup
+from .best_of_group import BestOfGroup
+from .choice_group import ChoiceGroup, summary
+from .sequence_group import SequenceGroup, replay
 
 __all__ = ["open_group"]
 
@@ -23,8 +24,8 @@ def open_group(
     first: Sequence,
     validator: RequestValidator,
     scheduler: Scheduler,
-    output: Callable[[Sequence], Output],
-) -> Group | Finish:
+    output: Callable[[Sequence], OutputState],
+) -> SequenceGroup | Finish:
     """Begin a request that has several sequences.
 
     Args:
@@ -42,7 +43,7 @@ def open_group(
     if finish is not None:
         return finish
     published = request.choice_ids or ((request.output_ids,) if request.output_ids else ())
-    sequences = [first, *(_twin(request, first, choice) for choice in range(1, options.n))]
+    sequences = [first, *(_clone(request, first, choice) for choice in range(1, options.n))]
     outputs = {sequence: output(sequence) for sequence in sequences}
     reasons: list[Reason] = []
     for sequence, token_ids in zip(sequences, published, strict=False):
@@ -54,19 +55,19 @@ def open_group(
         return summary(reasons)
     if options.num_sequences == options.n and options.beam_width == 1:
         large = [f for sequence in outputs if (f := validator.too_large(sequence)) is not None]
-        return large[0] if large else Choices(scheduler, validator, outputs, reasons)
+        return large[0] if large else ChoiceGroup(scheduler, validator, outputs, reasons)
     if any(published):
         return _whole(reasons, len(published))
     if options.beam_width > 1:
-        return validator.search_too_large(first) or Beams(scheduler, validator, first, output)
+        return validator.search_too_large(first) or BeamGroup(scheduler, validator, first, output)
     for choice in range(options.n, options.num_sequences):
-        sequence = _twin(request, first, choice)
+        sequence = _clone(request, first, choice)
         outputs[sequence] = output(sequence)
-    return Candidates(scheduler, validator, outputs)
+    return BestOfGroup(scheduler, validator, outputs)
 
 
-def _twin(request: EngineRequest, first: Sequence, choice: int) -> Sequence:
-    sequence = first.twin(choice, request.prompt_ids)
+def _clone(request: EngineRequest, first: Sequence, choice: int) -> Sequence:
+    sequence = first.clone(choice, request.prompt_ids)
     if request.new_constraint is not None:
         sequence.constraint = request.new_constraint()  # each output has a state of its own
     return sequence

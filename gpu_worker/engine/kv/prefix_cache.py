@@ -123,9 +123,9 @@ def longest_hit(sequence: Sequence, block_size: int) -> int:
 
     Nor of prompt tokens whose logits are asked for and were not seen yet.
     """
-    seen = sequence.prompt_logprobs
+    seen = sequence.num_prompt_logprobs
     num_tokens = sequence.num_tokens - 1
-    return (num_tokens if seen is None else min(num_tokens, len(seen))) // block_size
+    return (num_tokens if seen is None else min(num_tokens, seen)) // block_size
 
 
 def _root(salt: bytes) -> bytes:

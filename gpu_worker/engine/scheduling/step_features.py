@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from ..plan import Plan
 
-__all__ = ["Work"]
+__all__ = ["StepFeatures"]
 
 
 @dataclass(slots=True)
-class Work:
+class StepFeatures:
     """The amount of work in a step.
 
     Attributes:
@@ -32,7 +32,7 @@ class Work:
     drafts: int = 0
 
     @classmethod
-    def of(cls, plan: Plan) -> Work:
+    def of(cls, plan: Plan) -> StepFeatures:
         """The work of an engine's plan."""
         tokens = context = chunks = drafts = 0
         pairs = 0.0

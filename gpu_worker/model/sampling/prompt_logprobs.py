@@ -51,7 +51,7 @@ class PromptRows:
         A span that has some has a row of logits for each of its tokens; another one has a row for
         its last token, if it samples, and for each draft.
         """
-        asking = [s for s in spans if s.sequence.prompt_logprobs is not None and s.prompt_rows]
+        asking = [s for s in spans if s.sequence.num_prompt_logprobs is not None and s.prompt_rows]
         if not asking:
             return None
         first, rows, widths, tokens, sampled = 0, [], [], [], []

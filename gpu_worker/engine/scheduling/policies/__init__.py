@@ -4,23 +4,23 @@
 of their own; ``sjf``, ``edf`` and ``priority`` only say where a sequence stands (``ranked``).
 """
 
-from .bounded import Bounded
-from .edf import EarliestDeadline
-from .fair import TenantFair
-from .fcfs import Fcfs
+from .bounded import BoundedPolicy
+from .edf import EdfPolicy
+from .fair import FairPolicy
+from .fcfs import FcfsPolicy
 from .policy import BY_URGENCY, Policy
-from .priority import Composite
+from .priority import PriorityPolicy
 from .registry import make_policy
-from .sjf import ShortestFirst
+from .sjf import SjfPolicy
 
 __all__ = [
     "BY_URGENCY",
-    "Bounded",
-    "Composite",
-    "EarliestDeadline",
-    "Fcfs",
+    "BoundedPolicy",
+    "EdfPolicy",
+    "FairPolicy",
+    "FcfsPolicy",
     "Policy",
-    "ShortestFirst",
-    "TenantFair",
+    "PriorityPolicy",
+    "SjfPolicy",
     "make_policy",
 ]

@@ -10,10 +10,10 @@ from penstock.shared.protocol.states import Lane
 from ...sequence import Sequence
 from .policy import Policy
 
-__all__ = ["Bounded"]
+__all__ = ["BoundedPolicy"]
 
 
-class Bounded(Policy):
+class BoundedPolicy(Policy):
     """Another order, but that nobody who was preempted starves behind more urgent lanes.
 
     In most orders a lane is a hard class: as long as urgent work keeps coming, what it displaced
@@ -32,7 +32,7 @@ class Bounded(Policy):
         self._max_overtake_s = max_overtake_s
         self._now = 0.0
         self._returned: OrderedDict[Sequence, float] = OrderedDict()  # since when, oldest first
-        self._settled: set[Sequence] = set()  # waited for so long that they keep their places
+        self._protected: set[Sequence] = set()  # waited for so long that they keep their places
 
     def elapse(self, seconds: float) -> None:
         """A step took so long."""
@@ -61,24 +61,24 @@ class Bounded(Policy):
     def admit(self, sequence: Sequence) -> None:
         """As the order has it; its time ends."""
         if self._is_overdue(sequence):
-            self._settled.add(sequence)
+            self._protected.add(sequence)
         self._returned.pop(sequence, None)
         self._order.admit(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """It leaves."""
         self._returned.pop(sequence, None)
-        self._settled.discard(sequence)
+        self._protected.discard(sequence)
         self._order.remove(sequence)
 
     def end(self, sequence: Sequence) -> None:
         """It has ended."""
-        self._settled.discard(sequence)
+        self._protected.discard(sequence)
         self._order.end(sequence)
 
     def may_displace(self, head: Sequence, runs: Sequence) -> bool:
         """As the order has it, but for those that waited for too long before."""
-        return runs not in self._settled and self._order.may_displace(head, runs)
+        return runs not in self._protected and self._order.may_displace(head, runs)
 
     def num_waiting(self, lane: Lane) -> int:
         """How many wait in this lane."""

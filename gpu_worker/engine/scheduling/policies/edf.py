@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from ...sequence import Sequence
-from .ranked import Ranked
+from .ranked import RankedPolicy
 
-__all__ = ["EarliestDeadline"]
+__all__ = ["EdfPolicy"]
 
 
-class EarliestDeadline(Ranked):
+class EdfPolicy(RankedPolicy):
     """Lane by lane; inside a lane the one whose deadline comes first (Liu and Layland, 1973).
 
     None at all counts as one ``max_overtake_s`` after the arrival: otherwise a request without

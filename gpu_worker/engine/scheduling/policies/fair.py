@@ -10,12 +10,12 @@ from penstock.shared.protocol.states import Lane
 
 from ...sequence import Sequence
 from .policy import BY_URGENCY, Policy
-from .removable_heap import Heap
+from .removable_heap import RemovableHeap
 
-__all__ = ["TenantFair"]
+__all__ = ["FairPolicy"]
 
 
-class TenantFair(Policy):
+class FairPolicy(Policy):
     """Lane by lane; inside a lane the tenant that was served least; inside a tenant by arrival.
 
     Every tenant has a virtual counter of tokens in each lane, and the least is next (start-time
@@ -68,7 +68,7 @@ class TenantFair(Policy):
 
     def end(self, sequence: Sequence) -> None:
         """Its tenant is paid back what it did not give."""
-        self._lanes[sequence.lane].settle(sequence)
+        self._lanes[sequence.lane].refund(sequence)
 
     def num_waiting(self, lane: Lane) -> int:
         """How many wait in this lane."""
@@ -85,13 +85,14 @@ class _Shares:
     def __init__(self, max_overtake_s: float) -> None:
         self._max_overtake_s = max_overtake_s
         self._returned: OrderedDict[Sequence, None] = OrderedDict()
-        self._waiting: dict[str, Heap[Sequence]] = {}  # by tenant; no empty ones
-        self._turns: Heap[str] = Heap()  # tenants that wait, by counter
+        self._waiting: dict[str, RemovableHeap[Sequence]] = {}  # by tenant; no empty ones
+        self._turns: RemovableHeap[str] = RemovableHeap()  # tenants that wait, by counter
         # The same by when they were last given a turn, or began to wait for one; and the former.
-        self._since: Heap[str] = Heap()
+        self._since: RemovableHeap[str] = RemovableHeap()
         self._served: dict[str, float] = {}
-        self._idle: Heap[str] = Heap()  # counters above the floor of those that do not
-        self._arrivals: Heap[Sequence] = Heap()
+        # Counters of tenants that do not wait, as far as they are above the floor.
+        self._idle: RemovableHeap[str] = RemovableHeap()
+        self._arrivals: RemovableHeap[Sequence] = RemovableHeap()
         self._latest = -math.inf
         self._counters_next = False  # the last admission was an overdue one's
         self._charged: dict[str, _Charge] = {}  # by request; of those that have not ended
@@ -102,7 +103,7 @@ class _Shares:
         tenant = sequence.tenant
         own = self._waiting.get(tenant)
         if own is None:
-            own = self._waiting[tenant] = Heap()
+            own = self._waiting[tenant] = RemovableHeap()
             counter = self._floor
             if tenant in self._idle:
                 counter = max(counter, self._idle.key(tenant))
@@ -156,16 +157,16 @@ class _Shares:
     def remove(self, sequence: Sequence) -> None:
         if sequence in self._returned:
             del self._returned[sequence]
-            self.settle(sequence)
+            self.refund(sequence)
         else:
             self._leave(sequence)
 
-    def settle(self, sequence: Sequence) -> None:
+    def refund(self, sequence: Sequence) -> None:
         charge = self._charged.get(sequence.id)
         if charge is None:
             return  # its request was never admitted
         is_over = not sequence.siblings
-        unused = charge.settle(sequence, is_over=is_over)
+        unused = charge.refund(sequence, is_over=is_over)
         if is_over:
             del self._charged[sequence.id]
         if charge.period != self._period:
@@ -193,7 +194,7 @@ class _Shares:
                 self._idle.put(tenant, counter)
             return
         # The busy period ends.
-        self._idle = Heap()
+        self._idle = RemovableHeap()
         self._floor, self._latest = 0.0, -math.inf
         self._counters_next = False
         self._period += 1
@@ -225,7 +226,7 @@ class _Charge:
         self.period = period
         self._places = places
 
-    def settle(self, sequence: Sequence, *, is_over: bool) -> int:
+    def refund(self, sequence: Sequence, *, is_over: bool) -> int:
         """A sequence has ended; the tokens that will not be given now.
 
         Args:

@@ -10,10 +10,10 @@ from penstock.shared.protocol.states import Lane
 from ...sequence import Sequence
 from .policy import BY_URGENCY, Policy
 
-__all__ = ["Fcfs"]
+__all__ = ["FcfsPolicy"]
 
 
-class Fcfs(Policy):
+class FcfsPolicy(Policy):
     """``critical`` before ``normal`` before ``batch``; first come, first served inside a lane.
 
     Everything in O(1). Nobody is overtaken inside a lane at all.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from ...sequence import Sequence
 from .policy import BY_URGENCY
-from .ranked import Lengths, Ranked
+from .ranked import Lengths, RankedPolicy
 
-__all__ = ["Composite"]
+__all__ = ["PriorityPolicy"]
 
 _LANE_SHARE = 0.75
 """Part of the time for which the least urgent lane may be overtaken; the rest is for length. With
@@ -14,7 +14,7 @@ three lanes and equal lengths a lane is worth three eighths of the whole, which 
 length is, so a more urgent lane goes first unless the other has waited for longer."""
 
 
-class Composite(Ranked):
+class PriorityPolicy(RankedPolicy):
     """All lanes in one order: lane and length are worth a head start, and waiting makes up for it.
 
     The only order in which a lane is no hard class, and so the only one that bounds for how long
@@ -23,7 +23,7 @@ class Composite(Ranked):
     so what was admitted for its age is not thrown out again for its lane.
 
     Args:
-        max_overtake_s: see :class:`Ranked`; here between all sequences.
+        max_overtake_s: see :class:`RankedPolicy`; here between all sequences.
         lengths: where a sequence stands by its length.
     """
 

@@ -12,12 +12,12 @@ from penstock.shared.protocol.states import Lane
 
 from ...sequence import Sequence
 from .policy import BY_URGENCY, Policy
-from .removable_heap import Heap
+from .removable_heap import RemovableHeap
 
-__all__ = ["Lengths", "Ranked"]
+__all__ = ["Lengths", "RankedPolicy"]
 
 
-class Ranked(Policy):
+class RankedPolicy(Policy):
     """Serves by ``key = arrival + max_overtake_s x place``, where ``place`` is 0 or more.
 
     That is linear ageing. Had everybody the urgency ``waited - max_overtake_s x place``, growing by
@@ -34,7 +34,9 @@ class Ranked(Policy):
 
     def __init__(self, max_overtake_s: float) -> None:
         self._max_overtake_s = max_overtake_s
-        self._lanes: dict[Lane, Heap[Sequence]] = {lane: Heap() for lane in BY_URGENCY}
+        self._lanes: dict[Lane, RemovableHeap[Sequence]] = {
+            lane: RemovableHeap() for lane in BY_URGENCY
+        }
         self._returned: dict[Lane, OrderedDict[Sequence, None]] = {
             lane: OrderedDict() for lane in BY_URGENCY
         }

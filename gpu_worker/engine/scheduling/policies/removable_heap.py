@@ -6,12 +6,12 @@ import heapq
 from collections.abc import Hashable, Iterator
 from typing import Generic, TypeVar
 
-__all__ = ["Heap"]
+__all__ = ["RemovableHeap"]
 
 _Item = TypeVar("_Item", bound=Hashable)
 
 
-class Heap(Generic[_Item]):
+class RemovableHeap(Generic[_Item]):
     """Items by key, the smallest first; of equal keys the one that was put first.
 
     :meth:`put`, :meth:`remove` and :meth:`first` take amortised O(log n): what leaves from the

@@ -1,89 +1,24 @@
-"""Requests with several sequences: what they have in common, and choices that are streamed."""
+"""``n`` outputs of one prompt, each streamed as it comes."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterable
 
-from penstock.shared.protocol import Part, Reason
+from penstock.shared.protocol.choice_parts import Part
+from penstock.shared.protocol.states import Reason
 
-from ..output_state import Output
+from ..output_state import OutputState
 from ..request_validator import RequestValidator
 from ..requests import Finish, Update
 from ..scheduling.scheduler import Scheduler
 from ..sequence import Sequence
 from ..step_output import StepOutput
+from .sequence_group import SequenceGroup
 
-__all__ = ["Choices", "Group", "part_of", "replay", "summary"]
-
-
-class Group(ABC):
-    """One request's sequences, and what they give together.
-
-    ``members`` are those the scheduler knows. It is the very object that they have as their
-    ``siblings``, so that the scheduler sees who they are, too. Every member is taken out of it as
-    it ends, and the group is over when it is empty.
-
-    Args:
-        scheduler: gets the sequences.
-        validator: refuses what can never fit.
-        sequence: the first of them; its ``siblings`` are set.
-    """
-
-    def __init__(
-        self, scheduler: Scheduler, validator: RequestValidator, sequence: Sequence
-    ) -> None:
-        self.members: dict[Sequence, None] = {}
-        self.first = sequence
-        self._scheduler = scheduler
-        self._validator = validator
-        sequence.siblings = self.members
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the request has ended."""
-        return not self.members
-
-    @property
-    def num_unpublished(self) -> int:
-        """Output tokens that were generated and not published."""
-        return 0
-
-    @abstractmethod
-    def collect(
-        self, sequence: Sequence, token_ids: tuple[int, ...], output: StepOutput
-    ) -> list[Update]:
-        """What a step gave for one of the members.
-
-        Args:
-            sequence: the member.
-            token_ids: what was sampled for it.
-            output: the step's, with what else was reported of it.
-
-        Returns:
-            What is to be published: the request's last update, with ``finish``, if it is over.
-        """
-
-    def remove(self) -> None:
-        """The request ends here: forget all members."""
-        for sequence in list(self.members):
-            self._leave(sequence)
-
-    def _leave(self, sequence: Sequence) -> None:
-        del self.members[sequence]
-        self._scheduler.finish(sequence)
-
-    def end(self, finish: Finish) -> Update:
-        """Forget all members; the request's last update, without tokens."""
-        self.remove()
-        first = self.first
-        num_prompt, num_cached = first.num_prompt_tokens, first.num_cached_tokens
-        update = Update(first.id, 0, (), "", finish, num_prompt, num_cached)
-        update.discarded_tokens = self.num_unpublished
-        return update
+__all__ = ["ChoiceGroup", "part_of", "summary"]
 
 
-class Choices(Group):
+class ChoiceGroup(SequenceGroup):
     """``n`` outputs of one prompt, each published as it comes.
 
     The first computes the prompt; the others are let go when that is done, share its blocks and
@@ -98,7 +33,7 @@ class Choices(Group):
         self,
         scheduler: Scheduler,
         validator: RequestValidator,
-        outputs: dict[Sequence, Output],
+        outputs: dict[Sequence, OutputState],
         reasons: Iterable[Reason] = (),
     ) -> None:
         self._outputs = outputs
@@ -112,7 +47,7 @@ class Choices(Group):
     def collect(
         self, sequence: Sequence, token_ids: tuple[int, ...], output: StepOutput
     ) -> list[Update]:
-        """See :class:`Group`: one update, of this choice."""
+        """See :class:`SequenceGroup`: one update, of this choice."""
         self._release_held()
         text = self._outputs[sequence]
         update = text.append_run(token_ids, self._validator.pool_tokens)
@@ -154,12 +89,3 @@ def part_of(update: Update, reason: Reason | None) -> Part:
 def summary(reasons: Iterable[Reason | None]) -> Finish:
     """Why a request has ended whose choices ended like this: STOP if all did, else LENGTH."""
     return Finish(Reason.STOP if all(r is Reason.STOP for r in reasons) else Reason.LENGTH)
-
-
-def replay(output: Output, token_ids: tuple[int, ...]) -> Finish | None:
-    """Bring an output to where another worker left it; its text was published with its tokens."""
-    for token_id in token_ids:
-        update = output.append((token_id,))
-        if update.finish is not None:
-            return update.finish
-    return None

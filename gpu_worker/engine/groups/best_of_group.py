@@ -7,15 +7,15 @@ from dataclasses import dataclass, field, replace
 
 from penstock.shared.protocol import Reason, TokenLogprobs
 
-from ..output_state import Output
+from ..output_state import OutputState
 from ..request_validator import RequestValidator
 from ..requests import Update
 from ..scheduling.scheduler import Scheduler
 from ..sequence import Sequence
 from ..step_output import StepOutput
-from .group import Choices, part_of, summary
+from .choice_group import ChoiceGroup, part_of, summary
 
-__all__ = ["Candidates", "Hypothesis", "answer"]
+__all__ = ["BestOfGroup", "Hypothesis", "answer"]
 
 
 @dataclass(slots=True)
@@ -41,7 +41,7 @@ class Hypothesis:
         return sum(report.logprob for report in self.logprobs) / len(self.logprobs)
 
 
-class Candidates(Choices):
+class BestOfGroup(ChoiceGroup):
     """Generates ``best_of`` outputs and publishes the ``n`` likeliest when all have ended.
 
     Until then nothing is published, so that a worker that takes over begins anew; random numbers
@@ -50,7 +50,10 @@ class Candidates(Choices):
     """
 
     def __init__(
-        self, scheduler: Scheduler, validator: RequestValidator, outputs: dict[Sequence, Output]
+        self,
+        scheduler: Scheduler,
+        validator: RequestValidator,
+        outputs: dict[Sequence, OutputState],
     ) -> None:
         super().__init__(scheduler, validator, outputs)
         self._whole = {sequence: Hypothesis() for sequence in outputs}
@@ -67,7 +70,7 @@ class Candidates(Choices):
     def collect(
         self, sequence: Sequence, token_ids: tuple[int, ...], output: StepOutput
     ) -> list[Update]:
-        """See :class:`Group`: nothing, until the last candidate has ended."""
+        """See :class:`SequenceGroup`: nothing, until the last candidate has ended."""
         (update,) = super().collect(sequence, token_ids, output)
         whole = self._whole[sequence]
         whole.add(update)
