@@ -4,12 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Protocol
 
 from .sequence import Sequence
-from .speculation.draft_state import Source
 
-__all__ = ["BlockCopy", "DraftChoice", "DraftChooser", "Plan", "PlanBuilder", "Span"]
+__all__ = ["BlockCopy", "DraftChoice", "DraftChooser", "DraftSource", "Plan", "PlanBuilder", "Span"]
+
+
+class DraftSource(StrEnum):
+    """Where drafts come from. Longer n-gram matches are right more often, so they count apart."""
+
+    DRAFT = "draft"
+    NGRAM_SHORT = "ngram_short"
+    NGRAM_MEDIUM = "ngram_medium"
+    NGRAM_LONG = "ngram_long"
+
+    @classmethod
+    def of_match(cls, length: int) -> DraftSource:
+        """The source of drafts that continue a match of ``length`` tokens: 2-3, 4-9, or more."""
+        if length < 4:
+            return cls.NGRAM_SHORT
+        return cls.NGRAM_MEDIUM if length < 10 else cls.NGRAM_LONG
+
+    @property
+    def is_text(self) -> bool:
+        """Whether drafts come from the sequence's own text."""
+        return self is not DraftSource.DRAFT
 
 
 # Never changed once made. Not frozen, because one is made for every token, and setting the fields
@@ -42,7 +63,7 @@ class Span:
     samples: bool
     drafts: tuple[int, ...] = ()
     num_drafts: int = 0
-    source: Source | None = None
+    source: DraftSource | None = None
 
     @property
     def prompt_rows(self) -> range:
@@ -107,7 +128,7 @@ class DraftChoice(Protocol):
         """How many drafts."""
 
     @property
-    def source(self) -> Source:
+    def source(self) -> DraftSource:
         """Where they come from."""
 
 
@@ -116,6 +137,9 @@ class DraftChooser(Protocol):
 
     def choose(self, spans: list[Span], budget: int) -> Iterable[DraftChoice]:
         """Drafts for a planned step, at most ``budget`` of them together."""
+
+    def forget(self, sequence: Sequence) -> None:
+        """Drop what is known of a sequence that has ended."""
 
 
 class PlanBuilder:

@@ -9,7 +9,6 @@ from penstock.shared.protocol.sampling_options import SamplingOptions
 from penstock.shared.protocol.states import Lane
 
 from .constraint import Constraint
-from .speculation.draft_state import DraftState
 
 __all__ = ["Sequence", "SequenceStatus"]
 
@@ -66,7 +65,6 @@ class Sequence:
         host_blocks: per KV cache group the host blocks that keep its KV while it waits; empty
             while it runs, or if none is kept.
         num_swapped_tokens: leading tokens whose keys and values are kept there.
-        draft_state: its n-gram index and acceptance; None until it could have drafts.
         num_prompt_logprobs: prompt tokens, from the second on, whose log-probabilities are known;
             None: the request does not ask for them, or has published them.
         rank: ``lane.rank``, looked up once; 0 is the most urgent.
@@ -85,7 +83,6 @@ class Sequence:
         "choice",
         "constraint",
         "deadline",
-        "draft_state",
         "host_blocks",
         "id",
         "lane",
@@ -148,7 +145,6 @@ class Sequence:
         self.num_published_blocks = 0
         self.host_blocks: tuple[tuple[int, ...], ...] = ()
         self.num_swapped_tokens = 0
-        self.draft_state: DraftState | None = None
 
     def clone(self, choice: int, token_ids: Iterable[int]) -> Sequence:
         """Another sequence of the same request, with the same prompt, that holds no block."""

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.gpu_worker.engine.plan import DraftSource
 from penstock.gpu_worker.engine.speculation.acceptance_rate import expected_tokens, worthwhile
 from penstock.gpu_worker.engine.speculation.draft_choice import (
     FREE,
@@ -15,17 +16,16 @@ from penstock.gpu_worker.engine.speculation.draft_choice import (
     Prices,
     choose_drafts,
 )
-from penstock.gpu_worker.engine.speculation.draft_state import Source
 
 LONGEST = 7
 
 
 def text(index: int, rate: float, count: int = LONGEST) -> DraftChoice:
-    return DraftChoice(index, Source.NGRAM_SHORT, rate, count, tuple(range(count)))
+    return DraftChoice(index, DraftSource.NGRAM_SHORT, rate, count, tuple(range(count)))
 
 
 def model(index: int, rate: float, count: int = LONGEST) -> DraftChoice:
-    return DraftChoice(index, Source.DRAFT, rate, count)
+    return DraftChoice(index, DraftSource.DRAFT, rate, count)
 
 
 def lengths(choices: list[DraftChoice]) -> dict[int, tuple[str, int]]:

@@ -101,8 +101,9 @@ def test_what_came_in_a_pause_is_read_a_bounded_part_in_each_step() -> None:
     read, steps = [0], 0
     while len(choices := speculator.choose(spans, 10_000)) < 16:
         missing = [
-            s.draft_state._index.num_missing(s.token_ids) for s in sequences if s.draft_state
-        ]  # type: ignore[union-attr]
+            state._index.num_missing(s.token_ids)  # type: ignore[union-attr]
+            for s, state in speculator._states.items()
+        ]
         read.append(16 * 4000 - sum(missing))
         assert read[-1] - read[-2] <= 1024 + 16 * 16
         steps += 1

@@ -120,6 +120,8 @@ class Scheduler:
             self._state.kv.release(sequence)
             self._state.waiting.end(sequence)
         sequence.status = SequenceStatus.FINISHED
+        if self._drafts is not None:
+            self._drafts.forget(sequence)
 
     def schedule(self) -> Plan | None:
         """Plan the next step; None if there is nothing to do."""

@@ -18,13 +18,13 @@ from collections.abc import Sequence
 
 from penstock.shared.protocol import Speculation
 
-from ..plan import Span
+from ..plan import DraftSource, Span
 from ..sequence import Sequence as TokenSequence
 from ..step_output import StepTiming
 from .acceptance_rate import AcceptanceRate
 from .batch_class import BatchClass, Mode
 from .draft_choice import FREE, DraftChoice, choose_drafts
-from .draft_state import DraftState, Source
+from .draft_state import DraftState
 from .speculation_config import SpeculationConfig, SpeculationStats
 
 __all__ = ["DraftChoice", "SpeculationConfig", "SpeculationStats", "Speculator"]
@@ -58,7 +58,8 @@ class Speculator:
         longest = config.longest if config.length is None else config.length
         self._longest = min(longest, max_span - 1)
         self._classes: dict[int, BatchClass] = {}
-        self._rates: dict[tuple[Source, bool], AcceptanceRate] = {}
+        self._rates: dict[tuple[DraftSource, bool], AcceptanceRate] = {}
+        self._states: dict[TokenSequence, DraftState] = {}  # of live sequences that could draft
         self._reading = 0
         self._catching_up = False
         self._drafted: Counter[tuple[Speculation, int]] = Counter()
@@ -129,9 +130,9 @@ class Speculator:
         most = min(most, room - len(token_ids) - 1)
         if most < 1:
             return []
-        state = sequence.draft_state
+        state = self._states.get(sequence)
         if state is None:
-            state = sequence.draft_state = DraftState()
+            state = self._states[sequence] = DraftState()
         sampled = options.temperature > 0
         found = []
         if self._config.ngram and wish is not Speculation.DRAFT:
@@ -143,15 +144,15 @@ class Speculator:
                 count = constraint.num_allowed(token_ids, sequence.num_prompt_tokens, drafts)
                 drafts = drafts[:count]
             if drafts:
-                source = Source.of_match(match)
+                source = DraftSource.of_match(match)
                 rate = state.rate(source, self._mean(source, sampled))
                 found.append(DraftChoice(index, source, rate, len(drafts), drafts))
         if self._config.draft and wish is not Speculation.NGRAM:
-            rate = state.rate(Source.DRAFT, self._mean(Source.DRAFT, sampled))
-            found.append(DraftChoice(index, Source.DRAFT, rate, most))
+            rate = state.rate(DraftSource.DRAFT, self._mean(DraftSource.DRAFT, sampled))
+            found.append(DraftChoice(index, DraftSource.DRAFT, rate, most))
         return found
 
-    def _mean(self, source: Source, sampled: bool) -> float:
+    def _mean(self, source: DraftSource, sampled: bool) -> float:
         """The worker's rate; drafts of greedy requests are right more often than sampled ones."""
         rate = self._rates.get((source, sampled))
         return _EVEN_ODDS if rate is None else rate.rate(_EVEN_ODDS)
@@ -162,8 +163,7 @@ class Speculator:
         Reading takes as long as many proposals. Taken for their price, it would keep the draft
         model from being asked often enough to read less.
         """
-        state = sequence.draft_state
-        assert state is not None
+        state = self._states[sequence]
         num_tokens = len(sequence.token_ids)
         self._catching_up |= num_tokens - state.num_read > self._longest + 1
         state.num_read = num_tokens
@@ -180,7 +180,6 @@ class Speculator:
             num_used: how many of those became output; the others lie behind its end.
         """
         sequence, source = span.sequence, span.source
-        assert sequence.draft_state is not None
         assert source is not None
         kind = Speculation.NGRAM if source.is_text else Speculation.DRAFT
         for position in range(1, num_drafted + 1):
@@ -190,7 +189,8 @@ class Speculator:
         self._changed = True
         if not num_drafted:
             return
-        sequence.draft_state.observe(source, num_drafted, num_accepted)
+        if (state := self._states.get(sequence)) is not None:  # else it has just ended
+            state.observe(source, num_drafted, num_accepted)
         key = source, sequence.options.temperature > 0
         mean = self._rates.get(key)
         if mean is None:
@@ -235,6 +235,10 @@ class Speculator:
             batch.observe_plain(timing.seconds)
         self._gain = batch.gain if batch.mode is Mode.ON else 1.0
         self._changed |= self._gain != self._stats.gain
+
+    def forget(self, sequence: TokenSequence) -> None:
+        """Drop the drafting state of a sequence that has ended."""
+        self._states.pop(sequence, None)
 
     def stats(self) -> SpeculationStats:
         """Counts so far and the present gain; the same object until something changes."""

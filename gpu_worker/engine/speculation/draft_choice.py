@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..plan import DraftSource
 from .acceptance_rate import expected_tokens, worthwhile
-from .draft_state import Source
 
 __all__ = ["FREE", "DraftChoice", "Prices", "choose_drafts"]
 
@@ -24,7 +24,7 @@ class DraftChoice:
     """
 
     index: int
-    source: Source
+    source: DraftSource
     rate: float
     count: int
     drafts: tuple[int, ...] = ()

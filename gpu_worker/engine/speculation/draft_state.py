@@ -2,33 +2,11 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
-
+from ..plan import DraftSource
 from .acceptance_rate import AcceptanceRate
 from .ngram import NgramIndex
 
-__all__ = ["DraftState", "Source"]
-
-
-class Source(StrEnum):
-    """Where drafts come from. Longer n-gram matches are right more often, so they count apart."""
-
-    DRAFT = "draft"
-    NGRAM_SHORT = "ngram_short"
-    NGRAM_MEDIUM = "ngram_medium"
-    NGRAM_LONG = "ngram_long"
-
-    @classmethod
-    def of_match(cls, length: int) -> Source:
-        """The source of drafts that continue a match of ``length`` tokens: 2-3, 4-9, or more."""
-        if length < 4:
-            return cls.NGRAM_SHORT
-        return cls.NGRAM_MEDIUM if length < 10 else cls.NGRAM_LONG
-
-    @property
-    def is_text(self) -> bool:
-        """Whether drafts come from the sequence's own text."""
-        return self is not Source.DRAFT
+__all__ = ["DraftState"]
 
 
 class DraftState:
@@ -43,7 +21,7 @@ class DraftState:
     def __init__(self) -> None:
         self.num_read = 0
         self._index: NgramIndex | None = None
-        self._rates: dict[Source, AcceptanceRate] = {}
+        self._rates: dict[DraftSource, AcceptanceRate] = {}
 
     def read(self, token_ids: list[int], most: int) -> int:
         """See :meth:`NgramIndex.read`; the first call makes the index."""
@@ -57,7 +35,7 @@ class DraftState:
             return (), 0
         return self._index.propose(token_ids, most)
 
-    def rate(self, source: Source, prior: float) -> float:
+    def rate(self, source: DraftSource, prior: float) -> float:
         """Acceptance rate of this sequence's drafts from ``source``; call it once a step."""
         rate = self._rates.get(source)
         if rate is None:
@@ -65,7 +43,7 @@ class DraftState:
         rate.fade()
         return rate.rate(prior)
 
-    def observe(self, source: Source, num_drafted: int, num_accepted: int) -> None:
+    def observe(self, source: DraftSource, num_drafted: int, num_accepted: int) -> None:
         """Count a step's verified drafts."""
         rate = self._rates.get(source)
         if rate is None:
