@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from penstock.shared.protocol import Lane, Part, Reason, SamplingOptions, TokenLogprobs
 
-from .constraint import Constraint
+from .sequence import Constraint
 
 __all__ = ["EngineRequest", "Finish", "Update"]
 

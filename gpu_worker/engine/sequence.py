@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Collection, Iterable
+from collections.abc import Sequence as Seq
+from typing import Protocol
 
 from penstock.shared.protocol.sampling_options import SamplingOptions
 from penstock.shared.protocol.states import Lane
 
-from .constraint import Constraint
-
-__all__ = ["Sequence", "SequenceStatus"]
+__all__ = ["Constraint", "Sequence", "SequenceStatus"]
 
 
 _MOST_PROMPT_ROWS = 256
@@ -27,6 +27,23 @@ class SequenceStatus(enum.Enum):
     """Has blocks; takes part in every step."""
     FINISHED = "finished"
     """Ended or aborted; holds no block, and the engine has forgotten it."""
+
+
+class Constraint(Protocol):
+    """Follows one output through its schema, regex, grammar or choices, on the model side."""
+
+    @property
+    def may_draft(self) -> bool:
+        """Whether the masks of drafts would be ready in time for a step."""
+
+    def num_allowed(self, token_ids: Seq[int], num_prompt_tokens: int, drafts: Seq[int]) -> int:
+        """How many of ``drafts``, from the first on, may follow an output in a row.
+
+        Args:
+            token_ids: prompt and output.
+            num_prompt_tokens: how many of them are the prompt.
+            drafts: tokens that may come next.
+        """
 
 
 class Sequence:

@@ -16,8 +16,8 @@ from dataclasses import replace
 from penstock.shared.errors import InvalidRequest
 from penstock.shared.protocol import Reason, SamplingOptions
 
-from ..engine.constraint import Constraint
 from ..engine.requests import EngineRequest, Update
+from ..engine.sequence import Constraint
 from ..messages import Add, Prepared, bare_end
 
 __all__ = ["InputProcessor"]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from penstock.shared.protocol import SamplingOptions
 
 from ..engine.config import EngineConfig
-from ..engine.constraint import Constraint
+from ..engine.sequence import Constraint
 from ..engine.text_stream import TextStream
 from .isolation import Runner
 
