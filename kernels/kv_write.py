@@ -5,6 +5,8 @@ Formula, for every packed row ``t``::
     block, offset = divmod(slots[t], block_size)
     key_cache[block, offset] = key[t]
     value_cache[block, offset] = value[t]
+
+Reference: PagedAttention (Kwon et al. 2023, https://arxiv.org/abs/2309.06180).
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from ._triton import HAS_TRITON
 def write_kv(
     key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor
 ) -> None:
-    """Scatters ``key`` and ``value`` to their slots, in place; touches no other slot.
+    """Scatter ``key`` and ``value`` to their slots in place; no other slot changes.
 
     Args:
         key: [T, Hkv, Dk], any strides.

@@ -36,7 +36,7 @@ def paged_attention(
     sinks: Tensor | None = None,
     workspace: AttentionWorkspace | None = None,
 ) -> Tensor:
-    """Compute attention for every packed row; the step's own keys must be in the cache already.
+    """Compute attention for every packed row; the cache must hold the step's own keys already.
 
     CUDA tensors take the Triton kernel where Triton is installed, all others the torch path.
     Cache slots outside a sequence's context may hold anything, NaN included: they are never read.

@@ -69,7 +69,7 @@ class RaggedBatch:
         device: torch.device | str = "cpu",
         window: int | None = None,
     ) -> RaggedBatch:
-        """Lays out a step from what the scheduler knows.
+        """Lay out a step from its lengths and block tables.
 
         Args:
             query_lens: S numbers of query tokens, each at least 1.

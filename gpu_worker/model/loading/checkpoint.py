@@ -1,7 +1,7 @@
-"""Reads a checkpoint of transformers from a directory; whatever is wrong with it is said in a line.
+"""Reads a transformers checkpoint from a directory, and reports each fault in one line.
 
-transformers reports the same fault as this or that exception, or only as a warning while it makes
-weights up; here every fault becomes one of the errors in ``penstock.shared.errors``.
+transformers reports the same fault by different exceptions, or only warns and invents weights. Here
+every fault becomes one of the errors in ``penstock.shared.errors``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from penstock.shared.errors import (
 )
 
 from ..kv.memory_budget import available_bytes, format_bytes
-from . import load_gate as gate
+from . import load_gate
 
 __all__ = [
     "DEMO",
@@ -46,8 +46,8 @@ DEMO_DRAFT = "demo-draft"
 """Names the draft model that is shipped with it."""
 
 LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-"""Nothing is downloaded and no code of a checkpoint runs. To leave the second out would not refuse
-such code but ask, on standard input, whether to run it."""
+"""Nothing is downloaded, and no code of a checkpoint runs. Without the second option transformers
+would ask on standard input whether to run such code."""
 
 REMEDY = "give a directory with config.json, *.safetensors and tokenizer files, or 'demo'"
 
@@ -92,7 +92,7 @@ def load_config(folder: Path) -> Any:
         if "does not recognize this architecture" in text or "contains custom code" in text:
             raise UnsupportedModel(
                 f"the model in {folder} is of a type that the installed transformers does not "
-                f"know without running code of the checkpoint ({text}); {gate.REMEDY}"
+                f"know without running code of the checkpoint ({text}); {load_gate.REMEDY}"
             ) from error
         raise ModelError(
             f"{folder / 'config.json'} cannot be read: {text}; copy the checkpoint again"
@@ -178,7 +178,7 @@ def _weights_error(folder: Path, error: Exception) -> ModelError:
 def _check_memory(
     folder: Path, dtype: torch.dtype | str, config: Any, device: torch.device
 ) -> None:
-    """Refuse before the system's out-of-memory killer does, where the size can be told."""
+    """Refuse before the system's out-of-memory killer acts, if the size is known."""
     stored = getattr(config, "dtype", None)
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     if not isinstance(dtype, torch.dtype) or not isinstance(stored, torch.dtype):
@@ -195,7 +195,7 @@ def _check_memory(
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Hold transformers' progress bars and reports back: what matters is raised or logged here."""
+    """Silence transformers' progress bars and reports: what matters is raised or logged here."""
     verbosity = transformers_logging.get_verbosity()
     bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity(logging.CRITICAL)

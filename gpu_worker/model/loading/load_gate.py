@@ -1,10 +1,10 @@
-"""The load gate: turns away models whose output here would not be theirs.
+"""The load gate refuses models whose output here would differ from their own.
 
-Looking at a configuration cannot tell whether an unknown family works over a paged pool, and
-several fail silently: chunked attention that lives in the mask alone, linear attention and
-convolutions that carry a state from token to token, embeddings that count positions themselves.
-So the gate asks the model in the end: a few tokens, computed packed and in chunks over the pool,
-must give the logits of the model's own forward.
+A configuration does not tell whether an unknown family works over a paged pool. Several families
+fail silently: chunked attention that lives in the mask alone, linear attention and convolutions
+that carry a state from token to token, embeddings that count positions themselves. So the gate
+tries the model: a few tokens, packed and in chunks over the pool, must give the logits of the
+model's own forward.
 """
 
 from __future__ import annotations
@@ -48,19 +48,19 @@ REMEDY = (
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
 """Largest relative L2 difference of one token's logits, by dtype of the model.
 
-Two right ways of computing attention differ by the dtype's rounding, some 1e-6, 1e-3 and 1e-2; a
+Two correct ways of computing attention differ by the dtype's rounding, some 1e-6, 1e-3 and 1e-2. A
 wrong mask or a lost state gives 1e-1 and more.
 """
 
 ROUTED_SHARE = 0.25
-"""Of the tokens that may differ by more in half precision.
+"""Share of the tokens that may differ by more in half precision.
 
-Rounding moves a token whose router scores two experts nearly alike to the other expert.
+Rounding moves a token to another expert when its router scores the two nearly alike.
 """
 
 ATTEMPTS = 4
-"""Sets of random tokens tried in half precision, until one agrees: what a rerouted token changes
-reaches the tokens after it, by chance, while a model that is wrong here is wrong for every set."""
+"""Sets of random tokens to try in half precision, until one agrees. A rerouted token changes the
+tokens after it by chance; a model that is wrong here is wrong for every set."""
 
 PROBE_TOKENS = 24
 PROBE_LIMIT = 1100
@@ -77,7 +77,7 @@ def unsupported(config: Any, why: str) -> UnsupportedModel:
 
 
 def check_config(config: Any) -> None:
-    """What the configuration alone tells, before any weight is read.
+    """Check the configuration alone, before any weight is read.
 
     Raises:
         UnsupportedModel: no causal language model, an encoder-decoder, or a layer type other than
@@ -98,7 +98,7 @@ def check_config(config: Any) -> None:
 
 
 def context_limit(config: Any) -> int | None:
-    """Longest context in which a token's result is its sequence's own; None where it always is.
+    """Longest context in which a token's result depends on its own sequence alone; None: any.
 
     LongRoPE (Ding et al., 2024, "LongRoPE: Extending LLM Context Window Beyond 2 Million Tokens")
     has two sets of frequencies. transformers takes the long one for a whole forward if any
@@ -120,10 +120,10 @@ def context_limit(config: Any) -> int | None:
 
 
 def check_attention(model: Any) -> None:
-    """Whether the model takes another attention function.
+    """Check that the model accepts another attention function.
 
     Raises:
-        UnsupportedModel: it only warns, and goes on with its own.
+        UnsupportedModel: it only warns, and keeps its own.
     """
 
     def nothing(*_: Any, **__: Any) -> tuple[Tensor, None]:
@@ -139,10 +139,10 @@ def check_attention(model: Any) -> None:
 
 
 def check_probe(config: Any, probe: ProbeResult) -> None:
-    """Whether every layer reached the attention function, and with what it announced.
+    """Check that every layer reached the attention function, with the window it declares.
 
     Raises:
-        UnsupportedModel: one did not.
+        UnsupportedModel: a layer did not.
     """
     text = config.get_text_config(decoder=True)
     reached, expected = len(probe.modules), int(text.num_hidden_layers)
@@ -223,7 +223,7 @@ def check_numbers(
 def _check_row_selection(
     model: Any, context: ForwardContext, geometry: KVGeometry, one: list[int], two: list[int]
 ) -> None:
-    """Whether a step gives the logits of just the tokens it asks for.
+    """Check that a step gives the logits of just the tokens it asks for.
 
     Both steps compute the same tokens, so the rows agree to rounding whatever the model routes.
     """

@@ -22,7 +22,7 @@ from ..attention import PagedAttention
 from ..attention_registry import register, unregister
 from ..forward_context import ForwardContext
 from ..kv.memory_budget import available_bytes
-from . import load_gate as gate
+from . import load_gate
 from .checkpoint import (
     DEMO,
     find_checkpoint,
@@ -46,7 +46,7 @@ DTYPES = {
 }
 
 LONGROPE_LIMIT = (
-    "this model's LongRoPE turns all tokens of a step by other frequencies as soon as one of them "
+    "this model's LongRoPE changes the frequencies of all tokens of a step as soon as one of them "
     "lies past that position, so a longer sequence would change the output of others"
 )
 
@@ -86,7 +86,7 @@ class LoadedModel:
     def close(self) -> None:
         """Give the attention function's name back; the model cannot run any more.
 
-        Happens by itself when the model is collected.
+        Collecting the model does so, too.
         """
         unregister(self.attention_name)
 
@@ -112,7 +112,7 @@ def load_model(
         device: ``cpu``, ``cuda``, ``cuda:1`` ... or ``auto``: CUDA if there is one.
         max_model_len: prompt and output tokens of one sequence, at most; None takes what the model
             was made for.
-        prepack: on CPU, lay the weights of linear layers out for oneDNN once and for all.
+        prepack: on CPU, lay the weights of linear layers out for oneDNN once.
 
     Raises:
         ConfigurationError: ``dtype``, ``device`` or ``max_model_len`` cannot be had.
@@ -128,7 +128,7 @@ def load_model(
         raise ConfigurationError(f"dtype: got {dtype!r}; allowed: auto, {', '.join(DTYPES)}")
     with quiet():
         config = load_config(folder)
-        gate.check_config(config)
+        load_gate.check_config(config)
         context_length = _context_length(config, max_model_len)
         tokenizer = load_tokenizer(folder)
         model = load_weights(folder, config, _pick_dtype(dtype, config, target), target)
@@ -157,11 +157,11 @@ def adopt_model(
     prepack: bool = True,
     begin: float | None = None,
 ) -> LoadedModel:
-    """Make a model of transformers that has its weights already ready to run, through every gate.
+    """Make a transformers model with weights ready to run, through every check of the load gate.
 
     Args:
         model: on its device, in eval mode.
-        tokenizer: None for a model that is given ids and asked for ids.
+        tokenizer: None for a model that takes and gives token ids only.
         path: where it comes from, for messages.
         max_model_len: prompt and output tokens of one sequence, at most.
         prepack: as in :func:`load_model`.
@@ -176,7 +176,7 @@ def adopt_model(
     with quiet():
         context, attention_name, geometry, vocab_size = _attach(model, model.config, target)
     if prepack and target.type == "cpu":
-        trial = functools.partial(gate.trial_logits, model, context, geometry, vocab_size)
+        trial = functools.partial(load_gate.trial_logits, model, context, geometry, vocab_size)
         prepack_linears(model, trial, available_bytes(target) // 8)
     return LoadedModel(
         model=model,
@@ -198,7 +198,7 @@ def pick_device(device: str) -> torch.device:
     """The device that a setting names.
 
     Raises:
-        ConfigurationError: there is none of this name.
+        ConfigurationError: there is no such device.
     """
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -228,7 +228,7 @@ def _context_length(config: Any, wanted: int | None) -> int:
     if wanted is not None and wanted < 1:
         raise ConfigurationError(f"max_model_len: got {wanted}; allowed: an integer from 1")
     text = config.get_text_config(decoder=True)
-    longest, limit = getattr(text, "max_position_embeddings", None), gate.context_limit(config)
+    longest, limit = getattr(text, "max_position_embeddings", None), load_gate.context_limit(config)
     if wanted is None:
         if longest is None:
             raise ConfigurationError(
@@ -252,18 +252,18 @@ def _context_length(config: Any, wanted: int | None) -> int:
 def _attach(
     model: Any, config: Any, device: torch.device
 ) -> tuple[ForwardContext, str, KVGeometry, int]:
-    """Put the paged attention into ``model``, passing every gate on the way."""
+    """Put the paged attention into ``model``, and check it with the load gate."""
     name: str | None = None
     try:
-        gate.check_attention(model)
+        load_gate.check_attention(model)
         probe = probe_geometry(model, device)
-        gate.check_probe(config, probe)
+        load_gate.check_probe(config, probe)
         context = ForwardContext()
         indices = {module: index for index, module in enumerate(probe.modules)}
         name = register(PagedAttention(context, indices))
         weakref.finalize(model, unregister, name)
         model.set_attn_implementation(name)
-        gate.check_numbers(model, name, context, probe.geometry, probe.vocab_size)
+        load_gate.check_numbers(model, name, context, probe.geometry, probe.vocab_size)
     except torch.OutOfMemoryError as error:
         raise InsufficientMemory(
             f"{device} has no memory left for a trial step beside the weights; use a smaller "
@@ -277,12 +277,12 @@ def _attach(
         if name is not None:
             unregister(name)
         log.debug("trial step failed", exc_info=True)
-        raise gate.unsupported(config, f"a trial step fails ({one_line(error)})") from error
+        raise load_gate.unsupported(config, f"a trial step fails ({one_line(error)})") from error
     return context, name, probe.geometry, probe.vocab_size
 
 
 def _eos_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
-    """Where ``generate`` stops: generation_config.json, else config.json, else the tokenizer."""
+    """Where ``generate`` stops: by generation_config.json, else config.json, else the tokenizer."""
     text = model.config.get_text_config(decoder=True)
     for owner in (getattr(model, "generation_config", None), model.config, text, tokenizer):
         ids = getattr(owner, "eos_token_id", None)

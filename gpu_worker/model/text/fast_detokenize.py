@@ -1,4 +1,4 @@
-"""The shortest way from token ids to text that a tokenizer has."""
+"""The fastest way from token ids to text that a tokenizer offers."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ __all__ = ["decoder_of"]
 
 
 def decoder_of(tokenizer: Any) -> Decoder:
-    """What gives the same text as ``tokenizer``, for less.
+    """A decoder that gives the same text as ``tokenizer``, in less time.
 
-    transformers looks at every id in Python, for batches and tensors, before it calls the Rust
-    library, which takes longer than the decoding of a few ids. So where a tokenizer's class leaves
-    that way as it is, the library is called at once.
+    Before transformers calls the Rust library it inspects every id in Python, which takes longer
+    than decoding a few ids. So this calls the library directly, unless the tokenizer's class
+    overrides decoding.
     """
     for kind in type(tokenizer).__mro__:
         if kind is PreTrainedTokenizerFast:
@@ -28,7 +28,7 @@ def decoder_of(tokenizer: Any) -> Decoder:
 
 
 class _Library:
-    """Decodes by the tokenizers library; the rest is the tokenizer's."""
+    """Decodes by the tokenizers library, and leaves the rest to the tokenizer."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._decode = tokenizer.backend_tokenizer.decode
