@@ -40,12 +40,14 @@ def submit(server: redis.Redis, text: str, max_tokens: int) -> str:
     payload = msgpack.packb({"v": 1, "id": id, "prompt": text, "max_tokens": max_tokens})
     cost = -(-len(text.encode()) // 4) + max_tokens
     keys = [
-        f"{PREFIX}r:{id}", f"{PREFIX}t:{id}", f"{PREFIX}q:{lane}:{tenant}", f"{PREFIX}act:{lane}",
-        f"{PREFIX}lanes", f"{PREFIX}vt", f"{PREFIX}dl", f"{PREFIX}cnt", f"{PREFIX}bell",
+        PREFIX + name for name in (
+            f"request:{id}", f"log:{id}", f"queue:{lane}:{tenant}", f"tenants:{lane}",
+            "lanes", "virtual_time", "deadlines", "counters", "bell",
+        )
     ]  # fmt: skip
     arguments: list[Any] = [
-        PREFIX, id, lane, tenant, payload, hashlib.sha256(payload).digest()[:16],
-        cost, max_tokens, 600_000, 0, 600_000, 10_000, 20_000_000, 268_435_456, 0,
+        id, lane, tenant, payload, hashlib.sha256(payload).digest()[:16],
+        cost, max_tokens, 600_000, 0, 600_000, 10_000, 20_000_000, 268_435_456, 0, "", "", "",
     ]  # fmt: skip
     # redis-py sends EVALSHA, and the whole script if the server does not know it yet.
     script = server.register_script(read_script(SCRIPTS / "submit.lua"))
@@ -59,7 +61,7 @@ def read(server: redis.Redis, id: str) -> None:
     """Print tokens exactly once, in order, whatever the channel loses or repeats."""
     index = digest = 0
     channel: Any = server.pubsub()  # type: ignore[no-untyped-call]
-    channel.subscribe(f"{PREFIX}c:{id}")
+    channel.subscribe(f"{PREFIX}events:{id}")
     look_into_log = True  # what was published before the subscription stood is only there
     while True:
         packed: list[bytes] = []
@@ -73,7 +75,7 @@ def read(server: redis.Redis, id: str) -> None:
                 packed = [message["data"]]
         if look_into_log:
             look_into_log = False
-            entries: Any = server.xrange(f"{PREFIX}t:{id}", f"{index}-0", "+")
+            entries: Any = server.xrange(f"{PREFIX}log:{id}", f"{index}-0", "+")
             packed = [value for _, fields in entries for value in fields.values()]
         for event in map(msgpack.unpackb, packed):
             if event[0] == -1:

@@ -2,7 +2,7 @@
 
 python examples/python_plain.py "The list type"
 
-The server is that of REDIS_URL. With TENANT=acme it uses that tenant's own intake stream, as a
+The server is that of REDIS_URL. With TENANT=acme it uses that tenant's own ingress stream, as a
 client must that an ACL confines. docs/plain-door.md is the table of fields.
 """
 
@@ -23,10 +23,10 @@ TENANT = os.environ.get("TENANT")
 def ask(server: redis.Redis, prompt: str, **fields: str | int | float) -> str:
     """Hand a request in; returns its id. Repeated until it is certain: the id makes it run once."""
     id = (f"{TENANT}." if TENANT else "") + uuid.uuid4().hex
-    intake = PREFIX + (f"in:{TENANT}" if TENANT else "in")
+    ingress = PREFIX + (f"ingress:{TENANT}" if TENANT else "ingress")
     while True:
         try:
-            server.xadd(intake, {"id": id, "prompt": prompt, "answer": "json", **fields})
+            server.xadd(ingress, {"id": id, "prompt": prompt, "answer": "json", **fields})
             return id
         except (redis.ConnectionError, redis.TimeoutError) as error:
             print(f"{error}; trying again", file=sys.stderr)
@@ -38,7 +38,7 @@ def read(server: redis.Redis, id: str) -> dict[str, object]:
     last = "0-0"  # whoever keeps this can leave, and come back
     while True:
         try:
-            streams = server.xread({f"{PREFIX}t:{id}": last}, block=2000)
+            streams = server.xread({f"{PREFIX}log:{id}": last}, block=2000)
         except (redis.ConnectionError, redis.TimeoutError) as error:
             print(f"{error}; trying again", file=sys.stderr)
             time.sleep(1)

@@ -3,7 +3,7 @@
 #
 #   REDIS_URL=redis://localhost:6379 examples/redis_cli.sh "The list type"
 #
-# With TENANT=acme it uses that tenant's own intake stream, as a client must that an ACL confines.
+# With TENANT=acme it uses that tenant's own ingress stream, as a client must that an ACL confines.
 set -euo pipefail
 
 prompt=${1-The list type}
@@ -13,9 +13,9 @@ redis() {
 }
 
 # Without a field `id` a request has the name of its entry, which XADD prints.
-entry=$(redis XADD "${prefix}in${TENANT:+:$TENANT}" '*' prompt "$prompt" max_tokens 64 \
+entry=$(redis XADD "${prefix}ingress${TENANT:+:$TENANT}" '*' prompt "$prompt" max_tokens 64 \
     lane critical stop $'\n\n' stop '###' answer json)
-log="${prefix}t:${TENANT:+$TENANT.}$entry"
+log="${prefix}log:${TENANT:+$TENANT.}$entry"
 
 # One event at a time: the stream's name, the entry's, the field, and one line of JSON.
 last=0-0

@@ -322,7 +322,10 @@ class Producer:
             RedisUnavailable: see the class.
         """
         check_id(id)
-        names = ["st", "n", "lane", "ten", "end", "t0", "t1", "tf", "t2"]
+        names = [
+            "state", "tokens", "lane", "tenant", "end",
+            "accepted_at", "claimed_at", "first_token_at", "ended_at",
+        ]  # fmt: skip
 
         async def send() -> list[bytes | None]:
             record: list[bytes | None] = await self._client.redis.hmget(  # type: ignore[misc]

@@ -145,7 +145,7 @@ class DeadLetters:
 
     async def _state(self, request_id: str) -> State | None:
         key = self._operations.keys.request(request_id)
-        state: bytes | None = await self._client.redis.hget(key, "st")  # type: ignore[misc]
+        state: bytes | None = await self._client.redis.hget(key, "state")  # type: ignore[misc]
         return None if state is None else State(state.decode())
 
 

@@ -14,7 +14,7 @@ from .protocol.states import Lane
 
 __all__ = ["GROUP", "Keys"]
 
-GROUP = "g"
+GROUP = "workers"
 """Name of the consumer group on every queue stream."""
 
 _MODEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9_./-]{0,95}")
@@ -47,36 +47,36 @@ class Keys:
 
     def request(self, request_id: str) -> str:
         """Hash: the record of one request."""
-        return f"{self.prefix}r:{request_id}"
+        return f"{self.prefix}request:{request_id}"
 
     def log(self, request_id: str) -> str:
         """Stream: the token log, the truth about one request's output."""
-        return f"{self.prefix}t:{request_id}"
+        return f"{self.prefix}log:{request_id}"
 
     def channel(self, request_id: str) -> str:
         """Pub/sub channel: a low-latency copy of what is appended to the log."""
-        return f"{self.prefix}c:{request_id}"
+        return f"{self.prefix}events:{request_id}"
 
     def inbox(self, name: str) -> str:
         """Pub/sub channel: the same for all requests submitted with this inbox, together."""
-        return f"{self.prefix}i:{name}"
+        return f"{self.prefix}inbox:{name}"
 
     def queue(self, lane: Lane, tenant: str) -> str:
         """Stream with group :data:`GROUP`: fresh requests of one tenant in one lane."""
-        return f"{self.prefix}q:{lane.value}:{tenant}"
+        return f"{self.prefix}queue:{lane.value}:{tenant}"
 
     def continued(self, lane: Lane) -> str:
         """Stream with group: requests of a lane to be continued by another worker; goes first."""
-        return f"{self.prefix}q:!:{lane.value}"
+        return f"{self.prefix}continued:{lane.value}"
 
     @property
     def suspects(self) -> str:
         """Stream with group: requests that may have crashed a worker; one at a time."""
-        return f"{self.prefix}q:?"
+        return f"{self.prefix}suspects"
 
     def tenants(self, lane: Lane) -> str:
         """Sorted set: tenants with work in a lane, by virtual time in tokens."""
-        return f"{self.prefix}act:{lane.value}"
+        return f"{self.prefix}tenants:{lane.value}"
 
     @property
     def lanes(self) -> str:
@@ -84,42 +84,47 @@ class Keys:
         return f"{self.prefix}lanes"
 
     @property
-    def floors(self) -> str:
+    def virtual_time(self) -> str:
         """Hash: virtual time last served, per lane and over the lanes."""
-        return f"{self.prefix}vt"
+        return f"{self.prefix}virtual_time"
+
+    @property
+    def sweep(self) -> str:
+        """Hash: what one sweep leaves for the next one."""
+        return f"{self.prefix}sweep"
 
     @property
     def leases(self) -> str:
         """Sorted set: worker ids by the Redis time in ms at which their lease ends."""
-        return f"{self.prefix}wl"
+        return f"{self.prefix}leases"
 
     def owned(self, worker_id: str) -> str:
-        """Hash: request id to epoch, for every request a worker owns."""
-        return f"{self.prefix}own:{worker_id}"
+        """Hash: request id to claim, for every request a worker owns."""
+        return f"{self.prefix}owned:{worker_id}"
 
     @property
     def deadlines(self) -> str:
         """Sorted set: ids of non-terminal requests by the Redis time in ms when they expire."""
-        return f"{self.prefix}dl"
+        return f"{self.prefix}deadlines"
 
     @property
     def readers(self) -> str:
-        """Sorted set: ids of requests that need a reader, by when the last one counts as gone."""
-        return f"{self.prefix}rd"
+        """Sorted set: ids of requests that need a reader, by when their last one counts as gone."""
+        return f"{self.prefix}readers"
 
     @property
     def ended(self) -> str:
         """Sorted set: ids of ended requests with logs to be made compact, by when they ended."""
-        return f"{self.prefix}fin"
+        return f"{self.prefix}ended"
 
     def compacting(self, request_id: str) -> str:
         """Stream: a compact log while it is made, before it takes the place of the log."""
-        return f"{self.prefix}z:{request_id}"
+        return f"{self.prefix}compacting:{request_id}"
 
     @property
     def counters(self) -> str:
         """Hash: queued requests, tokens, bytes (total, per lane, per tenant), ends by state."""
-        return f"{self.prefix}cnt"
+        return f"{self.prefix}counters"
 
     @property
     def bell(self) -> str:
@@ -128,14 +133,14 @@ class Keys:
 
     def ingress(self, tenant: str | None = None) -> str:
         """Stream with group :data:`GROUP`: what plain clients add; one for all, one per tenant."""
-        return f"{self.prefix}in" if tenant is None else f"{self.prefix}in:{tenant}"
+        return f"{self.prefix}ingress" if tenant is None else f"{self.prefix}ingress:{tenant}"
 
     @property
     def ingress_tenants(self) -> str:
-        """Set: tenants with an intake stream of their own."""
-        return f"{self.prefix}doors"
+        """Set: tenants with an ingress stream of their own."""
+        return f"{self.prefix}ingress_tenants"
 
     @property
     def dead_letters(self) -> str:
         """Stream, capped: requests that ended ``dead``."""
-        return f"{self.prefix}dlq"
+        return f"{self.prefix}dead_letters"

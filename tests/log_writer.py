@@ -46,7 +46,12 @@ class LogWriter:
         return End(n=self.n, reason=reason)
 
     async def open(self) -> LogWriter:
-        record = {"st": State.RUNNING.value, "n": self.n, "lane": "normal", "ten": "default"}
+        record = {
+            "state": State.RUNNING.value,
+            "tokens": self.n,
+            "lane": "normal",
+            "tenant": "default",
+        }
         await self.client.hset(self.keys.request(self.id), mapping=record)
         return self
 
@@ -55,8 +60,8 @@ class LogWriter:
         chunk = self.chunk(self.n, self.n + count)
         self.n = chunk.stop
         pipeline = self.client.pipeline(transaction=True)
-        pipeline.hset(self.keys.request(self.id), "n", self.n)
-        pipeline.xadd(self.keys.log(self.id), {"d": chunk.pack()}, id=f"{self.n}-0")
+        pipeline.hset(self.keys.request(self.id), "tokens", self.n)
+        pipeline.xadd(self.keys.log(self.id), {"chunk": chunk.pack()}, id=f"{self.n}-0")
         if publish:
             pipeline.publish(self.keys.channel(self.id), chunk.pack())
         await pipeline.execute()
@@ -70,9 +75,9 @@ class LogWriter:
     async def finish(self, reason: Reason = Reason.STOP, *, publish: bool = True) -> End:
         end = self.end(reason)
         packed = end.pack()
-        record = {"st": end.state.value, "rsn": reason.value, "n": self.n, "end": packed}
+        record = {"state": end.state.value, "reason": reason.value, "tokens": self.n, "end": packed}
         pipeline = self.client.pipeline(transaction=True)
-        pipeline.xadd(self.keys.log(self.id), {"e": packed}, id=f"{self.n}-1")
+        pipeline.xadd(self.keys.log(self.id), {"end": packed}, id=f"{self.n}-1")
         pipeline.hset(self.keys.request(self.id), mapping=record)
         if publish:
             pipeline.publish(self.keys.channel(self.id), packed)
@@ -84,9 +89,9 @@ class LogWriter:
         pipeline = self.client.pipeline(transaction=True)
         pipeline.delete(self.keys.log(self.id))
         for chunk in chunks:
-            pipeline.xadd(self.keys.log(self.id), {"d": chunk.pack()}, id=f"{chunk.stop}-0")
+            pipeline.xadd(self.keys.log(self.id), {"chunk": chunk.pack()}, id=f"{chunk.stop}-0")
         if with_end:
-            pipeline.xadd(self.keys.log(self.id), {"e": self.end().pack()}, id=f"{self.n}-1")
+            pipeline.xadd(self.keys.log(self.id), {"end": self.end().pack()}, id=f"{self.n}-1")
         await pipeline.execute()
 
 

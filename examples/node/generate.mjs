@@ -18,7 +18,7 @@ const redis = createClient({ url: REDIS_URL });
 redis.on("error", (error) => console.error(String(error)));
 await redis.connect();
 
-await redis.xAdd(prefix + (TENANT ? `in:${TENANT}` : "in"), "*", {
+await redis.xAdd(prefix + (TENANT ? `ingress:${TENANT}` : "ingress"), "*", {
   id,
   prompt,
   max_tokens: "64",
@@ -32,7 +32,7 @@ await redis.xAdd(prefix + (TENANT ? `in:${TENANT}` : "in"), "*", {
 let last = "0-0";
 let end;
 while (!end) {
-  const streams = await redis.xRead({ key: `${prefix}t:${id}`, id: last }, { BLOCK: 5000 });
+  const streams = await redis.xRead({ key: `${prefix}log:${id}`, id: last }, { BLOCK: 5000 });
   for (const entry of streams?.[0].messages ?? []) {
     last = entry.id;
     const event = JSON.parse(entry.message.d ?? entry.message.e);

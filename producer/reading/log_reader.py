@@ -75,7 +75,9 @@ class LogReader:
 
         async def send() -> list[Any]:
             pipeline = self._client.redis.pipeline(transaction=False)
-            pipeline.hmget(record, ["st", "end", "od", "ib", "dl", "mq", "t1"])
+            names = ["state", "end", "on_disconnect", "inbox"]
+            times = ["deadline", "queue_deadline", "claimed_at"]
+            pipeline.hmget(record, names + times)
             pipeline.xrange(log, f"{index}-0", "+", count=_PAGE)
             pipeline.time()
             replies: list[Any] = await pipeline.execute(raise_on_error=False)
@@ -133,8 +135,8 @@ def _time_left_ms(
 
 
 def _events(fields: dict[bytes, bytes]) -> list[Chunk | End]:
-    """The events of one entry: a chunk in ``d``, the end in ``e``, or both."""
-    return [unpack_event(fields[name]) for name in (b"d", b"e") if name in fields]
+    """The events of one entry: a chunk, the end, or both."""
+    return [unpack_event(fields[name]) for name in (b"chunk", b"end") if name in fields]
 
 
 def _end(packed: bytes) -> End:

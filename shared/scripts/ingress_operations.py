@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,16 +11,16 @@ from ..errors import ConfigurationError
 from ..keys import Keys
 from ..protocol.field_types import Name
 from ..protocol.plain_entry import Admission, Entry, Refusal
+from .operations import request_arguments
 from .replies import Bounds, accepted
-from .script_loader import Call, Pipelined, Script, load_script, run_commands
+from .script_header import Value
+from .script_loader import Call, Pipelined, Script, load_script
+from .shard_scripts import ShardScripts
 
-__all__ = ["INGRESS_SCRIPTS", "IngressOperations", "IngressPoll", "IngressReply"]
-
-INGRESS_SCRIPTS = ("accept_ingress", "poll_ingress", "refuse_ingress")
-"""Names of the plain door's scripts."""
+__all__ = ["IngressOperations", "IngressPoll", "IngressReply"]
 
 MAX_INGRESS_TENANTS = 1000
-"""Workers look at every door once a second."""
+"""Workers look at every ingress stream once a second."""
 
 _TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 _TENANT_ALLOWED = (
@@ -32,12 +31,12 @@ _TENANT_ALLOWED = (
 
 @dataclass(frozen=True, slots=True)
 class IngressPoll:
-    """What :meth:`IngressOperations.poll` found.
+    """The ingress streams that :meth:`IngressOperations.poll` found.
 
     Attributes:
-        tenants: tenants whose intake streams may be read; None stands for the shared one.
-        broken: those that may not: the stream's name is taken by a key of another type, or the
-            tenant's name is none for a door.
+        tenants: tenants whose ingress streams may be read; None stands for the shared one.
+        broken: tenants whose streams may not be read: a key of another type holds the stream's
+            name, or the tenant's name is not allowed.
         entries: entries read before and not acted on.
     """
 
@@ -61,14 +60,14 @@ class IngressReply:
     id: str
 
 
-class IngressOperations:
+class IngressOperations(ShardScripts):
     """The plain door of one shard.
 
     Args:
         redis: a ``redis.asyncio.Redis`` without ``decode_responses``.
         keys: names of the shard.
         retention_ms: how long an answer to a refused entry, and an ended request, is kept.
-        bounds: what may wait at the door.
+        bounds: what may wait.
         default_deadline_ms: for entries that bring none, from when they were added.
         load: where the scripts come from; tests put altered ones in their place.
     """
@@ -83,23 +82,14 @@ class IngressOperations:
         default_deadline_ms: int = 600_000,
         load: Callable[[str], Script] = load_script,
     ) -> None:
-        self._redis = redis
-        self._keys = keys
+        super().__init__(redis, keys, load=load)
         self._retention_ms = retention_ms
         self._bounds = bounds or Bounds()
         self._default_deadline_ms = default_deadline_ms
-        self._scripts = {name: load(name) for name in INGRESS_SCRIPTS}
-
-    @property
-    def keys(self) -> Keys:
-        """Names of the shard."""
-        return self._keys
 
     def poll(self, worker_id: str, *, entries: int) -> Call:
-        """Look which doors there are, and take over up to so many entries left by others."""
-        keys = self._keys
-        names = (keys.ingress_tenants, keys.leases, keys.ingress())
-        return Call(self._scripts["poll_ingress"], names, (keys.prefix, worker_id, entries))
+        """Look which ingress streams there are, and take over up to so many unfinished entries."""
+        return self._call("poll_ingress", worker=worker_id, entries=entries)
 
     @staticmethod
     def read_poll(reply: Any) -> IngressPoll:
@@ -110,11 +100,11 @@ class IngressOperations:
         """
         accepted("poll_ingress", reply)
         tenants = [_tenant(name) for name in reply[0]]
-        doors = tuple(tenant for tenant in tenants if _may_have_ingress(tenant))
+        readable = tuple(tenant for tenant in tenants if _may_have_ingress(tenant))
         broken = tuple(tenant for tenant in tenants if not _may_have_ingress(tenant))
         found = (Entry(_tenant(tenant), name.decode(), rest) for tenant, name, rest in reply[2])
         return IngressPoll(
-            doors,
+            readable,
             broken + tuple(_tenant(name) for name in reply[1]),
             tuple(entry for entry in found if _may_have_ingress(entry.tenant)),
         )
@@ -126,34 +116,25 @@ class IngressOperations:
         return self._refuse(entry, verdict)
 
     def _accept(self, entry: Entry, admission: Admission) -> Call:
-        keys, request, payload = self._keys, admission.request, admission.payload
-        lane, bounds = request.lane, self._bounds
-        names = (
-            keys.ingress(entry.tenant), keys.request(request.id), keys.log(request.id),
-            keys.queue(lane, request.tenant), keys.tenants(lane), keys.lanes, keys.floors,
-            keys.deadlines, keys.counters, keys.bell, keys.request(entry.own_id),
-            keys.log(entry.own_id),
-        )  # fmt: skip
-        args = (
-            keys.prefix, entry.name, request.id, entry.own_id, lane.value, request.tenant, payload,
-            hashlib.sha256(payload).digest()[:16], request.cost_estimate,
-            request.output_estimate, request.deadline_ms or self._default_deadline_ms,
-            request.max_queue_ms or 0, self._retention_ms, request.answer.value, bounds.requests,
-            bounds.tokens, bounds.bytes, bounds.tenant_requests, request.on_disconnect.value,
-        )  # fmt: skip
-        return Call(self._scripts["accept_ingress"], names, args)
+        values = request_arguments(
+            admission.request, admission.payload, self._bounds, self._default_deadline_ms
+        )
+        return self._call("accept_ingress", **values, **self._answer_to(entry))
 
     def _refuse(self, entry: Entry, refusal: Refusal) -> Call:
-        keys = self._keys
-        names = (
-            keys.ingress(entry.tenant), keys.request(refusal.id), keys.log(refusal.id),
-            keys.request(entry.own_id), keys.log(entry.own_id), keys.counters,
+        return self._call(
+            "refuse_ingress", id=refusal.id, state=refusal.reason.state.value,
+            reason=refusal.reason.value, message=refusal.message, answer=refusal.answer.value,
+            **self._answer_to(entry),
         )  # fmt: skip
-        args = (
-            keys.prefix, entry.name, refusal.id, entry.own_id, refusal.reason.state.value,
-            refusal.reason.value, refusal.message, refusal.answer.value, self._retention_ms,
-        )  # fmt: skip
-        return Call(self._scripts["refuse_ingress"], names, args)
+
+    def _answer_to(self, entry: Entry) -> dict[str, Value]:
+        return {
+            "ingress": self._keys.ingress(entry.tenant).removeprefix(self._keys.prefix),
+            "entry": entry.name,
+            "own_id": entry.own_id,
+            "retention_ms": self._retention_ms,
+        }
 
     @staticmethod
     def read_resolved(reply: Any) -> IngressReply:
@@ -166,42 +147,39 @@ class IngressOperations:
         return IngressReply(reply[0].decode(), reply[1].decode())
 
     async def tenants(self) -> tuple[str, ...]:
-        """Tenants with an intake stream of their own.
+        """Tenants with an ingress stream of their own.
 
         Raises:
             RedisUnavailable: the server refuses.
         """
-        names: set[bytes] = await self._one("SMEMBERS")
+        names: set[bytes] = await self._command("SMEMBERS", self._keys.ingress_tenants)
         return tuple(sorted(name.decode(errors="replace") for name in names))
 
     async def add_tenant(self, tenant: str) -> bool:
-        """Give a tenant an intake stream of its own; False if it has one.
+        """Give a tenant an ingress stream of its own; False if it has one.
 
         Raises:
-            InvalidRequest: no name for such a tenant.
+            InvalidRequest: the name is not allowed for such a tenant.
             ConfigurationError: there are a thousand already.
             RedisUnavailable: the server refuses.
         """
         Name(_TENANT, _TENANT_ALLOWED).check("tenant", tenant)
-        if await self._one("SCARD") >= MAX_INGRESS_TENANTS:
+        if await self._command("SCARD", self._keys.ingress_tenants) >= MAX_INGRESS_TENANTS:
             raise ConfigurationError(
                 f"this shard has {MAX_INGRESS_TENANTS} doors already; remove some, or use "
                 "another shard"
             )
-        return bool(await self._one("SADD", tenant))
+        return bool(await self._command("SADD", self._keys.ingress_tenants, tenant))
 
     async def remove_tenant(self, tenant: str) -> bool:
-        """Have a tenant's intake stream read no more; False if there is none. Entries stay in it.
+        """Stop the reading of a tenant's ingress stream; False if there is none.
+
+        Entries stay in it.
 
         Raises:
             RedisUnavailable: the server refuses.
         """
-        return bool(await self._one("SREM", tenant))
-
-    async def _one(self, command: str, *args: str) -> Any:
-        (reply,) = await run_commands(self._redis, [(command, self._keys.ingress_tenants, *args)])
-        accepted(command, reply)
-        return reply
+        return bool(await self._command("SREM", self._keys.ingress_tenants, tenant))
 
 
 def _tenant(name: bytes) -> str | None:

@@ -1,20 +1,16 @@
-"""What is done with the logs of ended requests: each is made compact; see :mod:`.compaction`."""
+"""The logs of ended requests: read, and made compact; see :mod:`..protocol.compaction`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..keys import Keys
-from ..redis.batch_connection import BatchConnection
 from .replies import accepted
-from .script_loader import Call, Command, Pipelined, Script, load_script, run_calls
+from .script_loader import Command
+from .shard_scripts import ShardScripts
 
-__all__ = ["LOG_SCRIPTS", "EndedLog", "LogOperations"]
-
-LOG_SCRIPTS = ("compact", "list_compactable")
-"""Names of the scripts for ended logs."""
+__all__ = ["EndedLog", "LogOperations"]
 
 _PAGE = 1024
 
@@ -24,9 +20,9 @@ class EndedLog:
     """A log as it was read.
 
     Attributes:
-        id: whose.
-        entries: how many it had, the end among them.
-        chunks: those of them that are chunks, packed, in order.
+        id: the request.
+        entries: how many it had, the end included.
+        chunks: its packed chunks, in order.
     """
 
     id: str
@@ -34,45 +30,25 @@ class EndedLog:
     chunks: tuple[bytes, ...]
 
 
-class LogOperations:
-    """Ended logs of one shard.
-
-    Args:
-        redis: a ``redis.asyncio.Redis`` without ``decode_responses``, or a BatchConnection.
-        keys: names of the shard.
-        load: where the scripts come from; tests put altered ones in their place.
-    """
-
-    def __init__(
-        self,
-        redis: Pipelined | BatchConnection,
-        keys: Keys,
-        *,
-        load: Callable[[str], Script] = load_script,
-    ) -> None:
-        self._redis = redis
-        self._keys = keys
-        self._scripts = {name: load(name) for name in LOG_SCRIPTS}
+class LogOperations(ShardScripts):
+    """The logs of ended requests of one shard."""
 
     async def list_compactable(self, *, after_ms: int | None, count: int) -> list[str]:
-        """Ids of requests whose logs are to be made compact; told to nobody else for 30 s.
+        """Ids of requests whose logs are to be made compact; no other worker gets them for 30 s.
 
         Args:
-            after_ms: how long after the end; None: never, and what was noted is forgotten.
+            after_ms: how long after the end; None: never, and the notes are deleted.
             count: how many at most.
 
         Raises:
             RedisUnavailable: the server refuses.
         """
-        args = (self._keys.prefix, -1 if after_ms is None else after_ms, count)
-        (reply,) = await run_calls(
-            self._redis, [Call(self._scripts["list_compactable"], (self._keys.ended,), args)]
-        )
-        accepted("list_compactable", reply)
+        after: str | int = "" if after_ms is None else after_ms
+        reply = await self._one("list_compactable", after_ms=after, count=count)
         return [name.decode() for name in reply]
 
     async def read(self, ids: Sequence[str]) -> list[EndedLog]:
-        """The logs of these requests, by pages so that none of them holds the server.
+        """Read the logs of these requests, in pages, so that no reply holds the server for long.
 
         A log that is gone, or no stream any more, has no entries.
 
@@ -86,7 +62,7 @@ class LogOperations:
                 Command(("XRANGE", self._keys.log(request_id), start, "+", "COUNT", _PAGE))
                 for request_id, start in unread.items()
             ]
-            replies = await run_calls(self._redis, commands)
+            replies = await self.run(commands)
             pages = dict(zip(unread, replies, strict=True))
             unread = {}
             for request_id, page in pages.items():
@@ -99,10 +75,9 @@ class LogOperations:
         return [_ended_log(request_id, entries) for request_id, entries in found.items()]
 
     async def compact(self, logs: Sequence[tuple[EndedLog, bytes | None]]) -> int:
-        """Put one chunk each in the place of logs, or None: leave it and forget the note.
+        """Replace each log by one chunk; None keeps its entries and frees its spare room.
 
-        Whoever reads meanwhile sees the old log or the new one. Nothing happens to a log that is
-        not what was read any more.
+        A reader sees the old log or the new one. A log that has changed since it was read stays.
 
         Returns:
             How many are compact now.
@@ -110,16 +85,17 @@ class LogOperations:
         Raises:
             RedisUnavailable: the server refuses.
         """
-        keys = self._keys
-        calls = []
-        for log, whole in logs:
-            names = (
-                keys.request(log.id), keys.log(log.id), keys.compacting(log.id), keys.ended,
-            )  # fmt: skip
-            last = log.chunks[-1] if log.chunks else b""
-            args = (keys.prefix, log.id, log.entries, last, whole or b"")
-            calls.append(Call(self._scripts["compact"], names, args))
-        replies = await run_calls(self._redis, calls)
+        calls = [
+            self._call(
+                "compact",
+                id=log.id,
+                entries=log.entries,
+                last_chunk=log.chunks[-1] if log.chunks else b"",
+                chunk=whole or b"",
+            )
+            for log, whole in logs
+        ]
+        replies = await self.run(calls)
         for reply in replies:
             accepted("compact", reply)
         return sum(replies)
@@ -128,8 +104,8 @@ class LogOperations:
 def _ended_log(request_id: str, entries: Sequence[tuple[bytes, Any]]) -> EndedLog:
     # As the server sends them, or as redis-py reads them for its own commands.
     chunks = tuple(
-        fields[b"d"] if isinstance(fields, Mapping) else fields[1]
+        fields[b"chunk"] if isinstance(fields, Mapping) else fields[1]
         for _, fields in entries
-        if (b"d" in fields if isinstance(fields, Mapping) else fields[0] == b"d")
+        if (b"chunk" in fields if isinstance(fields, Mapping) else fields[0] == b"chunk")
     )
     return EndedLog(request_id, len(entries), chunks)

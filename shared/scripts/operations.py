@@ -1,20 +1,21 @@
-"""The operations of the protocol as typed calls of their Lua scripts.
+"""The operations of clients and workers, as typed calls of their Lua scripts.
 
-Each method builds or runs one script of ``scripts/``; what a script does, its keys, arguments and
-replies are in the script's own header. A worker's step sends several in one round trip with
-:meth:`Operations.run`; everything else awaits one.
+What a script does, and its keys, arguments and replies, are in the script's own header. A worker's
+step sends several calls in one round trip with :meth:`Operations.run`; the other methods await one.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import msgpack
 
 from ..errors import IdConflict, QueueFull
+from ..keys import Keys
 from ..protocol import Lane, Reason, Request, State
+from ..redis.batch_connection import BatchConnection
 from .operator_operations import OperatorOperations
 from .replies import (
     Append,
@@ -32,11 +33,10 @@ from .replies import (
     accepted,
     read_claims,
 )
-from .script_loader import Call, Command
-from .shard_scripts import SCRIPTS
+from .script_header import Value
+from .script_loader import Call, Command, Pipelined, Script, load_script
 
 __all__ = [
-    "SCRIPTS",
     "Append",
     "AppendRow",
     "AppendStatus",
@@ -50,6 +50,7 @@ __all__ = [
     "RetryPolicy",
     "SubmitReply",
     "SweepReply",
+    "request_arguments",
 ]
 
 
@@ -67,6 +68,23 @@ class Operations(OperatorOperations):
         retry: when a request that keeps losing its worker is given up.
         load: where the scripts come from; tests put altered ones in their place.
     """
+
+    def __init__(
+        self,
+        redis: Pipelined | BatchConnection,
+        keys: Keys,
+        *,
+        retention_ms: int = 600_000,
+        retry: RetryPolicy | None = None,
+        load: Callable[[str], Script] = load_script,
+    ) -> None:
+        super().__init__(redis, keys, retention_ms=retention_ms, load=load)
+        policy = retry or RetryPolicy()
+        self._policy: dict[str, Value] = {
+            "max_blames": policy.max_blames,
+            "max_attempts": policy.max_attempts,
+            "retention_ms": retention_ms,
+        }
 
     async def submit(
         self, request: Request, *, bounds: Bounds, default_deadline_ms: int, inbox: str = ""
@@ -86,21 +104,9 @@ class Operations(OperatorOperations):
             IdConflict: the id is known with another payload; nothing was stored.
             RedisUnavailable: the server refuses (for example at maxmemory).
         """
-        keys, lane = self._keys, request.lane
         payload = request.pack()
-        names = (
-            keys.request(request.id), keys.log(request.id), keys.queue(lane, request.tenant),
-            keys.tenants(lane), keys.lanes, keys.floors, keys.deadlines, keys.counters, keys.bell,
-        )  # fmt: skip
-        args = (
-            keys.prefix, request.id, lane.value, request.tenant, payload,
-            hashlib.sha256(payload).digest()[:16], request.cost_estimate,
-            request.output_estimate, request.deadline_ms or default_deadline_ms,
-            request.max_queue_ms or 0, self._retention_ms, bounds.requests, bounds.tokens,
-            bounds.bytes, bounds.tenant_requests, request.answer.value,
-            request.on_disconnect.value, inbox,
-        )  # fmt: skip
-        reply = await self._one(Call(self._scripts["submit"], names, args))
+        values = request_arguments(request, payload, bounds, default_deadline_ms)
+        reply = await self._one("submit", retention_ms=self._retention_ms, inbox=inbox, **values)
         verdict = reply[0]
         if verdict == b"ok":
             return SubmitReply(False, State.QUEUED, 0, reply[1])
@@ -134,18 +140,17 @@ class Operations(OperatorOperations):
         return reply[0] in (b"expired", b"ended")
 
     async def _cancel(self, request_id: str, reason: Reason) -> list[Any]:
-        keys = self._keys
-        names = (keys.request(request_id), keys.log(request_id), keys.deadlines, keys.counters)
-        args = (keys.prefix, request_id, reason.value, self._retention_ms)
-        reply: list[Any] = await self._one(Call(self._scripts["cancel"], names, args))
+        reply: list[Any] = await self._one(
+            "cancel", id=request_id, reason=reason.value, retention_ms=self._retention_ms
+        )
         return reply
 
     async def reader_heartbeat(self, ids: Sequence[str], *, grace_ms: int) -> list[bool]:
-        """Say that these requests have a reader, who will say so again within the grace.
+        """Say that these requests have a reader, which says so again within the grace.
 
         Args:
             ids: at most 256.
-            grace_ms: how long to believe it.
+            grace_ms: how long the reader counts as there.
 
         Returns:
             For each, whether it matters: False if it has ended, or goes on without readers.
@@ -153,10 +158,7 @@ class Operations(OperatorOperations):
         Raises:
             RedisUnavailable: the server refuses.
         """
-        keys = self._keys
-        names = (keys.readers, *(keys.request(id) for id in ids))
-        args: tuple[str | int, ...] = (keys.prefix, grace_ms, *ids)
-        reply = await self._one(Call(self._scripts["reader_heartbeat"], names, args))
+        reply = await self._one("reader_heartbeat", grace_ms=grace_ms, ids=ids)
         return [bool(matters) for matters in reply]
 
     def claim(
@@ -172,21 +174,14 @@ class Operations(OperatorOperations):
         """Ask for up to ``requests`` requests of about ``tokens`` tokens; renews the lease.
 
         One claim brings no more than this worker's share of what waits, see ``claim.lua``.
-        With another ``least_urgent`` than ``batch`` only work of that lane and of those before it
-        is given, and no suspects.
+        With another ``least_urgent`` than ``batch`` it brings only work of that lane and of more
+        urgent ones, and no suspects.
         """
-        keys = self._keys
-        names = (
-            keys.continued(Lane.CRITICAL), keys.suspects, keys.lanes, keys.floors,
-            keys.tenants(Lane.CRITICAL), keys.tenants(Lane.NORMAL), keys.tenants(Lane.BATCH),
-            keys.leases, keys.owned(worker_id), keys.deadlines, keys.counters, keys.bell,
-            keys.continued(Lane.NORMAL), keys.continued(Lane.BATCH),
+        return self._call(
+            "claim", worker=worker_id, lease_ms=lease_ms, requests=requests, tokens=tokens,
+            suspect=int(suspect_ok), retention_ms=self._retention_ms,
+            least_urgent=least_urgent.value,
         )  # fmt: skip
-        args = (
-            keys.prefix, worker_id, lease_ms, requests, tokens, int(suspect_ok),
-            self._retention_ms, least_urgent.value,
-        )  # fmt: skip
-        return Call(self._scripts["claim"], names, args)
 
     @staticmethod
     def read_claim(reply: Any) -> ClaimReply:
@@ -200,28 +195,21 @@ class Operations(OperatorOperations):
 
     def append(self, worker_id: str, rows: Sequence[AppendRow], *, lease_ms: int) -> Call:
         """Publish tokens and ends of up to 256 requests; renews the lease."""
-        keys = self._keys
-        names = (keys.leases, keys.owned(worker_id), keys.deadlines, keys.counters)
         # Redis' Lua reader knows msgpack's old raw type only: str and bytes go the same way.
         blob: bytes = msgpack.packb(rows, use_bin_type=False)
-        args = (keys.prefix, worker_id, lease_ms, self._retention_ms, blob)
-        pairs = [self._key_pair(row[0]) for row in rows]
-        return Call(self._scripts["append"], names, args, pairs)
+        return self._call(
+            "append", [self._key_pair(row[0]) for row in rows], worker=worker_id,
+            lease_ms=lease_ms, retention_ms=self._retention_ms, rows=blob,
+        )  # fmt: skip
 
     def sweep(self, *, lease_ms: int) -> Call:
         """Expire what is past its deadline and take work from dead workers.
 
         Args:
-            lease_ms: lease of the worker that sweeps: after an outage so long, nobody is dead yet.
+            lease_ms: lease of the worker that sweeps. After an outage it spares other workers for
+                one lease.
         """
-        keys, retry = self._keys, self._retry
-        names = (
-            keys.deadlines, keys.leases, keys.continued(Lane.CRITICAL), keys.suspects,
-            keys.counters, keys.dead_letters, keys.bell, keys.floors, keys.readers,
-            keys.continued(Lane.NORMAL), keys.continued(Lane.BATCH),
-        )  # fmt: skip
-        args = (keys.prefix, retry.max_blames, retry.max_attempts, self._retention_ms, lease_ms)
-        return Call(self._scripts["sweep"], names, args)
+        return self._call("sweep", lease_ms=lease_ms, **self._policy)
 
     @staticmethod
     def read_sweep(reply: Any) -> SweepReply:
@@ -257,19 +245,21 @@ class Operations(OperatorOperations):
 
         Args:
             worker_id: the worker.
-            blame: it crashed, perhaps by what it owned.
-            died: it was killed from outside. That blames nobody, but is counted: a request
+            blame: it crashed, perhaps because of a request it owned.
+            died: it was killed from outside. No request is blamed, but the loss counts: a request
                 for whose memory the system kills its workers must end some time.
         """
         loss = 1 if blame else 2 if died else 0
-        return await self._hand_back("release", worker_id, ("all", loss), ())
+        return await self._give_back("release", worker=worker_id, mode="all", loss=loss, ids=())
 
     async def release(self, worker_id: str, ids: Collection[str]) -> int:
         """Give back these requests, without blame; returns how many the worker owned."""
-        return await self._hand_back("release", worker_id, ("only", 0), ids)
+        return await self._give_back(
+            "release", worker=worker_id, mode="only", loss=0, ids=tuple(ids)
+        )
 
     async def audit(self, worker_id: str, known: Mapping[str, int]) -> int:
-        """Give back what Redis thinks the worker owns, by claims that the worker does not know.
+        """Give back what Redis says the worker owns by claims that the worker does not know.
 
         Heals a claim whose reply was lost with its connection; returns how many there were.
 
@@ -278,24 +268,34 @@ class Operations(OperatorOperations):
             known: epochs of the claims it knows of, by request.
         """
         claims = [part for claim in known.items() for part in claim]
-        return await self._hand_back("audit", worker_id, (), claims)
+        return await self._give_back("audit", worker=worker_id, known=claims)
 
-    async def _hand_back(
-        self, script: str, worker_id: str, how: tuple[str | int, ...], what: Collection[str | int]
-    ) -> int:
-        keys, retry = self._keys, self._retry
-        names = (
-            keys.owned(worker_id), keys.leases, keys.continued(Lane.CRITICAL), keys.suspects,
-            keys.deadlines, keys.counters, keys.dead_letters, keys.bell,
-            keys.continued(Lane.NORMAL), keys.continued(Lane.BATCH),
-        )  # fmt: skip
-        args: tuple[str | int, ...] = (
-            keys.prefix, worker_id, *how, retry.max_blames, retry.max_attempts,
-            self._retention_ms, *what,
-        )  # fmt: skip
-        call = Call(self._scripts[script], names, args)
+    async def _give_back(self, script: str, **values: Value) -> int:
         total, more = 0, 1
         while more:
-            count, more = await self._one(call)
+            count, more = await self._one(script, **values, **self._policy)
             total += count
         return total
+
+
+def request_arguments(
+    request: Request, payload: bytes, bounds: Bounds, default_deadline_ms: int
+) -> dict[str, Value]:
+    """The arguments that describe a request, of the scripts that accept one."""
+    return {
+        "id": request.id,
+        "lane": request.lane.value,
+        "tenant": request.tenant,
+        "payload": payload,
+        "digest": hashlib.sha256(payload).digest()[:16],
+        "cost": request.cost_estimate,
+        "output_cost": request.output_estimate,
+        "deadline_ms": request.deadline_ms or default_deadline_ms,
+        "max_queue_ms": request.max_queue_ms or 0,
+        "max_requests": bounds.requests,
+        "max_tokens": bounds.tokens,
+        "max_bytes": bounds.bytes,
+        "max_tenant_requests": bounds.tenant_requests,
+        "answer": request.answer.value,
+        "on_disconnect": request.on_disconnect.value,
+    }

@@ -1,23 +1,45 @@
-"""What an operator does to a shard, as typed calls: dead letters, and rebuilt counters."""
+"""The operations of operators, as typed calls: dead letters, and rebuilt counters."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
+from ..keys import Keys
 from ..protocol import State
 from ..protocol.field_types import Name
-from .replies import DeadLetter, RedriveReply, accepted, read_dead_letter
-from .script_loader import Call, Command
+from ..redis.batch_connection import BatchConnection
+from .replies import DeadLetter, RedriveReply, read_dead_letter
+from .script_loader import Pipelined, Script, load_script
 from .shard_scripts import ShardScripts
 
 __all__ = ["OperatorOperations"]
 
 _ENTRY = re.compile(r"[0-9]{1,20}-[0-9]{1,20}")
-_ENTRY_ALLOWED = "the name of a dead letter, such as 1700000000000-0"
+_ENTRY_ALLOWED = "the entry of a dead letter, such as 1700000000000-0"
 
 
 class OperatorOperations(ShardScripts):
-    """Operations of one shard that no request needs while all goes well."""
+    """Operations of one shard that no request needs while all goes well.
+
+    Args:
+        redis: a ``redis.asyncio.Redis`` without ``decode_responses``, or a connection that takes
+            encoded commands.
+        keys: names of the shard.
+        retention_ms: how long the record and the log of an ended request are kept.
+        load: where the scripts come from; tests put altered ones in their place.
+    """
+
+    def __init__(
+        self,
+        redis: Pipelined | BatchConnection,
+        keys: Keys,
+        *,
+        retention_ms: int = 600_000,
+        load: Callable[[str], Script] = load_script,
+    ) -> None:
+        super().__init__(redis, keys, load=load)
+        self._retention_ms = retention_ms
 
     async def dead_letters(self, *, after: str = "-", count: int = 100) -> list[DeadLetter]:
         """Dead letters, oldest first.
@@ -33,7 +55,7 @@ class OperatorOperations(ShardScripts):
         return await self._letters(start, "+", count)
 
     async def dead_letter(self, entry: str) -> DeadLetter | None:
-        """The dead letter of that name, None if there is none.
+        """The dead letter of that entry, None if there is none.
 
         Raises:
             RedisUnavailable: the server refuses.
@@ -45,9 +67,7 @@ class OperatorOperations(ShardScripts):
         for bound in (start.removeprefix("("), stop):
             if bound not in "-+":
                 Name(_ENTRY, _ENTRY_ALLOWED).check("entry", bound)
-        command = ("XRANGE", self._keys.dead_letters, start, stop, "COUNT", count)
-        (rows,) = await self.run([Command(command)])
-        accepted("XRANGE", rows)
+        rows = await self._command("XRANGE", self._keys.dead_letters, start, stop, "COUNT", count)
         return [read_dead_letter(entry, fields) for entry, fields in rows]
 
     async def redrive(self, entry: str) -> RedriveReply:
@@ -59,34 +79,27 @@ class OperatorOperations(ShardScripts):
         letter = await self.dead_letter(entry)
         if letter is None:
             return RedriveReply(False, None)
-        keys = self._keys
-        names = (
-            keys.dead_letters, keys.request(letter.id), keys.log(letter.id),
-            keys.queue(letter.lane, letter.tenant), keys.tenants(letter.lane), keys.lanes,
-            keys.floors, keys.deadlines, keys.counters, keys.bell,
+        reply = await self._one(
+            "redrive", entry=entry, retention_ms=self._retention_ms, id=letter.id,
+            lane=letter.lane.value, tenant=letter.tenant,
         )  # fmt: skip
-        args = (keys.prefix, entry, self._retention_ms)
-        reply = await self._one(Call(self._scripts["redrive"], names, args))
         state = State(reply[1].decode()) if reply[0] == b"busy" else None
         return RedriveReply(reply[0] == b"ok", state)
 
     async def drop_dead_letter(self, entry: str) -> bool:
-        """Throw a dead letter away; False if there is none of that name.
+        """Throw a dead letter away; False if there is none of that entry.
 
         Raises:
             RedisUnavailable: the server refuses.
         """
         Name(_ENTRY, _ENTRY_ALLOWED).check("entry", entry)
-        command = ("XDEL", self._keys.dead_letters, entry)
-        (dropped,) = await self.run([Command(command)])
-        accepted("XDEL", dropped)
-        return bool(dropped)
+        return bool(await self._command("XDEL", self._keys.dead_letters, entry))
 
     async def rebuild_counters(self) -> tuple[int, int]:
         """Set the counters of waiting work to what the records say.
 
-        They are right by themselves; this is for an operator after commands were denied in the
-        middle of scripts, or keys deleted by hand. Not bounded, see the script.
+        The scripts keep them right. An operator runs this after commands were denied in the middle
+        of scripts, or keys deleted by hand. Not bounded, see the script.
 
         Returns:
             Waiting requests, and how many counters were wrong.
@@ -94,8 +107,5 @@ class OperatorOperations(ShardScripts):
         Raises:
             RedisUnavailable: the server refuses.
         """
-        names = (self._keys.deadlines, self._keys.counters)
-        waiting, wrong = await self._one(
-            Call(self._scripts["rebuild_counters"], names, (self._keys.prefix,))
-        )
+        waiting, wrong = await self._one("rebuild_counters", mode="repair")
         return waiting, wrong

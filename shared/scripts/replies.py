@@ -343,13 +343,13 @@ def read_dead_letter(entry: bytes, fields: Mapping[bytes, bytes]) -> DeadLetter:
     """The typed form of an entry of the stream of dead letters."""
     return DeadLetter(
         entry=entry.decode(),
-        id=fields[b"r"].decode(),
-        reason=Reason(fields[b"why"].decode()),
+        id=fields[b"id"].decode(),
+        reason=Reason(fields[b"reason"].decode()),
         at_ms=int(entry.partition(b"-")[0]),
-        attempts=int(fields[b"att"]),
-        blames=int(fields[b"bad"]),
-        n=int(fields[b"n"]),
+        attempts=int(fields[b"attempts"]),
+        blames=int(fields[b"blames"]),
+        n=int(fields[b"tokens"]),
         lane=Lane(fields[b"lane"].decode()),
-        tenant=fields[b"ten"].decode(),
-        payload=fields[b"pay"],
+        tenant=fields[b"tenant"].decode(),
+        payload=fields[b"payload"],
     )

@@ -1,4 +1,4 @@
-"""Reads the Lua sources, resolves their includes, and runs them by digest."""
+"""Reads the Lua sources, resolves their includes, builds calls, and runs them by digest."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import hashlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib import resources
 from typing import Any, Protocol
 
@@ -13,8 +14,18 @@ from redis.exceptions import NoScriptError, ResponseError
 
 from ..redis.batch_connection import BatchConnection
 from ..redis.resp import Argument, KeyPair, encode
+from .script_header import Header, Value
 
-__all__ = ["Call", "Command", "Pipelined", "Script", "load_script", "run_calls", "run_commands"]
+__all__ = [
+    "Call",
+    "Command",
+    "Pipelined",
+    "Script",
+    "load_script",
+    "run_calls",
+    "run_commands",
+    "script_names",
+]
 
 _INCLUDE = re.compile(r"^--@include (\S+)$", re.MULTILINE)
 
@@ -27,13 +38,43 @@ class Script:
         name: file name without ``.lua``.
         source: Lua text with includes resolved.
         digest: SHA-1 of the source in hex, the name Redis caches it by.
+        header: its keys and arguments.
     """
 
     name: str
     source: str
     digest: str
+    header: Header
+
+    @classmethod
+    def of(cls, name: str, source: str) -> Script:
+        """The script of this source."""
+        digest = hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest()
+        return cls(name, source, digest, Header.parse(source))
+
+    def call(self, prefix: str, pairs: Sequence[KeyPair] = (), /, **values: Value) -> Call:
+        """A call of this script with its arguments by name; its header gives their order.
+
+        Args:
+            prefix: what every key of the shard begins with.
+            pairs: the last of its keys, if they are keys of requests.
+            values: the arguments, and what else the names of its keys need.
+
+        Raises:
+            KeyError: an argument is missing.
+        """
+        header = self.header
+        return Call(self, header.key_names(prefix, values), header.argument_values(values), pairs)
 
 
+def script_names() -> tuple[str, ...]:
+    """Names of all scripts."""
+    folder = resources.files(__package__) / "lua"
+    files = (entry.name for entry in folder.iterdir() if entry.is_file())
+    return tuple(sorted(name.removesuffix(".lua") for name in files))
+
+
+@cache
 def load_script(name: str) -> Script:
     """Read ``lua/<name>.lua`` and put its ``--@include`` files in place.
 
@@ -46,8 +87,7 @@ def load_script(name: str) -> Script:
         text = (folder / path).read_text("utf-8")
         return _INCLUDE.sub(lambda match: read(match.group(1)), text)
 
-    source = read(f"{name}.lua")
-    return Script(name, source, hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest())
+    return Script.of(name, read(f"{name}.lua"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +147,7 @@ class Command:
 
 
 class Pipelined(Protocol):
-    """What is needed of ``redis.asyncio.Redis`` here."""
+    """The part of ``redis.asyncio.Redis`` that this module needs."""
 
     def pipeline(self, transaction: bool = ...) -> Any:
         """A pipeline of commands."""
@@ -116,13 +156,13 @@ class Pipelined(Protocol):
 async def run_calls(
     redis: Pipelined | BatchConnection, calls: Sequence[Call | Command]
 ) -> list[Any]:
-    """Run calls in one round trip; those the server has forgotten are sent again by source.
+    """Run calls in one round trip; send those the server has forgotten again by source.
 
     After SCRIPT FLUSH or a restart a call answers NOSCRIPT and has done nothing; only such calls
     are repeated, in their order.
 
     Returns:
-        One reply per call. A reply may be a ``ResponseError``, raised by nobody yet.
+        One reply per call. A refusal is returned as a ``ResponseError``, not raised.
 
     Raises:
         redis.exceptions.ConnectionError, redis.exceptions.TimeoutError: the outcome is unknown.

@@ -1,4 +1,4 @@
-"""The scripts of one shard, and the way to its server: what all typed operations build on."""
+"""The scripts of one shard and the way to its server: the base of all typed operations."""
 
 from __future__ import annotations
 
@@ -9,30 +9,23 @@ from typing import Any
 from ..keys import Keys
 from ..redis.batch_connection import BatchConnection
 from ..redis.resp import KeyPair
-from .replies import RetryPolicy, accepted
+from .replies import accepted
+from .script_header import Value
 from .script_loader import Call, Command, Pipelined, Script, load_script, run_calls
 
-__all__ = ["SCRIPTS", "ShardScripts"]
-
-SCRIPTS = (
-    "append", "audit", "cancel", "claim", "reader_heartbeat", "rebuild_counters", "redrive",
-    "release", "submit", "sweep",
-)  # fmt: skip
-"""Names of the scripts: those of ``scripts/`` that are not included by others."""
+__all__ = ["ShardScripts"]
 
 _KEY_PAIRS_KEPT = 4096
 """Requests whose keys stay encoded between two appends; some 300 bytes each."""
 
 
 class ShardScripts:
-    """The scripts of one shard, loaded, and what their calls have in common.
+    """Calls the scripts of one shard by name.
 
     Args:
         redis: a ``redis.asyncio.Redis`` without ``decode_responses``, or a connection that takes
             encoded commands.
         keys: names of the shard.
-        retention_ms: how long the record and the log of an ended request are kept.
-        retry: when a request that keeps losing its worker is given up.
         load: where the scripts come from; tests put altered ones in their place.
     """
 
@@ -41,15 +34,11 @@ class ShardScripts:
         redis: Pipelined | BatchConnection,
         keys: Keys,
         *,
-        retention_ms: int = 600_000,
-        retry: RetryPolicy | None = None,
         load: Callable[[str], Script] = load_script,
     ) -> None:
         self._redis = redis
         self._keys = keys
-        self._retention_ms = retention_ms
-        self._retry = retry or RetryPolicy()
-        self._scripts = {name: load(name) for name in SCRIPTS}
+        self._script = lru_cache(load)
         self._key_pair = lru_cache(_KEY_PAIRS_KEPT)(
             partial(KeyPair.of, keys.request(""), keys.log(""))
         )
@@ -63,7 +52,15 @@ class ShardScripts:
         """Run calls in one round trip; replies are raw, see :func:`run_calls`."""
         return await run_calls(self._redis, calls)
 
-    async def _one(self, call: Call) -> Any:
-        (reply,) = await self.run([call])
-        accepted(call.script.name, reply)
+    def _call(self, script: str, pairs: Sequence[KeyPair] = (), /, **values: Value) -> Call:
+        return self._script(script).call(self._keys.prefix, pairs, **values)
+
+    async def _one(self, script: str, **values: Value) -> Any:
+        (reply,) = await self.run([self._call(script, **values)])
+        accepted(script, reply)
+        return reply
+
+    async def _command(self, *words: str | bytes | int) -> Any:
+        (reply,) = await self.run([Command(words)])
+        accepted(str(words[0]), reply)
         return reply

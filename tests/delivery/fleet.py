@@ -126,14 +126,14 @@ class Shard:
 
     async def let_pass(self, milliseconds: int) -> None:
         """As if so much time had passed without a sweep."""
-        await self.redis.hset(self.keys.floors, "swept", await self.now_ms() - milliseconds)
+        await self.redis.hset(self.keys.sweep, "swept_at", await self.now_ms() - milliseconds)
 
     async def record(self, request_id: str) -> dict[str, str]:
         raw: dict[bytes, bytes] = await self.redis.hgetall(self.keys.request(request_id))
         return {k.decode(): v.decode("latin-1") for k, v in raw.items()}
 
     async def state(self, request_id: str) -> str:
-        return (await self.record(request_id))["st"]
+        return (await self.record(request_id))["state"]
 
     async def log(self, request_id: str) -> list[Chunk | End]:
         entries = await self.redis.xrange(self.keys.log(request_id))

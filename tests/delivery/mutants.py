@@ -20,18 +20,20 @@ from delivery import (
 )
 from delivery.mutation import Mutant, without_oom
 
-FENCE = "if tonumber(v[2]) ~= epoch or v[4] ~= wid then return 2, n end"
-LEASE = "now + tonumber(ARGV[3]), wid)"
-END_ANSWER = "if reason == item[8] and last ~= '' and n == start + count then return 0, n end"
+FENCE = "if tonumber(v[2]) ~= epoch or v[4] ~= worker then return 2, tokens end"
+LEASE = "redis.call('ZADD', PREFIX .. 'leases', now + lease_ms, worker)"
+END_ANSWER = (
+    "if reason == row[8] and last ~= '' and tokens == start + count then return 0, tokens end"
+)
 
 MUTANTS = (
     # append: the two guards, and what makes its repeat harmless
     Mutant(
-        "epoch not compared", FENCE, "if v[4] ~= wid then return 2, n end",
+        "epoch not compared", FENCE, "if v[4] ~= worker then return 2, tokens end",
         test_guards.test_epoch_fences_a_worker_that_claimed_its_own_request_again,
     ),
     Mutant(
-        "owner not compared", FENCE, "if tonumber(v[2]) ~= epoch then return 2, n end",
+        "owner not compared", FENCE, "if tonumber(v[2]) ~= epoch then return 2, tokens end",
         test_guards.test_owner_is_compared_too,
     ),
     Mutant(
@@ -43,15 +45,16 @@ MUTANTS = (
         test_guards.test_terminal_state_fences_its_own_owner, "append",
     ),
     Mutant(
-        "index of chunks not compared", "if n ~= start then return 3, n end", "",
+        "index of chunks not compared", "if tokens ~= start then return 3, tokens end", "",
         test_guards.test_index_refuses_gap_overlap_and_early_end,
     ),
     Mutant(
-        "index of ends not compared", "elseif n ~= start + count then", "elseif false then",
+        "index of ends not compared", "elseif tokens ~= start + count then", "elseif false then",
         test_guards.test_index_refuses_gap_overlap_and_early_end,
     ),
     Mutant(
-        "repeated chunk refused", "if count > 0 and n ~= start + count then", "if count > 0 then",
+        "repeated chunk refused", "if count > 0 and tokens ~= start + count then",
+        "if count > 0 then",
         test_guards.test_repeat_after_a_lost_reply_changes_nothing,
     ),
     Mutant(
@@ -59,48 +62,48 @@ MUTANTS = (
         test_guards.test_repeat_of_a_bare_end_changes_nothing,
     ),
     Mutant(
-        "any end taken for the repeat", END_ANSWER, END_ANSWER.replace("reason == item[8]", "true"),
+        "any end taken for the repeat", END_ANSWER, END_ANSWER.replace("reason == row[8]", "true"),
         test_guards.test_repeat_of_a_bare_end_changes_nothing,
     ),
     Mutant(
-        "append renews no lease", "redis.call('ZADD', KEYS[1], " + LEASE, "",
+        "append renews no lease", LEASE, "",
         test_guards.test_every_step_renews_the_lease, "append",
     ),
     Mutant(
         "lost record not ended",
-        "if claim then end_orphan(prefix", "if false then end_orphan(prefix",
+        "if claim then end_orphan(", "if false then end_orphan(",
         test_damage.test_deleted_record_of_a_running_request, "append",
     ),
     Mutant(
-        "one item's error is the call's", "local ran, status, n = pcall(write, i, items[i])",
-        "local ran, status, n = true, write(i, items[i])",
+        "one item's error is the call's", "local ran, status, tokens = pcall(write, i, items[i])",
+        "local ran, status, tokens = true, write(i, items[i])",
         test_damage.test_malformed_item_hurts_no_other,
     ),
     # claim
     Mutant(
-        "claim renews no lease", "redis.call('ZADD', KEYS[8], " + LEASE, "",
+        "claim renews no lease", LEASE, "",
         test_guards.test_every_step_renews_the_lease, "claim",
     ),
     Mutant(
-        "acknowledged with the claim", "if not rec.t1 and rec.mq > 0 then redis.call('ZADD'",
-        "drop_entry(queue, entry, wid)\n  if not rec.t1 and rec.mq > 0 then redis.call('ZADD'",
+        "acknowledged with the claim", "if waits then redis.call('ZADD'",
+        "drop_entry(queue, entry, worker)\n  if waits then redis.call('ZADD'",
         test_guards.test_end_acknowledges_and_deletes_the_entry, "claim",
     ),
     Mutant(
-        "past deadline handed out", "if rec.dl <= now then return", "if false then return",
+        "past deadline handed out", "if rec.deadline <= now then return", "if false then return",
         test_ends.test_claim_hands_out_nothing_past_its_deadline, "claim",
     ),
     Mutant(
-        "time in the queue not compared", "if not rec.t1 and rec.mq > 0 and rec.mq <= now then",
+        "time in the queue not compared", "if waits and rec.queue_deadline <= now then",
         "if false then", test_ends.test_claim_hands_out_nothing_past_its_deadline, "claim",
     ),
     Mutant(
-        "time in the queue counts on", "if not rec.t1 and rec.mq > 0 and rec.mq <= now then",
-        "if rec.mq > 0 and rec.mq <= now then",
+        "time in the queue counts on", "local waits = not rec.claimed_at and", "local waits =",
         test_ends.test_time_in_the_queue_counts_until_the_first_claim_only, "claim",
     ),
     Mutant(
-        "lost log continued", "if not log or #log == 0 then return log, log and rec.n == 0 end",
+        "lost log continued",
+        "if not log or #log == 0 then return log, log and rec.tokens == 0 end",
         "if not log or #log == 0 then return log, true end",
         test_damage.test_log_lost_before_a_continuation, "claim",
     ),
@@ -151,12 +154,12 @@ MUTANTS = (
     ),
     Mutant(
         "no bell for another look",
-        "if turns >= MAX_TURNS and #claims == 0 then wake_workers(prefix) end", "",
+        "if turns >= MAX_TURNS and #claims == 0 then wake_workers() end", "",
         test_fairness.test_a_thousand_idle_tenants_hide_nobody, "claim",
     ),
     Mutant(
-        "virtual time as text", "redis.call('HSET', KEYS[4], '*', lane_time)",
-        "redis.call('HSET', KEYS[4], '*', tostring(lane_time))",
+        "virtual time as text", "redis.call('HSET', VIRTUAL_TIME, 'lanes', lane_time)",
+        "redis.call('HSET', VIRTUAL_TIME, 'lanes', tostring(lane_time))",
         test_fairness.test_virtual_times_keep_their_digits, "claim",
     ),
     # submit and fairness at the door
@@ -177,13 +180,13 @@ MUTANTS = (
         test_door.test_an_id_is_free_again_after_its_retention,
     ),
     Mutant(
-        "submit runs at maxmemory", "local prefix, rid, tenant = ARGV[1], ARGV[2], ARGV[4]\n",
-        "local prefix, rid, tenant = ARGV[1], ARGV[2], ARGV[4]\nallow_oom(prefix)\n",
+        "submit runs at maxmemory", "arguments(9, 17)\n", "arguments(9, 17)\nallow_oom()\n",
         test_door.test_submit_is_refused_at_maxmemory_and_stores_nothing,
     ),
     # finish
     Mutant(
-        "end not acknowledged", "drop_entry(rec.sk, rec.sid, rec.w)\n  redis.call('HINCRBY'",
+        "end not acknowledged",
+        "drop_entry(rec.queue, rec.entry, rec.worker)\n  redis.call('HINCRBY'",
         "redis.call('HINCRBY'", test_guards.test_end_acknowledges_and_deletes_the_entry,
     ),
     Mutant(
@@ -191,7 +194,7 @@ MUTANTS = (
         test_guards.test_end_acknowledges_and_deletes_the_entry,
     ),
     Mutant(
-        "dead consumers stay", "    forget_consumer(queue, wid)\n", "\n",
+        "dead consumers stay", "    forget_consumer(queue, worker)\n", "\n",
         test_lost_workers.test_dead_workers_leave_no_consumers_in_a_queue_that_never_empties,
     ),
     Mutant(
@@ -199,7 +202,7 @@ MUTANTS = (
         "redis.call('HDEL'", test_ends.test_records_and_logs_expire_with_their_retention,
     ),
     Mutant(
-        "end not published", "redis.call('PUBLISH', prefix .. 'c:' .. rid, event)", "",
+        "end not published", "redis.call('PUBLISH', PREFIX .. 'events:' .. id, event)", "",
         test_ends.test_ends_are_published,
     ),
     Mutant(
@@ -207,7 +210,7 @@ MUTANTS = (
         "tonumber(score) + amount", test_fairness.test_a_flood_of_overestimates_gives_no_head_start,
     ),
     Mutant(
-        "estimates not settled", "if rec.t1 and spent ~= rec.cost then", "if false then",
+        "estimates not settled", "if rec.claimed_at and spent ~= rec.cost then", "if false then",
         test_fairness.test_an_underestimate_is_paid_later,
     ),
     # inboxes
@@ -234,25 +237,25 @@ MUTANTS = (
         test_readers.test_after_an_outage_readers_get_time_to_come_back, "sweep",
     ),
     Mutant(
-        "cancelled without having asked for it", "if rec and rec.needs_reader and (",
-        "if rec and (", test_readers.test_others_go_on_without_readers, "sweep",
+        "cancelled without having asked for it", "if rec and rec.on_disconnect == 'cancel' and",
+        "if rec and", test_readers.test_others_go_on_without_readers, "sweep",
     ),
     Mutant(
         "cancelled although ended",
-        "rec.needs_reader and (rec.st == 'queued' or rec.st == 'running')", "rec.needs_reader",
+        "rec.on_disconnect == 'cancel' and is_alive(rec.state)", "rec.on_disconnect == 'cancel'",
         test_readers.test_a_request_that_finished_meanwhile_stays_finished, "sweep",
     ),
     Mutant(
-        "reader's return not noted", "'GT', now + grace", "'NX', now + grace",
+        "reader's return not noted", "'GT', now + grace_ms", "'NX', now + grace_ms",
         test_readers.test_a_reader_that_comes_back_in_time, "reader_heartbeat",
     ),
     Mutant(
-        "last word of any reader counts", "'GT', now + grace", "now + grace",
+        "last word of any reader counts", "'GT', now + grace_ms", "now + grace_ms",
         test_readers.test_of_two_readers_the_one_that_stays_counts, "reader_heartbeat",
     ),
     Mutant(
-        "ended requests attended", "v[2] == 'cancel' and (v[1] == 'queued' or v[1] == 'running')",
-        "v[2] == 'cancel'", test_readers.test_a_request_that_finished_meanwhile_stays_finished,
+        "ended requests attended", "v[2] == 'cancel' and is_alive(v[1])", "v[2] == 'cancel'",
+        test_readers.test_a_request_that_finished_meanwhile_stays_finished,
         "reader_heartbeat",
     ),
     Mutant(
@@ -260,28 +263,29 @@ MUTANTS = (
         test_readers.test_others_go_on_without_readers, "reader_heartbeat",
     ),
     Mutant(
-        "readers outlive their request", "if rec.needs_reader then attempt(nil, 'ZREM'",
+        "readers outlive their request",
+        "if rec.on_disconnect == 'cancel' then attempt(nil, 'ZREM'",
         "if false then attempt(nil, 'ZREM'",
         test_readers.test_a_request_that_finished_meanwhile_stays_finished, "append",
     ),
     Mutant(
-        "readers forgotten by a redrive", "on_disconnect = f.od", "on_disconnect = nil",
+        "readers forgotten by a redrive", "on_disconnect = f.on_disconnect", "on_disconnect = nil",
         test_readers.test_a_handover_and_a_redrive_keep_it, "redrive",
     ),
     without_oom("reader_heartbeat", test_readers.test_attend_runs_at_maxmemory),
     # compact, list_compactable
     Mutant(
         "log of a living request compacted",
-        "not v[1] or v[1] == 'queued' or v[1] == 'running' then", "not v[1] then",
+        "not v[1] or is_alive(v[1]) then", "not v[1] then",
         test_compaction.test_a_request_that_has_not_ended_is_left, "compact",
     ),
     Mutant(
-        "other entries than were read", "if redis.call('XLEN', log) ~= tonumber(ARGV[3]) then",
+        "other entries than were read", "if redis.call('XLEN', log) ~= entries then",
         "if false then", test_compaction.test_a_log_that_is_not_what_was_read_is_left, "compact",
     ),
     Mutant(
-        "other tokens than were read", "last[2][2][2] or '') ~= ARGV[4] then",
-        "ARGV[4]) ~= ARGV[4] then",
+        "other tokens than were read", "last[2][2][2] or '') ~= last_chunk then",
+        "last_chunk) ~= last_chunk then",
         test_compaction.test_a_log_that_is_not_what_was_read_is_left, "compact",
     ),
     Mutant(
@@ -289,40 +293,40 @@ MUTANTS = (
         test_compaction.test_a_compact_log_lives_as_long_as_the_log_would_have, "compact",
     ),
     Mutant(
-        "compact log without its end", "ARGV[5], 'e', last[2][2])", "ARGV[5])",
+        "compact log without its end", "chunk, 'end', last[2][2])", "chunk)",
         test_compaction.test_one_entry_with_the_chunk_and_the_end, "compact",
     ),
     Mutant(
-        "told to everybody", "redis.call('ZADD', KEYS[1], 'XX', due + REDO_MS, rid)", "",
+        "told to everybody", "redis.call('ZADD', ended, 'XX', due + REDO_MS, id)", "",
         test_compaction.test_a_log_is_told_to_one_worker_for_a_time, "list_compactable",
     ),
     without_oom("compact", test_compaction.test_it_runs_at_maxmemory),
     without_oom("list_compactable", test_compaction.test_it_runs_at_maxmemory),
     # release, requeue, sweep
     Mutant(
-        "no audit", "return known[rid] ~= string.match(claim, '^%d+') end", "return false end",
+        "no audit", "return known[id] ~= string.match(claim, '^%d+') end", "return false end",
         test_guards.test_audit_gives_back_a_claim_whose_reply_was_lost, "audit",
     ),
     Mutant(
-        "audit by id alone", "return known[rid] ~= string.match(claim, '^%d+') end",
-        "return not known[rid] end",
+        "audit by id alone", "return known[id] ~= string.match(claim, '^%d+') end",
+        "return not known[id] end",
         test_guards.test_audit_gives_back_a_lost_claim_of_what_the_worker_owned_before, "audit",
     ),
     Mutant(
-        "audit blames", "is_astray, 0,", "is_astray, 1,",
+        "audit blames", "is_unknown, 0,", "is_unknown, 1,",
         test_guards.test_audit_gives_back_a_claim_whose_reply_was_lost, "audit",
     ),
     Mutant(
-        "all is released where some were named", "mode == 'all' or named[rid] == true", "true",
+        "all is released where some were named", "mode == 'all' or named[id] == true", "true",
         test_lost_workers.test_release_of_some_and_of_all_but_some, "release",
     ),
     Mutant(
-        "lease not forgotten", "redis.call('ZREM', KEYS[2], wid)\nend", "end",
+        "lease not forgotten", "redis.call('ZREM', PREFIX .. 'leases', worker)\nend", "end",
         test_lost_workers.test_release_of_some_and_of_all_but_some, "release",
     ),
     Mutant(
-        "dead workers not looked for", "redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', now,",
-        "redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', -1,",
+        "dead workers not looked for", "redis.call('ZRANGEBYSCORE', LEASES, '-inf', now,",
+        "redis.call('ZRANGEBYSCORE', LEASES, '-inf', -1,",
         test_lost_workers.test_a_sweep_of_a_big_worker_is_bounded_and_goes_on, "sweep",
     ),
     Mutant(
@@ -339,8 +343,8 @@ MUTANTS = (
         test_lost_workers.test_a_pause_shorter_than_a_lease_spares_nobody, "sweep",
     ),
     Mutant(
-        "deadlines not looked for", "redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now,",
-        "redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', -1,",
+        "deadlines not looked for", "redis.call('ZRANGEBYSCORE', DEADLINES, '-inf', now,",
+        "redis.call('ZRANGEBYSCORE', DEADLINES, '-inf', -1,",
         test_ends.test_a_sweep_is_bounded_and_the_next_goes_on, "sweep",
     ),
     Mutant(
@@ -362,7 +366,7 @@ MUTANTS = (
     ),
     Mutant(
         "nothing repaired",
-        "\n  if guarded(repair, prefix", "\n  if false and guarded(repair, prefix",
+        "\n  if guarded(repair, ", "\n  if false and guarded(repair, ",
         test_damage.test_deleted_ownership_gives_the_request_to_others, "sweep",
     ),
     Mutant(
@@ -374,31 +378,32 @@ MUTANTS = (
         test_lost_workers.test_one_crash_makes_no_suspect_of_what_waited_there,
     ),
     Mutant(
-        "blame in spite of progress", "if loss == 1 and rec.n == rec.nb then", "if loss == 1 then",
+        "blame in spite of progress", "if loss == 1 and rec.tokens == rec.claimed_tokens then",
+        "if loss == 1 then",
         test_lost_workers.test_progress_clears_of_blame,
     ),
     Mutant(
-        "a drain is counted", "if loss > 0 then died", "if loss >= 0 then died",
+        "a drain is counted", "if loss > 0 then deaths", "if loss >= 0 then deaths",
         test_lost_workers.test_draining_is_nobodys_fault,
     ),
     Mutant(
-        "a kill is not counted", "if loss > 0 then died", "if loss == 1 then died",
+        "a kill is not counted", "if loss > 0 then deaths", "if loss == 1 then deaths",
         test_lost_workers.test_a_request_whose_workers_are_killed_ends_at_the_cap,
     ),
     Mutant(
-        "blame for a kill", "if loss == 1 and rec.n", "if loss > 0 and rec.n",
+        "blame for a kill", "if loss == 1 and rec.tokens", "if loss > 0 and rec.tokens",
         test_lost_workers.test_a_request_whose_workers_are_killed_ends_at_the_cap,
     ),
     Mutant(
-        "blame for a drain", "if loss == 1 and rec.n", "if loss >= 0 and rec.n",
+        "blame for a drain", "if loss == 1 and rec.tokens", "if loss >= 0 and rec.tokens",
         test_lost_workers.test_draining_is_nobodys_fault,
     ),
     Mutant(
-        "poison never ends", "if bad >= max_blames then", "if false then",
+        "poison never ends", "if blames >= policy.max_blames then", "if false then",
         test_lost_workers.test_poison_ends_dead_and_bystanders_do_not,
     ),
     Mutant(
-        "attempts without end", "elseif died >= max_attempts then", "elseif false then",
+        "attempts without end", "elseif deaths >= policy.max_attempts then", "elseif false then",
         test_lost_workers.test_progress_with_every_crash_ends_at_the_cap,
     ),
     Mutant(

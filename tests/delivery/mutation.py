@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from delivery.fleet import Shard
 from redis.asyncio import Redis
 
-from penstock.shared.scripts.log_operations import LOG_SCRIPTS
-from penstock.shared.scripts.operations import SCRIPTS
-from penstock.shared.scripts.script_loader import Script, load_script
+from penstock.shared.scripts.script_loader import Script, load_script, script_names
 
 DirectedTest = Callable[[Shard], Awaitable[None]]
 
@@ -42,18 +39,17 @@ class Mutant:
         if script.source.count(self.old) != 1:
             raise ValueError(f"{self.name}: {self.old!r} is not unique in {name}.lua")
         source = script.source.replace(self.old, self.new)
-        digest = hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest()
-        return Script(name, source, digest)
+        return Script.of(name, source)
 
     @property
     def changes(self) -> list[str]:
         """Names of the scripts it changes."""
-        return [name for name in (*SCRIPTS, *LOG_SCRIPTS) if self.load(name) != load_script(name)]
+        return [name for name in script_names() if self.load(name) != load_script(name)]
 
 
 def without_oom(script: str, test: DirectedTest) -> Mutant:
     """The script is refused at maxmemory."""
-    return Mutant(f"{script} without allow_oom", "\nallow_oom(prefix)\n", "\n", test, script)
+    return Mutant(f"{script} without allow_oom", "\nallow_oom()\n", "\n", test, script)
 
 
 async def check_compiles(redis: Redis, scripts: Sequence[Script]) -> None:

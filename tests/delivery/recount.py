@@ -21,11 +21,12 @@ from penstock.shared.protocol.states import TERMINAL_STATES
 TERMINAL = {state.value for state in TERMINAL_STATES}
 
 FOREVER = re.compile(
-    "act:(critical|normal|batch)|lanes|vt|wl|cnt|bell|dlq|doors|in(:[A-Za-z0-9_-]+)?"
+    "tenants:(critical|normal|batch)|lanes|virtual_time|sweep|leases|counters|bell|dead_letters|"
+    "ingress_tenants|ingress(:[A-Za-z0-9_-]+)?"
 )
 """Keys without expiry that may be left when no request waits or runs."""
 
-WHILE_ALIVE = ("dl", "rd", "q:", "own:")
+WHILE_ALIVE = ("deadlines", "readers", "queue:", "continued:", "suspects", "owned:")
 """Keys without expiry that are there only as long as requests wait or run."""
 
 
@@ -48,24 +49,24 @@ async def read_facts(redis: Redis, keys: Keys, found: list[str]) -> Facts:
         name = key.removeprefix(keys.prefix)
         if await redis.pttl(key) == -1:
             facts.lived_for_ever.append(name)
-        if name.startswith("r:"):
+        if name.startswith("request:"):
             values: dict[bytes, bytes] = await redis.hgetall(key)
-            facts.records[name[2:]] = {
-                k.decode(): v.decode("latin-1") for k, v in values.items() if k != b"pay"
+            facts.records[name[8:]] = {
+                k.decode(): v.decode("latin-1") for k, v in values.items() if k != b"payload"
             }
-            facts.records[name[2:]]["has_pay"] = str(b"pay" in values)
-        elif name.startswith("t:"):
-            facts.logs[name[2:]] = [
+            facts.records[name[8:]]["has_pay"] = str(b"payload" in values)
+        elif name.startswith("log:"):
+            facts.logs[name[4:]] = [
                 (entry.decode(), unpack_event(value))
                 for entry, fields in await redis.xrange(key)
                 for value in fields.values()
             ]
-        elif name.startswith("own:"):
+        elif name.startswith("owned:"):
             for rid, claim in (await redis.hgetall(key)).items():
                 if rid.decode() in facts.owned:
                     found.append(f"{rid!r} has two owners")
-                facts.owned[rid.decode()] = (name[4:], int(claim.split()[0]))
-        elif name.startswith("q:"):
+                facts.owned[rid.decode()] = (name[6:], int(claim.split()[0]))
+        elif name.startswith(("queue:", "continued:", "suspects")):
             await _read_queue(redis, key, name, facts, found)
     return facts
 
@@ -79,7 +80,7 @@ async def _read_queue(redis: Redis, key: str, name: str, facts: Facts, found: li
     for entry, fields in entries:
         consumer = pending.pop(entry, None)
         reader = None if consumer is None else consumer.decode()
-        facts.entries[name, entry.decode()] = (fields[b"r"].decode(), reader)
+        facts.entries[name, entry.decode()] = (fields[b"id"].decode(), reader)
     found.extend(f"{name}: pending entry {entry!r} is not in the stream" for entry in pending)
     found += [
         f"{name}: consumer {consumer['name']!r} stayed and has nothing pending"
@@ -118,7 +119,7 @@ async def violations(
     ]
     if ended:
         found += [
-            f"{rid} has not ended" for rid, r in facts.records.items() if r["st"] not in TERMINAL
+            f"{rid} has not ended" for rid, r in facts.records.items() if r["state"] not in TERMINAL
         ]
     return [text for text in found if not (stale_entries and "a stale entry" in text)]
 
@@ -126,11 +127,11 @@ async def violations(
 async def _check_counters(redis: Redis, keys: Keys, facts: Facts, found: list[str]) -> None:
     right: Counter[str] = Counter()
     for record in facts.records.values():
-        if record["st"] == "queued":
+        if record["state"] == "queued":
             lane, cost = record["lane"], int(record["cost"])
-            right.update({"requests": 1, "tokens": cost, "bytes": int(record["len"])})
+            right.update({"requests": 1, "tokens": cost, "bytes": int(record["bytes"])})
             right.update({f"requests:{lane}": 1, f"tokens:{lane}": cost})
-            right[f"tenant:{record['ten']}"] += 1
+            right[f"tenant:{record['tenant']}"] += 1
     counters = {k.decode(): int(v) for k, v in (await redis.hgetall(keys.counters)).items()}
     found += [
         f"counter {name} is {counters.get(name)}, recounted {right[name]}"
@@ -148,32 +149,34 @@ async def _check_places(redis: Redis, keys: Keys, facts: Facts, found: list[str]
     }
     leases = {k.decode() for k in await redis.zrange(keys.leases, 0, -1)}
     for rid, record in facts.records.items():
-        state, at = record["st"], (record["sk"].removeprefix(keys.prefix), record["sid"])
+        state, at = record["state"], (record["queue"].removeprefix(keys.prefix), record["entry"])
         if state in TERMINAL:
             # A queue made anew may give an entry's name a second time, to another request.
             in_queue = facts.entries.get(at, (None, None))[0] == rid
             if rid in deadlines or rid in facts.owned or in_queue:
-                found.append(f"{rid} is {state} and still in a queue, owned, or in dl")
+                found.append(f"{rid} is {state} and still in a queue, owned, or in deadlines")
             if record["has_pay"] == "True":
                 found.append(f"{rid} is {state} and kept its payload")
             continue
-        waits = int(record["mq"]) if "t1" not in record and int(record["mq"]) else 1 << 60
-        if deadlines.pop(rid, None) != min(waits, int(record["dl"])):
-            found.append(f"{rid} is {state} and its deadline is not in dl")
+        waits = (
+            int(record.get("queue_deadline", 1 << 60)) if "claimed_at" not in record else 1 << 60
+        )
+        if deadlines.pop(rid, None) != min(waits, int(record["deadline"])):
+            found.append(f"{rid} is {state} and its deadline is not in deadlines")
         entry = facts.entries.pop(at, None)
-        reader = record["w"] if state == "running" else None
+        reader = record["worker"] if state == "running" else None
         if entry != (rid, reader):
             found.append(f"{rid} is {state}, its entry in {at[0]} is {entry}, wanted for {reader}")
         if state == "queued":
             await _check_served(redis, keys, rid, record, at[0], found)
             if rid in facts.owned:
                 found.append(f"{rid} waits and is owned by {facts.owned[rid]}")
-        elif facts.owned.pop(rid, None) != (record["w"], int(record["ep"])):
-            found.append(f"{rid} runs on {record['w']} and is not in its own:")
-        elif record["w"] not in leases:
-            found.append(f"{rid} runs on {record['w']}, which has no lease")
+        elif facts.owned.pop(rid, None) != (record["worker"], int(record["epoch"])):
+            found.append(f"{rid} runs on {record['worker']} and is not in its owned:")
+        elif record["worker"] not in leases:
+            found.append(f"{rid} runs on {record['worker']}, which has no lease")
     found += [
-        f"dl holds {rid}, which does not wait or run"
+        f"deadlines holds {rid}, which does not wait or run"
         for rid in deadlines
         if rid not in facts.records
     ]
@@ -184,12 +187,12 @@ async def _check_places(redis: Redis, keys: Keys, facts: Facts, found: list[str]
 async def _check_served(
     redis: Redis, keys: Keys, rid: str, record: dict[str, str], queue: str, found: list[str]
 ) -> None:
-    if queue in (f"q:!:{record['lane']}", "q:?"):
+    if queue in (f"continued:{record['lane']}", "suspects"):
         return
     lane = record["lane"]
-    if queue != f"q:{lane}:{record['ten']}":
+    if queue != f"queue:{lane}:{record['tenant']}":
         found.append(f"{rid} waits in {queue}, which is not its own")
-    if await redis.zscore(f"{keys.prefix}act:{lane}", record["ten"]) is None:
+    if await redis.zscore(f"{keys.prefix}tenants:{lane}", record["tenant"]) is None:
         found.append(f"{rid} waits and its tenant is not served")
     if await redis.zscore(keys.lanes, lane) is None:
         found.append(f"{rid} waits and its lane is not served")
@@ -219,13 +222,15 @@ def _check_logs(facts: Facts, found: list[str], token: Callable[[str, int], int]
         if record is None:
             if last is None:
                 found.append(f"log of {rid} has no record and no end")
-        elif record["st"] in TERMINAL:
+        elif record["state"] in TERMINAL:
             if last is None or (last.state, last.reason, last.n) != (
-                record["st"], record["rsn"], int(record["n"]),
+                record["state"], record["reason"], int(record["tokens"]),
             ):  # fmt: skip
-                found.append(f"log of {rid} ends with {last}, the record with {record['st']}")
-        elif last is not None or int(record["n"]) != len(ids):
-            found.append(f"log of {rid} has {len(ids)} tokens, end {last}; record n={record['n']}")
+                found.append(f"log of {rid} ends with {last}, the record with {record['state']}")
+        elif last is not None or int(record["tokens"]) != len(ids):
+            found.append(
+                f"log of {rid} has {len(ids)} tokens, end {last}; record n={record['tokens']}"
+            )
     for rid, record in facts.records.items():
-        if rid not in facts.logs and (record["st"] in TERMINAL or int(record["n"])):
-            found.append(f"{rid} is {record['st']} with n={record['n']} and has no log")
+        if rid not in facts.logs and (record["state"] in TERMINAL or int(record["tokens"])):
+            found.append(f"{rid} is {record['state']} with n={record['tokens']} and has no log")

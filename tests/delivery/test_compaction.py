@@ -44,7 +44,7 @@ async def size(shard: Shard, name: str) -> int:
 
 async def holds_room(shard: Shard) -> bool:
     """Whether the server holds 4 kB ready for a stream that begins, as Redis did before 8.6."""
-    await shard.redis.xadd("room", {"d": b"x"})
+    await shard.redis.xadd("room", {"chunk": b"x"})
     size: int = await shard.redis.memory_usage("room", samples=0)
     await shard.redis.delete("room")
     return size > 2000
@@ -57,8 +57,8 @@ async def test_one_entry_with_the_chunk_and_the_end(shard: Shard) -> None:
     assert await shard.compact() == 1
     ((entry, fields),) = await raw(shard, "x")
     assert entry == f"{LONG}-1".encode()
-    assert list(fields) == [b"d", b"e"]
-    assert fields[b"e"] == before[-1][1][b"e"]
+    assert list(fields) == [b"chunk", b"end"]
+    assert fields[b"end"] == before[-1][1][b"end"]
     one = (await shard.log("x"))[0]
     assert isinstance(one, Chunk)
     assert one.token_ids == tuple(token("x", i) for i in range(LONG))
@@ -108,7 +108,7 @@ async def test_however_it_ended(shard: Shard, reason: Reason) -> None:
     if reason is Reason.CLIENT:
         await shard.ops.cancel("x")
     else:
-        await shard.redis.hset(shard.keys.request("x"), "dl", 1)
+        await shard.redis.hset(shard.keys.request("x"), "deadline", 1)
         await shard.redis.zadd(shard.keys.deadlines, {"x": 1})
         assert (await shard.sweep()).expired == 1
     assert await shard.compact() == 1
@@ -154,7 +154,7 @@ async def test_notes_go_with_the_logs(shard: Shard) -> None:
 
 async def test_a_request_that_has_not_ended_is_left(shard: Shard) -> None:
     worker = await generate(shard, "x")
-    await shard.redis.xadd(shard.keys.log("x"), {"e": b"?"}, id=f"{LONG}-1")
+    await shard.redis.xadd(shard.keys.log("x"), {"end": b"?"}, id=f"{LONG}-1")
     assert await shard.compact("x") == 0
     await shard.redis.xdel(shard.keys.log("x"), f"{LONG}-1")
     await shard.ops.release_all(worker.name, blame=False)
@@ -172,11 +172,13 @@ async def test_a_log_that_is_not_what_was_read_is_left(shard: Shard) -> None:
         await shard.redis.delete(shard.keys.log("x"))
         if len(pieces) == 1:
             for i in range(LONG - 1):
-                await shard.redis.xadd(shard.keys.log("x"), {"d": b"?"}, id=f"{i + 1}-0")
+                await shard.redis.xadd(shard.keys.log("x"), {"chunk": b"?"}, id=f"{i + 1}-0")
         for piece in pieces:
-            await shard.redis.xadd(shard.keys.log("x"), {"d": piece.pack()}, id=f"{piece.stop}-0")
+            await shard.redis.xadd(
+                shard.keys.log("x"), {"chunk": piece.pack()}, id=f"{piece.stop}-0"
+            )
         end = End(n=LONG, reason=Reason.LENGTH).pack()
-        await shard.redis.xadd(shard.keys.log("x"), {"e": end}, id=f"{LONG}-1")
+        await shard.redis.xadd(shard.keys.log("x"), {"end": end}, id=f"{LONG}-1")
         await shard.redis.pexpire(shard.keys.log("x"), MINUTE_MS)
         before = await raw(shard, "x")
         assert await shard.logs.compact([(log, compacted(log.chunks))]) == 0

@@ -133,7 +133,7 @@ async def test_entry_damaged_in_the_middle_of_a_log(shard: Shard) -> None:
 
 async def test_bytes_that_are_no_chunk_in_a_log(shard: Shard) -> None:
     worker = await two_running(shard)
-    await shard.redis.xadd(shard.keys.log("hurt"), {"d": b"\xc1"}, id="2-1")
+    await shard.redis.xadd(shard.keys.log("hurt"), {"chunk": b"\xc1"}, id="2-1")
     await step(worker)
     await shard.ops.release_all("a", blame=False)
     claims = {claim.id: claim for claim in await shard.worker("b").claim(5)}
@@ -145,7 +145,9 @@ async def test_deleted_queue_of_waiting_requests_is_made_anew(shard: Shard) -> N
     for i in range(5):
         await shard.submit(f"x{i}", tenant=f"t{i % 2}")
     record = await shard.record("x0")
-    await shard.redis.delete(record["sk"], f"{shard.keys.prefix}act:normal", shard.keys.lanes)
+    await shard.redis.delete(
+        record["queue"], f"{shard.keys.prefix}tenants:normal", shard.keys.lanes
+    )
     assert (await shard.sweep()).repaired == 3
     assert (await shard.sweep()).repaired == 0
     await shard.check()
@@ -170,7 +172,7 @@ async def test_deleted_lease_gives_the_requests_to_others(shard: Shard) -> None:
 
 async def test_deleted_queue_of_running_requests_hurts_nobody(shard: Shard) -> None:
     worker = await two_running(shard)
-    await shard.redis.delete((await shard.record("hurt"))["sk"])
+    await shard.redis.delete((await shard.record("hurt"))["queue"])
     claims = [worker.claims[name] for name in ("hurt", "well")]
     assert await worker.send(*(worker.ending(claim, 2) for claim in claims)) == [(0, 2)] * 2
     await shard.check(ended=True)
@@ -186,9 +188,9 @@ async def test_overwritten_queue_of_continued_work_gives_way(shard: Shard) -> No
 
 async def test_foreign_entry_in_a_queue_is_dropped(shard: Shard) -> None:
     await shard.submit("x")
-    queue = (await shard.record("x"))["sk"]
+    queue = (await shard.record("x"))["queue"]
     await shard.redis.xadd(queue, {"hello": "world"})
-    await shard.redis.xadd(queue, {"r": "x"})  # a second entry of the same request
+    await shard.redis.xadd(queue, {"id": "x"})  # a second entry of the same request
     worker = shard.worker("a")
     assert [claim.id for claim in await worker.claim(5)] == ["x"]
     assert await worker.claim(5) == ()

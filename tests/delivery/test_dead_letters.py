@@ -105,11 +105,13 @@ async def test_what_is_redriven_is_what_was_submitted(
     await kill_workers_of(newest_shard, "x")
     letter = await producer.dead_letters.redrive("x")
     after = await newest_shard.record("x")
-    for name in ("pay", "dg", "lane", "ten", "cost", "out"):
+    for name in ("payload", "digest", "lane", "tenant", "cost", "output_cost"):
         assert after[name] == before[name]
-    for name in ("dl", "mq"):
-        assert int(after[name]) - int(after["t0"]) == int(before[name]) - int(before["t0"])
-    assert letter.payload == before["pay"].encode("latin-1")
+    for name in ("deadline", "queue_deadline"):
+        assert int(after[name]) - int(after["accepted_at"]) == int(before[name]) - int(
+            before["accepted_at"]
+        )
+    assert letter.payload == before["payload"].encode("latin-1")
     assert (await producer.submit([1, 2, 3], id="x", max_tokens=5, deadline_ms=60_000, **fields)
             ).duplicate  # fmt: skip
     await newest_shard.check()
@@ -234,7 +236,7 @@ async def test_list_and_show(newest_shard: Shard, penstock: Run) -> None:
 
 async def test_a_letter_whose_payload_is_garbage(newest_shard: Shard, penstock: Run) -> None:
     await newest_shard.submit("x")
-    await newest_shard.redis.hset(newest_shard.keys.request("x"), "pay", b"\xff\x00garbage")
+    await newest_shard.redis.hset(newest_shard.keys.request("x"), "payload", b"\xff\x00garbage")
     await kill_workers_of(newest_shard, "x")
     done = await penstock("dlq", "list")
     assert (done.code, done.err) == (0, "")

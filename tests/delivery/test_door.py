@@ -66,7 +66,7 @@ async def test_an_id_is_free_again_after_its_retention(shard: Shard) -> None:
     await worker.send(worker.ending(claim, 0, 2))
     await short.wait_ms(3)
     # As if the log had outlived its record: the new life starts on an empty one.
-    await shard.redis.xadd(shard.keys.log("x"), {"d": b"old"}, id="9-0")
+    await shard.redis.xadd(shard.keys.log("x"), {"chunk": b"old"}, id="9-0")
     assert not (await shard.submit("x", prompt="two")).duplicate
     claim = await shard.worker("b").claim_one()
     assert await shard.worker("b").send_one(shard.worker("b").ending(claim, 0, 1)) == (0, 1)

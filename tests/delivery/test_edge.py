@@ -47,7 +47,7 @@ async def test_a_lost_claim_of_what_it_owned_before_is_given_back(
 
     monkeypatch.setattr(side.operations, "run", cut)
     await claim(side)
-    assert (await shard.record("x"))["ep"] == "2"
+    assert (await shard.record("x"))["epoch"] == "2"
     assert await shard.state("x") == "queued"
     await claim(side)
     assert side.runs == ["x#1", "x#3"]
@@ -66,16 +66,19 @@ async def test_after_an_outage_no_worker_takes_the_others_work(
         leases = await shard.redis.zrange(shard.keys.leases, 0, -1)
         await shard.redis.zadd(shard.keys.leases, dict.fromkeys(leases, LONG_AGO))
         await shard.let_pass(5_000)
-        outage = int(await shard.redis.hget(shard.keys.floors, "swept") or 0)
+        outage = int(await shard.redis.hget(shard.keys.sweep, "swept_at") or 0)
 
         async def swept() -> bool:
             await side.redis_loop.exchange()
-            return int(await shard.redis.hget(shard.keys.floors, "swept") or 0) > outage
+            return int(await shard.redis.hget(shard.keys.sweep, "swept_at") or 0) > outage
 
         await eventually(swept, "the first one sweeps")
         await other.step(other.updates("t"))
     records = [await shard.record(name) for name in ("x", "y")]
-    found = [[record[field] for field in ("st", "bad", "ep", "n")] for record in records]
+    found = [
+        [record.get(field, "0") for field in ("state", "blames", "epoch", "tokens")]
+        for record in records
+    ]
     assert found == [["running", "0", "1", "0"], ["running", "0", "1", "1"]]
 
 

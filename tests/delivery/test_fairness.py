@@ -275,8 +275,8 @@ async def test_virtual_times_keep_their_digits(shard: Shard) -> None:
     await queue(shard, "A", 1, tokens=11)
     await shard.worker("w").claim_one()
     assert await shard.redis.zscore(shard.keys.tenants(Lane.NORMAL), "A") == start + 11
-    floors = await shard.redis.hgetall(shard.keys.floors)
-    assert {float(floors[name]) for name in (b"normal", b"*")} == {start}
+    floors = await shard.redis.hgetall(shard.keys.virtual_time)
+    assert {float(floors[name]) for name in (b"normal", b"lanes")} == {start}
     await queue(shard, "B", 1, tokens=11)
     assert await shard.redis.zscore(shard.keys.tenants(Lane.NORMAL), "B") == start
 

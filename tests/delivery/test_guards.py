@@ -62,7 +62,7 @@ async def test_owner_is_compared_too(shard: Shard) -> None:
     lost = await first.claim_one()
     await take_over(shard, first, second)
     # What the old primary knew and the new one does not: that `second` is at epoch 1 again.
-    await shard.redis.hset(shard.keys.request("x"), "ep", lost.epoch)
+    await shard.redis.hset(shard.keys.request("x"), "epoch", lost.epoch)
     assert await first.send_one(first.tokens(lost, 0, 1)) == (2, 0)
     assert await shard.log("x") == []
 
@@ -152,7 +152,7 @@ async def test_audit_gives_back_a_claim_whose_reply_was_lost(shard: Shard) -> No
     await shard.call(worker.claim_call(2))  # the reply is lost
     assert await shard.ops.audit("a", {"known": 1}) == 2
     assert await shard.state("known") == "running"
-    assert {(await shard.record(name)).get("died") for name in ("orphan-1", "orphan-2")} == {"0"}
+    assert {(await shard.record(name)).get("deaths") for name in ("orphan-1", "orphan-2")} == {"0"}
     assert {claim.id for claim in await other.claim(5)} == {"orphan-1", "orphan-2"}
     assert await shard.ops.audit("a", {"known": 1}) == 0
     await shard.check()
@@ -177,10 +177,10 @@ async def test_end_acknowledges_and_deletes_the_entry(shard: Shard) -> None:
     for name in ("x", "y"):
         await shard.submit(name)
     await worker.claim(2)
-    queue = (await shard.record("x"))["sk"]
-    assert (await shard.redis.xpending(queue, "g"))["pending"] == 2
+    queue = (await shard.record("x"))["queue"]
+    assert (await shard.redis.xpending(queue, "workers"))["pending"] == 2
     await worker.send(worker.ending(worker.claims["x"], 0))
-    assert (await shard.redis.xpending(queue, "g"))["pending"] == 1
+    assert (await shard.redis.xpending(queue, "workers"))["pending"] == 1
     assert await shard.redis.xlen(queue) == 1
     await worker.send(worker.ending(worker.claims["y"], 0))
     assert await shard.redis.exists(queue) == 0

@@ -38,7 +38,7 @@ async def drain(channel: PubSub) -> list[tuple[str, list[tuple[str, Chunk | End]
     found = []
     while (message := await channel.get_message(timeout=5))["data"] != b"mark":
         name = message["channel"].decode()
-        if ":i:" in name:
+        if ":inbox:" in name:
             pairs = unpack_letter(message["data"])
             found.append((name, [(rid.decode(), unpack_event(event)) for rid, event in pairs]))
         else:
@@ -59,10 +59,10 @@ async def test_one_message_per_call_and_inbox(shard: Shard) -> None:
     await worker.send(*(worker.tokens(claims[name], 0, 2) for name in "abcd"),
                       worker.ending(claims["e"], 0, 1))  # fmt: skip
     found = await drain(channel)
-    letters = {name: pairs for name, pairs in found if ":i:" in name}
+    letters = {name: pairs for name, pairs in found if ":inbox:" in name}
     assert letters[keys.inbox("g1")] == [(name, chunk(name, 0, 2)) for name in "abc"]
     assert letters[keys.inbox("g2")] == [("d", chunk("d", 0, 2))]
-    others = [(name, pairs[0][1]) for name, pairs in found if ":i:" not in name]
+    others = [(name, pairs[0][1]) for name, pairs in found if ":inbox:" not in name]
     assert others == [
         (keys.channel("e"), chunk("e", 0, 1)),
         (keys.channel("e"), await shard.end("e")),
@@ -167,7 +167,7 @@ async def test_an_inbox_with_garbage_in_it(newest_shard: Shard, gateway: Produce
     await gateway.submit("hi", id="x")
     claim = await worker.claim_one()
     result = asyncio.create_task(gateway.result("x"))
-    inbox = shard.keys.inbox((await shard.record("x"))["ib"])
+    inbox = shard.keys.inbox((await shard.record("x"))["inbox"])
     while not await shard.redis.publish(inbox, b"\xff\x00 garbage"):
         await asyncio.sleep(0.005)
     await worker.send(worker.tokens(claim, 0, 2))

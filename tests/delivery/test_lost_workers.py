@@ -59,7 +59,7 @@ async def test_after_an_outage_only_those_that_stay_silent_are_reaped(shard: Sha
     assert (swept.reaped, swept.workers) == (1, 1)
     assert await shard.state(mine.id) == "running"
     other = next(iter(dead.claims))
-    assert [(await shard.record(rid)).get("died") for rid in (mine.id, other)] == [None, "1"]
+    assert [(await shard.record(rid)).get("deaths") for rid in (mine.id, other)] == [None, "1"]
     await shard.check()
 
 
@@ -187,7 +187,7 @@ async def test_progress_clears_of_blame(shard: Shard) -> None:
         assert not claim.suspect
         await worker.send(worker.tokens(claim, n, 1))
         await crash(shard, worker.name)
-    assert (await shard.record("x"))["bad"] == "0"
+    assert (await shard.record("x"))["blames"] == "0"
     await shard.check()
 
 
@@ -276,14 +276,14 @@ async def test_redrive_starts_a_new_life(shard: Shard) -> None:
     reply = await shard.ops.redrive(entry)
     assert (reply.done, reply.state) == (True, None)
     record = await shard.record("x")
-    assert (record["st"], record["n"], record["lane"], record["ten"]) == (
+    assert (record["state"], record["tokens"], record["lane"], record["tenant"]) == (
         "queued",
         "0",
         "batch",
         "t",
     )
-    assert before + 5000 <= int(record["dl"]) <= await shard.now_ms() + 5000
-    assert before + 4000 <= int(record["mq"]) <= await shard.now_ms() + 4000
+    assert before + 5000 <= int(record["deadline"]) <= await shard.now_ms() + 5000
+    assert before + 4000 <= int(record["queue_deadline"]) <= await shard.now_ms() + 4000
     assert await shard.log("x") == []
     assert await shard.ops.dead_letters() == []
     # The submit that made it is still known: it is a duplicate, not a conflict.
@@ -364,7 +364,7 @@ async def test_dead_workers_leave_no_consumers_in_a_queue_that_never_empties(sha
         await shard.ops.release_all(worker.name, blame=False)
     queue = shard.keys.queue(Lane.NORMAL, "default")
     assert await shard.redis.xlen(queue) > 0
-    assert await shard.redis.xinfo_consumers(queue, "g") == []
+    assert await shard.redis.xinfo_consumers(queue, "workers") == []
     await shard.check()
 
 
@@ -376,6 +376,6 @@ async def test_asking_for_continued_work_leaves_no_consumer(shard: Shard) -> Non
     await shard.worker("b").claim_one()
     for n in range(5):
         assert await shard.worker(f"w{n}").claim(1) == ()
-    (consumer,) = await shard.redis.xinfo_consumers(shard.keys.continued(Lane.NORMAL), "g")
+    (consumer,) = await shard.redis.xinfo_consumers(shard.keys.continued(Lane.NORMAL), "workers")
     assert consumer["name"] == b"b"
     await shard.check()

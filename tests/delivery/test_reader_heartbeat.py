@@ -221,10 +221,10 @@ async def test_a_reader_through_an_outage(
             # As if it had been away so long: neither sweeps nor heartbeats came through.
             await redis.client_kill_filter(_type="normal", skipme=True)
             await redis.zadd(shard.keys.readers, {"x": 1})
-            await redis.hset(shard.keys.floors, "swept", await shard.now_ms() - 60_000)
+            await redis.hset(shard.keys.sweep, "swept_at", await shard.now_ms() - 60_000)
             await sweep_for(shard, 2 * GRACE_MS)
             assert await redis.zscore(shard.keys.readers, "x") > await shard.now_ms()
-            await redis.hset(shard.keys.floors, "reprieve", 0)
+            await redis.hset(shard.keys.sweep, "readers_spared_until", 0)
             await sweep_for(shard, 2 * GRACE_MS)
             await worker.send(worker.ending(worker.claims["x"], 2, 1))
             assert (await waiting).start == 2

@@ -111,9 +111,9 @@ async def test_after_an_outage_readers_get_time_to_come_back(shard: Shard) -> No
     for _ in range(3):
         assert (await shard.sweep()).abandoned == 0
     await shard.ops.reader_heartbeat(["x"], grace_ms=MINUTE_MS)
-    reprieve = int(await shard.redis.hget(shard.keys.floors, "reprieve") or 0)
+    reprieve = int(await shard.redis.hget(shard.keys.sweep, "readers_spared_until") or 0)
     assert 10_000 < reprieve - await shard.now_ms() <= 15_000
-    await shard.redis.hset(shard.keys.floors, "reprieve", LONG_AGO)  # and it passes
+    await shard.redis.hset(shard.keys.sweep, "readers_spared_until", LONG_AGO)  # and it passes
     assert (await shard.sweep()).abandoned == 1
     assert await shard.state("x") == "queued"
     assert (await shard.end("gone")).reason is Reason.DISCONNECTED
@@ -175,6 +175,6 @@ async def test_what_happens_on_disconnect_is_part_of_the_request(redis_client: R
         Request.build(id="x", prompt="hi", on_disconnect="explode")
     shard = Shard(redis_client)
     await shard.submit("x", on_disconnect="cancel")
-    assert (await shard.record("x"))["od"] == "cancel"
+    assert (await shard.record("x"))["on_disconnect"] == "cancel"
     await shard.submit("y")
-    assert "od" not in await shard.record("y")
+    assert "on_disconnect" not in await shard.record("y")

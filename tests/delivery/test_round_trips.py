@@ -9,9 +9,7 @@ from delivery.fleet import MINUTE_MS, FakeWorker, Shard
 from redis.asyncio import Redis
 
 from penstock.shared.errors import RedisUnavailable
-from penstock.shared.scripts.log_operations import LOG_SCRIPTS
-from penstock.shared.scripts.operations import SCRIPTS
-from penstock.shared.scripts.script_loader import load_script, run_commands
+from penstock.shared.scripts.script_loader import load_script, run_commands, script_names
 
 
 async def step(worker: FakeWorker, start: int) -> None:
@@ -84,7 +82,7 @@ async def test_a_step_is_one_round_trip(shard: Shard) -> None:
 
 async def test_every_script_loads_under_its_digest(shard: Shard) -> None:
     """Every script loads on every server, and its digest is the server's own."""
-    for name in (*SCRIPTS, *LOG_SCRIPTS):
+    for name in script_names():
         script = load_script(name)
         assert await shard.redis.script_load(script.source) == script.digest
 

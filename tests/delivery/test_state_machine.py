@@ -269,7 +269,7 @@ class Delivery(RuleBasedStateMachine):
         request.past_due = True
         keys = self.shard.keys
         just_now = self.run(self.shard.now_ms()) - 1
-        self.run(self.client.hset(keys.request(rid), "dl", just_now))
+        self.run(self.client.hset(keys.request(rid), "deadline", just_now))
         self.run(self.client.zadd(keys.deadlines, {rid: just_now}))
 
     def owned_by(self, name: str) -> list[str]:
@@ -280,8 +280,8 @@ class Delivery(RuleBasedStateMachine):
     def states_are_the_models(self) -> None:
         for rid, request in self.model.requests.items():
             record = self.run(self.shard.record(rid))
-            assert (record["st"], int(record["n"])) == (request.state, request.n), rid
-            assert record.get("rsn", "") == request.reason, rid
+            assert (record["state"], int(record["tokens"])) == (request.state, request.n), rid
+            assert record.get("reason", "") == request.reason, rid
             tokens = self.run(self.shard.tokens(rid))
             assert tokens == [token(rid, i) for i in range(request.n)]
 

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 import redis
-from redis.exceptions import NoPermissionError, ResponseError
+from redis.exceptions import AuthenticationError, NoPermissionError, ResponseError
 from workers import WorkerFactory
 
 from penstock.shared.keys import Keys
+from penstock.shared.scripts.script_loader import load_script, script_names
 
 ROOT = Path(__file__).resolve().parents[2]
 ACL = ROOT / "deploy" / "acl"
@@ -57,6 +58,18 @@ def server(any_redis_url: str) -> Iterator[Server]:
 
 
 @pytest.fixture
+def guarded(server: Server) -> Iterator[Server]:
+    """The server with its default user switched off, and an operator instead of it."""
+    server.admin.execute_command("ACL SETUSER", *render("operator.acl", "boss", "boss-pw", "-"))
+    boss = redis.Redis.from_url(server.url_of("boss", "boss-pw"), decode_responses=True)
+    boss.execute_command("ACL SETUSER", *render("default.acl"))
+    yield server
+    boss.execute_command("ACL SETUSER", "default", "on", "nopass", "~*", "&*", "+@all")
+    boss.execute_command("ACL DELUSER", "boss")
+    boss.close()
+
+
+@pytest.fixture
 def acme(server: Server) -> Iterator[redis.Redis]:
     with redis.Redis.from_url(
         server.url_of("acme", "acme-pw"), decode_responses=True, protocol=2
@@ -84,14 +97,14 @@ def test_a_confined_producer_asks_and_reads(
         assert acme.xlen(KEYS.log("acme.1")) == 5
         entry = acme.xadd(KEYS.ingress("acme"), {"prompt": "Hi", "answer": "json", "max_tokens": 0})
         ((_, ((_, refusal),)),) = acme.xread({KEYS.log(f"acme.{entry}"): "0-0"}, block=10_000)
-        assert json.loads(refusal["e"])["reason"] == "invalid"
+        assert json.loads(refusal["end"])["reason"] == "invalid"
         assert len(acme.xrange(KEYS.log("acme.1"))) == 5
-        assert server.admin.hget(KEYS.request("acme.1"), "ten") == "acme"
+        assert server.admin.hget(KEYS.request("acme.1"), "tenant") == "acme"
         # A forged tenant, and an id of the other tenant's: refused where only acme can read it.
         for forged in ({"tenant": "rival"}, {"id": "rival.1"}):
             entry = acme.xadd(KEYS.ingress("acme"), {"prompt": "Hi", "answer": "json", **forged})
             ((_, ((_, refusal),)),) = acme.xread({KEYS.log(f"acme.{entry}"): "0-0"}, block=10_000)
-            assert json.loads(refusal["e"])["reason"] == "invalid"
+            assert json.loads(refusal["end"])["reason"] == "invalid"
         assert not server.admin.exists(KEYS.request("rival.1"), KEYS.log("rival.1"))
         assert worker.terminate() == 0
         assert "NOPERM" not in worker.log.read_text()
@@ -106,8 +119,8 @@ DENIED: list[tuple[object, ...]] = [
     ("XADD", KEYS.ingress("rival"), "*", "prompt", "Hi"),
     ("XADD", KEYS.ingress(), "*", "prompt", "Hi"),
     ("XADD", KEYS.ingress("acme2"), "*", "prompt", "Hi"),
-    ("XADD", RIVAL, "*", "d", "x"),
-    ("XADD", KEYS.bell, "*", "b", "1"),
+    ("XADD", RIVAL, "*", "chunk", "x"),
+    ("XADD", KEYS.bell, "*", "wake", "1"),
     ("XRANGE", RIVAL, "-", "+"),
     ("XREAD", "STREAMS", RIVAL, "0"),
     ("XREAD", "STREAMS", OWN, RIVAL, "0", "0"),
@@ -115,15 +128,15 @@ DENIED: list[tuple[object, ...]] = [
     ("XRANGE", KEYS.log("acme"), "-", "+"),
     ("XRANGE", KEYS.ingress("rival"), "-", "+"),
     ("XRANGE", KEYS.ingress(), "-", "+"),
-    ("XRANGE", "ps:{demo.1}:t:acme.1", "-", "+"),
-    ("XREADGROUP", "GROUP", "g", "me", "STREAMS", KEYS.ingress("acme"), ">"),
+    ("XRANGE", "ps:{demo.1}:log:acme.1", "-", "+"),
+    ("XREADGROUP", "GROUP", "workers", "me", "STREAMS", KEYS.ingress("acme"), ">"),
     ("XGROUP", "CREATE", KEYS.ingress("acme"), "h", "$"),
-    ("XACK", KEYS.ingress("acme"), "g", "0-1"),
+    ("XACK", KEYS.ingress("acme"), "workers", "0-1"),
     ("XDEL", KEYS.ingress("acme"), "0-1"),
     ("XTRIM", KEYS.ingress("acme"), "MAXLEN", 0),
     ("XINFO", "STREAM", KEYS.ingress("acme")),
     ("HGETALL", KEYS.request("acme.1")),
-    ("HSET", KEYS.request("acme.1"), "st", "completed"),
+    ("HSET", KEYS.request("acme.1"), "state", "completed"),
     ("GET", "x"),
     ("SET", OWN, "x"),
     ("DEL", OWN),
@@ -167,7 +180,7 @@ DENIED: list[tuple[object, ...]] = [
     ("MODULE", "LIST"),
 ]
 DENIED_SINCE_7 = [
-    ("XADD", OWN, "*", "d", "x"),
+    ("XADD", OWN, "*", "chunk", "x"),
     ("XRANGE", KEYS.ingress("acme"), "-", "+"),
     ("XREAD", "STREAMS", KEYS.ingress("acme"), "0"),
     ("FUNCTION", "LIST"),
@@ -176,9 +189,9 @@ DENIED_SINCE_7 = [
 
 
 def test_what_a_confined_producer_must_not_do(server: Server, acme: redis.Redis) -> None:
-    server.admin.xadd(OWN, {"d": "x"}, id="1-0")
-    server.admin.xadd(RIVAL, {"d": "x"}, id="1-0")
-    server.admin.xgroup_create(KEYS.ingress("acme"), "g", mkstream=True)
+    server.admin.xadd(OWN, {"chunk": "x"}, id="1-0")
+    server.admin.xadd(RIVAL, {"chunk": "x"}, id="1-0")
+    server.admin.xgroup_create(KEYS.ingress("acme"), "workers", mkstream=True)
     allowed = []
     for command in [*DENIED, *([] if server.old else DENIED_SINCE_7)]:
         try:
@@ -202,13 +215,13 @@ def test_the_holes_that_are_stated_are_there(server: Server, acme: redis.Redis) 
     page = (ROOT / "docs" / "plain-door.md").read_text("utf-8")
     assert "MAXLEN 0" in page
     if server.old:
-        assert acme.xadd(OWN, {"d": "x"})
+        assert acme.xadd(OWN, {"chunk": "x"})
 
 
 def test_users_of_the_templates_reach_no_other_shard(server: Server) -> None:
     with redis.Redis.from_url(server.url_of("worker", "pw")) as worker:
         assert worker.hset(KEYS.counters, "x", "1") == 1
-        for key in ("ps:{demo.1}:cnt", "cnt", "ps:{other.0}:cnt"):
+        for key in ("ps:{demo.1}:counters", "counters", "ps:{other.0}:counters"):
             with pytest.raises(NoPermissionError):
                 worker.hset(key, "x", "1")
         for command in ("FLUSHALL", "KEYS *", "CONFIG GET *", "SCRIPT FLUSH", "ACL LIST"):
@@ -216,12 +229,27 @@ def test_users_of_the_templates_reach_no_other_shard(server: Server) -> None:
                 worker.execute_command(*command.split())
 
 
+def test_an_open_default_user_confines_nobody(acme: redis.Redis) -> None:
+    """Why there is a template that switches it off."""
+    assert acme.execute_command("AUTH", "default", "x")
+    assert acme.execute_command("KEYS", "*") is not None
+
+
+def test_a_default_user_switched_off(guarded: Server, acme: redis.Redis) -> None:
+    for words in (("default", "x"), ("default", ""), ("x",)):
+        with pytest.raises((ResponseError, AuthenticationError)):
+            acme.execute_command("AUTH", *words)
+    with pytest.raises(NoPermissionError):
+        acme.execute_command("KEYS", "*")
+    with redis.Redis.from_url(guarded.url) as nobody, pytest.raises(AuthenticationError):
+        nobody.ping()
+
+
 def test_the_workers_rules_have_every_command_of_every_script() -> None:
     rules = set(render("worker.acl", "w", "pw", "-"))
-    for path in (ROOT / "shared" / "scripts").rglob("*.lua"):
-        pattern = r"(?:redis\.p?call\(|attempt\([^,]+,)\s*'([A-Z]+)'"
-        for name in re.findall(pattern, path.read_text("utf-8")):
-            assert f"+{name.lower()}" in rules, f"{path.name} needs {name}"
+    for name in script_names():
+        for command in load_script(name).header.commands:
+            assert f"+{command.lower()}" in rules, f"{name} needs {command}"
 
 
 @pytest.mark.parametrize(

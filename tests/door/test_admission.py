@@ -31,12 +31,24 @@ async def test_an_entry_becomes_what_submit_makes(door: PlainDoor) -> None:
     (admitted,) = await door.take_in()
     assert (admitted.verdict, admitted.id) == ("ok", "plain")
     one, other = await door.shard.record("submitted"), await door.shard.record("plain")
-    alone = {"pay", "len", "dg", "sid", "t0", "dl", "mq"}  # their ids differ, and their times
+    alone = {
+        "payload",
+        "bytes",
+        "digest",
+        "entry",
+        "accepted_at",
+        "deadline",
+        "queue_deadline",
+    }  # their ids differ, and their times
     assert {k: v for k, v in one.items() if k not in alone} == {
         k: v for k, v in other.items() if k not in alone
     }
-    assert int(other["dl"]) - int(other["t0"]) == int(one["dl"]) - int(one["t0"]) == 60_000
-    assert int(other["mq"]) - int(other["t0"]) == 900
+    assert (
+        int(other["deadline"]) - int(other["accepted_at"])
+        == int(one["deadline"]) - int(one["accepted_at"])
+        == 60_000
+    )
+    assert int(other["queue_deadline"]) - int(other["accepted_at"]) == 900
     assert await door.left() == (0, 0)
     worker = door.shard.worker("w")
     for claim in await worker.claim(2):
@@ -90,7 +102,7 @@ async def test_a_refusal_is_an_end_like_any_other(door: PlainDoor) -> None:
         message = await pubsub.get_message(timeout=5)
     (entry,) = await door.redis.xrange(door.keys.log("x"))
     assert entry[0] == b"0-1"
-    assert entry[1] == {b"e": message["data"]}
+    assert entry[1] == {b"end": message["data"]}
     assert message["data"].startswith(b'{"end":true,"n":0,"state":"failed","reason":"invalid","mes')
     assert 0 < await door.redis.pttl(door.keys.log("x")) <= 600_000
     assert await door.shard.counter("ended:failed") == 1
@@ -133,8 +145,8 @@ async def test_time_counts_from_when_the_entry_was_added(door: PlainDoor) -> Non
     assert [a.verdict for a in await door.take_in()] == ["late", "ok", "ok"]
     end = await door.shard.end("old")
     assert (end.state, end.reason) == (State.EXPIRED, Reason.DEADLINE)
-    assert int((await door.shard.record("aged"))["t0"]) == now - 1000
-    assert now <= int((await door.shard.record("early"))["t0"]) < now + 60_000
+    assert int((await door.shard.record("aged"))["accepted_at"]) == now - 1000
+    assert now <= int((await door.shard.record("early"))["accepted_at"]) < now + 60_000
     await door.shard.check()
 
 
@@ -226,7 +238,7 @@ async def test_doors_of_tenants(door: PlainDoor) -> None:
         ("ok", f"acme.{entry}"), ("ok", "acme.1"), ("refused", f"acme.{forged}"),
     }  # fmt: skip
     assert await door.redis.exists(door.keys.log("rival.1")) == 0
-    assert (await door.shard.record("acme.1"))["ten"] == "acme"
+    assert (await door.shard.record("acme.1"))["tenant"] == "acme"
     assert await door.ops.remove_tenant("acme")
     assert not await door.ops.remove_tenant("acme")
     assert set((await door.poll("w")).tenants) == {None, "rival"}

@@ -145,7 +145,7 @@ def stop_with_entries_in_hand(first: WorkerProcess, client: PlainClient, ids: li
             fields = {"id": id, "prompt": "Hi", "max_tokens": "3", "answer": "json"}
             pipeline.xadd(KEYS.ingress(), fields)
         pipeline.execute()
-        if client.redis.xpending(KEYS.ingress(), "g")["pending"]:
+        if client.redis.xpending(KEYS.ingress(), "workers")["pending"]:
             return True
         # It was not waiting just then. What it will find is the same again: nothing runs twice.
         first.signal(signal.SIGCONT)
@@ -200,7 +200,7 @@ def test_latency_of_a_plain_request_to_an_idle_worker(
 
 async def end_of(shard: Shard) -> dict[str, Any]:
     (*_, (_, fields)) = await shard.redis.xrange(shard.keys.log("x"))
-    event: dict[str, Any] = json.loads(fields[b"e"])
+    event: dict[str, Any] = json.loads(fields[b"end"])
     assert list(event) == ["end", "n", "state", "reason", "message", "usage"]
     return event
 

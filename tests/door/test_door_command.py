@@ -16,8 +16,12 @@ def test_add_list_remove(redis_url: str, capsys: pytest.CaptureFixture[str]) -> 
     assert main(["door", "add", "acme", *at]) == 0
     assert main(["door", "add", "rival", "--json", *at]) == 0
     out, err = capsys.readouterr()
-    assert json.loads(out) == {"tenant": "rival", "stream": "ps:{m.0}:in:rival", "changed": True}
-    assert err == "ps:{m.0}:in:acme is read from now on\n"
+    assert json.loads(out) == {
+        "tenant": "rival",
+        "stream": "ps:{m.0}:ingress:rival",
+        "changed": True,
+    }
+    assert err == "ps:{m.0}:ingress:acme is read from now on\n"
     assert main(["door", "add", "acme", *at]) == 0
     assert "is read already" in capsys.readouterr().err
     with redis.Redis.from_url(redis_url) as client:

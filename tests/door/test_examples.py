@@ -61,7 +61,11 @@ def check(served: Server, done: subprocess.CompletedProcess[str], tenant: str) -
     id = record.removeprefix(KEYS.request(""))
     expected = "".join(map(chr, synthetic_tokens(_seed(id), [ord(c) for c in PROMPT], 64)))
     assert done.stdout == expected + "\n"
-    assert served.admin.hmget(record, "lane", "ten", "st") == ["critical", tenant, "completed"]
+    assert served.admin.hmget(record, "lane", "tenant", "state") == [
+        "critical",
+        tenant,
+        "completed",
+    ]
     assert id.startswith(f"{tenant}.") or tenant == "default"
     served.admin.delete(record, KEYS.log(id))
 

@@ -82,7 +82,8 @@ class Rig:
 
     async def attempts(self, request_id: str) -> int:
         """How often a request was claimed."""
-        return int(await self.env.direct.redis.hget(self.env.keys.request(request_id), "att"))
+        key = self.env.keys.request(request_id)
+        return int(await self.env.direct.redis.hget(key, "attempts"))
 
     async def end(self) -> None:
         """Send the workers home; nothing may be wrong, and nothing may be left."""

@@ -44,7 +44,9 @@ async def test_worker_clocks_an_hour_wrong(tmp_path: Path, monkeypatch: pytest.M
         assert rig.env.fleet.kill(victim)
         await asyncio.wait_for(running, 30)
         assert (await client.result("late", check=False)).reason is Reason.DEADLINE
-        accepted, ended = map(int, await redis.hmget(keys.request("late"), "t0", "t2"))
+        accepted, ended = map(
+            int, await redis.hmget(keys.request("late"), "accepted_at", "ended_at")
+        )
         assert DEADLINE_MS <= ended - accepted < DEADLINE_MS + 5000
         rig.check()
         assert rig.ledger.counts["completed"] == 12

@@ -161,7 +161,7 @@ async def test_kill_for_memory_is_blamed(
         wanted = [b"1", b"1"]
 
         async def blamed() -> bool:
-            return await redis.hmget(record, "died", "bad") == wanted
+            return await redis.hmget(record, "deaths", "blames") == wanted
 
         await rig.until(blamed, "a blame")
         await rig.env.client.cancel("poison")

@@ -186,7 +186,7 @@ async def test_any_node_will_do_and_the_slot_may_move(cluster: Cluster, tmp_path
             ]
             async with redis.asyncio.Redis.from_url(cluster.owner) as owner:
                 assert await owner.exists(KEYS.request("owner"), KEYS.request("other")) == 2
-                while int(await owner.hget(KEYS.request("other"), "n") or 0) < 20:
+                while int(await owner.hget(KEYS.request("other"), "tokens") or 0) < 20:
                     await asyncio.sleep(0.01)
             cluster.hand_over()
             results = await asyncio.wait_for(asyncio.gather(*readers), 30)

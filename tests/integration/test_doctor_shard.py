@@ -44,14 +44,14 @@ async def test_every_denied_command_is_named(client: Redis, any_redis_url: str, 
 @pytest.mark.parametrize(
     ("rules", "words"),
     [
-        (("~ps:{demo.0}:[^r]*", "&*", "+@all"), "~ps:{demo.0}:r:*"),
+        (("~ps:{demo.0}:[^r]*", "&*", "+@all"), "~ps:{demo.0}:request:*"),
         (("~*", "&*", "+@all", "-evalsha", "-eval"), "+evalsha +eval"),
         (("~*", "&*", "+@all", "-publish"), "+publish"),
         (("~*", "&*", "+@all", "-subscribe"), "+subscribe"),
-        (("~*", "resetchannels", "+@all"), "&ps:{demo.0}:c:*"),
-        (("~*", "resetchannels", "&ps:{demo.0}:c:*", "+@all"), "&ps:{demo.0}:i:*"),
-        (("~ps:{demo.0}:[^w]*", "&*", "+@all"), "~ps:{demo.0}:wl"),
-        (("~ps:{demo.0}:[^q]*", "&*", "+@all"), "~ps:{demo.0}:q:*"),
+        (("~*", "resetchannels", "+@all"), "&ps:{demo.0}:events:*"),
+        (("~*", "resetchannels", "&ps:{demo.0}:events:*", "+@all"), "&ps:{demo.0}:inbox:*"),
+        (("~ps:{demo.0}:[^b]*", "&*", "+@all"), "~ps:{demo.0}:bell"),
+        (("~ps:{demo.0}:[^q]*", "&*", "+@all"), "~ps:{demo.0}:queue:*"),
     ],
 )
 async def test_other_rights_that_are_missing(
@@ -66,8 +66,8 @@ async def test_what_the_doctor_asks_for_is_enough(client: Redis, any_redis_url: 
     commands = set().union(*(needed_commands(role) for role in ROLES))
     rules = [f"+{command.lower()}" for command in commands]
     url = await limited(
-        client, any_redis_url, "~ps:{demo.0}:*", "resetchannels", "&ps:{demo.0}:c:*",
-        "&ps:{demo.0}:i:*", "+evalsha", "+eval", "+publish", "+subscribe", "+ping", *rules,
+        client, any_redis_url, "~ps:{demo.0}:*", "resetchannels", "&ps:{demo.0}:events:*",
+        "&ps:{demo.0}:inbox:*", "+evalsha", "+eval", "+publish", "+subscribe", "+ping", *rules,
     )  # fmt: skip
     diagnosis = await examine(settings(url))
     assert find(diagnosis, "rights_producer").level is Level.OK

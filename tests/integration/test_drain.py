@@ -34,14 +34,14 @@ async def test_a_step_longer_than_the_lease_is_not_waited_for(
             for n in range(1, 6)
         ]
         for request_id in ids:
-            while await client.hget(KEYS.request(request_id), "st") != b"running":
+            while await client.hget(KEYS.request(request_id), "state") != b"running":
                 await asyncio.sleep(0.01)
         began = time.monotonic()
         assert await asyncio.to_thread(slow.terminate) == 0
         assert time.monotonic() - began < 2
         for request_id in ids:
             state, blames, deaths = await client.hmget(
-                KEYS.request(request_id), "st", "bad", "died"
+                KEYS.request(request_id), "state", "blames", "deaths"
             )
             assert (state, blames, deaths or b"0") == (b"queued", b"0", b"0")
         await asyncio.to_thread(workers.engine, "quick", model__path="synthetic")

@@ -146,7 +146,7 @@ async def test_the_plain_door_takes_them(producer: Producer, server: EmbeddedRed
         result = await asyncio.wait_for(_ended(producer, entry.decode()), 30)
         log = await client.xrange(KEYS.log(entry.decode()))
     assert [len(choice.token_ids) for choice in result.choices] == [4, 4]
-    shown = [json.loads(fields[b"d"]) for _, fields in log if b"d" in fields]
+    shown = [json.loads(fields[b"chunk"]) for _, fields in log if b"chunk" in fields]
     parts = [part for chunk in shown for part in chunk["parts"]]
     for choice in result.choices:
         mine = [part for part in parts if part["choice"] == choice.index]
@@ -215,7 +215,7 @@ async def test_every_choice_goes_on_when_its_worker_is_killed(
         async with redis.asyncio.Redis.from_url(redis_url) as client:
             await _wait_for_tokens(client, "three", 60)
             first.kill()
-            assert int(await client.hget(KEYS.request("best"), "n")) == 0
+            assert int(await client.hget(KEYS.request("best"), "tokens")) == 0
             workers.engine("second", **settings)
             three, best, beams = await asyncio.wait_for(readers, 60)
             log = await client.xrange(KEYS.log("three"))
@@ -230,14 +230,14 @@ async def test_every_choice_goes_on_when_its_worker_is_killed(
             assert result.usage.attempts == 2
             late = await producer.result(result.id)
             assert late.choices == result.choices
-    chunks = [unpack_event(fields[b"d"]) for _, fields in log if b"d" in fields]
+    chunks = [unpack_event(fields[b"chunk"]) for _, fields in log if b"chunk" in fields]
     assert sum(len(chunk.token_ids) for chunk in chunks) == 240  # type: ignore[union-attr]
 
 
 async def _wait_for_tokens(client: redis.asyncio.Redis, id: str, count: int) -> None:
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
-        if int(await client.hget(KEYS.request(id), "n") or 0) >= count:
+        if int(await client.hget(KEYS.request(id), "tokens") or 0) >= count:
             return
         await asyncio.sleep(0.005)
     pytest.fail(f"not {count} tokens")

@@ -179,7 +179,7 @@ def test_a_signal_cancels_what_submit_shows(
         process.send_signal(number)
         out, err = process.communicate(timeout=20)
         assert (process.returncode, out, err) == (code, b"", b"cancelled mine\n")
-        assert client.hget(KEYS.request("mine"), "st") == b"cancelled"
+        assert client.hget(KEYS.request("mine"), "state") == b"cancelled"
 
 
 PIPED = f"{sys.executable} -m penstock.producer.cli submit x --id mine --max-tokens 3000 --json"
@@ -199,7 +199,7 @@ def test_a_reader_that_leaves_the_pipe_cancels(environment: dict[str, str], redi
     assert json.loads(done.stdout)["event"] == "submitted"
     assert (done.returncode, done.stderr) == (1, b"cancelled mine\n")
     with redis.Redis.from_url(redis_url) as client:
-        assert client.hget(KEYS.request("mine"), "st") == b"cancelled"
+        assert client.hget(KEYS.request("mine"), "state") == b"cancelled"
 
 
 def test_a_reader_that_leaves_before_anything_is_written(
@@ -209,7 +209,7 @@ def test_a_reader_that_leaves_before_anything_is_written(
     done = leave_the_pipe(environment)
     assert (done.returncode, done.stderr) == (1, b"cancelled mine\n")
     with redis.Redis.from_url(redis_url) as client:
-        assert client.hget(KEYS.request("mine"), "st") == b"cancelled"
+        assert client.hget(KEYS.request("mine"), "state") == b"cancelled"
 
 
 def in_a_shell(line: str, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
@@ -229,7 +229,7 @@ def test_output_that_cannot_be_written(
         "cancelled mine\nerror: the output cannot be written: No space left on device\n",
     )
     with redis.Redis.from_url(redis_url) as client:
-        assert client.hget(KEYS.request("mine"), "st") == b"cancelled"
+        assert client.hget(KEYS.request("mine"), "state") == b"cancelled"
 
 
 @pytest.mark.usefixtures("worker")
@@ -291,7 +291,7 @@ def test_a_demo_whose_worker_dies(monkeypatch: pytest.MonkeyPatch, redis_url: st
     with pytest.raises(PenstockError, match="exit code 1: out of luck"):
         run_demo(settings, PlainView(make_view(json=True).console), [*WORKER, "--die-after", "20"])
     with redis.Redis.from_url(redis_url) as client:
-        states = [client.hget(key, "st") for key in client.scan_iter(KEYS.request("*"))]
+        states = [client.hget(key, "state") for key in client.scan_iter(KEYS.request("*"))]
         assert len(states) == 12
         assert set(states) <= {b"cancelled", b"completed"}
 

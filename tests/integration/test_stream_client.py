@@ -39,7 +39,7 @@ async def test_what_is_submitted_is_what_is_stored(producer: Producer, any_redis
     assert (submitted.id, submitted.state, submitted.n) == ("a.1", State.QUEUED, 0)
     assert (submitted.duplicate, submitted.waiting) == (False, 1)
     async with Client.from_url(any_redis_url) as client:
-        payload = await client.hget(producer.keys.request("a.1"), "pay")  # type: ignore[misc]
+        payload = await client.hget(producer.keys.request("a.1"), "payload")  # type: ignore[misc]
     assert Request.unpack(payload) == Request.build(
         id="a.1", prompt="The list type", lane="critical", tenant="docs", max_tokens=5, stop=["\n"]
     )

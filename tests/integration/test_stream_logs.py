@@ -133,7 +133,7 @@ async def test_an_end_below_what_was_read(
     log = writer.keys.log(writer.id)
     assert await redis_client.xrange(log, "10-0", "+") == []
     ((entry, fields),) = await redis_client.xrevrange(log, "+", "-", count=1)
-    assert (entry, unpack_event(fields[b"e"])) == (b"5-1", writer.end())
+    assert (entry, unpack_event(fields[b"end"])) == (b"5-1", writer.end())
 
 
 async def test_a_log_that_is_gone(

@@ -171,7 +171,9 @@ async def test_a_killed_workers_json_is_continued_in_mid_value(
         readers = asyncio.gather(*(producer.stream(s.id).collect() for s in submitted))
         async with redis.asyncio.Redis.from_url(redis_url) as client:
             while True:
-                counts = [int(await client.hget(KEYS.request(s.id), "n") or 0) for s in submitted]
+                counts = [
+                    int(await client.hget(KEYS.request(s.id), "tokens") or 0) for s in submitted
+                ]
                 if min(counts) >= 10:
                     break
         first.kill()

@@ -66,7 +66,7 @@ async def begun(client: redis.asyncio.Redis, worker: WorkerProcess) -> None:
     """Wait until all streams have begun and the worker has accepted drafts."""
 
     async def have() -> bool:
-        counts = [int(await client.hget(KEYS.request(id), "n") or 0) for id in PROMPTS]
+        counts = [int(await client.hget(KEYS.request(id), "tokens") or 0) for id in PROMPTS]
         return min(counts) >= BEGUN and await asyncio.to_thread(accepted, worker) > 0
 
     await eventually(have, "all have begun, and drafts were accepted", 30)
@@ -75,7 +75,7 @@ async def begun(client: redis.asyncio.Redis, worker: WorkerProcess) -> None:
 async def logged(client: redis.asyncio.Redis, id: str) -> tuple[list[int], int]:
     """A log's tokens, none missing and none twice; and how many the largest chunk has."""
     entries = await client.xrange(KEYS.log(id))
-    events = [unpack_event(fields[b"d"]) for _, fields in entries if b"d" in fields]
+    events = [unpack_event(fields[b"chunk"]) for _, fields in entries if b"chunk" in fields]
     chunks = [event for event in events if isinstance(event, Chunk)]
     tokens: list[int] = []
     for chunk in chunks:
@@ -98,7 +98,7 @@ async def test_a_machine_is_lost_amid_accepted_drafts(
         readers = asyncio.create_task(read_all(producer))
         await begun(client, first)
         first.kill()
-        before = {id: int(await client.hget(KEYS.request(id), "n")) for id in PROMPTS}
+        before = {id: int(await client.hget(KEYS.request(id), "tokens")) for id in PROMPTS}
         assert max(before.values()) < TOKENS
         second = workers.engine("second", **DRAFTS)
         results = await readers
@@ -119,7 +119,7 @@ async def test_one_is_cancelled_and_one_expires_amid_accepted_drafts(
         readers = asyncio.create_task(read_all(producer))
         await begun(client, worker)
         await producer.cancel("greedy")
-        await client.hset(KEYS.request("sampled"), "dl", 1)  # as if it were long over
+        await client.hset(KEYS.request("sampled"), "deadline", 1)  # as if it were long over
         await client.zadd(KEYS.deadlines, {"sampled": 1}, xx=True)
         results = await readers
         logs = {id: await logged(client, id) for id in PROMPTS}

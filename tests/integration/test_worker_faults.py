@@ -75,7 +75,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[Output]:
 
 async def owned_by(redis_url: str, worker: WorkerProcess, ids: Sequence[str]) -> set[str]:
     async with redis.asyncio.Redis.from_url(redis_url) as client:
-        owners = {i: (await client.hget(KEYS.request(i), "w")).decode() for i in ids}
+        owners = {i: (await client.hget(KEYS.request(i), "worker")).decode() for i in ids}
     return {i for i, owner in owners.items() if owner == worker.worker_id}
 
 
@@ -92,7 +92,7 @@ async def wait_for_tokens(redis_url: str, ids: Sequence[str], count: int) -> Non
     async with redis.asyncio.Redis.from_url(redis_url) as client:
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
-            counts = [int(await client.hget(KEYS.request(i), "n") or 0) for i in ids]
+            counts = [int(await client.hget(KEYS.request(i), "tokens") or 0) for i in ids]
             if min(counts) >= count:
                 return
             await asyncio.sleep(0.005)
@@ -112,7 +112,7 @@ async def check_nothing_left(redis_url: str) -> None:
         assert all(int(value) == 0 for value in waiting.values()), waiting
         assert await client.zcard(KEYS.deadlines) == 0
         constant = {
-            KEYS.lanes, KEYS.floors, KEYS.leases, KEYS.counters, KEYS.bell, KEYS.ingress(),
+            KEYS.lanes, KEYS.virtual_time, KEYS.leases, KEYS.counters, KEYS.bell, KEYS.ingress(),
         }  # fmt: skip
         async for key in client.scan_iter():
             name = key.decode()
@@ -173,7 +173,7 @@ async def test_a_worker_sweeps_several_times_in_a_lease(
                 await producer.submit([7], max_tokens=4000, ignore_eos=True)
         times: list[int] = []
         while len(times) < 8:
-            swept = int(await client.hget(KEYS.floors, "swept") or 0)
+            swept = int(await client.hget(KEYS.sweep, "swept_at") or 0)
             if swept and swept not in times:
                 times.append(swept)
             await asyncio.sleep(0.01)
@@ -197,7 +197,7 @@ async def test_drain_hands_over_and_loses_nothing(
     check_whole(results, expected)
     assert {r.id for r in results if r.usage and r.usage.attempts == 2} == moved
     async with redis.asyncio.Redis.from_url(redis_url) as client:
-        blames = [int(await client.hget(KEYS.request(i), "bad") or 0) for i in ids]
+        blames = [int(await client.hget(KEYS.request(i), "blames") or 0) for i in ids]
     assert blames == [0] * len(ids), "a drain is nobody's fault"
     await check_nothing_left(redis_url)
 

@@ -230,7 +230,7 @@ async def test_request_with_a_hole_in_its_log_ends_and_is_not_continued(
     async with Producer(redis_url) as own, redis.asyncio.Redis.from_url(redis_url) as server:
         first = workers.engine("first", worker__lease_ms=300, model__path="synthetic")
         submitted = await own.submit("a", max_tokens=5000)
-        while int(await server.hget(KEYS.request(submitted.id), "n") or 0) < 20:
+        while int(await server.hget(KEYS.request(submitted.id), "tokens") or 0) < 20:
             await asyncio.sleep(0.005)
         first.kill()
         (entry, _), *_ = await server.xrange(KEYS.log(submitted.id), count=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import hashlib
 import json
 import re
 from dataclasses import fields
@@ -28,10 +29,8 @@ from penstock.shared.protocol import (
 )
 from penstock.shared.protocol.option_reference import render_options
 from penstock.shared.protocol.request import REQUEST_OPTIONS
-from penstock.shared.scripts.ingress_operations import INGRESS_SCRIPTS
-from penstock.shared.scripts.log_operations import LOG_SCRIPTS
-from penstock.shared.scripts.operations import SCRIPTS, Bounds, Operations, RetryPolicy
-from penstock.shared.scripts.script_loader import load_script
+from penstock.shared.scripts.operations import RetryPolicy
+from penstock.shared.scripts.script_loader import load_script, script_names
 
 PROTOCOL = (DOCS / "protocol.md").read_text("utf-8")
 
@@ -94,7 +93,8 @@ def test_keys_are_those_of_the_code() -> None:
     built = {
         keys.request("<id>"), keys.log("<id>"), keys.channel("<id>"), keys.continued(Lane.NORMAL),
         keys.inbox("<inbox>"),
-        keys.suspects, keys.lanes, keys.floors, keys.leases, keys.owned("<worker>"),
+        keys.suspects, keys.lanes, keys.virtual_time, keys.sweep, keys.leases,
+        keys.owned("<worker>"),
         keys.deadlines, keys.readers, keys.counters, keys.bell, keys.dead_letters,
         keys.queue(Lane.NORMAL, "<tenant>"), keys.tenants(Lane.NORMAL), keys.ingress_tenants,
         keys.ingress(), keys.ingress("<tenant>"), keys.ended, keys.compacting("<id>"),
@@ -111,43 +111,53 @@ def test_keys_are_those_of_the_code() -> None:
 
 def test_scripts_and_which_of_them_run_at_maxmemory() -> None:
     documented = {code(row[0]): row[2] for row in table(PROTOCOL, "Script", "What it does")}
-    assert documented.keys() == {*SCRIPTS, *INGRESS_SCRIPTS, *LOG_SCRIPTS}
+    assert documented.keys() == set(script_names()) - {"probe"}
     for name, at_maxmemory in documented.items():
-        body = load_script(name).source.rpartition("-- ARGV")[2]
-        runs = "allow_oom(prefix)" in body
+        script = load_script(name)
+        runs = "\nallow_oom()\n" in script.source or "then allow_oom() end" in script.source
+        assert runs == script.header.runs_at_maxmemory, name
         assert at_maxmemory == ("runs" if runs else "refused"), name
 
 
-class _Recorder:
-    """Stands where the server is, and keeps what would have been sent."""
-
-    def __init__(self) -> None:
-        self.sent: list[tuple[Any, ...]] = []
-
-    def pipeline(self, transaction: bool = True) -> Any:
-        return self
-
-    def execute_command(self, *command: Any) -> None:
-        self.sent.append(command)
-
-    async def execute(self, raise_on_error: bool = True) -> list[Any]:
-        return [[b"ok", 1]]
+def test_key_types_are_those_of_the_headers() -> None:
+    types = {code(row[0]): row[1] for row in table(PROTOCOL, "Key", "Type")}
+    words = {"zset": "sorted set"}
+    for name in script_names():
+        for key in load_script(name).header.keys:
+            shown = re.sub(r"<(own_id|ids)>", "<id>", key.template)
+            shown = re.sub(r":(critical|normal|batch)$", ":<lane>", shown)
+            if shown != "<ingress>":
+                assert types[shown].startswith(words.get(key.kind, key.kind)), (name, shown)
 
 
-async def test_keys_and_arguments_of_submit() -> None:
-    recorder = _Recorder()
-    operations = Operations(recorder, Keys("demo"))
-    request = Request.build(id="hello", prompt="The list type", max_tokens=4, temperature=0.0)
-    await operations.submit(request, bounds=Bounds(), default_deadline_ms=5)
-    _, _, num_keys, *rest = recorder.sent[0]
+def test_keys_and_arguments_of_submit_are_those_of_its_header() -> None:
+    header = load_script("submit").header
     keys = [code(row[1]) for row in table(PROTOCOL, "KEYS")]
-    shown = [k.replace("<id>", "hello").replace("<lane>", "normal") for k in keys]
-    shown = [k.replace("<tenant>", "default") for k in shown]
-    assert [f"ps:{{demo.0}}:{name}" for name in shown] == rest[:num_keys]
-    assert len(table(PROTOCOL, "ARGV")) == len(rest) - num_keys
-    assert f"EVALSHA <sha1 of the source> {num_keys} <keys> <arguments>" in PROTOCOL
-    # In the transcript the digest of exactly this payload was stored.
-    assert rest[num_keys + 5] == transcript_values("HGETALL")[13]
+    assert keys == [key.template for key in header.keys]
+    assert f"EVALSHA <sha1 of the source> {len(keys)} <keys> <arguments>" in PROTOCOL
+    rows = table(PROTOCOL, "ARGV", "Name", "Type")
+    assert [code(row[1]) for row in rows] == [argument.name for argument in header.arguments]
+    for row, argument in zip(rows, header.arguments, strict=True):
+        shown = "|".join(row[2].replace("`", "").replace("empty", "").split(", "))
+        assert shown == argument.kind, argument.name
+
+
+def test_acl_examples_grant_what_the_scripts_run() -> None:
+    scripts = [load_script(name).header for name in script_names()]
+    for role, direct in (("producer", {"hmget", "xrange"}), ("worker", {"hmget", "xread"})):
+        (rules,) = re.findall(rf"^ACL SETUSER {role} (.*)$", PROTOCOL, re.MULTILINE)
+        granted = set(re.findall(r"\+(\w+)", rules))
+        needed = {c.lower() for header in scripts if header.role == role for c in header.commands}
+        assert needed | direct <= granted, role
+        connection = {"ping", "info", "eval", "evalsha", "subscribe", "unsubscribe"}
+        assert granted <= needed | direct | connection, role
+
+
+def test_digest_in_the_transcript_is_that_of_the_request() -> None:
+    request = Request.build(id="hello", prompt="The list type", max_tokens=4, temperature=0.0)
+    values = transcript_values("HGETALL")
+    record = dict(zip(values[::2], values[1::2], strict=True))
+    assert record[b"digest"] == hashlib.sha256(request.pack()).digest()[:16]
 
 
 def test_limits_of_retries() -> None:
@@ -238,9 +248,9 @@ def test_captured_log_entries_are_named_by_token_count() -> None:
     for entry, field, packed in zip(values[::3], values[1::3], values[2::3], strict=True):
         event = unpack_event(packed)
         if isinstance(event, Chunk):
-            assert (entry.decode(), field) == (f"{event.stop}-0", b"d")
+            assert (entry.decode(), field) == (f"{event.stop}-0", b"chunk")
         else:
-            assert (entry.decode(), field) == (f"{event.n}-1", b"e")
+            assert (entry.decode(), field) == (f"{event.n}-1", b"end")
     assert values[2::3] == [
         v for v in transcript_values("SUBSCRIBE") if v[:1] in (b"\x94", b"\x96")
     ]
@@ -250,9 +260,9 @@ def test_captured_record_is_the_one_of_these_events() -> None:
     values = transcript_values("HGETALL")
     record = dict(zip(values[::2], values[1::2], strict=True))
     assert record[b"end"] == transcript_values("XRANGE")[-1]
-    assert (record[b"st"], record[b"n"]) == (b"completed", b"4")
+    assert (record[b"state"], record[b"tokens"]) == (b"completed", b"4")
     source = (ROOT / "shared/scripts/lua/lib/finish.lua").read_text("utf-8")
-    described = re.split(r"local function", source)[0]
+    described = source.partition("local FIELDS")[0]
     for field in [*(name.decode() for name in record), *stable_fields()]:
         assert re.search(rf"\b{field}\b", described), field
 

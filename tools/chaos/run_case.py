@@ -133,5 +133,5 @@ class CaseRunner:
         return {
             name.decode(): value.decode(errors="replace")
             for name, value in record.items()
-            if name not in (b"pay", b"end", b"dg")
+            if name not in (b"payload", b"end", b"digest")
         }

@@ -123,7 +123,7 @@ class _Meter:
         return (starts[wanted] - arrivals[wanted]) * 1000
 
     async def _kill_owner(self, request_id: str, *, lost: bool) -> Machine:
-        owner = (await self._field(request_id, "w")).decode()
+        owner = (await self._field(request_id, "worker")).decode()
         victim = next(m for m in self._fleet.machines if m.worker_id == owner)
         if lost:
             self._fleet.kill_machine(victim)
@@ -133,7 +133,7 @@ class _Meter:
 
     async def _resumed_at(self, request_id: str) -> int:
         """The number of tokens at its latest claim."""
-        return int(await self._field(request_id, "nb"))
+        return int(await self._field(request_id, "claimed_tokens"))
 
     async def _field(self, request_id: str, name: str) -> bytes:
         value: bytes | None = await self._redis.hget(  # type: ignore[misc]

@@ -1,14 +1,13 @@
 """Which rights this user lacks for what a producer or a worker does.
 
-The commands of a role are read from its scripts, so that the list cannot be out of date. Each is
-tried in a form that changes nothing: on a key that does not exist, or with an argument that is
-refused after the rights were looked at. (``ACL DRYRUN`` would need an administrator's rights, and
+The commands of a role come from its scripts, so the list cannot be out of date. Each is tried in a
+form that changes nothing: on a key that does not exist, or with an argument that Redis refuses
+after it has checked the rights. (``ACL DRYRUN`` would need an administrator's rights, and
 Redis 7.)
 """
 
 from __future__ import annotations
 
-import re
 import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -17,23 +16,17 @@ from redis.exceptions import NoPermissionError, ResponseError
 
 from penstock.shared.keys import GROUP, Keys
 from penstock.shared.protocol.states import Lane
-from penstock.shared.scripts.ingress_operations import INGRESS_SCRIPTS
-from penstock.shared.scripts.log_operations import LOG_SCRIPTS
-from penstock.shared.scripts.script_loader import Call, load_script
+from penstock.shared.scripts.script_loader import load_script, script_names
 
 from .findings import Finding, Level
 from .redis_probe import Patient, is_denial
 
 __all__ = ["ROLES", "Rights", "look_at_rights", "needed_commands"]
 
-ROLES: Mapping[str, tuple[str, ...]] = {
-    "producer": ("submit", "cancel", "reader_heartbeat"),
-    "worker": ("claim", "append", "sweep", "release", "audit", *INGRESS_SCRIPTS, *LOG_SCRIPTS),
-}
-"""The scripts each role runs."""
+ROLES = ("producer", "worker")
+"""Who runs scripts in production; the header of each script says which."""
 
 _DIRECT = {"producer": {"HMGET", "XRANGE"}, "worker": {"HMGET", "XREAD", "XREADGROUP"}}
-_COMMAND = re.compile(r"""(?:redis\.p?call\(|attempt\((?:nil|also|'[^']*'),)\s*'([A-Z]+)'""")
 
 # In each, the key's name stands for None.
 _HARMLESS: Mapping[str, tuple[str | None, ...]] = {
@@ -95,9 +88,9 @@ class Rights:
 
 def needed_commands(role: str) -> set[str]:
     """Every command that a role runs, in scripts and outside; without pub/sub."""
-    sources = (load_script(name).source for name in ROLES[role])
-    found = {command for source in sources for command in _COMMAND.findall(source)}
-    return (found | _DIRECT[role]) - {"PUBLISH"}
+    headers = (load_script(name).header for name in script_names())
+    commands = [header.commands for header in headers if header.role == role]
+    return (_DIRECT[role].union(*commands)) - {"PUBLISH"}
 
 
 async def find_rights(patient: Patient, keys: Keys) -> Rights:
@@ -123,11 +116,13 @@ async def find_rights(patient: Patient, keys: Keys) -> Rights:
         words.append(len(command))
         words.extend(command)
     # One key declared: if a declared one is denied, so is the script as a whole.
-    (reply,) = await patient.calls([Call(load_script("probe"), (record,), words)])
+    (reply,) = await patient.calls(
+        [load_script("probe").call(keys.prefix, id=scratch, words=words)]
+    )
     can_subscribe = await _can_subscribe(patient, keys.channel(scratch))
     if isinstance(reply, ResponseError):
         no_key = "key" in str(reply)
-        closed_keys = ("r:*",) if no_key else ()
+        closed_keys = ("request:*",) if no_key else ()
         return Rights(not no_key, frozenset(), closed_keys, False, not can_subscribe)
     errors = [text.decode(errors="replace") for text in reply]
     denied = frozenset(name for name, text in zip(names, errors, strict=False) if is_denial(text))
@@ -143,15 +138,15 @@ async def find_rights(patient: Patient, keys: Keys) -> Rights:
 def _families(keys: Keys, scratch: str) -> list[tuple[str, tuple[str, ...]]]:
     """A command that changes nothing for every kind of key, each fit for the key's type."""
     found: list[tuple[str, tuple[str, ...]]] = [
-        ("t:*", ("XDEL", keys.log(scratch), "0-1")),
-        ("z:*", ("XDEL", keys.compacting(scratch), "0-1")),
-        ("q:*", ("XDEL", keys.queue(Lane.NORMAL, scratch), "0-1")),
-        ("own:*", ("HDEL", keys.owned(scratch), scratch)),
+        ("log:*", ("XDEL", keys.log(scratch), "0-1")),
+        ("compacting:*", ("XDEL", keys.compacting(scratch), "0-1")),
+        ("queue:*", ("XDEL", keys.queue(Lane.NORMAL, scratch), "0-1")),
+        ("owned:*", ("HDEL", keys.owned(scratch), scratch)),
     ]
     sets = (keys.lanes, keys.leases, keys.deadlines, keys.ended, *map(keys.tenants, Lane))
     streams = (keys.bell, keys.dead_letters, *map(keys.continued, Lane), keys.suspects)
     lasting: list[tuple[str, ...]] = [("ZREM", key, scratch) for key in sets]
-    lasting += [("HDEL", key, scratch) for key in (keys.floors, keys.counters)]
+    lasting += [("HDEL", key, scratch) for key in (keys.virtual_time, keys.sweep, keys.counters)]
     lasting += [("XDEL", key, "0-1") for key in streams]
     return found + [(command[1].removeprefix(keys.prefix), command) for command in lasting]
 
@@ -189,7 +184,7 @@ def _judge(role: str, rights: Rights, keys: Keys) -> Finding:
     if rights.subscribe and role == "producer":
         lacks.append("+subscribe")
     if (rights.publish or (rights.subscribe and role == "producer")) and not rights.scripts:
-        lacks.append(f"&{keys.prefix}c:* &{keys.prefix}i:*")
+        lacks.append(f"&{keys.prefix}events:* &{keys.prefix}inbox:*")
     name = f"rights_{role}"
     if not lacks:
         return Finding(name, Level.OK, f"all that a {role} needs")

@@ -10,7 +10,7 @@ from redis.exceptions import ResponseError
 from penstock.shared.keys import GROUP, Keys
 from penstock.shared.protocol.states import Lane
 from penstock.shared.scripts.operations import Bounds
-from penstock.shared.scripts.script_loader import Call, load_script
+from penstock.shared.scripts.script_loader import load_script
 
 from ..report import Number
 from .findings import Finding, Level
@@ -23,11 +23,14 @@ _MOST_KEYS = 100_000
 _MOST_RECOUNTED = 20_000
 _SCAN = 1000
 
-LASTING = ("act:critical", "act:normal", "act:batch", "lanes", "vt", "wl", "cnt", "bell", "dlq",
-           "dl", "rd", "doors", "in")  # fmt: skip
+LASTING = (
+    "tenants:critical", "tenants:normal", "tenants:batch", "lanes", "virtual_time", "sweep",
+    "leases", "counters", "bell", "dead_letters", "deadlines", "readers", "ingress_tenants",
+    "ingress",
+)  # fmt: skip
 """Keys without expiry by design."""
 
-LASTING_PREFIXES = ("q:", "own:", "in:")
+LASTING_PREFIXES = ("queue:", "continued:", "suspects", "owned:", "ingress:")
 """The same, for as long as requests wait or run, or a tenant has a door."""
 
 
@@ -173,9 +176,9 @@ class Shard:
                 "counters", Level.NOTE, f"not recounted: {alive} requests have not ended",
                 "a recount holds the server for about 10 us each", "--repair recounts anyway",
             )  # fmt: skip
-        names = (self.keys.deadlines, self.keys.counters)
-        args = (self.keys.prefix,) if repair else (self.keys.prefix, "look")
-        (reply,) = await self.patient.calls([Call(load_script("rebuild_counters"), names, args)])
+        mode = "repair" if repair else "check"
+        call = load_script("rebuild_counters").call(self.keys.prefix, mode=mode)
+        (reply,) = await self.patient.calls([call])
         if isinstance(reply, ResponseError):
             return _unreadable(reply)
         _, wrong = reply

@@ -1,64 +1,102 @@
 --@include lib/common.lua
 --@include lib/queue.lua
---@include lib/enqueue.lua
+--@include lib/accept.lua
 --@include lib/finish.lua
 --@include lib/ingress.lua
--- accept_ingress: one entry of an intake stream becomes a request, exactly once, with the same verdict and
--- bounds as submit; or gets its End, which says why not. Its time counts from when it was added.
+-- accept_ingress: an entry of an ingress stream becomes a request, exactly once, with the verdicts
+-- and bounds of submit; or its End says why not. Its time counts from when it was added.
 --
--- Runs at maxmemory: what it stores is in Redis already. (It may use a kilobyte more per request
--- than it frees; how many there may be is bounded.)
+-- For worker; runs at maxmemory. (What it stores is in Redis already. It may use a kilobyte more
+-- per request than it frees; how many there may be is bounded.)
 --
--- KEYS  1 in or in:<tenant>  stream   2 r:<id>  hash   3 t:<id>  stream   4 q:<lane>:<tenant>  stream
---       5 act:<lane>  zset   6 lanes  zset   7 vt  hash   8 dl  zset   9 cnt  hash   10 bell  stream
---       11 r:<own name>  hash   12 t:<own name>  stream; see lib/ingress.lua
--- ARGV  1 prefix   2 entry   3 id   4 own name: the id that nobody else may have
---       5 lane   6 tenant   7 payload   8 digest of the payload   9 cost in tokens (estimate)
---       10 output tokens in it   11 deadline_ms   12 max_queue_ms, 0: none   13 retention_ms
---       14 'json' if answers are to be JSON   15..18 bounds, as in submit
---       19 'cancel' if it is to end when its last reader has left
--- Reply {verdict, id answered}: 'ok', 'dup' (nothing changed), 'conflict', 'full' or 'late' (it
---       got an End), 'broken' (so did it: a key of its own is of a wrong type), 'gone' (another
---       worker was first)
-local prefix, entry, rid, own = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
-local retention, json = tonumber(ARGV[13]), ARGV[14] == 'json'
-allow_oom(prefix)
-if not entry_exists(KEYS[1], entry) then
-  remove_entry(KEYS[1], entry)
+-- KEYS
+--   <ingress>               stream  ingress or ingress:<tenant>
+--   request:<id>            hash
+--   log:<id>                stream
+--   queue:<lane>:<tenant>   stream
+--   tenants:<lane>          zset
+--   lanes                   zset
+--   virtual_time            hash
+--   deadlines               zset
+--   counters                hash
+--   bell                    stream
+--   request:<own_id>        hash
+--   log:<own_id>            stream
+-- ARGV
+--   entry                   entry   in the ingress stream
+--   id                      name
+--   own_id                  name    the id that no other request may have, see lib/ingress.lua
+--   lane                    critical|normal|batch
+--   tenant                  name
+--   payload                 text
+--   digest                  text    of the payload
+--   cost                    whole   estimated tokens in all
+--   output_cost             whole   of these, output tokens
+--   deadline_ms             whole   from when the entry was added
+--   max_queue_ms            whole   the same; 0: no bound
+--   retention_ms            whole   how long the record outlives its end
+--   max_requests            whole   bounds, as in submit
+--   max_tokens              whole
+--   max_bytes               whole
+--   max_tenant_requests     whole
+--   answer                  |msgpack|json     form of the log
+--   on_disconnect           |continue|cancel  cancel: ends when its last reader has left
+-- Reply {verdict, id answered}; verdict is 'ok', 'dup' (nothing changed), 'conflict', 'full' or
+--       'late' (it got an End), 'broken' (the same: a key of its own has another type), 'gone'
+--       (another worker was first)
+local entry, id, own_id, lane, tenant, payload, digest, cost, output_cost, deadline_ms,
+  max_queue_ms, retention_ms, max_requests, max_tokens, max_bytes, max_tenant_requests, answer,
+  on_disconnect =
+  arguments(12, 18)
+local ingress = KEYS[1]
+entry_id('entry', entry)
+name('id', id)
+name('own_id', own_id)
+deadline_ms, retention_ms = whole('deadline_ms', deadline_ms), whole('retention_ms', retention_ms)
+local request = {
+  lane = lane_name(lane), tenant = name('tenant', tenant), payload = payload, digest = digest,
+  cost = whole('cost', cost), output_cost = whole('output_cost', output_cost),
+  deadline_ms = deadline_ms, max_queue_ms = whole('max_queue_ms', max_queue_ms), epoch = 0,
+  answer = one_of('answer', answer, '', 'msgpack', 'json'),
+  on_disconnect = one_of('on_disconnect', on_disconnect, '', 'continue', 'cancel'),
+}
+local bounds = {
+  whole('max_requests', max_requests), whole('max_tokens', max_tokens),
+  whole('max_bytes', max_bytes), whole('max_tenant_requests', max_tenant_requests),
+}
+allow_oom()
+if not entry_exists(ingress, entry) then
+  remove_entry(ingress, entry)
   return {'gone', ''}
 end
 
 local function no(verdict, state, reason, message)
-  return {verdict, answer_refusal(prefix, rid, own, state, reason, message, json, retention)}
+  return {verdict, answer_refusal(id, own_id, state, reason, message, answer, retention_ms)}
 end
 
 local function judge()
   local now = now_ms()
-  local added, life = added_at(entry, now), tonumber(ARGV[11])
-  if added + life <= now and redis.call('EXISTS', KEYS[2]) == 0 then
+  local added = added_at(entry, now)
+  if added + deadline_ms <= now and redis.call('EXISTS', PREFIX .. 'request:' .. id) == 0 then
     return no('late', 'expired', 'deadline', 'its deadline passed before a worker looked')
   end
-  local verdict = accept(prefix, rid, {
-    lane = ARGV[5], tenant = ARGV[6], payload = ARGV[7], digest = ARGV[8],
-    cost = tonumber(ARGV[9]), out = tonumber(ARGV[10]), life = life, wait = tonumber(ARGV[12]),
-    epoch = 0, answer = ARGV[14], on_disconnect = ARGV[19],
-  }, {tonumber(ARGV[15]), tonumber(ARGV[16]), tonumber(ARGV[17]), tonumber(ARGV[18])}, added,
-    retention)
+  local verdict = accept(id, request, bounds, added, retention_ms)
   if is_error(verdict) then
     if not string.find(verdict.err, 'WRONGTYPE', 1, true) then error(verdict.err) end
-    return no('broken', 'failed', 'engine_error', 'a key of this request holds another type in Redis')
+    return no('broken', 'failed', 'engine_error',
+      'a key of this request holds another type in Redis')
   end
   if verdict[1] == 'conflict' then
-    return no('conflict', 'failed', 'invalid', 'id: ' .. rid ..
+    return no('conflict', 'failed', 'invalid', 'id: ' .. id ..
       ' was already submitted with another payload; use a new id')
   end
   if verdict[1] == 'full' then
     return no('full', 'failed', 'queue_full', 'the bound on queued ' .. verdict[2] .. ' (' ..
       verdict[3] .. ') is reached; try again later')
   end
-  return {verdict[1], rid}
+  return {verdict[1], id}
 end
 
 local reply = judge()
-remove_entry(KEYS[1], entry)
+remove_entry(ingress, entry)
 return reply

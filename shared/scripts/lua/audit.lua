@@ -3,27 +3,45 @@
 --@include lib/finish.lua
 --@include lib/requeue.lua
 --@include lib/requeue_owned.lua
--- audit: a worker says which claims it knows of; what it owns here by others goes back to the
--- queues, without blame. Runs at maxmemory.
+-- audit: a worker says which claims it knows of; what it owns by other claims goes back to the
+-- queues, without blame. This heals a claim whose reply was lost: a worker runs it after every
+-- exchange whose outcome is unknown.
 --
--- By epoch, and not by id alone: a worker whose lease lapsed unnoticed may own anew, by a claim it
--- never heard of, what it knows from the claim before.
+-- By epoch, and not by id alone: a worker whose lease lapsed unnoticed may own a request anew, by a
+-- claim whose reply it never got.
 --
--- This heals a claim whose reply was lost: to be run after every exchange whose outcome is unknown.
+-- For worker; runs at maxmemory.
 --
--- KEYS  1 own:<wid>  hash   2 wl  zset   3 q:!:critical  stream   4 q:?  stream   5 dl  zset
---       6 cnt  hash   7 dlq  stream   8 bell  stream   9 q:!:normal  stream
---       10 q:!:batch  stream
---       and, found in own:<wid>: r:<id>, t:<id> and the queue of each request
--- ARGV  1 prefix   2 worker id   3 max_blames   4 max_attempts   5 retention_ms
---       6... known claims: id, epoch
+-- KEYS
+--   owned:<worker>          hash
+--   leases                  zset
+--   continued:critical      stream
+--   continued:normal        stream
+--   continued:batch         stream
+--   suspects                stream
+--   deadlines               zset
+--   counters                hash
+--   dead_letters            stream
+--   bell                    stream
+-- More keys, found in owned:<worker>: request:<id>, log:<id> and the queue of each request
+-- ARGV
+--   worker                  name
+--   max_blames              whole
+--   max_attempts            whole
+--   retention_ms            whole
+--   known...                text    the claims it knows of: id, epoch, id, epoch, ...
 -- Reply {requests given back, 1 if there are more: call again}
-local prefix = ARGV[1]
-allow_oom(prefix)
+local worker, max_blames, max_attempts, retention_ms = arguments(10, 4, 'arguments')
+if #ARGV % 2 ~= 0 then error('wanted an epoch for each known claim') end
+local policy = {
+  max_blames = whole('max_blames', max_blames), max_attempts = whole('max_attempts', max_attempts),
+}
+name('worker', worker)
+retention_ms = whole('retention_ms', retention_ms)
 local known = {}
-for i = 6, #ARGV, 2 do known[ARGV[i]] = ARGV[i + 1] end
-local function is_astray(rid, claim) return known[rid] ~= string.match(claim, '^%d+') end
-local count, more = requeue_owned(prefix, ARGV[2], is_astray, 0, tonumber(ARGV[3]), tonumber(ARGV[4]),
-  tonumber(ARGV[5]))
-if count > 0 then wake_workers(prefix) end
+for i = 5, #ARGV, 2 do known[ARGV[i]] = string.format('%d', whole('known', ARGV[i + 1])) end
+allow_oom()
+local function is_unknown(id, claim) return known[id] ~= string.match(claim, '^%d+') end
+local count, more = requeue_owned(worker, is_unknown, 0, policy, retention_ms)
+if count > 0 then wake_workers() end
 return {count, more and 1 or 0}

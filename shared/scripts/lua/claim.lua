@@ -1,38 +1,64 @@
 --@include lib/common.lua
 --@include lib/queue.lua
 --@include lib/finish.lua
--- claim: give a worker the next requests, fairly, and renew its lease. Runs at maxmemory.
+-- claim: give a worker the next requests, fairly, and renew its lease.
 --
--- Order: continued work by lane, one suspect, then lanes by virtual time (weights 8:4:1) and tenants
--- inside a lane by virtual time in tokens. What is past its time is ended here, not handed out.
+-- Order: continued work by lane, one suspect, then lanes by virtual time (weights 8:4:1) and
+-- tenants inside a lane by virtual time in tokens. A request past its time is ended here, not
+-- handed out.
 --
 -- One claim takes no more than what waits divided by the living workers, rounded up: guided
--- self-scheduling (Polychronopoulos, Kuck, 1987). Chance decides who hears of a burst first, and
--- that one would take all of it, to be served one after the other beside idle workers.
+-- self-scheduling (Polychronopoulos, Kuck, 1987). Chance decides which worker hears of a burst
+-- first; that one would take all of it and serve it in turn, beside idle workers.
 --
--- KEYS  1 q:!:critical  stream   2 q:?  stream   3 lanes  zset   4 vt  hash   5 act:critical  zset
---       6 act:normal  zset   7 act:batch  zset   8 wl  zset   9 own:<wid>  hash   10 dl  zset
---       11 cnt  hash   12 bell  stream   13 q:!:normal  stream   14 q:!:batch  stream
---       and, found while running: q:<lane>:<tenant>, r:<id>, t:<id> of the claimed requests
--- ARGV  1 prefix   2 worker id   3 lease_ms   4 requests wanted   5 tokens wanted
---       6 '1' if the worker runs no suspect now   7 retention_ms
---       8 the least urgent lane to claim from: 'batch' for all; with another one, only work of this
---         lane and those before it, for a worker that would displace less urgent work; fresh work
---         only while that is not far ahead of its share
--- Reply {now, last bell id, claims, more}; more is 1 if nothing but the share ended the claiming,
---       and whoever has room is to claim again at once; a claim is
---       {id, epoch, n, attempts, suspect, payload, accepted ms ago, ms queued before the first
+-- For worker; runs at maxmemory.
+--
+-- KEYS
+--   leases                  zset
+--   owned:<worker>          hash
+--   continued:critical      stream
+--   continued:normal        stream
+--   continued:batch         stream
+--   suspects                stream
+--   lanes                   zset
+--   tenants:critical        zset
+--   tenants:normal          zset
+--   tenants:batch           zset
+--   virtual_time            hash
+--   deadlines               zset
+--   counters                hash
+--   bell                    stream
+-- More keys, found while running: queue:<lane>:<tenant>, and request:<id>, log:<id> of each claim
+-- ARGV
+--   worker                  name
+--   lease_ms                whole
+--   requests                whole   how many at most
+--   tokens                  whole   of about so many tokens
+--   suspect                 0|1     1: it may get a suspect, because it runs none now
+--   retention_ms            whole
+--   least_urgent            critical|normal|batch  only work of this lane and of more urgent ones;
+--                           unless batch: no suspects, and fresh work only while its lane is not
+--                           far ahead of its share (for a worker that would displace other work)
+-- Reply {now, last bell id, claims, more}; more is 1 if only the worker's share ended the claiming:
+--       a worker with room claims again at once. A claim is
+--       {id, epoch, tokens, attempts, suspect, payload, accepted ms ago, ms queued before the first
 --        claim, ms from acceptance to first token or -1, ms to the deadline, log}
---       where log is what XRANGE of t:<id> gives if n > 0, else empty. The reply's size is bounded
---       by the tokens wanted, plus one request.
-local prefix, wid, retention = ARGV[1], ARGV[2], tonumber(ARGV[7])
-local want, budget = tonumber(ARGV[4]), tonumber(ARGV[5])
-allow_oom(prefix)
+--       where log is what XRANGE of log:<id> gives if there are tokens, else empty. The tokens
+--       wanted bound the reply's size, plus one request.
+local worker, lease_ms, want, budget, suspect, retention_ms, least_urgent = arguments(14, 7)
+name('worker', worker)
+lease_ms, retention_ms = whole('lease_ms', lease_ms), whole('retention_ms', retention_ms)
+want, budget = whole('requests', want), whole('tokens', budget)
+one_of('suspect', suspect, '0', '1')
+lane_name(least_urgent)
+local OWNED, LANES = PREFIX .. 'owned:' .. worker, PREFIX .. 'lanes'
+local VIRTUAL_TIME, SUSPECTS = PREFIX .. 'virtual_time', PREFIX .. 'suspects'
+allow_oom()
 local now = now_ms()
-redis.call('ZADD', KEYS[8], now + tonumber(ARGV[3]), wid)
+redis.call('ZADD', PREFIX .. 'leases', now + lease_ms, worker)
 
--- By how much virtual time (tokens over weight) work that displaces other work may be ahead of a
--- less urgent lane that waits: a burst of it is served at once, a flood gets its share.
+-- By how much virtual time (tokens over weight) displacing work may be ahead of a less urgent lane
+-- that waits: a burst of it is served at once, a flood gets its share.
 local MAX_AHEAD = 1024
 
 -- Bounded: every turn claims, ends or drops one entry, or retires an idle tenant or lane.
@@ -40,19 +66,19 @@ local MAX_TURNS = 1024
 local turns = 0
 local claims = {}
 
-local all_lanes = ARGV[8] == 'batch'
-local least_weight = WEIGHT[ARGV[8]]
+local all_lanes = least_urgent == 'batch'
+local least_weight = WEIGHT[least_urgent]
 
 local waiting = 0
 local function share()
   for lane, weight in pairs(WEIGHT) do
     if weight >= least_weight then
-      local count = attempt(nil, 'HGET', KEYS[11], 'requests:' .. lane)
+      local count = attempt(nil, 'HGET', PREFIX .. 'counters', 'requests:' .. lane)
       waiting = waiting + (tonumber(count or 0) or 0)
     end
   end
-  -- Itself among them: its lease was renewed just now.
-  local workers = redis.call('ZCOUNT', KEYS[8], '(' .. now, '+inf')
+  -- This worker among them: its lease was renewed just now.
+  local workers = redis.call('ZCOUNT', PREFIX .. 'leases', '(' .. now, '+inf')
   return math.max(1, math.ceil(waiting / workers))
 end
 
@@ -67,17 +93,17 @@ end
 -- Read the next entry of a queue: its id and fields as a table, or nil.
 local function read_next(queue)
   if redis.call('EXISTS', queue) == 0 then return nil end
-  local got = attempt('NOGROUP', 'XREADGROUP', 'GROUP', GROUP, wid, 'COUNT', '1', 'STREAMS', queue,
-    '>')
+  local got = attempt('NOGROUP', 'XREADGROUP', 'GROUP', GROUP, worker, 'COUNT', '1', 'STREAMS',
+    queue, '>')
   if got == nil then
-    -- Not a stream, or one that somebody made without a group.
+    -- Not a stream, or one that was made by hand, without a group.
     if not attempt(nil, 'XGROUP', 'CREATE', queue, GROUP, '0') then return nil end
-    got = redis.call('XREADGROUP', 'GROUP', GROUP, wid, 'COUNT', '1', 'STREAMS', queue, '>')
+    got = redis.call('XREADGROUP', 'GROUP', GROUP, worker, 'COUNT', '1', 'STREAMS', queue, '>')
   end
   if not got then
     -- From Redis 7.2 on, reading nothing makes a consumer, too. An empty stream is what a script
     -- cut short left behind.
-    drop_entry(queue, '0-1', wid)
+    drop_entry(queue, '0-1', worker)
     return nil
   end
   local entry, values = got[1][2][1][1], {}
@@ -87,69 +113,70 @@ end
 
 -- An entry whose request has no record: end it for its readers, and give back what it counted.
 local function drop_missing(queue, entry, values)
-  local cost, bytes = tonumber(values.c), tonumber(values.b)
-  if cost and bytes and values.l and values.t then
-    count_queued(prefix, -1, values.l, values.t, cost, bytes)
+  local cost, bytes = tonumber(values.cost), tonumber(values.bytes)
+  if cost and bytes and values.lane and values.tenant then
+    count_queued(-1, values.lane, values.tenant, cost, bytes)
   end
-  if values.r then end_orphan(prefix, values.r, nil, nil, now, retention) end
-  drop_entry(queue, entry, wid)
+  if values.id then end_orphan(values.id, nil, nil, now, retention_ms) end
+  drop_entry(queue, entry, worker)
 end
 
-local function fail(rid, rec, state, reason, message)
-  finish(prefix, rid, rec, {state = state, reason = reason, message = message}, now, retention)
+local function fail(id, rec, state, reason, message)
+  finish(id, rec, {state = state, reason = reason, message = message}, now, retention_ms)
 end
 
--- The log of a request to be continued, and whether it holds n tokens; the log is the truth.
-local function read_log(rid, rec)
-  local log = attempt(nil, 'XRANGE', prefix .. 't:' .. rid, '-', '+')
-  if not log or #log == 0 then return log, log and rec.n == 0 end
+-- The log of a request to be continued, and whether it holds all its tokens; the log is the truth.
+local function read_log(id, rec)
+  local log = attempt(nil, 'XRANGE', PREFIX .. 'log:' .. id, '-', '+')
+  if not log or #log == 0 then return log, log and rec.tokens == 0 end
   local count = tonumber(string.match(log[#log][1], '^(%d+)-'))
-  if count < rec.n then return log, false end
-  rec.n = count
+  if count < rec.tokens then return log, false end
+  rec.tokens = count
   return log, true
 end
 
 -- Make the entry's request this worker's own. Returns its cost, or nil if it needs no work.
-local function assign(queue, entry, values, suspect)
-  local rid = values.r or ''
-  local record = prefix .. 'r:' .. rid
-  local rec = read_record(prefix, rid)
+local function assign(queue, entry, values, is_suspect)
+  local id = values.id or ''
+  local record = PREFIX .. 'request:' .. id
+  local rec = read_record(id)
   if not rec then return drop_missing(queue, entry, values) end
-  if rec.st ~= 'queued' or rec.sid ~= entry or rec.sk ~= queue then
-    return drop_entry(queue, entry, wid)
+  if rec.state ~= 'queued' or rec.entry ~= entry or rec.queue ~= queue then
+    return drop_entry(queue, entry, worker)
   end
-  -- From here on the entry is pending for us, and finish is to forget us as its consumer.
-  rec.w = wid
-  if rec.dl <= now then return fail(rid, rec, 'expired', 'deadline') end
-  if not rec.t1 and rec.mq > 0 and rec.mq <= now then
-    return fail(rid, rec, 'expired', 'queue_timeout')
+  -- From here on the entry is pending for this worker: finish must forget it as a consumer.
+  rec.worker = worker
+  local waits = not rec.claimed_at and rec.queue_deadline > 0
+  if rec.deadline <= now then return fail(id, rec, 'expired', 'deadline') end
+  if waits and rec.queue_deadline <= now then
+    return fail(id, rec, 'expired', 'queue_timeout')
   end
   local log = {}
-  if rec.t1 then
-    local whole
-    log, whole = read_log(rid, rec)
-    if not whole then
-      return fail(rid, rec, 'failed', 'engine_error', 'the log of this request was lost in Redis')
+  if rec.claimed_at then
+    local is_whole
+    log, is_whole = read_log(id, rec)
+    if not is_whole then
+      return fail(id, rec, 'failed', 'engine_error', 'the log of this request was lost in Redis')
     end
   end
-  local epoch, t1 = rec.ep + 1, rec.t1 or now
-  redis.call('HSET', KEYS[9], rid, epoch .. ' ' .. entry .. ' ' .. queue)
-  redis.call('HSET', record, 'st', 'running', 'ep', epoch, 'att', rec.att + 1, 'w', wid,
-    'n', rec.n, 'nb', rec.n, 't1', t1)
-  if not rec.t1 and rec.mq > 0 then redis.call('ZADD', KEYS[10], rec.dl, rid) end
-  count_queued(prefix, -1, rec.lane, rec.ten, rec.cost, rec.len)
+  local epoch, claimed_at = rec.epoch + 1, rec.claimed_at or now
+  redis.call('HSET', OWNED, id, epoch .. ' ' .. entry .. ' ' .. queue)
+  redis.call('HSET', record, 'state', 'running', 'epoch', epoch, 'attempts', rec.attempts + 1,
+    'worker', worker, 'tokens', rec.tokens, 'claimed_tokens', rec.tokens, 'claimed_at', claimed_at)
+  if waits then redis.call('ZADD', PREFIX .. 'deadlines', rec.deadline, id) end
+  count_queued(-1, rec.lane, rec.tenant, rec.cost, rec.bytes)
   claims[#claims + 1] = {
-    rid, epoch, rec.n, rec.att + 1, suspect, redis.call('HGET', record, 'pay') or '',
-    now - rec.t0, t1 - rec.t0, rec.tf and rec.tf - rec.t0 or -1, rec.dl - now, log,
+    id, epoch, rec.tokens, rec.attempts + 1, is_suspect,
+    redis.call('HGET', record, 'payload') or '',
+    now - rec.accepted_at, claimed_at - rec.accepted_at,
+    rec.first_token_at and rec.first_token_at - rec.accepted_at or -1, rec.deadline - now, log,
   }
   return rec.cost
 end
 
--- Its tokens were charged when it was first claimed: it goes first, whatever else has its turn.
-for _, continued in ipairs({
-  {KEYS[1], 'critical'}, {KEYS[13], 'normal'}, {KEYS[14], 'batch'},
-}) do
-  local queue, lane = continued[1], continued[2]
+-- Continued work was charged when it was first claimed: it goes first, whatever else has its turn.
+for _, lane in ipairs({'critical', 'normal', 'batch'}) do
+  local queue = PREFIX .. 'continued:' .. lane
   while WEIGHT[lane] >= least_weight and wants_more() do
     local entry, values = read_next(queue)
     if not entry then break end
@@ -157,19 +184,19 @@ for _, continued in ipairs({
   end
 end
 
-local seeks_suspect = all_lanes and ARGV[6] == '1'
+local seeks_suspect = all_lanes and suspect == '1'
 while seeks_suspect and wants_more() do
-  local entry, values = read_next(KEYS[2])
+  local entry, values = read_next(SUSPECTS)
   if not entry then break end
-  local cost = assign(KEYS[2], entry, values, 1)
+  local cost = assign(SUSPECTS, entry, values, 1)
   if cost then
     budget = budget - cost
     seeks_suspect = false
   end
 end
 
--- Whether a queue has an entry that was never handed out. (Those that were stay in it for as long
--- as their requests have not ended.)
+-- Whether a queue has an entry that was never handed out. (An entry that was handed out stays until
+-- its request has ended.)
 local function has_fresh(queue)
   if redis.call('EXISTS', queue) == 0 then return false end
   local groups = attempt(nil, 'XINFO', 'GROUPS', queue)
@@ -187,7 +214,7 @@ end
 -- The lane with the smallest virtual time of those with at least that weight; of equals the most
 -- urgent.
 local function next_lane(least)
-  local rows = redis.call('ZRANGE', KEYS[3], '0', '-1', 'WITHSCORES')
+  local rows = redis.call('ZRANGE', LANES, '0', '-1', 'WITHSCORES')
   local name, time, weight
   for i = 1, #rows, 2 do
     local row_time, row_weight = tonumber(rows[i + 1]), WEIGHT[rows[i]] or 1
@@ -200,17 +227,17 @@ local function next_lane(least)
 end
 
 -- Whether urgent work of that virtual time has had so much more than its share that less urgent
--- work which waits is to be next. Without this bound it would displace whatever runs, for as long
--- as more of it comes, and lanes behind would get nothing.
+-- work, which waits, is next. Without this bound a stream of urgent work would displace whatever
+-- runs, and the lanes behind it would get nothing.
 local function is_too_far_ahead(lane_time)
   while turns < MAX_TURNS do
     local lane, time = next_lane(0)
     if not lane or lane_time <= time + MAX_AHEAD then return false end
-    local tenants = prefix .. 'act:' .. lane
+    local tenants = PREFIX .. 'tenants:' .. lane
     local tenant = redis.call('ZRANGE', tenants, '0', '0')[1]
     if not tenant then
-      redis.call('ZREM', KEYS[3], lane)
-    elseif has_fresh(prefix .. 'q:' .. lane .. ':' .. tenant) then
+      redis.call('ZREM', LANES, lane)
+    elseif has_fresh(PREFIX .. 'queue:' .. lane .. ':' .. tenant) then
       return true
     else
       redis.call('ZREM', tenants, tenant)
@@ -224,14 +251,14 @@ while wants_more() do
   local lane, lane_time, weight = next_lane(least_weight)
   if not lane or (not all_lanes and is_too_far_ahead(lane_time)) then break end
   -- The smallest virtual time is what is being served now: a newcomer starts there.
-  if all_lanes then redis.call('HSET', KEYS[4], '*', lane_time) end
-  local tenants = prefix .. 'act:' .. lane
+  if all_lanes then redis.call('HSET', VIRTUAL_TIME, 'lanes', lane_time) end
+  local tenants = PREFIX .. 'tenants:' .. lane
   local first = redis.call('ZRANGE', tenants, '0', '0', 'WITHSCORES')
   if #first == 0 then
-    redis.call('ZREM', KEYS[3], lane)
+    redis.call('ZREM', LANES, lane)
   else
-    redis.call('HSET', KEYS[4], lane, first[2])
-    local queue = prefix .. 'q:' .. lane .. ':' .. first[1]
+    redis.call('HSET', VIRTUAL_TIME, lane, first[2])
+    local queue = PREFIX .. 'queue:' .. lane .. ':' .. first[1]
     local entry, values = read_next(queue)
     if not entry then
       redis.call('ZREM', tenants, first[1])
@@ -240,14 +267,14 @@ while wants_more() do
       if cost then
         budget = budget - cost
         redis.call('ZADD', tenants, tonumber(first[2]) + cost, first[1])
-        redis.call('ZADD', KEYS[3], lane_time + cost / weight, lane)
+        redis.call('ZADD', LANES, lane_time + cost / weight, lane)
       end
     end
   end
 end
 
--- Cut off by the bound with nothing found: let whoever listens look again.
-if turns >= MAX_TURNS and #claims == 0 then wake_workers(prefix) end
-local bell = redis.call('XREVRANGE', KEYS[12], '+', '-', 'COUNT', '1')
+-- Cut off by the bound with nothing found: wake the idle workers, to look again.
+if turns >= MAX_TURNS and #claims == 0 then wake_workers() end
+local bell = redis.call('XREVRANGE', PREFIX .. 'bell', '+', '-', 'COUNT', '1')
 local more = #claims == most and most < want and most < waiting and budget > 0
 return {now, bell[1] and bell[1][1] or '0-0', claims, more and 1 or 0}

@@ -1,21 +1,28 @@
 --@include lib/common.lua
--- list_compactable: whose logs are to be made compact now. Runs at maxmemory.
+-- list_compactable: ids of requests whose logs are to be made compact now.
 --
--- Who is told of one has a time to do it (see compact.lua) in which nobody else is told; then it
--- is ripe again.
+-- A worker that gets an id has some time to do it (see compact.lua), in which no other worker gets
+-- it; then it is listed again.
 --
--- KEYS  1 fin  zset
--- ARGV  1 prefix   2 how long after the end, in ms; below 0: never, the notes are thrown away
---       3 how many ids at most
+-- For worker; runs at maxmemory.
+--
+-- KEYS
+--   ended                   zset
+-- ARGV
+--   after_ms                |whole  how long after the end; empty: never, and the notes are deleted
+--   count                   whole   how many ids at most
 -- Reply ids, longest ended first
 local REDO_MS = 30000
-local prefix, after = ARGV[1], tonumber(ARGV[2])
-allow_oom(prefix)
-if after < 0 then
-  redis.call('DEL', KEYS[1])
+local after_ms, count = arguments(1, 2)
+if after_ms ~= '' then after_ms = whole('after_ms', after_ms) end
+count = whole('count', count)
+local ended = PREFIX .. 'ended'
+allow_oom()
+if after_ms == '' then
+  redis.call('DEL', ended)
   return {}
 end
-local due = now_ms() - after
-local ids = attempt(nil, 'ZRANGEBYSCORE', KEYS[1], '-inf', due, 'LIMIT', 0, ARGV[3]) or {}
-for _, rid in ipairs(ids) do redis.call('ZADD', KEYS[1], 'XX', due + REDO_MS, rid) end
+local due = now_ms() - after_ms
+local ids = attempt(nil, 'ZRANGEBYSCORE', ended, '-inf', due, 'LIMIT', 0, count) or {}
+for _, id in ipairs(ids) do redis.call('ZADD', ended, 'XX', due + REDO_MS, id) end
 return ids

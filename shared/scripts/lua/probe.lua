@@ -1,10 +1,15 @@
 -- probe: run commands that change nothing, to learn which of them this user may run in a script.
 --
--- What a user may do in a script is what he may do outside, but a script is not rolled back when a
--- command in its middle is denied. So `penstock doctor` asks beforehand.
+-- A user may do in a script what it may do outside, but a script is not rolled back when a command
+-- in its middle is denied. So `penstock doctor` asks beforehand.
 --
--- KEYS  1 r:<a name that no request has>  hash      and what other keys the commands name
--- ARGV  for each command: how many words it has, then its words
+-- For doctor; runs at maxmemory.
+--
+-- KEYS
+--   request:<id>            hash    an id that no request has
+-- More keys, named by the commands
+-- ARGV
+--   words...                text    for each command: how many words it has, then its words
 -- Reply one text per command: the error it gave, or '' if it gave none
 local replies = {}
 local at = 1

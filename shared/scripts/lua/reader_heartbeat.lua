@@ -1,24 +1,31 @@
 --@include lib/common.lua
--- reader_heartbeat: a reader says that it is there, for requests that are to be cancelled when their last
--- reader has left. The sweep does that; see lib/finish.lua, field od. Runs at maxmemory.
+-- reader_heartbeat: a reader says that it is there, for requests that end when their last reader
+-- has left. The sweep ends them; see lib/finish.lua, field on_disconnect.
 --
--- Only the latest end of all readers' graces is kept, so a reader cannot say that it leaves: it
--- falls silent. Nothing is kept for a request before its first reader comes.
+-- Only the latest end of all readers' graces is kept. So a reader that leaves says nothing: its
+-- grace ends. Nothing is kept for a request before its first reader comes.
 --
--- KEYS  1 rd  zset   then per request: r:<id>  hash
--- ARGV  1 prefix   2 grace_ms   3... ids, at most 256
+-- For producer; runs at maxmemory.
+--
+-- KEYS
+--   readers                 zset
+--   request:<ids>...        hash
+-- ARGV
+--   grace_ms                whole
+--   ids...                  name    at most 256
 -- Reply per id: 1 it has a reader until now + grace_ms at least
 --       0 it has ended, is not known, or goes on without readers
-local prefix, grace = ARGV[1], tonumber(ARGV[2])
-allow_oom(prefix)
+local grace_ms = whole('grace_ms', (arguments(1, 1, 'both')))
+if #KEYS ~= #ARGV then error('wanted as many keys as arguments') end
+allow_oom()
 local now = now_ms()
 local replies = {}
-for i = 3, #ARGV do
-  local v = attempt(nil, 'HMGET', KEYS[i - 1], 'st', 'od')
-  replies[i - 2] = 0
-  if v and v[2] == 'cancel' and (v[1] == 'queued' or v[1] == 'running') then
-    redis.call('ZADD', KEYS[1], 'GT', now + grace, ARGV[i])
-    replies[i - 2] = 1
+for i = 2, #ARGV do
+  local v = attempt(nil, 'HMGET', KEYS[i], 'state', 'on_disconnect')
+  replies[i - 1] = 0
+  if v and v[2] == 'cancel' and is_alive(v[1]) then
+    redis.call('ZADD', PREFIX .. 'readers', 'GT', now + grace_ms, ARGV[i])
+    replies[i - 1] = 1
   end
 end
 return replies

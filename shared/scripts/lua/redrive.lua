@@ -1,24 +1,42 @@
 --@include lib/common.lua
 --@include lib/queue.lua
---@include lib/enqueue.lua
+--@include lib/accept.lua
 -- redrive: give a dead request a new life under its id, from its dead letter. It starts at token
--- 0 with a new deadline of the same length; bounds at the door do not apply. Refused at maxmemory.
+-- 0 with a new deadline of the same length; the bounds on waiting work do not apply.
 --
--- KEYS  1 dlq  stream   2 r:<id>  hash   3 t:<id>  stream   4 q:<lane>:<tenant>  stream
---       5 act:<lane>  zset   6 lanes  zset   7 vt  hash   8 dl  zset   9 cnt  hash   10 bell  stream
--- ARGV  1 prefix   2 entry id of the dead letter   3 retention_ms
+-- For operator; is refused at maxmemory.
+--
+-- KEYS
+--   dead_letters            stream
+--   request:<id>            hash
+--   log:<id>                stream
+--   queue:<lane>:<tenant>   stream
+--   tenants:<lane>          zset
+--   lanes                   zset
+--   virtual_time            hash
+--   deadlines               zset
+--   counters                hash
+--   bell                    stream
+-- ARGV
+--   entry                   entry   of the dead letter
+--   retention_ms            whole
 -- Reply {'ok'} | {'gone'} no such dead letter | {'busy', state} the id is in use again
-local letter = redis.call('XRANGE', KEYS[1], ARGV[2], ARGV[2])
-if not letter[1] then return {'gone'} end
+local entry, retention_ms = arguments(10, 2)
+entry_id('entry', entry)
+retention_ms = whole('retention_ms', retention_ms)
+local letter = redis.call('XRANGE', PREFIX .. 'dead_letters', entry, entry)[1]
+if not letter then return {'gone'} end
 local f = {}
-for i = 1, #letter[1][2], 2 do f[letter[1][2][i]] = letter[1][2][i + 1] end
-local state = redis.call('HGET', KEYS[2], 'st')
+for i = 1, #letter[2], 2 do f[letter[2][i]] = letter[2][i + 1] end
+local state = redis.call('HGET', PREFIX .. 'request:' .. f.id, 'state')
 if state and state ~= 'dead' then return {'busy', state} end
-local refused = enqueue(ARGV[1], f.r, {
-  lane = f.lane, tenant = f.ten, payload = f.pay, digest = f.dg, cost = tonumber(f.cost),
-  out = tonumber(f.out), life = tonumber(f.life), wait = tonumber(f.wait), epoch = tonumber(f.ep),
-  answer = f.ans, on_disconnect = f.od,
-}, now_ms(), tonumber(ARGV[3]))
+local refused = enqueue(f.id, {
+  lane = f.lane, tenant = f.tenant, payload = f.payload, digest = f.digest,
+  cost = whole('cost', f.cost), output_cost = whole('output_cost', f.output_cost),
+  deadline_ms = whole('deadline_ms', f.deadline_ms),
+  max_queue_ms = whole('max_queue_ms', f.max_queue_ms), epoch = whole('epoch', f.epoch),
+  answer = f.answer, on_disconnect = f.on_disconnect,
+}, now_ms(), retention_ms)
 if refused then return redis.error_reply(refused.err) end
-redis.call('XDEL', KEYS[1], ARGV[2])
+redis.call('XDEL', PREFIX .. 'dead_letters', entry)
 return {'ok'}

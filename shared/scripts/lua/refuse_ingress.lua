@@ -2,20 +2,41 @@
 --@include lib/queue.lua
 --@include lib/finish.lua
 --@include lib/ingress.lua
--- refuse_ingress: an entry of an intake stream that is no valid request gets its End and is gone, once.
--- Runs at maxmemory.
+-- refuse_ingress: an entry of an ingress stream that is no valid request gets its End and leaves
+-- the stream, once.
 --
--- KEYS  1 in or in:<tenant>  stream   2 r:<id>  hash   3 t:<id>  stream   4 r:<own name>  hash
---       5 t:<own name>  stream   6 cnt  hash
--- ARGV  1 prefix   2 entry   3 id   4 own name: the id that nobody else may have   5 state
---       6 reason   7 message   8 'json' if the answer is to be JSON   9 retention_ms
+-- For worker; runs at maxmemory.
+--
+-- KEYS
+--   <ingress>               stream  ingress or ingress:<tenant>
+--   request:<id>            hash
+--   log:<id>                stream
+--   request:<own_id>        hash
+--   log:<own_id>            stream
+--   counters                hash
+-- ARGV
+--   entry                   entry   in the ingress stream
+--   id                      name
+--   own_id                  name    the id that no other request may have, see lib/ingress.lua
+--   state                   completed|failed|cancelled|expired|dead
+--   reason                  name
+--   message                 text
+--   answer                  |msgpack|json  form of the log
+--   retention_ms            whole
 -- Reply {'refused', id answered} | {'gone', ''} another worker was first
-local prefix, entry = ARGV[1], ARGV[2]
-allow_oom(prefix)
+local entry, id, own_id, state, reason, message, answer, retention_ms = arguments(6, 8)
+local ingress = KEYS[1]
+entry_id('entry', entry)
+name('id', id)
+name('own_id', own_id)
+one_of('state', state, 'completed', 'failed', 'cancelled', 'expired', 'dead')
+name('reason', reason)
+one_of('answer', answer, '', 'msgpack', 'json')
+retention_ms = whole('retention_ms', retention_ms)
+allow_oom()
 local reply = {'gone', ''}
-if entry_exists(KEYS[1], entry) then
-  reply = {'refused', answer_refusal(prefix, ARGV[3], ARGV[4], ARGV[5], ARGV[6], ARGV[7],
-    ARGV[8] == 'json', tonumber(ARGV[9]))}
+if entry_exists(ingress, entry) then
+  reply = {'refused', answer_refusal(id, own_id, state, reason, message, answer, retention_ms)}
 end
-remove_entry(KEYS[1], entry)
+remove_entry(ingress, entry)
 return reply

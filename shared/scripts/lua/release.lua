@@ -3,29 +3,50 @@
 --@include lib/finish.lua
 --@include lib/requeue.lua
 --@include lib/requeue_owned.lua
--- release: give requests of a worker back to the queues, to be continued by others. Runs at
--- maxmemory.
+-- release: give requests of a worker back to the queues, to be continued by others.
 --
--- Used by a worker that drains or can not continue some (nothing lost), and by a supervisor whose
--- worker died (crashed or was killed).
+-- A worker runs it when it drains or cannot continue some requests (nothing is lost), and a
+-- supervisor when its worker died (crashed or was killed).
 --
--- KEYS  1 own:<wid>  hash   2 wl  zset   3 q:!:critical  stream   4 q:?  stream   5 dl  zset
---       6 cnt  hash   7 dlq  stream   8 bell  stream   9 q:!:normal  stream
---       10 q:!:batch  stream
---       and, found in own:<wid>: r:<id>, t:<id> and the queue of each request
--- ARGV  1 prefix   2 worker id   3 mode: 'all' (and forget the worker) or 'only'
---       4 loss, see lib/requeue.lua   5 max_blames   6 max_attempts   7 retention_ms   8... ids
+-- For worker; runs at maxmemory.
+--
+-- KEYS
+--   owned:<worker>          hash
+--   leases                  zset
+--   continued:critical      stream
+--   continued:normal        stream
+--   continued:batch         stream
+--   suspects                stream
+--   deadlines               zset
+--   counters                hash
+--   dead_letters            stream
+--   bell                    stream
+-- More keys, found in owned:<worker>: request:<id>, log:<id> and the queue of each request
+-- ARGV
+--   worker                  name
+--   mode                    all|only  all its requests, and forget the worker; or only these ids
+--   loss                    0|1|2     see lib/requeue.lua
+--   max_blames              whole
+--   max_attempts            whole
+--   retention_ms            whole
+--   ids...                  name
 -- Reply {requests released, 1 if there are more: call again}
-local prefix, wid, mode = ARGV[1], ARGV[2], ARGV[3]
-allow_oom(prefix)
+local worker, mode, loss, max_blames, max_attempts, retention_ms = arguments(10, 6, 'arguments')
+name('worker', worker)
+one_of('mode', mode, 'all', 'only')
+loss = tonumber(one_of('loss', loss, '0', '1', '2'))
+local policy = {
+  max_blames = whole('max_blames', max_blames), max_attempts = whole('max_attempts', max_attempts),
+}
+retention_ms = whole('retention_ms', retention_ms)
+allow_oom()
 local named = {}
-for i = 8, #ARGV do named[ARGV[i]] = true end
-local function is_meant(rid) return mode == 'all' or named[rid] == true end
-local released, more = requeue_owned(prefix, wid, is_meant, tonumber(ARGV[4]), tonumber(ARGV[5]),
-  tonumber(ARGV[6]), tonumber(ARGV[7]))
+for i = 7, #ARGV do named[ARGV[i]] = true end
+local function is_meant(id) return mode == 'all' or named[id] == true end
+local released, more = requeue_owned(worker, is_meant, loss, policy, retention_ms)
 if mode == 'all' and not more then
-  redis.call('DEL', KEYS[1])
-  redis.call('ZREM', KEYS[2], wid)
+  redis.call('DEL', PREFIX .. 'owned:' .. worker)
+  redis.call('ZREM', PREFIX .. 'leases', worker)
 end
-if released > 0 then wake_workers(prefix) end
+if released > 0 then wake_workers() end
 return {released, more and 1 or 0}

@@ -1,32 +1,53 @@
 --@include lib/common.lua
 --@include lib/queue.lua
---@include lib/enqueue.lua
--- submit: accept a request exactly once, or refuse it, atomically. Refused at maxmemory.
+--@include lib/accept.lua
+-- submit: accept a request exactly once, or refuse it, atomically.
 --
--- KEYS  1 r:<id>              hash    record of the request, see lib/finish.lua
---       2 t:<id>              stream  its log
---       3 q:<lane>:<tenant>   stream  its queue
---       4 act:<lane>          zset    tenants of the lane by virtual time
---       5 lanes               zset    lanes by virtual time
---       6 vt                  hash    virtual time last served
---       7 dl                  zset    deadlines
---       8 cnt                 hash    counters of waiting work
---       9 bell                stream  wakes idle workers
--- ARGV  1 prefix   2 id   3 lane   4 tenant   5 payload   6 digest of the payload
---       7 cost in tokens (estimate)   8 output tokens in it   9 deadline_ms
---       10 max_queue_ms, 0: none   11 retention_ms
---       12..15 bounds, 0: none: requests, tokens, bytes, requests per tenant
---       16 'json' if the log is to be JSON; may be left out
---       17 'cancel' if it is to end when its last reader has left; may be left out
---       18 inbox in whose channel it is published, '' for its own; may be left out
+-- For producer; is refused at maxmemory.
+--
+-- KEYS
+--   request:<id>            hash    its record, see lib/finish.lua
+--   log:<id>                stream  its token log
+--   queue:<lane>:<tenant>   stream  its queue
+--   tenants:<lane>          zset    tenants of the lane by virtual time
+--   lanes                   zset    lanes by virtual time
+--   virtual_time            hash    virtual time last served
+--   deadlines               zset    deadlines of all requests that have not ended
+--   counters                hash    counters of waiting work
+--   bell                    stream  wakes idle workers
+-- ARGV
+--   id                      name
+--   lane                    critical|normal|batch
+--   tenant                  name
+--   payload                 text    the packed request
+--   digest                  text    of the payload
+--   cost                    whole   estimated tokens in all
+--   output_cost             whole   of these, output tokens
+--   deadline_ms             whole   from now
+--   max_queue_ms            whole   from now; 0: no bound
+--   retention_ms            whole   how long the record outlives its end
+--   max_requests            whole   bounds on what waits, 0: none: requests
+--   max_tokens              whole   their estimated tokens
+--   max_bytes               whole   their packed size
+--   max_tenant_requests     whole   requests of this tenant
+--   answer                  |msgpack|json     form of the log
+--   on_disconnect           |continue|cancel  cancel: ends when its last reader has left
+--   inbox                   text    publish in this inbox; empty: in a channel of its own
 -- Reply {'ok', waiting requests}
---       {'dup', state, n}          same id, same payload: nothing was changed
---       {'conflict'}               same id, other payload
+--       {'dup', state, tokens}     same id, same payload: nothing was changed
+--       {'conflict'}               same id, other payload: nothing was stored
 --       {'full', bound, limit}     nothing was stored
-local prefix, rid, tenant = ARGV[1], ARGV[2], ARGV[4]
-return accept(prefix, rid, {
-  lane = ARGV[3], tenant = tenant, payload = ARGV[5], digest = ARGV[6], cost = tonumber(ARGV[7]),
-  out = tonumber(ARGV[8]), life = tonumber(ARGV[9]), wait = tonumber(ARGV[10]), epoch = 0,
-  answer = ARGV[16], on_disconnect = ARGV[17], inbox = ARGV[18],
-}, {tonumber(ARGV[12]), tonumber(ARGV[13]), tonumber(ARGV[14]), tonumber(ARGV[15])}, now_ms(),
-  tonumber(ARGV[11]))
+local id, lane, tenant, payload, digest, cost, output_cost, deadline_ms, max_queue_ms, retention_ms,
+  max_requests, max_tokens, max_bytes, max_tenant_requests, answer, on_disconnect, inbox =
+  arguments(9, 17)
+return accept(name('id', id), {
+  lane = lane_name(lane), tenant = name('tenant', tenant), payload = payload, digest = digest,
+  cost = whole('cost', cost), output_cost = whole('output_cost', output_cost),
+  deadline_ms = whole('deadline_ms', deadline_ms),
+  max_queue_ms = whole('max_queue_ms', max_queue_ms), epoch = 0,
+  answer = one_of('answer', answer, '', 'msgpack', 'json'),
+  on_disconnect = one_of('on_disconnect', on_disconnect, '', 'continue', 'cancel'), inbox = inbox,
+}, {
+  whole('max_requests', max_requests), whole('max_tokens', max_tokens),
+  whole('max_bytes', max_bytes), whole('max_tenant_requests', max_tenant_requests),
+}, now_ms(), whole('retention_ms', retention_ms))

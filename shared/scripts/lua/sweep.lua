@@ -3,37 +3,58 @@
 --@include lib/finish.lua
 --@include lib/requeue.lua
 --@include lib/repair.lua
--- sweep: what time alone must bring about. Any worker may run it at any time; runs at maxmemory.
+-- sweep: what time alone must bring about. Any worker may run it at any time.
 --
 -- Requests past their deadline end `expired`; requests that all readers have left, and that asked
 -- for it, end `cancelled`; requests of workers whose lease ended go back to the queues; and some
 -- requests in turn are looked at for what a script cut short or a deleted key left wrong. Bounded
 -- per call, so that it never holds the server.
 --
--- KEYS  1 dl  zset   2 wl  zset   3 q:!:critical  stream   4 q:?  stream   5 cnt  hash
---       6 dlq  stream   7 bell  stream   8 vt  hash   9 rd  zset   10 q:!:normal  stream
---       11 q:!:batch  stream
---       and, found while running: own:<wid>, r:<id>, t:<id> and queues of what is swept
--- ARGV  1 prefix   2 max_blames   3 max_attempts   4 retention_ms   5 lease of who sweeps, in ms
+-- For worker; runs at maxmemory.
+--
+-- KEYS
+--   deadlines               zset
+--   leases                  zset
+--   continued:critical      stream
+--   continued:normal        stream
+--   continued:batch         stream
+--   suspects                stream
+--   counters                hash
+--   dead_letters            stream
+--   bell                    stream
+--   virtual_time            hash
+--   readers                 zset
+--   sweep                   hash    what this sweep leaves for the next one
+-- More keys, found while running: owned:<worker>, and request:<id>, log:<id> and the queue of
+-- each request that is swept
+-- ARGV
+--   max_blames              whole
+--   max_attempts            whole
+--   retention_ms            whole
+--   lease_ms                whole   the lease of the worker that sweeps
 -- Reply {expired, requests taken from dead workers, dead workers, repaired, failed, last error,
 --        cancelled because their readers left, 1 if a bound ended it: sweep again}
-local prefix, retention = ARGV[1], tonumber(ARGV[4])
-local max_blames, max_attempts = tonumber(ARGV[2]), tonumber(ARGV[3])
+local max_blames, max_attempts, retention, lease = arguments(12, 4)
+local policy = {
+  max_blames = whole('max_blames', max_blames), max_attempts = whole('max_attempts', max_attempts),
+}
+retention, lease = whole('retention_ms', retention), whole('lease_ms', lease)
+local DEADLINES, LEASES, READERS = PREFIX .. 'deadlines', PREFIX .. 'leases', PREFIX .. 'readers'
 local MAX_EXPIRED, MAX_ABANDONED, MAX_WORKERS, MAX_REAPED, MAX_REPAIRED = 64, 64, 4, 128, 32
 local RETRY_MS = 100
 -- Sweeps come at least every second. A longer pause is an outage, of the server or of all workers,
--- in which readers could not say that they are there: after it they get time to.
+-- in which readers could not say that they are there: after it they get time to do so.
 local OUTAGE_MS, REPRIEVE_MS = 3000, 15000
 -- Leases are renewed every third of a lease at least, and swept no later than two thirds of one
--- after the last sweep. So much of a lease without a sweep is an outage in which those of the living
--- may have ended, too.
+-- after the last sweep. A longer pause is an outage, in which leases of living workers may have
+-- ended, too.
 local LEASE_OUTAGE = 0.75
-allow_oom(prefix)
+allow_oom()
 local now = now_ms()
 
 local failed, why, more = 0, '', false
 
--- One request's trouble is not the others'. Returns nil if the work failed.
+-- An error with one request must not stop the others. Returns nil if the work failed.
 local function guarded(work, ...)
   local ran, result = pcall(work, ...)
   if ran then return result end
@@ -42,111 +63,115 @@ local function guarded(work, ...)
   return nil
 end
 
-local function expire(rid)
-  local rec = read_record(prefix, rid)
-  if not rec or (rec.st ~= 'queued' and rec.st ~= 'running') then
-    repair(prefix, rid, now, max_blames, max_attempts, retention)
+local function expire(id)
+  local rec = read_record(id)
+  if not rec or not is_alive(rec.state) then
+    repair(id, now, policy, retention)
     return false
   end
   local reason = overdue(rec, now)
   if not reason then
-    local waits = not rec.t1 and rec.mq > 0
-    redis.call('ZADD', KEYS[1], waits and math.min(rec.mq, rec.dl) or rec.dl, rid)
+    local waits = not rec.claimed_at and rec.queue_deadline > 0
+    redis.call('ZADD', DEADLINES,
+      waits and math.min(rec.queue_deadline, rec.deadline) or rec.deadline, id)
     return false
   end
-  finish(prefix, rid, rec, {state = 'expired', reason = reason}, now, retention)
+  finish(id, rec, {state = 'expired', reason = reason}, now, retention)
   return true
 end
 
 local expired = 0
-local due = redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now, 'LIMIT', 0, MAX_EXPIRED)
+local due = redis.call('ZRANGEBYSCORE', DEADLINES, '-inf', now, 'LIMIT', 0, MAX_EXPIRED)
 if #due == MAX_EXPIRED then more = true end
-for _, rid in ipairs(due) do
-  local done = guarded(expire, rid)
+for _, id in ipairs(due) do
+  local done = guarded(expire, id)
   if done then expired = expired + 1 end
-  -- What fails is tried again later, or it would keep those behind it waiting.
-  if done == nil then redis.call('ZADD', KEYS[1], 'XX', now + RETRY_MS, rid) end
+  -- A failed one is tried again later, or it would keep those behind it waiting.
+  if done == nil then redis.call('ZADD', DEADLINES, 'XX', now + RETRY_MS, id) end
 end
 
--- A request that nobody has said to be reading for as long as its last reader's grace.
-local function cancel_abandoned(rid)
-  local rec = read_record(prefix, rid)
-  if rec and rec.needs_reader and (rec.st == 'queued' or rec.st == 'running') then
-    finish(prefix, rid, rec, {state = 'cancelled', reason = 'disconnected'}, now, retention)
+-- A request whose last reader's grace has ended.
+local function cancel_abandoned(id)
+  local rec = read_record(id)
+  if rec and rec.on_disconnect == 'cancel' and is_alive(rec.state) then
+    finish(id, rec, {state = 'cancelled', reason = 'disconnected'}, now, retention)
     return true
   end
-  redis.call('ZREM', KEYS[9], rid)
+  redis.call('ZREM', READERS, id)
   return false
 end
 
-local times = redis.call('HMGET', KEYS[8], 'scan', 'swept', 'reprieve', 'spared')
+local times = redis.call('HMGET', PREFIX .. 'sweep', 'cursor', 'swept_at', 'readers_spared_until',
+  'leases_spared_until')
 local pause = now - (tonumber(times[2]) or now)
 local reprieve = tonumber(times[3]) or 0
 if pause > OUTAGE_MS then reprieve = now + REPRIEVE_MS end
 local abandoned = 0
 if now >= reprieve then
-  local lapsed = attempt(nil, 'ZRANGEBYSCORE', KEYS[9], '-inf', now, 'LIMIT', 0, MAX_ABANDONED) or {}
+  local lapsed = attempt(nil, 'ZRANGEBYSCORE', READERS, '-inf', now, 'LIMIT', 0, MAX_ABANDONED)
+    or {}
   if #lapsed == MAX_ABANDONED then more = true end
-  for _, rid in ipairs(lapsed) do
-    local done = guarded(cancel_abandoned, rid)
+  for _, id in ipairs(lapsed) do
+    local done = guarded(cancel_abandoned, id)
     if done then abandoned = abandoned + 1 end
-    if done == nil then redis.call('ZADD', KEYS[9], 'XX', now + RETRY_MS, rid) end
+    if done == nil then redis.call('ZADD', READERS, 'XX', now + RETRY_MS, id) end
   end
 end
 
--- After an outage every lease that ended in it goes on, as long as the living need to renew theirs:
--- nobody can say yet who is dead. It does so once: what was spared and not renewed since, ends.
-local lease, spared = tonumber(ARGV[5]), tonumber(times[4]) or 0
+-- After an outage every lease that ended in it goes on for as long as living workers need to renew
+-- theirs: it does not show yet which workers are dead. Once only: a lease that was spared and not
+-- renewed since, ends.
+local spared = tonumber(times[4]) or 0
 if pause > LEASE_OUTAGE * lease then
-  for _, wid in ipairs(redis.call('ZRANGEBYSCORE', KEYS[2], '(' .. spared, now)) do
-    redis.call('ZADD', KEYS[2], now + lease, wid)
+  for _, worker in ipairs(redis.call('ZRANGEBYSCORE', LEASES, '(' .. spared, now)) do
+    redis.call('ZADD', LEASES, now + lease, worker)
   end
   spared = now + lease
 end
 
-local function reap(wid, owned, rid, claim)
-  local rec = read_record(prefix, rid)
+local function reap(worker, owned, id, claim)
+  local rec = read_record(id)
   if not rec then
-    end_orphan(prefix, rid, wid, claim, now, retention)
-  elseif rec.st == 'running' and rec.w == wid then
-    requeue(prefix, rid, rec, 1, now, max_blames, max_attempts, retention)
+    end_orphan(id, worker, claim, now, retention)
+  elseif rec.state == 'running' and rec.worker == worker then
+    requeue(id, rec, 1, now, policy, retention)
     return true
   else
-    redis.call('HDEL', owned, rid)
+    redis.call('HDEL', owned, id)
   end
   return false
 end
 
 local reaped, workers = 0, 0
-local dead = redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', now, 'LIMIT', 0, MAX_WORKERS)
+local dead = redis.call('ZRANGEBYSCORE', LEASES, '-inf', now, 'LIMIT', 0, MAX_WORKERS)
 if #dead == MAX_WORKERS then more = true end
-for _, wid in ipairs(dead) do
-  local owned = prefix .. 'own:' .. wid
+for _, worker in ipairs(dead) do
+  local owned = PREFIX .. 'owned:' .. worker
   local claims = attempt(nil, 'HGETALL', owned) or {}
   local unfinished = false
   for i = 1, #claims, 2 do
     if reaped >= MAX_REAPED then unfinished = true break end
-    if guarded(reap, wid, owned, claims[i], claims[i + 1]) then reaped = reaped + 1 end
+    if guarded(reap, worker, owned, claims[i], claims[i + 1]) then reaped = reaped + 1 end
   end
-  -- The lease goes last: a sweep cut short is taken up by the next one.
+  -- The lease goes last: the next sweep takes up one that was cut short.
   if unfinished then
     more = true
   else
     redis.call('DEL', owned)
-    redis.call('ZREM', KEYS[2], wid)
+    redis.call('ZREM', LEASES, worker)
     workers = workers + 1
   end
 end
 
 local repaired = 0
-local scanned = redis.call('ZSCAN', KEYS[1], times[1] or '0', 'COUNT', MAX_REPAIRED)
+local scanned = redis.call('ZSCAN', DEADLINES, times[1] or '0', 'COUNT', MAX_REPAIRED)
 for i = 1, #scanned[2], 2 do
-  local rid = scanned[2][i]
-  if guarded(repair, prefix, rid, now, max_blames, max_attempts, retention) then
+  local id = scanned[2][i]
+  if guarded(repair, id, now, policy, retention) then
     repaired = repaired + 1
   end
 end
-redis.call('HSET', KEYS[8], 'scan', scanned[1], 'swept', now, 'reprieve', reprieve,
-  'spared', spared)
-if reaped + repaired > 0 then wake_workers(prefix) end
+redis.call('HSET', PREFIX .. 'sweep', 'cursor', scanned[1], 'swept_at', now,
+  'readers_spared_until', reprieve, 'leases_spared_until', spared)
+if reaped + repaired > 0 then wake_workers() end
 return {expired, reaped, workers, repaired, failed, why, abandoned, more and 1 or 0}

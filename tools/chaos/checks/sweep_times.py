@@ -51,7 +51,7 @@ class SweepWatch:
         self._since = time.monotonic()
         while True:
             with contextlib.suppress(RedisError, OSError):
-                swept = await env.direct.redis.hget(env.keys.floors, "swept")  # type: ignore[misc]
+                swept = await env.direct.redis.hget(env.keys.sweep, "swept_at")  # type: ignore[misc]
                 if swept != last:
                     if swept is not None:
                         self.note(int(swept))

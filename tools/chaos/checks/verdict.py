@@ -126,14 +126,14 @@ def _judge_end(
     if not record:
         wrong("its record is gone")
         return
-    said = (record.get("st"), record.get("rsn"), record.get("n"))
+    said = (record.get("state"), record.get("reason"), record.get("tokens"))
     if said != (end.state.value, end.reason.value, str(end.n)):
         wrong(f"the record says {said}, the log {end}")
-    due = "mq" if end.reason is Reason.QUEUE_TIMEOUT else "dl"
-    after = int(record["t2"]) - int(record[due])
+    due = "queue_deadline" if end.reason is Reason.QUEUE_TIMEOUT else "deadline"
+    after = int(record["ended_at"]) - int(record[due])
     latest = ends_by(int(record[due]))
     ledger.latest_end_ms = max(ledger.latest_end_ms, after)
-    if latest is not None and int(record["t2"]) > latest:
+    if latest is not None and int(record["ended_at"]) > latest:
         allowed = latest - int(record[due])
         wrong(f"ended {after} ms after its deadline; {allowed} ms are allowed by the next sweep")
     if cancelled and end.reason is not Reason.CLIENT:
@@ -155,7 +155,7 @@ def _judge_usage(case: Case, end: End, record: dict[str, str], ledger: Ledger) -
     if usage is None:
         ledger.violated(Invariant.USAGE_ONCE, case.id, "completed without usage")
         return
-    if usage.output_tokens != end.n or str(usage.attempts) != record.get("att"):
+    if usage.output_tokens != end.n or str(usage.attempts) != record.get("attempts"):
         ledger.violated(
             Invariant.USAGE_ONCE,
             case.id,
@@ -173,7 +173,7 @@ def _count(end: End, record: dict[str, str], ledger: Ledger) -> None:
     counts["requests"] += 1
     counts["tokens"] += end.n
     counts[end.state.value] += 1
-    attempts, before = int(record.get("att", 0)), int(record.get("nb", 0))
+    attempts, before = int(record.get("attempts", 0)), int(record.get("claimed_tokens", 0))
     counts["claims"] += attempts
     if attempts > 1:
         counts["redelivered"] += 1

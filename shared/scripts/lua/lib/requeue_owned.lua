@@ -1,28 +1,28 @@
--- requeue_owned: requests of a worker go back to the queues, to be continued by others. Included after
--- requeue.lua. Bounded per call.
+-- requeue_owned: requests of a worker go back to the queues, to be continued by others. Included
+-- after requeue.lua. Bounded per call.
 --
---   wanted   whether that one, by its id and the value that own:<wid> holds
+--   wanted   decides for each request, by its id and the value that owned:<worker> holds
 --   loss     see requeue.lua
--- Returns how many went back, and whether there are more: then it is to be called again.
+-- Returns how many went back, and whether there are more: then the caller runs it again.
 local MAX_REQUEUED = 256
 
-local function requeue_owned(prefix, wid, wanted, loss, max_blames, max_attempts, retention)
-  local now, owned_by = now_ms(), prefix .. 'own:' .. wid
+local function requeue_owned(worker, wanted, loss, policy, retention)
+  local now, owned_by = now_ms(), PREFIX .. 'owned:' .. worker
   local count, looked = 0, 0
   local owned = redis.call('HGETALL', owned_by)
   for i = 1, #owned, 2 do
-    local rid = owned[i]
-    if wanted(rid, owned[i + 1]) then
+    local id = owned[i]
+    if wanted(id, owned[i + 1]) then
       if looked >= MAX_REQUEUED then return count, true end
       looked = looked + 1
-      local rec = read_record(prefix, rid)
+      local rec = read_record(id)
       if not rec then
-        end_orphan(prefix, rid, wid, owned[i + 1], now, retention)
-      elseif rec.st == 'running' and rec.w == wid then
-        requeue(prefix, rid, rec, loss, now, max_blames, max_attempts, retention)
+        end_orphan(id, worker, owned[i + 1], now, retention)
+      elseif rec.state == 'running' and rec.worker == worker then
+        requeue(id, rec, loss, now, policy, retention)
         count = count + 1
       else
-        redis.call('HDEL', owned_by, rid)
+        redis.call('HDEL', owned_by, id)
       end
     end
   end
