@@ -45,7 +45,7 @@ def read(server: redis.Redis, id: str) -> dict[str, object]:
             continue
         for entry, fields in streams[0][1] if streams else []:
             last = entry
-            event = json.loads(fields.get("d") or fields["e"])
+            event = json.loads(fields.get("chunk") or fields["end"])
             if "end" in event:
                 return dict(event)
             print(event["text"], end="", flush=True)

@@ -27,15 +27,15 @@ await redis.xAdd(prefix + (TENANT ? `ingress:${TENANT}` : "ingress"), "*", {
   answer: "json",
 });
 
-// The log is the whole answer, kept for a while after the end: whoever comes late or comes back
-// reads on from the last entry seen. (For less delay with many requests: SUBSCRIBE to c:<id>.)
+// The log is the whole answer, kept for a while after the end: a reader that comes late or comes back
+// reads on from the last entry seen. (For less delay with many requests: SUBSCRIBE to events:<id>.)
 let last = "0-0";
 let end;
 while (!end) {
   const streams = await redis.xRead({ key: `${prefix}log:${id}`, id: last }, { BLOCK: 5000 });
   for (const entry of streams?.[0].messages ?? []) {
     last = entry.id;
-    const event = JSON.parse(entry.message.d ?? entry.message.e);
+    const event = JSON.parse(entry.message.chunk ?? entry.message.end);
     if (event.end) end = event;
     else process.stdout.write(event.text);
   }
