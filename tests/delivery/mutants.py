@@ -85,8 +85,10 @@ MUTANTS = (
         test_guards.test_every_step_renews_the_lease, "claim",
     ),
     Mutant(
-        "acknowledged with the claim", "if waits then redis.call('ZADD'",
-        "drop_entry(queue, entry, worker)\n  if waits then redis.call('ZADD'",
+        "acknowledged with the claim",
+        "if not rec.claimed_at and rec.queue_deadline > 0 then\n",
+        "drop_entry(queue, entry, worker)\n"
+        "  if not rec.claimed_at and rec.queue_deadline > 0 then\n",
         test_guards.test_end_acknowledges_and_deletes_the_entry, "claim",
     ),
     Mutant(

@@ -214,3 +214,22 @@ async def test_dead_letters_and_overwritten_keys(client: Redis, any_redis_url: s
     finding = find(await examine(at), "shard")
     assert finding.level is Level.ERROR
     assert "WRONGTYPE" in finding.found
+
+
+async def test_a_default_user_that_lets_anyone_in(client: Redis, any_redis_url: str) -> None:
+    url = await limited(client, any_redis_url, "~*", "&*", "+@all")
+    finding = find(await examine(settings(url)), "default_user")
+    assert finding.level is Level.WARNING
+    assert "default.acl" in finding.remedy
+    # Without the right to list users it is not known to be harmless.
+    other = await limited(client, any_redis_url, "~*", "&*", "+@all", "-acl")
+    assert find(await examine(settings(other)), "default_user").level is Level.WARNING
+    await limited(client, any_redis_url, "~*", "&*", "+@all")
+    async with Redis.from_url(url) as operator:
+        for closed in (("off",), ("on", "resetpass", ">secret"), ("nopass", "-@all")):
+            await operator.execute_command("ACL", "SETUSER", "default", *closed)
+            finding = find(await examine(settings(url)), "default_user")
+            assert finding.level is Level.OK, closed
+        await operator.execute_command("ACL", "SETUSER", "default", "on", "nopass", "+@all")
+        await operator.execute_command("ACL", "DELUSER", "limited")
+    assert find(await examine(settings(any_redis_url)), "default_user").level is Level.OK

@@ -20,7 +20,7 @@ from penstock.shared.settings import Settings
 from ..report import Number
 from .findings import Diagnosis, Finding, Level
 from .redis_probe import Patient
-from .rights import ROLES, look_at_rights
+from .rights import ROLES, look_at_default_user, look_at_rights
 from .server_findings import ServerFacts, look_at_server
 from .shard_findings import Shard
 
@@ -82,6 +82,7 @@ async def _examine(
     findings.append(slot)
     if slot.level is Level.ERROR:
         return Diagnosis(subject, tuple(findings), figures)
+    findings.append(await look_at_default_user(patient))
     findings += await look_at_rights(patient, keys, ROLES if role is Role.ALL else (role.value,))
     shard = Shard(patient, keys, Bounds.of(queue), now_ms)
     findings += await shard.look(repair=repair)

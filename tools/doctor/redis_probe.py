@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
-from redis.asyncio import Redis
-from redis.exceptions import ResponseError
+from redis.asyncio import ConnectionPool, Redis
+from redis.exceptions import AuthenticationError, ResponseError
 
 from penstock.shared.redis.resp import Argument
 from penstock.shared.redis.retrying_client import RetryingClient
@@ -65,6 +66,32 @@ class Patient:
         """The server's configuration; empty if this user may not read it."""
         reply = await self.ask(lambda: self.redis.config_get("*"))
         return {} if isinstance(reply, ResponseError) else dict(reply)
+
+    async def lets_anyone_in(self) -> bool:
+        """Whether ``AUTH default`` with any password makes a connection that may run commands.
+
+        Raises:
+            RedisUnavailable: the server cannot be reached.
+        """
+        pool = self.redis.connection_pool
+        anyone = {"username": "default", "password": secrets.token_hex(16)}
+        settings = {**pool.connection_kwargs, "credential_provider": None, **anyone}
+
+        async def send() -> bool:
+            other = ConnectionPool(connection_class=pool.connection_class, **settings)
+            async with Redis.from_pool(other) as client:
+                try:
+                    await client.ping()
+                except (AuthenticationError, ResponseError):
+                    return False
+            return True
+
+        return await self._link.call(send)
+
+    async def confines(self) -> bool | None:
+        """Whether there are users beside ``default``; None if this user may not see that."""
+        (users,) = await self.commands(("ACL", "USERS"))
+        return None if isinstance(users, ResponseError) else len(users) > 1
 
     async def commands(self, *commands: tuple[Argument, ...]) -> list[Any]:
         """Replies, raw, of commands sent together; refused ones answer with their error."""

@@ -21,7 +21,7 @@ from penstock.shared.scripts.script_loader import load_script, script_names
 from .findings import Finding, Level
 from .redis_probe import Patient, is_denial
 
-__all__ = ["ROLES", "Rights", "look_at_rights", "needed_commands"]
+__all__ = ["ROLES", "Rights", "look_at_default_user", "look_at_rights", "needed_commands"]
 
 ROLES = ("producer", "worker")
 """Who runs scripts in production; the header of each script says which."""
@@ -172,6 +172,23 @@ async def look_at_rights(patient: Patient, keys: Keys, roles: Iterable[str]) -> 
     """
     rights = await find_rights(patient, keys)
     return [_judge(role, rights, keys) for role in roles]
+
+
+async def look_at_default_user(patient: Patient) -> Finding:
+    """Whether any client can become the user ``default``, which may do everything.
+
+    Raises:
+        RedisUnavailable: the server cannot be reached.
+    """
+    if not await patient.lets_anyone_in():
+        return Finding("default_user", Level.OK, "switched off, or has a password")
+    if await patient.confines() is False:
+        return Finding("default_user", Level.OK, "open, and the only user: nobody is confined")
+    return Finding(
+        "default_user", Level.WARNING, "open: AUTH default with any password is accepted",
+        "every confined user becomes one that may do everything, by one command",
+        "switch it off with deploy/acl/default.acl, see docs/plain-door.md",
+    )  # fmt: skip
 
 
 def _judge(role: str, rights: Rights, keys: Keys) -> Finding:

@@ -146,11 +146,8 @@ local function assign(queue, entry, values, is_suspect)
   end
   -- From here on the entry is pending for this worker: finish must forget it as a consumer.
   rec.worker = worker
-  local waits = not rec.claimed_at and rec.queue_deadline > 0
-  if rec.deadline <= now then return fail(id, rec, 'expired', 'deadline') end
-  if waits and rec.queue_deadline <= now then
-    return fail(id, rec, 'expired', 'queue_timeout')
-  end
+  local late = overdue(rec, now)
+  if late then return fail(id, rec, 'expired', late) end
   local log = {}
   if rec.claimed_at then
     local is_whole
@@ -163,7 +160,9 @@ local function assign(queue, entry, values, is_suspect)
   redis.call('HSET', OWNED, id, epoch .. ' ' .. entry .. ' ' .. queue)
   redis.call('HSET', record, 'state', 'running', 'epoch', epoch, 'attempts', rec.attempts + 1,
     'worker', worker, 'tokens', rec.tokens, 'claimed_tokens', rec.tokens, 'claimed_at', claimed_at)
-  if waits then redis.call('ZADD', PREFIX .. 'deadlines', rec.deadline, id) end
+  if not rec.claimed_at and rec.queue_deadline > 0 then
+    redis.call('ZADD', PREFIX .. 'deadlines', rec.deadline, id)
+  end
   count_queued(-1, rec.lane, rec.tenant, rec.cost, rec.bytes)
   claims[#claims + 1] = {
     id, epoch, rec.tokens, rec.attempts + 1, is_suspect,
