@@ -177,7 +177,21 @@ def unpacked_updates(packed: Iterable[PackedUpdate]) -> list[Update]:
     return [
         item
         if isinstance(item, Update)
-        else Update(*item[:4], None, item[4], item[5], text_lengths=item[6])
+        else Update(
+            item[0],
+            item[1],
+            item[2],
+            item[3],
+            None,
+            item[4],
+            item[5],
+            (),
+            0,
+            (),
+            0,
+            (),
+            item[6],  # by position: keywords would take twice as long
+        )
         for item in packed
     ]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from engine.fakes import FakeRunner, PieceStream, config, request, solo
 
+from penstock.gpu_worker.engine.config import EngineConfig
 from penstock.gpu_worker.engine.engine import Engine
 from penstock.gpu_worker.engine.plan import Plan
 from penstock.gpu_worker.engine.speculation.controller import SpeculationConfig
@@ -37,6 +38,27 @@ def test_streams_are_those_without_drafts_and_come_in_fewer_steps() -> None:
         assert tuple(outputs[one.id]) == solo(one, cfg).token_ids
     assert engine.stats().steps < 25
     assert runner.num_accepted > 20
+
+
+def test_text_of_accepted_drafts_is_told_by_token() -> None:
+    """Whoever reads from any token on gets the text that comes without drafts."""
+
+    def texts(cfg: EngineConfig) -> dict[str, list[bytes]]:
+        engine, runner = Engine(cfg, PieceStream), FakeRunner(cfg.block_size)
+        for i in range(4):
+            engine.add(request(f"r{i}", (1, 2, i), max_tokens=30, stop=("ab ",)))
+        found: dict[str, list[bytes]] = {}
+        while plan := engine.schedule():
+            for update in engine.collect(plan, runner.run(plan)):
+                assert len(update.text_lengths) == max(0, len(update.token_ids) - 1)
+                text = update.text.encode()
+                for length in update.text_lengths:
+                    found.setdefault(update.id, []).append(text[:length])
+                    text = text[length:]
+                found.setdefault(update.id, []).append(text)
+        return found
+
+    assert texts(config(speculation=DRAFTS)) == texts(config())
 
 
 def test_what_lies_behind_a_stop_is_counted_nowhere() -> None:

@@ -24,6 +24,7 @@ UPDATES = [
     Update("b#1", 0, (8, 9), "yz", Finish(Reason.STOP), 10, 0),
     Update("c#1", 0, (8,), "y", None, 10, 0, logprobs=(TokenLogprobs(-0.5, ((8, -0.5),)),)),
     Update("d#1", 5, (1,), "q", None, 10, 0, choice=2),
+    Update("f#1", 5, (1, 2), "é!", None, 10, 0, text_lengths=(2,)),
     bare_end("e#1", Reason.INVALID, "no"),
 ]
 

@@ -96,7 +96,7 @@ class _Meter:
         self._number = 0
 
     async def stall(self, *, lost: bool) -> float:
-        """Kill once; returns the milliseconds between the last token before and the first after it."""
+        """Kill once; returns the ms between the last token before and the first token after."""
         await self._fleet.wait_until_ready()
         self._number += 1
         request_id = f"stall-{self._number}"
