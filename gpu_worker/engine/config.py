@@ -1,4 +1,4 @@
-"""The limits an engine works within."""
+"""Sizes, budgets and choices of an engine."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class EngineConfig(SchedulerConfig):
             deadline, and ``fair`` bounds by it for how long a tenant waits for its turn.
         num_host_blocks: blocks of host memory for swapped sequences; 0 for no swapping. As
             ``num_blocks``, of the first group.
-        block_bytes: bytes of a block, to be counted when it is swapped; likewise.
+        block_bytes: bytes of a block of the first group, for the counts of swapped bytes.
         speculation: what may be drafted; None: every step gives a sequence one token.
 
     Raises:

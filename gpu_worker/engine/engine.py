@@ -28,7 +28,7 @@ _NEVER = repeat(False)
 
 
 class Engine:
-    """Continuous batching without a device: it plans steps, somebody else computes them.
+    """Continuous batching without a device: it plans steps, and a model runner computes them.
 
     ::
 

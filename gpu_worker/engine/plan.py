@@ -52,8 +52,8 @@ class Span:
         samples: the span reaches the end of ``token_ids``, so the logits of its last row give the
             next token, whose output index is ``sequence.num_output_tokens``.
         drafts: tokens that may come next, to be verified; their positions are reserved.
-        num_drafts: how many there are. More than there are ``drafts``: the model side's drafter is
-            to propose so many.
+        num_drafts: how many drafts are verified. With empty ``drafts`` the model side's drafter
+            proposes them.
         source: where they come from; None without any.
     """
 
@@ -139,7 +139,7 @@ class DraftChooser(Protocol):
         """Drafts for a planned step, at most ``budget`` of them together."""
 
     def forget(self, sequence: Sequence) -> None:
-        """Drop what is known of a sequence that has ended."""
+        """Drop the drafting state of a sequence that has ended."""
 
 
 class PlanBuilder:

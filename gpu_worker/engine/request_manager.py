@@ -110,7 +110,7 @@ class RequestManager:
             output: the step's output, with log-probabilities and candidates.
 
         Returns:
-            What is to be published.
+            Updates to publish.
         """
         if sequence.siblings:
             return self._advance(sequence, token_ids, output)

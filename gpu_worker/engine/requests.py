@@ -1,4 +1,4 @@
-"""What goes into the engine and what comes out of it."""
+"""Requests that enter the engine, and updates that leave it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class EngineRequest:
     Attributes:
         id: unique among the requests in the engine.
         lane: urgency.
-        tenant: who pays.
+        tenant: the tenant that is charged.
         prompt_ids: at least one token.
         output_ids: what another worker has already published of it; the engine goes on from there.
         choice_ids: the same of a request with several choices, by choice; ``output_ids`` is empty

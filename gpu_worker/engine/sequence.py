@@ -58,7 +58,7 @@ class Sequence:
     Attributes:
         id: the request's id.
         lane: its urgency.
-        tenant: who pays.
+        tenant: the tenant that is charged.
         options: sampling and stop options.
         seed: keys the random numbers of this request, together with the output index.
         arrival: when the request came, in seconds of any monotonic clock.

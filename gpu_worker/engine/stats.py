@@ -1,4 +1,4 @@
-"""What the engine counts, for metrics and logs."""
+"""Counts of the engine, for metrics and logs."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class EngineStats:
         num_blocks: KV blocks in the pool; used + cached + free. In a model whose layers differ in
             their windows all pools together, here and in the next three.
         used_blocks: held by running sequences.
-        cached_blocks: held by nobody, kept for the prefix cache.
+        cached_blocks: unused, kept for the prefix cache.
         free_blocks: empty.
         pools: use of each pool; more than one where layers differ in their windows.
         available_tokens: tokens of new sequences for which there is room.
@@ -64,14 +64,14 @@ class EngineStats:
         prefix_query_tokens: total tokens looked up in the prefix cache at admission.
         prefix_hit_tokens: total of those that were found.
         preemptions: total by the victim's lane, the cause and the mode.
-        preempted_tokens: total computed tokens of their victims, likewise. Of those not swapped,
-            the prefix cache may give part back at the next admission.
+        preempted_tokens: total computed tokens of their victims, by the same keys. The prefix
+            cache may give back part of those not swapped at the next admission.
         num_host_blocks: blocks of host memory for swapped sequences.
         used_host_blocks: of these, holding one.
         swapped_out_blocks: total blocks copied to the host.
         swapped_in_blocks: total blocks copied back.
         swapped_out_bytes: the same in bytes; 0 if the engine was not told those of a block.
-        swapped_in_bytes: likewise.
+        swapped_in_bytes: bytes of ``swapped_in_blocks``.
         swap_refusals: total sequences that were to be swapped, and for which too few host blocks
             were free.
         speculation: drafts and what became of them; None where nothing is drafted.

@@ -47,7 +47,7 @@ class StepOutput:
             not known yet. Nothing is wrong with them: they sample in a later one.
         drafted: of sequences for which the drafter proposed some, how many were verified.
         draft_failed: the drafter could propose nothing, for it failed.
-        timing: what the step took; None if nobody has looked.
+        timing: what the step took; None if it was not measured.
     """
 
     token_ids: tuple[tuple[int, ...], ...]

@@ -56,7 +56,7 @@ class StopMatcher:
         self.matched: str | None = None
 
     def feed(self, text: str) -> str:
-        """Take the next text; return what is now certain to stand before any stop string.
+        """Take the next text; return the part that certainly stands before any stop string.
 
         After a match this and all later calls return only what stands before it, i.e. nothing more.
         """

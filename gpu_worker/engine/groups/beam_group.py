@@ -65,7 +65,7 @@ class BeamGroup(SequenceGroup):
         self, sequence: Sequence, token_ids: tuple[int, ...], output: StepOutput
     ) -> list[Update]:
         """See :class:`SequenceGroup`: nothing, until the search is over."""
-        del token_ids  # what is likeliest now need not be what is likeliest in the end
+        del token_ids  # the likeliest token now need not be part of the best beam
         if sequence.num_computed_tokens < sequence.num_tokens:
             # It had reported, lost its blocks and computed them once more, when the step for which
             # it did so completed the group.

@@ -58,7 +58,7 @@ class SequenceGroup(ABC):
             output: the step's, with what else was reported of it.
 
         Returns:
-            What is to be published: the request's last update, with ``finish``, if it is over.
+            Updates to publish; the last one of a request that is over has ``finish``.
         """
 
     def remove(self) -> None:

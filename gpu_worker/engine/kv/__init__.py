@@ -1,1 +1,1 @@
-"""Who owns which KV block: allocation, sharing, the prefix cache, and blocks on the host."""
+"""KV blocks: allocation, sharing, the prefix cache, and swapping to host memory."""

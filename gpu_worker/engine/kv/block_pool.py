@@ -1,4 +1,4 @@
-"""The blocks of one KV cache group: who holds which, and what a sequence's table of them needs."""
+"""The blocks of one KV cache group: reference counts, and the tables of sequences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Host memory for the KV of preempted sequences: which of its blocks keeps what."""
+"""Host memory for the KV of preempted sequences."""
 
 from __future__ import annotations
 
@@ -22,16 +22,17 @@ class HostPool:
     of its own, and a sequence is kept in all groups or in none. Of a group with a window, only what
     the sequence's next token sees is kept.
 
-    A step copies out, then in, then from block to block, then computes. That order is right
-    because of who may take whose place within one plan:
+    A step copies out, then in, then from block to block, then computes. That order is right for
+    every plan:
 
     - Out reads device blocks that were freed in this plan, before anything in it writes them.
     - In reads host blocks that no copy of the plan writes after it: room is made before anybody is
-      admitted, so all of a plan's host blocks were taken before any is given back. (Who displaces
-      others is admitted at once, but with room for all who go on, so nobody is preempted after it.)
+      admitted, so all of a plan's host blocks were taken before any is given back. (A sequence that
+      displaces others is admitted at once, but only with room for all that go on, so no preemption
+      follows it.)
     - In writes device blocks that were free when it was planned. The source of a block copy is not
-      among them: somebody else holds it as well, and had he been preempted after the block copy was
-      planned, nobody would have been admitted (thrash guard, part 1). A block copy may read what
+      among them: another sequence holds it as well. Had that one been preempted after the copy was
+      planned, none would have been admitted (thrash guard, part 1). A block copy may read what
       came in.
 
     What a plan copies out counts as kept from the moment it is planned. If the step turns out not
@@ -45,8 +46,8 @@ class HostPool:
         num_blocks: blocks of all groups.
         num_out: total blocks copied out.
         num_in: total blocks copied back.
-        bytes_out: the same in bytes, as far as the groups tell theirs.
-        bytes_in: likewise.
+        bytes_out: bytes of ``num_out`` blocks, for groups that give their ``block_bytes``.
+        bytes_in: bytes of ``num_in`` blocks.
         num_refusals: total sequences for which too few blocks were free.
     """
 
@@ -71,7 +72,7 @@ class HostPool:
         return sum(map(len, self._held(sequence, sequence.num_computed_tokens)))
 
     def try_save(self, sequence: Sequence, copies: list[BlockCopy]) -> bool:
-        """Keep what is computed of ``sequence``, which is about to lose its device blocks.
+        """Keep the computed KV of ``sequence``, which is about to lose its device blocks.
 
         All or nothing: False, if there is too little room or nothing to keep, leaves everything as
         it was.
@@ -80,7 +81,7 @@ class HostPool:
             sequence: holds device blocks, and none here.
             copies: gets the copies from device to host.
         """
-        # A beam may have computed all its tokens; but who is admitted must compute the last one.
+        # A beam may have computed all its tokens, but admission computes the last one again.
         # What that one sees may have left the window: then there is no going on from there.
         num_tokens = min(sequence.num_computed_tokens, sequence.num_tokens - 1)
         held = self._held(sequence, num_tokens)
@@ -101,7 +102,7 @@ class HostPool:
         return True
 
     def restore(self, sequence: Sequence, copies: list[BlockCopy]) -> None:
-        """Give an admitted sequence back what is kept of it, and free its blocks here.
+        """Give an admitted sequence its kept KV back, and free its host blocks.
 
         What the prefix cache gave it, its computed tokens, is not copied.
 
@@ -122,7 +123,7 @@ class HostPool:
         self.drop(sequence)
 
     def drop(self, sequence: Sequence) -> None:
-        """Free what is kept of ``sequence``, if anything is."""
+        """Free the host blocks of ``sequence``, if it has any."""
         for kept, free in zip(sequence.host_blocks, self._free, strict=False):
             free.extend(reversed(kept))
         sequence.host_blocks = ()

@@ -142,7 +142,7 @@ class KVManager:
         Args:
             sequence: holds no block.
             victims: some of those that run.
-            spare: blocks that must be left over when so many of the victims are gone.
+            spare: blocks that must be left over, by the number of victims gone.
             stops: gives, for all that run, one past the last position that they are about to write;
                 called only if the answer depends on it.
         """
@@ -232,7 +232,7 @@ class KVManager:
     def drop_unneeded(self, sequences: Iterable[Sequence]) -> None:
         """Drop at once what :meth:`mark_computed` would when a sequence fills its next block.
 
-        Called when blocks are short, so that nobody loses blocks for some that nobody needs.
+        Called when blocks are short, before any sequence is preempted.
         """
         windowed = [pool for pool in self.pools if pool.window is not None]
         if windowed:

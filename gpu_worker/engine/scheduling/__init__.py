@@ -1,1 +1,1 @@
-"""Which sequences compute how many tokens in a step, and who waits."""
+"""Which sequences run, and how many tokens each computes in a step."""

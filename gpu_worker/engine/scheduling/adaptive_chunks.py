@@ -1,4 +1,4 @@
-"""How many prompt tokens a step may compute, so that those which decode are not kept waiting."""
+"""How many prompt tokens a step may compute without delaying the sequences that decode."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class AdaptiveChunks:
 
     A step over ``n`` sequences with ``p`` tokens beyond one of each and ``d`` drafts is taken to
     cost ``a + b p + c n + e d`` seconds; solved for the target, that is the chunk. The more
-    sequences decode, the less is left for prompts; while none decodes nobody waits for a token, and
+    sequences decode, the less is left for prompts; while none decodes, no reader waits, and
     the chunk is the largest. Drafts have a cost of their own, since they come many to a sequence
     with logits for each: it is learned so that it is not taken for a prompt token's or a
     sequence's. Of the chunk they take what prompts leave, so a step with both ends in time, too.
@@ -65,7 +65,7 @@ class AdaptiveChunks:
         """Learn from a step; the time of a draft model is no part of ``seconds``."""
         spans = plan.spans
         tokens = sum([span.num_tokens for span in spans]) - len(spans)
-        # Who was given a token wants the next one. (Some have ended: better too many than too few.)
+        # A sequence that got a token wants the next one. (Some have ended: the count errs upwards.)
         self._decoding = sum([span.samples for span in spans])
         if seconds > 0:
             self.learn(tokens, len(spans), seconds, sum([span.num_drafts for span in spans]))

@@ -1,4 +1,4 @@
-"""Costs that are learned from what takes them, while it is used."""
+"""Costs per unit of work, learned from measured durations."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class CostFit:
         Args:
             costs: one for each amount.
             spread: how far off each may be by itself, as a standard deviation.
-            common: how far off all of them may be by one factor, likewise.
+            common: how far off all of them may be by one factor, as a standard deviation.
             noise: standard deviation of a measurement, in seconds.
         """
         self.costs = list(costs)

@@ -34,7 +34,7 @@ class PreemptionCosts:
         self._spent = 0.0
 
     def prefers_swap(self, num_tokens: int, num_blocks: int) -> bool:
-        """Whether these tokens, in so many blocks, are better swapped."""
+        """Whether swapping ``num_blocks`` blocks costs less than computing ``num_tokens`` again."""
         missing = 1.0 - self._regained
         recompute = missing * num_tokens * self._steps.token_seconds
         swap = self._copies.predict((2, (1.0 + missing) * num_blocks))

@@ -34,9 +34,9 @@ class Scheduler:
     a sequence may take blocks only from those behind it in that order (``preemption``). Three
     things follow:
 
-    - nobody is preempted for somebody less urgent;
+    - no sequence is preempted for a less urgent one;
     - the first in the order advances in every step until it ends, then the next is the first: work
-      always gets done, and whoever runs will end;
+      always gets done, and every running sequence ends;
     - a sequence that was already planned in this step is never preempted in it, so plans and block
       copies need not be taken back.
 
@@ -219,8 +219,8 @@ class Scheduler:
     def _add_drafts(self, step: PlanBuilder, chooser: DraftChooser) -> None:
         """Let the step verify drafts with what is left of budget and blocks.
 
-        Nobody is preempted for a draft and nobody waits for one; what they take of blocks goes
-        back after the step, unless they are accepted.
+        A draft never preempts a sequence, and never makes one wait. Blocks of refused drafts go
+        back after the step.
         """
         for choice in chooser.choose(step.spans, step.budget):
             span, count = step.spans[choice.index], choice.count

@@ -1,4 +1,4 @@
-"""What the parts of the scheduler share: its budgets, its queues, and who holds which KV."""
+"""What the parts of the scheduler share: its budgets, its queues and the KV cache."""
 
 from __future__ import annotations
 

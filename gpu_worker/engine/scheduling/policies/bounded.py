@@ -1,4 +1,4 @@
-"""A bound on how long who was preempted waits, whatever the order."""
+"""A bound on the wait of preempted sequences, whatever the order."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ __all__ = ["BoundedPolicy"]
 
 
 class BoundedPolicy(Policy):
-    """Another order, but that nobody who was preempted starves behind more urgent lanes.
+    """Another order, in which no preempted sequence starves behind more urgent lanes.
 
     In most orders a lane is a hard class: as long as urgent work keeps coming, what it displaced
-    would wait. So who has waited for ``max_overtake_s`` since its preemption is next, whatever its
-    lane; and then it keeps its place, or it would be displaced again after one token.
+    would wait. So a sequence that has waited for ``max_overtake_s`` since its preemption is next,
+    whatever its lane. Then it keeps its place; else it would be displaced again after one token.
 
-    Time is what steps took: while none runs, nobody is overtaken.
+    Time is the sum of step durations: without steps no sequence is overtaken.
 
     Args:
         order: decides otherwise.
@@ -32,7 +32,7 @@ class BoundedPolicy(Policy):
         self._max_overtake_s = max_overtake_s
         self._now = 0.0
         self._returned: OrderedDict[Sequence, float] = OrderedDict()  # since when, oldest first
-        self._protected: set[Sequence] = set()  # waited for so long that they keep their places
+        self._protected: set[Sequence] = set()  # waited for too long; they keep their places
 
     def elapse(self, seconds: float) -> None:
         """A step took so long."""
@@ -48,7 +48,7 @@ class BoundedPolicy(Policy):
         self._returned[sequence] = self._now
 
     def peek(self) -> Sequence | None:
-        """Who has waited for too long, else as the order has it."""
+        """The sequence that has waited for too long, else the first of the order."""
         oldest = next(iter(self._returned), None)
         if oldest is not None and self._is_overdue(oldest):
             return oldest

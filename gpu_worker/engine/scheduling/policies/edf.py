@@ -13,8 +13,8 @@ class EdfPolicy(RankedPolicy):
 
     None at all counts as one ``max_overtake_s`` after the arrival: otherwise a request without
     haste would wait for ever behind a stream of hasty ones. One that passed before the arrival
-    counts as if it were then. So nobody is admitted before a request that arrived after its
-    deadline; and who can wait for long says so by a late one, and is not told so by a bound.
+    counts as if it were then. So a request is never overtaken by one that arrived after its
+    deadline. A late deadline says that a request can wait; no other bound applies to it.
     """
 
     def _place(self, sequence: Sequence) -> float:

@@ -25,9 +25,9 @@ class FairPolicy(Policy):
     place; the end of the search does, for all.) So between two requests of one tenant that waits,
     any other gets at most what the first of them cost, and one request more.
 
-    Counters are kept only while somebody waits: who is alone takes nothing from anybody, and owes
+    Counters are kept only while sequences wait: a tenant alone takes nothing from others, and owes
     nothing later. A tenant that comes when others wait starts at the counter that is being served,
-    so nobody saves up credit by staying away.
+    so no tenant saves up credit by staying away.
 
     That alone would let an endless line of new tenants pass one whose counter is high. So a tenant
     is *overdue* when a request has come that arrived more than ``max_overtake_s`` after both its
@@ -52,7 +52,7 @@ class FairPolicy(Policy):
         self._lanes[sequence.lane].put_back(sequence)
 
     def peek(self) -> Sequence | None:
-        """The first of the most urgent lane in which somebody waits."""
+        """The next sequence of the most urgent lane that is not empty."""
         for shares in self._lanes.values():
             if (first := shares.first()) is not None:
                 return first
@@ -80,7 +80,7 @@ class FairPolicy(Policy):
 
 
 class _Shares:
-    """One lane: its tenants, their counters and who waits."""
+    """One lane: its tenants, their counters and their waiting sequences."""
 
     def __init__(self, max_overtake_s: float) -> None:
         self._max_overtake_s = max_overtake_s
@@ -150,7 +150,7 @@ class _Shares:
         self._turns.put(tenant, counter + cost)
         self._served[tenant] = self._latest
         self._leave(sequence)
-        # Idle tenants whom the floor has reached are as new ones.
+        # Idle tenants that the floor has reached are like new ones.
         while (idle := self._idle.first()) is not None and self._idle.key(idle) <= self._floor:
             self._idle.remove(idle)
 

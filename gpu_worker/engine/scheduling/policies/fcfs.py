@@ -16,7 +16,7 @@ __all__ = ["FcfsPolicy"]
 class FcfsPolicy(Policy):
     """``critical`` before ``normal`` before ``batch``; first come, first served inside a lane.
 
-    Everything in O(1). Nobody is overtaken inside a lane at all.
+    Everything in O(1). Inside a lane no sequence overtakes another.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class FcfsPolicy(Policy):
         self._lanes[sequence.lane].move_to_end(sequence, last=False)
 
     def peek(self) -> Sequence | None:
-        """The first of the most urgent lane in which somebody waits."""
+        """The first sequence of the most urgent lane that is not empty."""
         for waiting in self._lanes.values():
             if waiting:
                 return next(iter(waiting))

@@ -19,8 +19,8 @@ class Policy(ABC):
 
     Three things hold for every order:
 
-    - The scheduler looks only at the first (:meth:`peek`), and when that one does not fit, nobody
-      overtakes it: so a large request is not starved by small ones.
+    - The scheduler looks only at the first (:meth:`peek`). When that one does not fit, no other
+      overtakes it: small requests do not starve a large one.
     - *Bounded overtaking*: of two sequences of a lane that wait for their first admission, one
       that arrived more than ``max_overtake_s`` after the other is never admitted before it. Only
       finitely many arrive in that time and whoever runs will end, so nobody starves behind its own
@@ -44,7 +44,7 @@ class Policy(ABC):
 
     @abstractmethod
     def peek(self) -> Sequence | None:
-        """The one to admit next; None if nobody waits."""
+        """The sequence to admit next; None if none waits."""
 
     @abstractmethod
     def remove(self, sequence: Sequence) -> None:

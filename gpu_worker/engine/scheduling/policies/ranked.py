@@ -24,7 +24,7 @@ class RankedPolicy(Policy):
     one a second, then the difference of two would stay what it is for ever; so the constant part,
     the key, gives the same order at any time, and a heap by it need never be sorted again.
 
-    It is bounded overtaking, too: who is served before another has a key at most as large, so it
+    It is bounded overtaking, too: a sequence served before another has no larger key, so it
     arrived at most ``max_overtake_s x place`` after it, by the other's place.
 
     Args:
@@ -59,7 +59,7 @@ class RankedPolicy(Policy):
         returned.move_to_end(sequence, last=False)
 
     def peek(self) -> Sequence | None:
-        """The first of the most urgent lane in which somebody waits."""
+        """The first sequence of the most urgent lane that is not empty."""
         for lane in BY_URGENCY:
             if (first := self._first(lane)) is not None:
                 return first

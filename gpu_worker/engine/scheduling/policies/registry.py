@@ -16,7 +16,7 @@ __all__ = ["make_policy"]
 
 
 def make_policy(config: EngineConfig) -> Policy:
-    """The order of admission that ``config.policy`` names, under which nobody starves."""
+    """The order of admission that ``config.policy`` names, with a bound on every wait."""
     return BoundedPolicy(_order(config), config.max_overtake_s)
 
 
