@@ -159,6 +159,8 @@ def test_a_worker_process_lost_between_reading_and_acting(
     any_workers: WorkerFactory, client: PlainClient, fate: str
 ) -> None:
     settings = {**SYNTHETIC, "model__synthetic_step_ms": 1, "worker__lease_ms": 500}
+    # What it was given lies in its connection for as long as it is stopped.
+    settings |= {"redis__socket_timeout_s": 60}
     first = any_workers.engine("first", **settings)
     client.events(client.ask(max_tokens=1))
     ids = [f"x{i}" for i in range(30)]
