@@ -58,9 +58,9 @@ class ModelRunner:
         pool: where its KV goes; made for the geometry of ``loaded``.
         sampler: picks the next tokens; None makes one.
         swap_pool: keeps blocks of ``pool`` that plans swap out; None if none do.
-        masks: makes the masks of outputs that have a form; None makes one.
+        masks: makes the masks of constrained outputs; None makes one.
         drafter: proposes drafts where a plan asks for some; None proposes none.
-        rejection: verify drafts by rejection sampling, see :mod:`.verification`.
+        rejection: verify drafts by rejection sampling, see :mod:`.drafting.verifier`.
     """
 
     def __init__(
@@ -91,15 +91,15 @@ class ModelRunner:
         If this raises, all copies have been made: only the forward and what follows may raise.
 
         Returns:
-            For each span the tokens sampled; empty where it does not sample, where it is deferred
-            (see :mod:`.masks`), and where there is no token to choose, which is a failure of that
-            span alone. With drafts, those that are what was sampled in their places, and the token
-            sampled after them. If the copies could not be made, the failure of all spans.
+            The sampled tokens of each span. A span that does not sample, or is deferred (see
+            :mod:`.structured.mask_maker`), has none; so has one without a token to choose, which
+            fails alone. With drafts, the accepted ones and the token sampled after them. If the
+            copies could not be made, all spans fail.
         """
         began = time.perf_counter()
         try:
             self._move(plan)
-        except Exception as error:  # whatever it was, blocks do not hold what they should
+        except Exception as error:  # whatever the reason, the blocks hold wrong contents
             return _unmoved(plan, error)
         sampling = [span.sequence for span in plan.spans if span.samples]
         proposals, draft_seconds = self._propose(plan)

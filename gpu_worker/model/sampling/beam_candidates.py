@@ -1,8 +1,8 @@
 """The most likely next tokens of beams.
 
-Their figures are what beam search adds up in transformers' ``generate``: the logarithms of the
-probabilities that the logits give, to which the processors are applied then. (So a penalty acts on
-log-probabilities here, and on logits where tokens are sampled.)
+Their scores are those that beam search adds up in transformers' ``generate``: log-probabilities of
+the logits, to which the processors are then applied. (So a penalty acts on log-probabilities here,
+and on logits where tokens are sampled.)
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What options do to logits before temperature.
+"""Changes logits before temperature, as a request's options say.
 
 The order of operations, here and in :mod:`.gumbel_sampling`, is that of transformers' ``generate``:
 
@@ -9,12 +9,11 @@ The order of operations, here and in :mod:`.gumbel_sampling`, is that of transfo
    is in the output, are subtracted (not in transformers; as OpenAI defines them),
 4. ``banned_token_ids`` (``NoBadWordsLogitsProcessor``), the ids that would end the output before it
    has ``min_tokens`` (``MinNewTokensLengthLogitsProcessor``), and all but ``allowed_token_ids``
-   (``PrefixConstrainedLogitsProcessor``) become -inf, and so do the ids that may not follow in the
-   form that the output must have (``json_schema``, ``regex``, ``grammar``, ``choice``),
+   (``PrefixConstrainedLogitsProcessor``) become -inf, and so do the ids that the constraint
+   (``json_schema``, ``regex``, ``grammar``, ``choice``) forbids,
 5. temperature, 6. top-k, 7. top-p, 8. min-p; or, for temperature 0, the largest.
 
-All of it is element by element in float32, each operation rounded once: a row's values depend on
-that row alone.
+Every operation works element by element in float32, so a row's values depend on that row alone.
 """
 
 from __future__ import annotations
@@ -38,15 +37,15 @@ __all__ = ["LogitsProcessors", "Processable", "nothing_left", "processes"]
 
 
 class Processable(Tokens, Protocol):
-    """What is read of a sequence."""
+    """A sequence, as far as processors read it."""
 
     @property
     def options(self) -> SamplingOptions:
-        """Those named above are used."""
+        """Its request's options."""
 
     @property
     def num_output_tokens(self) -> int:
-        """Index of the token that is to be chosen."""
+        """Index of the token to be chosen."""
 
 
 def processes(options: SamplingOptions) -> bool:
@@ -79,7 +78,7 @@ def _penalises(options: SamplingOptions) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Places:
-    """Single logits, each at most once: of row ``rows[i]`` that of token ``ids[i]``."""
+    """Single logits, each at most once: token ``ids[i]`` of row ``rows[i]``."""
 
     rows: Tensor
     ids: Tensor
@@ -96,17 +95,17 @@ class _Places:
 
 
 class LogitsProcessors:
-    """The processors of ``P`` rows. Its tensors are made once and serve while the rows stay.
+    """The processors of ``P`` rows. The tensors are made once for all steps of these rows.
 
     Args:
         sequences: one per row.
         device: where the logits are.
         eos_token_ids: ids that end an output, unless its request ignores them.
-        previous: the history of an earlier batch, whose counts of tokens are taken over.
+        previous: the history of an earlier batch, whose token counts are reused.
 
     Attributes:
         history: the tokens of the rows that have penalties.
-        constrained: int64 ``[C]``, the rows whose output has a form.
+        constrained: int64 ``[C]``, the rows whose output has a constraint.
     """
 
     def __init__(
@@ -145,7 +144,7 @@ class LogitsProcessors:
         self._ending: _Places | None = None
 
     def apply(self, logits: Tensor, masks: Sequence[Tensor] = ()) -> Tensor:
-        """The logits that temperature and filters are for.
+        """The logits to which temperature and filters apply.
 
         Args:
             logits: ``[P, V]`` in any float type; float32 is changed in place.
@@ -186,7 +185,7 @@ class LogitsProcessors:
             scores[rows] = scores[rows].masked_fill_(forbidden, -math.inf)
 
     def _penalise(self, scores: Tensor, counted: Tensor) -> None:
-        """Touches what has occurred, a thousandth of a large vocabulary, and nothing else."""
+        """Change only the tokens that have occurred, a thousandth of a large vocabulary."""
         vocab_size = scores.shape[1]
         table, places = self.history.now(vocab_size)
         if self._drafted:
@@ -198,11 +197,11 @@ class LogitsProcessors:
         counts = table.view(-1)[places] >> 1
         values -= counts * self._frequency[slots]
         values -= (counts > 0) * self._presence[slots]
-        # A place that comes twice gets the same value twice.
+        # A place that occurs twice gets the same value twice.
         scores[rows, ids] = values
 
     def _count_drafts(self, table: Tensor) -> tuple[Tensor, Tensor]:
-        """The counts of each row, the drafts before it included: a table of its own, and places."""
+        """The counts of each row and the drafts before it: a table of their own, and its places."""
         vocab_size = table.shape[1]
         table = table[self._tensor(self._slots)]
         fresh = [
@@ -215,7 +214,7 @@ class LogitsProcessors:
         return table, table.view(-1).nonzero().squeeze(1)
 
     def _ends_too_early(self) -> _Places | None:
-        """Ids that may not come yet; made anew only when a row reaches its ``min_tokens``."""
+        """Ids that may not come yet; recomputed only when a row reaches its ``min_tokens``."""
         if not self._kept_open:
             return None
         too_short = [

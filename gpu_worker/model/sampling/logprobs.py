@@ -1,8 +1,8 @@
 """Log-probabilities of sampled tokens, for the rows whose requests ask for them.
 
-They are of the distribution that the model's logits give, before temperature and all other options,
-as OpenAI's and vLLM's are. The sum over the vocabulary is of the sampler's integer weights, so that
-a row's figures do not depend on how a device splits the sum, and so not on the batch.
+They belong to the distribution of the model's logits, before temperature and all other options, as
+those of OpenAI and vLLM do. The sum over the vocabulary is of the sampler's integer weights. So a
+row's figures depend neither on how a device splits the sum nor on the batch.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Logprobs:
             self.of.rows, self.of.widths, *columns, strict=True
         ):
             pairs = zip(ids[:width], values[:width], strict=True)
-            # What the model holds impossible is not among the likely ones.
+            # A token of probability 0 is not among the most likely.
             top = tuple((token_id, value) for token_id, value in pairs if value > -math.inf)
             found[row] = TokenLogprobs(chosen, top)
         return found

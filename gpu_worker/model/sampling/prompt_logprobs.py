@@ -1,7 +1,7 @@
 """Log-probabilities of a prompt's own tokens, chunk by chunk as the prompt is computed.
 
-The row of logits at a position tells of the token behind it. So a chunk reports of the tokens from
-its second to the one after its last, and the prompt's first token is never reported.
+The logits at a position give the probabilities of the next token. So a chunk reports the tokens
+from its second to the one after its last, and the prompt's first token is never reported.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ __all__ = ["PromptRows"]
 
 @dataclass(frozen=True, slots=True)
 class PromptRows:
-    """The rows of a step's logits that are about prompts, and those that are sampled from.
+    """The rows of a step's logits that report prompt tokens, and those that are sampled from.
 
     Attributes:
-        spans: those with prompt rows.
-        counts: how many each has.
-        figures: of all these rows; tokens are those that follow in the prompts.
-        tokens: int64 ``[R]``, on the device.
+        spans: the spans with prompt rows.
+        counts: number of prompt rows of each span.
+        figures: all these rows.
+        tokens: int64 ``[R]``, on the device: the prompt token that each row reports.
         sampled: int64 ``[N]``, the rows of spans that sample.
     """
 
@@ -46,10 +46,10 @@ class PromptRows:
         drafts: Mapping[EngineSequence, Sequence[int]],
         device: torch.device,
     ) -> PromptRows | None:
-        """Those of a step; None if no span has prompt rows.
+        """The rows of a step; None if no span has prompt rows.
 
-        A span that has some has a row of logits for each of its tokens; another one has a row for
-        its last token, if it samples, and for each draft.
+        A span with prompt rows has a row of logits for each of its tokens. Any other span that
+        samples has a row for its last token and for each draft.
         """
         asking = [s for s in spans if s.sequence.num_prompt_logprobs is not None and s.prompt_rows]
         if not asking:
@@ -78,13 +78,13 @@ class PromptRows:
         )
 
     def compute(self, logits: Tensor) -> Logprobs:
-        """Queue the work; ``logits [rows, V]`` are all of the step's, and not changed."""
+        """Queue the work; ``logits [rows, V]`` are those of the whole step, and stay unchanged."""
         tokens = torch.zeros(logits.shape[0], dtype=torch.int64, device=logits.device)
         tokens[self.figures.index] = self.tokens
         return self.figures.compute(logits, tokens)
 
     def by_sequence(self, figures: Logprobs) -> dict[EngineSequence, tuple[TokenLogprobs, ...]]:
-        """What :meth:`compute` gave. Waits for the device."""
+        """The result of :meth:`compute` by sequence. Waits for the device."""
         found = iter(figures.by_row().values())
         return {
             span.sequence: tuple(next(found) for _ in range(count))

@@ -1,4 +1,4 @@
-"""Which tokens a sequence has had, as a tensor: what penalties are computed from."""
+"""Counts the tokens of sequences, for penalties."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["TokenHistory", "Tokens"]
 
 
 class Tokens(Protocol):
-    """What is read of a sequence. Its tokens may grow, and never change otherwise."""
+    """The tokens of a sequence: more may be appended, and none ever changes."""
 
     @property
     def token_ids(self) -> list[int]:
@@ -26,15 +26,13 @@ class Tokens(Protocol):
 class TokenHistory:
     """The tokens of ``H`` sequences, counted.
 
-    The counts are a function of the token ids alone, so that they are the same after a preemption
-    or on another worker. They are carried from step to step only to save counting again: a step
-    adds the tokens that came since the last one.
+    The counts are a function of the token ids alone, so they are the same after a preemption or on
+    another worker. To save work, each step only adds the tokens since the last one.
 
     Args:
         sequences: whose tokens.
         device: where the counts are kept.
-        previous: the history of an earlier batch; what it has counted of the same sequences is
-            taken over.
+        previous: the history of an earlier batch; its counts of the same sequences are reused.
     """
 
     def __init__(
@@ -63,7 +61,7 @@ class TokenHistory:
             self._counted = [0] * len(self._sequences)
             self._table, self._places = self._empty(len(self._sequences), vocab_size), None
         fresh = self._catch_up(self._table)
-        if self._places is None:  # looked for once per batch; then it is known what comes
+        if self._places is None:  # found once per batch; later steps only append
             self._places = self._table.view(-1).nonzero().squeeze(1)
         elif fresh is not None:
             self._places = torch.cat((self._places, fresh))
@@ -72,7 +70,7 @@ class TokenHistory:
     def hand_over(self, sequences: Sequence[Tokens]) -> tuple[Tensor | None, list[int]]:
         """A table for other sequences, and how many tokens of each it has counted.
 
-        Those that are not here start from nothing; the table is None if none of them is.
+        Unknown sequences start from zero. The table is None if all of them are unknown.
         """
         counted = [0] * len(sequences)
         known = {id(sequence): row for row, sequence in enumerate(self._sequences)}
@@ -93,7 +91,7 @@ class TokenHistory:
         return torch.tensor(values, dtype=torch.int64, device=self._device)
 
     def _catch_up(self, table: Tensor) -> Tensor | None:
-        """Count what is new; the places of new output tokens, if any."""
+        """Count new tokens; returns the places of new output tokens, if any."""
         vocab_size = table.shape[1]
         fresh: list[int] = []  # positions in the flat table
         for row, sequence in enumerate(self._sequences):
@@ -109,7 +107,7 @@ class TokenHistory:
         if not fresh:
             return None
         places = self._tensor(fresh)
-        # Whole numbers: the sum is the same in whatever order a device adds.
+        # Integers: the sum does not depend on the order in which a device adds.
         twos = torch.full_like(places, 2, dtype=table.dtype)
         table.view(-1).scatter_add_(0, places, twos)
         return places
