@@ -46,7 +46,9 @@ async def find_served_models(client: RetryingClient) -> list[Keys]:
         found: set[bytes] = set()
         cursor = 0
         for _ in range(_MAX_SCANS):
-            cursor, names = await client.redis.scan(cursor, match="ps:{*}:wl", count=_KEYS_PER_SCAN)
+            cursor, names = await client.redis.scan(
+                cursor, match="ps:{*}:leases", count=_KEYS_PER_SCAN
+            )
             found.update(names)
             if not cursor:
                 break
@@ -64,7 +66,7 @@ async def find_served_models(client: RetryingClient) -> list[Keys]:
 
 def _shard_of(leases: str) -> Keys | None:
     """The shard that a key of leases belongs to; None if the key is named otherwise."""
-    model, _, shard = leases.removeprefix("ps:{").removesuffix("}:wl").rpartition(".")
+    model, _, shard = leases.removeprefix("ps:{").removesuffix("}:leases").rpartition(".")
     try:
         return Keys(model, int(shard))
     except (ValueError, InvalidRequest):
