@@ -129,7 +129,7 @@ async def test_a_deadline_that_is_kept_late_is_noticed(
 ) -> None:
     """Under this seed four of the first forty run for long after their deadline, if let."""
     monkeypatch.setattr("penstock.producer.stream._EXPIRY_GRACE_S", 60.0)  # readers would end them
-    when = "KEYS[1], '-inf', now, 'LIMIT', 0, MAX_EXPIRED"
+    when = "DEADLINES, '-inf', now, 'LIMIT', 0, MAX_EXPIRED"
     late = when.replace("now", "now - 2000")
     monkeypatch.setenv("PYTHONPATH", mutated(tmp_path, "shared/scripts/lua/sweep.lua", when, late))
     result = await run(seconds=2, seed=95, faults=frozenset(), in_flight=40, tokens=240)
