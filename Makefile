@@ -67,7 +67,12 @@ faults: install ## Run fault storms and the long form of the fault tests: twenty
 soak: install ## A million requests through the simulator, twice, and minutes of real ones: what stays?
 	$(BIN)/pytest tests/simulate/test_soak.py tests/faults/test_soak.py -m "" $(ARGS)
 
-install: $(VENV)/.linked ## Make the virtual environment, or bring it up to date
+install: $(VENV)/.linked $(VENV)/.native ## Make the virtual environment, or bring it up to date
+
+# Compiled now, so that no worker waits for it. Without a compiler PyTorch computes instead.
+$(VENV)/.native: $(wildcard kernels/cpu/src/* kernels/cpu/*.py) | $(VENV)/.linked
+	@$(BIN)/python -m penstock.kernels.cpu || true
+	@touch $@
 
 clean: ## Remove the virtual environment and everything built
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

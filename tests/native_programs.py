@@ -67,7 +67,8 @@ def run(
     tokens = torch.tensor([token for span in spans for token in span.tokens])
     wanted = torch.arange(len(tokens)) if rows is None else torch.tensor(rows, dtype=torch.int64)
     logits = torch.full((len(wanted), width), torch.nan)
-    program.run(threads, tokens, wanted, [batch], caches, [0] * len(caches), logits)
+    cache = program.bind(caches, [0] * len(caches))
+    program.run(threads, tokens, wanted, [batch], cache, logits)
     return logits
 
 

@@ -100,11 +100,13 @@ def pack(chunks: Sequence[SequenceChunk], pool: KVPool) -> PackedStep:
     )
 
 
-def decode_chunks(pool: KVPool, num_sequences: int, num_drafts: int = 0) -> list[SequenceChunk]:
+def decode_chunks(
+    pool: KVPool, num_sequences: int, num_drafts: int = 0, *, longest: int
+) -> list[SequenceChunk]:
     """A decode step of short sequences with ``num_drafts`` drafts each, to time or warm up.
 
-    Each sequence has blocks of its own, and its chunk fills the last of them: there are at most as
-    many sequences as the pool has blocks for.
+    Each sequence has blocks of its own, and its chunk fills the last of them, below position
+    ``longest``: there are at most as many sequences as the pool has blocks for.
     """
     size, count = pool.block_size, 1 + num_drafts
     each = -(-count // size)
@@ -112,12 +114,14 @@ def decode_chunks(pool: KVPool, num_sequences: int, num_drafts: int = 0) -> list
     num_blocks = min(group.num_blocks for group in pool.groups)
     tables = [range(start, start + each) for start in range(0, num_blocks - each + 1, each)]
     return [
-        SequenceChunk([0] * count, each * size - count, [table] * len(pool.groups), rows)
+        SequenceChunk(
+            [0] * count, max(0, min(each * size, longest) - count), [table] * len(pool.groups), rows
+        )
         for table in tables[:num_sequences]
     ]
 
 
-def forward_logits(model: Any, context: ForwardContext, pool: KVPool, step: PackedStep) -> Tensor:
+def forward_logits(model: Any, context: ForwardContext, step: PackedStep, pool: KVPool) -> Tensor:
     """Compute ``step``, storing its KV in ``pool``.
 
     Returns:

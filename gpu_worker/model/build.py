@@ -54,7 +54,11 @@ def build_model(settings: Settings) -> ServingModel:
         torch.set_num_threads(settings.engine.threads)
     wanted = settings.model
     loaded = load_model(
-        wanted.path, dtype=wanted.dtype, device=wanted.device, max_model_len=wanted.max_model_len
+        wanted.path,
+        dtype=wanted.dtype,
+        device=wanted.device,
+        max_model_len=wanted.max_model_len,
+        native=wanted.native,
     )
     constraints = ConstraintCompiler(
         loaded.tokenizer,
@@ -90,7 +94,8 @@ def build_model(settings: Settings) -> ServingModel:
     kv = " and ".join(_group_summary(group, config.block_size) for group in config.kv_cache_groups)
     summary = (
         f"{loaded.path.name} in {loaded.dtype} on {loaded.device}, context {loaded.max_model_len}, "
-        f"KV for {kv} ({format_bytes(pool.num_bytes)})"
+        f"KV for {kv} ({format_bytes(pool.num_bytes)}), "
+        f"{'computed by torch' if loaded.native is None else loaded.native.summary}"
     )
     return ServingModel(
         config=replace(config, speculation=speculation),
@@ -208,7 +213,7 @@ def _readable_by_draft(geometry: KVGeometry) -> KVGeometry:
     """
     if any(layer.window is None for layer in geometry.layers):
         return geometry
-    return KVGeometry(tuple(replace(layer, window=None) for layer in geometry.layers))
+    return replace(geometry, layers=tuple(replace(layer, window=None) for layer in geometry.layers))
 
 
 def _group_summary(group: KVCacheGroup, block_size: int) -> str:

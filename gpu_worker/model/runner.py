@@ -19,7 +19,7 @@ from ..engine.plan import Plan, Span
 from ..engine.requests import Finish
 from ..engine.sequence import Sequence
 from ..engine.step_output import StepOutput, StepTiming
-from .batch import Rows, SequenceChunk, decode_chunks, forward_logits, pack
+from .batch import Rows, SequenceChunk, decode_chunks, pack
 from .device_timing import least_seconds
 from .drafting.acceptance import agreed
 from .drafting.draft_fallback import DraftFallback
@@ -270,11 +270,13 @@ class ModelRunner:
         )
 
     def _decode_chunks(self, num_sequences: int, num_drafts: int = 0) -> list[SequenceChunk]:
-        return decode_chunks(self.pool, num_sequences, num_drafts)
+        return decode_chunks(
+            self.pool, num_sequences, num_drafts, longest=self.loaded.max_model_len
+        )
 
     def _forward(self, chunks: Seq[SequenceChunk]) -> Tensor:
         step = pack(chunks, self.pool)
-        return forward_logits(self.loaded.model, self.loaded.context, self.pool, step)
+        return self.loaded.forward(step, self.pool)
 
 
 def _may_draft(sequence: Sequence) -> bool:

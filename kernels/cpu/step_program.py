@@ -6,7 +6,7 @@ import ctypes
 import weakref
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from .library import (
     Type,
 )
 
-__all__ = ["LOGITS", "HeadShape", "NativeProgram", "NormWeights", "Rotary", "ThreadPool"]
+__all__ = ["LOGITS", "Cache", "HeadShape", "NativeProgram", "NormWeights", "Rotary", "ThreadPool"]
 
 LOGITS = -1
 """A destination: the step's logits."""
@@ -105,14 +105,15 @@ class HeadShape:
         return (self.heads + self.kv_heads) * self.key_dim + self.kv_heads * self.value_dim
 
 
-@dataclass(slots=True)
-class _Pool:
-    """Addresses of a cache's tensors, kept until another cache is bound."""
+@dataclass(frozen=True, slots=True)
+class Cache:
+    """Keys and values of all layers, with their addresses; from :meth:`NativeProgram.bind`."""
 
     layers: tuple[tuple[Tensor, Tensor], ...]
     keys: Any
     values: Any
-    kinds: Any = field(repr=False)
+    kinds: Any
+    num_blocks: tuple[int, ...]
 
 
 class NativeProgram:
@@ -140,8 +141,6 @@ class NativeProgram:
         self.multiplied = Type(library.activation_type(self._type))
         self._kept: list[Any] = []
         self._types: list[Type] = []
-        self._vocab_size = 0
-        self._bound: _Pool | None = None
         self._error = Error()
 
     # ---- building
@@ -290,14 +289,34 @@ class NativeProgram:
 
     # ---- running
 
+    def bind(self, layers: Sequence[tuple[Tensor, Tensor]], layer_kinds: Sequence[int]) -> Cache:
+        """Make a cache ready for :meth:`run`.
+
+        Args:
+            layers: keys and values of each layer, in the layout
+                ``penstock.kernels.kv_layout.KVLayout.GROUPS``.
+            layer_kinds: the KV kind of each layer.
+        """
+        for tensor in (tensor for pair in layers for tensor in pair):
+            if tensor.dtype != self.dtype or not tensor.is_contiguous():
+                raise ValueError(f"a cache of {tensor.dtype}, where {self.dtype} is stored")
+        count = len(layers)
+        keys, values = (
+            (ctypes.c_void_p * count)(*(pair[i].data_ptr() for pair in layers)) for i in (0, 1)
+        )
+        blocks = dict(zip(layer_kinds, (key.shape[0] for key, _ in layers), strict=True))
+        # A kind that no layer belongs to has no blocks that could be missed.
+        num_blocks = tuple(blocks.get(k, 1 << 32) for k in range(max(blocks, default=0) + 1))
+        kinds = (ctypes.c_int32 * count)(*layer_kinds)
+        return Cache(tuple(layers), keys, values, kinds, num_blocks)
+
     def run(
         self,
         pool: ThreadPool,
         tokens: Tensor,
         output_rows: Tensor,
         batches: Sequence[RaggedBatch],
-        layers: tuple[tuple[Tensor, Tensor], ...],
-        layer_kinds: Sequence[int],
+        cache: Cache,
         logits: Tensor,
     ) -> None:
         """Compute one step: store its keys and values, and the logits of the wanted rows.
@@ -307,29 +326,26 @@ class NativeProgram:
             tokens: int64 ``[T]``.
             output_rows: int64 ``[R]``, whose logits are wanted; may be empty.
             batches: one for each KV kind: the same tokens, with that kind's tables.
-            layers: keys and values of each layer's cache, in the layout of
-                ``penstock.kernels.kv_layout.KVLayout.GROUPS``.
-            layer_kinds: the KV kind of each layer.
+            cache: where keys and values are.
             logits: float32 ``[R, vocabulary]``, contiguous: written.
 
         Raises:
             ValueError: the step asks for a token, position or block that there is not.
         """
         first = batches[0]
-        bound = self._bind(layers, layer_kinds)
         kinds = (KVKind * len(batches))()
-        blocks = {kind: layers[i][0].shape[0] for i, kind in enumerate(layer_kinds)}
-        for index, (kind, batch) in enumerate(zip(kinds, batches, strict=True)):
+        for kind, batch, num_blocks in zip(kinds, batches, cache.num_blocks, strict=False):
             kind.slots = batch.slots.data_ptr()
             kind.tables = batch.host_block_tables.data_ptr()
             kind.table_width = batch.host_block_tables.shape[1]
-            kind.num_blocks = blocks.get(index, 1 << 40)
+            kind.num_blocks = num_blocks
         step = StepInput(
-            tokens.shape[0], first.num_sequences, output_rows.shape[0], len(batches), len(layers),
-            first.block_size, tokens.data_ptr(), first.host_positions.data_ptr(),
-            first.query_starts.data_ptr(), first.context_lens.data_ptr(), output_rows.data_ptr(),
-            kinds, ctypes.addressof(bound.kinds), ctypes.addressof(bound.keys),
-            ctypes.addressof(bound.values), logits.data_ptr(),
+            tokens.shape[0], first.num_sequences, output_rows.shape[0], len(cache.num_blocks),
+            len(cache.layers), first.block_size, tokens.data_ptr(),
+            first.host_positions.data_ptr(), first.query_starts.data_ptr(),
+            first.context_lens.data_ptr(), output_rows.data_ptr(), kinds,
+            ctypes.addressof(cache.kinds), ctypes.addressof(cache.keys),
+            ctypes.addressof(cache.values), logits.data_ptr(),
         )  # fmt: skip
         if self._library.run(self._handle, pool.handle, step, self._error) < 0:
             raise ValueError(self._error.text.decode())
@@ -339,19 +355,6 @@ class NativeProgram:
         times = array("q", bytes(8 * self._library.op_kinds()))
         self._library.times(self._handle, times.buffer_info()[0])
         return {name: ns / 1e9 for name, ns in zip(OP_NAMES, times, strict=True)}
-
-    def _bind(self, layers: tuple[tuple[Tensor, Tensor], ...], layer_kinds: Sequence[int]) -> _Pool:
-        if self._bound is not None and self._bound.layers is layers:
-            return self._bound
-        for key, value in layers:
-            if not (key.dtype == value.dtype == self.dtype):
-                raise ValueError(f"the cache is {key.dtype}, the program's is {self.dtype}")
-        count = len(layers)
-        keys, values = (
-            (ctypes.c_void_p * count)(*(pair[i].data_ptr() for pair in layers)) for i in (0, 1)
-        )
-        self._bound = _Pool(layers, keys, values, (ctypes.c_int32 * count)(*layer_kinds))
-        return self._bound
 
 
 def _norm_spec(norm: NormWeights, kept: list[Tensor]) -> NormSpec:

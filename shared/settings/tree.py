@@ -282,6 +282,12 @@ class ModelSettings(Section):
         ge=1,
         le=16_777_216,
     )
+    native: Literal["auto", "on", "off"] = setting(
+        "auto",
+        "On a CPU, compute steps by the native library, which is several times faster than PyTorch "
+        "and is compiled at first use. `auto` does so for models that it can compute, if there is "
+        "a C++ compiler; `on` refuses all others; `off` leaves everything to PyTorch.",
+    )
 
     synthetic_step_ms: float = setting(
         2.0,

@@ -123,7 +123,11 @@ def test_nothing_outside_a_buffer_is_touched(
     )  # fmt: skip
     with pytest.raises(ValueError, match=said):
         subject.program.run(
-            ThreadPool(library(), 2), tokens, rows, [batch], subject.caches, [0],
+            ThreadPool(library(), 2),
+            tokens,
+            rows,
+            [batch],
+            subject.program.bind(subject.caches, [0]),
             torch.empty(5, 16),
         )  # fmt: skip
     assert all(

@@ -56,6 +56,23 @@ def loaded(checkpoint: Callable[[str], Path]) -> Iterator[Callable[[str], Loaded
 
 
 @pytest.fixture(scope="session")
+def loaded_by_torch(
+    checkpoint: Callable[[str], Path],
+) -> Iterator[Callable[[str], LoadedModel]]:
+    """The same, computed by torch though the native library could."""
+    models: dict[str, LoadedModel] = {}
+
+    def get(model_type: str) -> LoadedModel:
+        if model_type not in models:
+            models[model_type] = load_model(checkpoint(model_type), device="cpu", native="off")
+        return models[model_type]
+
+    yield get
+    for model in models.values():
+        model.close()
+
+
+@pytest.fixture(scope="session")
 def oracle(checkpoint: Callable[[str], Path]) -> Callable[[str], Any]:
     """The same checkpoint as transformers runs it: eager attention, float32; loaded once."""
     models: dict[str, Any] = {}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from itertools import chain, islice
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -22,12 +22,13 @@ from torch import Tensor
 from penstock.gpu_worker.engine.plan import BlockCopy, Span
 from penstock.gpu_worker.engine.sequence import Sequence
 from penstock.gpu_worker.engine.speculation.controller import SpeculationConfig
-from penstock.gpu_worker.model.batch import PackedStep, SequenceChunk, forward_logits, pack
+from penstock.gpu_worker.model.batch import PackedStep, SequenceChunk, pack
 from penstock.gpu_worker.model.drafting import drafters
 from penstock.gpu_worker.model.drafting.drafters import DraftModel, Proposal
 from penstock.gpu_worker.model.kv.kv_pool import KVPool
 from penstock.gpu_worker.model.loading.loader import LoadedModel
 from penstock.gpu_worker.model.sampling.sampler import Sampler, SamplingBatch
+from penstock.kernels.kv_layout import KVLayout
 from penstock.shared.protocol import SamplingOptions
 
 Loaded = Callable[[str], LoadedModel]
@@ -114,7 +115,7 @@ class Watched:
         assert good == output[done : done + len(good)]
         fresh, num_blocks = self._pool(99), -(-len(sequence.token_ids) // BLOCK_SIZE)
         step = pack([SequenceChunk(sequence.token_ids, 0, [range(num_blocks)])], fresh)
-        forward_logits(self._model.model, self._model.context, fresh, step)
+        self._model.forward(step, fresh)
         read = zip(self._stored(self._drafter.pool, sequence.block_tables[0], sequence),
                    self._stored(fresh, range(num_blocks), sequence), strict=True)  # fmt: skip
         for found, expected in read:
@@ -128,8 +129,12 @@ class Watched:
     def _stored(pool: KVPool, table: Seq[int], sequence: Sequence) -> Iterator[Tensor]:
         """Keys and values of the sequence's tokens, layer by layer."""
         blocks = torch.tensor(table)
-        for tensor in chain.from_iterable((layer.key, layer.value) for layer in pool.layers):
-            yield tensor[blocks].flatten(0, 1)[: len(sequence.token_ids)]
+        assert pool.geometry.layout is KVLayout.GROUPS
+        for layer in pool.layers:
+            # Groups of [dim, 16] and of [16, dim], to tokens.
+            for tensor, order in ((layer.key, (0, 2, 4, 1, 3)), (layer.value, (0, 2, 3, 1, 4))):
+                tokens = tensor[blocks].permute(order).flatten(1, 2)[:, :BLOCK_SIZE]
+                yield tokens.flatten(0, 1)[: len(sequence.token_ids)]
 
 
 def run(model: LoadedModel, watched: Watched, expected: Outputs, **how: Any) -> Served:

@@ -11,6 +11,7 @@ from model.families import WINDOW
 
 from penstock.gpu_worker.model.loading.geometry import KVGeometry, LayerGeometry
 from penstock.gpu_worker.model.loading.loader import LoadedModel, load_model
+from penstock.kernels.kv_layout import KVLayout
 
 Loaded = Callable[[str], LoadedModel]
 
@@ -19,7 +20,7 @@ PLAIN = LayerGeometry(num_query_heads=4, num_kv_heads=2, key_dim=16, value_dim=1
 
 def test_grouped_query_attention(loaded: Loaded) -> None:
     assert loaded("llama").geometry.layers == (PLAIN,) * 3
-    assert loaded("llama").geometry.elements_per_token == 3 * 2 * (16 + 16)
+    assert loaded("llama").geometry.block_bytes(16, torch.float32) == 4 * 16 * 3 * 2 * (16 + 16)
     assert loaded("llama").geometry.windows == ()
 
 
@@ -47,7 +48,7 @@ def test_layers_that_reuse_kv_store_none(loaded: Loaded) -> None:
     """Gemma 3n: the last two of six layers read what the last of their kind before stored."""
     geometry = loaded("gemma3n_text").geometry
     assert [layer.shares for layer in geometry.layers] == [None, None, None, None, 2, 3]
-    assert geometry.elements_per_token == 4 * 2 * (16 + 16)
+    assert geometry.block_bytes(8, torch.bfloat16) == 2 * 8 * 4 * 2 * (16 + 16)
 
 
 def test_layers_of_different_sizes(loaded: Loaded) -> None:
@@ -62,4 +63,4 @@ def test_elements_are_independent_of_the_dtype(
     checkpoint: Callable[[str], Path], dtype: torch.dtype
 ) -> None:
     model = load_model(checkpoint("llama"), device="cpu", dtype=str(dtype).removeprefix("torch."))
-    assert model.geometry == KVGeometry((PLAIN,) * 3)
+    assert model.geometry == KVGeometry((PLAIN,) * 3, KVLayout.GROUPS)

@@ -9,7 +9,7 @@ import torch
 
 from penstock.gpu_worker.engine.plan import BlockCopy
 from penstock.gpu_worker.model.kv import memory_budget as memory
-from penstock.gpu_worker.model.kv.kv_pool import KVPool, blocks_in_budget, bytes_per_block
+from penstock.gpu_worker.model.kv.kv_pool import KVPool, blocks_in_budget
 from penstock.gpu_worker.model.kv.memory_budget import kv_budget
 from penstock.gpu_worker.model.loading.geometry import KVGeometry, LayerGeometry
 from penstock.shared.errors import ConfigurationError, InsufficientMemory
@@ -34,7 +34,7 @@ def test_shapes_and_bytes() -> None:
     pool = KVPool(GEOMETRY, 6, 3, CPU, torch.bfloat16)
     assert [tuple(layer.key.shape) for layer in pool.layers[:2]] == [(6, 3, 2, 6), (6, 3, 1, 8)]
     assert [tuple(layer.value.shape) for layer in pool.layers[:2]] == [(6, 3, 2, 4), (6, 3, 1, 8)]
-    assert pool.bytes_per_block == bytes_per_block(GEOMETRY, 3, torch.bfloat16) == PER_TOKEN * 3 * 2
+    assert pool.bytes_per_block == GEOMETRY.block_bytes(3, torch.bfloat16) == PER_TOKEN * 3 * 2
     tensors = [t for layer in pool.layers if layer.writes for t in (layer.key, layer.value)]
     assert pool.num_bytes == sum(tensor.nbytes for tensor in tensors)
 

@@ -151,8 +151,10 @@ def test_a_window_larger_than_the_trial_is_said(
     assert "sliding window of 250 tokens is not crossed" in caplog.text
 
 
-def test_a_layer_that_hides_its_window_is_refused(loaded: Callable[[str], LoadedModel]) -> None:
-    model = loaded("gemma2")
+def test_a_layer_that_hides_its_window_is_refused(
+    loaded_by_torch: Callable[[str], LoadedModel],
+) -> None:
+    model = loaded_by_torch("gemma2")
     probe = probe_geometry(model.model, model.device)
     model.model.config.layer_types[1] = "sliding_attention"
     try:

@@ -114,9 +114,11 @@ def test_nothing_stays_registered_after_a_refusal(checkpoint: Checkpoint) -> Non
     assert set(ALL_ATTENTION_FUNCTIONS) == before
 
 
-def test_a_model_cannot_run_outside_of_a_step(loaded: Callable[[str], LoadedModel]) -> None:
+def test_a_model_cannot_run_outside_of_a_step(
+    loaded_by_torch: Callable[[str], LoadedModel],
+) -> None:
     with pytest.raises(RuntimeError, match="paged KV pool"):
-        loaded("llama").model(input_ids=torch.tensor([[1, 2]]), use_cache=False)
+        loaded_by_torch("llama").model(input_ids=torch.tensor([[1, 2]]), use_cache=False)
 
 
 def refuse(folder: Path | str, error: type[ModelError], words: str) -> None:

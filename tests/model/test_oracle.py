@@ -218,6 +218,15 @@ def test_tokens_are_those_of_generate(
         assert stats.prefix_hit_tokens > 0
 
 
+@pytest.mark.parametrize("mode", ["chunks", "swapped-cached"])
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "cohere2"])
+def test_torch_gives_the_same_where_the_native_library_is_not(
+    loaded_by_torch: Loaded, generated: Callable[[str], Expected], model_type: str, mode: str
+) -> None:
+    expected = generated(model_type)
+    assert serve(loaded_by_torch(model_type), MODES[mode], expected)[0] == expected
+
+
 @pytest.mark.parametrize("model_type", SUPPORTED)
 def test_logits_are_the_models_own_in_any_chunking(
     loaded: Loaded, oracle: Oracle, model_type: str

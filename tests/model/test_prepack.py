@@ -37,8 +37,8 @@ def logits_of(model: LoadedModel) -> Tensor:
 @pytest.mark.usefixtures("pack_all")
 @pytest.mark.parametrize("model_type", SUPPORTED)
 def test_float32_logits_stay_the_same(checkpoint: Checkpoint, model_type: str) -> None:
-    plain = load_model(checkpoint(model_type), device="cpu", prepack=False)
-    packed = load_model(checkpoint(model_type), device="cpu")
+    plain = load_model(checkpoint(model_type), device="cpu", native="off", prepack=False)
+    packed = load_model(checkpoint(model_type), device="cpu", native="off")
     assert not packed_layers(plain)
     assert packed_layers(packed)
     before, after = logits_of(plain), logits_of(packed)
@@ -50,8 +50,10 @@ def test_float32_logits_stay_the_same(checkpoint: Checkpoint, model_type: str) -
 )
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "gemma2", "mixtral"])
 def test_bfloat16_logits_stay_the_same(checkpoint: Checkpoint, model_type: str) -> None:
-    plain = load_model(checkpoint(model_type), device="cpu", dtype="bfloat16", prepack=False)
-    packed = load_model(checkpoint(model_type), device="cpu", dtype="bfloat16")
+    plain = load_model(
+        checkpoint(model_type), device="cpu", dtype="bfloat16", native="off", prepack=False
+    )
+    packed = load_model(checkpoint(model_type), device="cpu", dtype="bfloat16", native="off")
     assert packed_layers(packed)
     torch.testing.assert_close(logits_of(packed), logits_of(plain), rtol=2e-2, atol=2e-2)
 

@@ -14,6 +14,7 @@ from model.families import VOCAB_SIZE
 
 from penstock.gpu_worker.engine.plan import BlockCopy, Plan, Span
 from penstock.gpu_worker.engine.sequence import Sequence
+from penstock.gpu_worker.model.batch import PackedStep
 from penstock.gpu_worker.model.kv.kv_pool import KVPool
 from penstock.gpu_worker.model.loading.loader import LoadedModel
 from penstock.gpu_worker.model.runner import ModelRunner
@@ -53,12 +54,15 @@ def whole(sequence: Sequence) -> Span:
 def forwards(model: LoadedModel) -> Iterator[list[tuple[int, ...]]]:
     """The shapes of ``input_ids`` of each forward inside the ``with``."""
     shapes: list[tuple[int, ...]] = []
-    handle = model.model.register_forward_pre_hook(
-        lambda module, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)),
-        with_kwargs=True,
-    )
-    yield shapes
-    handle.remove()
+    forward = model.forward
+
+    def watched(step: PackedStep, pool: KVPool) -> torch.Tensor:
+        shapes.append(tuple(step.input_ids.shape))
+        return forward(step, pool)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model, "forward", watched)
+        yield shapes
 
 
 def own_logits(oracle: Any, ids: list[int]) -> torch.Tensor:
@@ -76,7 +80,8 @@ def test_prefill_chunks_and_decodes_are_one_forward_without_padding(runner: Mode
     assert [len(ids) for ids in output.token_ids] == [1, 0]
 
 
-def test_only_sampled_rows_reach_the_output_layer(runner: ModelRunner) -> None:
+def test_only_sampled_rows_reach_the_output_layer(loaded_by_torch: Loaded) -> None:
+    runner = make_runner(loaded_by_torch("llama"))
     rows: list[int] = []
     handle = runner.loaded.model.lm_head.register_forward_pre_hook(
         lambda module, args: rows.append(args[0].shape[-2])

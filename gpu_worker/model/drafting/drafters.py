@@ -12,7 +12,7 @@ from torch import Tensor
 from ...engine.kv.kv_cache_groups import NO_BLOCK
 from ...engine.plan import BlockCopy, Span
 from ...engine.sequence import Sequence, SequenceStatus
-from ..batch import Rows, SequenceChunk, forward_logits, pack
+from ..batch import Rows, SequenceChunk, pack
 from ..kv.kv_pool import KVPool
 from ..kv.memory_budget import available_bytes
 from ..sampling.sampler import Sampler, SamplingBatch
@@ -133,9 +133,10 @@ class DraftModel:
         self._rows = DraftRows()
         self._batches: dict[int, SamplingBatch] = {}
         self._lean: LeanLlama | None = None
-        self._lean = LeanLlama.of(
-            loaded.model, self._trial, available_bytes(loaded.device) // _LEAN_SHARE
-        )
+        if loaded.native is None:
+            self._lean = LeanLlama.of(
+                loaded.model, self._trial, available_bytes(loaded.device) // _LEAN_SHARE
+            )
 
     def copy_blocks(self, copies: Seq[BlockCopy]) -> None:
         """See :class:`Drafter`; its own KV has the block numbers of the first KV cache group."""
@@ -250,7 +251,7 @@ class DraftModel:
         step = pack(chunks, self.pool)
         if self._lean is not None:
             return self._lean.forward(step, self.pool)
-        return forward_logits(self.loaded.model, self.loaded.context, self.pool, step)
+        return self.loaded.forward(step, self.pool)
 
     @torch.inference_mode()
     def _trial(self, lean: LeanLlama | None) -> Tensor:

@@ -35,6 +35,8 @@ def load_draft(settings: Settings, target: LoadedModel) -> LoadedModel | None:
             path,
             dtype=str(target.dtype).removeprefix("torch."),
             device=str(target.device),
+            native="auto" if settings.model.native == "on" else settings.model.native,
+            runtime=None if target.native is None else target.native.runtime,
         )
     except ModelError as error:
         raise ModelError(f"speculation.draft_model: {error}") from error

@@ -19,7 +19,7 @@ from .memory_budget import format_bytes
 if TYPE_CHECKING:
     from ...engine.plan import BlockCopy
 
-__all__ = ["KVPool", "LayerPool", "blocks_in_budget", "bytes_per_block"]
+__all__ = ["KVPool", "LayerPool", "blocks_in_budget"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +27,9 @@ class LayerPool:
     """Where one layer's KV lies.
 
     Attributes:
-        key: ``[num_blocks, block_size, Hkv, Dk]``.
-        value: ``[num_blocks, block_size, Hkv, Dv]``.
+        key: ``[num_blocks, ...]``, a block as the geometry's layout says: ``[block_size, Hkv, Dk]``
+            in ``KVLayout.TOKENS``.
+        value: ``[num_blocks, ...]``, likewise.
         writes: False for a layer that reads what an earlier one has stored.
         group: index of its KV cache group, and so of its block table in a sequence.
     """
@@ -37,11 +38,6 @@ class LayerPool:
     value: Tensor
     writes: bool
     group: int
-
-
-def bytes_per_block(geometry: KVGeometry, block_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one block over all layers."""
-    return geometry.elements_per_token * block_size * dtype.itemsize
 
 
 def blocks_in_budget(
@@ -63,8 +59,8 @@ def blocks_in_budget(
     Raises:
         InsufficientMemory: not even one fits.
     """
-    size = bytes_per_block(geometry, block_size, dtype)
-    size += 0 if draft is None else bytes_per_block(draft, block_size, dtype)
+    size = geometry.block_bytes(block_size, dtype)
+    size += 0 if draft is None else draft.block_bytes(block_size, dtype)
     count = budget_bytes // size
     if count < 1:
         models = "this model" if draft is None else "this model and its draft model"
@@ -127,16 +123,17 @@ class KVPool:
     @property
     def bytes_per_block(self) -> int:
         """Bytes of one block over all layers."""
-        return bytes_per_block(self.geometry, self.block_size, self.dtype)
+        return self.geometry.block_bytes(self.block_size, self.dtype)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the whole pool."""
         num_elements = sum(
-            layer.elements_per_token * self.groups[group].num_blocks
+            self.geometry.layer_elements(layer, self.block_size, self.dtype)
+            * self.groups[group].num_blocks
             for layer, group in zip(self.geometry.layers, self._group_of, strict=True)
         )
-        return num_elements * self.block_size * self.dtype.itemsize
+        return num_elements * self.dtype.itemsize
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         """Copy whole blocks in all layers of their group; all are read before any is written.
@@ -155,10 +152,13 @@ class KVPool:
     def _allocate(self, layer: LayerGeometry, group: int) -> LayerPool:
         # Zeros, because a masked score still multiplies what lies in an unused slot, and
         # 0 * NaN is NaN. On CPU the system gives zero pages only as they are touched.
-        rows = (self.groups[group].num_blocks, self.block_size, layer.num_kv_heads)
+        count, heads = self.groups[group].num_blocks, layer.num_kv_heads
+        layout = self.geometry.layout
+        key = layout.key_shape(self.block_size, heads, layer.key_dim, self.dtype)
+        value = layout.value_shape(self.block_size, heads, layer.value_dim)
         return LayerPool(
-            torch.zeros(*rows, layer.key_dim, dtype=self.dtype, device=self.device),
-            torch.zeros(*rows, layer.value_dim, dtype=self.dtype, device=self.device),
+            torch.zeros(count, *key, dtype=self.dtype, device=self.device),
+            torch.zeros(count, *value, dtype=self.dtype, device=self.device),
             writes=True,
             group=group,
         )

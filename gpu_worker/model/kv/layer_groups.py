@@ -69,13 +69,13 @@ def groups_in_budget(
     """
     windows = windows_of_groups(geometry, config.max_model_len)
     layers = groups_of_layers(geometry, [KVCacheGroup(1, window) for window in windows])
-    token_bytes = [0] * len(windows)
+    block_bytes = [0] * len(windows)
     for layer, group in zip(geometry.layers, layers, strict=True):
-        token_bytes[group] += layer.elements_per_token * dtype.itemsize
-    block_bytes = [size * config.block_size for size in token_bytes]
+        elements = geometry.layer_elements(layer, config.block_size, dtype)
+        block_bytes[group] += elements * dtype.itemsize
     costs = list(block_bytes)
     if draft is not None:
-        costs[0] += draft.elements_per_token * dtype.itemsize * config.block_size
+        costs[0] += draft.block_bytes(config.block_size, dtype)
     enough = [_most_needed(window, config) for window in windows]
     counts: dict[int, int] = {}
     remaining = budget_bytes

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock.kernels.kv_layout import KVLayout
+
 from ..attention_registry import implementation_of, registered
 
 __all__ = ["KVGeometry", "LayerGeometry", "ProbeResult", "probe_geometry"]
@@ -44,24 +46,31 @@ class LayerGeometry:
     sinks: bool = False
     shares: int | None = None
 
-    @property
-    def elements_per_token(self) -> int:
-        """Numbers stored for each token."""
-        if self.shares is not None:
-            return 0
-        return self.num_kv_heads * (self.key_dim + self.value_dim)
-
 
 @dataclass(frozen=True, slots=True)
 class KVGeometry:
-    """All attention layers in the order in which a forward reaches them."""
+    """All attention layers in the order in which a forward reaches them.
+
+    Attributes:
+        layers: the layers.
+        layout: how a block of their KV lies in memory.
+    """
 
     layers: tuple[LayerGeometry, ...]
+    layout: KVLayout = KVLayout.TOKENS
 
-    @property
-    def elements_per_token(self) -> int:
-        """Numbers stored for each token in all layers."""
-        return sum(layer.elements_per_token for layer in self.layers)
+    def layer_elements(self, layer: LayerGeometry, block_size: int, dtype: torch.dtype) -> int:
+        """Numbers that ``layer`` stores in a block of so many tokens."""
+        if layer.shares is not None:
+            return 0
+        return self.layout.elements(
+            block_size, layer.num_kv_heads, layer.key_dim, layer.value_dim, dtype
+        )
+
+    def block_bytes(self, block_size: int, dtype: torch.dtype) -> int:
+        """Bytes of a block of so many tokens in all layers."""
+        elements = (self.layer_elements(layer, block_size, dtype) for layer in self.layers)
+        return sum(elements) * dtype.itemsize
 
     def kept_windows(self, context: int) -> tuple[int | None, ...]:
         """For each layer, how many tokens of what it reads must be kept; None: all of them.

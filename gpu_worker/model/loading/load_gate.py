@@ -9,8 +9,8 @@ model's own forward.
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from ..batch import Rows, SequenceChunk, forward_logits, pack
 from ..forward_context import ForwardContext
 from ..kv.kv_pool import KVPool
 from .geometry import KVGeometry, ProbeResult
+from .trial import BLOCK_SIZE, Trial
 
 __all__ = [
     "check_attention",
@@ -65,7 +66,6 @@ tokens after it by chance; a model that is wrong here is wrong for every set."""
 PROBE_TOKENS = 24
 PROBE_LIMIT = 1100
 PROBE_FLOPS = {"cpu": 2e11, "cuda": 2e14}
-BLOCK_SIZE = 8
 
 
 def unsupported(config: Any, why: str) -> UnsupportedModel:
@@ -165,13 +165,12 @@ def check_probe(config: Any, probe: ProbeResult) -> None:
 @torch.inference_mode()
 def check_numbers(
     model: Any, attention: str, context: ForwardContext, geometry: KVGeometry, vocab_size: int
-) -> float:
+) -> Trial:
     """Compare the packed paged forward with the model's own, on random tokens.
 
-    Two sequences go through the pool in three steps: one whole beside the begin of the other,
-    then the other's middle, then its last token beside a repeated one. The model's own logits
-    come from its eager attention with its own masks and positions. A last step asks for the logits
-    of some tokens alone. The model is left with the paged attention in place.
+    The model's own logits come from its eager attention with its own masks and positions. A last
+    step asks for the logits of some tokens alone. The model is left with the paged attention in
+    place.
 
     Args:
         model: as loaded.
@@ -181,7 +180,7 @@ def check_numbers(
         vocab_size: token ids are drawn below it.
 
     Returns:
-        The largest relative L2 difference of one token's logits.
+        The trial that it passed.
 
     Raises:
         UnsupportedModel: the logits differ by more than rounding explains, or a step gives those
@@ -191,15 +190,15 @@ def check_numbers(
     tolerance = TOLERANCE.get(model.dtype, TOLERANCE[torch.bfloat16])
     allowed_share = 0.0 if exact else ROUTED_SHARE
     length = _probe_length(model, geometry)
+    forward = functools.partial(forward_logits, model, context)
     for seed in range(1 if exact else ATTEMPTS):
         generator = torch.Generator().manual_seed(seed)
         one, two = (
             torch.randint(0, vocab_size, (size,), generator=generator).tolist()
             for size in (length, length - 5)
         )
-        expected = _own_logits(model, attention, one, two)
-        found = _paged_logits(model, context, geometry, one, two)
-        differences = [_relative_difference(*pair) for pair in zip(found, expected, strict=True)]
+        trial = Trial(one, two, _own_logits(model, attention, one, two), model.device, model.dtype)
+        differences = trial.differences(forward, geometry)
         worst = max(float(difference.max()) for difference in differences)
         # The last tokens apart too: only they may lie past a window.
         groups = [*differences, *(difference[-BLOCK_SIZE:] for difference in differences)]
@@ -211,41 +210,19 @@ def check_numbers(
                 len(one) + len(two),
                 worst,
             )
-            _check_row_selection(model, context, geometry, one[:PROBE_TOKENS], two[:PROBE_TOKENS])
-            return worst
+            selection = trial.selection_difference(forward, geometry)
+            if not selection <= tolerance:
+                raise unsupported(
+                    model.config,
+                    "asked for the logits of some tokens alone, it gives others "
+                    f"(relative difference {selection:.2g}, allowed {tolerance:g})",
+                )
+            return trial
     raise unsupported(
         model.config,
         f"its logits over the paged pool differ from its own forward by up to {worst:.2g} "
         f"(relative; allowed {tolerance:g} in {str(model.dtype).removeprefix('torch.')})",
     )
-
-
-def _check_row_selection(
-    model: Any, context: ForwardContext, geometry: KVGeometry, one: list[int], two: list[int]
-) -> None:
-    """Check that a step gives the logits of just the tokens it asks for.
-
-    Both steps compute the same tokens, so the rows agree to rounding whatever the model routes.
-    """
-    blocks = -(-len(one) // BLOCK_SIZE)
-    pool = KVPool(geometry, 3 * blocks, BLOCK_SIZE, model.device, model.dtype)
-    tables = [range(start, start + blocks) for start in (0, blocks, 2 * blocks)]
-
-    def logits(rows: Sequence[Rows]) -> Tensor:
-        parts = zip((one, two, one[::-1]), tables, rows, strict=True)
-        chunks = [SequenceChunk(ids, 0, [table], wanted) for ids, table, wanted in parts]
-        return forward_logits(model, context, pool, pack(chunks, pool)).float()
-
-    last = logits((Rows.LAST, Rows.NONE, Rows.LAST))
-    every = logits((Rows.ALL, Rows.ALL, Rows.ALL))
-    difference = float(_relative_difference(last, every[[len(one) - 1, -1]]).max())
-    tolerance = TOLERANCE.get(model.dtype, TOLERANCE[torch.bfloat16])
-    if not difference <= tolerance:
-        raise unsupported(
-            model.config,
-            "asked for the logits of some tokens alone, it gives others "
-            f"(relative difference {difference:.2g}, allowed {tolerance:g})",
-        )
 
 
 @torch.inference_mode()
@@ -265,7 +242,7 @@ def trial_logits(
         SequenceChunk(ids[:last], 0, [blocks], Rows.ALL),
         SequenceChunk(ids[last:], last, [blocks], Rows.ALL),
     )
-    return torch.cat([forward_logits(model, context, pool, pack([chunk], pool)) for chunk in steps])
+    return torch.cat([forward_logits(model, context, pack([chunk], pool), pool) for chunk in steps])
 
 
 def _own_logits(model: Any, attention: str, *sequences: list[int]) -> list[Tensor]:
@@ -302,41 +279,3 @@ def _probe_length(model: Any, geometry: KVGeometry) -> int:
                 window,
             )
     return length
-
-
-def _paged_logits(
-    model: Any, context: ForwardContext, geometry: KVGeometry, one: list[int], two: list[int]
-) -> tuple[Tensor, Tensor]:
-    """Logits of all tokens of both sequences, by three packed steps."""
-    blocks = -(-len(one) // BLOCK_SIZE)
-    pool = KVPool(geometry, 2 * blocks, BLOCK_SIZE, model.device, model.dtype)
-    # Interleaved and backwards, so that nothing is right by lying in order.
-    first, second = (list(range(2 * blocks - 1 - part, -1, -2)) for part in (0, 1))
-    split, last = len(two) // 2, len(two) - 1
-    steps = (
-        (
-            SequenceChunk(one, 0, [first], Rows.ALL),
-            SequenceChunk(two[:split], 0, [second], Rows.ALL),
-        ),
-        (SequenceChunk(two[split:last], split, [second], Rows.ALL),),
-        (
-            SequenceChunk(two[last:], last, [second], Rows.ALL),
-            SequenceChunk(one[-1:], len(one) - 1, [first], Rows.ALL),
-        ),
-    )
-    logits = [forward_logits(model, context, pool, pack(chunks, pool)).float() for chunks in steps]
-    begin, middle, end = logits
-    # The last token of the first sequence was computed twice: whole, and alone over stored KV.
-    return (
-        torch.cat([begin[: len(one) - 1], end[1:]]),
-        torch.cat([begin[len(one) :], middle, end[:1]]),
-    )
-
-
-def _relative_difference(found: Tensor, expected: Tensor) -> Tensor:
-    """L2 norm of the difference over that of the expected logits, per row, free of their mean."""
-    centred = expected - expected.mean(dim=-1, keepdim=True)
-    difference = (found - found.mean(dim=-1, keepdim=True)) - centred
-    size: Tensor = centred.norm(dim=-1)
-    ratio: Tensor = difference.norm(dim=-1) / size.clamp_min(1e-12)
-    return ratio

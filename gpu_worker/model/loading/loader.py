@@ -6,12 +6,15 @@ import functools
 import logging
 import time
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from penstock.kernels.cpu import NativeUnavailable
+from penstock.kernels.kv_layout import KVLayout
 from penstock.shared.errors import (
     ConfigurationError,
     InsufficientMemory,
@@ -20,8 +23,11 @@ from penstock.shared.errors import (
 
 from ..attention import PagedAttention
 from ..attention_registry import register, unregister
+from ..batch import PackedStep, forward_logits
 from ..forward_context import ForwardContext
+from ..kv.kv_pool import KVPool
 from ..kv.memory_budget import available_bytes
+from ..program.native_decoder import NativeDecoder, NativeRuntime
 from . import load_gate
 from .checkpoint import (
     DEMO,
@@ -34,6 +40,7 @@ from .checkpoint import (
 )
 from .geometry import KVGeometry, probe_geometry
 from .prepack import prepack_linears
+from .trial import Trial
 
 __all__ = ["DEMO", "LoadedModel", "adopt_model", "load_model", "pick_device"]
 
@@ -68,6 +75,8 @@ class LoadedModel:
         context: carries a step's batch to the attention function.
         attention_name: under which that function is registered with transformers.
         load_seconds: how long loading took.
+        native: computes its steps in place of ``model``, whose linear layers then have no weights
+            any more; None: ``model`` does.
     """
 
     model: Any
@@ -82,6 +91,17 @@ class LoadedModel:
     context: ForwardContext
     attention_name: str
     load_seconds: float
+    native: NativeDecoder | None = None
+
+    def forward(self, step: PackedStep, pool: KVPool) -> Tensor:
+        """Compute ``step``, storing its KV in ``pool``.
+
+        Returns:
+            The logits of the wanted rows, ``[num_rows, vocab]``.
+        """
+        if self.native is not None:
+            return self.native.forward(step, pool)
+        return forward_logits(self.model, self.context, step, pool)
 
     def close(self) -> None:
         """Give the attention function's name back; the model cannot run any more.
@@ -97,6 +117,8 @@ def load_model(
     dtype: str = "auto",
     device: str = "auto",
     max_model_len: int | None = None,
+    native: str = "auto",
+    runtime: NativeRuntime | None = None,
     prepack: bool = True,
 ) -> LoadedModel:
     """Load a checkpoint of transformers from a local directory.
@@ -112,10 +134,14 @@ def load_model(
         device: ``cpu``, ``cuda``, ``cuda:1`` ... or ``auto``: CUDA if there is one.
         max_model_len: prompt and output tokens of one sequence, at most; None takes what the model
             was made for.
-        prepack: on CPU, lay the weights of linear layers out for oneDNN once.
+        native: on CPU, ``auto`` computes steps by the native library where it can, ``on`` refuses
+            a model that it cannot compute, ``off`` leaves all to torch.
+        runtime: the native library and its threads, where another model has them already.
+        prepack: on CPU and without the native library, lay the weights of linear layers out for
+            oneDNN once and for all.
 
     Raises:
-        ConfigurationError: ``dtype``, ``device`` or ``max_model_len`` cannot be had.
+        ConfigurationError: ``dtype``, ``device``, ``max_model_len`` or ``native`` cannot be had.
         ModelNotFound: no such directory, or no checkpoint or tokenizer in it.
         UnsupportedModel: the gate refused its architecture.
         InsufficientMemory: the weights do not fit.
@@ -133,7 +159,14 @@ def load_model(
         tokenizer = load_tokenizer(folder)
         model = load_weights(folder, config, _pick_dtype(dtype, config, target), target)
     result = adopt_model(
-        model, tokenizer, folder, max_model_len=context_length, prepack=prepack, begin=begin
+        model,
+        tokenizer,
+        folder,
+        max_model_len=context_length,
+        native=native,
+        runtime=runtime,
+        prepack=prepack,
+        begin=begin,
     )
     log.info(
         "loaded %s from %s in %.1f s: %d layers, %s on %s, context of %d tokens",
@@ -154,6 +187,8 @@ def adopt_model(
     path: Path,
     *,
     max_model_len: int,
+    native: str = "auto",
+    runtime: NativeRuntime | None = None,
     prepack: bool = True,
     begin: float | None = None,
 ) -> LoadedModel:
@@ -164,20 +199,26 @@ def adopt_model(
         tokenizer: None for a model that takes and gives token ids only.
         path: where it comes from, for messages.
         max_model_len: prompt and output tokens of one sequence, at most.
+        native: as in :func:`load_model`.
+        runtime: as in :func:`load_model`.
         prepack: as in :func:`load_model`.
         begin: ``time.perf_counter()`` when loading began; None: now.
 
     Raises:
+        ConfigurationError: ``native`` is ``on``, and the native library cannot compute it.
         UnsupportedModel: the gate refused its architecture.
         InsufficientMemory: a trial step does not fit beside the weights.
     """
     began = time.perf_counter() if begin is None else begin
     target = model.device
     with quiet():
-        context, attention_name, geometry, vocab_size = _attach(model, model.config, target)
-    if prepack and target.type == "cpu":
-        trial = functools.partial(load_gate.trial_logits, model, context, geometry, vocab_size)
-        prepack_linears(model, trial, available_bytes(target) // 8)
+        context, attention_name, geometry, vocab_size, trial = _attach(model, model.config, target)
+        decoder = _native_decoder(native, model, geometry, max_model_len, trial, runtime)
+    if decoder is not None:
+        geometry = replace(geometry, layout=KVLayout.GROUPS)
+    elif prepack and target.type == "cpu":
+        logits = functools.partial(load_gate.trial_logits, model, context, geometry, vocab_size)
+        prepack_linears(model, logits, available_bytes(target) // 8)
     return LoadedModel(
         model=model,
         tokenizer=tokenizer,
@@ -191,7 +232,31 @@ def adopt_model(
         context=context,
         attention_name=attention_name,
         load_seconds=time.perf_counter() - began,
+        native=decoder,
     )
+
+
+def _native_decoder(
+    wanted: str,
+    model: Any,
+    geometry: KVGeometry,
+    positions: int,
+    trial: Trial,
+    runtime: NativeRuntime | None,
+) -> NativeDecoder | None:
+    if wanted == "off" or (wanted == "auto" and model.device.type != "cpu"):
+        return None
+    laid_out = replace(geometry, layout=KVLayout.GROUPS)
+    try:
+        return NativeDecoder.of(model, laid_out, positions, trial, runtime)
+    except NativeUnavailable as error:
+        if wanted == "on":
+            raise ConfigurationError(
+                f"model.native: this model cannot be computed by the native library: {error}; "
+                "set it to auto or off"
+            ) from error
+        log.info("computed by torch and not by the native library: %s", error)
+        return None
 
 
 def pick_device(device: str) -> torch.device:
@@ -251,7 +316,7 @@ def _context_length(config: Any, wanted: int | None) -> int:
 
 def _attach(
     model: Any, config: Any, device: torch.device
-) -> tuple[ForwardContext, str, KVGeometry, int]:
+) -> tuple[ForwardContext, str, KVGeometry, int, Trial]:
     """Put the paged attention into ``model``, and check it with the load gate."""
     name: str | None = None
     try:
@@ -263,7 +328,7 @@ def _attach(
         name = register(PagedAttention(context, indices))
         weakref.finalize(model, unregister, name)
         model.set_attn_implementation(name)
-        load_gate.check_numbers(model, name, context, probe.geometry, probe.vocab_size)
+        trial = load_gate.check_numbers(model, name, context, probe.geometry, probe.vocab_size)
     except torch.OutOfMemoryError as error:
         raise InsufficientMemory(
             f"{device} has no memory left for a trial step beside the weights; use a smaller "
@@ -278,7 +343,7 @@ def _attach(
             unregister(name)
         log.debug("trial step failed", exc_info=True)
         raise load_gate.unsupported(config, f"a trial step fails ({one_line(error)})") from error
-    return context, name, probe.geometry, probe.vocab_size
+    return context, name, probe.geometry, probe.vocab_size, trial
 
 
 def _eos_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:

@@ -1,0 +1,179 @@
+"""A model's step in one call of the native library, where that computes what the model computes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.kernels.cpu import Library, NativeProgram, NativeUnavailable, ThreadPool, load_library
+from penstock.kernels.cpu.step_program import Cache
+
+from ..batch import PackedStep
+from ..kv.kv_pool import KVPool
+from ..kv.memory_budget import available_bytes, format_bytes
+from ..loading.geometry import KVGeometry
+from ..loading.trial import Trial
+from .assembly import assemble
+from .description import Decoder, describe
+from .modules import Unrecognised
+
+__all__ = ["NativeDecoder", "NativeRuntime"]
+
+log = logging.getLogger(__name__)
+
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-1}
+"""Largest relative L2 difference of one token's logits from the model's own forward. In bfloat16
+the two round in other places; how far apart that leads is the load gate's tolerance."""
+
+
+class NativeRuntime:
+    """The native library and its threads; the models of a process share one.
+
+    Args:
+        library: the library; None builds or finds that of this machine.
+
+    Raises:
+        NativeUnavailable: it cannot be had.
+    """
+
+    def __init__(self, library: Library | None = None) -> None:
+        self.library = load_library() if library is None else library
+        self._pool: ThreadPool | None = None
+
+    @property
+    def threads(self) -> ThreadPool:
+        """As many as torch computes with, and never more than the cores this process may use."""
+        count = min(torch.get_num_threads(), _usable_cores())
+        if self._pool is None or self._pool.threads != count:
+            self._pool = ThreadPool(self.library, count)
+        return self._pool
+
+
+def _usable_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+class NativeDecoder:
+    """Runs packed steps; its KV pool has the layout ``KVLayout.GROUPS``.
+
+    Use :meth:`of`, which takes a model only if the program computes the same.
+
+    Args:
+        program: the model's.
+        runtime: the threads.
+        vocab_size: width of the logits.
+    """
+
+    def __init__(self, program: NativeProgram, runtime: NativeRuntime, vocab_size: int) -> None:
+        self.program = program
+        self.runtime = runtime
+        self._vocab_size = vocab_size
+        # Weak, so that a pool that its owner drops is gone.
+        self._caches: weakref.WeakKeyDictionary[KVPool, Cache] = weakref.WeakKeyDictionary()
+
+    @classmethod
+    def of(
+        cls,
+        model: Any,
+        geometry: KVGeometry,
+        positions: int,
+        trial: Trial,
+        runtime: NativeRuntime | None = None,
+    ) -> NativeDecoder:
+        """The native form of ``model``, whose linear layers' weights are given up for it.
+
+        Args:
+            model: of transformers, on the CPU.
+            geometry: of its KV, in the library's layout.
+            positions: the longest sequence's, in tokens.
+            trial: what its own forward gives.
+            runtime: the library and threads; None makes them.
+
+        Raises:
+            NativeUnavailable: there is no library here, or the model cannot take this way; says
+                why in one line. The model is as it was.
+        """
+        if model.device.type != "cpu" or model.dtype not in TOLERANCE:
+            raise NativeUnavailable(f"it computes in {model.dtype} on {model.device}")
+        runtime = NativeRuntime() if runtime is None else runtime
+        try:
+            decoder = describe(model, geometry, max(positions, len(trial.one)))
+            _check_memory(decoder)
+            program = assemble(decoder, runtime.library, model.dtype)
+            native = cls(program, runtime, decoder.head.out_features)
+            difference = trial.difference(native.forward, geometry)
+            selection = trial.selection_difference(native.forward, geometry)
+        except Unrecognised as error:
+            raise NativeUnavailable(f"a program cannot compute {error}") from error
+        except NativeUnavailable:
+            raise
+        except Exception as error:
+            # Whatever a family keeps elsewhere than the others: the model runs all the same.
+            log.debug("no native program", exc_info=True)
+            raise NativeUnavailable(f"its modules are not as expected ({error})") from error
+        # Not within, rather than above: NaN is neither.
+        if not (difference <= TOLERANCE[model.dtype] and selection <= TOLERANCE[torch.float32]):
+            raise NativeUnavailable(f"the program's logits differ by {difference:.2g}")
+        log.info("native program: logits differ from transformers' own by %.2g", difference)
+        _give_up_weights(decoder)
+        return native
+
+    def forward(self, step: PackedStep, pool: KVPool) -> Tensor:
+        """Compute ``step``, storing its KV in ``pool``.
+
+        Returns:
+            The logits of the wanted rows, float32 ``[num_rows, vocab]``.
+        """
+        logits = torch.empty(step.num_rows, self._vocab_size)
+        self.program.run(
+            self.runtime.threads,
+            step.input_ids[0],
+            step.rows[: step.num_rows],
+            step.batches,
+            self._cache(pool),
+            logits,
+        )
+        return logits
+
+    @property
+    def summary(self) -> str:
+        """What computes, in a few words."""
+        return f"computed natively ({self.runtime.library.name})"
+
+    def take_times(self) -> dict[str, float]:
+        """Seconds spent in each kind of operation since the last call."""
+        return self.program.take_times()
+
+    def _cache(self, pool: KVPool) -> Cache:
+        cache = self._caches.get(pool)
+        if cache is None:
+            layers = [(layer.key, layer.value) for layer in pool.layers]
+            cache = self.program.bind(layers, [layer.group for layer in pool.layers])
+            self._caches[pool] = cache
+        return cache
+
+
+def _check_memory(decoder: Decoder) -> None:
+    needed = sum(linear.weight.nbytes for linear in decoder.linears())
+    spare = available_bytes(torch.device("cpu"))
+    if needed > spare:
+        raise NativeUnavailable(
+            f"packing its weights takes {format_bytes(needed)}, and {format_bytes(spare)} are free"
+        )
+
+
+def _give_up_weights(decoder: Decoder) -> None:
+    """Free the weights that the program has copies of; the embedding's may be the head's, too."""
+    kept = decoder.embedding.data_ptr()
+    linears: Sequence[nn.Linear] = list(decoder.linears())
+    for linear in linears:
+        if linear.weight.data_ptr() != kept:
+            linear.weight = nn.Parameter(linear.weight.new_empty(0), requires_grad=False)
