@@ -12,7 +12,7 @@ from penstock.gpu_worker.engine.plan import DraftSource
 from penstock.gpu_worker.engine.speculation.acceptance_rate import expected_tokens, worthwhile
 from penstock.gpu_worker.engine.speculation.draft_choice import (
     FREE,
-    DraftChoice,
+    DraftOption,
     Prices,
     choose_drafts,
 )
@@ -20,15 +20,15 @@ from penstock.gpu_worker.engine.speculation.draft_choice import (
 LONGEST = 7
 
 
-def text(index: int, rate: float, count: int = LONGEST) -> DraftChoice:
-    return DraftChoice(index, DraftSource.NGRAM_SHORT, rate, count, tuple(range(count)))
+def text(index: int, rate: float, count: int = LONGEST) -> DraftOption:
+    return DraftOption(index, DraftSource.NGRAM_SHORT, rate, count, tuple(range(count)))
 
 
-def model(index: int, rate: float, count: int = LONGEST) -> DraftChoice:
-    return DraftChoice(index, DraftSource.DRAFT, rate, count)
+def model(index: int, rate: float, count: int = LONGEST) -> DraftOption:
+    return DraftOption(index, DraftSource.DRAFT, rate, count)
 
 
-def lengths(choices: list[DraftChoice]) -> dict[int, tuple[str, int]]:
+def lengths(choices: list[DraftOption]) -> dict[int, tuple[str, int]]:
     return {c.index: ("text" if c.source.is_text else "model", c.count) for c in choices}
 
 

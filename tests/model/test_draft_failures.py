@@ -77,8 +77,8 @@ def test_a_failure_costs_its_step_the_drafts_and_the_next_ones_are_right(
     assert served.accepted == served.drafted
     (record,) = caplog.records
     assert record.getMessage() == (
-        "the draft model failed (RuntimeError: injected): its steps go on without drafts; told "
-        "once, counted in penstock_draft_failures_total"
+        "the draft model failed (RuntimeError: injected): its steps go on without drafts; "
+        "logged once, counted in penstock_draft_failures_total"
     )
 
 

@@ -23,11 +23,11 @@ from ..sequence import Sequence as TokenSequence
 from ..step_output import StepTiming
 from .acceptance_rate import AcceptanceRate
 from .batch_class import BatchClass, Mode
-from .draft_choice import FREE, DraftChoice, choose_drafts
+from .draft_choice import FREE, DraftOption, choose_drafts
 from .draft_state import DraftState
 from .speculation_config import SpeculationConfig, SpeculationStats
 
-__all__ = ["DraftChoice", "SpeculationConfig", "SpeculationStats", "Speculator"]
+__all__ = ["DraftOption", "SpeculationConfig", "SpeculationStats", "Speculator"]
 
 _EVEN_ODDS = 0.5
 """Acceptance rate of a source before any of its drafts was verified."""
@@ -70,7 +70,7 @@ class Speculator:
 
     # -- before a step --------------------------------------------------------------------------
 
-    def choose(self, spans: Sequence[Span], budget: int) -> list[DraftChoice]:
+    def choose(self, spans: Sequence[Span], budget: int) -> list[DraftOption]:
         """Choose drafts for a planned step.
 
         Args:
@@ -110,7 +110,7 @@ class Speculator:
             batch = self._classes[key] = BatchClass(1 << max(key, 0))
         return batch
 
-    def _options(self, index: int, span: Span, most: int) -> list[DraftChoice]:
+    def _options(self, index: int, span: Span, most: int) -> list[DraftOption]:
         """The possible drafts of a span, own text first, each of at most ``most`` tokens."""
         sequence = span.sequence
         options, wish = sequence.options, sequence.options.speculation
@@ -146,10 +146,10 @@ class Speculator:
             if drafts:
                 source = DraftSource.of_match(match)
                 rate = state.rate(source, self._mean(source, sampled))
-                found.append(DraftChoice(index, source, rate, len(drafts), drafts))
+                found.append(DraftOption(index, source, rate, len(drafts), drafts))
         if self._config.draft and wish is not Speculation.NGRAM:
             rate = state.rate(DraftSource.DRAFT, self._mean(DraftSource.DRAFT, sampled))
-            found.append(DraftChoice(index, DraftSource.DRAFT, rate, most))
+            found.append(DraftOption(index, DraftSource.DRAFT, rate, most))
         return found
 
     def _mean(self, source: DraftSource, sampled: bool) -> float:

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from ..plan import DraftSource
 from .acceptance_rate import expected_tokens, worthwhile
 
-__all__ = ["FREE", "DraftChoice", "Prices", "choose_drafts"]
+__all__ = ["FREE", "DraftOption", "Prices", "choose_drafts"]
 
 
 @dataclass(slots=True)
-class DraftChoice:
+class DraftOption:
     """Drafts for one span.
 
     Attributes:
@@ -53,8 +53,8 @@ FREE = Prices(0.0, 0.0, 0.0)
 
 
 def choose_drafts(
-    found: Sequence[Sequence[DraftChoice]], prices: Prices, *, probing: bool
-) -> list[DraftChoice]:
+    found: Sequence[Sequence[DraftOption]], prices: Prices, *, probing: bool
+) -> list[DraftOption]:
     """For each sequence the source and length with the greatest expected gain.
 
     A draft is worth its place if the chance of its acceptance is at least its price: that is the
@@ -71,8 +71,8 @@ def choose_drafts(
         One choice for each sequence that gets drafts; none if the step as a whole does not pay.
     """
     price = prices.token
-    chosen: list[DraftChoice] = []
-    preferred: list[tuple[DraftChoice | None, DraftChoice]] = []
+    chosen: list[DraftOption] = []
+    preferred: list[tuple[DraftOption | None, DraftOption]] = []
     for both in found:
         for choice in both:
             wanted = worthwhile(choice.rate, price, choice.count)
@@ -100,7 +100,7 @@ def choose_drafts(
     return sorted(chosen, key=lambda choice: choice.index)
 
 
-def _limit_rounds(asking: Sequence[DraftChoice], prices: Prices) -> float:
+def _limit_rounds(asking: Sequence[DraftOption], prices: Prices) -> float:
     """Shorten drafts to the rounds of the draft model that pay; returns the price of those.
 
     The first round stays: whether it pays depends on what the sequences could have instead.

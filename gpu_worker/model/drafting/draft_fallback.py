@@ -14,7 +14,7 @@ _log = logging.getLogger("penstock.model")
 
 
 class DraftFallback:
-    """Asks a drafter, and proposes nothing where that raises or gives what nobody asked for.
+    """Asks a drafter, and proposes nothing where that raises or gives more than was asked for.
 
     The first failure is logged with its trace, as one is likely followed by many; all are counted.
 
@@ -39,7 +39,7 @@ class DraftFallback:
         try:
             proposals = self._drafter.propose(spans)
             _check(spans, proposals)
-        except Exception as error:  # likewise
+        except Exception as error:  # no request depends on a proposal either
             self._note(error)
             return [Proposal(())] * len(spans)
         return proposals
@@ -54,7 +54,7 @@ class DraftFallback:
         if not self._told:
             self._told = True
             _log.error(
-                "the draft model failed (%s: %s): its steps go on without drafts; told once, "
+                "the draft model failed (%s: %s): its steps go on without drafts; logged once, "
                 "counted in penstock_draft_failures_total",
                 type(error).__name__,
                 error,
@@ -63,7 +63,7 @@ class DraftFallback:
 
 
 def _check(spans: Seq[Span], proposals: Seq[Proposal]) -> None:
-    """What is too long would be written into blocks of others."""
+    """Check lengths: a longer proposal would be written into blocks of other sequences."""
     if len(proposals) != len(spans):
         raise ValueError(f"{len(proposals)} proposals for {len(spans)} sequences")
     for span, proposal in zip(spans, proposals, strict=True):

@@ -1,4 +1,4 @@
-"""Lets a draft model say only what the form of an output allows."""
+"""Masks that keep a draft model within the constraints of its outputs."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from ...engine.sequence import Sequence
 from ..structured.constraint_state import ConstraintFollower, MatcherPosition
 from ..structured.matcher import ConstraintError
 
-__all__ = ["Walks"]
+__all__ = ["DraftMasks"]
 
 
-class Walks:
-    """Goes with the drafts of one step through the grammars of their sequences.
+class DraftMasks:
+    """Follows the drafts of one step on copies of their sequences' constraint states.
 
-    Without it, drafts in a form would be guesses at what the model would say if it had none. The
-    states themselves stay where they are: drafts may be refused.
+    Without masks a draft model would guess what the target says without a constraint. The states
+    themselves do not move, since drafts may be refused.
 
     Args:
-        sequences: those that have drafts; of a grammar whose masks are quick to make.
+        sequences: those with drafts; their masks are quick to compute.
     """
 
     def __init__(self, sequences: Iterable[Sequence]) -> None:
@@ -33,14 +33,14 @@ class Walks:
     def masks(
         self, sequences: Iterable[Sequence], drafts: Mapping[Sequence, list[int]]
     ) -> list[Tensor]:
-        """The masks of those that have a grammar, in order; to be called once for each draft.
+        """The masks of the constrained sequences, in order; call it once for each draft.
 
         Args:
-            sequences: that still have drafts.
-            drafts: of each what it has been given so far. The last is gone on by here.
+            sequences: those that get another draft.
+            drafts: the drafts of each sequence so far. This call advances by the last one.
 
         Returns:
-            int32 ``[words]`` each; nothing is allowed where nothing is known to follow.
+            int32 ``[words]`` each. A mask allows nothing where the constraint cannot continue.
         """
         found = []
         for sequence in sequences:

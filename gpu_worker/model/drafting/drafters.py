@@ -17,7 +17,7 @@ from ..kv.kv_pool import KVPool
 from ..kv.memory_budget import available_bytes
 from ..sampling.sampler import Sampler, SamplingBatch
 from .acceptance import DRAFT_STREAM
-from .draft_masks import Walks
+from .draft_masks import DraftMasks
 from .draft_rows import DraftRows, SampledRow
 from .lean_llama import LeanLlama
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["DraftModel", "Drafter", "Proposal"]
 
 _LEAN_SHARE = 8
-"""Of the memory available, the share (one in so many) that a copy of its weights may take."""
+"""A copy of its weights may take one part in 8 of the available memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +143,7 @@ class DraftModel:
         try:
             self.pool.copy_blocks([copy for copy in copies if copy.group == 0])
         except BaseException:
-            self._known.clear()  # nobody knows whose blocks hold what they should
+            self._known.clear()  # blocks may hold anything now
             raise
 
     def propose(self, spans: Seq[Span]) -> list[Proposal]:
@@ -170,10 +170,10 @@ class DraftModel:
             self._known[sequence] = _Known(stop, (), sequence.num_preemptions)
         drafts: dict[Sequence, list[int]] = {span.sequence: [] for span in active}
         likely: dict[Sequence, list[Tensor]] = {span.sequence: [] for span in active}
-        walks = Walks([span.sequence for span in active])
+        draft_masks = DraftMasks([span.sequence for span in active])
         offset = 0
         while active:
-            masks = walks.masks([span.sequence for span in active], drafts)
+            masks = draft_masks.masks([span.sequence for span in active], drafts)
             tokens, probabilities = self._draw(logits, active, drafts, offset, masks)
             for span, row in zip(active, probabilities, strict=False):
                 likely[span.sequence].append(row)

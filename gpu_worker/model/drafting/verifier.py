@@ -18,7 +18,7 @@ from .drafters import Proposal
 __all__ = ["Verifier"]
 
 _SLICE_ELEMENTS = 1 << 22
-"""Probabilities looked at together: 32 MiB a table, and there are up to six."""
+"""Probabilities in one table: 32 MiB, and there are up to six tables."""
 
 
 class _Place(NamedTuple):
@@ -29,16 +29,16 @@ class _Place(NamedTuple):
 
 
 class Verifier:
-    """Chooses the tokens of a step with drafts, where that takes more than what was drawn.
+    """Chooses the tokens of a step with drafts.
 
-    Coupled verification takes what was drawn. Rejection sampling and typical acceptance need the
-    whole distributions, in float64: of rows that have a draft, are drawn by chance, and ask for it;
-    not of all that are sampled, and never of many at the same time.
+    Coupled verification takes the tokens that the sampler has drawn. Rejection sampling and typical
+    acceptance need whole distributions, in float64. The verifier computes them only for sampled
+    rows that have a draft and ask for it, a few rows at a time.
 
     Args:
-        sampler: which has drawn.
+        sampler: the one that drew the tokens.
         eos_token_ids: ids that end an output, unless its request ignores them.
-        rejection: verify by rejection sampling, see :mod:`.verification`.
+        rejection: verify by rejection sampling, see :mod:`.acceptance`.
         slice_elements: most elements of a table, if one row has no more.
     """
 
@@ -64,12 +64,12 @@ class Verifier:
         proposals: Mapping[Sequence, Proposal],
         masks: Seq[Tensor],
     ) -> Tensor:
-        """What is chosen in each row, given what was drawn there.
+        """Choose the token of each row, given the one that was drawn.
 
         Args:
             logits: ``[N, V]``; not changed.
             chosen: int64 ``[N]``, drawn from the target; changed in place.
-            rows: N; behind a sequence come the rows of its drafts.
+            rows: N; the rows of a sequence's drafts follow its own.
             proposals: the drafts of the sequences that have some.
             masks: what may follow in each row with a constraint, in order.
 
@@ -102,7 +102,7 @@ class Verifier:
     def _places(
         self, rows: Seq[SampledRow], proposals: Mapping[Sequence, Proposal]
     ) -> list[_Place]:
-        """The rows to look at. In a greedy one what was drawn is right whatever the draft is."""
+        """The rows to examine. In a greedy row the drawn token is right whatever the draft is."""
         found = []
         for begin, row in enumerate(rows):
             proposal = proposals.get(row) if isinstance(row, Sequence) else None

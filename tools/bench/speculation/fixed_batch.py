@@ -19,14 +19,14 @@ goes all of them have their share of it."""
 
 
 class Side:
-    """An engine in which a given number of sequences always runs: who ends is replaced at once.
+    """An engine that always runs a given number of sequences and replaces each that ends at once.
 
-    A batch that is only begun together ends with few, and the sooner the more drafts there are: its
-    last steps would be those of another batch size.
+    A batch whose sequences only begin together shrinks, sooner with drafts than without: its last
+    steps would be those of another batch size.
 
     Args:
         engine: the engine.
-        runner: computes its steps; nobody else's, as it holds their KV.
+        runner: computes its steps; of this side alone, as it holds the KV.
         cpu_time: count CPU time of the process, not the clock's.
     """
 
@@ -84,7 +84,7 @@ class Side:
 
 
 def alternate(sides: Sequence[Side], tokens: int) -> None:
-    """Let each side make so many tokens, some steps of each in turn."""
+    """Let each side generate ``tokens`` tokens, a slice of steps of each in turn."""
     for side in sides:
         side.begin()
     while behind := [side for side in sides if side.tokens < tokens]:

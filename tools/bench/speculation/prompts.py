@@ -1,4 +1,4 @@
-"""What ``bench spec`` asks for: documentation, an edit, and what nobody can guess."""
+"""What ``bench spec`` asks for: documentation, an edit, and unpredictable text."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def documentation(
 
 
 def hot(models: Models, options: SpeculationOptions, seed: str) -> Iterator[EngineRequest]:
-    """Sampling at so high a temperature that nobody can guess."""
+    """Sampling at a temperature so high that no drafter can predict the text."""
     draw, passage = random.Random(seed), _passages(models)
     for number in _forever():
         chosen = SamplingOptions(
