@@ -14,7 +14,14 @@ from contextlib import suppress
 
 from penstock.shared.local.children import spawn_bound
 
-from .compile_server import CHAT_TEMPLATE, COMPILED, TIMED_OUT, Setup
+from .compile_server import (
+    CHAT_TEMPLATE,
+    COMPILED,
+    CONSTRAINT_JOB,
+    TEMPLATE_JOB,
+    TIMED_OUT,
+    Setup,
+)
 from .matcher import ConstraintError
 
 __all__ = ["STACK_BYTES", "CompileSandbox", "UnsafeConstraint"]
@@ -79,10 +86,11 @@ class CompileSandbox:
             RuntimeError: the compile server cannot be started.
         """
         order = json.dumps({"field": field, "source": source}).encode()
-        answer = self._ask(order)
+        kind = TEMPLATE_JOB if field == CHAT_TEMPLATE else CONSTRAINT_JOB
+        answer = self._ask(kind, order)
         if not answer:  # the server is at fault, and not the constraint
             self.close()
-            answer = self._ask(order)
+            answer = self._ask(kind, order)
         if not answer:
             raise RuntimeError("the compile server does not run; its error is in the log")
         setup = self._setup
@@ -116,13 +124,13 @@ class CompileSandbox:
                 self._server.close()
             self._server = None
 
-    def _ask(self, order: bytes) -> bytes:
+    def _ask(self, kind: bytes, order: bytes) -> bytes:
         """The answer to a job; empty if the server has not begun it."""
         ours, theirs = socket.socketpair()
         answer = b""
         with ours, suppress(OSError):  # it died while it read, or does not answer at all
             with theirs, self._lock:
-                socket.send_fds(self._running_server().jobs, [b"j"], [theirs.fileno()])
+                socket.send_fds(self._running_server().jobs, [kind], [theirs.fileno()])
             ours.settimeout(self._setup.limit_s + _ANSWER_S)
             ours.sendall(order)
             ours.shutdown(socket.SHUT_WR)

@@ -7,10 +7,13 @@ thread and little memory, so a fork is safe and takes about a millisecond, and t
 words of the model's tokenizer.
 
 The argument is the descriptor of a Unix socket. Standard input brings one JSON object, see
-:class:`Setup`. Each message on the socket is one byte and a descriptor: the socket of one job. A
-job is a JSON object of ``field`` and ``source`` up to the end of file. The answer is a newline when
-the job has a process, and then a JSON object of ``outcome`` and ``message``; a process that crashes
-sends the newline alone.
+:class:`Setup`. Each message on the socket is one byte, the kind of a job, and a descriptor: the
+socket of that job. The first constraint makes the words; some vocabularies take a minute, and most
+workers never need them.
+
+A job is a JSON object of ``field`` and ``source`` up to the end of file. The answer is a newline
+when the job has a process, and then a JSON object of ``outcome`` and ``message``; a process that
+crashes sends the newline alone.
 """
 
 from __future__ import annotations
@@ -33,11 +36,21 @@ from llguidance import LLTokenizer
 from .chat_template import compile_chat_template
 from .matcher import ConstraintError, compile_matcher, word_list
 
-__all__ = ["CHAT_TEMPLATE", "COMPILED", "REFUSED", "TIMED_OUT", "Setup", "main"]
+__all__ = [
+    "CHAT_TEMPLATE",
+    "COMPILED",
+    "CONSTRAINT_JOB",
+    "REFUSED",
+    "TEMPLATE_JOB",
+    "TIMED_OUT",
+    "Setup",
+    "main",
+]
 
 COMPILED, REFUSED, TIMED_OUT = "compiled", "refused", "timed out"
 CHAT_TEMPLATE = "chat_template"
 """The ``field`` of a job that is no constraint."""
+CONSTRAINT_JOB, TEMPLATE_JOB = b"c", b"t"
 
 _PR_SET_PDEATHSIG = 1
 _READ_BYTES = 1 << 16
@@ -73,8 +86,6 @@ def main() -> int:
     jobs = socket.socket(fileno=int(sys.argv[1]))
     setup = Setup(**json.load(sys.stdin.buffer))
     words: LLTokenizer | None = None
-    with suppress(ConstraintError):  # then no constraint comes, either
-        words = word_list(setup.tokenizer, setup.vocab_size, setup.eos_token_ids)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is the owner's affair
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how a fork ended
     prctl = _prctl()
@@ -84,6 +95,9 @@ def main() -> int:
         if not data:
             return 0
         job = socket.socket(fileno=descriptors[0])
+        if data == CONSTRAINT_JOB and words is None:
+            with suppress(ConstraintError):  # the engine process then refuses the constraint itself
+                words = word_list(setup.tokenizer, setup.vocab_size, setup.eos_token_ids)
         try:
             pid = os.fork()
         except OSError:
