@@ -36,7 +36,7 @@ LOST = """\
         if self._step_s < 0:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
 """
-UNSAVED = '        """There is nothing that a step could have left."""\n'
+UNSAVED = '        """A step leaves nothing behind."""\n'
 SEGV, KILL = 11, 9
 STARVE = "bytearray(1 << 30)"
 LOOP = "        loop = asyncio.get_running_loop()\n"

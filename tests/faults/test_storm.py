@@ -76,8 +76,8 @@ async def test_a_broken_reader_is_noticed(monkeypatch: pytest.MonkeyPatch) -> No
 BROKEN = {
     "a worker that is not fenced": (
         "shared/scripts/lua/append.lua",
-        "if tonumber(v[2]) ~= epoch or v[4] ~= wid then return 2, n end",
-        "start = n",
+        "if tonumber(v[2]) ~= epoch or v[4] ~= worker then return 2, tokens end",
+        "start = tokens",
         {Fault.STOP},
         {Invariant.READERS_AGREE},
     ),
@@ -90,7 +90,7 @@ BROKEN = {
     ),
     "counters that are not kept": (
         "shared/scripts/lua/lib/finish.lua",
-        "count_queued(prefix, -1, rec.lane, rec.ten, rec.cost, rec.len)",
+        "count_queued(-1, rec.lane, rec.tenant, rec.cost, rec.bytes)",
         "",
         {Fault.STOP},
         {Invariant.COUNTERS},

@@ -23,6 +23,7 @@ from penstock.shared.keys import Keys
 from penstock.shared.local.children import spawn_bound
 from penstock.shared.local.embedded import EmbeddedRedis
 from penstock.shared.local.server_binary import find_server
+from penstock.shared.protocol import Lane
 from penstock.tools.chaos.faults.process_table import children
 
 KEYS = Keys("demo")
@@ -112,11 +113,12 @@ async def check_nothing_left(redis_url: str) -> None:
         assert all(int(value) == 0 for value in waiting.values()), waiting
         assert await client.zcard(KEYS.deadlines) == 0
         constant = {
-            KEYS.lanes, KEYS.virtual_time, KEYS.leases, KEYS.counters, KEYS.bell, KEYS.ingress(),
+            KEYS.lanes, KEYS.virtual_time, KEYS.leases, KEYS.counters, KEYS.bell, KEYS.sweep,
+            KEYS.ingress(), *map(KEYS.tenants, Lane),
         }  # fmt: skip
         async for key in client.scan_iter():
             name = key.decode()
-            if name not in constant and not name.startswith(f"{KEYS.prefix}act:"):
+            if name not in constant:
                 assert await client.pttl(key) > 0, name
 
 

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,13 @@ def test_half_precision_has_limits_of_its_own(verify: Verify, checkpoint: Checkp
     assert any("bfloat16 equal tokens are reported but not required" in n for n in report.notes)
 
 
+@pytest.fixture
+def by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bugs are planted in Python, which a step of the native library does not run."""
+    monkeypatch.setattr(verification, "load_model", partial(load_model, native="off"))
+
+
+@pytest.mark.usefixtures("by_torch")
 def test_a_bug_is_found_in_half_precision_too(
     verify: Verify, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -233,6 +241,7 @@ def second_best_token(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=["softcap", "window", "window off by one", "sinks", "scale", "kv", "positions", "sampler"],
 )
+@pytest.mark.usefixtures("by_torch")
 def test_planted_bugs_are_found(
     verify: Verify,
     checkpoint: Checkpoint,
@@ -256,6 +265,7 @@ def test_planted_bugs_are_found(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.usefixtures("by_torch")
 def test_logits_that_are_no_numbers_fail(
     verify: Verify, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, dtype: str
 ) -> None:

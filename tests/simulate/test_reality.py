@@ -87,7 +87,7 @@ async def recorded(redis_url: str, wanted: list[SimRequest]) -> tuple[list[SimRe
     async with Redis.from_url(redis_url) as client:
         first = 0.0
         for request in wanted:
-            raw = await client.hmget(Keys("demo").request(request.id), ["t0", "t2"])
+            raw = await client.hmget(Keys("demo").request(request.id), ["accepted_at", "ended_at"])
             accepted, ended = (int(value) / 1000 for value in raw)
             first = first or accepted
             arrived.append(replace(request, arrival=accepted - first))

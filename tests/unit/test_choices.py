@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.gpu_worker.edge.outbox import Outbox
+from penstock.gpu_worker.edge.owned_requests import OwnedRequests
 from penstock.gpu_worker.engine.requests import Finish, Update
 from penstock.gpu_worker.metrics import WorkerMetrics
 from penstock.producer.choices import Choice, gather_choices
@@ -230,8 +231,9 @@ def claim(*chunks: Chunk) -> Claim:
     )
 
 
-def outbox() -> Outbox:
-    return Outbox(WorkerMetrics(), wake=lambda: None)
+def outbox() -> tuple[Outbox, OwnedRequests]:
+    owned = OwnedRequests()
+    return Outbox(owned, WorkerMetrics(), wake=lambda: None), owned
 
 
 @given(st.data())
@@ -239,9 +241,9 @@ def test_the_outbox_publishes_what_the_engine_gave(data: st.DataObject) -> None:
     tokens = data.draw(orders())
     bounds = data.draw(cuts(len(tokens)))
     answer = data.draw(st.sampled_from(Answer))
-    box = outbox()
+    box, owned = outbox()
     box.open(claim(), "normal", answer, sequences=4)
-    assert box.open_sequences()["normal"] == 4
+    assert owned.open_sequences["normal"] == 4
     chunks: list[Chunk] = []
     for begin, end in itertools.pairwise(bounds):
         for at, token in enumerate(tokens[begin:end], begin):
@@ -264,7 +266,7 @@ def test_the_outbox_publishes_what_the_engine_gave(data: st.DataObject) -> None:
     assert ended.usage is not None
     assert (ended.n, ended.usage.output_tokens) == (len(tokens), len(tokens) + 11)
     assert row.spent == 3 + len(tokens) + 11
-    assert box.open_sequences()["normal"] == 0
+    assert owned.open_sequences["normal"] == 0
 
 
 def test_a_continued_request_goes_on_with_its_digest() -> None:
@@ -274,7 +276,7 @@ def test_a_continued_request_goes_on_with_its_digest() -> None:
         Token(0, 1, 6, "z", Reason.STOP),
     ]
     before, after = published(tokens, [0, 2, 3])
-    box = outbox()
+    box, _ = outbox()
     box.open(claim(before), "normal", sequences=2)
     last = tokens[2]
     box.post([Update("a#1", 1, (6,), "z", None, 3, 0, (), 0, (part([last]),))])

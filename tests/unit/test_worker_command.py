@@ -40,7 +40,7 @@ def test_missing_packages_are_named_with_the_remedy(
         return None if name == absent else real(name, package)
 
     monkeypatch.setattr(importlib.util, "find_spec", find_spec)
-    with pytest.raises(ConfigurationError, match=rf"{absent}.*penstock\[worker\]"):
+    with pytest.raises(ConfigurationError, match=rf"{absent}.*penstock-llm\[worker\]"):
         worker_command.worker(model=model)
 
 
