@@ -1,4 +1,4 @@
-"""The plain door's operations as typed calls of their Lua scripts; see :mod:`.plain_entry`."""
+"""The plain door: typed calls of its Lua scripts; see :mod:`..protocol.plain_entry`."""
 
 from __future__ import annotations
 

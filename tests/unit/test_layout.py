@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import graphlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -289,6 +290,19 @@ def test_no_module_name_stands_twice() -> None:
             if path.stem not in GENERIC:
                 places[path.stem].append(path.relative_to(ROOT).as_posix())
     assert not {name: paths for name, paths in places.items() if len(paths) > 1}
+
+
+def test_modules_named_in_docstrings_exist() -> None:
+    wrong = []
+    for module in modules().values():
+        for name in re.findall(r":mod:`~?([^`]+)`", module.path.read_text(encoding="utf-8")):
+            above = module.package.split(".")
+            dots = len(name) - len(name.lstrip("."))
+            inside = [*above[: len(above) - dots + 1], name.lstrip(".")]
+            full = ".".join(inside) if dots else name.removeprefix("penstock.")
+            if full not in modules():
+                wrong.append(f"{module.path.relative_to(ROOT)}: {name}")
+    assert not wrong, "\n".join(wrong)
 
 
 def test_packages_export_an_explicit_sorted_list() -> None:

@@ -138,7 +138,7 @@ class ConstraintState:
 class ConstraintFollower:
     """A sequence's constraint state, shared between its step and the threads that make masks.
 
-    It implements the protocol that the engine asks, :mod:`gpu_worker.engine.constraint`.
+    It implements the protocol that the engine asks, :mod:`penstock.gpu_worker.engine.sequence`.
 
     Attributes:
         state: while ``busy`` it belongs to a thread of the mask maker.
