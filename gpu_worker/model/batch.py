@@ -100,24 +100,17 @@ def pack(chunks: Sequence[SequenceChunk], pool: KVPool) -> PackedStep:
     )
 
 
-def decode_chunks(
-    pool: KVPool, num_sequences: int, num_drafts: int = 0, *, longest: int
-) -> list[SequenceChunk]:
-    """A decode step of short sequences with ``num_drafts`` drafts each, to time or warm up.
+def decode_chunks(pool: KVPool, num_sequences: int, *, longest: int) -> list[SequenceChunk]:
+    """A decode step of short sequences, to time or warm up.
 
-    Each sequence has blocks of its own, and its chunk fills the last of them, below position
-    ``longest``: there are at most as many sequences as the pool has blocks for.
+    Each sequence has a block of its own and decodes the last position of it, below ``longest``:
+    there are at most as many sequences as the pool has blocks.
     """
-    size, count = pool.block_size, 1 + num_drafts
-    each = -(-count // size)
-    rows = Rows.ALL if num_drafts else Rows.LAST
+    position = max(0, min(pool.block_size, longest) - 1)
     num_blocks = min(group.num_blocks for group in pool.groups)
-    tables = [range(start, start + each) for start in range(0, num_blocks - each + 1, each)]
     return [
-        SequenceChunk(
-            [0] * count, max(0, min(each * size, longest) - count), [table] * len(pool.groups), rows
-        )
-        for table in tables[:num_sequences]
+        SequenceChunk([0], position, [range(block, block + 1)] * len(pool.groups), Rows.LAST)
+        for block in range(min(num_sequences, num_blocks))
     ]
 
 

@@ -258,21 +258,18 @@ class ModelRunner:
         return seconds
 
     @torch.inference_mode()
-    def time_decode(self, num_sequences: int, *, num_drafts: int = 0, repeats: int = 5) -> float:
+    def time_decode(self, num_sequences: int, *, repeats: int = 5) -> float:
         """Seconds of a decode step of ``num_sequences`` short sequences: the least of some tries.
 
-        With drafts, all of their rows are sampled, greedily, as in a step that verifies them. It
-        writes to the pool, like :meth:`warm_up`.
+        It writes to the pool, like :meth:`warm_up`.
         """
         return least_seconds(
-            lambda: largest(self._forward(self._decode_chunks(num_sequences, num_drafts)))[1],
+            lambda: largest(self._forward(self._decode_chunks(num_sequences)))[1],
             repeats,
         )
 
-    def _decode_chunks(self, num_sequences: int, num_drafts: int = 0) -> list[SequenceChunk]:
-        return decode_chunks(
-            self.pool, num_sequences, num_drafts, longest=self.loaded.max_model_len
-        )
+    def _decode_chunks(self, num_sequences: int) -> list[SequenceChunk]:
+        return decode_chunks(self.pool, num_sequences, longest=self.loaded.max_model_len)
 
     def _forward(self, chunks: Seq[SequenceChunk]) -> Tensor:
         step = pack(chunks, self.pool)
