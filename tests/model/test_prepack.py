@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from model.families import SUPPORTED
 from torch import Tensor, nn
 
 from penstock.gpu_worker.model.loading import prepack
@@ -22,8 +21,8 @@ PLENTY = 1 << 30
 
 @pytest.fixture
 def pack_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """oneDNN's layout at every size: those of tiny models are all laid out by columns."""
-    monkeypatch.setattr(prepack, "COLUMN_WEIGHTS", {torch.float32: 0, torch.bfloat16: 0})
+    """Layers of every size: those of tiny models would all stay plain."""
+    monkeypatch.setattr(prepack, "LEAST_WEIGHTS", {torch.float32: 0, torch.bfloat16: 0})
 
 
 def packed_layers(model: LoadedModel) -> list[PackedLinear]:
@@ -35,7 +34,7 @@ def logits_of(model: LoadedModel) -> Tensor:
 
 
 @pytest.mark.usefixtures("pack_all")
-@pytest.mark.parametrize("model_type", SUPPORTED)
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "gpt2", "mixtral", "deepseek_v3"])
 def test_float32_logits_stay_the_same(checkpoint: Checkpoint, model_type: str) -> None:
     plain = load_model(checkpoint(model_type), device="cpu", native="off", prepack=False)
     packed = load_model(checkpoint(model_type), device="cpu", native="off")
@@ -48,7 +47,7 @@ def test_float32_logits_stay_the_same(checkpoint: Checkpoint, model_type: str) -
 @pytest.mark.skipif(
     not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this CPU has no bfloat16 products"
 )
-@pytest.mark.parametrize("model_type", ["llama", "qwen2", "gemma2", "mixtral"])
+@pytest.mark.parametrize("model_type", ["llama", "mixtral"])
 def test_bfloat16_logits_stay_the_same(checkpoint: Checkpoint, model_type: str) -> None:
     plain = load_model(
         checkpoint(model_type), device="cpu", dtype="bfloat16", native="off", prepack=False
@@ -59,29 +58,22 @@ def test_bfloat16_logits_stay_the_same(checkpoint: Checkpoint, model_type: str) 
 
 
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("rows", [1, 2, 16, 300])
-def test_one_layer_at_sizes_on_both_sides_of_the_threshold(rows: int, bias: bool) -> None:
-    layer = nn.Linear(512, 192, bias=bias).requires_grad_(False)
+@pytest.mark.parametrize("rows", [1, 300])
+def test_one_layer(rows: int, bias: bool) -> None:
+    layer = nn.Linear(1024, 1024, bias=bias).requires_grad_(False)
     model = nn.Sequential(layer)
-    x = torch.randn(1, rows, 512)
+    x = torch.randn(1, rows, 1024)
     expected = layer(x)
     assert prepack_linears(model, lambda: model(x), PLENTY) == 1
-    assert isinstance(model[0], PackedLinear)
+    assert model[0].weight.is_mkldnn
+    assert model[0].weight.shape == (1024, 1024)
     torch.testing.assert_close(model(x), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_small_layers_are_laid_out_by_columns_and_large_ones_packed() -> None:
-    small, large = nn.Linear(64, 64), nn.Linear(1024, 1024)
-    model = nn.Sequential(nn.Sequential(small), nn.Sequential(large)).requires_grad_(False)
-
-    def trial() -> Tensor:
-        return torch.cat([model[0](torch.ones(1, 64)), model[1](torch.ones(1, 1024))], dim=-1)
-
-    assert prepack_linears(model, trial, PLENTY) == 2
-    assert not model[0][0].weight.is_mkldnn
-    assert model[0][0].weight.stride() == (1, 64)
-    assert model[1][0].weight.is_mkldnn
-    assert model[1][0].weight.shape == (1024, 1024)
+def test_small_layers_stay_plain() -> None:
+    model = nn.Sequential(nn.Linear(512, 192)).requires_grad_(False)
+    assert prepack_linears(model, lambda: model(torch.ones(1, 512)), PLENTY) == 0
+    assert type(model[0]) is nn.Linear
 
 
 def tied() -> tuple[nn.ModuleDict, Callable[[], Tensor]]:
@@ -129,8 +121,8 @@ def test_a_model_that_reaches_into_its_weights_is_left_as_it_was(
 def test_a_wrong_product_is_noticed_and_undone(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(PackedLinear, "forward", lambda self, x: x.new_ones(*x.shape[:-1], 300))
-    model, x = nn.Sequential(nn.Linear(1024, 300)).requires_grad_(False), torch.randn(2, 1024)
+    monkeypatch.setattr(PackedLinear, "forward", lambda self, x: x.new_ones(*x.shape[:-1], 1100))
+    model, x = nn.Sequential(nn.Linear(1024, 1100)).requires_grad_(False), torch.randn(2, 1024)
     before = model(x)
     assert prepack_linears(model, lambda: model(x), PLENTY) == 0
     assert torch.equal(model(x), before)
@@ -149,6 +141,6 @@ def test_only_plain_linear_layers_are_taken() -> None:
     class Adapted(nn.Linear):
         pass
 
-    model = nn.Sequential(Adapted(8, 8), nn.Linear(8, 8, dtype=torch.float64))
+    model = nn.Sequential(Adapted(1024, 1024), nn.Linear(1024, 1024, dtype=torch.float64))
     model.requires_grad_(False)
     assert prepack_linears(model, lambda: torch.ones(1), PLENTY) == 0

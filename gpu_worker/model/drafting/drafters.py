@@ -14,20 +14,15 @@ from ...engine.plan import BlockCopy, Span
 from ...engine.sequence import Sequence, SequenceStatus
 from ..batch import Rows, SequenceChunk, pack
 from ..kv.kv_pool import KVPool
-from ..kv.memory_budget import available_bytes
 from ..sampling.sampler import Sampler, SamplingBatch
 from .acceptance import DRAFT_STREAM
 from .draft_masks import DraftMasks
 from .draft_rows import DraftRows, SampledRow
-from .lean_llama import LeanLlama
 
 if TYPE_CHECKING:
     from ..loading.loader import LoadedModel
 
 __all__ = ["DraftModel", "Drafter", "Proposal"]
-
-_LEAN_SHARE = 8
-"""A copy of its weights may take one part in 8 of the available memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,11 +127,6 @@ class DraftModel:
         self._known: dict[Sequence, _Known] = {}
         self._rows = DraftRows()
         self._batches: dict[int, SamplingBatch] = {}
-        self._lean: LeanLlama | None = None
-        if loaded.native is None:
-            self._lean = LeanLlama.of(
-                loaded.model, self._trial, available_bytes(loaded.device) // _LEAN_SHARE
-            )
 
     def copy_blocks(self, copies: Seq[BlockCopy]) -> None:
         """See :class:`Drafter`; its own KV has the block numbers of the first KV cache group."""
@@ -248,24 +238,7 @@ class DraftModel:
         ) if self._independent else ()
 
     def _read(self, chunks: list[SequenceChunk]) -> Tensor:
-        step = pack(chunks, self.pool)
-        if self._lean is not None:
-            return self._lean.forward(step, self.pool)
-        return self.loaded.forward(step, self.pool)
-
-    @torch.inference_mode()
-    def _trial(self, lean: LeanLlama | None) -> Tensor:
-        """Logits of a chunk and of steps after it; it writes to the pool, as timing does."""
-        size, self._lean = self.pool.block_size, lean
-        table = range(min(2, self.pool.num_blocks))
-        most = min(size * len(table), self.loaded.max_model_len, self.loaded.vocab_size) - 2
-        ids = list(range(1, most + 1))
-        whole = self._read([SequenceChunk(ids, 0, [table], Rows.ALL)])
-        more = [
-            self._read([SequenceChunk([position], position, [table], Rows.LAST)])
-            for position in (most, most + 1)
-        ]
-        return torch.cat((whole, *more))
+        return self.loaded.forward(pack(chunks, self.pool), self.pool)
 
     def _fit(self, logits: Tensor) -> Tensor:
         """As wide as the target's: output layers are padded beyond the tokens there are."""

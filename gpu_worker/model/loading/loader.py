@@ -137,8 +137,8 @@ def load_model(
         native: on CPU, ``auto`` computes steps by the native library where it can, ``on`` refuses
             a model that it cannot compute, ``off`` leaves all to torch.
         runtime: the native library and its threads, where another model has them already.
-        prepack: on CPU and without the native library, lay the weights of linear layers out for
-            oneDNN once and for all.
+        prepack: on CPU and without the native library, pack the weights of large linear layers
+            once for oneDNN.
 
     Raises:
         ConfigurationError: ``dtype``, ``device``, ``max_model_len`` or ``native`` cannot be had.
