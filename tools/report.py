@@ -7,12 +7,15 @@ for scripts one JSON object, and exit code 0 only if all checks hold.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-__all__ = ["Check", "Number", "Report"]
+__all__ = ["Check", "Number", "Progress", "Report"]
 
 Number = int | float
+
+Progress = Callable[[str, int, int], None]
+"""Is told the stage, how much of it is done, and how much there is (0: unknown)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as ProgressBars
 from rich.table import Table
 
-from .report import Report
+from .report import Progress, Report
 
 __all__ = ["show_progress", "show_report"]
 
 
 @contextmanager
-def show_progress() -> Iterator[Callable[[str, int, int], None]]:
+def show_progress() -> Iterator[Progress]:
     """A progress line on stderr while the ``with`` lasts; nothing if that is no terminal.
 
     What it yields is told the stage, how much of it is done and how much there is (0: unknown).
     """
     console = Console(stderr=True)
+    if not console.is_terminal:  # a disabled Progress still writes an empty line in rich 13
+        yield lambda *_: None
+        return
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}"),
@@ -29,9 +33,7 @@ def show_progress() -> Iterator[Callable[[str, int, int], None]]:
         TextColumn("{task.percentage:>3.0f} %"),
         TimeElapsedColumn(),
     )
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as bars:
+    with ProgressBars(*columns, console=console, transient=True) as bars:
         task = bars.add_task("", total=None)
 
         def tell(stage: str, done: int, total: int) -> None:

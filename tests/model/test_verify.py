@@ -23,9 +23,11 @@ from penstock.gpu_worker.model.loading.loader import LoadedModel, load_model
 from penstock.gpu_worker.model.sampling import sampler
 from penstock.shared.errors import ConfigurationError, ModelNotFound, UnsupportedModel
 from penstock.tools.report import Report
-from penstock.tools.verify import VerifyOptions, verification, verify_model
+from penstock.tools.verify import verification
 from penstock.tools.verify.greedy import Greedy
 from penstock.tools.verify.hf_reference import Reference
+from penstock.tools.verify.options import VerifyOptions
+from penstock.tools.verify.verification import verify_model
 
 Checkpoint = Callable[[str], Path]
 Verify = Callable[..., Report]

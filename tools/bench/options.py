@@ -5,293 +5,262 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
+
+from typer import Argument, Option
 
 from penstock.shared.errors import ConfigurationError
+
+from ..measurement import MeasurementOptions, ModelFlag, PlotFlag, Range, RoundsFlag, ThreadsFlag
 
 __all__ = [
     "ChunkingOptions",
     "EngineOptions",
+    "ModesOptions",
     "PreemptionOptions",
+    "PrefixOptions",
     "QueueOptions",
     "SchedulerOptions",
     "SimulatorOptions",
     "SpeculationOptions",
+    "TraceOptions",
 ]
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChunkingOptions:
-    """Options of the measurement.
-
-    Attributes:
-        model: a checkpoint's directory, or ``demo``.
-        prompt: tokens of the prompt that arrives while streams decode.
-        streams: sequences that decode.
-        target_itl_ms: target gap of adaptive chunks; None takes a multiple of a decode step.
-        rounds: measurements of each mode.
-        threads: CPU threads; None takes the number that suits the model.
-        plot: where to write a PNG of the last round; None: nowhere.
-    """
-
-    model: str = "demo"
-    prompt: int = 4000
-    streams: int = 16
-    target_itl_ms: float | None = None
-    rounds: int = 3
-    threads: int | None = None
-    plot: Path | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("prompt", "streams", "rounds"):
-            if getattr(self, name) < 1:
-                raise ConfigurationError(f"--{name}: got {getattr(self, name)}; allowed: 1 or more")
-        if self.target_itl_ms is not None and not 0 < self.target_itl_ms <= 60_000:
-            raise ConfigurationError(
-                f"--target-itl-ms: got {self.target_itl_ms}; allowed: above 0, up to 60000"
-            )
+_Dtype = Annotated[
+    Literal["auto", "float32", "bfloat16", "float16"],
+    Option(help="float32, bfloat16, float16 or auto."),
+]
+_Slots = Annotated[int, Option(help="Sequences that run at the same time."), Range(1)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineOptions:
-    """Options of the measurement.
+@dataclass(frozen=True, kw_only=True)
+class SchedulerOptions(MeasurementOptions):
+    """Options of ``bench scheduler``."""
 
-    Attributes:
-        model: a checkpoint's directory, or ``demo``.
-        batches: sequences that run together.
-        tokens: output tokens of each sequence; in a trace, the longest output.
-        rounds: measurements of each kind.
-        requests: requests of a trace of mixed lengths.
-        slots: sequences that run at the same time in a trace.
-        threads: CPU threads of both sides; None gives each the number that suits it.
-    """
-
-    model: str = "demo"
-    batches: Sequence[int] = (1, 4, 16, 32)
-    tokens: int = 64
-    rounds: int = 5
-    requests: int = 96
-    slots: int = 16
-    threads: int | None = None
-
-    def __post_init__(self) -> None:
-        if not self.batches or min(self.batches) < 1:
-            got = list(self.batches)
-            raise ConfigurationError(f"--batches: got {got}; allowed: 1 or more")
-        for name in ("tokens", "rounds", "requests", "slots"):
-            if getattr(self, name) < 1:
-                raise ConfigurationError(f"--{name}: got {getattr(self, name)}; allowed: 1 or more")
+    running: Annotated[
+        Sequence[int], Option(help="Numbers of running sequences, with commas."), Range(1)
+    ] = (8, 64, 256, 1024)
+    waiting: Annotated[
+        Sequence[int], Option(help="Numbers of waiting requests, with commas."), Range(0)
+    ] = (0, 10_000, 100_000)
+    rounds: RoundsFlag = 5
+    steps: Annotated[int, Option(help="Steps in a round."), Range(1)] = 60
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PreemptionOptions:
-    """Options of the measurement.
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions(MeasurementOptions):
+    """Options of ``bench engine``."""
 
-    Attributes:
-        model: a checkpoint's directory, or ``demo``.
-        contexts: prompt and output tokens of a request, one measurement each.
-        requests: number of requests that compete, at least 2.
-        pool_percent: KV blocks in the pool, in percent of what all requests will need.
-        rounds: measurements of each mode.
-        threads: CPU threads; None takes the number that suits the model.
-    """
-
-    model: str = "demo"
-    contexts: Sequence[int] = (64, 512)
-    requests: int = 12
-    pool_percent: int = 40
-    rounds: int = 5
-    threads: int | None = None
-
-    def __post_init__(self) -> None:
-        if not self.contexts or min(self.contexts) < 16:
-            got = list(self.contexts)
-            raise ConfigurationError(f"--contexts: got {got}; allowed: 16 or more")
-        for name, low, high in (
-            ("requests", 2, 4096), ("pool_percent", 1, 100), ("rounds", 1, 10_000),
-        ):  # fmt: skip
-            value = getattr(self, name)
-            if not low <= value <= high:
-                option = "--" + name.replace("_", "-")
-                raise ConfigurationError(f"{option}: got {value}; allowed: {low} to {high}")
+    model: ModelFlag = "demo"
+    batches: Annotated[Sequence[int], Option(help="Batch sizes, with commas."), Range(1)] = (
+        1, 4, 16, 32,
+    )  # fmt: skip
+    tokens: Annotated[int, Option(help="Output tokens of a sequence, at most."), Range(1)] = 64
+    rounds: RoundsFlag = 5
+    requests: Annotated[int, Option(help="Requests of a trace of mixed lengths."), Range(1)] = 96
+    slots: Annotated[int, Option(help="Sequences at the same time in a trace."), Range(1)] = 16
+    threads: Annotated[
+        int | None,
+        Option(help="CPU threads; by default each side has the number that suits it."),
+        Range(1),
+    ] = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrefixOptions:
-    """Options of the measurement.
+@dataclass(frozen=True, kw_only=True)
+class QueueOptions(MeasurementOptions):
+    """Options of ``bench queue``."""
 
-    Attributes:
-        model: a checkpoint's directory, or ``demo``.
-        requests: number of requests with the common prefix.
-        shared: tokens of the common prefix.
-        own: further prompt tokens of each request.
-        tokens: output tokens of each.
-        slots: sequences that run together.
-        rounds: measurements with the cache and without.
-        threads: CPU threads; None takes the number that suits the model.
-    """
-
-    model: str = "demo"
-    requests: int = 64
-    shared: int = 1000
-    own: int = 16
-    tokens: int = 16
-    slots: int = 32
-    rounds: int = 3
-    threads: int | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("requests", "shared", "own", "tokens", "slots", "rounds"):
-            if getattr(self, name) < 1:
-                raise ConfigurationError(f"--{name}: got {getattr(self, name)}; allowed: 1 or more")
+    redis: Annotated[
+        str | None,
+        Option(
+            metavar="URL",
+            help="A server to measure; by default one is started.",
+            show_default=False,
+        ),
+    ] = None
+    rounds: RoundsFlag = 5
+    steps: Annotated[int, Option(help="Steps of 256 tokens in a round."), Range(1)] = 250
+    submits: Annotated[int, Option(help="Requests to an idle worker in a round."), Range(1)] = 200
+    seconds: Annotated[
+        float, Option(help="Time of streaming in a round."), Range(0, 600, above=True)
+    ] = 2.0
+    queued: Annotated[int, Option(help="Requests in the long queue."), Range(1000)] = 10_000
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QueueOptions:
-    """Options of the queue measurement.
+@dataclass(frozen=True, kw_only=True)
+class ChunkingOptions(MeasurementOptions):
+    """Options of ``bench chunking``."""
 
-    Attributes:
-        redis: address of a server; None starts one for the measurement.
-        rounds: measurements of steps and latencies.
-        steps: steps in a round, of 256 tokens each.
-        submits: requests submitted to an idle worker in a round.
-        seconds: duration of a round's token stream.
-        queued: depth of the long queue; it is filled once.
-    """
-
-    redis: str | None = None
-    rounds: int = 5
-    steps: int = 250
-    submits: int = 200
-    seconds: float = 2.0
-    queued: int = 10_000
-
-    def __post_init__(self) -> None:
-        for name, low in (("rounds", 1), ("steps", 1), ("submits", 1), ("queued", 1000)):
-            if getattr(self, name) < low:
-                got = getattr(self, name)
-                raise ConfigurationError(f"--{name}: got {got}; allowed: {low} or more")
-        if not 0 < self.seconds <= 600:
-            raise ConfigurationError(f"--seconds: got {self.seconds}; allowed: above 0, up to 600")
+    model: ModelFlag = "demo"
+    prompt: Annotated[int, Option(help="Tokens of the long prompt."), Range(1)] = 4000
+    streams: Annotated[int, Option(help="Sequences that decode when it comes."), Range(1)] = 16
+    target_itl_ms: Annotated[
+        float | None,
+        Option(
+            help="Gap between tokens to steer for; by default 2.5 decode steps.", show_default=False
+        ),
+        Range(0, 60_000, above=True),
+    ] = None
+    rounds: RoundsFlag = 3
+    threads: ThreadsFlag = None
+    plot: PlotFlag = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerOptions:
-    """Options of the measurement.
+@dataclass(frozen=True, kw_only=True)
+class PreemptionOptions(MeasurementOptions):
+    """Options of ``bench preempt``."""
 
-    Attributes:
-        running: numbers of running sequences.
-        waiting: numbers of waiting sequences; 0 is the baseline.
-        rounds: measurements of each combination.
-        steps: steps in each measurement.
-    """
-
-    running: Sequence[int] = (8, 64, 256, 1024)
-    waiting: Sequence[int] = (0, 10_000, 100_000)
-    rounds: int = 5
-    steps: int = 60
-
-    def __post_init__(self) -> None:
-        for name, low in (("running", 1), ("waiting", 0)):
-            values = getattr(self, name)
-            if not values or min(values) < low:
-                raise ConfigurationError(f"--{name}: got {list(values)}; allowed: {low} or more")
-        for name in ("rounds", "steps"):
-            if getattr(self, name) < 1:
-                raise ConfigurationError(f"--{name}: got {getattr(self, name)}; allowed: 1 or more")
+    model: ModelFlag = "demo"
+    contexts: Annotated[
+        Sequence[int],
+        Option(help="Tokens of a request, prompt and output, with commas."),
+        Range(16),
+    ] = (64, 512)
+    requests: Annotated[int, Option(help="Requests that want to run together."), Range(2, 4096)] = (
+        12
+    )
+    pool_percent: Annotated[
+        int, Option(help="KV memory there is, of what all of them will need."), Range(1, 100)
+    ] = 40
+    rounds: RoundsFlag = 5
+    threads: ThreadsFlag = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SimulatorOptions:
-    """Options of the comparison.
+@dataclass(frozen=True, kw_only=True)
+class PrefixOptions(MeasurementOptions):
+    """Options of ``bench prefix``."""
 
-    Attributes:
-        model: a checkpoint's directory, ``demo`` or ``synthetic``.
-        synthetic_step_ms: duration of a step of ``synthetic``.
-        loads: in percent of the worker's capacity.
-        seconds: duration of the arrivals at each load.
-        lesson_seconds: duration of the calibrating requests before and after each load.
-        rounds: repetitions of the whole.
-        slots: sequences that run at the same time.
-        prompt, output: lengths, as ``penstock simulate`` takes them.
-        threads: CPU threads; None takes the number that suits the model.
-        keep: directory for the last round's traces and calibration steps; None: nowhere.
-        seed: of everything drawn.
-    """
+    model: ModelFlag = "demo"
+    requests: Annotated[int, Option(help="Requests that begin in the same way."), Range(1)] = 64
+    shared: Annotated[int, Option(help="Prompt tokens they have in common."), Range(1)] = 1000
+    own: Annotated[int, Option(help="Prompt tokens of each behind them."), Range(1)] = 16
+    tokens: Annotated[int, Option(help="Output tokens of each."), Range(1)] = 16
+    slots: Annotated[int, Option(help="Requests that run together."), Range(1)] = 32
+    rounds: Annotated[int, Option(help="Rounds, each with the cache and without."), Range(1)] = 3
+    threads: ThreadsFlag = None
 
-    model: str = "demo"
-    synthetic_step_ms: float = 20.0
-    loads: Sequence[int] = (40, 70, 90)
-    seconds: float = 12.0
-    lesson_seconds: float = 6.0
-    rounds: int = 1
-    slots: int = 16
-    prompt: str = "lognormal:100:1:max=800"
-    output: str = "lognormal:32:0.7:max=200"
-    threads: int | None = None
-    keep: Path | None = None
-    seed: int = 0
+
+@dataclass(frozen=True, kw_only=True)
+class TraceOptions(MeasurementOptions):
+    """Options of ``bench trace``."""
+
+    trace: Annotated[
+        Path, Argument(metavar="FILE", help="JSON file with prompts, output lengths, arrivals.")
+    ]
+    model: ModelFlag = "demo"
+    dtype: _Dtype = "float32"
+    in_process: Annotated[
+        bool, Option("--in-process", help="The engine alone, without Redis and worker.")
+    ] = False
+    limit: Annotated[int | None, Option(help="Replay only this many requests."), Range(1)] = None
+    slots: _Slots = 16
+    rate: Annotated[
+        float | None,
+        Option(help="Requests per second; by default all come at once."),
+        Range(0, 1e6, above=True),
+    ] = None
+    rounds: RoundsFlag = 3
+    threads: ThreadsFlag = None
+    kv_memory: Annotated[str | None, Option(help="Memory for keys and values, such as 1GiB.")] = (
+        None
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModesOptions(MeasurementOptions):
+    """Options of ``bench modes``."""
+
+    model: ModelFlag = "demo"
+    dtype: _Dtype = "float32"
+    requests: Annotated[int, Option(help="Requests, all waiting from the start."), Range(1)] = 48
+    prefix: Annotated[int, Option(help="Tokens of the prompts' common prefix."), Range(1)] = 64
+    tokens: Annotated[
+        int, Option(help="Output tokens of the longest request; the shortest has 1/8."), Range(8)
+    ] = 128
+    slots: _Slots = 16
+    rounds: RoundsFlag = 3
+    threads: ThreadsFlag = None
+    plot: PlotFlag = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculationOptions(MeasurementOptions):
+    """Options of ``bench spec``."""
+
+    model: ModelFlag = "demo"
+    draft: Annotated[
+        str, Option(help="Directory of its draft model; 'auto' for that of the demo model.")
+    ] = "auto"
+    device: Annotated[Literal["auto", "cpu", "cuda"], Option(help="auto, cpu or cuda.")] = "cpu"
+    batches: Annotated[
+        Sequence[int], Option(help="Sequences that run together, with commas."), Range(1)
+    ] = (1, 2, 4, 8, 16, 32)
+    tokens: Annotated[int, Option(help="Output tokens of each in a round."), Range(1)] = 96
+    length: Annotated[int, Option(help="Drafts where they are not chosen."), Range(1)] = 4
+    rounds: RoundsFlag = 7
+    threads: ThreadsFlag = None
+    clock: Annotated[
+        bool, Option("--clock", help="Time by the clock, and not CPU time of the process.")
+    ] = False
+    tasks: Annotated[
+        bool, Option(help="Also an edit, and a text that cannot be guessed.", show_default=True)
+    ] = True
+    shape: Annotated[
+        Literal["7b", "small"] | None,
+        Option(
+            help="7b or small: random weights of that shape instead of a model; synthetic.",
+            show_default=False,
+        ),
+    ] = None
+    acceptance: Annotated[
+        float, Option(help="Chance that a draft is right, with --shape."), Range(0, 1)
+    ] = 0.7
 
     def __post_init__(self) -> None:
-        if not self.loads or min(self.loads) < 1 or max(self.loads) > 200:
-            got = list(self.loads)
-            raise ConfigurationError(f"--loads: got {got}; allowed: percentages from 1 to 200")
-        if len(set(self.loads)) < len(self.loads):
-            raise ConfigurationError(f"--loads: got {list(self.loads)}; allowed: each once")
-        for name in ("rounds", "slots"):
-            if getattr(self, name) < 1:
-                raise ConfigurationError(f"--{name}: got {getattr(self, name)}; allowed: 1 or more")
-        for name in ("seconds", "lesson_seconds"):
-            value = getattr(self, name)
-            if not 0 < value <= 600:
-                option = "--" + name.replace("_", "-")
-                raise ConfigurationError(f"{option}: got {value}; allowed: above 0, up to 600")
-        if self.keep is not None and not self.keep.is_dir():
-            raise ConfigurationError(f"--keep: {self.keep} is no directory; make it first")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SpeculationOptions:
-    """Options of the measurement.
-
-    Attributes:
-        model: a checkpoint's directory, or ``demo``.
-        draft: the draft model's directory; ``auto`` for that of ``demo``.
-        device: ``auto``, ``cpu`` or ``cuda``.
-        batches: sequences that run together.
-        tokens: output tokens of each in a round, and of a request on average.
-        length: drafts per step in the modes with a fixed length.
-        rounds: measurements of each kind.
-        threads: CPU threads; None takes the number that suits the model.
-        cpu_time: with one CPU thread, count the process's CPU time instead of wall-clock time.
-        tasks: also measure the edit and the unpredictable text.
-        shape: ``7b`` or ``small``: random weights of that shape instead of ``model``.
-        acceptance: chance that a draft is right, with a shape.
-    """
-
-    model: str = "demo"
-    draft: str = "auto"
-    device: Literal["auto", "cpu", "cuda"] = "cpu"
-    batches: Sequence[int] = (1, 2, 4, 8, 16, 32)
-    tokens: int = 96
-    length: int = 4
-    rounds: int = 7
-    threads: int | None = None
-    cpu_time: bool = True
-    tasks: bool = True
-    shape: Literal["7b", "small"] | None = None
-    acceptance: float = 0.7
-
-    def __post_init__(self) -> None:
-        if not self.batches or min(self.batches) < 1:
-            got = list(self.batches)
-            raise ConfigurationError(f"--batches: got {got}; allowed: 1 or more")
-        for name in ("tokens", "length", "rounds"):
-            if getattr(self, name) < 1:
-                raise ConfigurationError(f"--{name}: got {getattr(self, name)}; allowed: 1 or more")
-        if not 0 <= self.acceptance <= 1:
-            raise ConfigurationError(f"--acceptance: got {self.acceptance}; allowed: 0 to 1")
-        if self.device != "cpu" and self.cpu_time:
+        super().__post_init__()
+        if self.device != "cpu" and not self.clock:
             raise ConfigurationError(
                 f"--device {self.device}: a GPU's time is not the process's; add --clock"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulatorOptions(MeasurementOptions):
+    """Options of ``bench simulator``."""
+
+    model: Annotated[str, Option(help="Directory of a checkpoint, 'demo' or 'synthetic'.")] = "demo"
+    synthetic_step_ms: Annotated[float, Option(help="Duration of a step of 'synthetic'.")] = 20.0
+    loads: Annotated[
+        Sequence[int],
+        Option(help="Percent of the worker's capacity, with commas."),
+        Range(1, 200),
+    ] = (40, 70, 90)
+    seconds: Annotated[
+        float, Option(help="Duration of the arrivals at each load."), Range(0, 600, above=True)
+    ] = 12.0
+    lesson_seconds: Annotated[
+        float,
+        Option(help="Duration of calibration before and after each load."),
+        Range(0, 600, above=True),
+    ] = 6.0
+    rounds: RoundsFlag = 1
+    slots: _Slots = 16
+    prompt: Annotated[str, Option(help="Lengths of prompts, as for penstock simulate.")] = (
+        "lognormal:100:1:max=800"
+    )
+    output: Annotated[str, Option(help="Lengths of outputs, in the same form.")] = (
+        "lognormal:32:0.7:max=200"
+    )
+    threads: ThreadsFlag = None
+    keep: Annotated[
+        Path | None,
+        Option(help="Directory for the traces as played, and the steps learned from."),
+    ] = None
+    seed: Annotated[int, Option(help="Of everything drawn.")] = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len(set(self.loads)) < len(self.loads):
+            raise ConfigurationError(f"--loads: got {list(self.loads)}; allowed: each once")
+        if self.keep is not None and not self.keep.is_dir():
+            raise ConfigurationError(f"--keep: {self.keep} is no directory; make it first")

@@ -6,15 +6,12 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from ..report import Check, Number, Report
+from ..report import Check, Number, Progress, Report
 
 __all__ = ["Machine", "Progress", "Rounds", "family_s", "group_s", "percentile", "process_s"]
-
-Progress = Callable[[str, int, int], None]
-"""Called with the stage, the work done and the total."""
 
 _QUIET_CORES = 0.15
 """Foreign load in CPU cores above which a run counts as noisy."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-import json
 import logging
 import secrets
 import signal
@@ -17,7 +16,8 @@ import typer
 from penstock.shared.distribution import install_command
 from penstock.shared.errors import ConfigurationError
 
-from ..report_view import show_progress, show_report
+from ..measurement import finish
+from ..report_view import show_progress
 from .faults.fault_schedule import ALL_FAULTS, Fault
 from .options import StormOptions
 from .stall import StallOptions, measure_stall
@@ -130,12 +130,7 @@ def chaos(
             report = report_storm(_run(Storm(options, show).run()))
             passed = f"every promise held (seed {options.seed})"
             failed = f"NOT everything held (seed {options.seed}): {{names}}"
-    if as_json:
-        typer.echo(json.dumps(report.as_json(), indent=2, allow_nan=False))
-    else:
-        title = f"penstock chaos: {report.subject}"
-        show_report(report, title=title, passed=passed, failed=failed)
-    raise typer.Exit(0 if report.ok else 1)
+    finish(report, as_json, title=f"penstock chaos: {report.subject}", passed=passed, failed=failed)
 
 
 def _check_worker_is_installed() -> None:

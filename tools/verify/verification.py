@@ -7,24 +7,19 @@ import random
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from penstock.gpu_worker.model.loading.loader import LoadedModel, load_model
-from penstock.shared.errors import ConfigurationError
 
-from ..report import Check, Number, Report
+from ..report import Check, Number, Progress, Report
 from .greedy import Greedy, compare_greedy
 from .hf_reference import Reference, load_reference
 from .inputs import Inputs, gather_inputs, text_windows
+from .options import VerifyOptions
 from .teacher_forcing import Comparison, Passage, compare_logits
 
-__all__ = ["Progress", "VerifyOptions", "verify_model"]
-
-Progress = Callable[[str, int, int], None]
-"""Told the stage, how much of it is done and how much there is."""
+__all__ = ["verify_model"]
 
 EXACT_LIMITS: dict[str, Number] = {
     "tokens_mismatched": 0,
@@ -58,49 +53,6 @@ _NO_ERROR = 1e-9
 _SMALL = 30_000_000
 """Parameters of a model whose operations end before a second thread wakes; on a machine that others
 use, too, threads that wait for each other made it 20 times slower."""
-
-_LOWEST = (("prompts_count", 1), ("max_tokens", 1), ("context", 2), ("seed", 0), ("threads", 1))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VerifyOptions:
-    """What to verify and on what.
-
-    Attributes:
-        model: a checkpoint's directory, or ``demo``.
-        prompts_file: see :func:`.inputs.gather_inputs`.
-        prompts_count: prompts to draw where no file is given; at least 1.
-        text_file: see :func:`.inputs.gather_inputs`.
-        max_tokens: output tokens of each prompt; at least 1.
-        context: tokens of one window of the text; at least 2. A text that is longer is read in
-            windows that overlap by half.
-        seed: of prompts, chunkings and mixes.
-        dtype: as in :func:`penstock.gpu_worker.model.load_model`.
-        device: as there.
-        threads: CPU threads; None takes one for a small model and torch's choice for others.
-    """
-
-    model: str
-    prompts_file: Path | None = None
-    prompts_count: int | None = None
-    text_file: Path | None = None
-    max_tokens: int = 24
-    context: int = 512
-    seed: int = 0
-    dtype: str = "float32"
-    device: str = "auto"
-    threads: int | None = None
-
-    def __post_init__(self) -> None:
-        for name, low in _LOWEST:
-            value = getattr(self, name)
-            if value is not None and value < low:
-                option = "--" + name.replace("_", "-")
-                raise ConfigurationError(f"{option}: got {value}; allowed: {low} or more")
-        if self.prompts_file is not None and self.prompts_count is not None:
-            raise ConfigurationError(
-                "--prompts-count: the prompts come from --prompts; leave one of the two out"
-            )
 
 
 def verify_model(options: VerifyOptions, progress: Progress = lambda *_: None) -> Report:

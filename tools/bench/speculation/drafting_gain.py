@@ -113,7 +113,7 @@ class _Bench:
     def _side(self, speculation: SpeculationConfig | None) -> Side:
         config = dataclasses.replace(self._models.config, speculation=speculation)
         engine = Engine(config, self._models.new_text_stream)
-        cpu_time = self._options.cpu_time and torch.get_num_threads() == 1
+        cpu_time = not self._options.clock and torch.get_num_threads() == 1
         return Side(engine, self._models.new_runner(), cpu_time=cpu_time)
 
     def turn_to(self, name: str, requests: Requests, count: int) -> None:

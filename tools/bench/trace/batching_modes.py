@@ -24,11 +24,11 @@ from penstock.shared.errors import ConfigurationError
 from penstock.shared.settings import load_settings
 
 from ...report import Report
+from ..options import ModesOptions
 from ..rounds import Machine, Progress, Rounds
 from .mode_plot import plot_modes
 from .token_times import TokenTimes
 from .trace_file import TraceRequest
-from .trace_options import ModesOptions
 from .trace_replay import engine_request
 
 __all__ = ["Mode", "bench_modes"]

@@ -18,10 +18,10 @@ from penstock.shared.settings import Settings, load_settings
 
 from ...report import Report
 from ..engine.worker_process import worker_process
+from ..options import TraceOptions
 from ..rounds import Machine, Progress, Rounds
 from .token_times import TokenTimes
 from .trace_file import TraceRequest, read_trace_file
-from .trace_options import TraceOptions
 
 __all__ = ["bench_trace", "engine_request", "sampling"]
 
