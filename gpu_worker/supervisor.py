@@ -119,7 +119,7 @@ class Supervisor:
             form=self._settings.worker.log_format,
         )
         read_end, write_end = os.pipe()
-        argv = [sys.executable, "-m", "penstock.gpu_worker.edge.main", str(write_end)]
+        argv = [sys.executable, "-m", "penstock.gpu_worker.edge", str(write_end)]
         # A session of its own: Ctrl-C reaches the supervisor alone, which then asks for a drain.
         child = spawn_bound(argv, stdin=subprocess.PIPE, pass_fds=(write_end,), new_session=True)
         os.close(write_end)

@@ -101,7 +101,7 @@ class WorkerFactory:
         launch = Launch(load_settings({**defaults, **flags}), worker_id, ready)
         with log.open("wb") as out:
             process = spawn_bound(
-                [sys.executable, "-m", "penstock.gpu_worker.edge.main"],
+                [sys.executable, "-m", "penstock.gpu_worker.edge"],
                 stdin=subprocess.PIPE,
                 stderr=out,
             )

@@ -1,20 +1,17 @@
-"""The edge's side of its engine process: starts it, gives it orders, reads what it reports."""
+"""The edge's side of its engine process: gives it orders, reads what it reports."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import socket
 import subprocess
-import sys
 from collections.abc import Callable
 from typing import NamedTuple
 
 from penstock.shared.errors import PenstockError
-from penstock.shared.local.children import spawn_bound
 
 from ..engine.stats import Load
+from ..engine_start import StartedEngine
 from ..heartbeat import Heartbeat, HeartbeatWatch
 from ..launch import EXIT_BROKEN, Launch, describe_exit
 from ..messages import (
@@ -36,8 +33,6 @@ from .outbox import Outbox
 from .owned_requests import OwnedRequests
 
 __all__ = ["EngineClient", "EngineEnded", "EngineRefused"]
-
-ENGINE_PROGRAM = "penstock.gpu_worker.engine_process.main"
 
 _log = logging.getLogger("penstock.edge")
 
@@ -97,8 +92,8 @@ class EngineClient(asyncio.Protocol):
         self._gone = asyncio.Event()
         self._failure: str | None = None
 
-    async def start(self, launch: Launch) -> str:
-        """Start the process and wait until its model is loaded; returns a line about that.
+    async def start(self, launch: Launch, engine: StartedEngine) -> str:
+        """Wait until the process has loaded its model; returns a line about that.
 
         Raises:
             EngineRefused: model or settings are refused.
@@ -107,22 +102,7 @@ class EngineClient(asyncio.Protocol):
         loop = asyncio.get_running_loop()
         self._hang_timeout_s = launch.settings.worker.hang_timeout_s
         self._ready = loop.create_future()
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self._process = spawn_bound(
-                [
-                    sys.executable,
-                    "-m",
-                    ENGINE_PROGRAM,
-                    str(theirs.fileno()),
-                ],
-                stdin=subprocess.PIPE,
-                pass_fds=(theirs.fileno(),),
-            )
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it is dead already, as will be seen
-            self._process.stdin.write(launch.to_line())
-            self._process.stdin.close()
+        self._process, ours = engine
         await loop.create_unix_connection(lambda: self, sock=ours)
         return await self._ready
 

@@ -4,7 +4,8 @@ Puts the parts together, runs them, and takes them apart in the right order. The
 it with one line of JSON on standard input, and gives it the number of a pipe as its argument, on
 which it shows that it lives. Its exit code is the contract with the supervisor: 0, drained; 2, the
 configuration or the model is refused, do not restart; anything else, restart. If the engine process
-dies, this one ends in the same way, so that the supervisor sees what killed it.
+dies, this one ends in the same way, so that the supervisor sees what killed it. It begins in
+``__main__``.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from penstock.shared.scripts.operations import Bounds, Operations
 from penstock.shared.settings import WorkerSettings
 
 from ..engine_process.gc_tuning import calm_collector
+from ..engine_start import StartedEngine
 from ..health import HealthServer
 from ..heartbeat import HeartbeatWatch, Watchdog
 from ..launch import EXIT_BROKEN, EXIT_REFUSED, Launch, stall_limit_s
@@ -55,16 +57,21 @@ _log = logging.getLogger("penstock.process")
 _MOST_STEP_PATIENCE_S = 1.0
 
 
-def main() -> int:
-    """Run one worker until it is told to drain, hangs or breaks; returns the exit code."""
-    launch = Launch.from_line(sys.stdin.buffer.readline())
+def main(line: bytes, engine: StartedEngine) -> int:
+    """Run one worker until it is told to drain, hangs or breaks; returns the exit code.
+
+    Args:
+        line: what the supervisor says, see :class:`.Launch`.
+        engine: the process that was told the same.
+    """
+    launch = Launch.from_line(line)
     worker = launch.settings.worker
     configure_logging(launch.worker_id, level=worker.log_level, form=worker.log_format)
     watch = HeartbeatWatch(stall_limit_s(launch.settings))
     supervisor = int(sys.argv[1]) if len(sys.argv) > 1 else None
     Watchdog(watch, _end_hung, supervisor)
     try:
-        return asyncio.run(EdgeProcess(launch, watch).run())
+        return asyncio.run(EdgeProcess(launch, watch, engine).run())
     except EngineEnded as error:
         _log.critical("%s", error)
         _end_like(error.code)
@@ -79,10 +86,12 @@ class EdgeProcess:
     Args:
         launch: what the supervisor says.
         watch: has the heartbeats of all loops.
+        engine: the process below this one.
     """
 
-    def __init__(self, launch: Launch, watch: HeartbeatWatch) -> None:
+    def __init__(self, launch: Launch, watch: HeartbeatWatch, engine: StartedEngine) -> None:
         self._launch = launch
+        self._started = engine
         self._settings = launch.settings
         self._watch = watch
         self._metrics = WorkerMetrics()
@@ -120,7 +129,7 @@ class EdgeProcess:
 
     async def _load(self, engine: EngineClient) -> str | None:
         """Have the model loaded; a line about it, or None if a drain was asked for meanwhile."""
-        loading = asyncio.create_task(engine.start(self._launch))
+        loading = asyncio.create_task(engine.start(self._launch, self._started))
         drain = asyncio.create_task(self._drain.wait())
         await asyncio.wait({loading, drain}, return_when=asyncio.FIRST_COMPLETED)
         drain.cancel()
@@ -340,7 +349,3 @@ def _end_like(code: int) -> NoReturn:
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     os._exit(code if code > 0 and code != EXIT_REFUSED else EXIT_BROKEN)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -6,6 +6,7 @@ import ctypes
 import weakref
 from array import array
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -140,6 +141,7 @@ class NativeProgram:
         weakref.finalize(self, library.destroy, self._handle)
         self.multiplied = Type(library.activation_type(self._type))
         self._kept: list[Any] = []
+        self._unpacked: list[tuple[int, Tensor, int, int]] = []
         self._types: list[Type] = []
         self._error = Error()
 
@@ -160,7 +162,9 @@ class NativeProgram:
         return number
 
     def matrix(self, *weights: Tensor, gated: bool = False) -> int:
-        """Weights ``[out, in]``, packed one after the other; returns the matrix's number.
+        """Weights ``[out, in]``, one after the other; returns the matrix's number.
+
+        They are read by :meth:`pack`, at the latest with the first :meth:`run`.
 
         Args:
             weights: float32 or bfloat16. Of a gated layer two: the gate, and what it gates.
@@ -173,15 +177,26 @@ class NativeProgram:
         )
         first = 0
         for part, weight in enumerate(weights):
-            source = weight.detach().contiguous()
-            if source.dtype not in TYPES:
-                source = source.float()
-            self._library.checked(
-                "fill", self._handle, number, source.data_ptr(), TYPES[source.dtype],
-                0 if gated else first, source.shape[0], part if gated else 0,
-            )  # fmt: skip
-            first += source.shape[0]
+            place = (0, part) if gated else (first, 0)
+            self._unpacked.append((number, weight.detach(), *place))
+            first += weight.shape[0]
         return number
+
+    def pack(self) -> None:
+        """Copy the weights of all matrices, by as many threads as torch computes with."""
+        unpacked, self._unpacked = self._unpacked, []
+        with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+            list(threads.map(self._fill, unpacked))
+
+    def _fill(self, unpacked: tuple[int, Tensor, int, int]) -> None:
+        number, weight, first, part = unpacked
+        source = weight.contiguous()
+        if source.dtype not in TYPES:
+            source = source.float()
+        self._library.checked(
+            "fill", self._handle, number, source.data_ptr(), TYPES[source.dtype], first,
+            source.shape[0], part,
+        )  # fmt: skip
 
     def embed(self, table: Tensor, output: int, *, scale: float = 1.0) -> None:
         """Row ``token`` of ``table`` ``[vocabulary, columns]``, times ``scale``."""
@@ -332,6 +347,8 @@ class NativeProgram:
         Raises:
             ValueError: the step asks for a token, position or block that there is not.
         """
+        if self._unpacked:
+            self.pack()
         first = batches[0]
         kinds = (KVKind * len(batches))()
         for kind, batch, num_blocks in zip(kinds, batches, cache.num_blocks, strict=False):

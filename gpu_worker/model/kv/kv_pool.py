@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -111,7 +113,7 @@ class KVPool:
                 else:
                     source = layers[layer.shares]
                     layers.append(LayerPool(source.key, source.value, writes=False, group=group))
-        except (torch.OutOfMemoryError, RuntimeError) as error:
+        except (torch.OutOfMemoryError, RuntimeError, OSError) as error:
             count = " and ".join(str(group.num_blocks) for group in self.groups)
             raise InsufficientMemory(
                 f"{device} cannot give {format_bytes(self.num_bytes)} for {count} KV blocks of "
@@ -150,18 +152,31 @@ class KVPool:
                     layer.value[targets] = layer.value[sources]
 
     def _allocate(self, layer: LayerGeometry, group: int) -> LayerPool:
-        # Zeros, because a masked score still multiplies what lies in an unused slot, and
-        # 0 * NaN is NaN. On CPU the system gives zero pages only as they are touched.
         count, heads = self.groups[group].num_blocks, layer.num_kv_heads
         layout = self.geometry.layout
         key = layout.key_shape(self.block_size, heads, layer.key_dim, self.dtype)
         value = layout.value_shape(self.block_size, heads, layer.value_dim)
         return LayerPool(
-            torch.zeros(count, *key, dtype=self.dtype, device=self.device),
-            torch.zeros(count, *value, dtype=self.dtype, device=self.device),
+            _zeros((count, *key), self.dtype, self.device),
+            _zeros((count, *value), self.dtype, self.device),
             writes=True,
             group=group,
         )
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros, because a masked score multiplies what lies in an unused slot, and 0 * NaN is NaN.
+
+    On a CPU the system gives zero pages as they are touched. ``torch.zeros`` would write them all.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    count = math.prod(shape)
+    memory = mmap.mmap(-1, max(1, count * dtype.itemsize), flags=mmap.MAP_PRIVATE)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    # The tensor keeps the mapping.
+    return torch.frombuffer(memory, dtype=dtype, count=count).view(shape)
 
 
 def _first_line(error: BaseException) -> str:

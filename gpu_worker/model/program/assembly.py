@@ -44,6 +44,7 @@ def assemble(decoder: Decoder, library: Library, dtype: torch.dtype) -> NativePr
         scale=decoder.logit_factor,
         softcap=decoder.logit_softcap,
     )
+    program.pack()
     return program
 
 

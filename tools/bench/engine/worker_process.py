@@ -41,7 +41,7 @@ async def worker_process(settings: Settings) -> AsyncIterator[BenchWorker]:
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder:
         ready = Path(folder) / "ready"
         process = spawn_bound(
-            [sys.executable, "-m", "penstock.gpu_worker.edge.main"],
+            [sys.executable, "-m", "penstock.gpu_worker.edge"],
             stdin=subprocess.PIPE,
             new_session=True,
         )

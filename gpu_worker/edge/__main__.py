@@ -1,0 +1,18 @@
+"""``python -m penstock.gpu_worker.edge``: the edge process; see :mod:`.main`.
+
+It starts the engine process before its own imports, so that both load side by side.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from ..engine_start import start_engine
+
+if __name__ == "__main__":
+    line = sys.stdin.buffer.readline()
+    engine = start_engine(line)
+
+    from .main import main
+
+    sys.exit(main(line, engine))
