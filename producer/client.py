@@ -281,8 +281,12 @@ class Producer:
             raise TimeoutError(f"request {id!r} did not end within {timeout:g} s") from None
         return result.check() if check else result
 
-    async def cancel(self, id: str) -> CancelReply:
+    async def cancel(self, id: str, *, reason: Reason = Reason.CLIENT) -> CancelReply:
         """End a queued or running request at once; an ended one stays as it is.
+
+        Args:
+            id: which request.
+            reason: ``client``, or ``disconnected`` if its reader has left.
 
         Raises:
             UnknownRequest: no such request.
@@ -290,7 +294,7 @@ class Producer:
             RedisUnavailable: see the class.
         """
         check_id(id)
-        reply = await self._client.call(lambda: self._operations.cancel(id, Reason.CLIENT))
+        reply = await self._client.call(lambda: self._operations.cancel(id, reason))
         if reply.state is None:
             raise UnknownRequest(id)
         return reply

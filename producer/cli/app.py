@@ -23,6 +23,7 @@ from . import request_commands as requests
 from .demo.command import demo
 from .dlq import dlq
 from .door import door
+from .gateway_command import gateway
 from .output import drop_output, make_encodable, one_line, open_missing
 
 __all__ = ["main"]
@@ -30,9 +31,18 @@ __all__ = ["main"]
 COMMANDS_GROUP = "penstock.commands"
 """Entry points of further commands; the worker's package adds its own here."""
 
-_WORKER_PACKAGES = frozenset(
-    {"jinja2", "prometheus_client", "safetensors", "tokenizers", "torch", "transformers"}
-)
+_PACKAGES = {
+    "fastapi": "gateway",
+    "jinja2": "worker",
+    "prometheus_client": "worker",
+    "safetensors": "worker",
+    "starlette": "gateway",
+    "tokenizers": "worker",
+    "torch": "worker",
+    "transformers": "worker",
+    "uvicorn": "gateway",
+}
+"""The extra that brings a package."""
 
 _UNWRITABLE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
 
@@ -88,13 +98,13 @@ def _refusing(error: PenstockError) -> Any:
 
 
 def _missing_extra(error: ModuleNotFoundError) -> ConfigurationError | None:
-    """Return the error for a missing package of the worker, None for any other package."""
+    """Return the error for a missing package of an extra, None for any other package."""
     package = (error.name or "").partition(".")[0]
-    if package not in _WORKER_PACKAGES:
+    if package not in _PACKAGES:
         return None
     return ConfigurationError(
         f"this command needs the package {package}, which is not installed: "
-        f"{install_command('worker')}"
+        f"{install_command(_PACKAGES[package])}"
     )
 
 
@@ -110,6 +120,7 @@ app = typer.Typer(
     help="LLM inference over Redis: durable queues, exactly-once token streams.",
 )
 app.command()(demo)
+app.command()(gateway)
 app.command()(requests.submit)
 app.command()(requests.stream)
 app.command()(requests.result)

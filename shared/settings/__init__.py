@@ -5,6 +5,7 @@ from __future__ import annotations
 from .sources import CONFIG_VARIABLE, environment_name, load_settings, setting_names
 from .tree import (
     EngineSettings,
+    GatewaySettings,
     ModelSettings,
     QueueSettings,
     RedisSettings,
@@ -15,6 +16,7 @@ from .tree import (
 __all__ = [
     "CONFIG_VARIABLE",
     "EngineSettings",
+    "GatewaySettings",
     "ModelSettings",
     "QueueSettings",
     "RedisSettings",

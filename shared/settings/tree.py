@@ -19,11 +19,13 @@ from pydantic import (
 
 from ..redis.address import check_address
 from .engine_section import EngineSettings
+from .gateway_section import GatewaySettings
 from .section import Section, setting
 from .speculation import SpeculationSettings
 
 __all__ = [
     "EngineSettings",
+    "GatewaySettings",
     "ModelSettings",
     "QueueSettings",
     "RedisSettings",
@@ -307,3 +309,4 @@ class Settings(Section):
     engine: EngineSettings = EngineSettings()
     model: ModelSettings = ModelSettings()
     speculation: SpeculationSettings = SpeculationSettings()
+    gateway: GatewaySettings = GatewaySettings()

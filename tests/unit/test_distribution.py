@@ -17,11 +17,11 @@ FOLDERS = ("gpu_worker", "producer", "shared", "tools")
 def test_commands_name_the_distribution_and_an_extra_of_it() -> None:
     sources = [path.read_text("utf-8") for f in FOLDERS for path in (ROOT / f).rglob("*.py")]
     extras = {name for text in sources for name in re.findall(r"install_command\(.(\w+).\)", text)}
-    assert extras == {"worker", "embedded", "plot"}
+    assert extras == {"worker", "embedded", "gateway", "plot"}
     for extra in extras:
         assert install_command(extra) == f"pip install '{PROJECT['name']}[{extra}]'"
-    with pytest.raises(ValueError, match="no extra 'gateway'"):
-        install_command("gateway")
+    with pytest.raises(ValueError, match="no extra 'batch'"):
+        install_command("batch")
     assert version() == PROJECT["version"]
 
 

@@ -89,6 +89,10 @@ def test_every_setting_is_reachable_by_its_variable() -> None:
         "worker.step_log",
         "model.path",
         "speculation.draft_model",
+        "gateway.host",
+        "gateway.tls_certificate",
+        "gateway.tls_key",
+        "gateway.cors_origins",
     }
     for name in setting_names():
         environment = {environment_name(name): "not valid %"}

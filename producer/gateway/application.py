@@ -1,0 +1,119 @@
+"""The app: its routes, what happens around every request, and its life."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import uuid
+from collections.abc import AsyncIterator
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from penstock.shared.distribution import version
+from penstock.shared.errors import PenstockError
+from penstock.shared.settings import Settings
+
+from .api_errors import ApiError, error_of, error_response
+from .callers import Access, OpenAccess
+from .gateway import Gateway
+from .model_directory import ModelDirectory
+from .openai.endpoints import openai_routes
+from .service_pages import service_routes
+
+__all__ = ["create_app"]
+
+_log = logging.getLogger("penstock.gateway")
+
+_CLIENT_LEFT = 499
+
+
+def create_app(settings: Settings, access: Access | None = None) -> FastAPI:
+    """Make the gateway's app; its lifespan connects to Redis.
+
+    Args:
+        settings: the sections ``redis``, ``queue`` and ``gateway``.
+        access: the door; None lets everybody in as the tenant ``default``.
+    """
+    directory = ModelDirectory(settings)
+    gateway = Gateway(settings, access or OpenAccess(), directory)
+
+    @contextlib.asynccontextmanager
+    async def live(_: FastAPI) -> AsyncIterator[None]:
+        await directory.connect()
+        try:
+            yield
+        finally:
+            await directory.aclose()
+
+    app = FastAPI(
+        title="penstock gateway",
+        version=version() or "0",
+        lifespan=live,
+        docs_url=None,  # these pages load scripts from elsewhere
+        redoc_url=None,
+    )
+    app.include_router(service_routes(gateway))
+    app.include_router(openai_routes(gateway))
+    _handle_errors(app)
+    if settings.gateway.cors_origins is not None:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=[part.strip() for part in settings.gateway.cors_origins.split(",")],
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["*"],
+            expose_headers=["*"],
+        )
+    app.add_middleware(_RequestId)
+    return app
+
+
+class _RequestId:
+    """Gives every response an ``x-request-id``, unless its endpoint gave one."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = message.setdefault("headers", [])
+                if not any(name == b"x-request-id" for name, _ in headers):
+                    value = f"req-{uuid.uuid4().hex}".encode()
+                    message["headers"] = [*headers, (b"x-request-id", value)]
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)
+
+
+def _handle_errors(app: FastAPI) -> None:
+    @app.exception_handler(ApiError)
+    async def _(_: Request, error: ApiError) -> Response:
+        return error_response(error)
+
+    @app.exception_handler(PenstockError)
+    async def _(_: Request, error: PenstockError) -> Response:
+        return error_response(error_of(error))
+
+    @app.exception_handler(ClientDisconnect)
+    async def _(*_: object) -> Response:
+        return Response(status_code=_CLIENT_LEFT)
+
+    @app.exception_handler(HTTPException)
+    async def _(request: Request, error: HTTPException) -> Response:
+        codes = {404: "not_found", 405: "method_not_allowed"}
+        code = codes.get(error.status_code, "http_error")
+        message = f"{request.method} {request.url.path[:200]}: {error.detail}"
+        return error_response(ApiError(error.status_code, message, code), error.headers)
+
+    @app.exception_handler(Exception)
+    async def _(*_: object) -> Response:
+        return error_response(ApiError(500, "an internal error", "internal_error"))

@@ -1,0 +1,60 @@
+"""Whole answers of chat and completions as objects."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from ...choices import Choice
+from ...results import Result
+from ..api_errors import end_error
+from .event_writers import FINISH_REASONS, AnswerHead
+from .field_table import FieldTable
+from .usage_object import usage_object
+
+__all__ = ["answer_object", "chat_choice", "completion_choice"]
+
+
+def answer_object(
+    head: AnswerHead,
+    object_name: str,
+    result: Result,
+    fields: FieldTable,
+    choice: Callable[[Choice], dict[str, Any]],
+) -> bytes:
+    """The body of an answer.
+
+    Raises:
+        ApiError: the request was not completed.
+    """
+    error = end_error(result.end, fields.names, fields.prompt)
+    if error is not None:
+        raise error
+    answer = {
+        "id": head.id,
+        "object": object_name,
+        "created": head.created,
+        "model": head.model,
+        "service_tier": head.tier,
+        "choices": [choice(item) for item in result.choices],
+        "usage": None if result.usage is None else usage_object(result.usage),
+    }
+    return json.dumps(answer, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+def chat_choice(choice: Choice, *, token_ids: bool) -> dict[str, Any]:
+    """One of ``choices`` of a chat completion."""
+    message = {"role": "assistant", "content": choice.text, "refusal": None}
+    return {"index": choice.index, "message": message, **_common(choice, token_ids)}
+
+
+def completion_choice(choice: Choice, *, token_ids: bool, echo: str) -> dict[str, Any]:
+    """One of ``choices`` of a completion, behind the prompt if that is echoed."""
+    return {"index": choice.index, "text": echo + choice.text, **_common(choice, token_ids)}
+
+
+def _common(choice: Choice, token_ids: bool) -> dict[str, Any]:
+    reason = None if choice.reason is None else FINISH_REASONS[choice.reason]
+    ids = {"token_ids": choice.token_ids} if token_ids else {}
+    return {"logprobs": None, "finish_reason": reason, **ids}

@@ -1,0 +1,126 @@
+"""Every field of ``POST /v1/chat/completions``, and the request that a body asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.shared.protocol.field_types import Flag, Integer
+
+from ..api_errors import ApiError, invalid
+from .common_fields import COMMON_FIELDS, OBJECT, TEXT, output_form
+from .field_table import FieldTable, Shape, no_effect, option, refused, served
+
+__all__ = ["CHAT_FIELDS", "chat_request"]
+
+_TOOLS = "is not served yet"
+
+CHAT_FIELDS = FieldTable(
+    (
+        served(
+            "messages",
+            Shape("a list of messages", (list,), {"type": "array", "items": {"type": "object"}}),
+            "The conversation: `role` and `content`, as text or parts of type `text`.",
+        ),
+        *COMMON_FIELDS,
+        option("max_completion_tokens", "max_tokens"),
+        served(
+            "max_tokens",
+            Integer(1, 1 << 17),
+            "The older name of the same. The default is `gateway.default_max_tokens`.",
+        ),
+        served("logprobs", Flag(), "Report log-probabilities of the output tokens."),
+        served("top_logprobs", Integer(0, 20), "And of so many most likely tokens; with logprobs."),
+        served("response_format", OBJECT, "`text`, `json_object`, or `json_schema`."),
+        refused("tools", _TOOLS, []),
+        refused("tool_choice", _TOOLS, "none", "auto"),
+        refused("parallel_tool_calls", _TOOLS, True),
+        refused("reasoning_effort", _TOOLS, "none"),
+        refused("chat_template_kwargs", _TOOLS, {}),
+        no_effect("metadata", OBJECT, "Answers are not stored."),
+        no_effect("safety_identifier", TEXT, "There is no moderation."),
+        no_effect("prompt_cache_key", TEXT, "Prefixes are cached by their content."),
+        no_effect("prompt_cache_retention", TEXT, "Prefixes are cached by their content."),
+        no_effect("prompt_cache_options", OBJECT, "Prefixes are cached by their content."),
+        refused("store", "is not served; /v1/responses stores answers", False),
+        refused("modalities", "allowed is text alone", ["text"]),
+        refused("verbosity", "is not served: no model here knows it", "medium"),
+        refused("audio", "is not served"),
+        refused("prediction", "is not served; drafts come from the text itself"),
+        refused("moderation", "is not served"),
+        refused("web_search_options", "is not served"),
+        refused("functions", "is deprecated: use tools", []),
+        refused("function_call", "is deprecated: use tool_choice", "none", "auto"),
+        refused("add_generation_prompt", "is not served: it is always true", True),
+        refused("continue_final_message", "is not served", False),
+        refused("echo", "is not served for chat", False),
+        refused("documents", "is not served"),
+        refused("chat_template", "is not served: the model's own is used"),
+        refused("mm_processor_kwargs", "is not served"),
+        refused("add_special_tokens", "is not served for chat", False),
+        refused("include_reasoning", "is not served", True),
+    ),
+    prompt="messages",
+)
+
+
+def chat_request(
+    own: Mapping[str, Any], values: Mapping[str, Any], default_max_tokens: int
+) -> dict[str, Any]:
+    """The fields of the queue's request, prompt included.
+
+    Args:
+        own: values that the endpoint reads, see :meth:`FieldTable.read`.
+        values: values of the queue's request.
+        default_max_tokens: where the body names none.
+
+    Raises:
+        ApiError: 400, with the name of the field at fault.
+    """
+    fields = dict(values)
+    if not own.get("messages"):
+        raise invalid("messages", "messages: give at least one message", "missing_value")
+    fields["prompt"] = [_message(i, message) for i, message in enumerate(own["messages"])]
+    fields.setdefault("max_tokens", own.get("max_tokens", default_max_tokens))
+    fields.update(output_form(own))
+    _read_logprobs(own, fields)
+    return fields
+
+
+def _read_logprobs(own: Mapping[str, Any], fields: dict[str, Any]) -> None:
+    if own.get("logprobs"):
+        fields["logprobs"] = own.get("top_logprobs", 0)
+    elif own.get("top_logprobs"):
+        raise invalid("top_logprobs", "top_logprobs: allowed only with logprobs true")
+
+
+def _message(number: int, message: object) -> dict[str, Any]:
+    where = f"messages[{number}]"
+    if not isinstance(message, dict):
+        raise invalid(where, f"{where}: a message is an object with role and content")
+    for key in message:
+        if key not in ("role", "content", "name"):
+            path = f"{where}.{key[:64]}"
+            raise invalid(path, f"{path}: is not served", "unsupported_parameter")
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        raise invalid(f"{where}.role", f"{where}.role: give a role as text", "missing_value")
+    return {"role": role, "content": _content(f"{where}.content", message.get("content"))}
+
+
+def _content(where: str, content: object) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise invalid(where, f"{where}: give text, or a list of parts of type text")
+    return "".join(_part(f"{where}[{i}]", part) for i, part in enumerate(content))
+
+
+def _part(where: str, part: object) -> str:
+    if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
+        return str(part["text"])
+    raise _not_text(where)
+
+
+def _not_text(where: str) -> ApiError:
+    return invalid(where, f"{where}: allowed are parts of type text", "unsupported_content")

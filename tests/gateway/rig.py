@@ -1,0 +1,66 @@
+"""A running gateway for tests: its process, its address, and clients of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import openai
+
+from penstock.shared.local.children import spawn_bound
+from penstock.shared.settings import environment_name
+
+START_TIMEOUT_S = 30.0
+
+
+class GatewayProcess:
+    """``penstock gateway`` on a free port, ready to serve.
+
+    Settings are given as ``section__name=value``.
+    """
+
+    def __init__(self, redis_url: str, log: Path, *flags: str, **settings: object) -> None:
+        given = {"redis.url": redis_url, "gateway.port": "0"}
+        given |= {name.replace("__", "."): str(value) for name, value in settings.items()}
+        environment = {environment_name(name): value for name, value in given.items()}
+        self.log = log
+        with log.open("wb") as out:
+            self.process = spawn_bound(
+                [sys.executable, "-m", "penstock.producer.cli", "gateway", *flags],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env=os.environ | environment,
+            )
+        self.url = self._wait_for_url()
+
+    def _wait_for_url(self) -> str:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while time.monotonic() < deadline:
+            for line in self.log.read_text().splitlines():
+                if line.startswith("gateway: "):
+                    return line.split()[1].removesuffix("/v1")
+            assert self.process.poll() is None, self.log.read_text()
+            time.sleep(0.02)
+        raise AssertionError(f"no gateway after {START_TIMEOUT_S} s: {self.log.read_text()}")
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rpartition(":")[2])
+
+    def client(self, **options: object) -> openai.OpenAI:
+        """OpenAI's own client, strict about what it gets."""
+        values = {"api_key": "none", "max_retries": 0, "_strict_response_validation": True}
+        return openai.OpenAI(base_url=f"{self.url}/v1", **(values | options))  # type: ignore[arg-type]
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(10)
+
+    def terminate(self, timeout_s: float = 15) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(timeout_s)
