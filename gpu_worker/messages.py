@@ -85,10 +85,12 @@ class Ready(NamedTuple):
     Attributes:
         summary: a line for the log.
         step_tokens: query tokens of a step at most.
+        fingerprint: of the model, see :class:`.model_interface.ServingModel`.
     """
 
     summary: str
     step_tokens: int
+    fingerprint: str
 
 
 class Refused(NamedTuple):

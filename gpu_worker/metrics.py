@@ -174,6 +174,7 @@ class WorkerMetrics:
         self.swept.labels("expired").inc(swept.expired)
         self.swept.labels("reaped").inc(swept.reaped)
         self.swept.labels("disconnected").inc(swept.abandoned)
+        self.swept.labels("model_changed").inc(swept.orphans)
 
     def show_depth(self, depth: Mapping[Lane, tuple[int, int]]) -> None:
         """Set the gauges of waiting work: requests and their estimated tokens, by lane."""

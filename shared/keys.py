@@ -103,6 +103,11 @@ class Keys:
         return f"{self.prefix}owned:{worker_id}"
 
     @property
+    def fingerprints(self) -> str:
+        """Sorted set: fingerprints of served models by when the last worker's word for it ends."""
+        return f"{self.prefix}fingerprints"
+
+    @property
     def deadlines(self) -> str:
         """Sorted set: ids of non-terminal requests by the Redis time in ms when they expire."""
         return f"{self.prefix}deadlines"

@@ -86,14 +86,14 @@ class EngineClient(asyncio.Protocol):
         self._frames = Frames()
         self._process: subprocess.Popen[bytes] | None = None
         self._transport: asyncio.WriteTransport | None = None
-        self._ready: asyncio.Future[str] | None = None
+        self._ready: asyncio.Future[Ready] | None = None
         self._heartbeat: Heartbeat | None = None
         self._hang_timeout_s = 0.0
         self._gone = asyncio.Event()
         self._failure: str | None = None
 
-    async def start(self, launch: Launch, engine: StartedEngine) -> str:
-        """Wait until the process has loaded its model; returns a line about that.
+    async def start(self, launch: Launch, engine: StartedEngine) -> Ready:
+        """Wait until the process has loaded its model; returns what it says then.
 
         Raises:
             EngineRefused: model or settings are refused.
@@ -197,7 +197,7 @@ class EngineClient(asyncio.Protocol):
             assert self._ready is not None
             self.step_tokens = message.step_tokens
             self._heartbeat = self._watch.add("the engine's step loop", self._hang_timeout_s)
-            self._ready.set_result(message.summary)
+            self._ready.set_result(message)
         elif isinstance(message, Refused):
             assert self._ready is not None
             self._ready.set_exception(EngineRefused(message.message))

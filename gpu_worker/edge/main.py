@@ -40,6 +40,7 @@ from ..health import HealthServer
 from ..heartbeat import HeartbeatWatch, Watchdog
 from ..launch import EXIT_BROKEN, EXIT_REFUSED, Launch, stall_limit_s
 from ..logs import configure_logging
+from ..messages import Ready
 from ..metrics import WorkerMetrics
 from .claim_budget import Capacity
 from .claims import ClaimReceiver
@@ -49,6 +50,7 @@ from .ingress import Ingress
 from .outbox import Outbox
 from .owned_requests import OwnedRequests
 from .redis_loop import RedisLoop
+from .registration import ModelChangeRefused, register_model
 
 __all__ = ["main"]
 
@@ -116,19 +118,19 @@ class EdgeProcess:
         engine = EngineClient(self._owned, outbox, self._metrics, wake.set, self._watch)
         try:
             with self._health() as health:
-                summary = await self._load(engine)
-                if summary is None:
+                ready = await self._load(engine)
+                if ready is None:
                     _log.info("drained: the model was still being loaded")
                 else:
-                    await self._serve_or_end(engine, outbox, wake, summary, health)
+                    await self._serve_or_end(engine, outbox, wake, ready, health)
             return 0
         except EngineEnded:
             raise EngineEnded(await engine.exit_code()) from None
         finally:
             engine.kill()
 
-    async def _load(self, engine: EngineClient) -> str | None:
-        """Have the model loaded; a line about it, or None if a drain was asked for meanwhile."""
+    async def _load(self, engine: EngineClient) -> Ready | None:
+        """Have the model loaded; what the engine says then, or None if a drain was asked for."""
         loading = asyncio.create_task(engine.start(self._launch, self._started))
         drain = asyncio.create_task(self._drain.wait())
         await asyncio.wait({loading, drain}, return_when=asyncio.FIRST_COMPLETED)
@@ -174,7 +176,7 @@ class EdgeProcess:
         engine: EngineClient,
         outbox: Outbox,
         wake: asyncio.Event,
-        summary: str,
+        ready: Ready,
         health: HealthServer | None,
     ) -> None:
         """Serve; an error ends the process here and now.
@@ -183,7 +185,9 @@ class EdgeProcess:
         tasks, some of which may not end.
         """
         try:
-            await self._serve(engine, outbox, wake, summary, health)
+            await self._serve(engine, outbox, wake, ready, health)
+        except ModelChangeRefused:
+            raise  # before any task began
         except BaseException:
             _log.critical("a bug ended the edge process", exc_info=True)
             _end_like(EXIT_BROKEN)
@@ -193,7 +197,7 @@ class EdgeProcess:
         engine: EngineClient,
         outbox: Outbox,
         wake: asyncio.Event,
-        summary: str,
+        ready: Ready,
         health: HealthServer | None,
     ) -> None:
         settings = self._settings
@@ -203,9 +207,16 @@ class EdgeProcess:
         # Finds the node of a cluster for all connections; if it fails, they find it themselves.
         with contextlib.suppress(RedisError, OSError):
             await follow_moved(lambda: listener.exists(keys.counters))
+        operations = Operations(
+            connection,
+            keys,
+            retention_ms=settings.queue.retention_ms,
+            fingerprint=ready.fingerprint,
+        )
+        await register_model(operations, ready.fingerprint, settings.worker, self._drain)
         self._redis_loop = redis_loop = RedisLoop(
             listener,
-            Operations(connection, keys, retention_ms=settings.queue.retention_ms),
+            operations,
             self._launch.worker_id,
             Capacity(
                 max_sequences=settings.engine.max_sequences,
@@ -223,7 +234,7 @@ class EdgeProcess:
             drain_timeout_s=settings.worker.drain_timeout_s,
         )
         ingress, compactor = self._ingress(redis_loop), self._compactor(keys)
-        self._announce(summary, health)
+        self._announce(ready, health)
         if self._drain.is_set():
             redis_loop.stop()
         ingress.start()
@@ -281,11 +292,13 @@ class EdgeProcess:
         assert url is not None
         return open_client(url, timeout_s=timeout_s, route=self._route)
 
-    def _announce(self, summary: str, health: HealthServer | None) -> None:
+    def _announce(self, ready: Ready, health: HealthServer | None) -> None:
         self._state = ""
         self._metrics.ready.set(1)
         port = health.port if health else None
-        _log.info("ready: %s, metrics on port %s", summary, port)
+        _log.info(
+            "ready: %s, fingerprint %s, metrics on port %s", ready.summary, ready.fingerprint, port
+        )
         if self._launch.ready_file is not None:
             facts: dict[str, Any] = {"worker_id": self._launch.worker_id, "metrics_port": port}
             whole = self._launch.ready_file.with_suffix(".part")

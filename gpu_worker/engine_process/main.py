@@ -60,7 +60,7 @@ def main() -> int:
     except PenstockError as error:
         channel.send(Refused(str(error)))
         return EXIT_REFUSED
-    channel.send(Ready(model.summary, model.config.max_batch_tokens))
+    channel.send(Ready(model.summary, model.config.max_batch_tokens, model.fingerprint))
     with calm_collector():
         _serve(model, launch.settings, channel, steps)
     # A drain waits for the end of this process, and its end frees a model's memory fastest.

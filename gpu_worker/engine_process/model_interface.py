@@ -27,6 +27,7 @@ class ServingModel:
             :attr:`EngineRequest.new_constraint`; raises ``InvalidRequest``.
         new_text_stream: an incremental detokeniser of one output, given the prompt's ids.
         summary: one line for the log.
+        fingerprint: two models that may give different tokens have different ones.
     """
 
     config: EngineConfig
@@ -35,3 +36,4 @@ class ServingModel:
     compile: Callable[[SamplingOptions], Callable[[], Constraint] | None]
     new_text_stream: Callable[[tuple[int, ...]], TextStream]
     summary: str
+    fingerprint: str

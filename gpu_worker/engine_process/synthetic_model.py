@@ -15,7 +15,7 @@ from dataclasses import replace
 from penstock.shared.errors import InvalidRequest
 from penstock.shared.protocol import SamplingOptions, TokenLogprobs
 from penstock.shared.settings import Settings
-from penstock.shared.synthetic import next_token
+from penstock.shared.synthetic import SYNTHETIC, next_token
 
 from ..engine.plan import Plan
 from ..engine.sequence import Sequence
@@ -129,5 +129,6 @@ def build_synthetic(settings: Settings) -> ServingModel:
         encode=_encode,
         compile=_refuse_forms,
         new_text_stream=_Letters,
+        fingerprint=SYNTHETIC,
         summary=f"no model: synthetic tokens, {step_ms:g} ms a step",
     )

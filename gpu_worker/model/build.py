@@ -22,6 +22,7 @@ from .kv.kv_pool import KVPool, blocks_in_budget
 from .kv.layer_groups import groups_in_budget
 from .kv.memory_budget import format_bytes, kv_budget, swap_budget
 from .kv.swap_pool import SwapPool
+from .loading.fingerprint import fingerprint_of
 from .loading.geometry import KVGeometry
 from .loading.loader import LoadedModel, load_model
 from .runner import ModelRunner
@@ -104,6 +105,7 @@ def build_model(settings: Settings) -> ServingModel:
         compile=constraints.compile,
         new_text_stream=functools.partial(IncrementalDetokenizer, decoder_of(loaded.tokenizer)),
         summary=summary.replace("torch.", ""),
+        fingerprint=fingerprint_of(loaded.path, str(loaded.dtype)),
     )
 
 

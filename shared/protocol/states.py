@@ -100,6 +100,8 @@ class Reason(StrEnum):
     """The request alone does not fit into memory."""
     ENGINE_ERROR = "engine_error"
     """The model or the engine raised; the message says what."""
+    MODEL_CHANGED = "model_changed"
+    """It had tokens, and no worker serves the model any more that made them."""
 
     CLIENT = "client"
     """Cancelled by a client."""
@@ -130,6 +132,7 @@ _STATE_OF = {
     Reason.PROMPT_TOO_LONG: State.FAILED,
     Reason.OUT_OF_MEMORY: State.FAILED,
     Reason.ENGINE_ERROR: State.FAILED,
+    Reason.MODEL_CHANGED: State.FAILED,
     Reason.CLIENT: State.CANCELLED,
     Reason.DISCONNECTED: State.CANCELLED,
     Reason.DEADLINE: State.EXPIRED,

@@ -66,6 +66,8 @@ class Operations(OperatorOperations):
         keys: names of the shard.
         retention_ms: how long the record and the log of an ended request are kept.
         retry: when a request that keeps losing its worker is given up.
+        fingerprint: of the model that this worker serves; empty: it is no worker, or continues
+            streams of any model.
         load: where the scripts come from; tests put altered ones in their place.
     """
 
@@ -76,9 +78,11 @@ class Operations(OperatorOperations):
         *,
         retention_ms: int = 600_000,
         retry: RetryPolicy | None = None,
+        fingerprint: str = "",
         load: Callable[[str], Script] = load_script,
     ) -> None:
         super().__init__(redis, keys, retention_ms=retention_ms, load=load)
+        self._fingerprint = fingerprint
         policy = retry or RetryPolicy()
         self._policy: dict[str, Value] = {
             "max_blames": policy.max_blames,
@@ -161,6 +165,25 @@ class Operations(OperatorOperations):
         reply = await self._one("reader_heartbeat", grace_ms=grace_ms, ids=ids)
         return [bool(matters) for matters in reply]
 
+    async def register(self, *, lease_ms: int, rolling: bool) -> str | None:
+        """Say, before the first claim, which model this worker serves.
+
+        Args:
+            lease_ms: how long this counts; each sweep of the worker says it again.
+            rolling: serve it even beside workers of another model.
+
+        Returns:
+            None, or the fingerprint of another model that is being served: then this worker must
+            not serve.
+
+        Raises:
+            RedisUnavailable: the server refuses.
+        """
+        reply = await self._one(
+            "register", fingerprint=self._fingerprint, lease_ms=lease_ms, rolling=int(rolling)
+        )
+        return None if reply[0] == b"ok" else str(reply[1].decode())
+
     def claim(
         self,
         worker_id: str,
@@ -180,7 +203,7 @@ class Operations(OperatorOperations):
         return self._call(
             "claim", worker=worker_id, lease_ms=lease_ms, requests=requests, tokens=tokens,
             suspect=int(suspect_ok), retention_ms=self._retention_ms,
-            least_urgent=least_urgent.value,
+            least_urgent=least_urgent.value, fingerprint=self._fingerprint,
         )  # fmt: skip
 
     @staticmethod
@@ -209,7 +232,7 @@ class Operations(OperatorOperations):
             lease_ms: lease of the worker that sweeps. After an outage it spares other workers for
                 one lease.
         """
-        return self._call("sweep", lease_ms=lease_ms, **self._policy)
+        return self._call("sweep", lease_ms=lease_ms, fingerprint=self._fingerprint, **self._policy)
 
     @staticmethod
     def read_sweep(reply: Any) -> SweepReply:
@@ -219,9 +242,11 @@ class Operations(OperatorOperations):
             RedisUnavailable: the reply is the server's refusal.
         """
         accepted("sweep", reply)
-        expired, reaped, workers, repaired, failed, error, abandoned, more = reply
+        expired, reaped, workers, repaired, failed, error, abandoned, more, orphans = reply
         why = error.decode(errors="replace")
-        return SweepReply(expired, reaped, workers, repaired, failed, why, abandoned, bool(more))
+        return SweepReply(
+            expired, reaped, workers, repaired, failed, why, abandoned, bool(more), orphans
+        )
 
     def depth(self) -> Command:
         """Ask for the counters of waiting work."""

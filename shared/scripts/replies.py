@@ -222,6 +222,7 @@ class SweepReply:
         error: why, for the last of them.
         abandoned: requests cancelled because all their readers had left.
         more: it did as much as one sweep may, so there may be more: sweep again at once.
+        orphans: streams ended because no worker serves the model any more that began them.
     """
 
     expired: int
@@ -232,6 +233,7 @@ class SweepReply:
     error: str = ""
     abandoned: int = 0
     more: bool = False
+    orphans: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -198,6 +198,12 @@ class WorkerSettings(Section):
     claim_batch: int = setting(
         16, "Most requests claimed in one engine step.", unit="requests", ge=1, le=128
     )
+    model_change: Literal["refuse", "rolling"] = setting(
+        "refuse",
+        "What a worker does if workers of its shard serve a model with another "
+        "[fingerprint](operations.md#changing-the-model): `refuse` ends it with exit code 2; "
+        "`rolling` lets it serve beside them, and streams continue on workers of their own model.",
+    )
     hang_timeout_s: float = setting(
         30.0,
         "Silence of the engine after which it counts as hung: `/healthz` fails, and the supervisor "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from delivery.recount import violations
@@ -71,11 +71,13 @@ class Shard:
     load: Callable[[str], Script] = load_script
     keys: Keys = field(default_factory=lambda: Keys("demo"))
     retention_ms: int = 600_000
+    fingerprint: str = ""
 
     def __post_init__(self) -> None:
         self.ops = Operations(
-            self.redis, self.keys, retention_ms=self.retention_ms, retry=self.retry, load=self.load
-        )
+            self.redis, self.keys, retention_ms=self.retention_ms, retry=self.retry,
+            load=self.load, fingerprint=self.fingerprint,
+        )  # fmt: skip
         self.logs = LogOperations(self.redis, self.keys, load=self.load)
 
     def with_retry(self, **values: int) -> Shard:
@@ -86,6 +88,9 @@ class Shard:
 
     def with_client(self, redis: Redis) -> Shard:
         return Shard(redis, self.retry, self.load, self.keys, self.retention_ms)
+
+    def with_model(self, fingerprint: str) -> Shard:
+        return replace(self, fingerprint=fingerprint)
 
     def worker(self, name: str, *, lease_ms: int = MINUTE_MS) -> FakeWorker:
         return FakeWorker(self, name, lease_ms)

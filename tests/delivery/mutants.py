@@ -12,6 +12,7 @@ from delivery import (
     test_door,
     test_ends,
     test_fairness,
+    test_fingerprints,
     test_guards,
     test_inbox,
     test_lost_workers,
@@ -78,6 +79,72 @@ MUTANTS = (
         "one item's error is the call's", "local ran, status, tokens = pcall(write, i, items[i])",
         "local ran, status, tokens = true, write(i, items[i])",
         test_damage.test_malformed_item_hurts_no_other,
+    ),
+    # one model: registration, streams that keep to theirs, streams whose model is gone
+    Mutant(
+        "any model registered", "if others[1] then return", "if false then return",
+        test_fingerprints.test_another_model_is_refused_while_one_is_served, "register",
+    ),
+    Mutant(
+        "gone models count as served", "'(' .. now, '+inf')", "'-inf', '+inf')",
+        test_fingerprints.test_another_model_is_served_once_nobody_serves_the_old_one, "register",
+    ),
+    Mutant(
+        "known models refused", "and not redis.call('ZSCORE', served, fingerprint)", "",
+        test_fingerprints.test_a_rolling_change_has_both, "register",
+    ),
+    Mutant(
+        "rolling change not asked for", "if rolling == '0' and", "if",
+        test_fingerprints.test_a_rolling_change_has_both, "register",
+    ),
+    Mutant(
+        "sweep says no model",
+        "if fingerprint ~= '' then redis.call('ZADD', FINGERPRINTS, now + lease, fingerprint) end",
+        "", test_fingerprints.test_every_sweep_renews_the_word_for_a_model, "sweep",
+    ),
+    Mutant(
+        "streams continue on any model", "rec.fingerprint and rec.fingerprint ~= fingerprint then",
+        "false then", test_fingerprints.test_a_stream_continues_on_its_own_model_alone, "claim",
+    ),
+    Mutant(
+        "work without tokens kept to a model", "if rec.tokens > 0 and fingerprint ~= ''",
+        "if fingerprint ~= ''",
+        test_fingerprints.test_work_without_tokens_starts_anew_on_any_model, "claim",
+    ),
+    Mutant(
+        "model not noted", "if fingerprint ~= '' then redis.call('HSET', record,",
+        "if false then redis.call('HSET', record,",
+        test_fingerprints.test_a_stream_continues_on_its_own_model_alone, "claim",
+    ),
+    Mutant(
+        "own queue not read", "return {own_queue(name, fingerprint), PREFIX .. name}",
+        "return {PREFIX .. name}",
+        test_fingerprints.test_a_stream_continues_on_its_own_model_alone, "claim",
+    ),
+    Mutant(
+        "suspects moved among the others", "rec.blames >= SUSPECT_FROM and 'suspects' or", "",
+        test_fingerprints.test_suspects_keep_to_their_model_one_at_a_time, "claim",
+    ),
+    Mutant(
+        "streams of a gone model wait on", "  guarded(end_streams_of, gone)\n", "",
+        test_fingerprints.test_streams_of_a_model_that_is_gone_end_with_the_reason, "sweep",
+    ),
+    Mutant(
+        "no time to return", "now - LEASES_TO_RETURN * lease", "now",
+        test_fingerprints.test_a_model_has_ten_leases_to_return, "sweep",
+    ),
+    Mutant(
+        "models not spared after an outage", "redis.call('ZADD', FINGERPRINTS, now, gone)", "",
+        test_fingerprints.test_after_an_outage_a_model_has_ten_leases_again, "sweep",
+    ),
+    Mutant(
+        "running streams ended with their model", "rec.state == 'queued' and rec.queue == queue",
+        "rec.queue == queue",
+        test_fingerprints.test_what_runs_is_not_ended_with_its_model, "sweep",
+    ),
+    Mutant(
+        "orphans without bound", "if orphans >= MAX_ORPHANS then more = true break end", "",
+        test_fingerprints.test_one_sweep_ends_a_bounded_number_of_them, "sweep",
     ),
     # claim
     Mutant(

@@ -22,7 +22,7 @@ TERMINAL = {state.value for state in TERMINAL_STATES}
 
 FOREVER = re.compile(
     "tenants:(critical|normal|batch)|lanes|virtual_time|sweep|leases|counters|bell|dead_letters|"
-    "ingress_tenants|ingress(:[A-Za-z0-9_-]+)?"
+    "fingerprints|ingress_tenants|ingress(:[A-Za-z0-9_-]+)?"
 )
 """Keys without expiry that may be left when no request waits or runs."""
 
@@ -187,7 +187,7 @@ async def _check_places(redis: Redis, keys: Keys, facts: Facts, found: list[str]
 async def _check_served(
     redis: Redis, keys: Keys, rid: str, record: dict[str, str], queue: str, found: list[str]
 ) -> None:
-    if queue in (f"continued:{record['lane']}", "suspects"):
+    if queue.startswith((f"continued:{record['lane']}", "suspects")):
         return
     lane = record["lane"]
     if queue != f"queue:{lane}:{record['tenant']}":

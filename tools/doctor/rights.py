@@ -143,7 +143,14 @@ def _families(keys: Keys, scratch: str) -> list[tuple[str, tuple[str, ...]]]:
         ("queue:*", ("XDEL", keys.queue(Lane.NORMAL, scratch), "0-1")),
         ("owned:*", ("HDEL", keys.owned(scratch), scratch)),
     ]
-    sets = (keys.lanes, keys.leases, keys.deadlines, keys.ended, *map(keys.tenants, Lane))
+    sets = (
+        keys.lanes,
+        keys.leases,
+        keys.deadlines,
+        keys.ended,
+        keys.fingerprints,
+        *map(keys.tenants, Lane),
+    )
     streams = (keys.bell, keys.dead_letters, *map(keys.continued, Lane), keys.suspects)
     lasting: list[tuple[str, ...]] = [("ZREM", key, scratch) for key in sets]
     lasting += [("HDEL", key, scratch) for key in (keys.virtual_time, keys.sweep, keys.counters)]

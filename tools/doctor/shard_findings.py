@@ -26,7 +26,7 @@ _SCAN = 1000
 LASTING = (
     "tenants:critical", "tenants:normal", "tenants:batch", "lanes", "virtual_time", "sweep",
     "leases", "counters", "bell", "dead_letters", "deadlines", "readers", "ingress_tenants",
-    "ingress",
+    "ingress", "fingerprints",
 )  # fmt: skip
 """Keys without expiry by design."""
 
@@ -65,11 +65,12 @@ class Shard:
             ("ZRANGE", keys.leases, "0", "-1", "WITHSCORES"),
             ("HGETALL", keys.counters),
             ("XLEN", keys.dead_letters),
+            ("ZRANGE", keys.fingerprints, "0", "-1", "WITHSCORES"),
         )
         for reply in replies:
             if isinstance(reply, ResponseError):
                 return [_denied(reply) if is_denial(reply) else _unreadable(reply)]
-        leases, counters, letters = replies
+        leases, counters, letters, models = replies
         waiting = int(counters.get(b"requests", 0))
         self.figures.update(
             queued_requests=waiting,
@@ -83,6 +84,7 @@ class Shard:
             )
         return [
             await self._workers(leases, waiting),
+            _models(models, self.now_ms),
             await self._queue(waiting),
             _letters(letters),
             await self._counters(repair=repair),
@@ -223,6 +225,25 @@ class Shard:
             "nobody will ever delete them; penstock left none of them behind on purpose",
             "if the sweep of a running worker does not clear them within a minute, DEL them",
         )  # fmt: skip
+
+
+def _models(rows: list[bytes], now_ms: int) -> Finding:
+    pairs = zip(rows[::2], rows[1::2], strict=True)
+    until = {name.decode(errors="replace"): float(end) for name, end in pairs}
+    served = [name for name, end in until.items() if end > now_ms]
+    gone = [name for name in until if name not in served]
+    if len(served) > 1:
+        return Finding(
+            "model", Level.WARNING, f"{len(served)} are served: {', '.join(served)}",
+            "a rolling change is under way: a new request may get either, and a stream continues "
+            "only on workers of its own model", "stop the workers of the old model to end it",
+        )  # fmt: skip
+    if gone and served:
+        return Finding(
+            "model", Level.NOTE, f"{served[0]}; gone: {', '.join(gone)}",
+            "streams of a model that is gone wait ten leases for a worker of it, and then end",
+        )  # fmt: skip
+    return Finding("model", Level.OK, f"fingerprint {served[0]}" if served else "none is served")
 
 
 def _letters(count: int) -> Finding:

@@ -3,6 +3,9 @@
 --@include lib/finish.lua
 -- claim: give a worker the next requests, fairly, and renew its lease.
 --
+-- A stream that has tokens continues only on a worker of the model that made them: both have the
+-- same fingerprint. A worker of another one leaves it in a queue for its own, see leave_to_its_own.
+--
 -- Order: continued work by lane, one suspect, then lanes by virtual time (weights 8:4:1) and
 -- tenants inside a lane by virtual time in tokens. A request past its time is ended here, not
 -- handed out.
@@ -28,7 +31,9 @@
 --   deadlines               zset
 --   counters                hash
 --   bell                    stream
--- More keys, found while running: queue:<lane>:<tenant>, and request:<id>, log:<id> of each claim
+--   fingerprints            zset
+-- More keys, found while running: queue:<lane>:<tenant>, continued:<lane>:<fingerprint>,
+-- suspects:<fingerprint>, and request:<id>, log:<id> of each claim
 -- ARGV
 --   worker                  name
 --   lease_ms                whole
@@ -39,20 +44,22 @@
 --   least_urgent            critical|normal|batch  only work of this lane and of more urgent ones;
 --                           unless batch: no suspects, and fresh work only while its lane is not
 --                           far ahead of its share (for a worker that would displace other work)
+--   fingerprint             text    of the worker's model; empty: it continues any stream
 -- Reply {now, last bell id, claims, more}; more is 1 if only the worker's share ended the claiming:
 --       a worker with room claims again at once. A claim is
 --       {id, epoch, tokens, attempts, suspect, payload, accepted ms ago, ms queued before the first
 --        claim, ms from acceptance to first token or -1, ms to the deadline, log}
 --       where log is what XRANGE of log:<id> gives if there are tokens, else empty. The tokens
 --       wanted bound the reply's size, plus one request.
-local worker, lease_ms, want, budget, suspect, retention_ms, least_urgent = arguments(14, 7)
+local worker, lease_ms, want, budget, suspect, retention_ms, least_urgent,
+  fingerprint = arguments(15, 8)
 name('worker', worker)
 lease_ms, retention_ms = whole('lease_ms', lease_ms), whole('retention_ms', retention_ms)
 want, budget = whole('requests', want), whole('tokens', budget)
 one_of('suspect', suspect, '0', '1')
 lane_name(least_urgent)
 local OWNED, LANES = PREFIX .. 'owned:' .. worker, PREFIX .. 'lanes'
-local VIRTUAL_TIME, SUSPECTS = PREFIX .. 'virtual_time', PREFIX .. 'suspects'
+local VIRTUAL_TIME = PREFIX .. 'virtual_time'
 allow_oom()
 local now = now_ms()
 redis.call('ZADD', PREFIX .. 'leases', now + lease_ms, worker)
@@ -135,6 +142,18 @@ local function read_log(id, rec)
   return log, true
 end
 
+-- A stream whose tokens another model made waits for a worker of that model. The sweep ends it if
+-- none comes.
+local function leave_to_its_own(queue, entry, id, rec)
+  drop_entry(queue, entry, worker)
+  local own = own_queue(rec.blames >= SUSPECT_FROM and 'suspects' or 'continued:' .. rec.lane,
+    rec.fingerprint)
+  local moved = push_back(own, id, rec)
+  redis.call('HSET', PREFIX .. 'request:' .. id, 'queue', own, 'entry', moved)
+  redis.call('ZADD', PREFIX .. 'fingerprints', 'NX', now, rec.fingerprint)
+  wake_workers()
+end
+
 -- Make the entry's request this worker's own. Returns its cost, or nil if it needs no work.
 local function assign(queue, entry, values, is_suspect)
   local id = values.id or ''
@@ -156,10 +175,14 @@ local function assign(queue, entry, values, is_suspect)
       return fail(id, rec, 'failed', 'engine_error', 'the log of this request was lost in Redis')
     end
   end
+  if rec.tokens > 0 and fingerprint ~= '' and rec.fingerprint and rec.fingerprint ~= fingerprint then
+    return leave_to_its_own(queue, entry, id, rec)
+  end
   local epoch, claimed_at = rec.epoch + 1, rec.claimed_at or now
   redis.call('HSET', OWNED, id, epoch .. ' ' .. entry .. ' ' .. queue)
   redis.call('HSET', record, 'state', 'running', 'epoch', epoch, 'attempts', rec.attempts + 1,
     'worker', worker, 'tokens', rec.tokens, 'claimed_tokens', rec.tokens, 'claimed_at', claimed_at)
+  if fingerprint ~= '' then redis.call('HSET', record, 'fingerprint', fingerprint) end
   if not rec.claimed_at and rec.queue_deadline > 0 then
     redis.call('ZADD', PREFIX .. 'deadlines', rec.deadline, id)
   end
@@ -173,24 +196,33 @@ local function assign(queue, entry, values, is_suspect)
   return rec.cost
 end
 
+local function queues_of(name)
+  if fingerprint == '' then return {PREFIX .. name} end
+  return {own_queue(name, fingerprint), PREFIX .. name}
+end
+
 -- Continued work was charged when it was first claimed: it goes first, whatever else has its turn.
+-- What only workers of this model may continue is first of all.
 for _, lane in ipairs({'critical', 'normal', 'batch'}) do
-  local queue = PREFIX .. 'continued:' .. lane
-  while WEIGHT[lane] >= least_weight and wants_more() do
-    local entry, values = read_next(queue)
-    if not entry then break end
-    budget = budget - (assign(queue, entry, values, 0) or 0)
+  for _, queue in ipairs(queues_of('continued:' .. lane)) do
+    while WEIGHT[lane] >= least_weight and wants_more() do
+      local entry, values = read_next(queue)
+      if not entry then break end
+      budget = budget - (assign(queue, entry, values, 0) or 0)
+    end
   end
 end
 
 local seeks_suspect = all_lanes and suspect == '1'
-while seeks_suspect and wants_more() do
-  local entry, values = read_next(SUSPECTS)
-  if not entry then break end
-  local cost = assign(SUSPECTS, entry, values, 1)
-  if cost then
-    budget = budget - cost
-    seeks_suspect = false
+for _, queue in ipairs(queues_of('suspects')) do
+  while seeks_suspect and wants_more() do
+    local entry, values = read_next(queue)
+    if not entry then break end
+    local cost = assign(queue, entry, values, 1)
+    if cost then
+      budget = budget - cost
+      seeks_suspect = false
+    end
   end
 end
 

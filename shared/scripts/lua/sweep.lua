@@ -6,8 +6,8 @@
 -- sweep: what time alone must bring about. Any worker may run it at any time.
 --
 -- Requests past their deadline end `expired`; requests that all readers have left, and that asked
--- for it, end `cancelled`; requests of workers whose lease ended go back to the queues; and some
--- requests in turn are looked at for what a script cut short or a deleted key left wrong. Bounded
+-- for it, end `cancelled`; requests of workers whose lease ended go back to the queues; streams of a
+-- model that no worker serves any more end `failed`; and some requests in turn are looked at for what a script cut short or a deleted key left wrong. Bounded
 -- per call, so that it never holds the server.
 --
 -- For worker; runs at maxmemory.
@@ -25,21 +25,25 @@
 --   virtual_time            hash
 --   readers                 zset
 --   sweep                   hash    what this sweep leaves for the next one
--- More keys, found while running: owned:<worker>, and request:<id>, log:<id> and the queue of
--- each request that is swept
+--   fingerprints            zset    models by the time when the last worker's word for it ends
+-- More keys, found while running: owned:<worker>, continued:<lane>:<fingerprint>,
+-- suspects:<fingerprint>, and request:<id>, log:<id> and the queue of each request that is swept
 -- ARGV
 --   max_blames              whole
 --   max_attempts            whole
 --   retention_ms            whole
 --   lease_ms                whole   the lease of the worker that sweeps
+--   fingerprint             text    of its model; empty: it serves none
 -- Reply {expired, requests taken from dead workers, dead workers, repaired, failed, last error,
---        cancelled because their readers left, 1 if a bound ended it: sweep again}
-local max_blames, max_attempts, retention, lease = arguments(12, 4)
+--        cancelled because their readers left, 1 if a bound ended it: sweep again,
+--        failed because nobody serves their model any more}
+local max_blames, max_attempts, retention, lease, fingerprint = arguments(13, 5)
 local policy = {
   max_blames = whole('max_blames', max_blames), max_attempts = whole('max_attempts', max_attempts),
 }
 retention, lease = whole('retention_ms', retention), whole('lease_ms', lease)
 local DEADLINES, LEASES, READERS = PREFIX .. 'deadlines', PREFIX .. 'leases', PREFIX .. 'readers'
+local FINGERPRINTS = PREFIX .. 'fingerprints'
 local MAX_EXPIRED, MAX_ABANDONED, MAX_WORKERS, MAX_REAPED, MAX_REPAIRED = 64, 64, 4, 128, 32
 local RETRY_MS = 100
 -- Sweeps come at least every second. A longer pause is an outage, of the server or of all workers,
@@ -49,6 +53,9 @@ local OUTAGE_MS, REPRIEVE_MS = 3000, 15000
 -- after the last sweep. A longer pause is an outage, in which leases of living workers may have
 -- ended, too.
 local LEASE_OUTAGE = 0.75
+-- So many leases after the last word for a model its streams end. Its workers may be restarting.
+local LEASES_TO_RETURN = 10
+local MAX_ORPHANS = 64
 allow_oom()
 local now = now_ms()
 
@@ -127,6 +134,10 @@ if pause > LEASE_OUTAGE * lease then
     redis.call('ZADD', LEASES, now + lease, worker)
   end
   spared = now + lease
+  -- The same for models: the wait for their workers begins anew.
+  for _, gone in ipairs(redis.call('ZRANGEBYSCORE', FINGERPRINTS, '-inf', now)) do
+    redis.call('ZADD', FINGERPRINTS, now, gone)
+  end
 end
 
 local function reap(worker, owned, id, claim)
@@ -163,6 +174,42 @@ for _, worker in ipairs(dead) do
   end
 end
 
+-- Models without a worker: their streams wait for one, and then end.
+if fingerprint ~= '' then redis.call('ZADD', FINGERPRINTS, now + lease, fingerprint) end
+
+local function end_stream(queue, entry, id, gone)
+  local rec = read_record(id)
+  local waits_here = rec and rec.state == 'queued' and rec.queue == queue and rec.entry == entry
+  if waits_here then
+    local message = 'no worker serves the model any more that made its tokens (fingerprint ' ..
+      gone .. ')'
+    finish(id, rec, {state = 'failed', reason = 'model_changed', message = message}, now, retention)
+    return true
+  end
+  -- Whoever runs it from here is about to be reaped, or will end it.
+  if not rec or rec.state ~= 'running' then drop_entry(queue, entry) end
+  return false
+end
+
+local orphans = 0
+local function end_streams_of(gone)
+  local left = 0
+  for _, name in ipairs({'continued:critical', 'continued:normal', 'continued:batch', 'suspects'}) do
+    local queue = own_queue(name, gone)
+    for _, row in ipairs(attempt(nil, 'XRANGE', queue, '-', '+', 'COUNT', MAX_ORPHANS + 1) or {}) do
+      if orphans >= MAX_ORPHANS then more = true break end
+      if guarded(end_stream, queue, row[1], row[2][2], gone) then orphans = orphans + 1 end
+    end
+    left = left + redis.call('EXISTS', queue)
+  end
+  if left == 0 then redis.call('ZREM', FINGERPRINTS, gone) end
+end
+
+local given_up = now - LEASES_TO_RETURN * lease
+for _, gone in ipairs(redis.call('ZRANGEBYSCORE', FINGERPRINTS, '-inf', given_up, 'LIMIT', 0, 8)) do
+  guarded(end_streams_of, gone)
+end
+
 local repaired = 0
 local scanned = redis.call('ZSCAN', DEADLINES, times[1] or '0', 'COUNT', MAX_REPAIRED)
 for i = 1, #scanned[2], 2 do
@@ -174,4 +221,5 @@ end
 redis.call('HSET', PREFIX .. 'sweep', 'cursor', scanned[1], 'swept_at', now,
   'readers_spared_until', reprieve, 'leases_spared_until', spared)
 if reaped + repaired > 0 then wake_workers() end
-return {expired, reaped, workers, repaired, failed, why, abandoned, more and 1 or 0}
+return {expired, reaped, workers, repaired, failed, why, abandoned, more and 1 or 0,
+  orphans}

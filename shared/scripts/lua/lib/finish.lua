@@ -23,10 +23,11 @@
 --   answer                'json' if log and channel hold JSON; else they hold msgpack
 --   inbox                 the inbox it is published in; else it has a channel of its own
 --   on_disconnect         'cancel' if it ends when its last reader has left
+--   fingerprint           of the model of the worker that claimed it last
 local FIELDS = {'state', 'epoch', 'worker', 'tokens', 'claimed_tokens', 'attempts', 'deaths',
   'blames', 'lane', 'tenant', 'cost', 'output_cost', 'bytes', 'accepted_at', 'claimed_at',
   'first_token_at', 'deadline', 'queue_deadline', 'queue', 'entry', 'answer', 'inbox',
-  'on_disconnect'}
+  'on_disconnect', 'fingerprint'}
 local NUMBERS = {'epoch', 'tokens', 'claimed_tokens', 'attempts', 'deaths', 'blames', 'cost',
   'output_cost', 'bytes', 'accepted_at', 'deadline', 'queue_deadline'}
 

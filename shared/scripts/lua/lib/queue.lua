@@ -1,9 +1,18 @@
--- Queue streams: queue:<lane>:<tenant>, continued:<lane> and suspects, each with the consumer group
--- `workers`. Included after common.lua.
+-- Queue streams: queue:<lane>:<tenant>, continued:<lane> and suspects, and of the latter two those of
+-- one model, each with the consumer group `workers`. Included after common.lua.
 --
 -- An entry is {id, lane, tenant, cost, bytes}: with what it adds to the counters, so that they can
 -- be put right although the record is gone. An entry leaves its stream only with the request's end
 -- or its return to a queue; until then it is pending for its owner.
+
+-- Blamed so often in a row, a request is a suspect.
+local SUSPECT_FROM = 2
+
+-- The queue for those requests of `name` (continued:<lane>, suspects) that only workers with this
+-- fingerprint may continue.
+local function own_queue(name, fingerprint)
+  return PREFIX .. name .. ':' .. fingerprint
+end
 
 -- A consumer lives in a group only while it has pending entries there. Otherwise the names of all
 -- workers that ever ran would pile up in queues that never empty.

@@ -37,9 +37,8 @@ local function repair(id, now, policy, retention)
   if redis.call('PTTL', record) == -1 then
     redis.call('PEXPIREAT', record, rec.deadline + retention + ABANDONED_MS)
   end
-  local fresh = rec.queue ~= PREFIX .. 'continued:' .. rec.lane and
-    rec.queue ~= PREFIX .. 'suspects'
-  if fresh then join_lane(rec.lane, rec.tenant) end
+  local fresh = PREFIX .. 'queue:' .. rec.lane .. ':' .. rec.tenant
+  if rec.queue == fresh then join_lane(rec.lane, rec.tenant) end
   if is_entry_of(rec.queue, rec.entry, id) then
     local read = attempt('NOGROUP', 'XPENDING', rec.queue, GROUP, rec.entry, rec.entry, '1')
     if read and not read[1] then return false end

@@ -13,7 +13,6 @@
 --              (The system may kill workers for the memory that this very request takes.)
 --
 -- The epoch rises with the next claim; until then the state alone fences the former owner.
-local SUSPECT_FROM = 2
 local MAX_DEAD_LETTERS = 10000
 
 local function add_dead_letter(id, rec, reason, blames)

@@ -1,0 +1,65 @@
+"""Before its first claim, a worker says which model it serves, and may be refused.
+
+Workers of one shard share its requests, so they must serve one model. While a model is exchanged
+for another in a running fleet, streams keep to the workers of theirs; see ``claim.lua``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from penstock.shared.errors import PenstockError
+from penstock.shared.scripts.operations import Operations
+from penstock.shared.settings import WorkerSettings
+
+__all__ = ["ModelChangeRefused", "register_model"]
+
+_log = logging.getLogger("penstock.edge")
+
+_PAUSE_S = 0.2
+
+_PATIENCE_LEASES = 1.5
+"""The word of a fleet that was stopped just now counts for the rest of a lease."""
+
+
+class ModelChangeRefused(PenstockError):
+    """Workers of this shard serve another model; a restart would meet the same."""
+
+
+async def register_model(
+    operations: Operations, fingerprint: str, worker: WorkerSettings, drain: asyncio.Event
+) -> None:
+    """Register the model, waiting for Redis and for a fleet that is about to be gone.
+
+    Args:
+        operations: of this worker, with its fingerprint.
+        fingerprint: of its model.
+        worker: its settings.
+        drain: ends the waiting.
+
+    Raises:
+        ModelChangeRefused: another model is served here, and no rolling change was asked for.
+        RedisUnavailable: the server refuses the script.
+    """
+    rolling = worker.model_change == "rolling"
+    give_up_at = time.monotonic() + _PATIENCE_LEASES * worker.lease_ms / 1000
+    while not drain.is_set():
+        try:
+            other = await operations.register(lease_ms=worker.lease_ms, rolling=rolling)
+        except (RedisConnectionError, RedisTimeoutError, OSError) as error:
+            _log.warning("Redis did not answer (%s); trying again", error)
+        else:
+            if other is None:
+                return
+            if time.monotonic() >= give_up_at:
+                raise ModelChangeRefused(
+                    f"workers of {operations.keys.prefix} serve another model (fingerprint "
+                    f"{other}, this one's is {fingerprint}); stop them, give this model another "
+                    "name, or ask for a rolling change with worker.model_change = rolling"
+                )
+        await asyncio.sleep(_PAUSE_S)
