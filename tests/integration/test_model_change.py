@@ -61,7 +61,7 @@ async def test_in_a_rolling_change_streams_keep_to_their_model(
         for request_id in ids:
             end = (await producer.stream(request_id).collect()).end
             assert (end.reason, end.n > 0) == ("model_changed", True)
-        fresh = await producer.submit("The list type", max_tokens=3)
+        fresh = (await producer.submit("The list type", max_tokens=3)).id
         assert len((await producer.stream(fresh).collect()).token_ids) == 3
         wait_until(lambda: new.metric("swept_requests_total") >= 3, "counted")
     assert len(await redis_client.zrange(KEYS.fingerprints, 0, -1)) == 1
