@@ -131,6 +131,10 @@ class Keys:
         """Hash: queued requests, tokens, bytes (total, per lane, per tenant), ends by state."""
         return f"{self.prefix}counters"
 
+    def usage(self, day: int) -> str:
+        """Hash: usage of the requests that ended on a day, in days of UTC since 1970."""
+        return f"{self.prefix}usage:{day}"
+
     @property
     def bell(self) -> str:
         """Stream of one entry: wakes idle workers."""

@@ -212,6 +212,7 @@ class EdgeProcess:
             keys,
             retention_ms=settings.queue.retention_ms,
             fingerprint=ready.fingerprint,
+            usage_retention_ms=settings.queue.usage_retention_ms,
         )
         await register_model(operations, ready.fingerprint, settings.worker, self._drain)
         self._redis_loop = redis_loop = RedisLoop(

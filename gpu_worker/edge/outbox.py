@@ -210,7 +210,8 @@ class Outbox:
             return _last_row(owned, start, 0, b"")
         if update is None:
             return (owned.id, owned.epoch, start, 0, b"")
-        owned.prompt_tokens, owned.cached_tokens = update.prompt_tokens, update.cached_tokens
+        if update.prompt_tokens:  # else it never reached the engine
+            owned.prompt_tokens, owned.cached_tokens = update.prompt_tokens, update.cached_tokens
         ids, chunk = update.token_ids, b""
         if ids:
             text = "" if update.parts else update.text
@@ -233,7 +234,10 @@ class Outbox:
             owned.last_token_at = now
             owned.in_stream = owned.answer is Answer.MSGPACK and not update.parts
         if update.finish is None:
-            return (owned.id, owned.epoch, start, len(ids), chunk)
+            if (used := owned.used) == owned.told_used:
+                return (owned.id, owned.epoch, start, len(ids), chunk)
+            owned.told_used = used
+            return Append(owned.id, owned.epoch, start, len(ids), chunk, used=used.pack())
         owned.discarded_tokens = update.discarded_tokens
         self._finish(owned, update.finish)
         return _last_row(owned, start, len(ids), chunk)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from penstock.shared.protocol import Answer, Usage
 from penstock.shared.scripts.operations import Claim
+from penstock.shared.scripts.replies import Used
 
 from ..engine.requests import Finish
 
@@ -37,8 +38,11 @@ class OwnedRequest:
         answer: form of its chunks and its end.
         last_token_at: monotonic time in seconds of this worker's last token of it, if any.
         finish: how it ended; its end is in flight.
-        prompt_tokens: tokens of the prompt, as far as the engine has told.
+        prompt_tokens: tokens of the prompt, as far as the engine or an earlier worker has told.
         cached_tokens: those of them that were not computed.
+        drafted_tokens: tokens that this worker drafted for it, accepted or not.
+        device_us: its share of this worker's device time, in microseconds.
+        told_used: what Redis was last told that it has used.
         sequences: how many the engine runs for it; 0 once its end is near.
         last_index: index of its last token, unless it ends before; -1: not known.
         unprepared_tokens: about how many tokens the engine has yet to prepare for it.
@@ -61,6 +65,9 @@ class OwnedRequest:
     finish: Finish | None = None
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    drafted_tokens: int = 0
+    device_us: int = 0
+    told_used: Used = field(init=False)
     in_stream: bool = False
     sequences: int = 1
     last_index: int = -1
@@ -73,6 +80,19 @@ class OwnedRequest:
     def __post_init__(self) -> None:
         self.id, self.epoch = self.claim.id, self.claim.epoch
         self.run = run_name(self.id, self.epoch)
+        self.told_used = self.claim.used
+        self.prompt_tokens, self.cached_tokens = self.claim.used[:2]
+
+    @property
+    def used(self) -> Used:
+        """What it has used so far, by this worker and those before."""
+        before = self.claim.used
+        return Used(
+            self.prompt_tokens,
+            self.cached_tokens,
+            before.drafted_tokens + self.drafted_tokens,
+            before.device_us + self.device_us,
+        )
 
     def usage(self) -> Usage:
         """What the request has consumed."""
@@ -83,6 +103,8 @@ class OwnedRequest:
             queue_ms=self.claim.queue_ms,
             ttft_ms=self.ttft_ms,
             attempts=self.claim.attempts,
+            drafted_tokens=self.used.drafted_tokens,
+            device_us=self.used.device_us,
         )
 
 

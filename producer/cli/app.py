@@ -25,6 +25,7 @@ from .dlq import dlq
 from .door import door
 from .gateway_command import gateway
 from .output import drop_output, make_encodable, one_line, open_missing
+from .usage_command import usage
 
 __all__ = ["main"]
 
@@ -125,6 +126,7 @@ app.command()(requests.submit)
 app.command()(requests.stream)
 app.command()(requests.result)
 app.command()(requests.cancel)
+app.command()(usage)
 app.add_typer(dlq, name="dlq")
 app.add_typer(door, name="door")
 

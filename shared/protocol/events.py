@@ -229,6 +229,8 @@ class Usage:
         queue_ms: acceptance to first claim, in ms of Redis' clock.
         ttft_ms: acceptance to first published token, in ms; None if there was none.
         attempts: how many workers claimed it.
+        drafted_tokens: output tokens that were drafted, accepted or not; None if not known.
+        device_us: the request's share of the device's time in microseconds; None if not known.
     """
 
     prompt_tokens: int = 0
@@ -237,6 +239,8 @@ class Usage:
     queue_ms: int | None = None
     ttft_ms: int | None = None
     attempts: int = 0
+    drafted_tokens: int | None = None
+    device_us: int | None = None
 
 
 _USAGE_NAMES = tuple(f.name for f in fields(Usage))
@@ -251,7 +255,8 @@ class End:
         reason: why it ended; its :attr:`Reason.state` is the terminal state.
         message: detail for a person; empty for ``completed``. :meth:`pack` escapes unprintable
             characters and cuts it to :data:`MAX_MESSAGE_CHARS`.
-        usage: None where no worker was involved in the end (cancel, expiry).
+        usage: None if no worker had claimed it. Of a request that ended without its worker
+            (cancel, expiry) it is what the worker had told.
     """
 
     n: int

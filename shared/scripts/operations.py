@@ -37,6 +37,7 @@ from .script_header import Value
 from .script_loader import Call, Command, Pipelined, Script, load_script
 
 __all__ = [
+    "DAY_MS",
     "Append",
     "AppendRow",
     "AppendStatus",
@@ -56,6 +57,9 @@ __all__ = [
 
 _RETRY_AFTER_MS = 1000
 
+DAY_MS = 86_400_000
+"""A day of the usage ledger, which is one of UTC."""
+
 
 class Operations(OperatorOperations):
     """The operations of one shard: of clients, of workers, and, inherited, of operators.
@@ -68,6 +72,7 @@ class Operations(OperatorOperations):
         retry: when a request that keeps losing its worker is given up.
         fingerprint: of the model that this worker serves; empty: it is no worker, or continues
             streams of any model.
+        usage_retention_ms: how long a day's usage ledger is kept after the day.
         load: where the scripts come from; tests put altered ones in their place.
     """
 
@@ -79,11 +84,13 @@ class Operations(OperatorOperations):
         retention_ms: int = 600_000,
         retry: RetryPolicy | None = None,
         fingerprint: str = "",
+        usage_retention_ms: int = 400 * DAY_MS,
         load: Callable[[str], Script] = load_script,
     ) -> None:
         super().__init__(redis, keys, retention_ms=retention_ms, load=load)
         self._fingerprint = fingerprint
         policy = retry or RetryPolicy()
+        self._usage_retention_ms = usage_retention_ms
         self._policy: dict[str, Value] = {
             "max_blames": policy.max_blames,
             "max_attempts": policy.max_attempts,
@@ -232,7 +239,10 @@ class Operations(OperatorOperations):
             lease_ms: lease of the worker that sweeps. After an outage it spares other workers for
                 one lease.
         """
-        return self._call("sweep", lease_ms=lease_ms, fingerprint=self._fingerprint, **self._policy)
+        return self._call(
+            "sweep", lease_ms=lease_ms, fingerprint=self._fingerprint,
+            usage_retention_ms=self._usage_retention_ms, **self._policy,
+        )  # fmt: skip
 
     @staticmethod
     def read_sweep(reply: Any) -> SweepReply:

@@ -28,6 +28,7 @@ __all__ = [
     "RetryPolicy",
     "SubmitReply",
     "SweepReply",
+    "Used",
     "accepted",
     "read_claims",
     "read_dead_letter",
@@ -105,6 +106,34 @@ class CancelReply:
     state: State | None
 
 
+class Used(NamedTuple):
+    """What a request has used so far, over all its claims: the field ``usage`` of its record.
+
+    Attributes:
+        prompt_tokens: tokens of its prompt.
+        cached_tokens: of these, reused and not computed.
+        drafted_tokens: tokens that were drafted for it, accepted or not.
+        device_us: its share of the device's time in microseconds.
+    """
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    drafted_tokens: int = 0
+    device_us: int = 0
+
+    def pack(self) -> str:
+        """As the scripts take it."""
+        return " ".join(map(str, self))
+
+    @classmethod
+    def unpack(cls, packed: bytes) -> Used:
+        """What a script gave; nothing used if a record written by hand holds no counts."""
+        words = packed.split()
+        if len(words) != len(cls._fields) or not all(word.isdigit() for word in words):
+            return cls()
+        return cls(*map(int, words))
+
+
 @dataclass(frozen=True, slots=True)
 class Claim:
     """One request given to a worker. Times are in ms of Redis' clock.
@@ -121,6 +150,7 @@ class Claim:
         deadline_in_ms: until it expires.
         n: tokens already published.
         chunks: these tokens; empty for fresh work.
+        used: what its earlier workers have told of its usage.
     """
 
     id: str
@@ -134,6 +164,7 @@ class Claim:
     deadline_in_ms: int
     chunks: tuple[Chunk, ...]
     n: int = 0
+    used: Used = Used()  # noqa: RUF009 - a tuple
 
     @property
     def intact(self) -> bool:
@@ -177,6 +208,7 @@ class Append(NamedTuple):
         state: its terminal state, if it ended.
         reason: why it ended, if it did.
         spent: tokens really spent, if it ended; -1 if unknown.
+        used: what it has used so far, packed; empty: as told before. Comes with tokens.
     """
 
     id: str
@@ -188,6 +220,7 @@ class Append(NamedTuple):
     state: str = ""
     reason: str = ""
     spent: int = -1
+    used: str = ""
 
 
 AppendRow = Append | tuple[str, int, int, int, bytes]
@@ -338,6 +371,7 @@ def _claim(row: Sequence[Any]) -> Claim:
         ttft_ms=None if row[8] < 0 else row[8],
         deadline_in_ms=row[9],
         chunks=tuple(event for event in events if isinstance(event, Chunk)),
+        used=Used.unpack(row[11]),
     )
 
 

@@ -104,6 +104,14 @@ class QueueSettings(Section):
         ge=1,
         le=_WEEK_S,
     )
+    usage_retention_days: int = setting(
+        400,
+        "How long the usage ledger of a day is kept, counted from the end of the day (UTC). It is "
+        "the workers' setting.",
+        unit="days",
+        ge=1,
+        le=3650,
+    )
     compact_logs_after_s: int | None = setting(
         10,
         "How long after the end of a request its token log becomes one entry, which takes a third "
@@ -161,6 +169,11 @@ class QueueSettings(Section):
     def retention_ms(self) -> int:
         """``retention_s`` in milliseconds, the unit of the scripts."""
         return self.retention_s * 1000
+
+    @property
+    def usage_retention_ms(self) -> int:
+        """``usage_retention_days`` in milliseconds, the unit of the scripts."""
+        return self.usage_retention_days * 86_400_000
 
     @property
     def default_deadline_ms(self) -> int:

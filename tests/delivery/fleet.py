@@ -40,6 +40,8 @@ from penstock.shared.scripts.script_loader import Call, Script, load_script
 
 MINUTE_MS = 60_000
 NO_BOUNDS = Bounds()
+NO_USAGE = Usage()
+"""Stands for one that names the output tokens alone."""
 
 
 def token(request_id: str, index: int) -> int:
@@ -174,11 +176,14 @@ class Shard:
         while await self.now_ms() <= until:
             await asyncio.sleep(0.001)
 
-    async def check(self, *, ended: bool = False, stale_entries: bool = False) -> None:
+    async def check(
+        self, *, ended: bool = False, stale_entries: bool = False, ledger: bool = False
+    ) -> None:
         """Every invariant holds; see :func:`violations`."""
         found = await violations(
-            self.redis, self.keys, token=token, ended=ended, stale_entries=stale_entries
-        )
+            self.redis, self.keys, token=token, ended=ended, stale_entries=stale_entries,
+            ledger=ledger,
+        )  # fmt: skip
         assert not found, "\n".join(found)
 
 
@@ -236,9 +241,11 @@ class FakeWorker:
 
     def ending(
         self, claim: Claim, start: int, count: int = 0, *, reason: Reason = Reason.LENGTH,
-        spent: int = -1,
+        spent: int = -1, usage: Usage | None = NO_USAGE,
     ) -> Append:  # fmt: skip
-        end = End(n=start + count, reason=reason, usage=Usage(output_tokens=start + count))
+        if usage is NO_USAGE:
+            usage = Usage(output_tokens=start + count)
+        end = End(n=start + count, reason=reason, usage=usage)
         packed = chunk(claim.id, start, count).pack() if count else b""
         return Append(
             claim.id, claim.epoch, start, count, packed, end.pack(), reason.state, reason, spent

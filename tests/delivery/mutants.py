@@ -18,6 +18,7 @@ from delivery import (
     test_lost_workers,
     test_readers,
     test_shares,
+    test_usage,
 )
 from delivery.mutation import Mutant, without_oom
 
@@ -281,6 +282,80 @@ MUTANTS = (
     Mutant(
         "estimates not settled", "if rec.claimed_at and spent ~= rec.cost then", "if false then",
         test_fairness.test_an_underestimate_is_paid_later,
+    ),
+    # the usage ledger
+    Mutant(
+        "ends not counted", "  add_usage(row, used or {})\n", "",
+        test_usage.test_an_end_counts_what_its_event_says, "append",
+    ),
+    Mutant(
+        "usage of events not read", "used = read_usage(event)", "used = {}",
+        test_usage.test_an_end_counts_what_its_event_says, "append",
+    ),
+    Mutant(
+        "usage of JSON events not read", "json and cjson.decode or cmsgpack.unpack",
+        "cmsgpack.unpack", test_usage.test_a_json_end_counts_the_same, "append",
+    ),
+    Mutant(
+        "a former owner's end counts", FENCE,
+        "if tonumber(v[2]) ~= epoch or v[4] ~= worker then\n"
+        "  add_usage(usage_row('normal', row[7], 'default', now), read_usage(last))\n"
+        "  return 2, tokens end",
+        test_usage.test_repeats_and_former_owners_count_nothing, "append",
+    ),
+    Mutant(
+        "a repeated end counts",
+        END_ANSWER, "if reason == row[8] and last ~= '' and tokens == start + count then\n"
+        "  add_usage(usage_row('normal', row[7], 'default', now), read_usage(last))\n"
+        "  return 0, tokens end",
+        test_usage.test_repeats_and_former_owners_count_nothing, "append",
+    ),
+    Mutant(
+        "usage not kept while it runs",
+        "if used ~= '' then redis.call('HSET', record, 'usage', used) end", "",
+        test_usage.test_an_end_without_its_worker_has_what_the_worker_told, "append",
+    ),
+    Mutant(
+        "any text is usage", "if used ~= '' and not string.find(used, USED_PATTERN) then",
+        "if false then", test_usage.test_usage_that_is_none_is_refused, "append",
+    ),
+    Mutant(
+        "the next worker is told nothing", "now, log, rec.usage or '',", "now, log, '',",
+        test_usage.test_the_next_worker_goes_on_with_what_was_told, "claim",
+    ),
+    Mutant(
+        "wrong counts are added", "number >= 0 and", "",
+        test_usage.test_no_count_of_an_event_is_worse_than_none, "append",
+    ),
+    Mutant(
+        "rows without bound", "row.rows >= MAX_USAGE_ROWS", "false",
+        test_usage.test_a_full_days_ledger_counts_new_tenants_together, "append",
+    ),
+    Mutant(
+        "rows not counted", "'rows', row.rows + 1)", "'rows', row.rows)",
+        test_usage.test_rows_are_counted, "append",
+    ),
+    Mutant(
+        "sums are not added to", "(tonumber(sums[i]) or 0) + (i == 1", "(i == 1",
+        test_usage.test_an_end_counts_what_its_event_says, "append",
+    ),
+    Mutant(
+        "ledgers live for ever",
+        "    redis.call('PEXPIREAT', row.key, row.ends + USAGE_RETENTION_MS)\n", "",
+        test_usage.test_a_ledger_lives_as_long_as_a_sweep_says, "cancel",
+    ),
+    Mutant(
+        "the setting is not heard", "keep_usage(now, usage_retention)\n", "",
+        test_usage.test_a_ledger_lives_as_long_as_a_sweep_says, "sweep",
+    ),
+    Mutant(
+        "lost records not counted",
+        "add_usage(usage_row(values.lane, 'failed', values.tenant, now), {output_tokens = tokens})",
+        "", test_usage.test_a_lost_record_counts_once,
+    ),
+    Mutant(
+        "refusals not counted", "if row then add_usage(row, {}) end", "",
+        test_usage.test_a_refused_entry_of_the_plain_door_counts_once, "refuse_ingress",
     ),
     # inboxes
     Mutant(

@@ -7,6 +7,7 @@ nothing but the documented keys lives for ever.
 
 from __future__ import annotations
 
+import datetime
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -15,8 +16,9 @@ from dataclasses import dataclass, field
 from redis.asyncio import Redis
 
 from penstock.shared.keys import GROUP, Keys
-from penstock.shared.protocol import Chunk, End, rolling_digest, unpack_event
+from penstock.shared.protocol import Chunk, End, Usage, rolling_digest, unpack_event
 from penstock.shared.protocol.states import TERMINAL_STATES
+from penstock.shared.scripts.usage_ledger import UsageCounts, read_ledger
 
 TERMINAL = {state.value for state in TERMINAL_STATES}
 
@@ -96,6 +98,7 @@ async def violations(
     token: Callable[[str, int], int] | None = None,
     ended: bool = False,
     stale_entries: bool = False,
+    ledger: bool = False,
 ) -> list[str]:
     """What does not hold now; empty if all is well.
 
@@ -106,12 +109,16 @@ async def violations(
         ended: nothing waits or runs any more.
         stale_entries: a script was cut short; entries of no request may be left until a claim
             comes to them.
+        ledger: the record of every request that ended today is still there, and none was redriven:
+            the usage ledger must be the sum of their ends.
     """
     found: list[str] = []
     facts = await read_facts(redis, keys, found)
     await _check_counters(redis, keys, facts, found)
     await _check_places(redis, keys, facts, found)
     _check_logs(facts, found, token)
+    if ledger:
+        await _check_usage(redis, keys, facts, found)
     found += [
         f"{name} never expires"
         for name in facts.lived_for_ever
@@ -234,3 +241,50 @@ def _check_logs(facts: Facts, found: list[str], token: Callable[[str, int], int]
     for rid, record in facts.records.items():
         if rid not in facts.logs and (record["state"] in TERMINAL or int(record["tokens"])):
             found.append(f"{rid} is {record['state']} with n={record['tokens']} and has no log")
+
+
+Place = tuple[str, str, str]
+"""Lane, state and tenant."""
+
+
+async def today(redis: Redis) -> datetime.date:
+    seconds, _ = await redis.time()
+    return datetime.date(1970, 1, 1) + datetime.timedelta(int(seconds) // 86_400)
+
+
+async def read_usage(redis: Redis, keys: Keys) -> dict[Place, UsageCounts]:
+    """The usage ledger of today and yesterday, in case midnight has just passed."""
+    day = await today(redis)
+    found: dict[Place, UsageCounts] = {}
+    for row in await read_ledger(redis, keys, [day - datetime.timedelta(1), day]):
+        place = row.lane, row.state, row.tenant
+        found[place] = found.get(place, UsageCounts()).plus(row.counts)
+    return found
+
+
+async def _check_usage(redis: Redis, keys: Keys, facts: Facts, found: list[str]) -> None:
+    right: dict[Place, UsageCounts] = {}
+    for record in facts.records.values():
+        if record["state"] in TERMINAL:
+            end = unpack_event(record["end"].encode("latin-1"))
+            assert isinstance(end, End)
+            place = record["lane"], record["state"], record["tenant"]
+            right[place] = right.get(place, UsageCounts()).plus(used(end))
+    # Whose the end of a lost record is, a queue entry may have told, or nothing.
+    lost = sum(rid not in facts.records and bool(log) for rid, log in facts.logs.items())
+    counted = await read_usage(redis, keys)
+    differ = [p for p in right.keys() | counted.keys() if counted.get(p) != right.get(p)]
+    surplus = sum(c.requests for c in counted.values()) - sum(c.requests for c in right.values())
+    if surplus != lost or (differ and not lost):
+        found += [
+            f"usage of {place} is {counted.get(place)}, recounted {right.get(place)}, "
+            f"and {lost} have no record"
+            for place in differ
+        ]
+
+
+def used(end: End) -> UsageCounts:
+    """What an end adds to the ledger."""
+    usage = end.usage or Usage(output_tokens=end.n)
+    values = {name: getattr(usage, name) or 0 for name in UsageCounts._fields[1:]}
+    return UsageCounts(1, **values)

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import pytest
 from delivery.fleet import FakeWorker, Shard, token
+from delivery.recount import Place, read_usage
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
@@ -20,6 +21,7 @@ from penstock.shared.errors import IdConflict, QueueFull
 from penstock.shared.keys import Keys
 from penstock.shared.protocol import Lane, Reason
 from penstock.shared.scripts.operations import Append, Bounds, Claim, RetryPolicy
+from penstock.shared.scripts.usage_ledger import UsageCounts
 
 T = TypeVar("T")
 
@@ -36,6 +38,7 @@ class Expected:
 
     prompt: str
     tenant: str
+    lane: str
     state: str = "queued"
     owner: str = ""
     epoch: int = 0
@@ -52,6 +55,8 @@ class Model:
     """The promises, without Redis."""
 
     requests: dict[str, Expected] = field(default_factory=dict)
+    used: dict[Place, UsageCounts] = field(default_factory=dict)
+    """The usage ledger: requests and output tokens of all that have ended, forgotten ones, too."""
 
     def in_state(self, state: str) -> list[str]:
         return [rid for rid, request in self.requests.items() if request.state == state]
@@ -59,6 +64,10 @@ class Model:
     def end(self, rid: str, state: str, reason: Reason) -> None:
         request = self.requests[rid]
         request.state, request.reason = state, reason.value
+        place = request.lane, state, request.tenant
+        before = self.used.get(place, UsageCounts())
+        # A worker that ends a request names the tokens; else they count from the first claim on.
+        self.used[place] = before.plus(UsageCounts(requests=1, output_tokens=request.n))
 
     def give_back(self, rid: str, *, blame: bool) -> None:
         request = self.requests[rid]
@@ -124,7 +133,7 @@ class Delivery(RuleBasedStateMachine):
                 self.run(submitted)
         else:
             assert self.run(submitted).waiting == len(waiting) + 1
-            self.model.requests[rid] = Expected(same, tenant)
+            self.model.requests[rid] = Expected(same, tenant, lane.value)
 
     @rule(name=st.sampled_from(WORKERS), want=st.integers(1, 4), lost=st.booleans())
     def claim(self, name: str, want: int, lost: bool) -> None:
@@ -284,6 +293,12 @@ class Delivery(RuleBasedStateMachine):
             assert record.get("reason", "") == request.reason, rid
             tokens = self.run(self.shard.tokens(rid))
             assert tokens == [token(rid, i) for i in range(request.n)]
+
+    @invariant()
+    def ledger_is_the_sum_of_the_ends(self) -> None:
+        counted = self.run(read_usage(self.client, self.shard.keys))
+        # Time in the queue is the server's to measure.
+        assert {p: c._replace(queue_ms=0) for p, c in counted.items()} == self.model.used
 
     @invariant()
     def recount_agrees(self) -> None:

@@ -145,7 +145,9 @@ class RecordedOracle:
             result = await producer.result(request.id)
             usage = result.usage
             assert usage is not None
-            ledger.ended[request.id] = Ended(result.end, rolling_digest(result.token_ids))
+            ledger.ended[request.id] = Ended(
+                result.end, rolling_digest(result.token_ids), request.lane.value, request.tenant
+            )
             self.learn(
                 request,
                 Expected(result.token_ids, result.text, result.reason, usage.prompt_tokens),

@@ -1,6 +1,7 @@
 --@include lib/common.lua
 --@include lib/queue.lua
 --@include lib/accept.lua
+--@include lib/usage.lua
 --@include lib/finish.lua
 --@include lib/ingress.lua
 -- accept_ingress: an entry of an ingress stream becomes a request, exactly once, with the verdicts
@@ -70,8 +71,13 @@ if not entry_exists(ingress, entry) then
   return {'gone', ''}
 end
 
+local row = nil
+
 local function no(verdict, state, reason, message)
-  return {verdict, answer_refusal(id, own_id, state, reason, message, answer, retention_ms)}
+  local answered
+  answered, row = answer_refusal(id, own_id, state, reason, message, answer, retention_ms, lane,
+    tenant)
+  return {verdict, answered}
 end
 
 local function judge()
@@ -98,5 +104,5 @@ local function judge()
 end
 
 local reply = judge()
-remove_entry(ingress, entry)
+remove_entry(ingress, entry, row)
 return reply

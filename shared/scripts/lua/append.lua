@@ -1,5 +1,6 @@
 --@include lib/common.lua
 --@include lib/queue.lua
+--@include lib/usage.lua
 --@include lib/finish.lua
 -- append: publish what a worker generated for up to 256 requests, and end those that are done.
 --
@@ -27,9 +28,11 @@
 --   lease_ms                whole
 --   retention_ms            whole
 --   rows                    text    msgpack array of rows
--- A row is [id, epoch, start, count, chunk, end, state, reason, tokens spent]. chunk is '' if there
--- are no tokens. If the request goes on, the row may end with chunk (the shorter form, for most
--- tokens), or end is ''. Tokens spent is -1 if unknown.
+-- A row is [id, epoch, start, count, chunk, end, state, reason, tokens spent, usage]. chunk is '' if
+-- there are no tokens. If the request goes on, the row may end with chunk (the shorter form, for
+-- most tokens), or end is ''. Tokens spent is -1 if unknown. usage, which comes now and then with
+-- tokens of a request that goes on, is what it has used so far: the field of its record in
+-- lib/finish.lua. The packed end of one that has ended holds its own.
 -- Reply an empty array if everything was written (building and reading a long one would cost each
 --       side more than a tenth of the call); else {status, tokens, status, tokens, ...} in order of
 --       the rows, with the count now in the log
@@ -72,6 +75,8 @@ local function write(i, row)
   if last ~= '' and not (TERMINAL[row[7]] and row[9] >= -1 and row[9] % 1 == 0) then
     error('state or tokens spent')
   end
+  local used = row[10] or ''
+  if used ~= '' and not string.find(used, USED_PATTERN) then error('usage') end
   local v = attempt(nil, 'HMGET', record, 'state', 'epoch', 'tokens', 'worker', 'inbox')
   if not v then
     end_if_owned(id)
@@ -106,6 +111,7 @@ local function write(i, row)
     else
       redis.call('HSET', record, 'tokens', top)
     end
+    if used ~= '' then redis.call('HSET', record, 'usage', used) end
     publish(id, v[5], row[5])
   elseif tokens ~= start + count then
     return 3, tokens

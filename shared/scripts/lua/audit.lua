@@ -1,5 +1,6 @@
 --@include lib/common.lua
 --@include lib/queue.lua
+--@include lib/usage.lua
 --@include lib/finish.lua
 --@include lib/requeue.lua
 --@include lib/requeue_owned.lua

@@ -1,5 +1,6 @@
 --@include lib/common.lua
 --@include lib/queue.lua
+--@include lib/usage.lua
 --@include lib/finish.lua
 -- cancel: end a request at once, queued or running. The owner of a running one learns it by the
 -- status of its next append: fencing is the only way in which anything is stopped. Readers also

@@ -1,5 +1,6 @@
 --@include lib/common.lua
 --@include lib/queue.lua
+--@include lib/usage.lua
 --@include lib/finish.lua
 -- claim: give a worker the next requests, fairly, and renew its lease.
 --
@@ -48,9 +49,10 @@
 -- Reply {now, last bell id, claims, more}; more is 1 if only the worker's share ended the claiming:
 --       a worker with room claims again at once. A claim is
 --       {id, epoch, tokens, attempts, suspect, payload, accepted ms ago, ms queued before the first
---        claim, ms from acceptance to first token or -1, ms to the deadline, log}
---       where log is what XRANGE of log:<id> gives if there are tokens, else empty. The tokens
---       wanted bound the reply's size, plus one request.
+--        claim, ms from acceptance to first token or -1, ms to the deadline, log, usage}
+--       where log is what XRANGE of log:<id> gives if there are tokens, else empty, and usage what
+--       its workers said last that it has used, see append. The tokens wanted bound the reply's
+--       size, plus one request.
 local worker, lease_ms, want, budget, suspect, retention_ms, least_urgent,
   fingerprint = arguments(15, 8)
 name('worker', worker)
@@ -124,7 +126,7 @@ local function drop_missing(queue, entry, values)
   if cost and bytes and values.lane and values.tenant then
     count_queued(-1, values.lane, values.tenant, cost, bytes)
   end
-  if values.id then end_orphan(values.id, nil, nil, now, retention_ms) end
+  if values.id then end_orphan(values.id, nil, nil, now, retention_ms, values) end
   drop_entry(queue, entry, worker)
 end
 
@@ -191,7 +193,7 @@ local function assign(queue, entry, values, is_suspect)
     id, epoch, rec.tokens, rec.attempts + 1, is_suspect,
     redis.call('HGET', record, 'payload') or '',
     now - rec.accepted_at, claimed_at - rec.accepted_at,
-    rec.first_token_at and rec.first_token_at - rec.accepted_at or -1, rec.deadline - now, log,
+    rec.first_token_at and rec.first_token_at - rec.accepted_at or -1, rec.deadline - now, log, rec.usage or '',
   }
   return rec.cost
 end

@@ -1,5 +1,6 @@
 --@include lib/common.lua
 --@include lib/queue.lua
+--@include lib/usage.lua
 --@include lib/finish.lua
 -- rebuild_counters: set the counters of waiting work to what the records say.
 --

@@ -1,5 +1,6 @@
 --@include lib/common.lua
 --@include lib/queue.lua
+--@include lib/usage.lua
 --@include lib/finish.lua
 --@include lib/ingress.lua
 -- refuse_ingress: an entry of an ingress stream that is no valid request gets its End and leaves
@@ -34,9 +35,11 @@ name('reason', reason)
 one_of('answer', answer, '', 'msgpack', 'json')
 retention_ms = whole('retention_ms', retention_ms)
 allow_oom()
-local reply = {'gone', ''}
+local verdict, answered, row = 'gone', '', nil
 if entry_exists(ingress, entry) then
-  reply = {'refused', answer_refusal(id, own_id, state, reason, message, answer, retention_ms)}
+  verdict = 'refused'
+  answered, row = answer_refusal(id, own_id, state, reason, message, answer, retention_ms, nil,
+    string.match(ingress, '^ps:{[^{}]+}:ingress:(.+)$'))
 end
-remove_entry(ingress, entry)
-return reply
+remove_entry(ingress, entry, row)
+return {verdict, answered}

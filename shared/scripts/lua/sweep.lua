@@ -1,5 +1,6 @@
 --@include lib/common.lua
 --@include lib/queue.lua
+--@include lib/usage.lua
 --@include lib/finish.lua
 --@include lib/requeue.lua
 --@include lib/repair.lua
@@ -27,21 +28,24 @@
 --   sweep                   hash    what this sweep leaves for the next one
 --   fingerprints            zset    models by the time when the last worker's word for it ends
 -- More keys, found while running: owned:<worker>, continued:<lane>:<fingerprint>,
--- suspects:<fingerprint>, and request:<id>, log:<id> and the queue of each request that is swept
+-- suspects:<fingerprint>, usage:<day>, and request:<id>, log:<id> and the queue of each request that
+-- is swept
 -- ARGV
 --   max_blames              whole
 --   max_attempts            whole
 --   retention_ms            whole
 --   lease_ms                whole   the lease of the worker that sweeps
 --   fingerprint             text    of its model; empty: it serves none
+--   usage_retention_ms      whole   how long a day's usage ledger is kept after the day
 -- Reply {expired, requests taken from dead workers, dead workers, repaired, failed, last error,
 --        cancelled because their readers left, 1 if a bound ended it: sweep again,
 --        failed because nobody serves their model any more}
-local max_blames, max_attempts, retention, lease, fingerprint = arguments(13, 5)
+local max_blames, max_attempts, retention, lease, fingerprint, usage_retention = arguments(13, 6)
 local policy = {
   max_blames = whole('max_blames', max_blames), max_attempts = whole('max_attempts', max_attempts),
 }
 retention, lease = whole('retention_ms', retention), whole('lease_ms', lease)
+usage_retention = whole('usage_retention_ms', usage_retention)
 local DEADLINES, LEASES, READERS = PREFIX .. 'deadlines', PREFIX .. 'leases', PREFIX .. 'readers'
 local FINGERPRINTS = PREFIX .. 'fingerprints'
 local MAX_EXPIRED, MAX_ABANDONED, MAX_WORKERS, MAX_REAPED, MAX_REPAIRED = 64, 64, 4, 128, 32
@@ -218,6 +222,7 @@ for i = 1, #scanned[2], 2 do
     repaired = repaired + 1
   end
 end
+keep_usage(now, usage_retention)
 redis.call('HSET', PREFIX .. 'sweep', 'cursor', scanned[1], 'swept_at', now,
   'readers_spared_until', reprieve, 'leases_spared_until', spared)
 if reaped + repaired > 0 then wake_workers() end

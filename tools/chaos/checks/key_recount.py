@@ -12,6 +12,7 @@ from penstock.shared.errors import ProtocolError
 from penstock.shared.keys import Keys
 from penstock.shared.protocol import Chunk, End, Lane, rolling_digest, unpack_event
 
+from .ledger_recount import check_usage
 from .storm_counts import Ended, Invariant, Ledger
 
 __all__ = ["recount"]
@@ -39,6 +40,7 @@ async def recount(redis: Redis, keys: Keys, ledger: Ledger, *, exclusive: bool) 
             ledger.violated(Invariant.NO_LEAKS, key, "is not a key of the shard")
     await _check_lifetimes(redis, keys, sorted(seen), ledger)
     await _check_counters(redis, keys, ledger)
+    await check_usage(redis, keys, ledger)
     for key, what in ((keys.deadlines, "waits for its deadline"), (keys.leases, "has a lease")):
         for name in await redis.zrange(key, 0, -1):
             ledger.violated(Invariant.COUNTERS, name.decode(), f"still {what}")

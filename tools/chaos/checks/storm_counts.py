@@ -66,10 +66,14 @@ class Ended:
     Attributes:
         end: its terminal event.
         digest: of its tokens.
+        lane: its lane.
+        tenant: its tenant.
     """
 
     end: End
     digest: int
+    lane: str
+    tenant: str
 
 
 @dataclass(slots=True)

@@ -47,7 +47,9 @@ def judge(
     _judge_end(case, end, record, ledger, cancelled=cancelled, ends_by=ends_by)
     _judge_usage(case, end, record, ledger)
     _count(end, record, ledger)
-    ledger.ended[case.id] = Ended(end, rolling_digest(late.token_ids))
+    ledger.ended[case.id] = Ended(
+        end, rolling_digest(late.token_ids), record.get("lane", ""), record.get("tenant", "")
+    )
 
 
 def _judge_reader(case: Case, reading: Reading, late: Reading, ledger: Ledger) -> None:
@@ -147,22 +149,20 @@ def _judge_end(
 
 
 def _judge_usage(case: Case, end: End, record: dict[str, str], ledger: Ledger) -> None:
-    if end.state is not State.COMPLETED:
-        if end.usage is not None:
-            ledger.violated(Invariant.USAGE_ONCE, case.id, f"is {end.state} with {end.usage}")
-        return
     usage = end.usage
     if usage is None:
-        ledger.violated(Invariant.USAGE_ONCE, case.id, "completed without usage")
+        if "claimed_at" in record:
+            ledger.violated(Invariant.USAGE_ONCE, case.id, f"{end.state} without usage")
         return
     if usage.output_tokens != end.n or str(usage.attempts) != record.get("attempts"):
         ledger.violated(
             Invariant.USAGE_ONCE,
             case.id,
-            f"{usage}; {end.n} tokens were published, claimed {record.get('att')} times",
+            f"{usage}; {end.n} tokens were published, claimed {record.get('attempts')} times",
         )
     prompt = case.expected.prompt_tokens
-    if usage.prompt_tokens != prompt:
+    # Its worker tells the prompt with the first tokens.
+    if usage.prompt_tokens != (prompt if end.n or end.state is State.COMPLETED else 0):
         ledger.violated(
             Invariant.USAGE_ONCE, case.id, f"{usage.prompt_tokens} prompt tokens, not {prompt}"
         )

@@ -1,4 +1,4 @@
--- The record of a request, and its end. Included after queue.lua.
+-- The record of a request, and its end. Included after queue.lua and usage.lua.
 --
 -- Record request:<id>, a hash. Times are Redis TIME in ms. A field that is not there is 0 or empty.
 --
@@ -24,12 +24,17 @@
 --   inbox                 the inbox it is published in; else it has a channel of its own
 --   on_disconnect         'cancel' if it ends when its last reader has left
 --   fingerprint           of the model of the worker that claimed it last
+--   usage                 what its workers said last that it has used, until it ends: USED
 local FIELDS = {'state', 'epoch', 'worker', 'tokens', 'claimed_tokens', 'attempts', 'deaths',
   'blames', 'lane', 'tenant', 'cost', 'output_cost', 'bytes', 'accepted_at', 'claimed_at',
   'first_token_at', 'deadline', 'queue_deadline', 'queue', 'entry', 'answer', 'inbox',
-  'on_disconnect', 'fingerprint'}
+  'on_disconnect', 'fingerprint', 'usage'}
 local NUMBERS = {'epoch', 'tokens', 'claimed_tokens', 'attempts', 'deaths', 'blames', 'cost',
   'output_cost', 'bytes', 'accepted_at', 'deadline', 'queue_deadline'}
+
+-- The field usage: integers with a space between them.
+local USED = {'prompt_tokens', 'cached_tokens', 'drafted_tokens', 'device_us'}
+local USED_PATTERN = '^(%d+) (%d+) (%d+) (%d+)$'
 
 -- The record as a table of these fields, or nil if there is none. Numbers default to 0, claimed_at
 -- and first_token_at to nil.
@@ -53,14 +58,35 @@ local function overdue(rec, now)
   return nil
 end
 
--- A packed End without usage, as events.End packs it: cmsgpack leaves no nil in a table, and cjson
--- no order.
-local function pack_end(tokens, state, reason, message, json)
+-- A packed End, as events.End packs it: cmsgpack leaves no nil in a table, and cjson no order.
+-- used: its usage by name, or nil.
+local function pack_end(tokens, state, reason, message, json, used)
   if json then
     return '{"end":true,"n":' .. tokens .. ',"state":"' .. state .. '","reason":"' .. reason ..
-      '","message":' .. cjson.encode(message) .. ',"usage":null}'
+      '","message":' .. cjson.encode(message) .. ',"usage":' ..
+      (used and cjson.encode(used) or 'null') .. '}'
   end
-  return '\150' .. cmsgpack.pack(-1, tokens, state, reason, message) .. '\192'
+  return '\150' .. cmsgpack.pack(-1, tokens, state, reason, message) ..
+    (used and cmsgpack.pack(used) or '\192')
+end
+
+-- The usage of a request that ends without its worker, or nil if no worker had claimed it.
+local function last_usage(rec)
+  if not rec.claimed_at then return nil end
+  local used = {output_tokens = rec.tokens, queue_ms = rec.claimed_at - rec.accepted_at,
+    attempts = rec.attempts}
+  if rec.first_token_at then used.ttft_ms = rec.first_token_at - rec.accepted_at end
+  local told = {string.match(rec.usage or '', USED_PATTERN)}
+  for i, name in ipairs(USED) do used[name] = tonumber(told[i]) or 0 end
+  return used
+end
+
+-- The usage in a packed End, as a table that lacks what the End lacks.
+local function read_usage(event)
+  local json = string.sub(event, 1, 1) == '{'
+  local read, value = pcall(json and cjson.decode or cmsgpack.unpack, event)
+  local used = read and type(value) == 'table' and value[json and 'usage' or 6]
+  return type(used) == 'table' and used or {}
 end
 
 -- Correct a virtual time by the error of an estimate, but never below what is being served now:
@@ -117,11 +143,12 @@ end
 -- finish: the only way a request with a record becomes terminal.
 --
 --   rec      from read_record
---   how      state, reason; optional: event (packed End; else one without usage is packed here
---            with message), spent (tokens really spent; else estimated from what was published)
+--   how      state, reason; optional: event (packed End; else one is packed here with message and
+--            what is known of its usage), spent (tokens really spent; else estimated from what was
+--            published)
 --
--- Order: the record, which fences its owner at once; then what lib/repair.lua can complete from the
--- record while the request is still in deadlines; deadlines last.
+-- Order: the record, which fences its owner at once, and the ledger; then what lib/repair.lua can
+-- complete from the record while the request is still in deadlines; deadlines last.
 local function finish(id, rec, how, now, retention)
   local record, log = PREFIX .. 'request:' .. id, PREFIX .. 'log:' .. id
   local top = log_position(log)
@@ -130,14 +157,22 @@ local function finish(id, rec, how, now, retention)
     if how.event then error('the log of ' .. id .. ' holds more tokens than its owner knows') end
     rec.tokens = top
   end
-  local event = how.event or
-    pack_end(rec.tokens, how.state, how.reason, how.message or '', rec.answer == 'json')
+  local event, used = how.event, nil
+  if event then
+    used = read_usage(event)
+  else
+    used = last_usage(rec)
+    event = pack_end(rec.tokens, how.state, how.reason, how.message or '', rec.answer == 'json',
+      used)
+  end
+  local row = usage_row(rec.lane, how.state, rec.tenant, now)
   redis.call('HSET', record, 'state', how.state, 'reason', how.reason, 'tokens', rec.tokens,
     'end', event, 'ended_at', now)
+  add_usage(row, used or {})
   log_end(id, rec.tokens, event, rec.inbox)
   redis.call('PEXPIRE', record, retention)
   redis.call('PEXPIRE', log, retention)
-  redis.call('HDEL', record, 'payload')
+  redis.call('HDEL', record, 'payload', 'usage')
   if rec.state == 'queued' then
     count_queued(-1, rec.lane, rec.tenant, rec.cost, rec.bytes)
   else
@@ -162,21 +197,22 @@ end
 
 -- end_orphan: end a request whose record is gone or no record any more (deleted, evicted,
 -- overwritten). Readers get their End from the log; what else is known of it is in `claim`, the
--- value that owned:<worker> holds, or nil.
-local function end_orphan(id, worker, claim, now, retention)
+-- value that owned:<worker> holds, and in `values`, its entry in a queue by field; or nil.
+local function end_orphan(id, worker, claim, now, retention, values)
   local record, log = PREFIX .. 'request:' .. id, PREFIX .. 'log:' .. id
+  local entry, queue = string.match(claim or '', '^%d+ (%S+) (.+)$')
+  local is_pending = queue and read_entry(queue, entry, id)
+  values = values or is_pending or {}
   local tokens, ended, json = log_position(log)
   if not ended then
+    add_usage(usage_row(values.lane, 'failed', values.tenant, now), {output_tokens = tokens})
     log_end(id, tokens, pack_end(tokens, 'failed', 'engine_error',
       'the record of this request was lost in Redis', json))
     redis.call('HINCRBY', PREFIX .. 'counters', 'ended:failed', 1)
   end
   redis.call('PEXPIRE', log, retention)
   redis.call('PEXPIRE', record, retention)
-  if claim then
-    local entry, queue = string.match(claim, '^%d+ (%S+) (.+)$')
-    if is_entry_of(queue, entry, id) then drop_entry(queue, entry, worker) end
-    redis.call('HDEL', PREFIX .. 'owned:' .. worker, id)
-  end
+  if is_pending then drop_entry(queue, entry, worker) end
+  if claim then redis.call('HDEL', PREFIX .. 'owned:' .. worker, id) end
   redis.call('ZREM', PREFIX .. 'deadlines', id)
 end

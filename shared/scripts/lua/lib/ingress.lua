@@ -12,8 +12,11 @@ end
 
 -- Deleted first: poll_ingress acknowledges what is pending and gone, but nothing would read again
 -- what is there and acknowledged. The stream stays when it is empty: workers wait on it.
-local function remove_entry(ingress, entry)
+--
+-- Whoever deletes an entry that got an End counts it; row: from usage_row, or nil.
+local function remove_entry(ingress, entry, row)
   attempt(nil, 'XDEL', ingress, entry)
+  if row then add_usage(row, {}) end
   attempt(nil, 'XACK', ingress, GROUP, entry)
 end
 
@@ -24,18 +27,22 @@ local function added_at(entry, now)
 end
 
 -- Answer an entry that becomes no request: an End under the id it asked for. If that id is another
--- request's, which must not be touched, then under the entry's own id. Returns the id answered.
+-- request's, which must not be touched, then under the entry's own id. Returns the id answered, and
+-- the row of the ledger in which that counts.
 --
 -- It makes no record: the id stays free, so that the same request may be tried again. A log
 -- without a record is such an answer, or of no use.
-local function answer_refusal(id, own_id, state, reason, message, answer, retention)
+--
+-- lane, tenant: of the request it would have been, for the ledger.
+local function answer_refusal(id, own_id, state, reason, message, answer, retention, lane, tenant)
+  local row = usage_row(lane, state, tenant, now_ms())
   for _, free in ipairs({id, own_id}) do
     if redis.call('EXISTS', PREFIX .. 'request:' .. free) == 0 then
       redis.call('DEL', PREFIX .. 'log:' .. free)
       log_end(free, 0, pack_end(0, state, reason, message, answer == 'json'))
       redis.call('PEXPIRE', PREFIX .. 'log:' .. free, retention)
       redis.call('HINCRBY', PREFIX .. 'counters', 'ended:' .. state, 1)
-      return free
+      return free, row
     end
   end
   return ''

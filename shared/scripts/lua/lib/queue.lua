@@ -34,12 +34,15 @@ local function drop_entry(queue, entry, worker)
   end
 end
 
--- Whether that entry of that queue is this request's. A queue that was deleted and made anew may
--- give an entry id a second time in the same millisecond, so an entry id in an old record proves
--- little.
-local function is_entry_of(queue, entry, id)
+-- The fields of that entry of that queue, or nil unless it is this request's. A queue that was
+-- deleted and made anew may give an entry id a second time in the same millisecond, so an entry id
+-- in an old record proves little.
+local function read_entry(queue, entry, id)
   local found = attempt(nil, 'XRANGE', queue, entry, entry)
-  return found ~= nil and found[1] ~= nil and found[1][2][2] == id
+  if not found or not found[1] then return nil end
+  local values = {}
+  for i = 1, #found[1][2], 2 do values[found[1][2][i]] = found[1][2][i + 1] end
+  return values.id == id and values or nil
 end
 
 -- Put a request into a queue. Returns the entry's id, or an error reply if the queue is broken.

@@ -24,8 +24,8 @@ local function repair(id, now, policy, retention)
     end
     redis.call('PEXPIRE', record, retention)
     redis.call('PEXPIRE', log, retention)
-    redis.call('HDEL', record, 'payload')
-    if is_entry_of(rec.queue, rec.entry, id) then drop_entry(rec.queue, rec.entry, rec.worker) end
+    redis.call('HDEL', record, 'payload', 'usage')
+    if read_entry(rec.queue, rec.entry, id) then drop_entry(rec.queue, rec.entry, rec.worker) end
     if rec.worker ~= '' then
       forget_consumer(rec.queue, rec.worker)
       redis.call('HDEL', PREFIX .. 'owned:' .. rec.worker, id)
@@ -39,7 +39,7 @@ local function repair(id, now, policy, retention)
   end
   local fresh = PREFIX .. 'queue:' .. rec.lane .. ':' .. rec.tenant
   if rec.queue == fresh then join_lane(rec.lane, rec.tenant) end
-  if is_entry_of(rec.queue, rec.entry, id) then
+  if read_entry(rec.queue, rec.entry, id) then
     local read = attempt('NOGROUP', 'XPENDING', rec.queue, GROUP, rec.entry, rec.entry, '1')
     if read and not read[1] then return false end
     drop_entry(rec.queue, rec.entry, read and read[1][2])

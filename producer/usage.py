@@ -1,0 +1,134 @@
+"""What tenants have used: the usage ledgers of one or several shards, read and summed."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+from redis.exceptions import NoPermissionError
+
+from penstock.shared.errors import InvalidRequest
+from penstock.shared.keys import Keys
+from penstock.shared.redis.retrying_client import RetryingClient
+from penstock.shared.scripts.usage_ledger import (
+    LEDGER_DAYS,
+    UsageCounts,
+    UsageRow,
+    read_ledger,
+)
+
+__all__ = ["GROUPS", "UsageSum", "find_ledgers", "read_usage", "sum_usage"]
+
+GROUPS = ("day", "tenant", "model", "lane", "state")
+"""By what usage can be summed."""
+
+_DAYS_PER_CALL = 31
+_KEYS_PER_SCAN = 1000
+_MAX_SCANS = 1000
+
+
+class UsageSum(NamedTuple):
+    """A line of a bill.
+
+    Attributes:
+        group: the values of what it was summed by, in that order, as text; a day as YYYY-MM-DD.
+        counts: the sums.
+    """
+
+    group: tuple[str, ...]
+    counts: UsageCounts
+
+
+async def find_ledgers(client: RetryingClient) -> list[Keys]:
+    """The shards that have a usage ledger; in a cluster, those of this node.
+
+    It looks at the names of the first million keys.
+
+    Returns:
+        In order of model and shard; empty if this user may not list keys.
+
+    Raises:
+        RedisUnavailable: see :meth:`RetryingClient.call`.
+    """
+
+    async def send() -> set[bytes]:
+        found: set[bytes] = set()
+        cursor = 0
+        for _ in range(_MAX_SCANS):
+            cursor, names = await client.redis.scan(
+                cursor, match="ps:{*}:usage:*", count=_KEYS_PER_SCAN
+            )
+            found.update(names)
+            if not cursor:
+                break
+        return found
+
+    async def allowed() -> set[bytes]:
+        try:
+            return await send()
+        except NoPermissionError:
+            return set()
+
+    tags = {name.partition(b"}")[0].removeprefix(b"ps:{") for name in await client.call(allowed)}
+    shards = (_shard(tag.decode(errors="replace")) for tag in tags)
+    return sorted((s for s in shards if s is not None), key=lambda keys: (keys.model, keys.shard))
+
+
+async def read_usage(
+    client: RetryingClient,
+    shards: Iterable[Keys],
+    first: datetime.date,
+    last: datetime.date,
+    *,
+    tenant: str | None = None,
+) -> list[UsageRow]:
+    """The rows of these shards' ledgers from the first to the last day, both included.
+
+    Args:
+        client: the connection.
+        shards: whose ledgers.
+        first: a day of UTC.
+        last: a day of UTC.
+        tenant: only this tenant's rows; None: all.
+
+    Raises:
+        InvalidRequest: the last day comes before the first, or there are too many.
+        RedisUnavailable: see :meth:`RetryingClient.call`.
+    """
+    count = (last - first).days + 1
+    if not 1 <= count <= LEDGER_DAYS:
+        allowed = f"a day from {first} on, at most {LEDGER_DAYS} days in all"
+        raise InvalidRequest("to", str(last), allowed)
+    days = [first + datetime.timedelta(i) for i in range(count)]
+    rows: list[UsageRow] = []
+    for keys in shards:
+        for at in range(0, count, _DAYS_PER_CALL):
+            part = days[at : at + _DAYS_PER_CALL]
+            rows += await client.call(partial(read_ledger, client.redis, keys, part))
+    return rows if tenant is None else [row for row in rows if row.tenant == tenant]
+
+
+def sum_usage(rows: Iterable[UsageRow], by: Sequence[str]) -> list[UsageSum]:
+    """Sum rows by some of :data:`GROUPS`; in order of the groups.
+
+    Raises:
+        InvalidRequest: another name, or one twice.
+    """
+    if len(set(by)) != len(by) or not set(by) <= set(GROUPS):
+        raise InvalidRequest("by", ",".join(by), f"names of {', '.join(GROUPS)}, each once")
+    sums: dict[tuple[str, ...], UsageCounts] = {}
+    for row in rows:
+        group = tuple(str(getattr(row, name)) for name in by)
+        sums[group] = sums.get(group, UsageCounts()).plus(row.counts)
+    return [UsageSum(group, sums[group]) for group in sorted(sums)]
+
+
+def _shard(tag: str) -> Keys | None:
+    """The shard of a hash tag; None if it is none of ours."""
+    model, _, shard = tag.rpartition(".")
+    try:
+        return Keys(model, int(shard))
+    except (ValueError, InvalidRequest):
+        return None
