@@ -94,9 +94,11 @@ async def test_answers_of_a_real_worker(
     assert (text_of(stopped), stopped[-1]["reason"]) == (cut, "stop")
 
     expired = client.events(client.ask(max_tokens=5000, deadline_ms=150))
+    usage = expired[-1].pop("usage")
+    assert (usage["prompt_tokens"], usage["output_tokens"]) == (2, len(ids_of(expired)))
     assert expired[-1] == {
         "end": True, "n": len(ids_of(expired)), "state": "expired", "reason": "deadline",
-        "message": "", "usage": None,
+        "message": "",
     }  # fmt: skip
 
     running = client.ask(id="running", max_tokens=5000)
