@@ -235,8 +235,8 @@ async def test_every_end_packed_by_a_script_is_readable(shard: Shard) -> None:
     await shard.redis.set(shard.keys.log("hurt"), "text")
     await step(worker)
     await shard.ops.cancel("well")
-    assert await shard.log("well") == [
-        *(await shard.log("well"))[:-1],
-        End(n=3, reason=Reason.CLIENT),
-    ]
+    end = await shard.end("well")
+    assert end.usage is not None
+    assert end == End(n=3, reason=Reason.CLIENT, usage=end.usage)
+    assert (end.usage.output_tokens, end.usage.attempts) == (3, 1)
     assert len((await shard.end("hurt")).message) > 31
