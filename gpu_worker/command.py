@@ -49,7 +49,7 @@ def worker(
     log_format: Annotated[str | None, typer.Option(help="text or json.")] = None,
     ready_file: Annotated[
         Path | None,
-        typer.Option(help="Written once the worker serves, with its id and metrics port."),
+        typer.Option(help="Written once it serves: worker's id, process id, metrics port."),
     ] = None,
     config: Annotated[Path | None, typer.Option(help="Settings file in TOML.")] = None,
 ) -> None:

@@ -327,7 +327,7 @@ class Producer:
         """
         check_id(id)
         names = [
-            "state", "tokens", "lane", "tenant", "end",
+            "state", "tokens", "lane", "tenant", "end", "worker",
             "accepted_at", "claimed_at", "first_token_at", "ended_at",
         ]  # fmt: skip
 
@@ -337,7 +337,7 @@ class Producer:
             )
             return record
 
-        state, n, lane, tenant, packed, *times = await self._client.call(send)
+        state, n, lane, tenant, packed, worker, *times = await self._client.call(send)
         if state is None or n is None or lane is None or tenant is None:
             raise UnknownRequest(id)
         event = None if packed is None else unpack_event(packed)
@@ -349,6 +349,7 @@ class Producer:
             lane=Lane(lane.decode()),
             tenant=tenant.decode(),
             end=event if isinstance(event, End) else None,
+            worker=worker.decode() if worker and state == b"running" else None,
             accepted_at=accepted,
             claimed_at=claimed,
             first_token_at=first_token,

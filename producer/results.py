@@ -42,6 +42,7 @@ class Status:
         lane: urgency it was submitted with.
         tenant: the tenant that it is charged to.
         end: the terminal event; None until it has ended.
+        worker: id of the worker that runs it now; None if none does.
         accepted_at: when it was submitted.
         claimed_at: when a worker first took it.
         first_token_at: when its first token was published.
@@ -54,6 +55,7 @@ class Status:
     lane: Lane
     tenant: str
     end: End | None
+    worker: str | None
     accepted_at: int | None
     claimed_at: int | None
     first_token_at: int | None

@@ -9,6 +9,7 @@ import argparse
 import asyncio
 import http.server
 import json
+import os
 import sys
 import threading
 from dataclasses import dataclass
@@ -60,7 +61,7 @@ async def serve(ready_file: Path, *, sequences: int, die_after: int | None) -> N
     client = redis.asyncio.Redis.from_url(settings.redis.url)
     operations = Operations(client, Keys(settings.queue.model, settings.queue.shard))
     steps = Steps()
-    facts = {"worker_id": "scripted-1", "metrics_port": steps.serve()}
+    facts = {"worker_id": "scripted-1", "pid": os.getpid(), "metrics_port": steps.serve()}
     part = ready_file.with_suffix(".part")
     part.write_text(json.dumps(facts))
     part.rename(ready_file)

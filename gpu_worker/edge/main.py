@@ -301,7 +301,11 @@ class EdgeProcess:
             "ready: %s, fingerprint %s, metrics on port %s", ready.summary, ready.fingerprint, port
         )
         if self._launch.ready_file is not None:
-            facts: dict[str, Any] = {"worker_id": self._launch.worker_id, "metrics_port": port}
+            facts: dict[str, Any] = {
+                "worker_id": self._launch.worker_id,
+                "pid": os.getpid(),
+                "metrics_port": port,
+            }
             whole = self._launch.ready_file.with_suffix(".part")
             whole.write_text(json.dumps(facts))
             whole.rename(self._launch.ready_file)

@@ -246,7 +246,7 @@ def test_the_demo_in_json(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(TESTS))
-    assert run_demo(load_settings(), make_view(json=True), WORKER) == 0
+    assert run_demo(load_settings(), make_view(json=True), WORKER, faults=False) == 0
     facts = json.loads(capsys.readouterr().out)
     figures, requests = facts["figures"], facts["requests"]
     assert figures["requests"] == figures["completed"] == len(requests) == 12
@@ -267,7 +267,7 @@ def test_the_demo_in_a_pipe(
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(TESTS))
     settings = load_settings({"redis.url": redis_url})
-    assert run_demo(settings, make_view(json=False), WORKER) == 0
+    assert run_demo(settings, make_view(json=False), WORKER, faults=False) == 0
     out = capsys.readouterr().out
     assert "using the configured Redis" in out
     assert "\x1b" not in out
@@ -276,6 +276,33 @@ def test_the_demo_in_a_pipe(
     assert out.count("completed   ") == 12  # a line as each ends
     with redis.Redis.from_url(redis_url) as client:
         assert client.client_list(_type="pubsub") == []
+
+
+SYNTHETIC = [sys.executable, "-m", "penstock.gpu_worker", "worker", "--model", "synthetic"]
+
+
+def test_the_demo_kills_a_worker_and_every_stream_goes_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], redis_url: str
+) -> None:
+    """Real supervised workers; its requests leave nothing out, whoever ran them."""
+    monkeypatch.setenv("PENSTOCK_MODEL__SYNTHETIC_STEP_MS", "10")
+    settings = load_settings({"redis.url": redis_url})
+    assert run_demo(settings, make_view(json=True), SYNTHETIC) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["figures"]["completed"] == 12
+    faults = facts["faults"]
+    assert not is_running(faults["killed"]["pid"])
+    assert faults["takeovers"], "the worker had streams"
+    assert all(takeover["identical"] for takeover in faults["takeovers"])
+    reader = faults["reader"]
+    requests = {request["id"]: request for request in facts["requests"]}
+    assert 8 <= reader["left_at"] < requests[reader["id"]]["output_tokens"]
+    for takeover in faults["takeovers"]:
+        request = requests[takeover["id"]]
+        assert len(request["text"]) == request["output_tokens"] > 8  # one letter per token
+        if takeover["id"] != reader["id"]:
+            assert 8 <= takeover["index"] < request["output_tokens"]
+            assert takeover["pause_ms"] > 0
 
 
 def test_a_demo_whose_worker_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,8 +315,9 @@ def test_a_demo_whose_worker_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_demo_whose_worker_dies(monkeypatch: pytest.MonkeyPatch, redis_url: str) -> None:
     monkeypatch.setenv("PYTHONPATH", str(TESTS))
     settings = load_settings({"redis.url": redis_url})
+    dying = [*WORKER, "--die-after", "20"]
     with pytest.raises(PenstockError, match="exit code 1: out of luck"):
-        run_demo(settings, PlainView(make_view(json=True).console), [*WORKER, "--die-after", "20"])
+        run_demo(settings, PlainView(make_view(json=True).console), dying, faults=False)
     with redis.Redis.from_url(redis_url) as client:
         states = [client.hget(key, "state") for key in client.scan_iter(KEYS.request("*"))]
         assert len(states) == 12
@@ -298,8 +326,9 @@ def test_a_demo_whose_worker_dies(monkeypatch: pytest.MonkeyPatch, redis_url: st
 
 DEMO = """
 import sys
-from penstock.producer.cli import demo, main
-demo.worker_command = lambda model: {worker!r}
+from penstock.producer.cli import main
+from penstock.producer.cli.demo import command
+command.worker_command = lambda model: {worker!r}
 sys.exit(main(["demo"]))
 """
 
@@ -319,7 +348,7 @@ def test_an_ended_demo_leaves_nothing_running(
             assert line, f"the demo ended: {seen!r}"
             seen += line
         children = children_of(process.pid)
-        assert len(children) == 2  # a Redis server and a worker
+        assert len(children) == 3  # a Redis server and two workers
         process.send_signal(number)
         _, err = process.communicate(timeout=20)
         assert process.returncode == (-9 if number == signal.SIGKILL else 130)

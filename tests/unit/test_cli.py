@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import io
 import json
@@ -16,8 +17,15 @@ import typer
 from rich.console import Console
 
 from penstock.producer.cli import main
-from penstock.producer.cli.demo.local_worker import parse_metrics
-from penstock.producer.cli.demo.summary import DemoReport, EngineFigures, Row, demo_rows
+from penstock.producer.cli.demo.metrics_watch import parse_metrics
+from penstock.producer.cli.demo.summary import (
+    DemoReport,
+    EngineFigures,
+    FaultFigures,
+    Row,
+    Takeover,
+    demo_rows,
+)
 from penstock.producer.cli.demo.view import LiveView, PlainView, make_view
 from penstock.producer.cli.output import TextWriter, one_line, printable, summary
 from penstock.shared.errors import UnsupportedModel
@@ -345,6 +353,51 @@ def test_the_report_without_the_workers_figures(report: DemoReport) -> None:
     assert json.dumps(bare.facts())
 
 
+def test_the_report_of_a_killed_worker(report: DemoReport) -> None:
+    done, unread, _ = report.rows
+    done.id, unread.id = "a", "b"
+    takeovers = [
+        Takeover(row=done, index=1, pause_ms=41.4, identical=True),
+        Takeover(row=unread, identical=True),
+    ]
+    faults = FaultFigures(
+        worker_id="w", pid=7, takeovers=takeovers, reader=unread, left_at=9, away_ms=80, missed=3,
+        caught_up_ms=2.2,
+    )  # fmt: skip
+    killed = dataclasses.replace(report, faults=faults)
+    out = io.StringIO()
+    PlainView(Console(file=out, width=118)).finish(killed, 1)
+    text = out.getvalue()
+    assert re.search(r"length +at 1, 41 ms", text)
+    assert re.search(r"engine_error +unread", text)
+    assert (
+        "killed a worker amid 2 streams: they went on with the other within 41 ms\n"
+        "a reader left at token 9 and came back 80 ms later; it had the 3 tokens that it missed in "
+        "2 ms\n2 of 2 disturbed streams are, token for token, as undisturbed\n"
+    ) in text
+    assert killed.facts()["faults"]["takeovers"][0]["pause_ms"] == 41.4
+
+
+def test_a_stream_that_changed_is_a_broken_promise(report: DemoReport) -> None:
+    (done, *_) = report.rows
+    takeover = Takeover(row=done, index=1, pause_ms=1, identical=True)
+    faults = FaultFigures(worker_id="w", pid=7, takeovers=[takeover], reader=done, left_at=1)
+    kept = DemoReport(rows=[done], wall_s=1, engine=report.engine, faults=faults)
+    assert kept.as_promised
+    takeover.identical = False
+    assert not kept.as_promised
+    assert not report.as_promised, "two of its requests did not complete"
+
+
+def test_the_longest_pause_since_a_moment() -> None:
+    row = Row(prompt="x", lane=Lane.BATCH, tenant="t")
+    assert row.longest_pause(0) is None
+    row.arrivals = [(1.0, 1), (3.0, 2), (3.25, 4), (3.375, 5)]
+    assert row.longest_pause(0) == (1, 2000)
+    assert row.longest_pause(3.1) == (2, 250)
+    assert row.longest_pause(3.5) is None
+
+
 @pytest.mark.parametrize("width", [40, 80, 200])
 def test_the_live_view_keeps_a_row_a_line(report: DemoReport, width: int) -> None:
     out = Terminal()
@@ -369,7 +422,7 @@ def test_the_live_view_follows_and_reports(report: DemoReport) -> None:
     with view.streaming(report.rows):
         view.ended(report.rows[0])
     view.finish(report, 1)
-    assert "the worker loads the model" in out.getvalue()
+    assert "loading the model" in out.getvalue()
     assert "1 of 3 completed" in out.getvalue()
     assert out.getvalue().count("\x1b[?25l") == out.getvalue().count("\x1b[?25h")  # the cursor
 

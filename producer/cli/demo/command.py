@@ -1,7 +1,8 @@
 """``penstock demo``: the main job, end to end, on this machine.
 
-A real Redis server, a real worker in its own process, a dozen requests in three lanes for two
-tenants. The batch lane is submitted first, so that one can see urgent work go past it.
+A real Redis server, two real workers in their own processes, a dozen requests in three lanes for
+two tenants. The batch lane is submitted first, so that one can see urgent work go past it. Then a
+worker is killed amid its streams, and a reader leaves and comes back.
 """
 
 from __future__ import annotations
@@ -9,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.util
+import os
 import time
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -21,26 +23,40 @@ from penstock.shared.local.embedded import open_redis
 from penstock.shared.settings import Settings, load_settings
 
 from ...client import Producer
+from ..local.child import stop_all
+from ..local.worker_child import WorkerChild, WorkerFacts, worker_command
 from ..options import ConfigOption, JsonOption, RedisOption
-from .local_worker import DemoWorker, Sampler, worker_command
-from .summary import DemoReport, Row, demo_rows
+from .faults import Absence, check_streams, disturb
+from .metrics_watch import MetricsWatch
+from .summary import DemoReport, FaultFigures, Row, demo_rows
 from .view import PlainView, make_view
 
 __all__ = ["demo", "run_demo"]
 
 _SILENCE_S = 30.0
+_READY_TIMEOUT_S = 120.0
+
+_MAX_SEQUENCES = {1: 4, 2: 5}
+"""Of each of so many workers. Fewer than there are requests: the queue and its lanes have work."""
 
 
 def demo(
     model: Annotated[
         str, typer.Option(metavar="DIR", help="Checkpoint directory, or demo for the shipped one.")
     ] = "demo",
+    faults: Annotated[
+        bool,
+        typer.Option(
+            help="Kill one of two workers amid its streams; --no-faults runs one, undisturbed."
+        ),
+    ] = True,
     json: JsonOption = False,
     redis: RedisOption = None,
     config: ConfigOption = None,
 ) -> int:
-    """Show the whole pipe at work: a Redis server, a worker, a dozen requests side by side.
+    """Show the whole pipe at work: a Redis server, two workers, a dozen requests side by side.
 
+    Kills a worker amid the streams (kill -9): they go on at the next token on the other worker.
     Uses REDIS_URL if set, else starts a server for the time of the demo. Nothing is left running.
     """
     if importlib.util.find_spec("torch") is None:
@@ -48,64 +64,103 @@ def demo(
             f"the demo runs a worker, which needs the package torch: {install_command('worker')}"
         )
     settings = load_settings({"redis.url": redis, "model.path": model}, config=config)
-    return run_demo(settings, make_view(json=json), worker_command(model))
+    return run_demo(settings, make_view(json=json), worker_command(model), faults=faults)
 
 
-def run_demo(settings: Settings, view: PlainView, command: Sequence[str]) -> int:
-    """Run the demo with a worker started by ``command``; returns the exit code.
+def run_demo(
+    settings: Settings, view: PlainView, command: Sequence[str], *, faults: bool = True
+) -> int:
+    """Run the demo with workers started by ``command``; returns the exit code.
 
     Raises:
         RedisUnavailable: no server can be reached or started.
-        PenstockError: the worker ends before its time; the message has its last words.
+        PenstockError: a worker ends before its time; the message has its last words.
         TimeoutError: a stream stands still.
     """
     began = time.monotonic()
-    with open_redis(settings.redis) as url:
+    with open_redis(settings.redis) as url, contextlib.ExitStack() as stack:
         view.note("using the configured Redis" if url == settings.redis.url else "started Redis")
+        count = 2 if faults else 1
+        given = _worker_settings(settings, url, count)
         # Started from the main thread, since a worker lives as long as the thread that started it.
-        with DemoWorker(command, url, settings) as worker:
-            report = asyncio.run(_run(settings, url, worker, view))
+        workers = [stack.enter_context(WorkerChild(command, given)) for _ in range(count)]
+        stack.callback(stop_all, workers)
+        report = asyncio.run(_run(settings, url, workers, view))
+        stack.close()
         view.finish(report, time.monotonic() - began)
-    return 0 if report.all_completed else 1
+    return 0 if report.as_promised else 1
 
 
-async def _run(settings: Settings, url: str, worker: DemoWorker, view: PlainView) -> DemoReport:
+def _worker_settings(settings: Settings, url: str, count: int) -> dict[str, object]:
+    given: dict[str, object] = {
+        "redis.url": url,
+        "redis.embedded": "never",
+        "queue.model": settings.queue.model,
+        "queue.shard": settings.queue.shard,
+        "worker.metrics_host": "127.0.0.1",
+        "worker.metrics_port": 0,
+        "engine.max_sequences": _MAX_SEQUENCES[count],
+    }
+    if settings.model.path == "demo" and settings.engine.kv_memory is None:
+        given["engine.kv_memory"] = "64MiB"  # what the requests need; less to prepare at the start
+    if count > 1 and settings.engine.threads is None:
+        given["engine.threads"] = max(1, (os.cpu_count() or 1) // count)
+    return given
+
+
+async def _run(
+    settings: Settings, url: str, workers: Sequence[WorkerChild], view: PlainView
+) -> DemoReport:
     async with Producer(url, settings=settings) as producer:
         with view.loading():
-            facts = await worker.wait_until_ready()
-        view.note(f"worker {facts.worker_id} is ready")
+            facts = await asyncio.gather(*(w.wait_until_serving(_READY_TIMEOUT_S) for w in workers))
+        for one in facts:
+            view.note(f"worker {one.worker_id} is ready")
         rows = demo_rows()
-        sampler = Sampler(facts.metrics_port)
-        await sampler.sample()
+        watch = MetricsWatch([one.metrics_port for one in facts])
+        await watch.sample()
         began = time.monotonic()
-        serving = asyncio.create_task(_serve(producer, rows, view))
-        others = [asyncio.create_task(worker.wait_until_gone()), asyncio.create_task(sampler.run())]
+        serving = asyncio.create_task(_serve(producer, rows, facts, view))
+        others = [asyncio.create_task(worker.wait_until_gone()) for worker in workers]
+        others.append(asyncio.create_task(watch.run()))
         try:
             with view.streaming(rows):
                 await asyncio.wait([serving, *others], return_when=asyncio.FIRST_COMPLETED)
                 if not serving.done():
                     await asyncio.gather(*others)  # raises what went wrong
-                await serving
+                faults = await serving
+            wall_s = time.monotonic() - began
+            await watch.sample()
+            if faults is not None:
+                view.checking()
+                await check_streams(producer, faults, _SILENCE_S)
         finally:
             await _cancel([serving, *others])
-        wall_s = time.monotonic() - began
-        await sampler.sample()
-    return DemoReport(rows=rows, wall_s=wall_s, engine=sampler.figures())
+    return DemoReport(rows=rows, wall_s=wall_s, engine=watch.figures(), faults=faults)
 
 
-async def _serve(producer: Producer, rows: Sequence[Row], view: PlainView) -> None:
+async def _serve(
+    producer: Producer, rows: Sequence[Row], workers: Sequence[WorkerFacts], view: PlainView
+) -> FaultFigures | None:
     """Submit all requests in order and follow their streams; cancel them if we leave early."""
-    following: list[asyncio.Task[None]] = []
+    readers: list[tuple[Row, Absence]] = []
+    tasks: list[asyncio.Task[Any]] = []
     try:
         for row in rows:
             submitted = await producer.submit(
                 row.prompt, lane=row.lane, tenant=row.tenant, **row.options
             )
             row.id = submitted.id
-            following.append(asyncio.create_task(_follow(producer, row, view)))
-        await asyncio.gather(*following)
+            readers.append((row, Absence()))
+            tasks.append(asyncio.create_task(_follow(producer, *readers[-1], view)))
+        if len(workers) > 1:
+            room = _MAX_SEQUENCES[len(workers)]
+            faults = disturb(producer, readers, workers, room, view)
+            tasks.append(asyncio.create_task(faults))
+        ended = await asyncio.gather(*tasks)
+        return ended[-1] if len(workers) > 1 else None
     except BaseException:
-        await _cancel(following)
+        await _cancel(tasks)
         for row in rows:
             if row.id and row.end is None:
                 with contextlib.suppress(PenstockError):
@@ -113,16 +168,25 @@ async def _serve(producer: Producer, rows: Sequence[Row], view: PlainView) -> No
         raise
 
 
-async def _follow(producer: Producer, row: Row, view: PlainView) -> None:
-    async with producer.stream(row.id, timeout=_SILENCE_S) as stream:
-        async for chunk in stream:
-            row.add(chunk)
-        row.end = stream.end
+async def _follow(producer: Producer, row: Row, absence: Absence, view: PlainView) -> None:
+    """Read a stream to its end, with the absence if one is wanted."""
+    while row.end is None:
+        async with producer.stream(
+            row.id, from_index=row.tokens, from_digest=row.digest, timeout=_SILENCE_S
+        ) as stream:
+            async for chunk in stream:
+                row.add(chunk)
+                if absence.wanted and not absence.begun:
+                    break
+            row.end = stream.end
+        if row.end is None:
+            absence.begun = True
+            await absence.over.wait()
     row.mean_itl_ms = (await producer.status(row.id)).mean_itl_ms
     view.ended(row)
 
 
-async def _cancel(tasks: Sequence[asyncio.Task[None]]) -> None:
+async def _cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

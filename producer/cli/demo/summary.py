@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,7 +11,7 @@ from typing import Any
 from penstock.shared.protocol import Chunk, End, Lane
 from penstock.shared.protocol.states import State
 
-__all__ = ["DemoReport", "EngineFigures", "Row", "demo_rows"]
+__all__ = ["DemoReport", "EngineFigures", "FaultFigures", "Row", "Takeover", "demo_rows"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -24,6 +26,8 @@ class Row:
         id: once submitted.
         text: output so far.
         tokens: output tokens so far.
+        digest: of these, see :func:`~penstock.shared.protocol.rolling_digest`.
+        arrivals: when each chunk came, in seconds of the monotonic clock, and the tokens with it.
         end: the terminal event, once it came.
         mean_itl_ms: mean inter-token latency in ms, once it has ended with two tokens or more.
     """
@@ -35,6 +39,8 @@ class Row:
     id: str = ""
     text: str = ""
     tokens: int = 0
+    digest: int | None = None
+    arrivals: list[tuple[float, int]] = field(default_factory=list)
     end: End | None = None
     mean_itl_ms: float | None = None
 
@@ -42,6 +48,24 @@ class Row:
         """Take in a chunk."""
         self.text += chunk.text
         self.tokens += len(chunk.token_ids)
+        self.digest = chunk.digest
+        self.arrivals.append((time.monotonic(), self.tokens))
+
+    def longest_pause(self, since: float) -> tuple[int, float] | None:
+        """The longest gap between chunks that ended after a time of the monotonic clock.
+
+        Returns:
+            The index of the token behind it and its length in ms; None without two chunks.
+        """
+        gaps = [
+            (at - before, tokens)
+            for (before, tokens), (at, _) in itertools.pairwise(self.arrivals)
+            if at > since
+        ]
+        if not gaps:
+            return None
+        seconds, index = max(gaps)
+        return index, 1000 * seconds
 
     @property
     def title(self) -> str:
@@ -81,7 +105,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFigures:
-    """From the worker's metrics, over the time of the requests; None where it gives none.
+    """From the workers' metrics, over the time of the requests; None where it gives none.
 
     Attributes:
         mean_batch: mean number of sequences in a step.
@@ -94,6 +118,76 @@ class EngineFigures:
     kv_blocks_total: int | None = None
 
 
+@dataclass(slots=True, kw_only=True)
+class Takeover:
+    """A stream whose worker was killed.
+
+    Attributes:
+        row: its request.
+        index: the first token from another worker; None if nobody was reading.
+        pause_ms: how long its reader waited for that token; None if nobody was reading.
+        identical: whether its tokens are those of the same request, undisturbed.
+    """
+
+    row: Row
+    index: int | None = None
+    pause_ms: float | None = None
+    identical: bool = False
+
+    def facts(self) -> dict[str, Any]:
+        """The JSON form."""
+        return {
+            "id": self.row.id,
+            "index": self.index,
+            "pause_ms": self.pause_ms,
+            "identical": self.identical,
+        }
+
+
+@dataclass(slots=True, kw_only=True)
+class FaultFigures:
+    """A worker was killed, and a reader left and came back.
+
+    Attributes:
+        worker_id: of the killed worker.
+        pid: what was killed.
+        takeovers: the streams that ran on it.
+        reader: whose reader left.
+        left_at: the index at which it left.
+        away_ms: how long it was away.
+        missed: tokens that were published meanwhile.
+        caught_up_ms: how long it took to read them.
+    """
+
+    worker_id: str
+    pid: int
+    takeovers: list[Takeover]
+    reader: Row
+    left_at: int
+    away_ms: float = 0.0
+    missed: int = 0
+    caught_up_ms: float = 0.0
+
+    @property
+    def identical(self) -> int:
+        """How many of the streams have the tokens of an undisturbed run."""
+        return sum(takeover.identical for takeover in self.takeovers)
+
+    def facts(self) -> dict[str, Any]:
+        """The JSON form."""
+        return {
+            "killed": {"worker_id": self.worker_id, "pid": self.pid},
+            "takeovers": [takeover.facts() for takeover in self.takeovers],
+            "reader": {
+                "id": self.reader.id,
+                "left_at": self.left_at,
+                "away_ms": self.away_ms,
+                "missed_tokens": self.missed,
+                "caught_up_ms": self.caught_up_ms,
+            },
+        }
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoReport:
     """The outcome of all requests.
@@ -101,12 +195,14 @@ class DemoReport:
     Attributes:
         rows: the requests, in the order of their submission.
         wall_s: first submission to last end, in seconds.
-        engine: the worker's figures.
+        engine: the figures of all workers.
+        faults: what was killed and how that went; None if nothing was.
     """
 
     rows: Sequence[Row]
     wall_s: float
     engine: EngineFigures
+    faults: FaultFigures | None = None
 
     @property
     def completed(self) -> int:
@@ -114,9 +210,11 @@ class DemoReport:
         return sum(row.state is State.COMPLETED for row in self.rows)
 
     @property
-    def all_completed(self) -> bool:
-        """Whether every request was."""
-        return self.completed == len(self.rows)
+    def as_promised(self) -> bool:
+        """Whether every request was completed, and every disturbed stream is as undisturbed."""
+        faults = self.faults
+        unharmed = faults is None or faults.identical == len(faults.takeovers)
+        return self.completed == len(self.rows) and unharmed
 
     @property
     def output_tokens(self) -> int:
@@ -140,7 +238,9 @@ class DemoReport:
             "kv_blocks_peak": self.engine.kv_blocks_peak,
             "kv_blocks_total": self.engine.kv_blocks_total,
         }
-        return {"figures": figures, "requests": [row.facts() for row in self.rows]}
+        faults = None if self.faults is None else self.faults.facts()
+        requests = [row.facts() for row in self.rows]
+        return {"figures": figures, "faults": faults, "requests": requests}
 
 
 def demo_rows() -> list[Row]:

@@ -17,13 +17,13 @@ from rich.text import Text
 from penstock.shared.protocol.states import Lane, State
 
 from ..output import printable, write_json
-from .summary import DemoReport, Row
+from .summary import DemoReport, FaultFigures, Row, Takeover
 
 __all__ = ["JsonView", "LiveView", "PlainView", "make_view"]
 
 _LANE_STYLES = {Lane.CRITICAL: "bold red", Lane.NORMAL: "cyan", Lane.BATCH: "dim"}
 _STATE_STYLES = {State.QUEUED: "dim", State.RUNNING: "yellow", State.COMPLETED: "green"}
-_PIPE_WIDTH = 110
+_PIPE_WIDTH = 118
 
 
 class PlainView:
@@ -42,9 +42,9 @@ class PlainView:
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """The time in which the worker loads the model."""
+        """The time in which the workers load the model."""
         began = time.monotonic()
-        self.note("the worker loads the model ...")
+        self.note("loading the model ...")
         yield
         self.note(f"loaded in {time.monotonic() - began:.1f} s")
 
@@ -53,6 +53,10 @@ class PlainView:
         """The time in which tokens come."""
         self.note(f"{len(rows)} requests; a line for each as it ends")
         yield
+
+    def checking(self) -> None:
+        """The disturbed streams are compared with undisturbed ones."""
+        self.note("the same requests again, undisturbed, to compare all tokens")
 
     def ended(self, row: Row) -> None:
         """A request has ended."""
@@ -77,7 +81,7 @@ class LiveView(PlainView):
         spinner = Spinner("dots", "")
 
         def show() -> Spinner:
-            spinner.update(text=f"the worker loads the model, {time.monotonic() - began:.1f} s")
+            spinner.update(text=f"loading the model, {time.monotonic() - began:.1f} s")
             return spinner
 
         with Live(get_renderable=show, console=self.console, transient=True):
@@ -169,6 +173,9 @@ def _outcome_table(report: DemoReport) -> Table:
     for name in ("prompt", "output", "queue", "TTFT", "mean ITL"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("finish", no_wrap=True)
+    moved = {} if report.faults is None else {t.row.id: t for t in report.faults.takeovers}
+    if moved:
+        table.add_column("went on", justify="right", no_wrap=True)
     for row in report.rows:
         usage = None if row.end is None else row.end.usage
         table.add_row(
@@ -181,8 +188,17 @@ def _outcome_table(report: DemoReport) -> Table:
             _ms(None if usage is None else usage.ttft_ms),
             _ms(row.mean_itl_ms, digits=1),
             "-" if row.end is None else row.end.reason.value,
+            *([_went_on(moved.get(row.id))] if moved else []),
         )
     return table
+
+
+def _went_on(takeover: Takeover | None) -> str:
+    if takeover is None:
+        return ""
+    if takeover.index is None:
+        return "unread"
+    return f"at {takeover.index}, {_ms(takeover.pause_ms)}"
 
 
 def _totals(report: DemoReport, total_s: float) -> str:
@@ -199,8 +215,23 @@ def _totals(report: DemoReport, total_s: float) -> str:
         parts.append(
             f"KV peak {engine.kv_blocks_peak} of {engine.kv_blocks_total} blocks ({share:.1f} %)"
         )
+    if report.faults is not None:
+        parts += _fault_lines(report.faults)
     parts.append(f"{total_s:.1f} s in all")
     return "\n".join(parts)
+
+
+def _fault_lines(faults: FaultFigures) -> list[str]:
+    pauses = [t.pause_ms for t in faults.takeovers if t.pause_ms is not None]
+    moved = len(faults.takeovers)
+    kill = f"killed a worker amid {moved} streams: they went on with the other"
+    reader = f"a reader left at token {faults.left_at} and came back {faults.away_ms:.0f} ms later"
+    missed = f"it had the {faults.missed} tokens that it missed in {faults.caught_up_ms:.0f} ms"
+    return [
+        f"{kill} within {_ms(max(pauses))}" if pauses else kill,
+        f"{reader}; {missed}",
+        f"{faults.identical} of {moved} disturbed streams are, token for token, as undisturbed",
+    ]
 
 
 def _ms(value: float | None, *, digits: int = 0) -> str:

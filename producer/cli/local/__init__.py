@@ -1,0 +1,1 @@
+"""Programs that a command runs beside itself on this machine."""
