@@ -112,7 +112,8 @@ class QueueFull(SubmitRefused):
     """A bound at the door was reached.
 
     Attributes:
-        bound: the bound: ``requests``, ``tokens``, ``bytes`` or ``tenant_requests``.
+        bound: the bound: ``requests``, ``tokens`` or ``bytes``; with ``tenant_`` before it, what
+            one tenant may hold of it.
         limit: its value, in that unit.
         retry_after_ms: a hint for when to try again, in milliseconds.
     """

@@ -23,6 +23,7 @@ from .sampling_options import SAMPLING_OPTIONS, SamplingOptions
 from .states import Answer, Lane, OnDisconnect
 
 __all__ = [
+    "LIKELY_OUTPUT_TOKENS",
     "MAX_PAYLOAD_BYTES",
     "PROTOCOL_VERSION",
     "REQUEST_OPTIONS",
@@ -36,6 +37,9 @@ PROTOCOL_VERSION = 1
 
 MAX_PAYLOAD_BYTES = 1 << 20
 """Largest packed request, in bytes."""
+
+LIKELY_OUTPUT_TOKENS = 4096
+"""What an output is taken for in bounds and shares, until it is there."""
 
 MAX_PROMPT_TOKENS = 1 << 18
 MAX_WAIT_MS = 7 * 24 * 3600 * 1000
@@ -145,8 +149,16 @@ class Request:
 
     @property
     def output_estimate(self) -> int:
-        """Of :attr:`cost_estimate`, the tokens that are generated: ``max_tokens`` per sequence."""
-        return self.options.max_tokens * self.options.num_sequences
+        """Of :attr:`cost_estimate`, the tokens that are likely to be generated.
+
+        Clients give a large ``max_tokens`` to say "until it is done". Outputs of more than
+        :data:`LIKELY_OUTPUT_TOKENS` are rare unless ``ignore_eos`` or ``min_tokens`` asks for them.
+        """
+        options = self.options
+        likely = max(LIKELY_OUTPUT_TOKENS, options.min_tokens)
+        if options.ignore_eos:
+            likely = options.max_tokens
+        return min(options.max_tokens, likely) * options.num_sequences
 
     def pack(self) -> bytes:
         """Return the request as msgpack: a flat map without the fields that hold their default.

@@ -331,6 +331,7 @@ def request_arguments(
         "max_tokens": bounds.tokens,
         "max_bytes": bounds.bytes,
         "max_tenant_requests": bounds.tenant_requests,
+        "tenant_share": bounds.tenant_share,
         "answer": request.answer.value,
         "on_disconnect": request.on_disconnect.value,
     }

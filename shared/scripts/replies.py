@@ -45,12 +45,15 @@ class Bounds:
         tokens: their estimated cost in tokens.
         bytes: their packed size in bytes.
         tenant_requests: waiting requests of any one tenant.
+        tenant_share: what a tenant may hold of each of the first three, in percent of the room
+            that is free, times its lane's weight.
     """
 
     requests: int = 0
     tokens: int = 0
     bytes: int = 0
     tenant_requests: int = 0
+    tenant_share: int = 0
 
     @classmethod
     def of(cls, queue: QueueSettings) -> Bounds:
@@ -60,6 +63,7 @@ class Bounds:
             tokens=queue.max_queued_tokens,
             bytes=int(queue.max_queued_bytes),
             tenant_requests=queue.max_tenant_requests,
+            tenant_share=queue.tenant_share,
         )
 
 

@@ -144,7 +144,7 @@ class QueueSettings(Section):
     )
     max_queued_tokens: int = setting(
         20_000_000,
-        "Most tokens that may wait: estimated prompt tokens plus `max_tokens`, summed.",
+        "Most tokens that may wait: estimated prompt tokens plus likely output tokens, summed.",
         unit="tokens",
         ge=1,
         le=10**12,
@@ -163,6 +163,17 @@ class QueueSettings(Section):
         unit="requests",
         ge=0,
         le=10_000_000,
+    )
+    tenant_share: int = setting(
+        100,
+        "What one tenant may have waiting, by requests, tokens and bytes: this part of the room "
+        "that is free, times the weight of the request's lane (8, 4, 1). With 100 a lone tenant "
+        "fills half of the room for `batch`, and 80 % of that for `normal`; the rest is there for "
+        "others. `batch` may use 80 % of each bound above and `normal` 95 %. 0 switches all of "
+        "this off.",
+        unit="%",
+        ge=0,
+        le=100_000,
     )
 
     @property

@@ -18,6 +18,7 @@ from delivery import (
     test_lost_workers,
     test_readers,
     test_shares,
+    test_tenant_shares,
     test_usage,
 )
 from delivery.mutation import Mutant, without_oom
@@ -147,6 +148,43 @@ MUTANTS = (
         "orphans without bound", "if orphans >= MAX_ORPHANS then more = true break end", "",
         test_fingerprints.test_one_sweep_ends_a_bounded_number_of_them, "sweep",
     ),
+    # submit: shares between tenants
+    Mutant(
+        "a tenant may hold everything", "held > 0 and held + add > most", "false",
+        test_tenant_shares.test_a_flood_of_one_tenant_closes_the_door_for_no_other, "submit",
+    ),
+    Mutant(
+        "batch may use all room", "if used + add > room then return '', room end", "",
+        test_tenant_shares.test_batch_as_a_whole_leaves_room_for_urgent_lanes, "submit",
+    ),
+    Mutant(
+        "lanes are equal at the door", "share * WEIGHT[lane] * (room - used)",
+        "share * (room - used)",
+        test_tenant_shares.test_a_flood_of_one_tenant_closes_the_door_for_no_other, "submit",
+    ),
+    Mutant(
+        "an empty queue refuses what fits", "if share == 0 or used == 0 then", "if share == 0 then",
+        test_tenant_shares.test_an_empty_queue_takes_whatever_fits, "submit",
+    ),
+    Mutant(
+        "a newcomer pays for the others", "held > 0 and held + add > most", "held + add > most",
+        test_tenant_shares.test_who_holds_nothing_may_use_the_rooms_rest, "submit",
+    ),
+    Mutant(
+        "tokens of a tenant not counted",
+        "redis.call('HINCRBY', counters, tokens_held, sign * cost)", "",
+        test_tenant_shares.test_tokens_are_shared_too, "submit",
+    ),
+    Mutant(
+        "bytes of a tenant not counted",
+        "redis.call('HINCRBY', counters, bytes_held, sign * bytes)", "",
+        test_tenant_shares.test_bytes_are_shared_too, "submit",
+    ),
+    Mutant(
+        "what left still counts", "redis.call('HDEL', counters, held, tokens_held, bytes_held)",
+        "redis.call('HDEL', counters, held)",
+        test_tenant_shares.test_what_leaves_the_queue_frees_its_share, "claim",
+    ),
     # claim
     Mutant(
         "claim renews no lease", LEASE, "",
@@ -250,7 +288,7 @@ MUTANTS = (
         test_door.test_an_id_is_free_again_after_its_retention,
     ),
     Mutant(
-        "submit runs at maxmemory", "arguments(9, 17)\n", "arguments(9, 17)\nallow_oom()\n",
+        "submit runs at maxmemory", "arguments(9, 18)\n", "arguments(9, 18)\nallow_oom()\n",
         test_door.test_submit_is_refused_at_maxmemory_and_stores_nothing,
     ),
     # finish

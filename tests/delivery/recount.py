@@ -138,7 +138,10 @@ async def _check_counters(redis: Redis, keys: Keys, facts: Facts, found: list[st
             lane, cost = record["lane"], int(record["cost"])
             right.update({"requests": 1, "tokens": cost, "bytes": int(record["bytes"])})
             right.update({f"requests:{lane}": 1, f"tokens:{lane}": cost})
-            right[f"tenant:{record['tenant']}"] += 1
+            tenant = record["tenant"]
+            right[f"tenant:{tenant}"] += 1
+            right[f"tenant_tokens:{tenant}"] += cost
+            right[f"tenant_bytes:{tenant}"] += int(record["bytes"])
     counters = {k.decode(): int(v) for k, v in (await redis.hgetall(keys.counters)).items()}
     found += [
         f"counter {name} is {counters.get(name)}, recounted {right[name]}"
@@ -146,7 +149,7 @@ async def _check_counters(redis: Redis, keys: Keys, facts: Facts, found: list[st
         if not name.startswith("ended:") and counters.get(name, 0) != right[name]
     ]
     found += [
-        f"counter {n} stays at 0" for n, v in counters.items() if n.startswith("tenant:") and not v
+        f"counter {n} stays at 0" for n, v in counters.items() if n.startswith("tenant") and not v
     ]
 
 

@@ -26,7 +26,8 @@ ROW = ["running", 1, 0, 1, chunk("running", 0, 1).pack()]
 GOOD: dict[str, Value] = {
     "id": "new", "own_id": "own", "lane": "normal", "tenant": "t", "payload": b"p", "digest": b"d",
     "cost": 9, "output_cost": 4, "deadline_ms": 60_000, "max_queue_ms": 0, "retention_ms": 60_000,
-    "max_requests": 0, "max_tokens": 0, "max_bytes": 0, "max_tenant_requests": 0, "answer": "",
+    "max_requests": 0, "max_tokens": 0, "max_bytes": 0, "max_tenant_requests": 0, "tenant_share": 0,
+    "answer": "",
     "on_disconnect": "", "inbox": "", "ingress": "ingress", "entry": "1-1", "state": "failed",
     "reason": "invalid", "message": "m", "worker": "w", "entries": 5, "lease_ms": 60_000,
     "rows": msgpack.packb([ROW], use_bin_type=False), "grace_ms": 1000, "ids": ("left",),

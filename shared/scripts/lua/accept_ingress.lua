@@ -40,15 +40,16 @@
 --   max_tokens              whole
 --   max_bytes               whole
 --   max_tenant_requests     whole
+--   tenant_share            whole
 --   answer                  |msgpack|json     form of the log
 --   on_disconnect           |continue|cancel  cancel: ends when its last reader has left
 -- Reply {verdict, id answered}; verdict is 'ok', 'dup' (nothing changed), 'conflict', 'full' or
 --       'late' (it got an End), 'broken' (the same: a key of its own has another type), 'gone'
 --       (another worker was first)
 local entry, id, own_id, lane, tenant, payload, digest, cost, output_cost, deadline_ms,
-  max_queue_ms, retention_ms, max_requests, max_tokens, max_bytes, max_tenant_requests, answer,
-  on_disconnect =
-  arguments(12, 18)
+  max_queue_ms, retention_ms, max_requests, max_tokens, max_bytes, max_tenant_requests,
+  tenant_share, answer, on_disconnect =
+  arguments(12, 19)
 local ingress = KEYS[1]
 entry_id('entry', entry)
 name('id', id)
@@ -64,6 +65,7 @@ local request = {
 local bounds = {
   whole('max_requests', max_requests), whole('max_tokens', max_tokens),
   whole('max_bytes', max_bytes), whole('max_tenant_requests', max_tenant_requests),
+  whole('tenant_share', tenant_share),
 }
 allow_oom()
 if not entry_exists(ingress, entry) then

@@ -31,6 +31,8 @@ for _, id in ipairs(redis.call('ZRANGE', deadlines, '0', '-1')) do
     add('requests:' .. rec.lane, 1)
     add('tokens:' .. rec.lane, rec.cost)
     add('tenant:' .. rec.tenant, 1)
+    add('tenant_tokens:' .. rec.tenant, rec.cost)
+    add('tenant_bytes:' .. rec.tenant, rec.bytes)
   end
 end
 local waiting, wrong = right.requests, 0

@@ -30,6 +30,7 @@
 --   max_tokens              whole   their estimated tokens
 --   max_bytes               whole   their packed size
 --   max_tenant_requests     whole   requests of this tenant
+--   tenant_share            whole   percent of the free room, see lib/accept.lua; 0: no bound
 --   answer                  |msgpack|json     form of the log
 --   on_disconnect           |continue|cancel  cancel: ends when its last reader has left
 --   inbox                   text    publish in this inbox; empty: in a channel of its own
@@ -38,8 +39,8 @@
 --       {'conflict'}               same id, other payload: nothing was stored
 --       {'full', bound, limit}     nothing was stored
 local id, lane, tenant, payload, digest, cost, output_cost, deadline_ms, max_queue_ms, retention_ms,
-  max_requests, max_tokens, max_bytes, max_tenant_requests, answer, on_disconnect, inbox =
-  arguments(9, 17)
+  max_requests, max_tokens, max_bytes, max_tenant_requests, tenant_share, answer, on_disconnect,
+  inbox = arguments(9, 18)
 return accept(name('id', id), {
   lane = lane_name(lane), tenant = name('tenant', tenant), payload = payload, digest = digest,
   cost = whole('cost', cost), output_cost = whole('output_cost', output_cost),
@@ -50,4 +51,5 @@ return accept(name('id', id), {
 }, {
   whole('max_requests', max_requests), whole('max_tokens', max_tokens),
   whole('max_bytes', max_bytes), whole('max_tenant_requests', max_tenant_requests),
+  whole('tenant_share', tenant_share),
 }, now_ms(), whole('retention_ms', retention_ms))

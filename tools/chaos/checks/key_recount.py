@@ -56,7 +56,7 @@ async def recount(redis: Redis, keys: Keys, ledger: Ledger, *, exclusive: bool) 
 async def _check_lifetimes(redis: Redis, keys: Keys, names: list[str], ledger: Ledger) -> None:
     permanent = {
         keys.lanes, keys.virtual_time, keys.sweep, keys.leases, keys.counters, keys.bell,
-        keys.dead_letters,
+        keys.dead_letters, keys.fingerprints,
         keys.ingress_tenants, keys.ingress(),
         *(keys.tenants(lane) for lane in Lane),
     }  # fmt: skip
@@ -74,7 +74,7 @@ async def _check_counters(redis: Redis, keys: Keys, ledger: Ledger) -> None:
     raw: dict[bytes, bytes] = await redis.hgetall(keys.counters)  # type: ignore[misc]
     counters = {name.decode(): int(value) for name, value in raw.items()}
     for name, value in counters.items():
-        if not name.startswith(_ENDED) and (value != 0 or name.startswith("tenant:")):
+        if not name.startswith(_ENDED) and (value != 0 or name.startswith("tenant")):
             ledger.violated(Invariant.COUNTERS, name, f"is {value}, though nothing waits")
     right = Counter(f"{_ENDED}{ended.end.state.value}" for ended in ledger.ended.values())
     for name in right.keys() | {n for n in counters if n.startswith(_ENDED)}:

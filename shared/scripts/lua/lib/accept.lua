@@ -40,10 +40,31 @@ local function enqueue(id, request, now, retention)
   return nil
 end
 
+-- Part of a bound that a lane may use: the rest is room of the more urgent ones.
+local ROOM = {critical = 1, normal = 0.95, batch = 0.8}
+
+-- What keeps a tenant from filling the queue for all others. What its requests add up to may be at
+-- most the free room times the lane's weight (8, 4, 1) times `share` percent: dynamic thresholds
+-- (Choudhury, Hahne, 1998). The fewer hold something, the more each may hold, and some room stays
+-- free for whoever comes next. An empty queue takes whatever fits, and so does a tenant that holds
+-- nothing take its lane's room.
+--
+--   used, held, add  what all hold, what the tenant holds, what the request adds
+-- Returns nil, or which bound is reached: '' (the lane's) or 'tenant_', and its value.
+local function exceeded_share(lane, limit, share, used, held, add)
+  if share == 0 or used == 0 then return nil end
+  local room = math.ceil(limit * ROOM[lane])
+  if used + add > room then return '', room end
+  local most = math.floor(share * WEIGHT[lane] * (room - used) / 100)
+  if held > 0 and held + add > most then return 'tenant_', most end
+  return nil
+end
+
 -- The verdict on a new request, and if it is 'ok' its place in the queue. A request that is known
 -- already changes nothing: same payload, one run.
 --
---   bounds  most requests, tokens, bytes, requests of this tenant that may wait; 0: no bound
+--   bounds  most requests, tokens, bytes, requests of this tenant that may wait, and its share in
+--           percent; 0: no bound
 -- Returns {'ok', waiting requests} | {'dup', state, tokens} | {'conflict'} |
 -- {'full', bound, limit}, or an error reply; unless it is 'ok', nothing was stored.
 local function accept(id, request, bounds, now, retention)
@@ -54,13 +75,19 @@ local function accept(id, request, bounds, now, retention)
     return {'dup', known[2], tonumber(known[3]) or 0}
   end
   local used = redis.call('HMGET', PREFIX .. 'counters', 'requests', 'tokens', 'bytes',
-    'tenant:' .. request.tenant)
+    'tenant:' .. request.tenant, 'tenant_tokens:' .. request.tenant,
+    'tenant_bytes:' .. request.tenant)
   local names = {'requests', 'tokens', 'bytes', 'tenant_requests'}
   local adds = {1, request.cost, string.len(request.payload), 1}
   for i = 1, 4 do
-    local limit = bounds[i]
-    if limit > 0 and (tonumber(used[i]) or 0) + adds[i] > limit then
-      return {'full', names[i], limit}
+    local limit, all = bounds[i], tonumber(used[i]) or 0
+    if limit > 0 then
+      if all + adds[i] > limit then return {'full', names[i], limit} end
+      if i < 4 then
+        local held = tonumber(used[i + 3]) or 0
+        local whose, most = exceeded_share(request.lane, limit, bounds[5], all, held, adds[i])
+        if whose then return {'full', whose .. names[i], most} end
+      end
     end
   end
   local refused = enqueue(id, request, now, retention)

@@ -107,9 +107,13 @@ local function count_queued(sign, lane, tenant, cost, bytes)
   redis.call('HINCRBY', counters, 'bytes', sign * bytes)
   redis.call('HINCRBY', counters, 'requests:' .. lane, sign)
   redis.call('HINCRBY', counters, 'tokens:' .. lane, sign * cost)
-  local field = 'tenant:' .. tenant
-  if redis.call('HINCRBY', counters, field, sign) <= 0 then
-    redis.call('HDEL', counters, field)
+  local held, tokens_held = 'tenant:' .. tenant, 'tenant_tokens:' .. tenant
+  local bytes_held = 'tenant_bytes:' .. tenant
+  if redis.call('HINCRBY', counters, held, sign) <= 0 then
+    redis.call('HDEL', counters, held, tokens_held, bytes_held)
+  else
+    redis.call('HINCRBY', counters, tokens_held, sign * cost)
+    redis.call('HINCRBY', counters, bytes_held, sign * bytes)
   end
 end
 
