@@ -161,6 +161,7 @@ def packed_updates(updates: Iterable[Update]) -> list[PackedUpdate]:
         or update.prompt_logprobs
         or update.choice
         or update.discarded_tokens
+        or update.deltas
         else (
             update.id,
             update.start,

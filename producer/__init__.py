@@ -20,7 +20,7 @@ from penstock.shared.errors import (
     UnknownDeadLetter,
     UnknownRequest,
 )
-from penstock.shared.protocol import Chunk, End, Lane, Reason, State, TokenLogprobs, Usage
+from penstock.shared.protocol import Chunk, Delta, End, Lane, Reason, State, TokenLogprobs, Usage
 from penstock.shared.scripts.operations import CancelReply, DeadLetter
 
 from .client import Producer
@@ -37,6 +37,7 @@ __all__ = [
     "ConfigurationError",
     "DeadLetter",
     "DeadLetters",
+    "Delta",
     "End",
     "IdConflict",
     "IdInUse",

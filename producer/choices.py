@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from penstock.shared.protocol import Chunk, End, Reason, State, TokenLogprobs
+from penstock.shared.protocol import Chunk, Delta, End, Reason, State, TokenLogprobs
+from penstock.shared.protocol.chat.deltas import CONTENT, REASONING, TOOL_CALL, moved_deltas
 
 __all__ = ["Choice", "gather_choices"]
 
@@ -20,6 +21,8 @@ class Choice:
         token_ids: its tokens.
         reason: why it ended; None if it did not end, because the request failed or was cancelled.
         logprobs: one per token if the request asked for them, else empty.
+        deltas: the parsed answer in pieces if the request asked for it, else empty; ``token`` is
+            the index of a token of this output.
     """
 
     index: int
@@ -27,6 +30,27 @@ class Choice:
     token_ids: tuple[int, ...] = ()
     reason: Reason | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
+    deltas: tuple[Delta, ...] = ()
+
+    @property
+    def content(self) -> str:
+        """The answer without reasoning and calls; empty if it was not parsed."""
+        return "".join(delta.text for delta in self.deltas if delta.kind == CONTENT)
+
+    @property
+    def reasoning(self) -> str:
+        """The reasoning before the answer; empty if it was not parsed."""
+        return "".join(delta.text for delta in self.deltas if delta.kind == REASONING)
+
+    @property
+    def tool_calls(self) -> tuple[tuple[str, str], ...]:
+        """Name and arguments, as JSON text, of each call; empty if it was not parsed."""
+        calls: dict[int, tuple[str, str]] = {}
+        for delta in self.deltas:
+            if delta.kind == TOOL_CALL:
+                name, arguments = calls.get(delta.index, ("", ""))
+                calls[delta.index] = (name + delta.name, arguments + delta.text)
+        return tuple(calls.values())
 
 
 def gather_choices(chunks: Iterable[Chunk], end: End) -> tuple[Choice, ...]:
@@ -34,11 +58,15 @@ def gather_choices(chunks: Iterable[Chunk], end: End) -> tuple[Choice, ...]:
     texts: dict[int, list[str]] = {0: []}
     ids: dict[int, list[int]] = {0: []}
     logprobs: dict[int, list[TokenLogprobs]] = {0: []}
+    deltas: dict[int, list[Delta]] = {}
     reasons: dict[int, Reason] = {}
     several = False
     for chunk in chunks:
         several |= bool(chunk.parts)
         for run in chunk.runs():
+            if run.deltas:
+                known = len(ids.get(run.choice, ()))
+                deltas.setdefault(run.choice, []).extend(moved_deltas(run.deltas, known))
             texts.setdefault(run.choice, []).append(run.text)
             ids.setdefault(run.choice, []).extend(run.token_ids)
             logprobs.setdefault(run.choice, []).extend(run.logprobs)
@@ -53,6 +81,7 @@ def gather_choices(chunks: Iterable[Chunk], end: End) -> tuple[Choice, ...]:
             token_ids=tuple(ids.get(index, ())),
             reason=reasons.get(index),
             logprobs=tuple(logprobs.get(index, ())),
+            deltas=tuple(deltas.get(index, ())),
         )
         for index in range(max(ids) + 1)
     )

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from penstock.shared.protocol import Answer, Chunk, End, Reason, rolling_digest
+from penstock.shared.protocol.chat.deltas import moved_deltas
 from penstock.shared.protocol.choice_parts import joined_parts
 from penstock.shared.protocol.events import chunk_packer
 from penstock.shared.scripts.operations import Append, AppendRow, AppendStatus, Claim
@@ -158,6 +159,7 @@ class Outbox:
                     or update is None
                     or update.finish is not None
                     or update.logprobs
+                    or update.deltas
                     or len(ids := update.token_ids) != 1
                 ):
                     rows.append(self._special_row(owned, update, now, gaps))
@@ -218,7 +220,7 @@ class Outbox:
             whole = Chunk(
                 start, ids, text, 0, update.logprobs,
                 _text_lengths(update) if _is_cut_by_token(update) else (),
-                update.parts, update.prompt_logprobs,
+                update.parts, update.prompt_logprobs, update.deltas,
             )  # fmt: skip
             owned.digest = whole.digest_after(owned.digest)
             owned.confirmed = start + len(ids)
@@ -316,6 +318,7 @@ def _joined(before: Update, update: Update) -> Update:
         parts=joined_parts(before.parts, update.parts),
         prompt_logprobs=before.prompt_logprobs,  # they come with the first
         text_lengths=(_text_lengths(before) + _text_lengths(update))[:-1],
+        deltas=before.deltas + moved_deltas(update.deltas, len(before.token_ids)),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from penstock.shared.protocol import Reason
+from penstock.shared.protocol.chat.deltas import moved_deltas
 
 from .config import EngineConfig
 from .requests import Finish, Update
@@ -91,7 +92,14 @@ class OutputState:
             update.token_ids += more.token_ids
             update.text += more.text
             update.finish = more.finish
+            if more.deltas:
+                update.deltas += moved_deltas(more.deltas, count)
         return update
+
+    def close(self, update: Update, finish: Finish) -> None:
+        """End the output with an update that does not end it by its own rules."""
+        update.text += self.flush()
+        update.finish = finish
 
     def flush(self) -> str:
         """Release the text held back by the detokeniser and the stop matcher."""

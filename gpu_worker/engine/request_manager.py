@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 from penstock.shared.errors import InvalidRequest
@@ -11,6 +12,7 @@ from .config import EngineConfig
 from .groups.open_group import open_group
 from .groups.sequence_group import SequenceGroup, replay
 from .output_state import OutputState
+from .parsed_output import ParsedOutput
 from .request_validator import RequestValidator
 from .requests import EngineRequest, Finish, Update
 from .scheduling.scheduler import Scheduler
@@ -127,8 +129,9 @@ class RequestManager:
         if sequence.num_prompt_logprobs is not None:
             self._report_prompt(sequence, update)
         if update.finish is None and len(sequence.token_ids) > self._validator.pool_tokens:
-            update.finish = self._validator.too_large(sequence)
-            update.text += self.outputs[sequence.id].flush()
+            finish = self._validator.too_large(sequence)
+            assert finish is not None
+            self.outputs[sequence.id].close(update, finish)
         if update.finish is not None:
             self._remove(sequence)
 
@@ -145,21 +148,24 @@ class RequestManager:
         if request.options.prompt_logprobs is not None and not request.has_published:
             sequence.num_prompt_logprobs = 0
         if request.options.num_sequences == 1:
-            output = self._output(sequence)
+            output = self._output(request, sequence)
             finish = replay(output, request.output_ids) or self._validator.too_large(sequence)
             if finish is None:
                 self.outputs[sequence.id] = output
                 self._scheduler.add(sequence)
             return finish
-        group = open_group(request, sequence, self._validator, self._scheduler, self._output)
+        output_of = functools.partial(self._output, request)
+        group = open_group(request, sequence, self._validator, self._scheduler, output_of)
         if isinstance(group, Finish):
             return group
         self._groups[request.id] = group
         return None
 
-    def _output(self, sequence: Sequence) -> OutputState:
-        prompt_ids = tuple(sequence.token_ids)
-        return OutputState(sequence, self._detokenizer(prompt_ids), self._config)
+    def _output(self, request: EngineRequest, sequence: Sequence) -> OutputState:
+        stream = self._detokenizer(tuple(sequence.token_ids))
+        if request.new_parser is not None:
+            return ParsedOutput(sequence, stream, self._config, request.new_parser())
+        return OutputState(sequence, stream, self._config)
 
     def _advance(
         self, sequence: Sequence, token_ids: tuple[int, ...], output: StepOutput

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from penstock.shared.protocol import Lane, Part, Reason, SamplingOptions, TokenLogprobs
+from penstock.shared.protocol import Delta, Lane, Part, Reason, SamplingOptions, TokenLogprobs
 
 from .sequence import Constraint
+from .text_stream import AnswerParser
 
 __all__ = ["EngineRequest", "Finish", "Update"]
 
@@ -30,6 +31,7 @@ class EngineRequest:
         deadline: when it expires, by the same clock; None: never. Only an order of admission looks
             at it: it is Redis' sweep that ends what is past its time.
         new_constraint: makes the constraint of one output; None if outputs have none.
+        new_parser: makes the parser of one output; None if outputs are not parsed.
     """
 
     id: str
@@ -43,6 +45,7 @@ class EngineRequest:
     arrival: float
     deadline: float | None = None
     new_constraint: Callable[[], Constraint] | None = None
+    new_parser: Callable[[], AnswerParser] | None = None
 
     @property
     def has_published(self) -> bool:
@@ -81,6 +84,7 @@ class Update:
             those of candidates that were not the best. Told with ``finish``.
         text_lengths: of several tokens, how many bytes of the text (UTF-8) came with each but the
             last, which has the rest; empty if that is not known.
+        deltas: what the tokens add to the parsed answer; empty if it is not parsed.
     """
 
     id: str
@@ -96,3 +100,4 @@ class Update:
     discarded_tokens: int = 0
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
     text_lengths: tuple[int, ...] = ()
+    deltas: tuple[Delta, ...] = ()

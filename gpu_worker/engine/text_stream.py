@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
-__all__ = ["StopMatcher", "TextStream"]
+from penstock.shared.protocol import Delta
+from penstock.shared.protocol.chat.deltas import CONTENT
+
+__all__ = ["AnswerParser", "PlainAnswer", "StopMatcher", "TextStream"]
 
 
 class TextStream(Protocol):
@@ -23,6 +26,39 @@ class TextStream(Protocol):
     def flush(self) -> str:
         """What was held back; the output ends here."""
         ...
+
+
+class AnswerParser(Protocol):
+    """Takes one output apart into content, reasoning and tool calls. Deterministic, as the text is.
+
+    Attributes:
+        special_texts: tokens that add no text and that it reads nevertheless, with their texts.
+    """
+
+    special_texts: Mapping[int, str]
+
+    def feed(self, text: str) -> Iterable[Delta]:
+        """What has become certain with this text, which may hold special tokens; never raises."""
+        ...
+
+    def finish(self) -> Iterable[Delta]:
+        """What was held back; the output ends here."""
+        ...
+
+
+class PlainAnswer:
+    """An answer without a form: all of it is content."""
+
+    def __init__(self) -> None:
+        self.special_texts: Mapping[int, str] = {}
+
+    def feed(self, text: str) -> tuple[Delta, ...]:
+        """The text as content."""
+        return (Delta(CONTENT, text),) if text else ()
+
+    def finish(self) -> tuple[Delta, ...]:
+        """Nothing is held back."""
+        return ()
 
 
 class StopMatcher:

@@ -14,10 +14,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from penstock.shared.errors import InvalidRequest
-from penstock.shared.protocol import Reason, SamplingOptions
+from penstock.shared.protocol import Reason, Request, SamplingOptions
 
 from ..engine.requests import EngineRequest, Update
 from ..engine.sequence import Constraint
+from ..engine.text_stream import AnswerParser
 from ..messages import Add, Prepared, bare_end
 
 __all__ = ["InputProcessor"]
@@ -37,10 +38,12 @@ class InputProcessor:
     so that reports about a run come in the order in which things happened.
 
     Args:
-        encode: turns a prompt (text, ids or chat messages) into token ids; may raise
+        encode: turns a request's prompt (text, ids or chat messages) into token ids; may raise
             :class:`InvalidRequest`. Runs in a pool, unless there is nearly nothing to do.
         compile: what is needed to follow the form of a request's output; may raise
             :class:`InvalidRequest`. Runs in a pool, and only for requests that ask for a form.
+        parser: what is needed to parse a request's answer, given the prompt's ids; may raise
+            :class:`InvalidRequest`. Runs in a pool, and only for requests that ask for it.
         add: gives a prepared request to the engine.
         report: takes the outcome of each.
         wake: called, from a pool's thread, when there is something to deliver.
@@ -50,8 +53,9 @@ class InputProcessor:
 
     def __init__(
         self,
-        encode: Callable[[object], Sequence[int]],
+        encode: Callable[[Request], Sequence[int]],
         compile: Callable[[SamplingOptions], Callable[[], Constraint] | None],
+        parser: Callable[[Request, Sequence[int]], Callable[[], AnswerParser]],
         add: Callable[[EngineRequest], None],
         report: Callable[[Prepared], None],
         wake: Callable[[], None],
@@ -63,6 +67,7 @@ class InputProcessor:
     ) -> None:
         self._encode = encode
         self._compile = compile
+        self._parser = parser
         self._add = add
         self._report = report
         self._wake = wake
@@ -76,10 +81,12 @@ class InputProcessor:
 
     def begin(self, order: Add) -> None:
         """Prepare a request: now if that is nearly nothing, else in the pool."""
-        prompt, options = order.request.prompt, order.request.options
+        request = order.request
+        prompt = request.prompt
         are_few_ids = isinstance(prompt[0], int) and len(prompt) <= _IDS_CHECKED_AT_ONCE
+        is_plain = request.options.constraint is None and not request.chat.parse_response
         self._wanted.add(order.run)
-        if are_few_ids and options.constraint is None:
+        if are_few_ids and is_plain:
             self._done.append(self._attempt(order, lambda: self._read(order)))
         else:
             self._pool.submit(self._work, order)
@@ -161,17 +168,20 @@ class InputProcessor:
     def _read(self, order: Add) -> EngineRequest:
         """The request without its grammar."""
         request = order.request
+        prompt_ids = tuple(self._encode(request))
+        parsed = request.chat.parse_response
         return EngineRequest(
             id=order.run,
             lane=request.lane,
             tenant=request.tenant,
-            prompt_ids=tuple(self._encode(request.prompt)),
+            prompt_ids=prompt_ids,
             output_ids=order.output_ids,
             choice_ids=order.choice_ids,
             options=request.options,
             seed=request.seed,
             arrival=order.arrival,
             deadline=order.deadline,
+            new_parser=self._parser(request, prompt_ids) if parsed else None,
         )
 
 

@@ -172,6 +172,7 @@ def _serve(
     inputs = InputProcessor(
         model.encode,
         model.compile,
+        model.parser,
         worker.add,
         channel.send,
         channel.wake,

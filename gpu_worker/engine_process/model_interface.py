@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from penstock.shared.protocol import SamplingOptions
+from penstock.shared.protocol import Request, SamplingOptions
 
 from ..engine.config import EngineConfig
 from ..engine.sequence import Constraint
-from ..engine.text_stream import TextStream
+from ..engine.text_stream import AnswerParser, TextStream
 from .isolation import Runner
 
 __all__ = ["ServingModel"]
@@ -22,9 +22,11 @@ class ServingModel:
     Attributes:
         config: limits for the engine.
         runner: computes plans; warmed up.
-        encode: prompt (text, ids or messages) to token ids; raises ``InvalidRequest``.
+        encode: a request's prompt (text, ids or messages) to token ids; raises ``InvalidRequest``.
         compile: what is needed to follow the form that a request's output must have, see
             :attr:`EngineRequest.new_constraint`; raises ``InvalidRequest``.
+        parser: what is needed to parse the answer to a request, given its prompt's ids, see
+            :attr:`EngineRequest.new_parser`; raises ``InvalidRequest``.
         new_text_stream: an incremental detokeniser of one output, given the prompt's ids.
         summary: one line for the log.
         fingerprint: two models that may give different tokens have different ones.
@@ -32,8 +34,9 @@ class ServingModel:
 
     config: EngineConfig
     runner: Runner
-    encode: Callable[[object], Sequence[int]]
+    encode: Callable[[Request], Sequence[int]]
     compile: Callable[[SamplingOptions], Callable[[], Constraint] | None]
+    parser: Callable[[Request, Sequence[int]], Callable[[], AnswerParser]]
     new_text_stream: Callable[[tuple[int, ...]], TextStream]
     summary: str
     fingerprint: str

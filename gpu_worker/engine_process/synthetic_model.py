@@ -9,17 +9,20 @@ fraction of a second and imports no torch.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from typing import cast
 
 from penstock.shared.errors import InvalidRequest
-from penstock.shared.protocol import SamplingOptions, TokenLogprobs
+from penstock.shared.protocol import Request, SamplingOptions, TokenLogprobs
 from penstock.shared.settings import Settings
 from penstock.shared.synthetic import SYNTHETIC, next_token
 
 from ..engine.plan import Plan
 from ..engine.sequence import Sequence
 from ..engine.step_output import StepOutput
+from ..engine.text_stream import AnswerParser, PlainAnswer
 from .engine_settings import engine_config
 from .model_interface import ServingModel
 
@@ -96,16 +99,22 @@ class _Letters:
         return ""
 
 
-def _encode(prompt: object) -> Seq[int]:
+def _encode(request: Request) -> Seq[int]:
+    prompt = request.prompt
     if isinstance(prompt, str):
         return [ord(character) for character in prompt]
-    assert isinstance(prompt, tuple)
     if isinstance(prompt[0], int):
         for index, token in enumerate(prompt):
             if token > 0x10FFFF:
                 raise InvalidRequest(f"prompt[{index}]", token, "a Unicode code point")
         return prompt
-    return [ord(character) for message in prompt for character in message["content"] + "\n"]
+    texts = [message["content"] for message in cast(tuple[dict[str, str], ...], prompt)]
+    return [ord(character) for text in texts for character in text + "\n"]
+
+
+def _parser(request: Request, prompt_ids: Seq[int]) -> Callable[[], AnswerParser]:
+    del request, prompt_ids
+    return PlainAnswer
 
 
 def _refuse_forms(options: SamplingOptions) -> None:
@@ -128,6 +137,7 @@ def build_synthetic(settings: Settings) -> ServingModel:
         runner=SyntheticRunner(step_ms / 1000),
         encode=_encode,
         compile=_refuse_forms,
+        parser=_parser,
         new_text_stream=_Letters,
         fingerprint=SYNTHETIC,
         summary=f"no model: synthetic tokens, {step_ms:g} ms a step",

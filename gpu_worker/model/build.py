@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 import logging
 import os
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 
 from penstock.shared.errors import ModelError
+from penstock.shared.protocol import Request
 from penstock.shared.settings import EngineSettings, Settings
 
 from ..engine.config import EngineConfig
@@ -31,6 +33,8 @@ from .structured.compile_sandbox import CompileSandbox, UnsafeConstraint
 from .structured.constraint_compiler import ConstraintCompiler
 from .structured.mask_maker import MaskMaker
 from .structured.matcher import ConstraintError
+from .text.answer_format import AnswerFormat
+from .text.chat_prompt import ChatPrompt
 from .text.detokenizer import IncrementalDetokenizer
 from .text.fast_detokenize import decoder_of
 from .text.prompt_tokenizer import encode_prompt
@@ -101,12 +105,29 @@ def build_model(settings: Settings) -> ServingModel:
     return ServingModel(
         config=replace(config, speculation=speculation),
         runner=runner,
-        encode=functools.partial(encode_prompt, loaded.tokenizer, vocab_size=loaded.vocab_size),
+        encode=_encoder(loaded),
         compile=constraints.compile,
+        parser=AnswerFormat(loaded.tokenizer, loaded.model).parser,
         new_text_stream=functools.partial(IncrementalDetokenizer, decoder_of(loaded.tokenizer)),
         summary=summary.replace("torch.", ""),
         fingerprint=fingerprint_of(loaded.path, str(loaded.dtype)),
     )
+
+
+def _encoder(loaded: LoadedModel) -> Callable[[Request], Sequence[int]]:
+    """Encodes the prompts of requests."""
+    chat_prompt = ChatPrompt(loaded.tokenizer)
+
+    def encode(request: Request) -> Sequence[int]:
+        return encode_prompt(
+            loaded.tokenizer,
+            request.prompt,
+            vocab_size=loaded.vocab_size,
+            chat_prompt=chat_prompt,
+            chat=request.chat,
+        )
+
+    return encode
 
 
 def _check_chat_template(loaded: LoadedModel, sandbox: CompileSandbox) -> None:

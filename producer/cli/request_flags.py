@@ -45,7 +45,7 @@ def read_request_options(given: Mapping[str, Any]) -> dict[str, Any]:
         if value is None or value == [] or (isinstance(item.type, Flag) and not value):
             continue
         if isinstance(item.type, Flag):
-            values[item.name] = True
+            values[item.name] = not item.default
         elif item.type.repeated:
             values[item.name] = [item.type.read(item.name, text) for text in value]
         else:
@@ -54,7 +54,9 @@ def read_request_options(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _parameter(item: Option) -> inspect.Parameter:
-    flags = [f"--{item.name.replace('_', '-')}"]
+    # A flag changes the default: one that is true has a flag for false.
+    negative = "no-" if item.default is True else ""
+    flags = [f"--{negative}{item.name.replace('_', '-')}"]
     if len(item.name) == 1:
         flags.append(f"-{item.name}")
     kind: Any = str | None

@@ -1,5 +1,7 @@
 """What travels over Redis: requests in, chunks and ends out, and their closed sets of values."""
 
+from .chat.chat_options import ChatOptions
+from .chat.deltas import Delta
 from .choice_parts import Part
 from .event_reader import unpack_event
 from .events import Chunk, End, Run, TokenLogprobs, Usage, rolling_digest
@@ -11,7 +13,9 @@ __all__ = [
     "MAX_PAYLOAD_BYTES",
     "PROTOCOL_VERSION",
     "Answer",
+    "ChatOptions",
     "Chunk",
+    "Delta",
     "End",
     "Lane",
     "OnDisconnect",

@@ -15,9 +15,9 @@ import msgpack
 
 __all__ = ["compacted"]
 
-_KNOWN = {b"\x94", b"\x95", b"\x96", b"\x97", b"\x98"}
+_KNOWN = {b"\x94", b"\x95", b"\x96", b"\x97", b"\x98", b"\x99"}
 """How chunks of this version begin: as arrays of four elements, or of five with logprobs, six with
-text lengths, seven with parts, eight with logprobs of the prompt."""
+text lengths, seven with parts, eight with logprobs of the prompt, nine with deltas."""
 
 
 def compacted(chunks: Sequence[bytes]) -> bytes | None:
@@ -42,11 +42,12 @@ def compacted(chunks: Sequence[bytes]) -> bytes | None:
     logprobs: list[Any] = []
     parts: list[Any] = []
     of_prompt: Any = None
+    deltas: list[Any] = []
     by_token = False  # whether parts, too, need their lengths
     digest = 0
     try:
         for start, some, text, after, *more in unpacker:
-            digest = after
+            digest, before = after, len(ids)
             if start != len(ids) or not isinstance(some, list):
                 return None
             ids += some
@@ -61,9 +62,11 @@ def compacted(chunks: Sequence[bytes]) -> bytes | None:
             if more:
                 logprobs += more[0] or ()
             if len(more) > 3:
-                if start:  # logprobs of the prompt come first or not at all
+                if start and more[3]:  # logprobs of the prompt come first or not at all
                     return None
-                of_prompt = more[3]
+                of_prompt = of_prompt or more[3]
+            if len(more) > 4:
+                deltas += [(token + before, *rest) for token, *rest in more[4] or ()]
         fits = len(texts) == len(chunks) and len(lengths) == len(ids)
         if not fits or len(logprobs) not in (0, len(ids)):
             return None
@@ -71,7 +74,7 @@ def compacted(chunks: Sequence[bytes]) -> bytes | None:
             return None
         if parts and not by_token:
             lengths = []
-        whole = _whole(ids, "".join(texts), digest, logprobs, lengths, parts, of_prompt)
+        whole = _whole(ids, "".join(texts), digest, logprobs, lengths, parts, of_prompt, deltas)
         # By hand and not by Chunk.pack, which would make, and check, objects by the thousand.
         packed: bytes = msgpack.packb(whole, use_single_float=True)
     except (msgpack.UnpackException, TypeError, ValueError, AttributeError, LookupError):
@@ -87,9 +90,12 @@ def _whole(
     lengths: Sequence[int],
     parts: Sequence[Any],
     of_prompt: Any,
+    deltas: Sequence[Any],
 ) -> tuple[Any, ...]:
     """What stands in the one chunk: as many elements as it takes."""
     wire = (0, ids, text, digest, logprobs or None, lengths or None)
+    if deltas:
+        return (*wire, parts or None, of_prompt or None, deltas)
     if of_prompt:
         return (*wire, parts or None, of_prompt)
     return (*wire, parts) if parts else wire

@@ -14,6 +14,7 @@ from typing import Any
 import msgpack
 
 from ..errors import ProtocolError
+from .chat.deltas import read_deltas
 from .choice_parts import Part, read_parts
 from .events import END_MARK, Chunk, End, TokenLogprobs, Usage
 from .parsing import PARSER_ERRORS
@@ -56,7 +57,7 @@ def unpack_event(data: bytes) -> Chunk | End:
             start, token_ids, text, digest = wire
             chunk = Chunk(start, tuple(token_ids), text, digest)
         elif wire[0] != END_MARK:
-            chunk = _whole_chunk(*wire[:8])
+            chunk = _whole_chunk(*wire[:9])
         else:
             return _end(*wire[1:6])
         _check_chunk(chunk)
@@ -82,6 +83,7 @@ def _whole_chunk(
     lengths: Any = None,
     parts: Any = None,
     of_prompt: Any = None,
+    deltas: Any = None,
 ) -> Chunk:
     read = read_parts(parts, len(token_ids))
     return Chunk(
@@ -93,6 +95,7 @@ def _whole_chunk(
         _text_lengths(lengths, read or (Part(0, 0, len(token_ids), text),)),
         read,
         _prompt_logprobs(of_prompt),
+        read_deltas(deltas, len(token_ids)),
     )
 
 
@@ -169,5 +172,5 @@ def _read_json(data: bytes) -> tuple[Any, ...]:
         end_names = ("n", "state", "reason", "message", "usage")
         return (END_MARK, *(wire[name] for name in end_names))
     chunk = tuple(wire[name] for name in ("start", "ids", "text", "digest"))
-    names = ("logprobs", "text_lengths", "parts", "prompt_logprobs")
+    names = ("logprobs", "text_lengths", "parts", "prompt_logprobs", "deltas")
     return (*chunk, *(wire.get(name) for name in names))

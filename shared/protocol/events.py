@@ -15,6 +15,7 @@ from zlib import crc32
 import msgpack
 
 from ..quoting import one_line
+from .chat.deltas import Delta, cut_deltas, packed_deltas
 from .choice_parts import Part, cut_parts, digest_words
 from .states import Answer, Reason, State
 
@@ -75,6 +76,8 @@ class Run(NamedTuple):
         text: what the tokens add to the choice's text.
         reason: why the choice ended with the last token; only for requests with several choices.
         logprobs: one per token if the request asked for them, else empty.
+        deltas: of the tokens, if the request asked for them, else empty; ``token`` counts within
+            the run.
     """
 
     choice: int
@@ -83,6 +86,7 @@ class Run(NamedTuple):
     text: str
     reason: Reason | None
     logprobs: tuple[TokenLogprobs, ...]
+    deltas: tuple[Delta, ...] = ()
 
 
 class Chunk(NamedTuple):
@@ -107,6 +111,8 @@ class Chunk(NamedTuple):
         parts: which tokens belong to which choice, for a request with several; else empty.
         prompt_logprobs: in the first chunk, one per token of the prompt if the request asked for
             them, else empty. Of the first token, which nothing comes before, None.
+        deltas: what the tokens add to the parsed answer if the request asked for it
+            (``parse_response``), else empty; in the order of their tokens.
     """
 
     start: int
@@ -117,6 +123,7 @@ class Chunk(NamedTuple):
     text_lengths: tuple[int, ...] = ()
     parts: tuple[Part, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
+    deltas: tuple[Delta, ...] = ()
 
     @property
     def stop(self) -> int:
@@ -126,11 +133,14 @@ class Chunk(NamedTuple):
     def runs(self) -> Iterator[Run]:
         """The tokens by choice, whether the request has one or several."""
         if not self.parts:
-            yield Run(0, self.start, self.token_ids, self.text, None, self.logprobs)
+            whole = (self.start, self.token_ids, self.text, None, self.logprobs, self.deltas)
+            yield Run(0, *whole)
         at = 0
         for choice, start, count, text, reason in self.parts:
             piece = slice(at, at + count)
-            yield Run(choice, start, self.token_ids[piece], text, reason, self.logprobs[piece])
+            deltas = cut_deltas(self.deltas, at, at + count)
+            logprobs = self.logprobs[piece]
+            yield Run(choice, start, self.token_ids[piece], text, reason, logprobs, deltas)
             at += count
 
     def has_seam(self, known: int) -> bool:
@@ -168,6 +178,7 @@ class Chunk(NamedTuple):
             text_lengths=self.text_lengths[known:],
             parts=cut_parts(self.parts, known, self.text_lengths),
             prompt_logprobs=() if known else self.prompt_logprobs,
+            deltas=cut_deltas(self.deltas, known, len(self.token_ids)),
         )
 
     def pack(self, answer: Answer = Answer.MSGPACK) -> bytes:
@@ -176,7 +187,9 @@ class Chunk(NamedTuple):
         Further elements, and the names of the JSON fields: fifth, ``logprobs``,
         ``[[logprob, [[id, logprob]...]]...]``; sixth, ``text_lengths``; seventh, ``parts``,
         ``[[choice, start, num_tokens, text, reason or nil]...]``; eighth, ``prompt_logprobs``, like
-        the fifth, its first entry nil. Elements before the last that do not apply are nil.
+        the fifth, its first entry nil; ninth, ``deltas``,
+        ``[[token, kind, text, index, name]...]``. Elements before the last that do
+        not apply are nil.
         """
         if answer is Answer.JSON:
             more: dict[str, Any] = {"logprobs": self.logprobs} if self.logprobs else {}
@@ -186,25 +199,22 @@ class Chunk(NamedTuple):
                 more["parts"] = [part._asdict() for part in self.parts]
             if self.prompt_logprobs:
                 more["prompt_logprobs"] = self.prompt_logprobs
+            if self.deltas:
+                more["deltas"] = [delta._asdict() for delta in self.deltas]
             return _json(
                 {"start": self.start, "ids": self.token_ids, "text": self.text,
                  "digest": self.digest, **more}
             )  # fmt: skip
+        further: list[Any] = [
+            self.logprobs, self.text_lengths, self.parts, self.prompt_logprobs,
+            packed_deltas(self.deltas),
+        ]  # fmt: skip
+        while further and not further[-1]:
+            further.pop()
         wire = (self.start, self.token_ids, self.text, self.digest)
-        packed: bytes
-        if self.prompt_logprobs:
-            most = (self.logprobs or None, self.text_lengths or None, self.parts or None)
-            packed = msgpack.packb((*wire, *most, self.prompt_logprobs), use_single_float=True)
-        elif self.parts:
-            parted = (self.logprobs or None, self.text_lengths or None, self.parts)
-            packed = msgpack.packb((*wire, *parted), use_single_float=True)
-        elif self.text_lengths:
-            last = (self.logprobs or None, self.text_lengths)
-            packed = msgpack.packb((*wire, *last), use_single_float=True)
-        elif self.logprobs:
-            packed = msgpack.packb((*wire, self.logprobs), use_single_float=True)
-        else:
-            packed = msgpack.packb(wire)
+        packed: bytes = msgpack.packb(
+            (*wire, *(item or None for item in further)), use_single_float=True
+        )
         return packed
 
 

@@ -16,6 +16,8 @@ from typing import Any
 import msgpack
 
 from ..errors import InvalidRequest, ProtocolError
+from .chat.chat_messages import check_messages, message_bytes
+from .chat.chat_options import CHAT_OPTIONS, ChatOptions
 from .collection_types import TokenIds
 from .field_types import Integer, Name, OptionTable, Text, Word, option
 from .parsing import parse_msgpack
@@ -60,9 +62,10 @@ class Request:
 
     Attributes:
         id: chosen by the client and unique per shard; submitting an id twice runs it once.
-        prompt: text, token ids, or chat messages (``{"role": ..., "content": ...}``) that the
-            worker renders with the model's chat template.
+        prompt: text, token ids, or chat messages that the worker renders with the model's chat
+            template, in the normal form of :func:`.chat.chat_messages.check_messages`.
         options: sampling and stopping.
+        chat: tools, template variables, and whether the answer is parsed.
 
     Its other fields are declared as in :class:`SamplingOptions`.
 
@@ -71,10 +74,11 @@ class Request:
     """
 
     id: str
-    prompt: str | tuple[int, ...] | tuple[dict[str, str], ...]
+    prompt: str | tuple[int, ...] | tuple[dict[str, Any], ...]
     lane: Lane = option(Lane.NORMAL, Word(Lane), "How urgent the request is.")
     tenant: str = option("default", TENANT_TYPE, "Who pays; fair shares are between tenants.")
     options: SamplingOptions = field(default_factory=SamplingOptions)
+    chat: ChatOptions = field(default_factory=ChatOptions)
     deadline_ms: int | None = option(
         None,
         Integer(1, MAX_WAIT_MS),
@@ -103,6 +107,9 @@ class Request:
         object.__setattr__(self, "prompt", _prompt(self.prompt))
         if not isinstance(self.options, SamplingOptions):
             raise InvalidRequest("options", self.options, "SamplingOptions")
+        if not isinstance(self.chat, ChatOptions):
+            raise InvalidRequest("chat", self.chat, "ChatOptions")
+        self._check_chat()
         if isinstance(self.prompt[0], int):
             self.options.check_prompt(len(self.prompt))
 
@@ -114,11 +121,22 @@ class Request:
             InvalidRequest: as the class; also for a field that does not exist.
         """
         options = {key: values.pop(key) for key in list(values) if key in SAMPLING_OPTIONS.defaults}
+        chat = {key: values.pop(key) for key in list(values) if key in CHAT_OPTIONS.defaults}
         for name in values:
             if name not in _OWN.defaults:
-                known = ("id", "prompt", *_OWN.defaults, *SAMPLING_OPTIONS.defaults)
+                known = ("id", "prompt", *(item.name for item in REQUEST_OPTIONS))
                 raise unknown_field(name, values[name], known)
-        return cls(id=id, prompt=prompt, options=SamplingOptions(**options), **values)
+        of_chat = ChatOptions(**chat)
+        return cls(id=id, prompt=prompt, options=SamplingOptions(**options), chat=of_chat, **values)
+
+    def _check_chat(self) -> None:
+        """Check what chat options ask of the other fields."""
+        chat = self.chat
+        if not isinstance(self.prompt[0], Mapping):
+            for name in ("tools", "chat_template_kwargs", "reasoning_effort"):
+                if (value := getattr(chat, name)) is not None:
+                    allowed = "nothing beside a prompt of text or token ids; give chat messages"
+                    raise InvalidRequest(name, value, allowed)
 
     @property
     def seed(self) -> int:
@@ -139,13 +157,15 @@ class Request:
     def prompt_estimate(self) -> int:
         """Of :attr:`cost_estimate`, the tokens of the prompt.
 
-        Those of a text are taken as its UTF-8 bytes over 4, rounded up.
+        Those of a text are taken as its UTF-8 bytes over 4, rounded up. Chat counts what its
+        messages say, and the tools.
         """
         if isinstance(self.prompt, str):
             return -(-len(self.prompt.encode()) // 4)
         if isinstance(self.prompt[0], int):
             return len(self.prompt)
-        return -(-sum(len(m["content"].encode()) for m in self.prompt) // 4)
+        tools = 0 if self.chat.tools is None else len(self.chat.tools.encode())
+        return -(-(sum(map(message_bytes, self.prompt)) + tools) // 4)
 
     @property
     def output_estimate(self) -> int:
@@ -167,8 +187,9 @@ class Request:
             InvalidRequest: the packed form is larger than :data:`MAX_PAYLOAD_BYTES`.
         """
         wire: dict[str, Any] = {"v": PROTOCOL_VERSION, "id": self.id, "prompt": self.prompt}
-        for owner, defaults in ((self, _OWN.defaults), (self.options, SAMPLING_OPTIONS.defaults)):
-            for name, default in defaults.items():
+        tables = (self, _OWN), (self.options, SAMPLING_OPTIONS), (self.chat, CHAT_OPTIONS)
+        for owner, table in tables:
+            for name, default in table.defaults.items():
                 value = getattr(owner, name)
                 if value != default:
                     wire[name] = value
@@ -205,7 +226,7 @@ class Request:
 
 _OWN = OptionTable(Request)
 
-REQUEST_OPTIONS = (*_OWN.options, *SAMPLING_OPTIONS.options)
+REQUEST_OPTIONS = (*_OWN.options, *SAMPLING_OPTIONS.options, *CHAT_OPTIONS.options)
 """All fields of a request that may be left out, in the order of its packed form."""
 
 
@@ -235,23 +256,12 @@ def check_tenant(value: object) -> str:
     return TENANT_TYPE.check("tenant", value)
 
 
-def _prompt(value: object) -> str | tuple[int, ...] | tuple[dict[str, str], ...]:
+def _prompt(value: object) -> str | tuple[int, ...] | tuple[dict[str, Any], ...]:
     if isinstance(value, str):
         return Text(MAX_PAYLOAD_BYTES).check("prompt", value)
     kinds = "non-empty text, a list of token ids, or a list of chat messages"
     if not isinstance(value, Sequence) or isinstance(value, bytes | bytearray) or not value:
         raise InvalidRequest("prompt", value, kinds)
     if isinstance(value[0], Mapping):
-        return tuple(_message(f"prompt[{i}]", message) for i, message in enumerate(value))
+        return check_messages("prompt", value)
     return TokenIds(MAX_PROMPT_TOKENS, min_items=1).check("prompt", value)
-
-
-def _message(where: str, value: object) -> dict[str, str]:
-    if not isinstance(value, Mapping) or set(value) != {"role", "content"}:
-        raise InvalidRequest(where, value, "a map with exactly the keys role and content")
-    return {
-        "role": Text(64).check(f"{where}.role", value["role"]),
-        "content": Text(MAX_PAYLOAD_BYTES, empty_ok=True).check(
-            f"{where}.content", value["content"]
-        ),
-    }

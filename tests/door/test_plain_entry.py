@@ -12,6 +12,7 @@ from penstock.shared.errors import InvalidRequest
 from penstock.shared.protocol import (
     MAX_PAYLOAD_BYTES,
     Answer,
+    ChatOptions,
     Lane,
     Reason,
     Request,
@@ -65,7 +66,8 @@ def test_every_field_is_read() -> None:
 
 
 def test_no_field_of_a_request_is_left_out() -> None:
-    names = {f.name for kind in (Request, SamplingOptions) for f in fields(kind)} - {"options"}
+    kinds = (Request, SamplingOptions, ChatOptions)
+    names = {f.name for kind in kinds for f in fields(kind)} - {"options", "chat"}
     known = refusal_of(*HI, "colour", "red").message.partition("one of the fields ")[2]
     assert set(known.split(", ")) == names | {"prompt_ids", "messages", "stop_json", "choice_json"}
 
@@ -143,7 +145,7 @@ BAD = [
     (("id", "abc", "prompt_ids", '[{"role":"user","content":"Hi"}]'), "prompt_ids: "),
     (("id", "abc", "prompt_ids", "[]"), "prompt: "),
     (("id", "abc", "messages", "[1]"), "messages: "),
-    (("id", "abc", "messages", '[{"role":"user"}]'), "prompt[0]: "),
+    (("id", "abc", "messages", '[{"role":"user"}]'), "prompt[0].content: "),
     (("id", "abc", "messages", "{}"), "messages: "),
     (("id", "abc", "prompt", b"\xff\xfe"), "prompt: got b'\\xff\\xfe'; allowed: text in UTF-8"),
     ((*HI, b"\xff", "x"), "field name: "),

@@ -14,6 +14,7 @@ from penstock.shared.errors import ProtocolError
 from penstock.shared.protocol import (
     Answer,
     Chunk,
+    Delta,
     End,
     Reason,
     TokenLogprobs,
@@ -39,10 +40,21 @@ def logs(draw: st.DrawFn) -> list[Chunk]:
             start, tuple(ids[start : start + size]), draw(st.sampled_from(TEXTS)),
             rolling_digest(ids[: start + size]), logprobs,
             prompt_logprobs=(None, *some_logprobs(2)) if of_prompt and not start else (),
+            deltas=draw(some_deltas(size)),
         )  # fmt: skip
         chunks.append(chunk)
         start += size
     return chunks
+
+
+@st.composite
+def some_deltas(draw: st.DrawFn, num_tokens: int) -> tuple[Delta, ...]:
+    tokens = sorted(draw(st.lists(st.integers(0, num_tokens - 1), max_size=3)))
+    kinds = st.sampled_from(("content", "reasoning", "tool_call"))
+    return tuple(
+        Delta(draw(kinds), draw(st.sampled_from(TEXTS)), draw(st.integers(0, 3)), "f", token)
+        for token in tokens
+    )
 
 
 def some_logprobs(count: int) -> tuple[TokenLogprobs, ...]:
@@ -68,6 +80,7 @@ def logs_of_several(draw: st.DrawFn) -> list[Chunk]:
         chunk = Chunk(
             start, tuple(ids), "", 0, some_logprobs(size) if with_logprobs else (), (),
             tuple(parts), (None, *some_logprobs(2)) if of_prompt and not start else (),
+            draw(some_deltas(size)),
         )  # fmt: skip
         digest = chunk.digest_after(digest)
         chunks.append(chunk._replace(digest=digest))
@@ -104,6 +117,7 @@ def read(events: list[Chunk], index: int, digest: int | None = None) -> tuple[An
         [(run.choice, run.reason) for run in runs if run.reason],
         [entry for chunk in ready for entry in chunk.prompt_logprobs],
         [entry for chunk in ready for entry in chunk.logprobs],
+        [(run.choice, run.start + d.token, d[:4]) for run in runs for d in run.deltas],
         merger.digest,
     )
 

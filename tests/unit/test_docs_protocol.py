@@ -17,6 +17,7 @@ from penstock.shared.errors import InvalidRequest
 from penstock.shared.keys import GROUP, Keys
 from penstock.shared.protocol import (
     Answer,
+    ChatOptions,
     Chunk,
     End,
     Lane,
@@ -50,8 +51,8 @@ def test_request_fields() -> None:
     assert [code(row[0]) for row in table(PROTOCOL, "Field", "Type", "Range")] == [
         "v", "id", "prompt",
     ]  # fmt: skip
-    names = {f.name for f in fields(Request)} | {f.name for f in fields(SamplingOptions)}
-    assert {item.name for item in REQUEST_OPTIONS} == names - {"id", "prompt", "options"}
+    names = {f.name for kind in (Request, SamplingOptions, ChatOptions) for f in fields(kind)}
+    assert {item.name for item in REQUEST_OPTIONS} == names - {"id", "prompt", "options", "chat"}
 
 
 def test_the_reference_of_the_options_is_written_from_their_declarations() -> None:

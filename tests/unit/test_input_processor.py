@@ -9,6 +9,7 @@ from typing import Any
 from waiting import wait_until
 
 from penstock.gpu_worker.engine.requests import EngineRequest
+from penstock.gpu_worker.engine.text_stream import AnswerParser
 from penstock.gpu_worker.engine_process.input_processor import InputProcessor
 from penstock.gpu_worker.messages import Add, Prepared
 from penstock.shared.errors import InvalidRequest
@@ -21,6 +22,14 @@ def order(run: str, **fields: Any) -> Add:
     )
 
 
+def no_parser(request: Request, prompt_ids: Sequence[int]) -> Callable[[], AnswerParser]:
+    raise AssertionError("no request asks for one")
+
+
+def compile_nothing(options: SamplingOptions) -> None:
+    return None
+
+
 class Told(list[Prepared]):
     """What was told, and what the engine was given."""
 
@@ -30,14 +39,14 @@ class Told(list[Prepared]):
 
 
 def prepare(
-    encode: Callable[[object], Sequence[int]],
+    encode: Callable[[Request], Sequence[int]],
     orders: Sequence[Add],
     compile: Callable[[Any], Any] = lambda options: None,
     **settings: float,
 ) -> Told:
     told = Told()
     inputs = InputProcessor(
-        encode, compile, told.added.append, told.append, lambda: None, **settings
+        encode, compile, no_parser, told.added.append, told.append, lambda: None, **settings
     )
     for one in orders:
         inputs.begin(one)
@@ -75,9 +84,9 @@ def test_prompts_are_tokenised_side_by_side_and_not_on_the_loops_thread() -> Non
 
 
 def test_what_can_not_be_prepared_ends_and_says_why() -> None:
-    def encode(prompt: object) -> list[int]:
-        if prompt == "bad":
-            raise InvalidRequest("prompt", prompt, "a good one")
+    def encode(request: Request) -> list[int]:
+        if request.prompt == "bad":
+            raise InvalidRequest("prompt", request.prompt, "a good one")
         raise RuntimeError("the tokenizer broke")
 
     told = prepare(encode, [order("bad", prompt="bad"), order("other")])
@@ -129,7 +138,7 @@ def slow_orders() -> list[Add]:
 def test_prompts_are_not_held_by_grammars() -> None:
     told, compile = Told(), Slow()
     inputs = InputProcessor(
-        lambda prompt: [1], compile, told.added.append, told.append, lambda: None
+        lambda request: [1], compile, no_parser, told.added.append, told.append, lambda: None
     )
     for one in [*slow_orders(), order("plain")]:
         inputs.begin(one)
@@ -172,6 +181,7 @@ def test_a_grammar_is_refused_for_its_own_time_only() -> None:
     inputs = InputProcessor(
         encode,
         compile,
+        no_parser,
         told.added.append,
         told.append,
         lambda: None,
@@ -203,7 +213,12 @@ def test_a_grammar_is_refused_for_its_own_time_only() -> None:
 def test_what_is_given_up_before_its_turn_is_not_compiled() -> None:
     told, compile, woken = Told(), Slow(), threading.Semaphore(0)
     inputs = InputProcessor(
-        lambda prompt: [1], compile, told.added.append, told.append, lambda: woken.release()
+        lambda request: [1],
+        compile,
+        no_parser,
+        told.added.append,
+        told.append,
+        lambda: woken.release(),
     )
     quick = order("quick", options=SamplingOptions(regex="quick"))
     for one in slow_orders():
@@ -234,14 +249,14 @@ def test_what_is_given_up_while_it_is_prepared_never_reaches_the_engine() -> Non
     gate, done = threading.Event(), threading.Event()
     told, woken = Told(), threading.Semaphore(0)
 
-    def encode(prompt: object) -> list[int]:
+    def encode(request: Request) -> list[int]:
         gate.wait(10)
-        if prompt == "last":
+        if request.prompt == "last":
             done.set()
         return [1]
 
     inputs = InputProcessor(
-        encode, lambda options: None, told.added.append, told.append, lambda: woken.release()
+        encode, compile_nothing, no_parser, told.added.append, told.append, lambda: woken.release()
     )
     inputs.begin(order("a"))
     inputs.begin(order("b"))

@@ -49,7 +49,8 @@ def test_every_option_has_a_flag() -> None:
     assert submitted() == {}
     forms = {"boolean": [], "list of integers": ["[1]"], Biases.wire: ["{}"]}
     for item in REQUEST_OPTIONS:
-        flag = f"--{item.name.replace('_', '-')}"
+        negative = "no-" if item.default is True else ""
+        flag = f"--{negative}{item.name.replace('_', '-')}"
         assert submitted(flag, *forms.get(item.type.wire, ["1"])).keys() == {item.name}
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 
-from penstock.shared.protocol import Reason, TokenLogprobs
+from penstock.shared.protocol import Delta, Reason, TokenLogprobs
+from penstock.shared.protocol.chat.deltas import moved_deltas
 
 from ..output_state import OutputState
 from ..request_validator import RequestValidator
@@ -25,10 +26,12 @@ class Hypothesis:
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    deltas: list[Delta] = field(default_factory=list)
     reason: Reason | None = None
 
     def add(self, update: Update) -> None:
         """What comes next."""
+        self.deltas += moved_deltas(update.deltas, len(self.token_ids))
         self.token_ids += update.token_ids
         self.text += update.text
         self.logprobs += update.logprobs
@@ -105,6 +108,8 @@ def answer(
         )
         for rank, one in enumerate(chosen)
     ]  # fmt: skip
+    for update, one in zip(updates, chosen, strict=True):
+        update.deltas = tuple(one.deltas)
     if first.options.n > 1:
         for update, one in zip(updates, chosen, strict=True):
             update.parts = (part_of(update, one.reason),)

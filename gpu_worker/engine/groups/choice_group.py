@@ -59,9 +59,8 @@ class ChoiceGroup(SequenceGroup):
             return [update]
         update.parts = (part_of(update, None),)
         if (finish := self._validator.too_large(sequence)) is not None:
-            update.text += text.flush()
+            text.close(update, finish)
             update.parts = (part_of(update, None),)
-            update.finish = finish
             self.remove()
         return [update]
 

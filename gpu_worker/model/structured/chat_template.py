@@ -6,14 +6,14 @@ compute: ``{{ 9 ** 999999999 }}`` takes hours and holds the interpreter lock.
 
 from __future__ import annotations
 
-from jinja2 import TemplateSyntaxError, nodes
+from jinja2 import TemplateSyntaxError, meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from .matcher import ConstraintError, first_line
 
-__all__ = ["compile_chat_template"]
+__all__ = ["compile_chat_template", "template_variables"]
 
 
 class _Generation(Extension):
@@ -33,10 +33,25 @@ def compile_chat_template(source: str) -> None:
     Raises:
         ConstraintError: it is malformed.
     """
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-    )
     try:
-        environment.from_string(source)
+        _environment().from_string(source)
     except (TemplateSyntaxError, RecursionError) as error:
         raise ConstraintError(first_line(str(error))) from None
+
+
+def template_variables(source: str) -> frozenset[str]:
+    """Names of the variables that a template reads and does not set; none if it is malformed.
+
+    Call it only for a template that :func:`compile_chat_template` took: this folds constants, too.
+    """
+    environment = _environment()
+    try:
+        return frozenset(meta.find_undeclared_variables(environment.parse(source)))
+    except (TemplateSyntaxError, RecursionError):
+        return frozenset()
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    return ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )

@@ -6,11 +6,21 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penstock.shared.errors import InvalidRequest
+from penstock.shared.protocol import ChatOptions
+
+from .chat_prompt import ChatPrompt
 
 __all__ = ["encode_prompt"]
 
 
-def encode_prompt(tokenizer: Any, prompt: object, *, vocab_size: int | None = None) -> list[int]:
+def encode_prompt(
+    tokenizer: Any,
+    prompt: object,
+    *,
+    vocab_size: int | None = None,
+    chat_prompt: ChatPrompt | None = None,
+    chat: ChatOptions | None = None,
+) -> list[int]:
     """The token ids of a prompt in any of its three forms.
 
     Args:
@@ -20,17 +30,20 @@ def encode_prompt(tokenizer: Any, prompt: object, *, vocab_size: int | None = No
             the model's chat template, up to where the assistant's answer begins.
         vocab_size: ids are below it: the width of the model's embedding, which may be more than
             the tokenizer has words. None takes the tokenizer's.
+        chat_prompt: renders messages; None makes one.
+        chat: what the request says to it; None says nothing.
 
     Raises:
         InvalidRequest: an id is out of range, the prompt has no tokens, the model has no chat
-            template, or the template does not accept the messages.
+            template, or the template does not accept the messages or an option.
     """
     if isinstance(prompt, str):
         ids = _encode_text(tokenizer, prompt)
     elif not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):
         raise InvalidRequest("prompt", prompt, "text, token ids or chat messages")
     elif prompt and isinstance(prompt[0], Mapping):
-        ids = _encode_chat(tokenizer, prompt)
+        renderer = ChatPrompt(tokenizer) if chat_prompt is None else chat_prompt
+        ids = renderer.encode(prompt, ChatOptions() if chat is None else chat)
     else:
         ids = _check_ids(prompt, len(tokenizer) if vocab_size is None else vocab_size)
     if not ids:
@@ -59,22 +72,3 @@ def _check_ids(ids: Sequence[Any], vocab_size: int) -> list[int]:
             allowed = f"a token id from 0 to {vocab_size - 1}, this model's vocabulary"
             raise InvalidRequest(f"prompt[{position}]", token_id, allowed)
     return list(ids)
-
-
-def _encode_chat(tokenizer: Any, messages: Sequence[Any]) -> list[int]:
-    if not getattr(tokenizer, "chat_template", None):
-        allowed = "text or token ids: this model has no chat template"
-        raise InvalidRequest("prompt", messages, allowed)
-    try:
-        rendered = tokenizer.apply_chat_template(
-            list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
-        )
-    except ImportError:
-        raise  # the installation lacks the template engine; no request is at fault
-    except Exception as error:
-        # A template is a program of the checkpoint's: it may raise anything for messages it does
-        # not like, roles that do not alternate being the usual case.
-        text = " ".join(str(error).split()) or type(error).__name__
-        allowed = f"messages that the model's chat template accepts; it says: {text[:200]}"
-        raise InvalidRequest("prompt", messages, allowed) from error
-    return list(rendered)

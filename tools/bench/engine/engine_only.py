@@ -93,7 +93,7 @@ def _orders(model: ServingModel, trace: Trace, name: str) -> Sequence[EngineRequ
             id=request.id,
             lane=request.lane,
             tenant=request.tenant,
-            prompt_ids=tuple(model.encode(request.prompt)),
+            prompt_ids=tuple(model.encode(request)),
             options=request.options,
             seed=request.seed,
             arrival=time.monotonic(),

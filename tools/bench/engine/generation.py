@@ -61,7 +61,7 @@ class EngineSide:
                     id=request.id,
                     lane=request.lane,
                     tenant=request.tenant,
-                    prompt_ids=tuple(self._served.encode(request.prompt)),
+                    prompt_ids=tuple(self._served.encode(request)),
                     options=request.options,
                     seed=request.seed,
                     arrival=began,

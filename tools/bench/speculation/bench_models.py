@@ -23,7 +23,7 @@ from penstock.gpu_worker.model.kv.kv_pool import KVPool
 from penstock.gpu_worker.model.loading.loader import LoadedModel, adopt_model, pick_device
 from penstock.gpu_worker.model.runner import ModelRunner
 from penstock.gpu_worker.model.sampling.sampler import Sampler
-from penstock.shared.protocol import SamplingOptions
+from penstock.shared.protocol import Request, SamplingOptions
 from penstock.shared.settings import Settings, load_settings
 
 from ..options import SpeculationOptions
@@ -69,7 +69,7 @@ class Models:
     target: LoadedModel
     draft: LoadedModel | None
     config: EngineConfig
-    encode: Callable[[object], Sequence[int]] | None
+    encode: Callable[[str], Sequence[int]] | None
     compile: Callable[[SamplingOptions], Callable[[], Constraint] | None]
     new_text_stream: Callable[[tuple[int, ...]], TextStream]
     acceptance: float | None
@@ -134,7 +134,7 @@ def load_models(options: SpeculationOptions) -> Models:
         target=target,
         draft=load_draft(settings, target),
         config=served.config,
-        encode=served.encode,
+        encode=lambda text: served.encode(Request(id="bench", prompt=text)),
         compile=served.compile,
         new_text_stream=served.new_text_stream,
         acceptance=None,

@@ -21,6 +21,7 @@ from penstock.gpu_worker.engine.scheduling.scheduler_config import Chunking
 from penstock.gpu_worker.engine_process.gc_tuning import calm_collector
 from penstock.gpu_worker.engine_process.model_interface import ServingModel
 from penstock.shared.errors import ConfigurationError
+from penstock.shared.protocol import Request
 from penstock.shared.settings import load_settings
 
 from ...report import Report
@@ -131,7 +132,7 @@ def _load(served: ServingModel, options: ModesOptions, round: int) -> Sequence[T
     draw = random.Random(f"modes {round}")
     topics = pydoc_data.topics.topics
     text = " ".join(topics[name] for name in draw.sample(sorted(topics), 12))
-    ids = list(served.encode(text))
+    ids = list(served.encode(Request(id="modes", prompt=text)))
     most = options.prefix + options.requests * _OWN_TOKENS[1]
     ids *= -(-most // len(ids))
     prefix, at, requests = tuple(ids[: options.prefix]), options.prefix, []

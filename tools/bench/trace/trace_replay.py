@@ -141,7 +141,7 @@ def engine_request(served: ServingModel, index: int, request: TraceRequest) -> E
         id=asked.id,
         lane=asked.lane,
         tenant=asked.tenant,
-        prompt_ids=tuple(served.encode(asked.prompt)),
+        prompt_ids=tuple(served.encode(asked)),
         options=asked.options,
         seed=asked.seed,
         arrival=time.perf_counter(),

@@ -1,0 +1,1 @@
+"""Chat on the wire: messages, tools, and the parsed answer."""
