@@ -26,7 +26,7 @@ $(BIN)/pytest tests/faults tests/simulate -m "alone and not slow" || status=$$?;
 exit $$status
 endef
 
-.PHONY: help demo test check fuzz bench faults soak install clean FORCE
+.PHONY: help demo test oracle check fuzz bench faults soak install clean FORCE
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
@@ -42,6 +42,9 @@ ifeq ($(strip $(ARGS)),)
 else
 	$(BIN)/pytest $(ARGS)
 endif
+
+oracle: install ## Compare every model family in every mode with transformers: minutes
+	$(BIN)/pytest tests/model tests/engine tests/kernels tests/unit -n $(JOBS) --dist loadfile -m slow $(ARGS)
 
 check: install ## Lint, formatting, types, known vulnerabilities of dependencies
 	$(BIN)/ruff check .

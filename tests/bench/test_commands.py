@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from bench.commands import bench
 
 from penstock.tools.bench.queue.client_process import ages_of, stamp
 
@@ -18,11 +17,6 @@ QUEUE = {
     "round_trips_per_step", "step_ms_p99_256", "submit_to_claim_ms_p99",
     "token_to_subscriber_ms_p99_10k", "bytes_per_queued_request", "bytes_per_streamed_token",
 }  # fmt: skip
-
-
-def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "penstock.producer.cli", "bench", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100)
 
 
 def report(*arguments: str) -> dict[str, Any]:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from bench.commands import bench
 
 from penstock.shared.errors import ConfigurationError
 from penstock.tools.bench.rounds import Rounds
@@ -76,15 +75,12 @@ def test_figures_of_known_times(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rounds.median("latency_ms_p99") == 3000
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "penstock.producer.cli", "bench", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=110)
-
-
 @pytest.mark.parametrize("way", [["--in-process"], []])
 def test_trace(tmp_path: Path, way: list[str]) -> None:
     path = written(tmp_path, {"requests": [GOOD, GOOD, GOOD]})
-    done = run("trace", str(path), "--rounds", "2", "--rate", "100", "--slots", "2", "--json", *way)
+    done = bench(
+        "trace", str(path), "--rounds", "2", "--rate", "100", "--slots", "2", "--json", *way
+    )
     assert done.returncode == 0, done.stderr
     figures = json.loads(done.stdout)["figures"]
     for name in ("ttft", "itl", "latency"):
@@ -94,14 +90,14 @@ def test_trace(tmp_path: Path, way: list[str]) -> None:
 
 def test_a_trace_that_does_not_fit_the_model(tmp_path: Path) -> None:
     path = written(tmp_path, {"requests": [GOOD | {"output_len": 100_000}]})
-    done = run("trace", str(path), "--in-process")
+    done = bench("trace", str(path), "--in-process")
     assert done.returncode == 2
     assert "requests[0] has 100003 tokens" in done.stderr
 
 
 def test_modes(tmp_path: Path) -> None:
     picture = tmp_path / "modes.png"
-    done = run("modes", "--requests", "6", "--tokens", "8", "--slots", "3", "--rounds", "1",
+    done = bench("modes", "--requests", "6", "--tokens", "8", "--slots", "3", "--rounds", "1",
                "--plot", str(picture), "--json")  # fmt: skip
     assert done.returncode == 0, done.stderr
     figures = json.loads(done.stdout)["figures"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -266,13 +267,22 @@ class EngineMachine(MachineModel):
         assert self.engine.stats().used_host_blocks == 0
 
 
+DEFAULT = (PolicyName.FCFS, Chunking.FIXED)
+CASES = list(itertools.product(PolicyName, Chunking))
+
+
 # Drawn like the rest, some of them would hardly ever come: each has its own share of the examples.
-@pytest.mark.parametrize("chunking", list(Chunking))
-@pytest.mark.parametrize("policy", list(PolicyName))
-def test_engine_machine(policy: PolicyName, chunking: Chunking) -> None:
-    default = policy is PolicyName.FCFS and chunking is Chunking.FIXED
+@pytest.mark.parametrize(
+    ("policy", "chunking", "examples"),
+    [
+        (*DEFAULT, 30),
+        *((*case, 6) for case in CASES if case != DEFAULT),
+        *(pytest.param(*case, 200, marks=pytest.mark.slow) for case in CASES),
+    ],
+)
+def test_engine_machine(policy: PolicyName, chunking: Chunking, examples: int) -> None:
     limits = settings(
-        max_examples=100 if default else 10,
+        max_examples=examples,
         stateful_step_count=50,
         deadline=None,  # a busy machine is no finding
         suppress_health_check=[HealthCheck.too_slow],

@@ -21,7 +21,10 @@ def descendants(pid: int) -> set[int]:
     return found.union(*(descendants(child) for child in found))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGINT, signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)],
+)
 def test_ended_in_the_middle(number: signal.Signals, tmp_path: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "penstock.tools.chaos", "--seconds", "60", "--stop", "--kill"],

@@ -13,7 +13,7 @@ from redis.asyncio import Redis
 from penstock.shared.protocol import Reason
 from penstock.shared.synthetic import synthetic_tokens
 
-SHORT, LONG = 4, pytest.param(50, marks=pytest.mark.slow)
+SHORT, LONG = 3, pytest.param(50, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize("repetitions", [SHORT, LONG])
@@ -121,7 +121,7 @@ async def _all_exist(redis: Redis, keys: Sequence[str]) -> bool:
     return int(await redis.exists(*keys)) == len(keys)
 
 
-@pytest.mark.parametrize("repetitions", [2, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("repetitions", [1, pytest.param(20, marks=pytest.mark.slow)])
 async def test_reply_to_the_release_of_a_drain_is_lost(tmp_path: Path, repetitions: int) -> None:
     """It ends in order all the same: exit code 0, and nothing is left to the lease."""
     async with open_rig(tmp_path, tokens=200, lease_ms=20_000) as rig:

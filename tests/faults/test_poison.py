@@ -66,10 +66,14 @@ async def serve_poison(rig: Rig, poisoned: int, good: int) -> list[Reason]:
     return ends
 
 
-@pytest.mark.parametrize("at", [0, 5], ids=["in prefill", "at token 5"])
 @pytest.mark.parametrize(
-    ("poisoned", "good", "workers"),
-    [(1, 20, 3), pytest.param(2, 58, 4, marks=pytest.mark.slow)],
+    ("poisoned", "good", "workers", "at"),
+    [
+        (1, 20, 3, 5),
+        pytest.param(1, 20, 3, 0, marks=pytest.mark.slow),
+        pytest.param(2, 58, 4, 0, marks=pytest.mark.slow),
+        pytest.param(2, 58, 4, 5, marks=pytest.mark.slow),
+    ],
 )
 async def test_poison(
     tmp_path: Path,

@@ -7,16 +7,25 @@ attention is almost uniform, and a wrong mask, softcap or sink would hide below 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
-__all__ = ["REFUSED", "SUPPORTED", "VOCAB_SIZE", "WINDOW", "build_tokenizer", "save_family"]
+__all__ = [
+    "REFUSED",
+    "SUPPORTED",
+    "VOCAB_SIZE",
+    "WINDOW",
+    "build_tokenizer",
+    "others_slow",
+    "save_family",
+]
 
 VOCAB_SIZE = 300
 WINDOW = 13
@@ -187,6 +196,14 @@ REFUSED: Mapping[str, Mapping[str, Any]] = {
     "t5": {"d_model": 64, "d_ff": 96, "num_layers": 2, "num_heads": 4, "d_kv": 16},
 }
 """Families that would be silently or loudly wrong, and must be turned away with a reason."""
+
+
+def others_slow(families: Iterable[str], quick: Collection[str]) -> list[Any]:
+    """Parameters of a test: all ``families``, those that are not in ``quick`` marked slow."""
+    return [
+        family if family in quick else pytest.param(family, marks=pytest.mark.slow)
+        for family in families
+    ]
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:

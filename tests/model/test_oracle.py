@@ -198,8 +198,22 @@ def serve(
     return {prompt: tuple(outputs[f"r{i}"]) for i, prompt in enumerate(PROMPTS)}, engine.stats()
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("model_type", SUPPORTED)
+ALL_MODES = ("llama", "gemma2", "gpt2", "gpt_oss", "deepseek_v3")
+"""Families that run in every mode; the others run in two, and ``make oracle`` runs all."""
+TWO_MODES = ("chunks", "swapped-cached")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "mode"),
+    [
+        pytest.param(
+            model_type,
+            mode,
+            marks=() if model_type in ALL_MODES or mode in TWO_MODES else pytest.mark.slow,
+        )
+        for model_type, mode in itertools.product(SUPPORTED, MODES)
+    ],
+)
 def test_tokens_are_those_of_generate(
     loaded: Loaded, generated: Callable[[str], Expected], model_type: str, mode: str
 ) -> None:

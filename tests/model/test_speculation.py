@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from model.families import VOCAB_SIZE, WINDOW
+from model.families import VOCAB_SIZE, WINDOW, others_slow
 from model.speculating import BLOCK_SIZE, Oracle, Served, draft_model, serve
 
 from penstock.gpu_worker.engine.kv.kv_cache_groups import KVCacheGroup, most_blocks_held
@@ -109,7 +109,7 @@ def by_oracle(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("k", range(1, 9))
+@pytest.mark.parametrize("k", [1, 3, 8])
 def test_greedy_tokens_are_those_of_generate_for_every_length(
     loaded: Loaded, greedy: Callable[[str], dict[str, tuple[int, ...]]], family: str, k: int
 ) -> None:
@@ -119,7 +119,7 @@ def test_greedy_tokens_are_those_of_generate_for_every_length(
     assert 0 < served.accepted < served.drafted
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", others_slow(FAMILIES, ("llama", "gpt_oss", "deepseek_v3")))
 @pytest.mark.parametrize("drafter", ["ngram", "draft", "own", "auto"])
 def test_greedy_tokens_are_those_of_generate_for_every_drafter_and_length(
     loaded: Loaded,
@@ -135,7 +135,7 @@ def test_greedy_tokens_are_those_of_generate_for_every_drafter_and_length(
     own = draft_model(model if drafter == "own" else loaded("qwen2"), model, 200)
     drafted: Counter[Speculation] = Counter()
     accepted: Counter[Speculation] = Counter()
-    for k in range(1, 9):
+    for k in (1, 3, 8):
         served = serve(
             model,
             asked,

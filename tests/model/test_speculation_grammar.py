@@ -95,9 +95,8 @@ def counts(bench: Bench) -> tuple[int, int]:
         ("llama", "draft"),
         ("llama", "auto"),
         ("llama", "careless"),
-        ("qwen3", "auto"),
         ("gemma2", "auto"),
-        ("deepseek_v3", "draft"),
+        pytest.param("deepseek_v3", "draft", marks=pytest.mark.slow),
     ],
 )
 def test_every_form_gives_the_stream_it_gives_without_drafts(
@@ -106,7 +105,7 @@ def test_every_form_gives_the_stream_it_gives_without_drafts(
     model = loaded(family)
     plain = serve(Bench(model))
     assert len({tuple(ids) for ids in plain.values()}) > len(FORMS)
-    for k in (1, 5) if family == "llama" else (3,):
+    for k in (1, 5) if drafter == "auto" else (3,):
         bench = speculating(model, drafter, k)
         assert serve(bench) == plain
         drafted, accepted = counts(bench)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from model.families import VOCAB_SIZE, WINDOW
+from model.families import VOCAB_SIZE, WINDOW, others_slow
 
 from penstock.gpu_worker.engine.config import EngineConfig
 from penstock.gpu_worker.engine.engine import Engine
@@ -154,7 +154,7 @@ def without_freeing() -> int:
     return sum(-(-(len(prompt) + TOKENS) // BLOCK_SIZE) for prompt in PROMPTS)
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", others_slow(FAMILIES, SOME))
 def test_blocks_that_left_the_window_are_used_again(
     loaded: Loaded, generated: Callable[[str], Outputs], model_type: str
 ) -> None:

@@ -22,6 +22,7 @@ from demo_model import corpus, training  # noqa: E402
 from demo_model.batches import WindowSampler  # noqa: E402
 
 
+@pytest.mark.slow
 def test_smoke_run_writes_a_model_that_loads(tmp_path: Path) -> None:
     out = tmp_path / "model"
     script = ROOT / "scripts" / "train_demo_model.py"
