@@ -17,16 +17,11 @@ from rich.text import Text
 from penstock.shared.errors import ConfigurationError, IdInUse, InvalidRequest, UnknownDeadLetter
 from penstock.shared.protocol import Request
 from penstock.shared.scripts.operations import DeadLetter
+from penstock.shared.settings import Settings
 
 from ..client import Producer
-from .options import (
-    ConfigOption,
-    JsonOption,
-    ModelOption,
-    RedisOption,
-    ShardOption,
-    client_settings,
-)
+from ..dead_letters import DeadLetters
+from .options import JsonOption, with_client_settings
 from .output import one_line, printable, write_json, write_note
 
 __all__ = ["dlq"]
@@ -58,18 +53,16 @@ def _group(context: typer.Context) -> None:
 
 
 @dlq.command("list")
+@with_client_settings
 def list_letters(
+    *,
     limit: Annotated[
         int, typer.Option(min=1, help="Most dead letters to show, oldest first.")
     ] = 100,
     json: JsonOption = False,
-    redis: RedisOption = None,
-    model: ModelOption = None,
-    shard: ShardOption = None,
-    config: ConfigOption = None,
+    settings: Settings,
 ) -> None:
     """Show the dead letters, oldest first."""
-    settings = client_settings(redis, model, shard, config)
 
     async def run() -> tuple[list[DeadLetter], int]:
         found: list[DeadLetter] = []
@@ -96,16 +89,14 @@ def list_letters(
 
 
 @dlq.command()
+@with_client_settings
 def show(
+    *,
     id: NameArgument,
     json: JsonOption = False,
-    redis: RedisOption = None,
-    model: ModelOption = None,
-    shard: ShardOption = None,
-    config: ConfigOption = None,
+    settings: Settings,
 ) -> None:
     """Show one dead letter and the request in it."""
-    settings = client_settings(redis, model, shard, config)
 
     async def run() -> DeadLetter:
         async with Producer(settings=settings) as producer:
@@ -126,84 +117,72 @@ def show(
 
 
 @dlq.command()
+@with_client_settings
 def redrive(
+    *,
     id: OptionalNameArgument = None,
     all_: AllOption = False,
     yes: YesOption = False,
     json: JsonOption = False,
-    redis: RedisOption = None,
-    model: ModelOption = None,
-    shard: ShardOption = None,
-    config: ConfigOption = None,
+    settings: Settings,
 ) -> int:
     """Run dead requests again, each under its own id, from its first token."""
-    settings = client_settings(redis, model, shard, config)
-
-    async def run() -> int:
-        async with Producer(settings=settings) as producer:
-            act = producer.dead_letters.redrive
-            return await _act(producer, id, all_, yes, json, act, "redrive", "redriven")
-
-    return asyncio.run(run())
+    work = _act(settings, id, all_, yes, json, lambda it: it.redrive, "redrive", "redriven")
+    return asyncio.run(work)
 
 
 @dlq.command()
+@with_client_settings
 def drop(
+    *,
     id: OptionalNameArgument = None,
     all_: AllOption = False,
     yes: YesOption = False,
     json: JsonOption = False,
-    redis: RedisOption = None,
-    model: ModelOption = None,
-    shard: ShardOption = None,
-    config: ConfigOption = None,
+    settings: Settings,
 ) -> int:
     """Throw dead letters away, payloads included."""
-    settings = client_settings(redis, model, shard, config)
-
-    async def run() -> int:
-        async with Producer(settings=settings) as producer:
-            act = producer.dead_letters.drop
-            return await _act(producer, id, all_, yes, json, act, "drop", "dropped")
-
-    return asyncio.run(run())
+    work = _act(settings, id, all_, yes, json, lambda it: it.drop, "drop", "dropped")
+    return asyncio.run(work)
 
 
 async def _act(
-    producer: Producer,
+    settings: Settings,
     name: str | None,
     all_: bool,
     yes: bool,
     json: bool,
-    act: Callable[[str], Awaitable[DeadLetter]],
+    action: Callable[[DeadLetters], Callable[[str], Awaitable[DeadLetter]]],
     verb: str,
     done: str,
 ) -> int:
-    """Do it to one letter, or to all of now. Exit code 1 if some could not be done."""
+    """Act on one letter, or on all that are there now. Exit code 1 if some acts failed."""
     if (name is None) is not all_:
         raise InvalidRequest("id", name, "the id of one dead request, or --all without an id")
-    if name is not None:
-        letter = await act(name)
-        if json:
-            write_json({done: [letter.id], "failed": []})
-        else:
-            typer.echo(f"{done} {letter.id}")
-        return 0
-    letters = producer.dead_letters
-    count, newest = await letters.count(), await letters.newest()
-    if count and not yes and not _confirm(f"{verb} {count} dead letters?"):
-        write_note("nothing was done")
-        return 2
     finished: list[str] = []
     failed: list[dict[str, str]] = []
-    if newest is not None:
-        # Not beyond what was there: a request that dies again at once would be redriven for ever.
-        async for letter in letters.all(until=newest):
-            try:
-                await act(letter.entry)
-                finished.append(letter.id)
-            except (IdInUse, UnknownDeadLetter) as error:
-                failed.append({"id": letter.id, "entry": letter.entry, "error": str(error)})
+    async with Producer(settings=settings) as producer:
+        letters = producer.dead_letters
+        act = action(letters)
+        if name is not None:
+            letter = await act(name)
+            if json:
+                write_json({done: [letter.id], "failed": []})
+            else:
+                typer.echo(f"{done} {letter.id}")
+            return 0
+        count, newest = await letters.count(), await letters.newest()
+        if count and not yes and not _confirm(f"{verb} {count} dead letters?"):
+            write_note("nothing was done")
+            return 2
+        if newest is not None:
+            # Not beyond what was there: a request that dies again at once would be redriven again.
+            async for letter in letters.all(until=newest):
+                try:
+                    await act(letter.entry)
+                    finished.append(letter.id)
+                except (IdInUse, UnknownDeadLetter) as error:
+                    failed.append({"id": letter.id, "entry": letter.entry, "error": str(error)})
     if json:
         write_json({done: finished, "failed": failed})
     else:

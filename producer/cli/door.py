@@ -14,14 +14,7 @@ from penstock.shared.redis.retrying_client import RetryingClient
 from penstock.shared.scripts.ingress_operations import IngressOperations
 from penstock.shared.settings import Settings
 
-from .options import (
-    ConfigOption,
-    JsonOption,
-    ModelOption,
-    RedisOption,
-    ShardOption,
-    client_settings,
-)
+from .options import JsonOption, with_client_settings
 from .output import printable, write_json, write_note
 
 __all__ = ["door"]
@@ -45,15 +38,13 @@ def _group(context: typer.Context) -> None:
 
 
 @door.command("list")
+@with_client_settings
 def list_doors(
+    *,
     json: JsonOption = False,
-    redis: RedisOption = None,
-    model: ModelOption = None,
-    shard: ShardOption = None,
-    config: ConfigOption = None,
+    settings: Settings,
 ) -> None:
     """Show the tenants that have one."""
-    settings = client_settings(redis, model, shard, config)
     tenants = asyncio.run(_run(settings, lambda ingress: ingress.tenants()))
     if json:
         write_json({"tenants": list(tenants)})
@@ -63,31 +54,27 @@ def list_doors(
 
 
 @door.command()
+@with_client_settings
 def add(
+    *,
     tenant: TenantArgument,
     json: JsonOption = False,
-    redis: RedisOption = None,
-    model: ModelOption = None,
-    shard: ShardOption = None,
-    config: ConfigOption = None,
+    settings: Settings,
 ) -> None:
     """Have workers read a tenant's intake stream."""
-    settings = client_settings(redis, model, shard, config)
     changed = asyncio.run(_run(settings, lambda ingress: ingress.add_tenant(tenant)))
     _tell(settings, tenant, changed, json, "is read from now on" if changed else "is read already")
 
 
 @door.command()
+@with_client_settings
 def remove(
+    *,
     tenant: TenantArgument,
     json: JsonOption = False,
-    redis: RedisOption = None,
-    model: ModelOption = None,
-    shard: ShardOption = None,
-    config: ConfigOption = None,
+    settings: Settings,
 ) -> None:
     """Have workers read a tenant's intake stream no more; what is in it stays there."""
-    settings = client_settings(redis, model, shard, config)
     changed = asyncio.run(_run(settings, lambda ingress: ingress.remove_tenant(tenant)))
     _tell(settings, tenant, changed, json, "is read no more" if changed else "was not read")
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, TypeVar
 
 import typer
 
@@ -19,7 +22,10 @@ __all__ = [
     "ShardOption",
     "client_settings",
     "read_prompt",
+    "with_client_settings",
 ]
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
 
 RedisOption = Annotated[
     str | None,
@@ -45,6 +51,35 @@ def client_settings(
     """
     flags = {"redis.url": redis, "queue.model": model, "queue.shard": shard}
     return load_settings(flags, config=config)
+
+
+def with_client_settings(command: _Command) -> _Command:
+    """Give a command the flags of the server and the shard, in place of its ``settings``."""
+
+    @functools.wraps(command)
+    def run(
+        *,
+        redis: str | None,
+        model: str | None,
+        shard: int | None,
+        config: Path | None,
+        **given: Any,
+    ) -> Any:
+        return command(settings=client_settings(redis, model, shard, config), **given)
+
+    signature = inspect.signature(command, eval_str=True)
+    own = [parameter for parameter in signature.parameters.values() if parameter.name != "settings"]
+    flags = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+        for name, annotation in {
+            "redis": RedisOption,
+            "model": ModelOption,
+            "shard": ShardOption,
+            "config": ConfigOption,
+        }.items()
+    ]
+    run.__signature__ = signature.replace(parameters=[*own, *flags])  # type: ignore[attr-defined]
+    return run  # type: ignore[return-value]
 
 
 def read_prompt(argument: str, *, chat: bool) -> str | list[dict[str, str]]:

@@ -13,18 +13,11 @@ import typer
 from penstock.shared.errors import PenstockError, RequestFailed
 from penstock.shared.protocol import Chunk
 from penstock.shared.protocol.states import State
+from penstock.shared.settings import Settings
 
 from ..client import Producer
 from ..stream import TokenStream
-from .options import (
-    ConfigOption,
-    JsonOption,
-    ModelOption,
-    RedisOption,
-    ShardOption,
-    client_settings,
-    read_prompt,
-)
+from .options import JsonOption, read_prompt, with_client_settings
 from .output import (
     ChoiceWriter,
     chunk_facts,
@@ -51,8 +44,10 @@ TimeoutOption = Annotated[
 ]
 
 
+@with_client_settings
 @with_request_options
 def submit(
+    *,
     prompt: Annotated[
         str, typer.Argument(help="The prompt; - reads standard input.", show_default=False)
     ],
@@ -66,10 +61,7 @@ def submit(
         bool, typer.Option("--stream/--no-stream", help="Show the output, or print the id only.")
     ] = True,
     json: JsonOption = False,
-    redis: RedisOption = None,
-    model: ModelOption = None,
-    shard: ShardOption = None,
-    config: ConfigOption = None,
+    settings: Settings,
     **options: Any,
 ) -> int:
     """Submit a prompt and show its output as it comes.
@@ -78,7 +70,6 @@ def submit(
     leaves. With --no-stream it runs on by itself; read it later with `penstock stream ID` or
     `penstock result ID`.
     """
-    settings = client_settings(redis, model, shard, config)
     fields = read_request_options(options)
     request = read_prompt(prompt, chat=chat)
 
@@ -104,21 +95,19 @@ def submit(
     return asyncio.run(_until_terminated(run()))
 
 
+@with_client_settings
 def stream(
+    *,
     id: IdArgument,
     from_index: Annotated[int, typer.Option(help="First token wanted.")] = 0,
     timeout: TimeoutOption = None,
     json: JsonOption = False,
-    redis: RedisOption = None,
-    model: ModelOption = None,
-    shard: ShardOption = None,
-    config: ConfigOption = None,
+    settings: Settings,
 ) -> int:
     """Show the output of a request, from the beginning or any token, as it comes.
 
     Ctrl-C leaves the request alone.
     """
-    settings = client_settings(redis, model, shard, config)
 
     async def run() -> int:
         async with Producer(settings=settings) as producer:
@@ -128,17 +117,15 @@ def stream(
     return asyncio.run(run())
 
 
+@with_client_settings
 def result(
+    *,
     id: IdArgument,
     timeout: TimeoutOption = None,
     json: JsonOption = False,
-    redis: RedisOption = None,
-    model: ModelOption = None,
-    shard: ShardOption = None,
-    config: ConfigOption = None,
+    settings: Settings,
 ) -> int:
     """Wait for the end of a request and print its whole output."""
-    settings = client_settings(redis, model, shard, config)
 
     async def run() -> int:
         async with Producer(settings=settings) as producer:
@@ -154,16 +141,14 @@ def result(
     return asyncio.run(run())
 
 
+@with_client_settings
 def cancel(
+    *,
     id: IdArgument,
     json: JsonOption = False,
-    redis: RedisOption = None,
-    model: ModelOption = None,
-    shard: ShardOption = None,
-    config: ConfigOption = None,
+    settings: Settings,
 ) -> int:
     """End a request at once, queued or running."""
-    settings = client_settings(redis, model, shard, config)
 
     async def run() -> int:
         async with Producer(settings=settings) as producer:

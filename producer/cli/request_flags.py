@@ -68,7 +68,7 @@ def _parameter(item: Option) -> inspect.Parameter:
     info = typer.Option(*flags, help=_help(item), metavar=metavar, show_default=False)
     return inspect.Parameter(
         item.name,
-        inspect.Parameter.POSITIONAL_OR_KEYWORD,
+        inspect.Parameter.KEYWORD_ONLY,
         default=False if kind is bool else None,
         annotation=Annotated[kind, info],
     )

@@ -11,15 +11,9 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from penstock.producer.cli.options import (
-    ConfigOption,
-    JsonOption,
-    ModelOption,
-    RedisOption,
-    ShardOption,
-    client_settings,
-)
+from penstock.producer.cli.options import JsonOption, with_client_settings
 from penstock.producer.cli.output import printable, waiting, write_json
+from penstock.shared.settings import Settings
 
 from . import Diagnosis, Level, Role, examine
 
@@ -31,7 +25,9 @@ _STYLES = {
 _WIDE = 10_000
 
 
+@with_client_settings
 def doctor(
+    *,
     role: Annotated[
         Role, typer.Option(help="Whose rights this user must have: all, producer or worker.")
     ] = Role.ALL,
@@ -39,16 +35,12 @@ def doctor(
         bool, typer.Option("--repair", help="Set wrong counters right; all else only looks.")
     ] = False,
     json: JsonOption = False,
-    redis: RedisOption = None,
-    model: ModelOption = None,
-    shard: ShardOption = None,
-    config: ConfigOption = None,
+    settings: Settings,
 ) -> int:
     """Examine the server and the shard, and say what each finding means and what to do.
 
     Exit code 0: no errors; 1: a finding is an error; 2: the server cannot be reached.
     """
-    settings = client_settings(redis, model, shard, config)
     with waiting("examining"):
         diagnosis = asyncio.run(examine(settings, role=role, repair=repair))
     if json:
