@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from redis.asyncio import Redis
@@ -149,12 +148,7 @@ class Producer:
     async def __aenter__(self) -> Self:
         return await self.connect()
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.aclose()
 
     async def submit(

@@ -16,7 +16,6 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable
-from types import TracebackType
 from typing import Self
 
 from penstock.shared.errors import InvalidRequest, StreamError, UnknownRequest
@@ -198,12 +197,7 @@ class TokenStream:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.aclose()
 
     def _take_messages(self, messages: list[bytes] | None) -> None:

@@ -12,7 +12,6 @@ import threading
 import weakref
 from collections.abc import Coroutine, Iterator
 from concurrent.futures import CancelledError, Future
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from penstock.shared.protocol import Chunk, End, Lane
@@ -166,12 +165,7 @@ class BlockingStream(Iterator[Chunk]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
@@ -231,12 +225,7 @@ class BlockingProducer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def submit(

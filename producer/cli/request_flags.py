@@ -26,8 +26,9 @@ def with_request_options(command: _Command) -> _Command:
     """
     signature = inspect.signature(command, eval_str=True)
     *own, _ = signature.parameters.values()
-    at = 1 + list(signature.parameters).index("chat")
-    parameters = [*own[:at], *map(_parameter, REQUEST_OPTIONS), *own[at:]]
+    at, kind = 1 + list(signature.parameters).index("chat"), signature.parameters["chat"].kind
+    flags = (_parameter(item).replace(kind=kind) for item in REQUEST_OPTIONS)
+    parameters = [*own[:at], *flags, *own[at:]]
     signature = inspect.Signature(parameters, return_annotation=signature.return_annotation)
     command.__signature__ = signature  # type: ignore[attr-defined]
     return command
