@@ -1,4 +1,8 @@
-"""Workers that die, stall, drain or lose their connection: every stream stays whole."""
+"""Workers that die, stall, drain or lose their connection: every stream stays whole.
+
+A real model proves that KV and sampling state are rebuilt; where only processes, leases and
+connections matter, the synthetic model does, which starts at once.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
@@ -24,6 +29,7 @@ from penstock.shared.local.children import spawn_bound
 from penstock.shared.local.embedded import EmbeddedRedis
 from penstock.shared.local.server_binary import find_server
 from penstock.shared.protocol import Lane
+from penstock.shared.synthetic import synthetic_tokens
 from penstock.tools.chaos.faults.process_table import children
 
 KEYS = Keys("demo")
@@ -72,6 +78,22 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[Output]:
             return asyncio.run(run(server.url))
         finally:
             workers.close()
+
+
+SYNTHETIC: dict[str, Any] = {"model__path": "synthetic", "model__synthetic_step_ms": 10}
+SUPERVISED_SYNTHETIC = {
+    "PENSTOCK_MODEL__PATH": "synthetic",
+    "PENSTOCK_MODEL__SYNTHETIC_STEP_MS": "10",
+    "PENSTOCK_QUEUE__MODEL": "demo",
+}
+
+
+def expected_of_synthetic() -> list[Output]:
+    outputs = (
+        synthetic_tokens(number, [ord(letter) for letter in prompt], TOKENS)
+        for number, prompt in enumerate(PROMPTS)
+    )
+    return [(tokens, "".join(map(chr, tokens))) for tokens in outputs]
 
 
 async def owned_by(redis_url: str, worker: WorkerProcess, ids: Sequence[str]) -> set[str]:
@@ -142,10 +164,8 @@ async def test_streams_continue_when_a_machine_is_lost(
     await check_nothing_left(redis_url)
 
 
-async def test_stalled_owner_can_write_nothing(
-    redis_url: str, workers: WorkerFactory, expected: list[Output]
-) -> None:
-    pair = [workers.engine(name, worker__lease_ms=600) for name in ("one", "two")]
+async def test_stalled_owner_can_write_nothing(redis_url: str, workers: WorkerFactory) -> None:
+    pair = [workers.engine(name, worker__lease_ms=600, **SYNTHETIC) for name in ("one", "two")]
     async with Producer(redis_url) as producer:
         ids = await submit_all(producer)
         readers = asyncio.create_task(read_all(producer, ids))
@@ -155,8 +175,8 @@ async def test_stalled_owner_can_write_nothing(
         await wait_for_tokens(redis_url, ids, 20)
         stalled.signal(signal.SIGCONT)
         results = await asyncio.wait_for(readers, 60)
-        check_whole(results, expected)
-        check_whole(await read_all(producer, ids), expected)
+        check_whole(results, expected_of_synthetic())
+        check_whole(await read_all(producer, ids), expected_of_synthetic())
     refusals = "append_refusals_total"
     wait_until(lambda: stalled.metric(refusals) >= len(orphans) > 0, "the zombie was refused")
     wait_until(lambda: stalled.metric("kv_blocks_used") == 0, "the zombie stopped computing")
@@ -219,9 +239,9 @@ def _loads_torch(supervisor: int) -> bool:
 
 @pytest.mark.parametrize("part", ["edge", "engine"])
 async def test_supervisor_gives_a_dead_childs_work_back_at_once(
-    redis_url: str, workers: WorkerFactory, expected: list[Output], part: str
+    redis_url: str, workers: WorkerFactory, part: str
 ) -> None:
-    long_lease = {"PENSTOCK_WORKER__LEASE_MS": "60000"}
+    long_lease = {"PENSTOCK_WORKER__LEASE_MS": "60000", **SUPERVISED_SYNTHETIC}
     pair = [workers.supervised(name, **long_lease) for name in ("one", "two")]
     async with Producer(redis_url) as producer:
         ids = await submit_all(producer)
@@ -232,7 +252,7 @@ async def test_supervisor_gives_a_dead_childs_work_back_at_once(
         (engine,) = children(edge)
         os.kill(edge if part == "edge" else engine, signal.SIGKILL)
         results = await asyncio.wait_for(readers, 50)  # below the lease
-    check_whole(results, expected)
+    check_whole(results, expected_of_synthetic())
     assert {r.id for r in results if r.usage and r.usage.attempts == 2} == orphans
     wait_until(
         lambda: not is_running(edge) and not is_running(engine), "neither outlived the other"
@@ -243,7 +263,7 @@ async def test_supervisor_gives_a_dead_childs_work_back_at_once(
 
 
 async def test_edge_and_engine_end_with_their_supervisor(workers: WorkerFactory) -> None:
-    worker = workers.supervised("only")
+    worker = workers.supervised("only", **SUPERVISED_SYNTHETIC)
     (edge,) = worker.children()
     (engine,) = children(edge)
     worker.kill()
@@ -252,11 +272,12 @@ async def test_edge_and_engine_end_with_their_supervisor(workers: WorkerFactory)
 
 
 async def test_an_engine_that_says_nothing_any_more_counts_as_dead(
-    redis_url: str, workers: WorkerFactory, expected: list[Output]
+    redis_url: str, workers: WorkerFactory
 ) -> None:
     """Stopped, not killed: its edge still runs, and must not keep the lease for it."""
     pair = [
-        workers.supervised(name, PENSTOCK_WORKER__HANG_TIMEOUT_S="1") for name in ("one", "two")
+        workers.supervised(name, PENSTOCK_WORKER__HANG_TIMEOUT_S="1", **SUPERVISED_SYNTHETIC)
+        for name in ("one", "two")
     ]
     async with Producer(redis_url) as producer:
         ids = await submit_all(producer)
@@ -267,15 +288,13 @@ async def test_an_engine_that_says_nothing_any_more_counts_as_dead(
         (engine,) = children(edge)
         os.kill(engine, signal.SIGSTOP)
         results = await asyncio.wait_for(readers, 50)
-    check_whole(results, expected)
+    check_whole(results, expected_of_synthetic())
     wait_until(lambda: not is_running(engine), "it was replaced", 20)
     await check_nothing_left(redis_url)
 
 
-async def test_broken_connections_are_invisible(
-    redis_url: str, workers: WorkerFactory, expected: list[Output]
-) -> None:
-    workers.engine("only")
+async def test_broken_connections_are_invisible(redis_url: str, workers: WorkerFactory) -> None:
+    workers.engine("only", **SYNTHETIC)
     async with (
         Producer(redis_url) as producer,
         redis.asyncio.Redis.from_url(redis_url) as client,
@@ -289,7 +308,7 @@ async def test_broken_connections_are_invisible(
                 cut[kind] += await client.execute_command("CLIENT", "KILL", "TYPE", kind)
             await client.script_flush()
         results = await asyncio.wait_for(readers, 60)
-    check_whole(results, expected)
+    check_whole(results, expected_of_synthetic())
     assert {r.usage.attempts for r in results if r.usage} == {1}
     assert cut["normal"] >= 11, "the worker's connection was there to be cut each time"
     assert cut["pubsub"] >= 1
@@ -302,7 +321,7 @@ async def test_redis_killed_and_restarted_with_its_log(tmp_path: Path) -> None:
     url = f"redis://127.0.0.1:{port}"
     workers = WorkerFactory(url, tmp_path)
     try:
-        workers.engine("only", worker__lease_ms=5000)
+        workers.engine("only", worker__lease_ms=5000, **SYNTHETIC)
         async with Producer(url) as producer:
             ids = await submit_all(producer)
             readers = asyncio.create_task(read_all(producer, ids))

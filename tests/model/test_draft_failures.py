@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from itertools import count
@@ -17,10 +18,13 @@ from penstock.gpu_worker.engine.plan import BlockCopy, Span
 from penstock.gpu_worker.engine.requests import Update
 from penstock.gpu_worker.engine.speculation.controller import SpeculationConfig
 from penstock.gpu_worker.model.drafting.drafters import DraftModel, Proposal
+from penstock.gpu_worker.model.drafting.setup import load_draft
 from penstock.gpu_worker.model.kv.kv_pool import KVPool
 from penstock.gpu_worker.model.loading.loader import LoadedModel
 from penstock.gpu_worker.model.sampling.sampler import Sampler, SamplingBatch
+from penstock.shared.errors import PenstockError
 from penstock.shared.protocol import SamplingOptions
+from penstock.shared.settings import load_settings
 
 Loaded = Callable[[str], LoadedModel]
 LONGER = SamplingOptions(temperature=0.0, max_tokens=30)
@@ -127,3 +131,19 @@ def test_more_drafts_than_were_asked_for_are_none(loaded: Loaded) -> None:
     assert served.outputs == serve(model, requests()).outputs
     assert served.drafted == 0
     assert served.draft_failures > 0
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"source": "draft"}, "speculation.source is draft, and there is no draft model: give "),
+        ({"source": "draft", "draft_model": "off"}, "speculation.source is draft, and there is no"),
+        ({"draft_model": "/not/there"}, "speculation.draft_model: model directory '/not/there' "),
+    ],
+)
+def test_draft_model_that_is_not_there(loaded: Loaded, given: dict[str, str], says: str) -> None:
+    model = loaded("llama")
+    flags = {"model.path": str(model.path)}
+    flags |= {f"speculation.{name}": value for name, value in given.items()}
+    with pytest.raises(PenstockError, match=f"^{re.escape(says)}"):
+        load_draft(load_settings(flags, environment={}), model)

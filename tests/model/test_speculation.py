@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import re
 from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -19,11 +18,8 @@ from penstock.gpu_worker.engine.kv.kv_cache_groups import KVCacheGroup, most_blo
 from penstock.gpu_worker.engine.plan import Span
 from penstock.gpu_worker.engine.speculation.controller import SpeculationConfig
 from penstock.gpu_worker.model.drafting.drafters import Proposal
-from penstock.gpu_worker.model.drafting.setup import load_draft
 from penstock.gpu_worker.model.loading.loader import LoadedModel
-from penstock.shared.errors import PenstockError
 from penstock.shared.protocol import SamplingOptions, Speculation
-from penstock.shared.settings import load_settings
 
 Loaded = Callable[[str], LoadedModel]
 
@@ -394,19 +390,3 @@ def test_a_threshold_takes_likely_drafts_and_no_forbidden_ones(loaded: Loaded) -
     assert typical.outputs != plain.outputs
     assert forbidden.accepted == 0
     assert forbidden.outputs == plain.outputs
-
-
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        ({"source": "draft"}, "speculation.source is draft, and there is no draft model: give "),
-        ({"source": "draft", "draft_model": "off"}, "speculation.source is draft, and there is no"),
-        ({"draft_model": "/not/there"}, "speculation.draft_model: model directory '/not/there' "),
-    ],
-)
-def test_draft_model_that_is_not_there(loaded: Loaded, given: dict[str, str], says: str) -> None:
-    model = loaded("llama")
-    flags = {"model.path": str(model.path)}
-    flags |= {f"speculation.{name}": value for name, value in given.items()}
-    with pytest.raises(PenstockError, match=f"^{re.escape(says)}"):
-        load_draft(load_settings(flags, environment={}), model)
