@@ -20,7 +20,6 @@ from ..engine.requests import Finish
 from ..engine.sequence import Sequence
 from ..engine.step_output import StepOutput, StepTiming
 from .batch import Rows, SequenceChunk, decode_chunks, pack
-from .device_timing import least_seconds
 from .drafting.acceptance import agreed
 from .drafting.draft_fallback import DraftFallback
 from .drafting.draft_rows import DraftRows, SampledRow
@@ -261,12 +260,15 @@ class ModelRunner:
     def time_decode(self, num_sequences: int, *, repeats: int = 5) -> float:
         """Seconds of a decode step of ``num_sequences`` short sequences: the least of some tries.
 
-        It writes to the pool, like :meth:`warm_up`.
+        Other load on the machine can only make a try longer. It writes to the pool, like
+        :meth:`warm_up`.
         """
-        return least_seconds(
-            lambda: largest(self._forward(self._decode_chunks(num_sequences)))[1],
-            repeats,
-        )
+        seconds = []
+        for _ in range(repeats):
+            began = time.perf_counter()
+            largest(self._forward(self._decode_chunks(num_sequences)))[1].cpu()  # waits for it
+            seconds.append(time.perf_counter() - began)
+        return min(seconds)
 
     def _decode_chunks(self, num_sequences: int) -> list[SequenceChunk]:
         return decode_chunks(self.pool, num_sequences, longest=self.loaded.max_model_len)
