@@ -26,12 +26,12 @@ $(BIN)/pytest tests/faults tests/simulate -m "alone and not slow" || status=$$?;
 exit $$status
 endef
 
-.PHONY: help demo test oracle check fuzz bench faults soak install clean FORCE
+.PHONY: help demo test oracle check fuzz api-fuzz bench faults soak install clean FORCE
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
 help: ## Say what can be made
-	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
 
 demo: install ## Run the whole pipe on this machine: Redis, a worker, streaming requests
 	$(BIN)/penstock demo $(ARGS)
@@ -54,6 +54,9 @@ check: install ## Lint, formatting, types, known vulnerabilities of dependencies
 
 fuzz: install ## Send a million malformed requests, entries and events: FUZZ_CASES=N for another number
 	FUZZ_CASES=$${FUZZ_CASES:-1000000} $(BIN)/pytest tests/fuzz -m "" --timeout 14400 $(ARGS)
+
+api-fuzz: install ## Send 20,000 requests to the gateway, made from its OpenAPI page
+	$(BIN)/pytest tests/gateway/test_openapi.py -m slow --timeout 3600 -s $(ARGS)
 
 bench: install ## Measure engine, scheduler and queue on this machine
 	$(BIN)/penstock bench engine $(ARGS)

@@ -48,7 +48,7 @@ def submit(server: redis.Redis, text: str, max_tokens: int) -> str:
     arguments: list[Any] = [
         id, lane, tenant, payload, hashlib.sha256(payload).digest()[:16],
         cost, max_tokens, 600_000, 0, 600_000, 10_000, 20_000_000, 268_435_456, 0, 100,
-        "", "", "",
+        "", "", "", "",
     ]  # fmt: skip
     # redis-py sends EVALSHA, and the whole script if the server does not know it yet.
     script = server.register_script(read_script(SCRIPTS / "submit.lua"))

@@ -86,11 +86,15 @@ class Ready(NamedTuple):
         summary: a line for the log.
         step_tokens: query tokens of a step at most.
         fingerprint: of the model, see :class:`.model_interface.ServingModel`.
+        context: tokens of its longest sequence.
+        vocabulary: its tokens, see :func:`penstock.shared.vocabulary.pack_vocabulary`.
     """
 
     summary: str
     step_tokens: int
     fingerprint: str
+    context: int
+    vocabulary: bytes
 
 
 class Refused(NamedTuple):

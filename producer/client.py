@@ -28,7 +28,7 @@ from .reading.log_reader import LogReader
 from .reading.reader_heartbeat import ReaderHeartbeat
 from .reading.subscriber import Subscriber
 from .results import Result, Status, Submitted
-from .served_models import count_workers, find_served_models
+from .served_models import ModelCard, count_workers, find_served_models, read_model_card
 from .stream import TokenStream
 
 if TYPE_CHECKING:
@@ -158,6 +158,7 @@ class Producer:
         id: str | None = None,
         lane: Lane | str = Lane.NORMAL,
         tenant: str = "default",
+        note: bytes = b"",
         **options: Any,
     ) -> Submitted:
         """Submit a request. Once this returns, the request will reach exactly one terminal state.
@@ -168,6 +169,8 @@ class Producer:
                 payload runs once. None generates one.
             lane: urgency: ``critical``, ``normal`` or ``batch``.
             tenant: the tenant that the request is charged to.
+            note: what :attr:`Status.note` gives its readers, in any process, until the retention
+                is over. It counts as a part of the payload.
             **options: further fields of :class:`~penstock.shared.protocol.Request` and
                 :class:`~penstock.shared.protocol.SamplingOptions`, such as ``max_tokens``.
 
@@ -191,6 +194,7 @@ class Producer:
                 bounds=self._bounds,
                 default_deadline_ms=self._default_deadline_ms,
                 inbox=self._inbox,
+                note=note,
             )
         )
         return Submitted(
@@ -200,6 +204,7 @@ class Producer:
             state=reply.state,
             n=reply.n,
             waiting=reply.waiting,
+            accepted_at=reply.accepted_at,
         )
 
     def stream(
@@ -301,6 +306,15 @@ class Producer:
         """
         return await count_workers(self._client, self._keys)
 
+    async def model_card(self, *, vocabulary: bool = True) -> ModelCard:
+        """What the workers of this model and shard published of it; see :class:`ModelCard`.
+
+        Raises:
+            ProtocolError: somebody else wrote it.
+            RedisUnavailable: see the class.
+        """
+        return await read_model_card(self._client, self._keys, vocabulary=vocabulary)
+
     async def served_models(self) -> list[Keys]:
         """The models and shards that have a worker on this server now.
 
@@ -321,7 +335,7 @@ class Producer:
         """
         check_id(id)
         names = [
-            "state", "tokens", "lane", "tenant", "end", "worker",
+            "state", "tokens", "lane", "tenant", "end", "worker", "note",
             "accepted_at", "claimed_at", "first_token_at", "ended_at",
         ]  # fmt: skip
 
@@ -331,7 +345,7 @@ class Producer:
             )
             return record
 
-        state, n, lane, tenant, packed, worker, *times = await self._client.call(send)
+        state, n, lane, tenant, packed, worker, note, *times = await self._client.call(send)
         if state is None or n is None or lane is None or tenant is None:
             raise UnknownRequest(id)
         event = None if packed is None else unpack_event(packed)
@@ -348,6 +362,7 @@ class Producer:
             claimed_at=claimed,
             first_token_at=first_token,
             ended_at=ended,
+            note=note or b"",
         )
 
 

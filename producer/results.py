@@ -22,6 +22,7 @@ class Submitted:
         state: its present state: ``queued`` unless it is a duplicate.
         n: output tokens so far; 0 unless it is a duplicate.
         waiting: requests now waiting in the shard; None for a duplicate.
+        accepted_at: when it was first accepted, in ms of Redis' clock.
     """
 
     id: str
@@ -29,6 +30,7 @@ class Submitted:
     state: State
     n: int
     waiting: int | None
+    accepted_at: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +49,7 @@ class Status:
         claimed_at: when a worker first took it.
         first_token_at: when its first token was published.
         ended_at: when it ended.
+        note: what its submitter keeps with it for its readers; empty for none.
     """
 
     id: str
@@ -60,6 +63,7 @@ class Status:
     claimed_at: int | None
     first_token_at: int | None
     ended_at: int | None
+    note: bytes = b""
 
     @property
     def mean_itl_ms(self) -> float | None:

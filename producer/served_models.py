@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from redis.exceptions import NoPermissionError
 
 from penstock.shared.errors import InvalidRequest
 from penstock.shared.keys import Keys
 from penstock.shared.redis.retrying_client import RetryingClient
+from penstock.shared.vocabulary import unpack_vocabulary
 
-__all__ = ["count_workers", "find_served_models"]
+__all__ = ["ModelCard", "count_workers", "find_served_models", "read_model_card"]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCard:
+    """What workers publish of the model they serve.
+
+    Attributes:
+        context: tokens of its longest sequence; None if no worker has said so.
+        vocabulary: bytes of its tokens by id, None where there is none; empty if not known.
+    """
+
+    context: int | None
+    vocabulary: tuple[bytes | None, ...]
+
 
 _KEYS_PER_SCAN = 1000
 _MAX_SCANS = 1000
@@ -28,6 +45,36 @@ async def count_workers(client: RetryingClient, keys: Keys) -> int:
         return count
 
     return await client.call(send)
+
+
+async def read_model_card(
+    client: RetryingClient, keys: Keys, *, vocabulary: bool = True
+) -> ModelCard:
+    """What the workers of a shard published of their model.
+
+    Args:
+        client: the connection.
+        keys: of the shard.
+        vocabulary: whether that is wanted, too; it may be megabytes.
+
+    Raises:
+        ProtocolError: somebody else wrote it.
+        RedisUnavailable: see :meth:`RetryingClient.call`.
+    """
+    names = ["context", "vocabulary"] if vocabulary else ["context"]
+
+    async def send() -> list[bytes | None]:
+        values: list[bytes | None] = await client.redis.hmget(  # type: ignore[misc]
+            keys.model_card, names
+        )
+        return values
+
+    context, *packed = await client.call(send)
+    known = context is not None and context.isdigit()
+    return ModelCard(
+        context=int(context) if known and context else None,
+        vocabulary=unpack_vocabulary(packed[0] or b"") if packed else (),
+    )
 
 
 async def find_served_models(client: RetryingClient) -> list[Keys]:

@@ -103,6 +103,11 @@ class Keys:
         return f"{self.prefix}owned:{worker_id}"
 
     @property
+    def model_card(self) -> str:
+        """Hash: what readers need to know of the served model: context length, vocabulary."""
+        return f"{self.prefix}model"
+
+    @property
     def fingerprints(self) -> str:
         """Sorted set: fingerprints of served models by when the last worker's word for it ends."""
         return f"{self.prefix}fingerprints"

@@ -214,7 +214,7 @@ class EdgeProcess:
             fingerprint=ready.fingerprint,
             usage_retention_ms=settings.queue.usage_retention_ms,
         )
-        await register_model(operations, ready.fingerprint, settings.worker, self._drain)
+        await register_model(operations, ready, settings.worker, self._drain)
         self._redis_loop = redis_loop = RedisLoop(
             listener,
             operations,

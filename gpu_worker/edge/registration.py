@@ -15,7 +15,11 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from penstock.shared.errors import PenstockError
 from penstock.shared.scripts.operations import Operations
+from penstock.shared.scripts.replies import accepted
+from penstock.shared.scripts.script_loader import Command
 from penstock.shared.settings import WorkerSettings
+
+from ..messages import Ready
 
 __all__ = ["ModelChangeRefused", "register_model"]
 
@@ -32,13 +36,13 @@ class ModelChangeRefused(PenstockError):
 
 
 async def register_model(
-    operations: Operations, fingerprint: str, worker: WorkerSettings, drain: asyncio.Event
+    operations: Operations, ready: Ready, worker: WorkerSettings, drain: asyncio.Event
 ) -> None:
     """Register the model, waiting for Redis and for a fleet that is about to be gone.
 
     Args:
         operations: of this worker, with its fingerprint.
-        fingerprint: of its model.
+        ready: what its engine says of the model.
         worker: its settings.
         drain: ends the waiting.
 
@@ -55,11 +59,27 @@ async def register_model(
             _log.warning("Redis did not answer (%s); trying again", error)
         else:
             if other is None:
+                await _publish(operations, ready)
                 return
             if time.monotonic() >= give_up_at:
                 raise ModelChangeRefused(
                     f"workers of {operations.keys.prefix} serve another model (fingerprint "
-                    f"{other}, this one's is {fingerprint}); stop them, give this model another "
-                    "name, or ask for a rolling change with worker.model_change = rolling"
+                    f"{other}, this one's is {ready.fingerprint}); stop them, give this model "
+                    "another name, or ask for a rolling change with worker.model_change = rolling"
                 )
         await asyncio.sleep(_PAUSE_S)
+
+
+async def _publish(operations: Operations, ready: Ready) -> None:
+    """Tell readers of the model; a worker serves as well without."""
+    card = Command(
+        (
+            "HSET", operations.keys.model_card,
+            "context", str(ready.context), "vocabulary", ready.vocabulary,
+        )
+    )  # fmt: skip
+    try:
+        (reply,) = await operations.run([card])
+        accepted("HSET", reply)
+    except (RedisConnectionError, RedisTimeoutError, OSError, PenstockError) as error:
+        _log.warning("the model's vocabulary could not be published: %s", error)

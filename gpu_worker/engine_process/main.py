@@ -21,6 +21,7 @@ from typing import NamedTuple
 from penstock.shared.errors import PenstockError
 from penstock.shared.settings import Settings
 from penstock.shared.synthetic import SYNTHETIC
+from penstock.shared.vocabulary import pack_vocabulary
 
 from ..engine.engine import Engine
 from ..launch import EXIT_REFUSED, Launch
@@ -60,7 +61,15 @@ def main() -> int:
     except PenstockError as error:
         channel.send(Refused(str(error)))
         return EXIT_REFUSED
-    channel.send(Ready(model.summary, model.config.max_batch_tokens, model.fingerprint))
+    channel.send(
+        Ready(
+            model.summary,
+            model.config.max_batch_tokens,
+            model.fingerprint,
+            model.config.max_model_len,
+            pack_vocabulary(model.vocabulary),
+        )
+    )
     with calm_collector():
         _serve(model, launch.settings, channel, steps)
     # A drain waits for the end of this process, and its end frees a model's memory fastest.

@@ -30,6 +30,7 @@ class ServingModel:
         new_text_stream: an incremental detokeniser of one output, given the prompt's ids.
         summary: one line for the log.
         fingerprint: two models that may give different tokens have different ones.
+        vocabulary: bytes of its tokens by id, for readers; empty if they are not known.
     """
 
     config: EngineConfig
@@ -40,3 +41,4 @@ class ServingModel:
     new_text_stream: Callable[[tuple[int, ...]], TextStream]
     summary: str
     fingerprint: str
+    vocabulary: tuple[bytes | None, ...] = ()

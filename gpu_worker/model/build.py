@@ -38,6 +38,7 @@ from .text.chat_prompt import ChatPrompt
 from .text.detokenizer import IncrementalDetokenizer
 from .text.fast_detokenize import decoder_of
 from .text.prompt_tokenizer import encode_prompt
+from .text.token_bytes import token_bytes
 
 __all__ = ["build_model"]
 
@@ -111,6 +112,7 @@ def build_model(settings: Settings) -> ServingModel:
         new_text_stream=functools.partial(IncrementalDetokenizer, decoder_of(loaded.tokenizer)),
         summary=summary.replace("torch.", ""),
         fingerprint=fingerprint_of(loaded.path, str(loaded.dtype)),
+        vocabulary=token_bytes(loaded.tokenizer, loaded.vocab_size),
     )
 
 

@@ -20,6 +20,9 @@ def gateway(
     port: Annotated[
         int | None, typer.Option(help="Port to listen on; default: 8000. 0 takes a free one.")
     ] = None,
+    processes: Annotated[
+        int | None, typer.Option(help="Processes that share the port; default: 1.")
+    ] = None,
     redis: RedisOption = None,
     model: ModelOption = None,
     shard: ShardOption = None,
@@ -29,13 +32,18 @@ def gateway(
 
     It runs until Ctrl-C or SIGTERM. docs/gateway.md says what clients can send.
     """
-    from ..gateway.http_server import serve  # its packages are an extra of their own
+    from ..gateway.serving.gateway_processes import serve  # its packages are an extra of their own
 
     flags = {
         "gateway.host": host,
         "gateway.port": port,
+        "gateway.processes": processes,
         "redis.url": redis,
         "queue.model": model,
         "queue.shard": shard,
     }
-    serve(load_settings(flags, config=config))
+    serve(load_settings(flags, config=config), _announce)
+
+
+def _announce(url: str) -> None:
+    typer.echo(f"gateway: {url} (no API keys: loopback only)")

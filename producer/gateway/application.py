@@ -18,11 +18,14 @@ from penstock.shared.distribution import version
 from penstock.shared.errors import PenstockError
 from penstock.shared.settings import Settings
 
+from .answering.answers import CLIENT_LEFT
+from .answering.stored_answers import stream_routes
 from .api_errors import ApiError, error_of, error_response
 from .callers import Access, OpenAccess
 from .gateway import Gateway
+from .gateway_metrics import GatewayMetrics
 from .model_directory import ModelDirectory
-from .openai.endpoints import openai_routes
+from .openai.endpoints import openai_routes, openai_writers
 from .service_pages import service_routes
 
 __all__ = ["create_app"]
@@ -59,6 +62,7 @@ def create_app(settings: Settings, access: Access | None = None) -> FastAPI:
     )
     app.include_router(service_routes(gateway))
     app.include_router(openai_routes(gateway))
+    app.include_router(stream_routes(gateway, openai_writers()))
     _handle_errors(app)
     if settings.gateway.cors_origins is not None:
         app.add_middleware(
@@ -68,30 +72,41 @@ def create_app(settings: Settings, access: Access | None = None) -> FastAPI:
             allow_headers=["*"],
             expose_headers=["*"],
         )
-    app.add_middleware(_RequestId)
+    app.add_middleware(_Envelope, metrics=gateway.metrics)
+    app.state.gateway = gateway
     return app
 
 
-class _RequestId:
-    """Gives every response an ``x-request-id``, unless its endpoint gave one."""
+class _Envelope:
+    """Gives every response an ``x-request-id``, unless its endpoint gave one, and counts it."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, metrics: GatewayMetrics) -> None:
         self._app = app
+        self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        status = _CLIENT_LEFT
 
         async def send_with_id(message: Message) -> None:
+            nonlocal status
             if message["type"] == "http.response.start":
+                status = message["status"]
                 headers = message.setdefault("headers", [])
                 if not any(name == b"x-request-id" for name, _ in headers):
                     value = f"req-{uuid.uuid4().hex}".encode()
                     message["headers"] = [*headers, (b"x-request-id", value)]
             await send(message)
 
-        await self._app(scope, receive, send_with_id)
+        try:
+            await self._app(scope, receive, send_with_id)
+        finally:
+            route = scope.get("route")
+            endpoint = str(getattr(route, "path", "unknown"))
+            shown = _CLIENT_LEFT if scope.get(CLIENT_LEFT) else status
+            self._metrics.requests.labels(endpoint, str(shown)).inc()
 
 
 def _handle_errors(app: FastAPI) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import json
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,22 +14,24 @@ from typing import Any, Protocol
 from starlette.requests import Request
 from starlette.responses import Response
 
-from penstock.shared.errors import PenstockError, UnknownRequest
+from penstock.shared.errors import IdConflict, PenstockError, UnknownRequest
 from penstock.shared.protocol import Lane, OnDisconnect, Reason
 from penstock.shared.protocol import Request as QueueRequest
 from penstock.shared.settings import GatewaySettings, Settings
 
-from ..client import Producer
 from ..results import Result
-from .answers import EventWriter, StreamedAnswer, WholeAnswer
+from .answering.answers import EventWriter, StreamedAnswer, WholeAnswer
+from .answering.open_answers import OpenAnswers
 from .api_errors import ApiError, error_of, invalid
 from .callers import Access, Admission, Caller
-from .model_directory import ModelDirectory, check_model
+from .gateway_metrics import GatewayMetrics
+from .model_directory import ModelDirectory, Shard, check_model
 from .request_body import read_object
 
-__all__ = ["Gateway", "Submission"]
+__all__ = ["Gateway", "Submission", "last_event_id", "read_index"]
 
 _MAX_KEY_CHARS = 256
+_MAX_INDEX = 2**31 - 1
 
 
 class _Names(Protocol):
@@ -44,18 +47,22 @@ class Submission:
     Attributes:
         id: its id.
         model: its model's name.
-        producer: the client of its shard.
+        shard: where it is.
         caller: who submitted it.
         admission: what its caller's limits allowed.
         keep: it goes on when its client leaves.
+        accepted_at: when it was first accepted, in ms of Redis' clock.
+        start: the first token that the client wants.
     """
 
     id: str
     model: str
-    producer: Producer
+    shard: Shard
     caller: Caller
     admission: Admission
     keep: bool
+    accepted_at: int
+    start: int
 
 
 class Gateway:
@@ -69,8 +76,14 @@ class Gateway:
 
     def __init__(self, settings: Settings, access: Access, directory: ModelDirectory) -> None:
         self.settings: GatewaySettings = settings.gateway
+        self.metrics = GatewayMetrics()
+        self.answers = OpenAnswers(self.metrics)
         self.access = access
         self.directory = directory
+
+    def end_streams(self) -> None:
+        """Tell all clients that still wait to come back elsewhere."""
+        self.answers.end_all()
 
     async def read_object(self, request: Request) -> dict[str, Any]:
         """The JSON object of a body; see :func:`.request_body.read_object`."""
@@ -85,6 +98,8 @@ class Gateway:
         model: object,
         lane: Lane,
         fields: Mapping[str, Any],
+        note: Mapping[str, Any],
+        body: Mapping[str, Any],
     ) -> Submission:
         """Submit a request once its client is known, its fields are right and there is room.
 
@@ -95,6 +110,8 @@ class Gateway:
             model: the body's model.
             lane: how urgent it is.
             fields: of the queue's request, with its prompt.
+            note: what is kept with it, for whoever makes its events again.
+            body: the whole body, which must be the same for the same Idempotency-Key.
 
         Raises:
             ApiError: it was refused; nothing was stored.
@@ -102,7 +119,9 @@ class Gateway:
         caller = await self.access.authenticate(request.headers)
         name = check_model(model)
         _check_rights(caller, name, lane)
-        key = request.headers.get("idempotency-key")
+        key, start = request.headers.get("idempotency-key"), last_event_id(request)
+        if start and key is None:
+            raise invalid(None, "Last-Event-ID: needs the Idempotency-Key of the first request")
         keep = key is not None or _wants_to_stay(request)
         request_id = prefix + (uuid.uuid4().hex if key is None else _key_id(caller, key))
         on_disconnect = OnDisconnect.CONTINUE if keep else OnDisconnect.CANCEL
@@ -111,23 +130,56 @@ class Gateway:
         }  # fmt: skip
         try:
             cost = QueueRequest.build(id=request_id, **values).cost_estimate
-            shard = await self.directory.choose(name, request_id)
+            shard = await self._shard(name, request_id, key)
             admission = await self.access.admit(caller, cost)
             try:
-                await shard.producer.submit(id=request_id, **values)
+                submitted = await shard.producer.submit(
+                    id=request_id, note=_pack_note(note, body if key else None), **values
+                )
             except BaseException:
                 await admission.release()
                 raise
         except PenstockError as error:
             raise error_of(error, table.names) from None
-        return Submission(request_id, name, shard.producer, caller, admission, keep)
+        return Submission(
+            id=request_id,
+            model=name,
+            shard=shard,
+            caller=caller,
+            admission=admission,
+            keep=keep,
+            accepted_at=submitted.accepted_at,
+            start=start,
+        )
 
-    def stream(self, submission: Submission, writer: EventWriter) -> Response:
-        """The answer as events."""
-        stream = submission.producer.stream(submission.id, timeout=self.settings.keep_alive_s)
+    async def _shard(self, model: str, request_id: str, key: str | None) -> Shard:
+        """Where a request goes: to its first submission, if it is one more of the same key."""
+        found = None if key is None else await self.directory.locate(request_id)
+        if found is None:
+            return await self.directory.choose(model, request_id)
+        if found[0].keys.model != model:
+            raise IdConflict(request_id)
+        return found[0]
+
+    def stream(
+        self, submission: Submission, writer: EventWriter, *, reads_all: bool = False
+    ) -> Response:
+        """The answer as events.
+
+        Args:
+            submission: the request.
+            writer: makes the events from where the client wants them.
+            reads_all: the writer needs the tokens before that, too.
+        """
+        stream = submission.shard.producer.stream(
+            submission.id,
+            from_index=0 if reads_all else submission.start,
+            timeout=self.settings.keep_alive_s,
+        )
         return StreamedAnswer(
             stream,
             writer,
+            answers=self.answers,
             on_leave=functools.partial(_leave, submission),
             on_done=submission.admission.release,
             headers=_headers(submission),
@@ -136,12 +188,41 @@ class Gateway:
     def whole(self, submission: Submission, build: Callable[[Result], bytes]) -> Response:
         """The answer as one object."""
         return WholeAnswer(
-            submission.producer.stream(submission.id),
+            submission.shard.producer.stream(submission.id),
             build,
+            answers=self.answers,
             on_leave=functools.partial(_leave, submission),
             on_done=submission.admission.release,
             headers=_headers(submission),
         )
+
+
+def last_event_id(request: Request) -> int:
+    """The index that a reader goes on from; 0 if it begins.
+
+    Raises:
+        ApiError: 400, it is no index.
+    """
+    return read_index(request.headers.get("last-event-id", "0"), "Last-Event-ID")
+
+
+def read_index(text: str, where: str) -> int:
+    """An event's id.
+
+    Raises:
+        ApiError: 400, it is none.
+    """
+    if not (text.isascii() and text.isdigit() and len(text) <= 10 and int(text) <= _MAX_INDEX):
+        raise invalid(where, f"{where}: the id of an event is a whole number")
+    return int(text)
+
+
+def _pack_note(note: Mapping[str, Any], body: Mapping[str, Any] | None) -> bytes:
+    if body is not None:
+        canonical = json.dumps(body, separators=(",", ":"), sort_keys=True)
+        digest = hashlib.sha256(canonical.encode()).hexdigest()[:32]
+        note = {**note, "body": digest}
+    return json.dumps(note, separators=(",", ":"), sort_keys=True).encode()
 
 
 def _headers(submission: Submission) -> dict[str, str]:
@@ -153,7 +234,7 @@ async def _leave(submission: Submission) -> None:
     if submission.keep:
         return
     with contextlib.suppress(UnknownRequest):
-        await submission.producer.cancel(submission.id, reason=Reason.DISCONNECTED)
+        await submission.shard.producer.cancel(submission.id, reason=Reason.DISCONNECTED)
 
 
 def _check_rights(caller: Caller, model: str, lane: Lane) -> None:

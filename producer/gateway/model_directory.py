@@ -8,17 +8,22 @@ from collections.abc import Iterable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
-from penstock.shared.errors import InvalidRequest
+from penstock.shared.errors import InvalidRequest, ProtocolError, UnknownRequest
 from penstock.shared.keys import Keys
 from penstock.shared.settings import Settings
 
 from ..client import Producer
+from ..results import Status
+from ..served_models import ModelCard
 from .api_errors import ApiError
 
-__all__ = ["ModelDirectory", "Shard"]
+__all__ = ["ModelDirectory", "Shard", "check_model"]
 
 _FRESH_S = 2.0
 """How long a look at the workers counts."""
+
+_CARD_FRESH_S = 60.0
+"""The same for what they publish of their model."""
 
 
 @dataclass(slots=True)
@@ -30,12 +35,31 @@ class Shard:
         producer: the client of its queue.
         checked_at: when its workers were counted last, by the event loop's clock.
         workers: how many there were.
+        card: what they publish of their model, once it was asked for.
+        card_read_at: when that was.
     """
 
     keys: Keys
     producer: Producer
     checked_at: float = float("-inf")
     workers: int = 0
+    card: ModelCard | None = None
+    card_read_at: float = float("-inf")
+
+    async def vocabulary(self) -> tuple[bytes | None, ...]:
+        """Bytes of the model's tokens by id; empty if they are not known.
+
+        Raises:
+            RedisUnavailable: Redis is away.
+        """
+        now = asyncio.get_running_loop().time()
+        if self.card is None or now - self.card_read_at > _CARD_FRESH_S:
+            try:
+                self.card = await self.producer.model_card()
+            except ProtocolError:
+                self.card = ModelCard(None, ())
+            self.card_read_at = now
+        return self.card.vocabulary
 
 
 class ModelDirectory:
@@ -117,6 +141,20 @@ class ModelDirectory:
         """
         await self._scan()
         return self._ordered()
+
+    async def locate(self, request_id: str) -> tuple[Shard, Status] | None:
+        """The shard that knows a request, and its state; None if none does.
+
+        Raises:
+            InvalidRequest: the id is none.
+            RedisUnavailable: Redis is away.
+        """
+        for shard in await self.known():
+            try:
+                return shard, await shard.producer.status(request_id)
+            except UnknownRequest:
+                continue
+        return None
 
     def _ordered(self) -> list[Shard]:
         return [self._shards[keys] for keys in sorted(self._shards, key=_order)]

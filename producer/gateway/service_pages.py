@@ -1,7 +1,8 @@
-"""``/v1/models`` and ``/health``."""
+"""``/v1/models``, ``/health`` and ``/metrics``."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi import APIRouter
@@ -12,23 +13,44 @@ from penstock.shared.errors import RedisUnavailable
 
 from .api_errors import ApiError
 from .callers import Caller
+from .documented import json_answer, with_errors
 from .gateway import Gateway
 from .model_directory import Shard
 
 __all__ = ["service_routes"]
+
+_MODEL: Mapping[str, Any] = {
+    "type": "object",
+    "required": ["id", "object", "created", "owned_by"],
+    "properties": {
+        "id": {"type": "string"},
+        "object": {"const": "model"},
+        "created": {"type": "integer"},
+        "owned_by": {"type": "string"},
+        "max_model_len": {"type": ["integer", "null"]},
+    },
+}
+
+_MODEL_LIST: Mapping[str, Any] = {
+    "type": "object",
+    "required": ["object", "data"],
+    "properties": {"object": {"const": "list"}, "data": {"type": "array", "items": _MODEL}},
+}
 
 
 def service_routes(gateway: Gateway) -> APIRouter:
     """The routes."""
     router = APIRouter()
 
-    @router.get("/v1/models")
+    @router.get(
+        "/v1/models", responses=with_errors(json_answer("What is served now.", _MODEL_LIST))
+    )
     async def list_models(request: Request) -> Response:
         caller = await gateway.access.authenticate(request.headers)
         models = await _models(gateway, caller)
         return JSONResponse({"object": "list", "data": list(models.values())})
 
-    @router.get("/v1/models/{model:path}")
+    @router.get("/v1/models/{model:path}", responses=with_errors(json_answer("A model.", _MODEL)))
     async def retrieve_model(request: Request, model: str) -> Response:
         caller = await gateway.access.authenticate(request.headers)
         models = await _models(gateway, caller)
@@ -37,7 +59,7 @@ def service_routes(gateway: Gateway) -> APIRouter:
             raise ApiError(404, message, "model_not_found", param="model")
         return JSONResponse(models[model])
 
-    @router.get("/health")
+    @router.get("/health", responses={503: {"description": "Redis cannot be reached."}})
     async def health() -> Response:
         try:
             served = await gateway.directory.served()
@@ -45,17 +67,27 @@ def service_routes(gateway: Gateway) -> APIRouter:
             return JSONResponse({"status": "redis unavailable"}, status_code=503)
         return JSONResponse({"status": "ok", "models": _workers(served)})
 
+    @router.get("/metrics")
+    async def metrics() -> Response:
+        page = gateway.metrics.exposition()
+        return Response(page, media_type="text/plain; version=0.0.4; charset=utf-8")
+
     return router
 
 
 async def _models(gateway: Gateway, caller: Caller) -> dict[str, dict[str, Any]]:
     """What is served now, of what the caller may use."""
     served = await gateway.directory.served()
-    names = sorted({shard.keys.model for shard in served})
     return {
-        name: {"id": name, "object": "model", "created": 0, "owned_by": "penstock"}
-        for name in names
-        if caller.models is None or name in caller.models
+        shard.keys.model: {
+            "id": shard.keys.model,
+            "object": "model",
+            "created": 0,
+            "owned_by": "penstock",
+            "max_model_len": (await shard.producer.model_card(vocabulary=False)).context,
+        }
+        for shard in served
+        if caller.models is None or shard.keys.model in caller.models
     }
 
 

@@ -98,7 +98,13 @@ class Operations(OperatorOperations):
         }
 
     async def submit(
-        self, request: Request, *, bounds: Bounds, default_deadline_ms: int, inbox: str = ""
+        self,
+        request: Request,
+        *,
+        bounds: Bounds,
+        default_deadline_ms: int,
+        inbox: str = "",
+        note: bytes = b"",
     ) -> SubmitReply:
         """Accept a request exactly once.
 
@@ -108,6 +114,7 @@ class Operations(OperatorOperations):
             default_deadline_ms: for a request that names none.
             inbox: publish its output there, together with that of others; empty: in its own
                 channel. Not part of the request: of several submits the first decides.
+            note: kept in the record. With another note the same request is a conflict.
 
         Raises:
             InvalidRequest: the packed request is too large.
@@ -117,12 +124,16 @@ class Operations(OperatorOperations):
         """
         payload = request.pack()
         values = request_arguments(request, payload, bounds, default_deadline_ms)
-        reply = await self._one("submit", retention_ms=self._retention_ms, inbox=inbox, **values)
+        if note:
+            values["digest"] = hashlib.sha256(payload + note).digest()[:16]
+        reply = await self._one(
+            "submit", retention_ms=self._retention_ms, inbox=inbox, note=note, **values
+        )
         verdict = reply[0]
         if verdict == b"ok":
-            return SubmitReply(False, State.QUEUED, 0, reply[1])
+            return SubmitReply(False, State.QUEUED, 0, reply[1], reply[2])
         if verdict == b"dup":
-            return SubmitReply(True, State(reply[1].decode()), reply[2], None)
+            return SubmitReply(True, State(reply[1].decode()), reply[2], None, reply[3])
         if verdict == b"conflict":
             raise IdConflict(request.id)
         raise QueueFull(reply[1].decode(), reply[2], retry_after_ms=_RETRY_AFTER_MS)

@@ -89,12 +89,14 @@ class SubmitReply:
         state: its state now.
         n: output tokens so far.
         waiting: requests now waiting in the shard; None for a duplicate.
+        accepted_at: when it was first accepted, in ms of Redis' clock.
     """
 
     duplicate: bool
     state: State
     n: int
     waiting: int | None
+    accepted_at: int
 
 
 @dataclass(frozen=True, slots=True)

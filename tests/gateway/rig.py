@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import httpx
 import openai
 
 from penstock.shared.local.children import spawn_bound
@@ -64,3 +69,31 @@ class GatewayProcess:
     def terminate(self, timeout_s: float = 15) -> int:
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(timeout_s)
+
+
+@dataclass(frozen=True)
+class Event:
+    """One server-sent event: its id, and its data as JSON or ``[DONE]``."""
+
+    id: int | None
+    data: Any
+
+    @property
+    def text(self) -> str:
+        """What it adds to the first choice of a completion or of chat."""
+        if self.data == "[DONE]" or not self.data["choices"]:
+            return ""
+        choice = self.data["choices"][0]
+        return str(choice["text"] if "text" in choice else choice["delta"].get("content", ""))
+
+
+def events(response: httpx.Response) -> Iterator[Event]:
+    """The events of a response that is being read; comments are skipped."""
+    number: int | None = None
+    for line in response.iter_lines():
+        if line.startswith("id: "):
+            number = int(line[4:])
+        elif line.startswith("data: "):
+            data = line[6:]
+            yield Event(number, data if data == "[DONE]" else json.loads(data))
+            number = None

@@ -9,10 +9,10 @@ from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 from unit.pages import DOCS
 
-from penstock.producer.gateway.openai.chat_fields import CHAT_FIELDS
-from penstock.producer.gateway.openai.completion_fields import COMPLETION_FIELDS
-from penstock.producer.gateway.openai.field_reference import render_fields
-from penstock.producer.gateway.openai.field_table import FieldTable
+from penstock.producer.gateway.openai.fields.chat_fields import CHAT_FIELDS
+from penstock.producer.gateway.openai.fields.completion_fields import COMPLETION_FIELDS
+from penstock.producer.gateway.openai.fields.field_reference import render_fields
+from penstock.producer.gateway.openai.fields.field_table import FieldTable
 
 
 def test_the_page_is_written_from_the_declarations() -> None:

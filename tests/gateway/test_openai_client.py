@@ -97,3 +97,32 @@ def test_errors_are_the_clients_own(client: openai.OpenAI) -> None:
         )
     assert no_parameter.value.code == "unknown_parameter"
     assert "did you mean temperature" in no_parameter.value.message
+
+
+def test_logprobs(client: openai.OpenAI, gateway: GatewayProcess) -> None:
+    answer = client.chat.completions.create(
+        model="demo", messages=MESSAGES, max_tokens=8, seed=5, logprobs=True, top_logprobs=3
+    )
+    (choice,) = answer.choices
+    assert choice.logprobs is not None
+    entries = choice.logprobs.content or []
+    assert len(entries) == answer.usage.completion_tokens  # type: ignore[union-attr]
+    shown = b"".join(bytes(entry.bytes or ()) for entry in entries)
+    assert shown.startswith((choice.message.content or "").encode())
+    for entry in entries:
+        assert len(entry.top_logprobs) == 3
+        assert entry.top_logprobs[0].logprob >= entry.logprob - 1e-6
+    with gateway.client(_strict_response_validation=False) as lenient:
+        options = {"model": "demo", "prompt": "The list", "max_tokens": 8, "seed": 5, "logprobs": 2}
+        whole = lenient.completions.create(**options).choices[0].logprobs
+        chunks = list(lenient.completions.create(**options, stream=True))
+    parts = [c.choices[0].logprobs for c in chunks if c.choices[0].logprobs is not None]
+    assert whole is not None
+    assert [t for part in parts for t in part.tokens or ()] == whole.tokens
+    assert [t for part in parts for t in part.text_offset or ()] == whole.text_offset
+
+
+def test_models_say_their_context_length(client: openai.OpenAI) -> None:
+    (model,) = client.models.list()
+    assert model.model_extra is not None
+    assert model.model_extra["max_model_len"] > 100

@@ -99,7 +99,7 @@ def test_keys_are_those_of_the_code() -> None:
         keys.deadlines, keys.readers, keys.counters, keys.bell, keys.dead_letters,
         keys.queue(Lane.NORMAL, "<tenant>"), keys.tenants(Lane.NORMAL), keys.ingress_tenants,
         keys.ingress(), keys.ingress("<tenant>"), keys.ended, keys.compacting("<id>"),
-        keys.fingerprints, keys.usage(0).replace(":0", ":<day>"),
+        keys.fingerprints, keys.model_card, keys.usage(0).replace(":0", ":<day>"),
         keys.continued(Lane.NORMAL) + ":<fingerprint>", keys.suspects + ":<fingerprint>",
     }  # fmt: skip
     names = set()

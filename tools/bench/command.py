@@ -9,6 +9,7 @@ from ..report import Progress, Report
 from .options import (
     ChunkingOptions,
     EngineOptions,
+    GatewayOptions,
     ModesOptions,
     PreemptionOptions,
     PrefixOptions,
@@ -73,6 +74,15 @@ def _queue(options: QueueOptions, progress: Progress) -> Report:
     from .queue.queue_path import bench_queue
 
     return bench_queue(options, progress)
+
+
+@bench.command("gateway")
+@measurement()
+def _gateway(options: GatewayOptions, progress: Progress) -> Report:
+    """The gateway, without a model: first tokens, CPU and memory of many streams."""
+    from .gateway.gateway_path import bench_gateway
+
+    return bench_gateway(options, progress)
 
 
 @bench.command("chunking")

@@ -16,6 +16,7 @@ from ..measurement import MeasurementOptions, ModelFlag, PlotFlag, Range, Rounds
 __all__ = [
     "ChunkingOptions",
     "EngineOptions",
+    "GatewayOptions",
     "ModesOptions",
     "PreemptionOptions",
     "PrefixOptions",
@@ -85,6 +86,18 @@ class QueueOptions(MeasurementOptions):
         float, Option(help="Time of streaming in a round."), Range(0, 600, above=True)
     ] = 2.0
     queued: Annotated[int, Option(help="Requests in the long queue."), Range(1000)] = 10_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatewayOptions(MeasurementOptions):
+    """Options of ``bench gateway``."""
+
+    rounds: RoundsFlag = 5
+    seconds: Annotated[
+        float, Option(help="Time of load in a round."), Range(0, 600, above=True)
+    ] = 3.0
+    streams: Annotated[int, Option(help="Streams that are open at once, at most."), Range(2)] = 5000
+    rate: Annotated[float, Option(help="Tokens a second, of all streams."), Range(1)] = 10_000
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -153,7 +153,10 @@ def _families(keys: Keys, scratch: str) -> list[tuple[str, tuple[str, ...]]]:
     )
     streams = (keys.bell, keys.dead_letters, *map(keys.continued, Lane), keys.suspects)
     lasting: list[tuple[str, ...]] = [("ZREM", key, scratch) for key in sets]
-    lasting += [("HDEL", key, scratch) for key in (keys.virtual_time, keys.sweep, keys.counters)]
+    lasting += [
+        ("HDEL", key, scratch)
+        for key in (keys.virtual_time, keys.sweep, keys.counters, keys.model_card)
+    ]
     lasting += [("XDEL", key, "0-1") for key in streams]
     return found + [(command[1].removeprefix(keys.prefix), command) for command in lasting]
 

@@ -26,7 +26,7 @@ _SCAN = 1000
 LASTING = (
     "tenants:critical", "tenants:normal", "tenants:batch", "lanes", "virtual_time", "sweep",
     "leases", "counters", "bell", "dead_letters", "deadlines", "readers", "ingress_tenants",
-    "ingress", "fingerprints",
+    "ingress", "fingerprints", "model",
 )  # fmt: skip
 """Keys without expiry by design."""
 

@@ -9,8 +9,10 @@ from typing import Any
 from ...choices import Choice
 from ...results import Result
 from ..api_errors import end_error
+from .answer_form import AnswerForm
 from .event_writers import FINISH_REASONS, AnswerHead
-from .field_table import FieldTable
+from .fields.field_table import FieldTable
+from .token_logprobs import TokenNames
 from .usage_object import usage_object
 
 __all__ = ["answer_object", "chat_choice", "completion_choice"]
@@ -18,10 +20,12 @@ __all__ = ["answer_object", "chat_choice", "completion_choice"]
 
 def answer_object(
     head: AnswerHead,
+    form: AnswerForm,
     object_name: str,
     result: Result,
     fields: FieldTable,
-    choice: Callable[[Choice], dict[str, Any]],
+    choice: Callable[[Choice, TokenNames], dict[str, Any]],
+    names: TokenNames,
 ) -> bytes:
     """The body of an answer.
 
@@ -36,25 +40,33 @@ def answer_object(
         "object": object_name,
         "created": head.created,
         "model": head.model,
-        "service_tier": head.tier,
-        "choices": [choice(item) for item in result.choices],
+        "service_tier": form.tier,
+        "choices": [choice(item, names) for item in result.choices],
         "usage": None if result.usage is None else usage_object(result.usage),
     }
     return json.dumps(answer, ensure_ascii=False, separators=(",", ":")).encode()
 
 
-def chat_choice(choice: Choice, *, token_ids: bool) -> dict[str, Any]:
+def chat_choice(choice: Choice, names: TokenNames, *, token_ids: bool) -> dict[str, Any]:
     """One of ``choices`` of a chat completion."""
+    logprobs = names.chat(choice.token_ids, choice.logprobs)
     message = {"role": "assistant", "content": choice.text, "refusal": None}
-    return {"index": choice.index, "message": message, **_common(choice, token_ids)}
+    return {"index": choice.index, "message": message, **_common(choice, logprobs, token_ids)}
 
 
-def completion_choice(choice: Choice, *, token_ids: bool, echo: str) -> dict[str, Any]:
+def completion_choice(
+    choice: Choice, names: TokenNames, *, token_ids: bool, echo: str
+) -> dict[str, Any]:
     """One of ``choices`` of a completion, behind the prompt if that is echoed."""
-    return {"index": choice.index, "text": echo + choice.text, **_common(choice, token_ids)}
+    logprobs = names.completion(choice.token_ids, choice.logprobs, 0)
+    return {
+        "index": choice.index,
+        "text": echo + choice.text,
+        **_common(choice, logprobs, token_ids),
+    }
 
 
-def _common(choice: Choice, token_ids: bool) -> dict[str, Any]:
+def _common(choice: Choice, logprobs: object, token_ids: bool) -> dict[str, Any]:
     reason = None if choice.reason is None else FINISH_REASONS[choice.reason]
     ids = {"token_ids": choice.token_ids} if token_ids else {}
-    return {"logprobs": None, "finish_reason": reason, **ids}
+    return {"logprobs": logprobs, "finish_reason": reason, **ids}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,40 +11,61 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ...choices import Choice
+from ...results import Result, Status
+from ..answering.answers import EventWriter
+from ..answering.stored_answers import MakeWriter
 from ..api_errors import invalid
+from ..documented import json_answer, json_body, with_errors
 from ..gateway import Gateway
+from ..model_directory import Shard
+from .answer_form import AnswerForm
 from .answer_objects import answer_object, chat_choice, completion_choice
-from .chat_fields import CHAT_FIELDS, chat_request
-from .common_fields import service_tier, wants_usage
-from .completion_fields import COMPLETION_FIELDS, completion_request
+from .answer_schemas import CHAT_ANSWER, COMPLETION_ANSWER
 from .event_writers import AnswerHead, ChatWriter, CompletionWriter
-from .field_table import FieldTable
+from .fields.chat_fields import CHAT_FIELDS, chat_request
+from .fields.common_fields import service_tier, wants_usage
+from .fields.completion_fields import COMPLETION_FIELDS, completion_request
+from .fields.field_schema import body_schema
+from .fields.field_table import FieldTable
+from .token_logprobs import TokenNames
 
-__all__ = ["openai_routes"]
+__all__ = ["openai_routes", "openai_writers"]
 
 
 def openai_routes(gateway: Gateway) -> APIRouter:
     """The routes of both endpoints."""
     router = APIRouter()
 
-    @router.post("/v1/chat/completions")
+    @router.post(
+        "/v1/chat/completions",
+        responses=with_errors(json_answer("The answer.", CHAT_ANSWER, events=True), body=True),
+        openapi_extra=json_body(body_schema(CHAT_FIELDS)),
+    )
     async def create_chat_completion(request: Request) -> Response:
-        own, values = CHAT_FIELDS.read(await gateway.read_object(request))
+        body = await gateway.read_object(request)
+        own, values = CHAT_FIELDS.read(body)
         default = gateway.settings.default_max_tokens
         fields = chat_request(own, values, default)
         choice = functools.partial(chat_choice, token_ids=bool(own.get("return_token_ids")))
-        return await _answer(gateway, request, CHAT, own, fields, choice)
+        return await _answer(gateway, request, _CHAT, body, own, fields, choice)
 
-    @router.post("/v1/completions")
+    @router.post(
+        "/v1/completions",
+        responses=with_errors(
+            json_answer("The answer.", COMPLETION_ANSWER, events=True), body=True
+        ),
+        openapi_extra=json_body(body_schema(COMPLETION_FIELDS)),
+    )
     async def create_completion(request: Request) -> Response:
-        own, values = COMPLETION_FIELDS.read(await gateway.read_object(request))
+        body = await gateway.read_object(request)
+        own, values = COMPLETION_FIELDS.read(body)
         fields = completion_request(own, values)
         echo = fields["prompt"] if own.get("echo") else ""
         if not isinstance(echo, str):
             raise invalid("echo", "echo: needs a prompt given as text", "unsupported_value")
         ids = bool(own.get("return_token_ids"))
         choice = functools.partial(completion_choice, token_ids=ids, echo=echo)
-        return await _answer(gateway, request, COMPLETION, own, fields, choice)
+        return await _answer(gateway, request, _COMPLETION, body, own, fields, choice)
 
     return router
 
@@ -54,6 +74,7 @@ class _Endpoint:
     """What differs between the two.
 
     Attributes:
+        name: in notes.
         prefix: how ids begin.
         object_name: of a whole answer.
         fields: the fields of its body.
@@ -62,34 +83,42 @@ class _Endpoint:
 
     def __init__(
         self,
+        name: str,
         prefix: str,
         object_name: str,
         fields: FieldTable,
         writer: Callable[..., ChatWriter | CompletionWriter],
     ) -> None:
+        self.name = name
         self.prefix = prefix
         self.object_name = object_name
         self.fields = fields
         self.writer = writer
 
 
-CHAT = _Endpoint("chatcmpl-", "chat.completion", CHAT_FIELDS, ChatWriter)
-COMPLETION = _Endpoint("cmpl-", "text_completion", COMPLETION_FIELDS, CompletionWriter)
+_CHAT = _Endpoint("chat", "chatcmpl-", "chat.completion", CHAT_FIELDS, ChatWriter)
+_COMPLETION = _Endpoint(
+    "completion", "cmpl-", "text_completion", COMPLETION_FIELDS, CompletionWriter
+)
 
 
 async def _answer(
     gateway: Gateway,
     request: Request,
     endpoint: _Endpoint,
+    body: Mapping[str, Any],
     own: Mapping[str, Any],
     fields: dict[str, Any],
-    choice: Callable[[Choice], dict[str, Any]],
+    choice: Callable[[Choice, TokenNames], dict[str, Any]],
 ) -> Response:
     """Submit the request and answer with its output."""
-    if "logprobs" in fields:
-        raise invalid("logprobs", "logprobs: is not served yet", "unsupported_parameter")
     lane, tier = service_tier(own)
-    usage = wants_usage(own)
+    form = AnswerForm(
+        tier=tier,
+        usage=wants_usage(own),
+        token_ids=bool(own.get("return_token_ids")),
+        reads_all=endpoint is _COMPLETION and "logprobs" in fields,
+    )
     submission = await gateway.submit(
         request,
         endpoint.fields,
@@ -97,20 +126,33 @@ async def _answer(
         model=own.get("model"),
         lane=lane,
         fields=fields,
+        note={"endpoint": endpoint.name, "logprobs": "logprobs" in fields, **form.to_note()},
+        body=body,
     )
-    head = AnswerHead(submission.id, int(time.time()), submission.model, tier)
+    head = AnswerHead(submission.id, submission.accepted_at // 1000, submission.model)
+    names = TokenNames(await submission.shard.vocabulary() if "logprobs" in fields else ())
     if own.get("stream"):
-        ids = bool(own.get("return_token_ids"))
-        writer = endpoint.writer(head, endpoint.fields, usage=usage, token_ids=ids)
-        return gateway.stream(submission, writer)
-    build = functools.partial(_build, head, endpoint, choice)
+        writer = endpoint.writer(head, form, endpoint.fields, names, submission.start)
+        return gateway.stream(submission, writer, reads_all=form.reads_all)
+
+    def build(result: Result) -> bytes:
+        return answer_object(
+            head, form, endpoint.object_name, result, endpoint.fields, choice, names
+        )
+
     return gateway.whole(submission, build)
 
 
-def _build(
-    head: AnswerHead,
-    endpoint: _Endpoint,
-    choice: Callable[[Choice], dict[str, Any]],
-    result: Any,
-) -> bytes:
-    return answer_object(head, endpoint.object_name, result, endpoint.fields, choice)
+async def _writer_of(
+    endpoint: _Endpoint, shard: Shard, status: Status, note: dict[str, Any], start: int
+) -> tuple[EventWriter, int]:
+    head = AnswerHead(status.id, (status.accepted_at or 0) // 1000, shard.keys.model)
+    form = AnswerForm.from_note(note)
+    names = TokenNames(await shard.vocabulary() if note.get("logprobs") else ())
+    writer = endpoint.writer(head, form, endpoint.fields, names, start)
+    return writer, 0 if form.reads_all else start
+
+
+def openai_writers() -> dict[str, MakeWriter]:
+    """What makes the events of these endpoints' requests again, by name."""
+    return {one.name: functools.partial(_writer_of, one) for one in (_CHAT, _COMPLETION)}

@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from penstock.shared.protocol import Chunk, End, Reason
 from penstock.shared.protocol.events import Run
 
+from ..answering.sse import DONE, quoted
 from ..api_errors import ApiError, end_error
-from ..sse import DONE, quoted
-from .field_table import FieldTable
+from .answer_form import AnswerForm
+from .fields.field_table import FieldTable
+from .token_logprobs import TokenNames
 from .usage_object import usage_object
 
 __all__ = ["FINISH_REASONS", "AnswerHead", "ChatWriter", "CompletionWriter"]
@@ -30,13 +32,11 @@ class AnswerHead:
         id: the request's id.
         created: when it was accepted, in seconds since 1970.
         model: the model's name.
-        tier: the service tier that was used.
     """
 
     id: str
     created: int
     model: str
-    tier: str
 
 
 class _Writer:
@@ -44,33 +44,48 @@ class _Writer:
 
     Args:
         head: what stands in every event.
+        form: what the client asked to see.
         fields: the endpoint's fields, for names in errors.
-        usage: whether token counts follow in an event of their own.
-        token_ids: whether choices name their tokens' ids.
+        names: of the model's tokens.
+        start: the first token wanted. What comes before it is read, too, where events depend on
+            it, see :attr:`AnswerForm.reads_all`, and not shown.
     """
 
     object_name: str
 
     def __init__(
-        self, head: AnswerHead, fields: FieldTable, *, usage: bool, token_ids: bool
+        self,
+        head: AnswerHead,
+        form: AnswerForm,
+        fields: FieldTable,
+        names: TokenNames,
+        start: int = 0,
     ) -> None:
-        names = {
+        common = {
             "id": head.id,
             "object": self.object_name,
             "created": head.created,
             "model": head.model,
-            "service_tier": head.tier,
+            "service_tier": form.tier,
         }
-        self._head = "\ndata: " + json.dumps(names, separators=(",", ":"))[:-1] + ',"choices":['
-        self._tail = '],"usage":null}\n\n' if usage else "]}\n\n"
+        self._head = "\ndata: " + json.dumps(common, separators=(",", ":"))[:-1] + ',"choices":['
+        self._tail = '],"usage":null}\n\n' if form.usage else "]}\n\n"
         self._fields = fields
-        self._usage = usage
-        self._token_ids = token_ids
+        self._usage = form.usage
+        self._token_ids = form.token_ids
+        self._names = names
+        self._start = start
         self._parted = False
 
     def chunk(self, chunk: Chunk) -> bytes:
         """One event for each run of tokens; none for tokens that add nothing to be shown."""
         self._parted = self._parted or bool(chunk.parts)
+        if chunk.start < self._start:
+            skipped = min(chunk.stop, self._start) - chunk.start
+            self._skip(chunk, skipped)
+            if skipped == len(chunk.token_ids):
+                return b""
+            chunk = chunk.without(skipped)
         index = chunk.start
         events = []
         for run in chunk.runs():
@@ -102,6 +117,9 @@ class _Writer:
         """The event that ends a stream without success."""
         return b"data: " + error.body() + b"\n\n"
 
+    def _skip(self, chunk: Chunk, count: int) -> None:
+        """Note what later events depend on, in the first ``count`` tokens."""
+
     def _choice(self, run: Run) -> str:
         raise NotImplementedError
 
@@ -116,7 +134,9 @@ class _Writer:
 
     def _is_mute(self, run: Run) -> bool:
         """Whether a run shows nothing: the half of a character, or what may become a stop text."""
-        return not (run.text or run.start == 0 or run.reason is not None or self._token_ids)
+        return not (
+            run.text or run.start == 0 or run.reason is not None or run.logprobs or self._token_ids
+        )
 
 
 class ChatWriter(_Writer):
@@ -130,8 +150,14 @@ class ChatWriter(_Writer):
         role = '"role":"assistant",' if run.start == 0 else ""
         return (
             f'{{"index":{run.choice},"delta":{{{role}"content":{quoted(run.text)}}}'
-            f',"logprobs":null,"finish_reason":{self._finish(run)}{self._ids(run)}}}'
+            f',"logprobs":{self._logprobs(run)},"finish_reason":{self._finish(run)}'
+            f"{self._ids(run)}}}"
         )
+
+    def _logprobs(self, run: Run) -> str:
+        if not run.logprobs:
+            return "null"
+        return json.dumps(self._names.chat(run.token_ids, run.logprobs), separators=(",", ":"))
 
     def _last_choice(self, reason: str) -> str:
         return f'{{"index":0,"delta":{{}},"logprobs":null,"finish_reason":"{reason}"}}'
@@ -142,13 +168,43 @@ class CompletionWriter(_Writer):
 
     object_name = "text_completion"
 
+    def __init__(
+        self,
+        head: AnswerHead,
+        form: AnswerForm,
+        fields: FieldTable,
+        names: TokenNames,
+        start: int = 0,
+    ) -> None:
+        super().__init__(head, form, fields, names, start)
+        self._offsets: dict[int, int] = {}
+
     def _choice(self, run: Run) -> str:
         if self._is_mute(run):
             return ""
         return (
             f'{{"index":{run.choice},"text":{quoted(run.text)}'
-            f',"logprobs":null,"finish_reason":{self._finish(run)}{self._ids(run)}}}'
+            f',"logprobs":{self._logprobs(run)},"finish_reason":{self._finish(run)}'
+            f"{self._ids(run)}}}"
         )
+
+    def _logprobs(self, run: Run) -> str:
+        if not run.logprobs:
+            return "null"
+        offset = self._offsets.get(run.choice, 0)
+        found = self._names.completion(run.token_ids, run.logprobs, offset)
+        self._advance(run)
+        return json.dumps(found, separators=(",", ":"))
+
+    def _advance(self, run: Run) -> None:
+        length = sum(len(self._names.text(token_id)) for token_id in run.token_ids)
+        self._offsets[run.choice] = self._offsets.get(run.choice, 0) + length
+
+    def _skip(self, chunk: Chunk, count: int) -> None:
+        for run in chunk.runs():
+            skipped = run.token_ids[:count]
+            self._advance(run._replace(token_ids=skipped))
+            count -= len(skipped)
 
     def _last_choice(self, reason: str) -> str:
         return f'{{"index":0,"text":"","logprobs":null,"finish_reason":"{reason}"}}'

@@ -34,13 +34,14 @@
 --   answer                  |msgpack|json     form of the log
 --   on_disconnect           |continue|cancel  cancel: ends when its last reader has left
 --   inbox                   text    publish in this inbox; empty: in a channel of its own
--- Reply {'ok', waiting requests}
---       {'dup', state, tokens}     same id, same payload: nothing was changed
---       {'conflict'}               same id, other payload: nothing was stored
+--   note                    text    kept in the record, for whoever reads the request
+-- Reply {'ok', waiting requests, accepted_at}
+--       {'dup', state, tokens, accepted_at}  same id, same digest: nothing was changed
+--       {'conflict'}               same id, other digest: nothing was stored
 --       {'full', bound, limit}     nothing was stored
 local id, lane, tenant, payload, digest, cost, output_cost, deadline_ms, max_queue_ms, retention_ms,
   max_requests, max_tokens, max_bytes, max_tenant_requests, tenant_share, answer, on_disconnect,
-  inbox = arguments(9, 18)
+  inbox, note = arguments(9, 19)
 return accept(name('id', id), {
   lane = lane_name(lane), tenant = name('tenant', tenant), payload = payload, digest = digest,
   cost = whole('cost', cost), output_cost = whole('output_cost', output_cost),
@@ -48,6 +49,7 @@ return accept(name('id', id), {
   max_queue_ms = whole('max_queue_ms', max_queue_ms), epoch = 0,
   answer = one_of('answer', answer, '', 'msgpack', 'json'),
   on_disconnect = one_of('on_disconnect', on_disconnect, '', 'continue', 'cancel'), inbox = inbox,
+  note = note,
 }, {
   whole('max_requests', max_requests), whole('max_tokens', max_tokens),
   whole('max_bytes', max_bytes), whole('max_tenant_requests', max_tenant_requests),

@@ -4,7 +4,8 @@
 --   request  lane, tenant, payload, digest, cost, output_cost, deadline_ms, max_queue_ms (0: no
 --            bound), epoch (claims in a former life, whose owners stay fenced), answer ('json' if
 --            its log is to be JSON), on_disconnect ('cancel' if it is to end when its last reader
---            has left), inbox (where it is published; '' or nil: its own channel)
+--            has left), inbox (where it is published; '' or nil: its own channel), note (kept for
+--            its readers; '' or nil: none)
 
 -- Store a request and put it into its queue. Returns nil, or an error reply; then nothing was
 -- stored.
@@ -31,6 +32,7 @@ local function enqueue(id, request, now, retention)
   if request.answer == 'json' then set('answer', 'json') end
   if request.on_disconnect == 'cancel' then set('on_disconnect', 'cancel') end
   if request.inbox and request.inbox ~= '' then set('inbox', request.inbox) end
+  if request.note and request.note ~= '' then set('note', request.note) end
   redis.call('ZADD', PREFIX .. 'deadlines', due, id)
   redis.call('DEL', record, log)
   redis.call('HSET', record, unpack(values))
@@ -65,14 +67,15 @@ end
 --
 --   bounds  most requests, tokens, bytes, requests of this tenant that may wait, and its share in
 --           percent; 0: no bound
--- Returns {'ok', waiting requests} | {'dup', state, tokens} | {'conflict'} |
+-- Returns {'ok', waiting requests, now} | {'dup', state, tokens, accepted_at} | {'conflict'} |
 -- {'full', bound, limit}, or an error reply; unless it is 'ok', nothing was stored.
 local function accept(id, request, bounds, now, retention)
-  local known = redis.pcall('HMGET', PREFIX .. 'request:' .. id, 'digest', 'state', 'tokens')
+  local known = redis.pcall('HMGET', PREFIX .. 'request:' .. id, 'digest', 'state', 'tokens',
+    'accepted_at')
   if is_error(known) then return known end
   if known[2] then
     if known[1] ~= request.digest then return {'conflict'} end
-    return {'dup', known[2], tonumber(known[3]) or 0}
+    return {'dup', known[2], tonumber(known[3]) or 0, tonumber(known[4]) or now}
   end
   local used = redis.call('HMGET', PREFIX .. 'counters', 'requests', 'tokens', 'bytes',
     'tenant:' .. request.tenant, 'tenant_tokens:' .. request.tenant,
@@ -92,5 +95,5 @@ local function accept(id, request, bounds, now, retention)
   end
   local refused = enqueue(id, request, now, retention)
   if refused then return refused end
-  return {'ok', (tonumber(used[1]) or 0) + 1}
+  return {'ok', (tonumber(used[1]) or 0) + 1, now}
 end

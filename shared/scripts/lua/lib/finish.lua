@@ -22,6 +22,7 @@
 --   queue, entry          the queue it waits or waited in, and its entry there
 --   answer                'json' if log and channel hold JSON; else they hold msgpack
 --   inbox                 the inbox it is published in; else it has a channel of its own
+--   note                  what its submitter keeps with it for its readers
 --   on_disconnect         'cancel' if it ends when its last reader has left
 --   fingerprint           of the model of the worker that claimed it last
 --   usage                 what its workers said last that it has used, until it ends: USED

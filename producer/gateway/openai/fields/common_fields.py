@@ -8,7 +8,7 @@ from typing import Any
 from penstock.shared.protocol import Lane
 from penstock.shared.protocol.field_types import Flag, Integer
 
-from ..api_errors import invalid
+from ...api_errors import invalid
 from .field_table import ApiField, Shape, no_effect, option, refused, served
 
 __all__ = ["COMMON_FIELDS", "STREAM_OPTIONS", "output_form", "service_tier"]

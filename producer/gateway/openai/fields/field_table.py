@@ -16,7 +16,7 @@ from penstock.shared.errors import InvalidRequest
 from penstock.shared.protocol.field_types import FieldType
 from penstock.shared.protocol.request import REQUEST_OPTIONS
 
-from ..api_errors import ApiError, error_of, invalid
+from ...api_errors import ApiError, error_of, invalid
 
 __all__ = ["ApiField", "FieldTable", "Kind", "Shape", "no_effect", "option", "refused", "served"]
 
@@ -99,6 +99,15 @@ def no_effect(name: str, type: FieldType, why: str) -> ApiField:
     return ApiField(name, Kind.NO_EFFECT, why, type)
 
 
+_FORM_NAMES = {
+    "json_schema": "response_format",
+    "regex": "structured_outputs.regex",
+    "grammar": "structured_outputs.grammar",
+    "choice": "structured_outputs.choice",
+}
+"""What a form of the output is called in an error; there are several names for most."""
+
+
 class FieldTable:
     """The fields of an endpoint.
 
@@ -112,6 +121,7 @@ class FieldTable:
         self.prompt = prompt
         self.names = {field.target: field.name for field in self.fields.values() if field.target}
         self.names["prompt"] = prompt
+        self.names |= _FORM_NAMES
 
     def read(self, body: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Check a body.

@@ -7,7 +7,7 @@ from typing import Any
 
 from penstock.shared.protocol.field_types import Flag, Integer
 
-from ..api_errors import ApiError, invalid
+from ...api_errors import ApiError, invalid
 from .common_fields import COMMON_FIELDS, OBJECT, TEXT, output_form
 from .field_table import FieldTable, Shape, no_effect, option, refused, served
 

@@ -20,17 +20,20 @@ from starlette.types import Receive, Scope, Send
 from penstock.shared.errors import PenstockError
 from penstock.shared.protocol import Chunk, End
 
-from ..results import Result
-from ..stream import TokenStream
-from .api_errors import ApiError, error_of, error_response
+from ...results import Result
+from ...stream import TokenStream
+from ..api_errors import ApiError, error_of, error_response
+from .open_answers import OpenAnswers
 from .sse import HEADERS, KEEP_ALIVE
 
-__all__ = ["EventWriter", "StreamedAnswer", "WholeAnswer"]
+__all__ = ["CLIENT_LEFT", "EventWriter", "StreamedAnswer", "WholeAnswer"]
 
 _log = logging.getLogger("penstock.gateway")
 
-_CLIENT_LEFT = 499
-"""What logs and metrics call the status of an answer that nobody waited for."""
+CLIENT_LEFT = "penstock.client_left"
+"""Set in the scope of a request whose client left before the end of the answer."""
+
+_NAMES = {"from_index": "from"}
 
 _Leave = Callable[[], Awaitable[None]]
 
@@ -57,6 +60,7 @@ class _Answer(Response):
 
     Args:
         stream: the request's output.
+        answers: the open answers of the process.
         on_leave: what to do when the client left before the end.
         on_done: what to do in any case, at the end.
         headers: further headers of the response.
@@ -66,30 +70,48 @@ class _Answer(Response):
         self,
         stream: TokenStream,
         *,
+        answers: OpenAnswers,
         on_leave: _Leave,
         on_done: _Leave,
         headers: Mapping[str, str],
     ) -> None:
         super().__init__()
         self._stream = stream
+        self._answers = answers
         self._on_leave = on_leave
         self._on_done = on_done
         self._extra = dict(headers)
         self._left = False
+        self._ended_early = False
+        self._closing: asyncio.Task[None] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         watcher = asyncio.create_task(self._watch(receive))
+        self._answers.add(self)
         try:
             await self._answer(scope, receive, send)
             if self._left:
-                self.status_code = _CLIENT_LEFT
+                scope[CLIENT_LEFT] = True
                 await self._on_leave()
         except PenstockError as error:
             _log.warning("the request %s of a client that left: %s", self._stream.id, error)
         finally:
             watcher.cancel()
+            self._answers.remove(self)
             await self._stream.aclose()
             await self._on_done()
+
+    def end_early(self) -> None:
+        """Close the stream, because the gateway ends; the client is told where to resume."""
+        self._ended_early = True
+        self._closing = asyncio.create_task(self._stream.aclose())
+
+    def _shutdown_error(self) -> ApiError:
+        message = (
+            f"the gateway ends; the request goes on: GET /v1/streams/{self._stream.id}"
+            f"?from={self._stream.index} at another one"
+        )
+        return ApiError(503, message, "gateway_shutdown", retry_after_s=1)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         raise NotImplementedError
@@ -102,7 +124,6 @@ class _Answer(Response):
         await self._stream.aclose()
 
     async def _fail(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
-        self.status_code = error.status
         await error_response(error, self._extra)(scope, receive, send)
 
 
@@ -112,7 +133,7 @@ class StreamedAnswer(_Answer):
     Args:
         stream: the request's output; its timeout is the longest silence.
         writer: makes the events.
-        on_leave, on_done, headers: see :class:`_Answer`.
+        answers, on_leave, on_done, headers: see :class:`_Answer`.
     """
 
     def __init__(
@@ -120,21 +141,32 @@ class StreamedAnswer(_Answer):
         stream: TokenStream,
         writer: EventWriter,
         *,
+        answers: OpenAnswers,
         on_leave: _Leave,
         on_done: _Leave,
         headers: Mapping[str, str],
     ) -> None:
-        super().__init__(stream, on_leave=on_leave, on_done=on_done, headers=headers)
+        super().__init__(
+            stream, answers=answers, on_leave=on_leave, on_done=on_done, headers=headers
+        )
         self._writer = writer
         self._started = False
+        self._began = 0.0
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        metrics = self._answers.metrics
+        self._began = asyncio.get_running_loop().time()
+        first = self._stream.index
+        metrics.open_streams.inc()
         try:
             await self._pump(send)
         except PenstockError as error:
-            await self._break(error_of(error), scope, receive, send)
+            await self._break(error_of(error, _NAMES), scope, receive, send)
         except ApiError as error:
             await self._break(error, scope, receive, send)
+        finally:
+            metrics.open_streams.dec()
+            metrics.stream_tokens.inc(self._stream.index - first)
 
     async def _pump(self, send: Send) -> None:
         stream, writer = self._stream, self._writer
@@ -152,12 +184,16 @@ class StreamedAnswer(_Answer):
                 break
             if data:
                 await self._send(data, send)
+        if self._ended_early and stream.end is None:
+            raise self._shutdown_error()
         if stream.end is not None and not self._left:
             await self._send(writer.end(stream.end), send, last=True)
 
     async def _send(self, data: bytes, send: Send, *, last: bool = False) -> None:
         if not self._started:
             self._started = True
+            now = asyncio.get_running_loop().time()
+            self._answers.metrics.first_token.observe(now - self._began)
             headers = [
                 (name.encode("latin-1"), value.encode("latin-1"))
                 for name, value in {**HEADERS, **self._extra}.items()
@@ -180,7 +216,7 @@ class WholeAnswer(_Answer):
     Args:
         stream: the request's output; its timeout is the longest silence.
         build: makes the body of a completed request; raises ApiError for any other.
-        on_leave, on_done, headers: see :class:`_Answer`.
+        answers, on_leave, on_done, headers: see :class:`_Answer`.
     """
 
     def __init__(
@@ -188,11 +224,14 @@ class WholeAnswer(_Answer):
         stream: TokenStream,
         build: Callable[[Result], bytes],
         *,
+        answers: OpenAnswers,
         on_leave: _Leave,
         on_done: _Leave,
         headers: Mapping[str, str],
     ) -> None:
-        super().__init__(stream, on_leave=on_leave, on_done=on_done, headers=headers)
+        super().__init__(
+            stream, answers=answers, on_leave=on_leave, on_done=on_done, headers=headers
+        )
         self._build = build
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -215,4 +254,6 @@ class WholeAnswer(_Answer):
         except PenstockError:
             if self._left:
                 return None
+            if self._ended_early:
+                raise self._shutdown_error() from None
             raise

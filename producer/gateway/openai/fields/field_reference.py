@@ -11,8 +11,8 @@ __all__ = ["render_fields"]
 _INTRODUCTION = """\
 # Fields of the gateway's requests
 
-Written by `python -m penstock.producer.gateway.openai > docs/gateway-fields.md`; do not edit by
-hand.
+Written by `python -m penstock.producer.gateway.openai.fields > docs/gateway-fields.md`; do not
+edit by hand.
 
 A field that is not listed here is refused by name, with 400 and `param`. A refused field is
 accepted with the values named here, which ask for nothing. `null` counts as not given.

@@ -7,7 +7,7 @@ from typing import Any
 
 from penstock.shared.protocol.field_types import Flag, Integer
 
-from ..api_errors import invalid
+from ...api_errors import invalid
 from .common_fields import COMMON_FIELDS, OBJECT, output_form
 from .field_table import FieldTable, Shape, option, refused, served
 

@@ -1,0 +1,43 @@
+"""What a client asked to see of an answer, as it is kept with the request.
+
+It stands in the request's note, so that any gateway gives the same events again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Self
+
+__all__ = ["AnswerForm"]
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerForm:
+    """The form of an answer.
+
+    Attributes:
+        tier: the service tier that was used.
+        usage: token counts follow in an event of their own.
+        token_ids: choices name their tokens' ids.
+        reads_all: events depend on all tokens before them, so that the log is read from its
+            beginning wherever the reader goes on.
+    """
+
+    tier: str = "default"
+    usage: bool = False
+    token_ids: bool = False
+    reads_all: bool = False
+
+    def to_note(self) -> dict[str, Any]:
+        """The form as JSON values, without what is as usual."""
+        usual = AnswerForm()
+        return {
+            name: value
+            for name in self.__slots__
+            if (value := getattr(self, name)) != getattr(usual, name)
+        }
+
+    @classmethod
+    def from_note(cls, note: dict[str, Any]) -> Self:
+        """The inverse; names that it does not know are of the endpoint or of a later version."""
+        return cls(**{name: note[name] for name in cls.__slots__ if name in note})

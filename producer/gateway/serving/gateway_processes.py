@@ -1,0 +1,173 @@
+"""Runs the gateway: in this process, or in several children that share one listening socket.
+
+Children inherit the socket, so no connection waits at a child that has died. One that dies is
+started again. All end with this process, however it ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+
+from penstock.shared.errors import ConfigurationError
+from penstock.shared.local.children import spawn_bound
+from penstock.shared.settings import Settings
+
+from ..model_directory import ModelDirectory
+from .http_server import GatewayServer
+
+__all__ = ["run_child", "serve"]
+
+_log = logging.getLogger("penstock.gateway")
+
+_POLL_S = 0.2
+_LEAST_LIFE_S = 1.0
+"""A child that ends sooner is started again only after that time."""
+
+
+def serve(settings: Settings, announce: Callable[[str], None]) -> None:
+    """Serve until SIGTERM or SIGINT; returns when everything is closed.
+
+    Args:
+        settings: the whole tree.
+        announce: called with the address once connections are accepted.
+
+    Raises:
+        ConfigurationError: the address or TLS cannot be used, or the address is open to others
+            without API keys.
+        RedisUnavailable: Redis cannot be reached.
+    """
+    gateway = settings.gateway
+    _check_address(gateway.host)
+    if (gateway.tls_certificate is None) != (gateway.tls_key is None):
+        raise ConfigurationError("gateway.tls_certificate and gateway.tls_key go together")
+    asyncio.run(_reach_redis(settings))
+    with _listen(gateway.host, gateway.port) as listener:
+        host, port = listener.getsockname()[:2]
+        scheme = "http" if gateway.tls_certificate is None else "https"
+        shown = f"[{host}]" if ":" in host else host
+        announce(f"{scheme}://{shown}:{port}/v1")
+        if gateway.processes == 1:
+            if not GatewayServer(settings).serve_on(listener):
+                raise ConfigurationError("the gateway could not start; its log says why")
+            return
+        with tempfile.TemporaryDirectory(prefix="penstock-gateway-") as folder:
+            _Children(settings, listener, folder).run(gateway.processes)
+
+
+def run_child(settings: Settings, descriptor: int) -> bool:
+    """Serve as one of several processes on an inherited socket; whether it could start."""
+    with socket.socket(fileno=descriptor) as listener:
+        return GatewayServer(settings).serve_on(listener)
+
+
+class _Children:
+    """The processes of a gateway.
+
+    Args:
+        settings: what they are told on standard input.
+        listener: the socket they share.
+        folder: where they keep what ``/metrics`` adds up.
+    """
+
+    def __init__(self, settings: Settings, listener: socket.socket, folder: str) -> None:
+        self._settings = settings.model_dump_json().encode()
+        self._listener = listener
+        self._environment = os.environ | {"PROMETHEUS_MULTIPROC_DIR": folder}
+        self._running: list[tuple[subprocess.Popen[bytes], float]] = []
+        self._stopping = False
+
+    def run(self, count: int) -> None:
+        with self._signals():
+            while not self._stopping:
+                self._running = [(p, t) for p, t in self._running if self._is_alive(p, t)]
+                while len(self._running) < count and not self._stopping:
+                    self._running.append((self._start(), time.monotonic()))
+                time.sleep(_POLL_S)
+        for process, _ in self._running:
+            process.terminate()
+        for process, _ in self._running:
+            process.wait()
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        numbers = (signal.SIGTERM, signal.SIGINT)
+        before = {number: signal.signal(number, self._stop) for number in numbers}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _stop(self, *_: object) -> None:
+        self._stopping = True
+
+    def _is_alive(self, process: subprocess.Popen[bytes], started: float) -> bool:
+        code = process.poll()
+        if code is None:
+            return True
+        _log.error("a gateway process ended with exit code %d; another one starts", code)
+        time.sleep(max(0.0, started + _LEAST_LIFE_S - time.monotonic()))
+        return False
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        descriptor = self._listener.fileno()
+        process = spawn_bound(
+            [sys.executable, "-m", "penstock.producer.gateway.serving", str(descriptor)],
+            stdin=subprocess.PIPE,
+            env=self._environment,
+            pass_fds=(descriptor,),
+            new_session=True,  # Ctrl-C reaches the parent alone
+        )
+        assert process.stdin is not None
+        process.stdin.write(self._settings)
+        process.stdin.close()
+        return process
+
+
+async def _reach_redis(settings: Settings) -> None:
+    directory = ModelDirectory(settings)
+    try:
+        await directory.connect()
+    finally:
+        await directory.aclose()
+
+
+def _check_address(host: str) -> None:
+    """Without keys anybody who reaches the port may use everything.
+
+    Raises:
+        ConfigurationError: others than this machine could reach it.
+    """
+    try:
+        loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        loopback = False
+    if not loopback:
+        raise ConfigurationError(
+            f"gateway.host is {host!r}, but there are no API keys: without them the gateway "
+            "listens on a loopback address only"
+        )
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        raise ConfigurationError(f"cannot listen on {host}:{port}: {error.strerror}") from None
+    return listener

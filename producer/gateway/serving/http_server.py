@@ -1,0 +1,72 @@
+"""One process of the gateway: uvicorn with httptools and uvloop, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from types import FrameType
+
+import uvicorn
+
+from penstock.shared.settings import Settings
+
+from ..application import create_app
+from ..gateway import Gateway
+from .guarded_protocol import guarded_protocol
+
+__all__ = ["GatewayServer"]
+
+_log = logging.getLogger("penstock.gateway")
+
+_LAST_WORDS_S = 2
+"""How long the streams that a drain ends may take to say so."""
+
+
+class GatewayServer(uvicorn.Server):
+    """Serves the app on a socket that listens already.
+
+    After SIGTERM or SIGINT it accepts nothing more, lets answers end for
+    ``gateway.drain_timeout_s``, and then tells the streams that are left where to resume.
+
+    Args:
+        settings: the whole tree.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        options = settings.gateway
+        app = create_app(settings)
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http=guarded_protocol(options.body_timeout_s),
+                loop="uvloop",
+                ws="none",
+                lifespan="on",
+                access_log=False,
+                log_level="warning",
+                server_header=False,
+                timeout_keep_alive=75,
+                timeout_graceful_shutdown=int(options.drain_timeout_s) + 2 * _LAST_WORDS_S,
+                ssl_certfile=options.tls_certificate,
+                ssl_keyfile=options.tls_key,
+            )
+        )
+        self._gateway: Gateway = app.state.gateway
+        self._drain_s = options.drain_timeout_s
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Begin to drain; a second signal ends at once.
+
+        uvicorn's own would raise the signal again at the end, and a drain is no failure.
+        """
+        del sig, frame
+        self.force_exit = self.should_exit
+        self.should_exit = True
+        loop = asyncio.get_running_loop()
+        loop.call_soon_threadsafe(loop.call_later, self._drain_s, self._gateway.end_streams)
+
+    def serve_on(self, listener: socket.socket) -> bool:
+        """Serve until a signal; returns whether it could start."""
+        self.run(sockets=[listener])
+        return self.started

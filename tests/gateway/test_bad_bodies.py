@@ -1,0 +1,142 @@
+"""Malformed requests: 400 with the error object, never 500, nothing accepted."""
+
+from __future__ import annotations
+
+import json
+import socket
+from typing import Any
+
+import httpx
+import pytest
+import redis
+from gateway.rig import GatewayProcess
+
+from penstock.shared.local.embedded import EmbeddedRedis
+
+pytestmark = pytest.mark.usefixtures("synthetic_worker")
+
+CHAT = {"model": "letters", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
+TEXT = {"model": "letters", "prompt": "Hi", "max_tokens": 4}
+
+BAD_CHAT: list[tuple[dict[str, Any], str]] = [
+    ({"messages": []}, "messages"),
+    ({"messages": "Hi"}, "messages"),
+    ({"messages": ["Hi"]}, "messages[0]"),
+    ({"messages": [{"role": 7, "content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"role": "user", "content": 7}]}, "messages[0].content"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        "messages[0].content[0]",
+    ),
+    ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages[0].content"),
+    ({"model": 7}, "model"),
+    ({"model": ""}, "model"),
+    ({"temperature": "hot"}, "temperature"),
+    ({"temperature": float("nan")}, "temperature"),
+    ({"n": 0}, "n"),
+    ({"n": 10**400}, "n"),
+    ({"seed": 1.5}, "seed"),
+    ({"stop": [""]}, "stop[0]"),
+    ({"logit_bias": {"x": 1}}, "logit_bias['x']"),
+    ({"top_logprobs": 2}, "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ({"stream_options": {}}, "stream_options"),
+    ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
+    ({"stream": "yes"}, "stream"),
+    ({"service_tier": "gold"}, "service_tier"),
+    ({"response_format": {"type": "xml"}}, "response_format.type"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
+    ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice"),
+    ({"structured_outputs": {"xml": 1}}, "structured_outputs.xml"),
+    ({"audio": {}}, "audio"),
+    ({"suffix": "x"}, "suffix"),
+    ({"\ud800": 1}, r"\ud800"),
+]
+
+
+@pytest.mark.parametrize(("change", "param"), BAD_CHAT, ids=lambda value: str(value)[:40])
+def test_a_wrong_field_is_named(
+    gateway: GatewayProcess, change: dict[str, Any], param: str
+) -> None:
+    data = json.dumps({**CHAT, **change})
+    reply = post(gateway, "/v1/chat/completions", data)
+    error = check(reply, 400)
+    assert error["param"] == param
+
+
+@pytest.mark.parametrize(
+    "prompt", [None, "", [], [[]], ["a", "b"], [1, "a"], [-1], [[1, "a"]], {"a": 1}, 7]
+)
+def test_a_wrong_prompt_is_named(gateway: GatewayProcess, prompt: object) -> None:
+    reply = post(gateway, "/v1/completions", json.dumps({**TEXT, "prompt": prompt}))
+    assert check(reply, 400)["param"].startswith("prompt")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"", b"{", b"[]", b"7", b"null", b'"x"', b"\xff\xfe", b'{"a":' * 5000,
+        b"[" * 100_000, b'{"model":1e999999}', b'{"n":' + b"9" * 5000 + b"}",
+    ],
+    ids=lambda data: str(data[:12]),
+)  # fmt: skip
+def test_what_is_no_object_is_refused(gateway: GatewayProcess, data: bytes) -> None:
+    check(post(gateway, "/v1/chat/completions", data), 400)
+
+
+def test_other_refusals(gateway: GatewayProcess) -> None:
+    url = f"{gateway.url}/v1/chat/completions"
+    assert check(httpx.post(url, content=b"{}"), 415)["code"] == "unsupported_media_type"
+    assert check(post(gateway, "/v1/nothing", b"{}"), 404)["code"] == "not_found"
+    assert check(httpx.get(url), 405)["code"] == "method_not_allowed"
+    large = json.dumps({**CHAT, "user": "x" * (5 << 20)})
+    assert check(post(gateway, "/v1/chat/completions", large), 413)["code"] == "body_too_large"
+    chunked = httpx.post(
+        url,
+        content=iter([b'{"user":"', *[b"x" * (1 << 20)] * 5, b'"}']),
+        headers={"content-type": "application/json"},
+    )
+    assert check(chunked, 413)["code"] == "body_too_large"
+
+
+def test_a_worker_that_refuses_is_heard_with_its_own_status(gateway: GatewayProcess) -> None:
+    body = {**CHAT, "response_format": {"type": "json_object"}, "stream": True}
+    error = check(post(gateway, "/v1/chat/completions", json.dumps(body)), 400)
+    assert error["param"] == "response_format"
+    long = {**TEXT, "prompt": "x" * 70_000, "stream": True}
+    error = check(post(gateway, "/v1/completions", json.dumps(long)), 400)
+    assert (error["param"], error["code"]) == ("prompt", "context_length_exceeded")
+
+
+def test_a_head_without_end_is_cut_off(gateway: GatewayProcess) -> None:
+    with socket.create_connection(("127.0.0.1", gateway.port)) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\n")
+        connection.settimeout(10)
+        sent = 0
+        try:
+            while sent < 64 << 20:
+                sent += connection.send(b"x-filler: " + b"x" * 1000 + b"\r\n")
+        except (BrokenPipeError, ConnectionResetError):
+            pass
+        assert sent < 64 << 20
+
+
+def test_nothing_was_accepted(gateway: GatewayProcess, server: EmbeddedRedis) -> None:
+    with redis.Redis.from_url(server.url) as client:
+        assert client.zcard("ps:{letters.0}:deadlines") == 0
+
+
+def post(gateway: GatewayProcess, path: str, data: bytes | str) -> httpx.Response:
+    headers = {"content-type": "application/json"}
+    return httpx.post(gateway.url + path, content=data, headers=headers)
+
+
+def check(reply: httpx.Response, status: int) -> dict[str, Any]:
+    """The error object, which has all four of its names."""
+    assert reply.status_code == status, reply.text
+    assert reply.headers["x-request-id"]
+    error = reply.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert isinstance(error["message"], str)
+    assert error["code"] is None or isinstance(error["code"], str)
+    return dict(error)

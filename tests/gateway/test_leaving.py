@@ -1,0 +1,151 @@
+"""Clients that leave, gateways that die or end, and readers that are slow."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import redis
+from gateway.rig import Event, GatewayProcess, events
+from waiting import wait_until
+
+from penstock.shared.local.embedded import EmbeddedRedis
+
+pytestmark = pytest.mark.usefixtures("synthetic_worker")
+
+LONG = {"model": "letters", "prompt": "abc", "max_tokens": 60_000}
+
+
+@pytest.fixture
+def state(server: EmbeddedRedis) -> Iterator[Callable[[str], str]]:
+    """The state of a request, and why it ended."""
+    with redis.Redis.from_url(server.url, decode_responses=True) as client:
+        yield lambda name: str(client.hget(f"ps:{{letters.0}}:request:{name}", "state"))
+
+
+def running(server: EmbeddedRedis) -> list[str]:
+    """Ids of the requests that have not ended."""
+    with redis.Redis.from_url(server.url, decode_responses=True) as client:
+        return list(client.zrange("ps:{letters.0}:deadlines", 0, -1))
+
+
+def first_event(gateway: GatewayProcess, body: dict[str, Any], **headers: str) -> Event:
+    """The first event of a stream, which is then left."""
+    url = f"{gateway.url}/v1/completions"
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    with httpx.stream("POST", url, json={**body, "stream": True}, headers=named) as response:
+        return next(events(response))
+
+
+def test_a_client_that_leaves_ends_its_stream(
+    gateway: GatewayProcess, state: Callable[[str], str]
+) -> None:
+    name = first_event(gateway, LONG).data["id"]
+    wait_until(lambda: state(name) == "cancelled", "cancelled", 5)
+
+
+def test_a_client_that_leaves_ends_what_it_waits_for_whole(
+    gateway: GatewayProcess, server: EmbeddedRedis
+) -> None:
+    wait_until(lambda: not running(server), "an idle server")
+    with socket.create_connection(("127.0.0.1", gateway.port)) as connection:
+        body = json.dumps(LONG).encode()
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        connection.sendall(head + b"content-length: %d\r\n\r\n" % len(body) + body)
+        wait_until(lambda: running(server), "the request")
+    wait_until(lambda: not running(server), "its end")
+
+
+def test_a_client_may_keep_its_stream(
+    gateway: GatewayProcess, state: Callable[[str], str], server: EmbeddedRedis
+) -> None:
+    body = {**LONG, "max_tokens": 500}
+    kept = first_event(gateway, body, x_penstock_on_disconnect="continue").data["id"]
+    keyed = first_event(gateway, body, idempotency_key="kept").data["id"]
+    for name in (kept, keyed):
+        wait_until(lambda name=name: state(name) == "completed", "completed")  # type: ignore[misc]
+
+
+def test_a_dead_gateway_ends_its_streams(
+    server: EmbeddedRedis, folder: Path, state: Callable[[str], str]
+) -> None:
+    doomed = GatewayProcess(server.url, folder / "doomed.log")
+    found: list[Event] = []
+
+    def read() -> None:
+        body = {**LONG, "stream": True}
+        with (
+            pytest.raises(httpx.HTTPError),
+            httpx.stream("POST", f"{doomed.url}/v1/completions", json=body) as response,
+        ):
+            found.extend(events(response))
+
+    # The reader does not know that it lost its stream before the connection breaks.
+    reader = threading.Thread(target=read)
+    reader.start()
+    wait_until(lambda: running(server), "the request")
+    (name,) = running(server)
+    doomed.kill()
+    reader.join(10)
+    # A second, and a sweep of the workers; longer if they stood still themselves.
+    wait_until(lambda: state(name) == "cancelled", "cancelled", 40)
+
+
+def test_a_gateway_that_ends_says_where_to_go_on(
+    gateway: GatewayProcess, server: EmbeddedRedis, folder: Path
+) -> None:
+    ending = GatewayProcess(server.url, folder / "ending.log", gateway__drain_timeout_s=0.2)
+    body = {**LONG, "max_tokens": 1500, "stream": True}
+    url = "/v1/completions"
+    headers = {"idempotency-key": "moved"}
+    with httpx.stream("POST", ending.url + url, json=body, headers=headers) as response:
+        found = []
+        for event in events(response):
+            found.append(event)
+            if event.id == 20:
+                ending.process.send_signal(signal.SIGTERM)
+    assert ending.process.wait(10) == 0
+    *seen, last = found
+    assert last.data["error"]["code"] == "gateway_shutdown"
+    index = seen[-1].id
+    assert f"/v1/streams/{seen[0].data['id']}?from={index}" in last.data["error"]["message"]
+    path = f"{gateway.url}/v1/streams/{seen[0].data['id']}"
+    with httpx.stream("GET", path, params={"from": index}) as response:
+        rest = list(events(response))
+    assert len("".join(event.text for event in [*seen, *rest])) == 1500
+
+
+def test_a_slow_reader_takes_no_memory_and_loses_nothing(
+    gateway: GatewayProcess, server: EmbeddedRedis
+) -> None:
+    body = {**LONG, "prompt": "slow", "max_tokens": 1500, "n": 16, "stream": True}
+    data = json.dumps(body).encode()
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(("127.0.0.1", gateway.port))
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        head += b"idempotency-key: slow\r\nconnection: close\r\n"
+        connection.sendall(head + b"content-length: %d\r\n\r\n" % len(data) + data)
+        wait_until(lambda: running(server), "the request")
+        before = memory_kb(gateway)
+        wait_until(lambda: not running(server), "its end", 100)
+        grown = memory_kb(gateway) - before
+        received = b""
+        while part := connection.recv(1 << 20):
+            received += part
+    assert b"data: [DONE]" in received[-100:]
+    assert sum(map(len, re.findall(rb'"text":"([a-z]*)"', received))) == 16 * 1500
+    assert grown < 20_000
+
+
+def memory_kb(gateway: GatewayProcess) -> int:
+    status = Path(f"/proc/{gateway.process.pid}/status").read_text()
+    return int(status.partition("VmRSS:")[2].split()[0])

@@ -1,0 +1,125 @@
+"""Streams that go on elsewhere: retries with a key, resumed events, other gateways."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from gateway.rig import Event, GatewayProcess, events
+
+from penstock.shared.local.embedded import EmbeddedRedis
+
+pytestmark = pytest.mark.usefixtures("synthetic_worker")
+
+BODY = {"model": "letters", "prompt": "abc", "max_tokens": 40, "stream": True}
+
+
+@pytest.fixture(scope="module")
+def other(server: EmbeddedRedis, folder: Path) -> Iterator[GatewayProcess]:
+    process = GatewayProcess(server.url, folder / "other.log")
+    yield process
+    process.kill()
+
+
+def read(
+    gateway: GatewayProcess, body: dict[str, Any], **headers: str
+) -> tuple[int, list[Event] | Any]:
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    url = f"{gateway.url}/v1/completions"
+    with httpx.stream("POST", url, json=body, headers=named, timeout=20) as response:
+        if response.status_code != 200:
+            response.read()
+            return response.status_code, response.json()
+        return 200, list(events(response))
+
+
+def text(found: list[Event]) -> str:
+    return "".join(event.text for event in found)
+
+
+def test_a_retry_joins_and_any_event_resumes(
+    gateway: GatewayProcess, other: GatewayProcess
+) -> None:
+    status, whole = read(gateway, BODY, idempotency_key="first")
+    assert status == 200
+    assert whole[-1] == Event(None, "[DONE]")
+    ids = [event.id for event in whole[:-1]]
+    assert ids == sorted(ids)
+    assert ids[-2:] == [40, 40]
+    assert len(text(whole)) == 40
+    # The same events, without and with an index, at both gateways, from the log that one wrote.
+    for number in (0, 1, 17, 39, 40):
+        for place in (gateway, other):
+            _, again = read(place, BODY, idempotency_key="first", last_event_id=str(number))
+            assert text(again) == text(whole)[number:]
+            assert {event.data["created"] for event in again[:-1]} == {whole[0].data["created"]}
+            path = f"{place.url}/v1/streams/{whole[0].data['id']}"
+            with httpx.stream("GET", path, params={"from": number}) as response:
+                assert text(list(events(response))) == text(again)
+
+
+def test_a_stream_is_taken_over_in_mid_sentence(
+    gateway: GatewayProcess, other: GatewayProcess
+) -> None:
+    body = {**BODY, "prompt": "taken over", "max_tokens": 600}
+    headers = {"idempotency-key": "taken over"}
+    url = "/v1/completions"
+    seen = ""
+    with httpx.stream("POST", gateway.url + url, json=body, headers=headers) as response:
+        for event in events(response):
+            seen += event.text
+            if event.id == 50:
+                break
+    status, rest = read(other, body, **{**headers, "last_event_id": "50"})
+    assert status == 200
+    assert len(seen + text(rest)) == 600
+    _, whole = read(gateway, body, **headers)
+    assert seen + text(rest) == text(whole)
+
+
+def test_a_key_with_another_body_is_refused(gateway: GatewayProcess) -> None:
+    read(gateway, BODY, idempotency_key="second")
+    for other in ({"max_tokens": 41}, {"user": "u"}, {"stream": False}):
+        status, error = read(gateway, {**BODY, **other}, idempotency_key="second")
+        assert status == 422
+        assert error["error"]["code"] == "idempotency_key_reused"
+
+
+def test_resuming_needs_a_stream_that_exists(gateway: GatewayProcess) -> None:
+    assert read(gateway, BODY, last_event_id="3")[0] == 400
+    assert read(gateway, BODY, last_event_id="x", idempotency_key="third")[0] == 400
+    assert httpx.get(f"{gateway.url}/v1/streams/cmpl-nothing").status_code == 404
+    assert httpx.get(f"{gateway.url}/v1/streams/%00").status_code == 404
+    _, whole = read(gateway, BODY, idempotency_key="third")
+    path = f"{gateway.url}/v1/streams/{whole[0].data['id']}"
+    past = httpx.get(path, params={"from": 41})
+    assert past.status_code == 400
+    assert "from_index" not in past.text
+
+
+def test_a_kept_stream_can_be_cancelled(gateway: GatewayProcess) -> None:
+    body = {**BODY, "prompt": "cancelled", "max_tokens": 60_000}
+    url = f"{gateway.url}/v1/completions"
+    headers = {"x-penstock-on-disconnect": "continue"}
+    with httpx.stream("POST", url, json=body, headers=headers) as response:
+        first = next(events(response))
+    path = f"{gateway.url}/v1/streams/{first.data['id']}"
+    with httpx.stream("GET", path) as response:
+        found = events(response)
+        assert next(found).id == 1
+        assert httpx.delete(path).json()["cancelled"] is True
+        assert list(found)[-1].data["error"]["code"] == "request_cancelled"
+    assert httpx.delete(path).json()["cancelled"] is False
+
+
+def test_a_request_that_is_waited_for_whole_joins_too(gateway: GatewayProcess) -> None:
+    body = {**BODY, "prompt": "whole", "stream": False}
+    headers = {"idempotency-key": "whole"}
+    answers = [
+        httpx.post(f"{gateway.url}/v1/completions", json=body, headers=headers).json()
+        for _ in range(2)
+    ]
+    assert answers[0] == answers[1]
