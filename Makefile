@@ -9,7 +9,7 @@ VENV   ?= .venv
 ARGS   ?=
 JOBS   ?= 2
 BIN    := $(VENV)/bin
-EXTRAS := worker,gateway,embedded,dev
+EXTRAS := worker,gateway,batch,embedded,dev
 
 # Strict, because only then type checkers see the mapped folders. Strict links file by file, so
 # that an added or removed file needs the links made again.

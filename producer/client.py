@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 from redis.asyncio import Redis
@@ -27,6 +28,7 @@ from .dead_letters import DeadLetters
 from .reading.log_reader import LogReader
 from .reading.reader_heartbeat import ReaderHeartbeat
 from .reading.subscriber import Subscriber
+from .request_states import find_states
 from .results import Result, Status, Submitted
 from .served_models import ModelCard, count_workers, find_served_models, read_model_card
 from .stream import TokenStream
@@ -324,6 +326,17 @@ class Producer:
             RedisUnavailable: see the class.
         """
         return await find_served_models(self._client)
+
+    async def states(self, ids: Sequence[str]) -> list[State | None]:
+        """The states of many requests now, in one round trip; None for one that is not known.
+
+        Raises:
+            InvalidRequest: an id is invalid.
+            RedisUnavailable: see the class.
+        """
+        for name in ids:
+            check_id(name)
+        return await find_states(self._client, self._keys, ids)
 
     async def status(self, id: str) -> Status:
         """The state of a request now.

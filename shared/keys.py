@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from .errors import InvalidRequest
 from .protocol.states import Lane
 
-__all__ = ["GROUP", "Keys"]
+__all__ = ["GROUP", "BatchKeys", "Keys"]
 
 GROUP = "workers"
 """Name of the consumer group on every queue stream."""
@@ -158,3 +158,63 @@ class Keys:
     def dead_letters(self) -> str:
         """Stream, capped: requests that ended ``dead``."""
         return f"{self.prefix}dead_letters"
+
+
+class BatchKeys:
+    """Key names of batch files, webhooks and schedules: one slot of a cluster for all."""
+
+    prefix = "ps:{batches}:"
+
+    def batch(self, batch_id: str) -> str:
+        """String: a batch's record, JSON."""
+        return f"{self.prefix}batch:{batch_id}"
+
+    def batches(self, tenant: str) -> str:
+        """Sorted set: a tenant's batches by when they were created."""
+        return f"{self.prefix}batches:{tenant}"
+
+    @property
+    def active(self) -> str:
+        """Sorted set: batches that have not ended, by when they were created."""
+        return f"{self.prefix}active"
+
+    def tick(self, batch_id: str) -> str:
+        """String with expiry: who drives a batch now."""
+        return f"{self.prefix}tick:{batch_id}"
+
+    def file(self, file_id: str) -> str:
+        """String: a file's record, JSON."""
+        return f"{self.prefix}file:{file_id}"
+
+    def files(self, tenant: str) -> str:
+        """Sorted set: a tenant's files by when they were created."""
+        return f"{self.prefix}files:{tenant}"
+
+    @property
+    def file_expiry(self) -> str:
+        """Sorted set: files by when they are deleted."""
+        return f"{self.prefix}file_expiry"
+
+    def delivery(self, delivery_id: str) -> str:
+        """String: a webhook call that has to be made, JSON."""
+        return f"{self.prefix}delivery:{delivery_id}"
+
+    @property
+    def deliveries(self) -> str:
+        """Sorted set: webhook calls by when the next attempt is due."""
+        return f"{self.prefix}deliveries"
+
+    @property
+    def dead_deliveries(self) -> str:
+        """Sorted set: webhook calls that were given up, by when."""
+        return f"{self.prefix}dead_deliveries"
+
+    @property
+    def watched(self) -> str:
+        """Hash: requests whose end calls a webhook, by shard and id."""
+        return f"{self.prefix}watched"
+
+    @property
+    def schedules(self) -> str:
+        """Hash: schedules by name, JSON."""
+        return f"{self.prefix}schedules"

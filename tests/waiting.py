@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 
@@ -14,6 +15,16 @@ def wait_until(condition: Callable[[], object], what: str, timeout_s: float = 10
     while not condition():
         assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
         time.sleep(0.01)
+
+
+async def wait_until_async(
+    condition: Callable[[], Awaitable[object]], what: str, timeout_s: float = 10.0
+) -> None:
+    """The same for a condition that awaits something."""
+    deadline = time.monotonic() + timeout_s
+    while not await condition():
+        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
+        await asyncio.sleep(0.01)
 
 
 def is_running(pid: int) -> bool:

@@ -20,6 +20,9 @@ from penstock.shared.distribution import install_command, version
 from penstock.shared.errors import ConfigurationError, PenstockError, RequestFailed
 
 from . import request_commands as requests
+from .batches.batch_commands import batch
+from .batches.schedule_commands import schedule
+from .batches.worker_command import batches
 from .demo.command import demo
 from .dlq import dlq
 from .door import door
@@ -33,7 +36,11 @@ COMMANDS_GROUP = "penstock.commands"
 """Entry points of further commands; the worker's package adds its own here."""
 
 _PACKAGES = {
+    "arq": "batch",
+    "croniter": "batch",
     "fastapi": "gateway",
+    "fsspec": "batch",
+    "httpx": "batch",
     "jinja2": "worker",
     "prometheus_client": "worker",
     "safetensors": "worker",
@@ -122,11 +129,14 @@ app = typer.Typer(
 )
 app.command()(demo)
 app.command()(gateway)
+app.command()(batches)
 app.command()(requests.submit)
 app.command()(requests.stream)
 app.command()(requests.result)
 app.command()(requests.cancel)
 app.command()(usage)
+app.add_typer(batch, name="batch")
+app.add_typer(schedule, name="schedule")
 app.add_typer(dlq, name="dlq")
 app.add_typer(door, name="door")
 

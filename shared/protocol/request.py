@@ -91,6 +91,12 @@ class Request:
         "Longest wait for a worker from the request's acceptance, in ms.",
         unset="the deadline",
     )
+    retention_ms: int | None = option(
+        None,
+        Integer(1000, MAX_WAIT_MS),
+        "How long the answer stays readable after the request's end, in ms.",
+        unset="the queue's retention",
+    )
     answer: Answer = option(
         Answer.MSGPACK, Word(Answer), "Form of the answer in the log and on the channel."
     )

@@ -119,7 +119,10 @@ class IngressOperations(ShardScripts):
         values = request_arguments(
             admission.request, admission.payload, self._bounds, self._default_deadline_ms
         )
-        return self._call("accept_ingress", **values, **self._answer_to(entry))
+        values.update(self._answer_to(entry))
+        if admission.request.retention_ms is not None:
+            values["retention_ms"] = admission.request.retention_ms
+        return self._call("accept_ingress", **values)
 
     def _refuse(self, entry: Entry, refusal: Refusal) -> Call:
         return self._call(

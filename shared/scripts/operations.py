@@ -126,8 +126,9 @@ class Operations(OperatorOperations):
         values = request_arguments(request, payload, bounds, default_deadline_ms)
         if note:
             values["digest"] = hashlib.sha256(payload + note).digest()[:16]
+        retention_ms = request.retention_ms or self._retention_ms
         reply = await self._one(
-            "submit", retention_ms=self._retention_ms, inbox=inbox, note=note, **values
+            "submit", retention_ms=retention_ms, inbox=inbox, note=note, **values
         )
         verdict = reply[0]
         if verdict == b"ok":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .sources import CONFIG_VARIABLE, environment_name, load_settings, setting_names
 from .tree import (
+    BatchesSettings,
     EngineSettings,
     GatewaySettings,
     ModelSettings,
@@ -15,6 +16,7 @@ from .tree import (
 
 __all__ = [
     "CONFIG_VARIABLE",
+    "BatchesSettings",
     "EngineSettings",
     "GatewaySettings",
     "ModelSettings",

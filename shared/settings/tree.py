@@ -18,12 +18,14 @@ from pydantic import (
 )
 
 from ..redis.address import check_address
+from .batches_section import BatchesSettings
 from .engine_section import EngineSettings
 from .gateway_section import GatewaySettings
 from .section import Section, setting
 from .speculation import SpeculationSettings
 
 __all__ = [
+    "BatchesSettings",
     "EngineSettings",
     "GatewaySettings",
     "ModelSettings",
@@ -340,3 +342,4 @@ class Settings(Section):
     model: ModelSettings = ModelSettings()
     speculation: SpeculationSettings = SpeculationSettings()
     gateway: GatewaySettings = GatewaySettings()
+    batches: BatchesSettings = BatchesSettings()

@@ -205,3 +205,15 @@ async def test_records_and_logs_expire_with_their_retention(shard: Shard) -> Non
     await brief.ops.cancel("x3")
     await brief.wait_ms(10)
     await shard.check(ended=True)
+
+
+async def test_answer_is_kept_as_long_as_its_submitter_asked(shard: Shard) -> None:
+    """Whatever the retention of the worker that ends it."""
+    await shard.submit("long", retention_ms=3_600_000)
+    await shard.submit("other")
+    worker = shard.with_retention(60_000).worker("a")
+    for claim in await worker.claim(2):
+        await worker.send_one(worker.ending(claim, 0, 1))
+    for key in (shard.keys.request, shard.keys.log):
+        assert 3_500_000 < await shard.redis.pttl(key("long")) <= 3_600_000
+        assert await shard.redis.pttl(key("other")) <= 600_000

@@ -36,6 +36,7 @@ THIRD_PARTY = {
     },
     "gpu_worker": {"hiredis", "prometheus_client", "redis", "rich", "typer"},
     "kernels": {"torch", "triton"},
+    "producer.batches": {"arq", "croniter", "fsspec", "httpx", "msgpack", "pydantic", "redis"},
     "producer.gateway": {"fastapi", "prometheus_client", "starlette", "uvicorn"},
     "producer": {"redis", "rich", "typer"},
     "shared": {"msgpack", "pydantic", "redis"},

@@ -36,7 +36,7 @@ local refused = enqueue(f.id, {
   deadline_ms = whole('deadline_ms', f.deadline_ms),
   max_queue_ms = whole('max_queue_ms', f.max_queue_ms), epoch = whole('epoch', f.epoch),
   answer = f.answer, on_disconnect = f.on_disconnect,
-}, now_ms(), retention_ms)
+}, now_ms(), f.retention and whole('retention', f.retention) or retention_ms)
 if refused then return redis.error_reply(refused.err) end
 redis.call('XDEL', PREFIX .. 'dead_letters', entry)
 return {'ok'}

@@ -22,7 +22,7 @@ local function enqueue(id, request, now, retention)
   local values = {'state', 'queued', 'epoch', request.epoch, 'tokens', 0, 'lane', request.lane,
     'tenant', request.tenant, 'payload', request.payload, 'bytes', bytes, 'digest', request.digest,
     'cost', request.cost, 'output_cost', request.output_cost, 'deadline', deadline,
-    'accepted_at', now, 'queue', queue, 'entry', entry}
+    'accepted_at', now, 'retention', retention, 'queue', queue, 'entry', entry}
   local function set(field, value) values[#values + 1], values[#values + 2] = field, value end
   local due = deadline
   if request.max_queue_ms > 0 then

@@ -23,13 +23,14 @@
 --   answer                'json' if log and channel hold JSON; else they hold msgpack
 --   inbox                 the inbox it is published in; else it has a channel of its own
 --   note                  what its submitter keeps with it for its readers
+--   retention             how long record and log are kept after the end, in ms
 --   on_disconnect         'cancel' if it ends when its last reader has left
 --   fingerprint           of the model of the worker that claimed it last
 --   usage                 what its workers said last that it has used, until it ends: USED
 local FIELDS = {'state', 'epoch', 'worker', 'tokens', 'claimed_tokens', 'attempts', 'deaths',
   'blames', 'lane', 'tenant', 'cost', 'output_cost', 'bytes', 'accepted_at', 'claimed_at',
   'first_token_at', 'deadline', 'queue_deadline', 'queue', 'entry', 'answer', 'inbox',
-  'on_disconnect', 'fingerprint', 'usage'}
+  'on_disconnect', 'fingerprint', 'usage', 'retention'}
 local NUMBERS = {'epoch', 'tokens', 'claimed_tokens', 'attempts', 'deaths', 'blames', 'cost',
   'output_cost', 'bytes', 'accepted_at', 'deadline', 'queue_deadline'}
 
@@ -49,6 +50,13 @@ local function read_record(id)
   rec.claimed_at, rec.first_token_at = tonumber(rec.claimed_at), tonumber(rec.first_token_at)
   rec.worker, rec.queue, rec.entry = rec.worker or '', rec.queue or '', rec.entry or ''
   return rec
+end
+
+-- How long the answer of a request is kept, in ms: as its submitter said, else `default`.
+local function retention_of(rec, default)
+  local own = rec.retention or ''
+  if #own <= 12 and string.match(own, '^%d+$') then return tonumber(own) end
+  return default
 end
 
 -- Why the time of a request that has not ended is over; nil while it is not.
@@ -152,6 +160,7 @@ end
 -- complete from the record while the request is still in deadlines; deadlines last.
 local function finish(id, rec, how, now, retention)
   local record, log = PREFIX .. 'request:' .. id, PREFIX .. 'log:' .. id
+  retention = retention_of(rec, retention)
   local top = log_position(log)
   if top > rec.tokens then
     -- An append was cut short between the log and the record.

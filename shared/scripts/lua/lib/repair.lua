@@ -22,6 +22,7 @@ local function repair(id, now, policy, retention)
     if not ended then
       log_end(id, rec.tokens, redis.call('HGET', record, 'end'), rec.inbox)
     end
+    retention = retention_of(rec, retention)
     redis.call('PEXPIRE', record, retention)
     redis.call('PEXPIRE', log, retention)
     redis.call('HDEL', record, 'payload', 'usage')

@@ -15,14 +15,15 @@
 -- The epoch rises with the next claim; until then the state alone fences the former owner.
 local MAX_DEAD_LETTERS = 10000
 
-local function add_dead_letter(id, rec, reason, blames)
+local function add_dead_letter(id, rec, reason, blames, retention)
   local kept = redis.call('HMGET', PREFIX .. 'request:' .. id, 'payload', 'digest')
   local max_queue_ms = 0
   if rec.queue_deadline > 0 then max_queue_ms = rec.queue_deadline - rec.accepted_at end
   redis.call('XADD', PREFIX .. 'dead_letters', 'MAXLEN', '~', MAX_DEAD_LETTERS, '*', 'id', id,
     'reason', reason, 'epoch', rec.epoch, 'attempts', rec.attempts, 'blames', blames,
     'tokens', rec.tokens, 'lane', rec.lane, 'tenant', rec.tenant, 'answer', rec.answer or '',
-    'on_disconnect', rec.on_disconnect or '', 'cost', rec.cost, 'output_cost', rec.output_cost,
+    'on_disconnect', rec.on_disconnect or '', 'retention', retention_of(rec, retention),
+    'cost', rec.cost, 'output_cost', rec.output_cost,
     'deadline_ms', rec.deadline - rec.accepted_at, 'max_queue_ms', max_queue_ms,
     'digest', kept[2] or '', 'payload', kept[1] or '')
 end
@@ -39,7 +40,7 @@ local function requeue(id, rec, loss, now, policy, retention)
     reason = 'attempts'
   end
   if reason then
-    add_dead_letter(id, rec, reason, blames)
+    add_dead_letter(id, rec, reason, blames, retention)
     local message = deaths .. ' workers died with it, the last ' .. blames .. ' without progress'
     finish(id, rec, {state = 'dead', reason = reason, message = message}, now, retention)
     return

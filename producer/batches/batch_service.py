@@ -1,0 +1,236 @@
+"""Batches as callers see them: create, look, cancel, and what comes out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+from penstock.shared.errors import ConfigurationError, InvalidRequest
+from penstock.shared.protocol import Lane
+from penstock.shared.redis.retrying_client import RetryingClient
+from penstock.shared.settings import Settings
+
+from .batch_store import BatchChanged, BatchStore
+from .clients import Clients
+from .driver import Driver
+from .file_store import FileStore
+from .lines.line_endpoints import line_endpoint
+from .records import Batch, BatchState, FilePurpose, new_batch_id
+from .schedules import Schedule, ScheduleStore, check_cron, check_schedule_name, next_firing
+from .storage import Storage
+from .webhooks.caller import check_webhook_url
+from .webhooks.delivery_store import DeliveryStore
+from .webhooks.request_ends import RequestEnds
+
+__all__ = ["BatchService"]
+
+_MAX_METADATA = 16
+_MAX_KEY_CHARS = 64
+_MAX_VALUE_CHARS = 512
+_WINDOW_S = (60, 7 * 24 * 3600)
+
+
+class BatchService:
+    """Everything about batches on one Redis server and storage.
+
+    Args:
+        client: the connection.
+        settings: the whole tree.
+
+    Raises:
+        ConfigurationError: the storage cannot be used.
+    """
+
+    def __init__(self, client: RetryingClient, settings: Settings) -> None:
+        self._settings = settings
+        own = settings.batches
+        self._storage = Storage(own.storage)
+        self._clients = Clients(settings)
+        self.files = FileStore(client, self._storage, max_bytes=own.max_file_bytes)
+        self.batches = BatchStore(client, keep_s=own.file_expiry_s)
+        self.schedules = ScheduleStore(client)
+        self.deliveries = DeliveryStore(client)
+        self._ends = RequestEnds(client, self._clients, self.deliveries)
+
+    def driver(self) -> Driver:
+        """What moves these batches on."""
+        return Driver(
+            self.batches, self.files, self._storage, self._clients, self._settings.batches
+        )
+
+    async def aclose(self) -> None:
+        """Close the clients of the queue."""
+        await self._clients.aclose()
+
+    async def create(
+        self,
+        *,
+        input_file_id: str,
+        endpoint: str,
+        tenant: str,
+        lane: Lane = Lane.BATCH,
+        window_s: int = 24 * 3600,
+        metadata: Mapping[str, str] | None = None,
+        webhook: str | None = None,
+        output_expires_after_s: int | None = None,
+        batch_id: str | None = None,
+    ) -> Batch:
+        """Start a batch over a file of lines.
+
+        Args:
+            input_file_id: its lines.
+            endpoint: the URL that they name.
+            tenant: who pays; the file must be this tenant's.
+            lane: urgency.
+            window_s: what has not ended then is given up.
+            metadata: at most 16 pairs of the caller's own.
+            webhook: URL to call at its end.
+            output_expires_after_s: life of its output files; None for the setting's.
+            batch_id: the same id starts one batch; None makes one.
+
+        Raises:
+            InvalidRequest: an argument is wrong.
+            UnknownFile: this tenant has no such file.
+        """
+        line_endpoint(endpoint)
+        low, high = _WINDOW_S
+        if not low <= window_s <= high:
+            raise InvalidRequest("window", window_s, f"{low} to {high} seconds")
+        file = await self.files.get(input_file_id, tenant)
+        if file.purpose is not FilePurpose.BATCH:
+            raise InvalidRequest("input_file_id", input_file_id, "a file of purpose batch")
+        now = int(time.time())
+        batch = Batch(
+            id=batch_id or new_batch_id(),
+            tenant=tenant,
+            endpoint=endpoint,
+            input_file_id=input_file_id,
+            lane=lane,
+            window_s=window_s,
+            metadata=_check_metadata(metadata),
+            webhook=None if webhook is None else check_webhook_url(webhook),
+            output_expires_after_s=output_expires_after_s,
+            times={BatchState.VALIDATING: now},
+            expires_at=now + window_s,
+        )
+        return await self.batches.create(batch)
+
+    async def cancel(self, batch_id: str, tenant: str | None) -> Batch:
+        """Stop a batch; one that has ended, or ends anyway, stays as it is.
+
+        Raises:
+            UnknownBatch: there is none of this tenant.
+        """
+        while True:
+            batch = await self.batches.get(batch_id, tenant)
+            if batch.state not in (BatchState.VALIDATING, BatchState.IN_PROGRESS):
+                return batch
+            after = batch.into(BatchState.CANCELLING, int(time.time()))
+            try:
+                return await self.batches.change(batch, after)
+            except BatchChanged:
+                continue  # its driver moved it on meanwhile
+
+    async def schedule(
+        self,
+        name: str,
+        cron: str,
+        *,
+        file_id: str,
+        endpoint: str,
+        tenant: str,
+        lane: Lane = Lane.BATCH,
+        window_s: int = 24 * 3600,
+        webhook: str | None = None,
+    ) -> Schedule:
+        """Start a batch by the clock, again and again.
+
+        Raises:
+            InvalidRequest: an argument is wrong, or the file will expire.
+            UnknownFile: this tenant has no such file.
+        """
+        check_schedule_name(name)
+        check_cron(cron)
+        line_endpoint(endpoint)
+        file = await self.files.get(file_id, tenant)
+        if file.expires_at is not None:
+            raise InvalidRequest("file", file_id, "a file that does not expire")
+        schedule = Schedule(
+            name=name,
+            cron=cron,
+            file_id=file_id,
+            endpoint=endpoint,
+            tenant=tenant,
+            lane=lane.value,
+            window_s=window_s,
+            webhook=None if webhook is None else check_webhook_url(webhook),
+            next_at=next_firing(cron, int(time.time())),
+        )
+        await self.schedules.put(schedule)
+        return schedule
+
+    async def fire_schedules(self) -> None:
+        """Start the batches whose time has come.
+
+        The batch's id follows from the schedule and the firing's time, so a firing that several
+        processes see, or that one sees twice, is one batch.
+        """
+        now = int(time.time())
+        for schedule in await self.schedules.all():
+            if schedule.next_at > now:
+                continue
+            await self.create(
+                input_file_id=schedule.file_id,
+                endpoint=schedule.endpoint,
+                tenant=schedule.tenant,
+                lane=Lane(schedule.lane),
+                window_s=schedule.window_s,
+                webhook=schedule.webhook,
+                batch_id=schedule.batch_id,
+            )
+            await self.schedules.put(schedule.after(now))
+
+    async def watch_request(self, model: str, shard: int, request_id: str, webhook: str) -> None:
+        """Call a webhook when a request has ended.
+
+        Raises:
+            InvalidRequest: the URL is wrong.
+        """
+        await self._ends.watch(model, shard, request_id, check_webhook_url(webhook))
+
+    async def queue_ends(self) -> None:
+        """Queue the webhook calls of watched requests that have ended."""
+        await self._ends.queue_ends()
+
+    def webhook_secrets(self) -> list[str]:
+        """The secrets that calls are signed with, from the settings' file.
+
+        Raises:
+            ConfigurationError: the file cannot be read.
+        """
+        path = self._settings.batches.webhook_secrets
+        if path is None:
+            return []
+        try:
+            return path.read_text().split()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigurationError(f"batches.webhook_secrets: {path}: {error}") from None
+
+
+def _check_metadata(metadata: Mapping[str, str] | None) -> dict[str, str] | None:
+    if metadata is None:
+        return None
+    allowed = (
+        f"at most {_MAX_METADATA} pairs of text: names of at most {_MAX_KEY_CHARS} characters, "
+        f"values of at most {_MAX_VALUE_CHARS}"
+    )
+    right = len(metadata) <= _MAX_METADATA and all(
+        isinstance(name, str)
+        and len(name) <= _MAX_KEY_CHARS
+        and isinstance(value, str)
+        and len(value) <= _MAX_VALUE_CHARS
+        for name, value in metadata.items()
+    )
+    if not right:
+        raise InvalidRequest("metadata", metadata, allowed)
+    return dict(metadata)

@@ -1,0 +1,1 @@
+"""Lines of batch files: checked, ordered, submitted and collected."""

@@ -1,0 +1,125 @@
+"""Makes webhook calls, and lets nobody aim them at what stands behind the firewall.
+
+An address is resolved once, checked, and connected to; the name is only used for TLS and the Host
+header. So a name whose address changes between check and call (DNS rebinding) gains nothing.
+Redirects are not followed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import socket
+import time
+from collections.abc import Sequence
+from urllib.parse import urlsplit
+
+import httpx
+
+from penstock.shared.errors import InvalidRequest
+
+from .deliveries import Delivery
+
+__all__ = ["CallFailed", "WebhookCaller", "check_webhook_url"]
+
+_TIMEOUT_S = 10.0
+_MAX_URL_CHARS = 2048
+_MAX_ANSWER_BYTES = 1 << 16
+
+
+class CallFailed(Exception):
+    """An attempt to call a webhook failed; the message says why."""
+
+
+def check_webhook_url(url: str) -> str:
+    """Return a webhook's URL if its form is right; its address is checked at each call.
+
+    Raises:
+        InvalidRequest: it is no ``https`` or ``http`` URL, or holds a user.
+    """
+    allowed = f"an http or https URL of at most {_MAX_URL_CHARS} characters, without user"
+    try:
+        parts = urlsplit(url)
+        port_ok = parts.port is None or parts.port > 0
+    except ValueError:
+        raise InvalidRequest("webhook", url, allowed) from None
+    if (
+        len(url) > _MAX_URL_CHARS
+        or parts.scheme not in ("http", "https")
+        or not parts.hostname
+        or parts.username is not None
+        or not port_ok
+        or not url.isprintable()
+    ):
+        raise InvalidRequest("webhook", url, allowed)
+    return url
+
+
+class WebhookCaller:
+    """Calls webhooks.
+
+    Args:
+        keys: what calls are signed with; see :func:`.deliveries.signing_keys`.
+        allow_private: also call addresses that are not public.
+    """
+
+    def __init__(self, keys: Sequence[bytes], *, allow_private: bool) -> None:
+        self._keys = keys
+        self._allow_private = allow_private
+
+    async def call(self, delivery: Delivery) -> None:
+        """Make one attempt.
+
+        Raises:
+            CallFailed: the address is not allowed, cannot be reached, or did not answer 2xx.
+        """
+        url = httpx.URL(delivery.url)
+        host = url.host
+        address = await self._resolve(host, url.port or (443 if url.scheme == "https" else 80))
+        headers = {**delivery.headers(self._keys, int(time.time())), "host": url.netloc.decode()}
+        try:
+            async with (
+                asyncio.timeout(_TIMEOUT_S),
+                httpx.AsyncClient(timeout=_TIMEOUT_S, trust_env=False) as client,
+                client.stream(
+                    "POST",
+                    url.copy_with(host=address),
+                    content=delivery.body.encode(),
+                    headers=headers,
+                    extensions={"sni_hostname": host},
+                ) as answer,
+            ):
+                read = 0
+                async for chunk in answer.aiter_raw():
+                    read += len(chunk)
+                    if read > _MAX_ANSWER_BYTES:
+                        raise CallFailed(f"the answer is over {_MAX_ANSWER_BYTES} bytes")
+        except (httpx.HTTPError, TimeoutError, OSError) as error:
+            raise CallFailed(f"{type(error).__name__}: {error}"[:500]) from None
+        if not 200 <= answer.status_code < 300:
+            raise CallFailed(f"the answer has status {answer.status_code}")
+
+    async def _resolve(self, host: str, port: int) -> str:
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(_TIMEOUT_S):
+                found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        except (OSError, TimeoutError, UnicodeError) as error:
+            raise CallFailed(f"{host} cannot be resolved: {error}") from None
+        addresses = [str(entry[4][0]) for entry in found]
+        if not self._allow_private:
+            for address in addresses:
+                if not _is_public(address):
+                    raise CallFailed(
+                        f"{host} has the address {address}, which is not public; "
+                        "batches.webhook_private allows it"
+                    )
+        return addresses[0]
+
+
+def _is_public(address: str) -> bool:
+    parsed = ipaddress.ip_address(address.partition("%")[0])
+    mapped = getattr(parsed, "ipv4_mapped", None)
+    if mapped is not None:
+        parsed = mapped
+    return parsed.is_global and not parsed.is_multicast

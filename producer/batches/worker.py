@@ -1,0 +1,140 @@
+"""The arq worker that drives batches, webhooks and schedules: ``penstock batches``.
+
+arq keeps a job that was killed from running again for the longest timeout of any function, so jobs
+are short: each drives one batch for some seconds, and queues the next one. A sweep every five
+seconds starts what should run and does not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, cast
+
+import msgpack
+from arq import Worker, cron, func
+from arq.connections import ArqRedis
+from arq.typing import WorkerCoroutine
+from arq.worker import Function
+from redis.asyncio import ConnectionPool
+
+from penstock.shared.redis.retrying_client import RetryingClient
+from penstock.shared.settings import Settings
+
+from .batch_service import BatchService
+from .batch_store import UnknownBatch
+from .driver import Driver
+from .webhooks.caller import WebhookCaller
+from .webhooks.deliveries import signing_keys
+
+__all__ = ["QUEUE", "make_worker"]
+
+QUEUE = "ps:{batches}:arq"
+"""Name of arq's queue. Its other keys begin with ``arq:``, on the same server."""
+
+_TICK_S = 20.0
+_JOB_TIMEOUT_S = 60
+_SWEEP_SECONDS = set(range(0, 60, 5))
+_JOBS_AT_ONCE = 16
+_TRIES = 1_000_000
+"""A job that was cut off runs again. What it works on decides when to stop, not arq."""
+
+_log = logging.getLogger(__name__)
+
+
+def make_worker(settings: Settings, service: BatchService, client: RetryingClient) -> Worker:
+    """The arq worker; ``await worker.async_run()`` runs it until it is told to stop.
+
+    Args:
+        settings: the whole tree.
+        service: the batches.
+        client: the connection whose address arq uses, too.
+
+    Raises:
+        ConfigurationError: a webhook secret is wrong.
+    """
+    keys = signing_keys(service.webhook_secrets())
+    caller = WebhookCaller(keys, allow_private=settings.batches.webhook_private)
+    jobs = _Jobs(service, service.driver(), caller)
+    run = cast(WorkerCoroutine, jobs.sweep)
+    sweep = cron(run, name="sweep", second=_SWEEP_SECONDS, run_at_startup=True, timeout=30)
+    return Worker(
+        functions=[_function("tick", jobs.tick), _function("deliver", jobs.deliver)],
+        cron_jobs=[sweep],
+        redis_pool=_pool(client),
+        queue_name=QUEUE,
+        max_jobs=_JOBS_AT_ONCE,
+        job_timeout=_JOB_TIMEOUT_S,
+        keep_result=0,
+        max_tries=_TRIES,
+        poll_delay=0.2,
+        job_serializer=msgpack.packb,
+        job_deserializer=_unpack,
+        log_results=False,
+    )
+
+
+class _Jobs:
+    """The functions that arq calls."""
+
+    def __init__(self, service: BatchService, driver: Driver, caller: WebhookCaller) -> None:
+        self._service = service
+        self._driver = driver
+        self._caller = caller
+
+    async def tick(self, ctx: dict[Any, Any], batch_id: str) -> None:
+        """Drive a batch for a while, and queue the next tick."""
+        with contextlib.suppress(UnknownBatch):
+            if await self._driver.tick(batch_id, budget_s=_TICK_S):
+                await self._queue_tick(ctx["redis"], batch_id)
+            else:
+                await self._queue_due(ctx["redis"])
+
+    async def deliver(self, ctx: dict[Any, Any], delivery_id: str) -> None:
+        """Make one webhook call."""
+        del ctx  # arq gives it to every function
+        await self._service.deliveries.attempt(delivery_id, self._caller)
+
+    async def sweep(self, ctx: dict[Any, Any]) -> None:
+        """Start what should run: schedules, batches that nobody drives, webhook calls."""
+        await self._service.fire_schedules()
+        for batch_id in await self._service.batches.active():
+            if not await self._service.batches.driven(batch_id):
+                await self._queue_tick(ctx["redis"], batch_id)
+        await self._service.queue_ends()
+        await self._queue_due(ctx["redis"])
+        await self._service.files.delete_expired()
+
+    async def _queue_tick(self, pool: ArqRedis, batch_id: str) -> None:
+        # A name of its own each time: arq refuses that of a job which was killed for a minute.
+        name = f"tick:{batch_id}:{time.time_ns()}"
+        await pool.enqueue_job("tick", batch_id, _job_id=name, _queue_name=QUEUE)
+
+    async def _queue_due(self, pool: ArqRedis) -> None:
+        for delivery_id in await self._service.deliveries.due():
+            # One at a time for a delivery, while its job is queued or runs.
+            name = f"deliver:{delivery_id}"
+            await pool.enqueue_job("deliver", delivery_id, _job_id=name, _queue_name=QUEUE)
+
+
+def _pool(client: RetryingClient) -> ArqRedis:
+    """Arq's connections, to where ours go."""
+    ours = client.redis.connection_pool
+    pool = ConnectionPool(connection_class=ours.connection_class, **ours.connection_kwargs)
+    return ArqRedis(
+        pool,
+        job_serializer=msgpack.packb,
+        job_deserializer=_unpack,
+        default_queue_name=QUEUE,
+    )
+
+
+def _function(name: str, run: Callable[..., Awaitable[None]]) -> Function:
+    return func(cast(WorkerCoroutine, run), name=name)
+
+
+def _unpack(data: bytes) -> dict[str, Any]:
+    unpacked: dict[str, Any] = msgpack.unpackb(data, raw=False, strict_map_key=False)
+    return unpacked

@@ -1,0 +1,1 @@
+"""Commands about batch files and schedules."""

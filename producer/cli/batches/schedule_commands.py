@@ -1,0 +1,121 @@
+"""``penstock schedule add | list | remove``: batches that start by the clock."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from penstock.shared.protocol import Lane
+
+from ..options import ConfigOption, JsonOption, RedisOption, client_settings
+from ..output import write_json
+from .batch_commands import file_chunks, first_line_url, read_time
+from .session import open_service, when
+
+if TYPE_CHECKING:
+    from ...batches.schedules import Schedule
+
+__all__ = ["schedule"]
+
+schedule = typer.Typer(help="Batches that start by the clock; `penstock batches` starts them.")
+
+
+@schedule.callback(invoke_without_command=True)
+def _group(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+@schedule.command()
+def add(
+    cron: Annotated[
+        str,
+        typer.Argument(help="When, in UTC, as in '0 2 * * *': every night.", show_default=False),
+    ],
+    file: Annotated[Path, typer.Option("--batch", help="JSONL file in OpenAI's batch format.")],
+    name: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Default: the file's name.")
+    ] = None,
+    lane: Annotated[Lane, typer.Option(help="How urgent the requests are.")] = Lane.BATCH,
+    tenant: Annotated[str, typer.Option(metavar="NAME", help="Who pays.")] = "default",
+    window: Annotated[
+        str, typer.Option(metavar="TIME", help="Give up what has not ended then: 90m, 24h, 7d.")
+    ] = "24h",
+    webhook: Annotated[
+        str | None, typer.Option(metavar="URL", help="Call this URL at the end of each.")
+    ] = None,
+    redis: RedisOption = None,
+    config: ConfigOption = None,
+) -> None:
+    """Start a batch over a file again and again. The file is copied now."""
+    settings = client_settings(redis, None, None, config)
+    window_s, url = read_time("window", window), first_line_url(file)
+
+    async def run() -> Schedule:
+        async with open_service(settings) as service:
+            stored = await service.files.upload(
+                file_chunks(file), tenant=tenant, filename=file.name, expires_after_s=None
+            )
+            return await service.schedule(
+                name or file.stem,
+                cron,
+                file_id=stored.id,
+                endpoint=url,
+                tenant=tenant,
+                lane=lane,
+                window_s=window_s,
+                webhook=webhook,
+            )
+
+    made = asyncio.run(run())
+    typer.echo(f"{made.name}: next at {when(made.next_at)}")
+
+
+@schedule.command("list")
+def list_schedules(
+    json: JsonOption = False, redis: RedisOption = None, config: ConfigOption = None
+) -> None:
+    """Show the schedules."""
+    settings = client_settings(redis, None, None, config)
+
+    async def run() -> list[Schedule]:
+        async with open_service(settings) as service:
+            return await service.schedules.all()
+
+    found = asyncio.run(run())
+    if json:
+        write_json({"schedules": [item.model_dump() for item in found]})
+        return
+    table = Table(box=box.SIMPLE, pad_edge=False)
+    for column in ("schedule", "cron", "next", "endpoint", "tenant", "lane", "file"):
+        table.add_column(column)
+    for item in found:
+        table.add_row(
+            item.name, item.cron, when(item.next_at), item.endpoint, item.tenant, item.lane,
+            item.file_id,
+        )  # fmt: skip
+    Console(width=None if sys.stdout.isatty() else 200).print(table)
+
+
+@schedule.command()
+def remove(
+    name: Annotated[str, typer.Argument(help="The schedule.", show_default=False)],
+    redis: RedisOption = None,
+    config: ConfigOption = None,
+) -> None:
+    """Forget a schedule; batches that it started go on."""
+    settings = client_settings(redis, None, None, config)
+
+    async def run() -> None:
+        async with open_service(settings) as service:
+            await service.schedules.remove(name)
+
+    asyncio.run(run())
+    typer.echo(f"removed {name}")

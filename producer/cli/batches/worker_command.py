@@ -1,0 +1,50 @@
+"""``penstock batches``: the process that drives batch files, webhooks and schedules."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from penstock.shared.settings import load_settings
+
+from ..options import ConfigOption, RedisOption
+from .session import open_client
+
+__all__ = ["batches"]
+
+
+def batches(
+    storage: Annotated[
+        Path | None, typer.Option(help="Directory or fsspec URL of inputs and outputs.")
+    ] = None,
+    redis: RedisOption = None,
+    config: ConfigOption = None,
+) -> None:
+    """Drive batch files, webhooks and schedules until Ctrl-C or SIGTERM.
+
+    Start as many as you like: each batch is driven by one of them, and by another one when that
+    dies.
+    """
+    from ...batches.batch_service import BatchService  # its packages are an extra of their own
+    from ...batches.worker import make_worker
+
+    flags = {"redis.url": redis, "batches.storage": None if storage is None else str(storage)}
+    settings = load_settings(flags, config=config)
+
+    async def run() -> None:
+        async with open_client(settings) as client:
+            service = BatchService(client, settings)
+            worker = make_worker(settings, service, client)
+            typer.echo("driving batches; Ctrl-C ends")
+            try:
+                await worker.async_run()
+            except asyncio.CancelledError:
+                pass  # arq cancels its own task when it is told to stop
+            finally:
+                await worker.close()
+                await service.aclose()
+
+    asyncio.run(run())

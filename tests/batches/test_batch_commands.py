@@ -1,0 +1,81 @@
+"""``penstock batch`` and ``penstock schedule`` as a shell runs them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from batches.conftest import completion_lines
+from workers import WorkerFactory
+
+from penstock.shared.settings import Settings
+
+Start = Callable[[], subprocess.Popen[bytes]]
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def run(settings: Settings) -> Run:
+    environment = {
+        **os.environ,
+        "REDIS_URL": str(settings.redis.url),
+        "PENSTOCK_BATCHES__STORAGE": settings.batches.storage,
+    }
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "penstock.producer.cli", *arguments]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90)
+
+    return run
+
+
+def test_batch_by_its_commands(
+    letters: WorkerFactory, drivers: Start, run: Run, tmp_path: Path
+) -> None:
+    drivers()
+    file = tmp_path / "nightly.jsonl"
+    file.write_bytes(completion_lines(5))
+    done = run("batch", "submit", str(file), "--tenant", "shell", "--wait")
+    assert done.returncode == 0, done.stderr
+    name, summary = done.stdout.splitlines()
+    assert summary == "completed: 5 of 5 lines completed, 0 failed"
+    results = run("batch", "results", name)
+    assert len([json.loads(line) for line in results.stdout.splitlines()]) == 5
+    listed = json.loads(run("batch", "list", "--tenant", "shell", "--json").stdout)
+    assert [(item["id"], item["state"]) for item in listed["batches"]] == [(name, "completed")]
+    assert run("batch", "cancel", name).stdout == "completed\n"
+
+
+def test_bad_input_is_one_line(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "x.jsonl"
+    file.write_bytes(completion_lines(1))
+    empty = tmp_path / "empty.jsonl"
+    empty.touch()
+    for arguments, message in [
+        (("batch", "status", "batch_none"), "no batch 'batch_none'"),
+        (("batch", "submit", str(tmp_path / "none")), "readable file"),
+        (("batch", "submit", str(empty)), "line 1"),
+        (("batch", "submit", str(file), "--window", "1y"), "90m, 24h, 7d"),
+        (("batch", "submit", str(file), "--endpoint", "/v1/x"), "/v1/chat/completions"),
+        (("schedule", "add", "x", "--batch", str(file)), "cron"),
+        (("schedule", "remove", "none"), "no schedule 'none'"),
+    ]:
+        done = run(*arguments)
+        assert done.returncode == 2, (arguments, done.stderr)
+        assert message in done.stderr
+        assert len(done.stderr.splitlines()) == 1
+
+
+def test_schedule_by_its_commands(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "nightly.jsonl"
+    file.write_bytes(completion_lines(1))
+    added = run("schedule", "add", "0 2 * * *", "--batch", str(file))
+    assert added.stdout.startswith("nightly: next at ")
+    listed = json.loads(run("schedule", "list", "--json").stdout)["schedules"]
+    assert [item["cron"] for item in listed] == ["0 2 * * *"]
+    assert run("schedule", "remove", "nightly").returncode == 0

@@ -1,0 +1,167 @@
+"""Batches from their input to their output, driven by processes that may be killed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+from batches.conftest import completion_lines
+from waiting import wait_until_async
+from workers import WorkerFactory
+
+from penstock.producer.batches.batch_service import BatchService
+from penstock.producer.batches.batch_store import BatchChanged
+from penstock.producer.batches.records import Batch, BatchState
+
+Start = Callable[[], subprocess.Popen[bytes]]
+
+
+async def chunks(data: bytes) -> AsyncIterator[bytes]:
+    yield data
+
+
+async def start(service: BatchService, data: bytes, **options: Any) -> Batch:
+    file = await service.files.upload(
+        chunks(data), tenant="tests", filename="input.jsonl", expires_after_s=None
+    )
+    options.setdefault("endpoint", "/v1/completions")
+    return await service.create(input_file_id=file.id, tenant="tests", **options)
+
+
+async def ended(service: BatchService, batch: Batch) -> Batch:
+    async def has_ended() -> bool:
+        return (await service.batches.get(batch.id)).ended
+
+    await wait_until_async(has_ended, "the batch has ended", 60)
+    return await service.batches.get(batch.id)
+
+
+async def read_lines(service: BatchService, file_id: str | None) -> list[dict[str, Any]]:
+    assert file_id is not None
+    file = await service.files.get(file_id)
+    data = b"".join([chunk async for chunk in service.files.content(file)])
+    return [json.loads(line) for line in data.splitlines()]
+
+
+async def test_every_line_is_answered_once(
+    letters: WorkerFactory, service: BatchService, drivers: Start
+) -> None:
+    drivers()
+    batch = await ended(service, await start(service, completion_lines(600)))
+    assert (batch.state, batch.completed, batch.failed) == (BatchState.COMPLETED, 600, 0)
+    assert batch.usage.output_tokens == 600 * 8
+    lines = await read_lines(service, batch.output_file_id)
+    assert sorted(line["custom_id"] for line in lines) == sorted(f"line {i}" for i in range(600))
+    body = lines[0]["response"]["body"]
+    assert lines[0]["response"]["status_code"] == 200
+    assert body["object"] == "text_completion"
+    assert body["usage"]["completion_tokens"] == 8
+    assert batch.error_file_id is None
+
+
+async def test_driver_killed_amid_a_batch_costs_no_line_and_repeats_none(
+    letters: WorkerFactory, service: BatchService, drivers: Start
+) -> None:
+    first = drivers()
+    batch = await start(service, completion_lines(2000, max_tokens=16))
+
+    async def is_amid() -> bool:
+        return 0 < (await service.batches.get(batch.id)).completed < 2000
+
+    await wait_until_async(is_amid, "the batch is in progress", 60)
+    first.kill()
+    drivers(), drivers()
+    batch = await ended(service, batch)
+    assert (batch.state, batch.completed) == (BatchState.COMPLETED, 2000)
+    lines = await read_lines(service, batch.output_file_id)
+    names = [line["custom_id"] for line in lines]
+    assert len(set(names)) == len(names) == 2000
+    assert batch.usage.output_tokens == 2000 * 16  # each was counted once
+
+
+async def test_lines_that_fail_go_to_the_error_file(
+    letters: WorkerFactory, service: BatchService, drivers: Start
+) -> None:
+    drivers()
+    good = completion_lines(3)
+    long = {"model": "letters", "prompt": [1] * 70_000, "max_tokens": 4}
+    bad = {"custom_id": "long", "method": "POST", "url": "/v1/completions", "body": long}
+    batch = await ended(service, await start(service, good + json.dumps(bad).encode()))
+    assert (batch.state, batch.completed, batch.failed) == (BatchState.COMPLETED, 3, 1)
+    [line] = await read_lines(service, batch.error_file_id)
+    assert line["custom_id"] == "long"
+    assert line["response"]["status_code"] == 400
+    assert line["response"]["body"]["error"]["code"] == "context_length_exceeded"
+
+
+def line(**changes: Any) -> bytes:
+    """A line that is right but for the changes; body's fields are given by ``body``."""
+    body = {"model": "letters", "prompt": "x", **changes.pop("body", {})}
+    fields = {"custom_id": "x", "method": "POST", "url": "/v1/completions", "body": body}
+    return json.dumps({**fields, **changes}).encode()
+
+
+@pytest.mark.parametrize(
+    ("broken", "code"),
+    [
+        (b'{"custom_id"', "invalid_json_line"),
+        (b"\xff\xfe", "invalid_json_line"),
+        (b"[" * 5000, "invalid_json_line"),
+        (line(method="GET"), "invalid_method"),
+        (line(url="/v1/embeddings"), "mismatched_endpoint"),
+        (line(custom_id="line 1"), "duplicate_custom_id"),
+        (line(extra=1), "unknown_parameter"),
+        (line(body={"model": "other"}), "mismatched_model"),
+        (line(body={"stream": True}), "unsupported_parameter"),
+        (line(body={"temperature": 99}), "invalid_value"),
+    ],
+)
+async def test_malformed_line_is_named_and_nothing_is_computed(
+    letters: WorkerFactory, service: BatchService, broken: bytes, code: str
+) -> None:
+    data = completion_lines(3) + broken + b"\n" + completion_lines(0)
+    batch = await start(service, data)
+    driver = service.driver()
+    assert await driver.tick(batch.id, budget_s=30) is False
+    batch = await service.batches.get(batch.id)
+    assert batch.state is BatchState.FAILED
+    assert [(error.line, error.code) for error in batch.errors] == [(4, code)]
+    assert batch.next_line == 0
+
+
+async def test_cancelled_batch_hands_out_what_has_ended(
+    letters: WorkerFactory, service: BatchService, drivers: Start
+) -> None:
+    drivers()
+    batch = await start(service, completion_lines(3000, max_tokens=64))
+
+    async def is_amid() -> bool:
+        return (await service.batches.get(batch.id)).completed > 0
+
+    await wait_until_async(is_amid, "the batch is in progress", 60)
+    await service.cancel(batch.id, "tests")
+    batch = await ended(service, batch)
+    assert batch.state is BatchState.CANCELLED
+    assert 0 < batch.completed < 3000
+    assert batch.completed + batch.failed == 3000
+    assert len(await read_lines(service, batch.output_file_id)) == batch.completed
+    errors = await read_lines(service, batch.error_file_id)
+    assert {line["error"]["code"] for line in errors if line["error"]} == {"batch_cancelled"}
+
+
+async def test_of_two_changes_of_one_version_one_is_refused(
+    letters: WorkerFactory, service: BatchService
+) -> None:
+    batch = await start(service, completion_lines(1))
+    changed = await service.batches.change(batch, batch.model_copy(update={"read_lines": 1}))
+    with pytest.raises(BatchChanged):
+        await service.batches.change(batch, batch)
+    assert await service.batches.get(batch.id) == changed
+    outcomes = await asyncio.gather(
+        *(service.batches.change(changed, changed) for _ in range(8)), return_exceptions=True
+    )
+    assert sum(isinstance(outcome, Batch) for outcome in outcomes) == 1
