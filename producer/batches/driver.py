@@ -19,9 +19,9 @@ from .clients import Clients
 from .file_store import FileStore, UnknownFile
 from .lines.input_lines import Slice, read_slice
 from .lines.line_endpoints import line_endpoint
+from .lines.line_order import Plan, make_plan
 from .lines.line_requests import LineRequests, groups, plan_name
 from .lines.parts import FinishedLines, write_parts
-from .lines.plan import Plan, make_plan
 from .records import Batch, BatchState, FilePurpose, LineError, StoredFile
 from .storage import Storage
 

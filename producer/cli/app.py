@@ -30,12 +30,12 @@ from .gateway_command import gateway
 from .output import drop_output, make_encodable, one_line, open_missing
 from .usage_command import usage
 
-__all__ = ["main"]
+__all__ = ["EXTRA_OF", "main"]
 
 COMMANDS_GROUP = "penstock.commands"
 """Entry points of further commands; the worker's package adds its own here."""
 
-_PACKAGES = {
+EXTRA_OF = {
     "arq": "batch",
     "croniter": "batch",
     "fastapi": "gateway",
@@ -108,11 +108,11 @@ def _refusing(error: PenstockError) -> Any:
 def _missing_extra(error: ModuleNotFoundError) -> ConfigurationError | None:
     """Return the error for a missing package of an extra, None for any other package."""
     package = (error.name or "").partition(".")[0]
-    if package not in _PACKAGES:
+    if package not in EXTRA_OF:
         return None
     return ConfigurationError(
         f"this command needs the package {package}, which is not installed: "
-        f"{install_command(_PACKAGES[package])}"
+        f"{install_command(EXTRA_OF[package])}"
     )
 
 

@@ -8,6 +8,7 @@ import tomllib
 import pytest
 from unit.pages import DOCS, ROOT
 
+from penstock.producer.cli.app import EXTRA_OF
 from penstock.shared.distribution import install_command, version
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
@@ -17,11 +18,13 @@ FOLDERS = ("gpu_worker", "producer", "shared", "tools")
 def test_commands_name_the_distribution_and_an_extra_of_it() -> None:
     sources = [path.read_text("utf-8") for f in FOLDERS for path in (ROOT / f).rglob("*.py")]
     extras = {name for text in sources for name in re.findall(r"install_command\(.(\w+).\)", text)}
-    assert extras == {"worker", "embedded", "gateway", "plot"}
+    assert extras == {"worker", "embedded", "plot"}
+    extras.update(EXTRA_OF.values())
+    assert extras == {"batch", "worker", "embedded", "gateway", "plot"}
     for extra in extras:
         assert install_command(extra) == f"pip install '{PROJECT['name']}[{extra}]'"
-    with pytest.raises(ValueError, match="no extra 'batch'"):
-        install_command("batch")
+    with pytest.raises(ValueError, match="no extra 'turbine'"):
+        install_command("turbine")
     assert version() == PROJECT["version"]
 
 

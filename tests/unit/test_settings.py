@@ -93,6 +93,8 @@ def test_every_setting_is_reachable_by_its_variable() -> None:
         "gateway.tls_certificate",
         "gateway.tls_key",
         "gateway.cors_origins",
+        "batches.storage",
+        "batches.webhook_secrets",
     }
     for name in setting_names():
         environment = {environment_name(name): "not valid %"}
@@ -206,7 +208,7 @@ def test_heartbeat_follows_the_lease() -> None:
 
 
 def test_a_password_is_shown_nowhere() -> None:
-    url = "redis://user:secret@host:1/0?password=secret"
+    url = "redis://user:hunter2@host:1/0?password=hunter2"
     settings = load_settings({"redis.url": url}, environment={})
     assert settings.redis.url == url
     assert "secret" not in repr(settings)

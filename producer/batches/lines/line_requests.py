@@ -20,8 +20,8 @@ from ..records import Batch
 from ..storage import Storage
 from .input_lines import InputLine, parse_line
 from .line_endpoints import line_endpoint
+from .line_order import Plan
 from .parts import FinishedLines
-from .plan import Plan
 
 __all__ = ["LineRequests", "groups", "plan_name"]
 

@@ -29,7 +29,7 @@ def batches(
     dies.
     """
     from ...batches.batch_service import BatchService  # its packages are an extra of their own
-    from ...batches.worker import make_worker
+    from ...batches.job_worker import make_worker
 
     flags = {"redis.url": redis, "batches.storage": None if storage is None else str(storage)}
     settings = load_settings(flags, config=config)
