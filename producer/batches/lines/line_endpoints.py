@@ -15,17 +15,19 @@ from penstock.shared.protocol import Request
 from ...choices import Choice
 from ...gateway.api_errors import ApiError, error_of
 from ...gateway.model_directory import check_model
+from ...gateway.openai.answer_form import AnswerForm
 from ...gateway.openai.answer_objects import answer_object, chat_choice, completion_choice
-from ...gateway.openai.chat_fields import CHAT_FIELDS, chat_request
-from ...gateway.openai.completion_fields import COMPLETION_FIELDS, completion_request
 from ...gateway.openai.event_writers import AnswerHead
-from ...gateway.openai.field_table import FieldTable
+from ...gateway.openai.fields.chat_fields import CHAT_FIELDS, chat_request
+from ...gateway.openai.fields.completion_fields import COMPLETION_FIELDS, completion_request
+from ...gateway.openai.fields.field_table import FieldTable
+from ...gateway.openai.token_logprobs import TokenNames
 from ...results import Result
 
 __all__ = ["LineEndpoint", "LineRefused", "Translation", "line_endpoint"]
 
 _DEFAULT_MAX_TOKENS = 4096
-_TIER = "flex"
+_FORM = AnswerForm(tier="flex")
 
 
 class LineRefused(Exception):
@@ -49,12 +51,13 @@ class Translation:
     Attributes:
         model: the model it names.
         fields: of the queue's request, ``prompt`` among them.
-        respond: makes the ``response`` of the output line from the request's id and result.
+        respond: makes the ``response`` of the output line from the request's id and result, and
+            from the model's token names, which only log-probabilities need.
     """
 
     model: str
     fields: dict[str, Any]
-    respond: Callable[[str, Result], dict[str, Any]]
+    respond: Callable[[str, Result, TokenNames], dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +74,7 @@ class LineEndpoint:
     object_name: str
     table: FieldTable
     build: Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, Any]]
-    choice: Callable[[Mapping[str, Any], Mapping[str, Any], Choice], dict[str, Any]]
+    choice: Callable[[Mapping[str, Any], Mapping[str, Any], Choice, TokenNames], dict[str, Any]]
 
     def translate(self, body: dict[str, Any]) -> Translation:
         """Read a line's body.
@@ -98,14 +101,15 @@ class LineEndpoint:
     def _respond(
         self,
         model: str,
-        choice: Callable[[Choice], dict[str, Any]],
+        choice: Callable[[Choice, TokenNames], dict[str, Any]],
         request_id: str,
         result: Result,
+        names: TokenNames,
     ) -> dict[str, Any]:
-        head = AnswerHead(request_id, int(time.time()), model, _TIER)
+        head = AnswerHead(request_id, int(time.time()), model)
         try:
             status = 200
-            body = answer_object(head, self.object_name, result, self.table, choice)
+            body = answer_object(head, _FORM, self.object_name, result, self.table, choice, names)
         except ApiError as error:
             status, body = error.status, error.body()
         return {"status_code": status, "request_id": request_id, "body": json.loads(body)}
@@ -127,15 +131,18 @@ def _chat(own: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
     return chat_request(own, values, _DEFAULT_MAX_TOKENS)
 
 
-def _chat_choice(own: Mapping[str, Any], _: Mapping[str, Any], choice: Choice) -> dict[str, Any]:
-    return chat_choice(choice, token_ids=bool(own.get("return_token_ids")))
+def _chat_choice(
+    own: Mapping[str, Any], _: Mapping[str, Any], choice: Choice, names: TokenNames
+) -> dict[str, Any]:
+    return chat_choice(choice, names, token_ids=bool(own.get("return_token_ids")))
 
 
 def _completion_choice(
-    own: Mapping[str, Any], fields: Mapping[str, Any], choice: Choice
+    own: Mapping[str, Any], fields: Mapping[str, Any], choice: Choice, names: TokenNames
 ) -> dict[str, Any]:
     echo = fields["prompt"] if own.get("echo") else ""
-    return completion_choice(choice, token_ids=bool(own.get("return_token_ids")), echo=echo)
+    ids = bool(own.get("return_token_ids"))
+    return completion_choice(choice, names, token_ids=ids, echo=echo)
 
 
 def _completion(own: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from penstock.shared.errors import IdConflict, QueueFull, UnknownRequest
 from penstock.shared.protocol.states import TERMINAL_STATES, State
 
 from ...client import Producer
+from ...gateway.openai.token_logprobs import TokenNames
 from ..clients import Clients
 from ..file_store import FileStore
 from ..records import Batch
@@ -41,6 +42,7 @@ class LineRequests:
         self._storage = storage
         self._clients = clients
         self._plans: dict[str, Plan] = {}
+        self._names: dict[str, TokenNames] = {}
 
     async def plan(self, batch: Batch) -> Plan:
         """The order of a batch's lines.
@@ -161,7 +163,8 @@ class LineRequests:
         if result.state is State.CANCELLED and batch.outcome is not None:
             return  # by the end of the batch, which gives it an error of its own
         translation = line_endpoint(batch.endpoint).translate(line.body)
-        response = translation.respond(request_id, result)
+        names = await self._token_names(producer, "logprobs" in translation.fields)
+        response = translation.respond(request_id, result, names)
         output = {
             "id": f"batch_req_{request_id}",
             "custom_id": line.custom_id,
@@ -169,6 +172,14 @@ class LineRequests:
             "error": None,
         }
         finished.add(place, output, result.usage)
+
+    async def _token_names(self, producer: Producer, wanted: bool) -> TokenNames:
+        if not wanted:
+            return TokenNames(())
+        model = producer.keys.model
+        if model not in self._names:
+            self._names[model] = TokenNames((await producer.model_card()).vocabulary)
+        return self._names[model]
 
     async def _cancel(self, batch: Batch, place: int) -> None:
         producer, request_id = await self._find(batch, place)
