@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from torch import Tensor, nn
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 __all__ = [
     "AttentionFunction",
@@ -54,13 +53,13 @@ class AttentionFunction(Protocol):
 def register(function: AttentionFunction) -> str:
     """Register ``function`` under a fresh name; returns the name."""
     name = f"penstock_{uuid.uuid4().hex}"
-    ALL_ATTENTION_FUNCTIONS[name] = function
+    _functions()[name] = function
     return name
 
 
 def unregister(name: str) -> None:
     """Give a name from :func:`register` back; does nothing if that has happened."""
-    ALL_ATTENTION_FUNCTIONS.pop(name, None)
+    _functions().pop(name, None)
 
 
 @contextmanager
@@ -77,3 +76,10 @@ def implementation_of(model: Any) -> str:
     """The name under which the model's decoder looks its attention function up."""
     # The only place where transformers keeps it; there is a public setter, but no public getter.
     return str(model.config.get_text_config(decoder=True)._attn_implementation)
+
+
+def _functions() -> Any:
+    # Imported here: a model from a record needs nothing of transformers, which takes seconds.
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    return ALL_ATTENTION_FUNCTIONS

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -26,7 +27,8 @@ from .kv.memory_budget import format_bytes, kv_budget, swap_budget
 from .kv.swap_pool import SwapPool
 from .loading.fingerprint import fingerprint_of
 from .loading.geometry import KVGeometry
-from .loading.loader import LoadedModel, load_model
+from .loading.loaded_model import LoadedModel
+from .loading.model_opening import open_model
 from .runner import ModelRunner
 from .sampling.sampler import Sampler
 from .structured.compile_sandbox import CompileSandbox, UnsafeConstraint
@@ -35,6 +37,7 @@ from .structured.mask_maker import MaskMaker
 from .structured.matcher import ConstraintError
 from .text.answer_format import AnswerFormat
 from .text.chat_prompt import ChatPrompt
+from .text.deferred_tokenizer import DeferredTokenizer
 from .text.detokenizer import IncrementalDetokenizer
 from .text.fast_detokenize import decoder_of
 from .text.prompt_tokenizer import encode_prompt
@@ -59,20 +62,23 @@ def build_model(settings: Settings) -> ServingModel:
     if settings.engine.threads is not None:
         torch.set_num_threads(settings.engine.threads)
     wanted = settings.model
-    loaded = load_model(
+    opened = open_model(
         wanted.path,
         dtype=wanted.dtype,
         device=wanted.device,
         max_model_len=wanted.max_model_len,
         native=wanted.native,
+        records=wanted.start_record == "on",
     )
+    loaded = opened.loaded
     constraints = ConstraintCompiler(
         loaded.tokenizer,
         loaded.vocab_size,
         loaded.eos_token_ids,
         limit_s=settings.engine.grammar_timeout_s,
     )
-    constraints.sandbox.start()
+    if not opened.is_known:
+        constraints.sandbox.start()
     draft = load_draft(settings, loaded)
     config = _engine_config(settings.engine, loaded, draft)
     pool = KVPool(
@@ -90,13 +96,19 @@ def build_model(settings: Settings) -> ServingModel:
     runner = ModelRunner(
         loaded, pool, swap_pool=swap_pool, masks=masks, drafter=drafter, rejection=rejection
     )
-    runner.warm_up(max_batch_tokens=config.max_batch_tokens, max_sequences=config.max_sequences)
+    if not opened.is_known:
+        runner.warm_up(max_batch_tokens=config.max_batch_tokens, max_sequences=config.max_sequences)
+        _check_chat_template(loaded, constraints.sandbox)
+    opened.remember()
     if settings.engine.threads is None and loaded.device.type == "cpu":
-        _choose_threads(runner)
+        _choose_threads(runner, repeats=2 if opened.is_known else 5)
     speculation = speculation_config(settings, has_draft_model=draft is not None)
-    _check_chat_template(loaded, constraints.sandbox)
     # A fast tokenizer sets up its truncation at the first call, which two threads must not share.
     loaded.tokenizer("warm-up")
+    if opened.is_known:
+        threading.Thread(
+            target=_load_rest, args=(loaded, constraints), name="load-rest", daemon=True
+        ).start()
     kv = " and ".join(_group_summary(group, config.block_size) for group in config.kv_cache_groups)
     summary = (
         f"{loaded.path.name} in {loaded.dtype} on {loaded.device}, context {loaded.max_model_len}, "
@@ -108,7 +120,7 @@ def build_model(settings: Settings) -> ServingModel:
         runner=runner,
         encode=_encoder(loaded),
         compile=constraints.compile,
-        parser=AnswerFormat(loaded.tokenizer, loaded.model).parser,
+        parser=AnswerFormat(loaded.tokenizer, loaded.model_type).parser,
         new_text_stream=functools.partial(IncrementalDetokenizer, decoder_of(loaded.tokenizer)),
         summary=summary.replace("torch.", ""),
         fingerprint=fingerprint_of(loaded.path, str(loaded.dtype)),
@@ -158,7 +170,17 @@ def _mask_threads() -> int:
     return min(8, max(2, (os.cpu_count() or 1) // 2))
 
 
-def _choose_threads(runner: ModelRunner) -> None:
+def _load_rest(loaded: LoadedModel, constraints: ConstraintCompiler) -> None:
+    """What only some requests need: they wait for it, and others do not."""
+    try:
+        constraints.sandbox.start()
+        if isinstance(loaded.tokenizer, DeferredTokenizer):
+            loaded.tokenizer.load_rest()
+    except Exception:  # tried again, and reported, by the first request that needs it
+        _log.exception("what chat messages and constraints need cannot be loaded")
+
+
+def _choose_threads(runner: ModelRunner, repeats: int) -> None:
     """Choose one thread or all, by timing a decode step.
 
     A small model's operations end before a thread pool wakes up. On a shared machine, threads that
@@ -168,7 +190,7 @@ def _choose_threads(runner: ModelRunner) -> None:
     seconds = {}
     for threads in {1, most}:
         torch.set_num_threads(threads)
-        seconds[threads] = runner.time_decode(_TYPICAL_BATCH)
+        seconds[threads] = runner.time_decode(_TYPICAL_BATCH, repeats=repeats)
     chosen = most if seconds[most] < 0.9 * seconds[1] else 1
     torch.set_num_threads(chosen)
     _log.info(

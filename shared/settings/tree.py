@@ -322,7 +322,13 @@ class ModelSettings(Section):
         "and is compiled at first use. `auto` does so for models that it can compute, if there is "
         "a C++ compiler; `on` refuses all others; `off` leaves everything to PyTorch.",
     )
-
+    start_record: Literal["on", "off"] = setting(
+        "on",
+        "Whether the first start of a natively computed checkpoint records what it found out, in "
+        "`~/.cache/penstock/models`, so that later starts need no trials and no model of "
+        "transformers. A record counts while the checkpoint's files (weights by size and time of "
+        "change), the settings above and all packages are the same.",
+    )
     synthetic_step_ms: float = setting(
         2.0,
         "How long a step of `synthetic` takes at least.",

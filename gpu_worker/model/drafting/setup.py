@@ -6,8 +6,9 @@ from penstock.shared.errors import ConfigurationError, ModelError
 from penstock.shared.settings import Settings
 
 from ...engine.speculation.controller import SpeculationConfig
-from ..loading.checkpoint import DEMO, DEMO_DRAFT
-from ..loading.loader import LoadedModel, load_model
+from ..loading.checkpoint_folder import DEMO, DEMO_DRAFT
+from ..loading.loaded_model import LoadedModel
+from ..loading.model_opening import open_model
 
 __all__ = ["load_draft", "speculation_config"]
 
@@ -31,15 +32,18 @@ def load_draft(settings: Settings, target: LoadedModel) -> LoadedModel | None:
     if path is None or settings.speculation.source not in ("auto", "draft"):
         return None
     try:
-        draft = load_model(
+        opened = open_model(
             path,
             dtype=str(target.dtype).removeprefix("torch."),
             device=str(target.device),
             native="auto" if settings.model.native == "on" else settings.model.native,
             runtime=None if target.native is None else target.native.runtime,
+            records=settings.model.start_record == "on",
         )
     except ModelError as error:
         raise ModelError(f"speculation.draft_model: {error}") from error
+    draft = opened.loaded
+    opened.remember()
     if draft.tokenizer.get_vocab() != target.tokenizer.get_vocab():
         raise ConfigurationError(
             f"speculation.draft_model: the tokens of {draft.path} are not those of {target.path}; "

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from penstock.shared.errors import (
 
 from ..kv.memory_budget import available_bytes, format_bytes
 from . import load_gate
+from .checkpoint_folder import DEMO, DEMO_DRAFT, REMEDY, find_checkpoint
 
 __all__ = [
     "DEMO",
@@ -39,43 +39,9 @@ __all__ = [
     "quiet",
 ]
 
-DEMO = "demo"
-"""Names the model that is shipped with penstock."""
-
-DEMO_DRAFT = "demo-draft"
-"""Names the draft model that is shipped with it."""
-
 LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 """Nothing is downloaded, and no code of a checkpoint runs. Without the second option transformers
 would ask on standard input whether to run such code."""
-
-REMEDY = "give a directory with config.json, *.safetensors and tokenizer files, or 'demo'"
-
-
-def find_checkpoint(path: str | Path) -> Path:
-    """The directory that ``path`` names; ``"demo"`` and ``"demo-draft"`` are shipped here.
-
-    Raises:
-        ModelNotFound: there is none, or it holds no config.json.
-    """
-    if str(path) in (DEMO, DEMO_DRAFT):
-        part = "target" if str(path) == DEMO else "draft"
-        folder = Path(str(files("penstock.gpu_worker") / "demo_model" / part))
-        if not (folder / "config.json").is_file():
-            raise ModelNotFound(
-                f"the demo model is missing from this installation ({folder}); reinstall penstock, "
-                "or train it with scripts/train_demo_model.py"
-            )
-        return folder
-    folder = Path(path).expanduser()
-    if not folder.is_dir():
-        what = "is a file" if folder.exists() else "does not exist"
-        raise ModelNotFound(
-            f"model directory {str(path)!r} {what}; {REMEDY} (models are never downloaded)"
-        )
-    if not (folder / "config.json").is_file():
-        raise ModelNotFound(f"model directory {str(path)!r} has no config.json; {REMEDY}")
-    return folder
 
 
 def load_config(folder: Path) -> Any:

@@ -6,12 +6,11 @@ import functools
 import logging
 import time
 import weakref
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from penstock.kernels.cpu import NativeUnavailable
 from penstock.kernels.kv_layout import KVLayout
@@ -23,9 +22,7 @@ from penstock.shared.errors import (
 
 from ..attention import PagedAttention
 from ..attention_registry import register, unregister
-from ..batch import PackedStep, forward_logits
 from ..forward_context import ForwardContext
-from ..kv.kv_pool import KVPool
 from ..kv.memory_budget import available_bytes
 from ..program.native_decoder import NativeDecoder, NativeRuntime
 from . import load_gate
@@ -39,6 +36,7 @@ from .checkpoint import (
     quiet,
 )
 from .geometry import KVGeometry, probe_geometry
+from .loaded_model import LoadedModel
 from .prepack import prepack_linears
 from .trial import Trial
 
@@ -56,59 +54,6 @@ LONGROPE_LIMIT = (
     "this model's LongRoPE changes the frequencies of all tokens of a step as soon as one of them "
     "lies past that position, so a longer sequence would change the output of others"
 )
-
-
-@dataclass(eq=False)
-class LoadedModel:
-    """A model that runs through :class:`ModelRunner`.
-
-    Attributes:
-        model: the transformers model, in eval mode, its attention replaced by ours.
-        tokenizer: its tokenizer.
-        device: where it runs.
-        dtype: of its weights and of its KV.
-        geometry: of its KV.
-        max_model_len: prompt and output tokens of one sequence, at most.
-        eos_token_ids: tokens that end an output.
-        vocab_size: width of the logits; token ids are below it.
-        path: the directory it came from.
-        context: carries a step's batch to the attention function.
-        attention_name: under which that function is registered with transformers.
-        load_seconds: how long loading took.
-        native: computes its steps in place of ``model``, whose linear layers then have no weights
-            any more; None: ``model`` does.
-    """
-
-    model: Any
-    tokenizer: Any
-    device: torch.device
-    dtype: torch.dtype
-    geometry: KVGeometry
-    max_model_len: int
-    eos_token_ids: frozenset[int]
-    vocab_size: int
-    path: Path
-    context: ForwardContext
-    attention_name: str
-    load_seconds: float
-    native: NativeDecoder | None = None
-
-    def forward(self, step: PackedStep, pool: KVPool) -> Tensor:
-        """Compute ``step``, storing its KV in ``pool``.
-
-        Returns:
-            The logits of the wanted rows, ``[num_rows, vocab]``.
-        """
-        if self.native is not None:
-            return self.native.forward(step, pool)
-        return forward_logits(self.model, self.context, step, pool)
-
-    def close(self) -> None:
-        """Give the attention function's name back; the model cannot run any more.
-
-        Collecting the model does so, too.
-        """
-        unregister(self.attention_name)
 
 
 def load_model(
@@ -221,6 +166,7 @@ def adopt_model(
         prepack_linears(model, logits, available_bytes(target) // 8)
     return LoadedModel(
         model=model,
+        model_type=str(model.config.model_type),
         tokenizer=tokenizer,
         device=target,
         dtype=model.dtype,

@@ -20,6 +20,7 @@ from ..kv.memory_budget import available_bytes, format_bytes
 from ..loading.geometry import KVGeometry
 from ..loading.trial import Trial
 from .assembly import assemble
+from .decoder_record import DecoderRecord, record_decoder
 from .description import Decoder, describe
 from .modules import Unrecognised
 
@@ -70,10 +71,18 @@ class NativeDecoder:
         program: the model's.
         runtime: the threads.
         vocab_size: width of the logits.
+        record: the description that the program was made of; None if it cannot be recorded.
     """
 
-    def __init__(self, program: NativeProgram, runtime: NativeRuntime, vocab_size: int) -> None:
+    def __init__(
+        self,
+        program: NativeProgram,
+        runtime: NativeRuntime,
+        vocab_size: int,
+        record: DecoderRecord | None = None,
+    ) -> None:
         self.program = program
+        self.record = record
         self.runtime = runtime
         self._vocab_size = vocab_size
         # Weak, so that a pool that its owner drops is gone.
@@ -108,7 +117,8 @@ class NativeDecoder:
             decoder = describe(model, geometry, max(positions, len(trial.one)))
             _check_memory(decoder)
             program = assemble(decoder, runtime.library, model.dtype)
-            native = cls(program, runtime, decoder.head.out_features)
+            record = record_decoder(decoder, _parameter_names(model))
+            native = cls(program, runtime, decoder.head.out_features, record)
             difference = trial.difference(native.forward, geometry)
             selection = trial.selection_difference(native.forward, geometry)
         except Unrecognised as error:
@@ -125,6 +135,19 @@ class NativeDecoder:
         log.info("native program: logits differ from transformers' own by %.2g", difference)
         _give_up_weights(decoder)
         return native
+
+    @classmethod
+    def of_description(
+        cls, decoder: Decoder, dtype: torch.dtype, runtime: NativeRuntime
+    ) -> NativeDecoder:
+        """The native form of a description that an earlier start has tried.
+
+        Raises:
+            NativeUnavailable: memory is short.
+        """
+        _check_memory(decoder)
+        program = assemble(decoder, runtime.library, dtype)
+        return cls(program, runtime, decoder.head.out_features)
 
     def forward(self, step: PackedStep, pool: KVPool) -> Tensor:
         """Compute ``step``, storing its KV in ``pool``.
@@ -159,6 +182,11 @@ class NativeDecoder:
             cache = self.program.bind(layers, [layer.group for layer in pool.layers])
             self._caches[pool] = cache
         return cache
+
+
+def _parameter_names(model: Any) -> dict[int, str]:
+    """By the address of their data; of parameters that share it, the first."""
+    return {parameter.data_ptr(): name for name, parameter in model.named_parameters()}
 
 
 def _check_memory(decoder: Decoder) -> None:

@@ -145,6 +145,8 @@ def _tokenizer_json(tokenizer: Any) -> str | None:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return None
+    if backend.padding is None and backend.truncation is None:
+        return str(backend.to_str())
     plain = copy(backend)
     plain.no_padding()
     plain.no_truncation()

@@ -7,6 +7,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from transformers.utils.chat_parsing import ResponseParser
@@ -38,12 +39,12 @@ class AnswerFormat:
 
     Args:
         tokenizer: of transformers.
-        model: of transformers.
+        model_type: of the checkpoint's configuration.
     """
 
-    def __init__(self, tokenizer: Any, model: Any) -> None:
+    def __init__(self, tokenizer: Any, model_type: str) -> None:
         self._tokenizer = tokenizer
-        self._model = model
+        self._model_type = model_type
         self._lock = threading.Lock()
         self._is_known = False
         self._template: ResponseTemplate | None = None
@@ -55,7 +56,7 @@ class AnswerFormat:
         """The template; None if this model's answers have no form that is known."""
         with self._lock:
             if not self._is_known:
-                self._template = _load(self._tokenizer, self._model)
+                self._template = _load(self._tokenizer, self._model_type)
                 self._is_known = True
             return self._template
 
@@ -113,7 +114,7 @@ def _new_parser(
     return ResponseParser(template, "" if resume else prefix, tools=tools)
 
 
-def _load(tokenizer: Any, model: Any) -> ResponseTemplate | None:
+def _load(tokenizer: Any, model_type: str) -> ResponseTemplate | None:
     from transformers.utils.chat_parsing.response_templates import load_response_template
 
     spec = getattr(tokenizer, "response_template", None)
@@ -122,6 +123,7 @@ def _load(tokenizer: Any, model: Any) -> ResponseTemplate | None:
             from transformers.cli.serving.utils import get_response_template
         except ImportError:  # the extras of transformers' own server are missing
             return None
+        model: Any = SimpleNamespace(config=SimpleNamespace(model_type=model_type))
         spec = get_response_template(tokenizer, model)
     if spec is None:
         return None

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerFast
+from tokenizers import Tokenizer
 
+from .deferred_tokenizer import DeferredTokenizer
 from .detokenizer import Decoder
 
-__all__ = ["decoder_of"]
+__all__ = ["decoder_of", "is_plain"]
 
 
 def decoder_of(tokenizer: Any) -> Decoder:
@@ -18,13 +20,46 @@ def decoder_of(tokenizer: Any) -> Decoder:
     than decoding a few ids. So this calls the library directly, unless the tokenizer's class
     overrides decoding.
     """
-    for kind in type(tokenizer).__mro__:
-        if kind is PreTrainedTokenizerFast:
-            return _Library(tokenizer)
-        if {"decode", "_decode"} & vars(kind).keys():
-            break  # this model's tokenizer does something of its own
+    if isinstance(tokenizer, DeferredTokenizer) or not _overrides(tokenizer, _DECODING):
+        return _Library(tokenizer)
     found: Decoder = tokenizer
     return found
+
+
+def is_plain(tokenizer: Any, folder: Path) -> bool:
+    """Whether the tokenizers library alone encodes and decodes what ``tokenizer`` does.
+
+    Args:
+        tokenizer: of transformers.
+        folder: the checkpoint it came from.
+    """
+    path = folder / "tokenizer.json"
+    if not path.is_file() or _overrides(tokenizer, _DECODING | _ENCODING):
+        return False
+    library = tokenizer.backend_tokenizer
+    if getattr(library, "encode_special_tokens", False):
+        return False
+    plain, same = Tokenizer.from_file(str(path)), Tokenizer.from_str(library.to_str())
+    for one in (plain, same):
+        one.no_truncation()
+        one.no_padding()
+    return bool(plain.to_str() == same.to_str())
+
+
+_DECODING = frozenset({"decode", "_decode"})
+_ENCODING = frozenset({"__call__", "_encode_plus", "_call_one", "encode"})
+
+
+def _overrides(tokenizer: Any, names: frozenset[str]) -> bool:
+    """Whether its class has methods of its own in place of transformers' for fast tokenizers."""
+    from transformers import PreTrainedTokenizerFast
+
+    for kind in type(tokenizer).__mro__:
+        if kind is PreTrainedTokenizerFast:
+            return False
+        if names & vars(kind).keys():
+            return True
+    return True
 
 
 class _Library:

@@ -1,0 +1,76 @@
+"""A model that is ready to run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..attention_registry import unregister
+from ..batch import PackedStep, forward_logits
+from ..forward_context import ForwardContext
+from ..kv.kv_pool import KVPool
+from ..program.native_decoder import NativeDecoder
+from .geometry import KVGeometry
+
+__all__ = ["LoadedModel"]
+
+
+@dataclass(eq=False)
+class LoadedModel:
+    """A model that runs through :class:`ModelRunner`.
+
+    Attributes:
+        model: the transformers model, in eval mode, its attention replaced by ours; None for one
+            that comes from a record, which ``native`` computes.
+        model_type: of its configuration.
+        tokenizer: its tokenizer.
+        device: where it runs.
+        dtype: of its weights and of its KV.
+        geometry: of its KV.
+        max_model_len: prompt and output tokens of one sequence, at most.
+        eos_token_ids: tokens that end an output.
+        vocab_size: width of the logits; token ids are below it.
+        path: the directory it came from.
+        context: carries a step's batch to the attention function.
+        attention_name: under which that function is registered with transformers; None: it is not.
+        load_seconds: how long loading took.
+        native: computes its steps in place of ``model``, whose linear layers then have no weights
+            any more; None: ``model`` does.
+    """
+
+    model: Any
+    model_type: str
+    tokenizer: Any
+    device: torch.device
+    dtype: torch.dtype
+    geometry: KVGeometry
+    max_model_len: int
+    eos_token_ids: frozenset[int]
+    vocab_size: int
+    path: Path
+    context: ForwardContext
+    attention_name: str | None
+    load_seconds: float
+    native: NativeDecoder | None = None
+
+    def forward(self, step: PackedStep, pool: KVPool) -> Tensor:
+        """Compute ``step``, storing its KV in ``pool``.
+
+        Returns:
+            The logits of the wanted rows, ``[num_rows, vocab]``.
+        """
+        if self.native is not None:
+            return self.native.forward(step, pool)
+        return forward_logits(self.model, self.context, step, pool)
+
+    def close(self) -> None:
+        """Give the attention function's name back; the model cannot run any more.
+
+        Collecting the model does so, too.
+        """
+        if self.attention_name is not None:
+            unregister(self.attention_name)

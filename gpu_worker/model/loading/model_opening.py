@@ -1,0 +1,192 @@
+"""Opens the model that a worker serves: from the record of an earlier start, or by transformers."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.cpu import NativeUnavailable
+
+from ..batch import Rows, SequenceChunk, pack
+from ..forward_context import ForwardContext
+from ..kv.kv_pool import KVPool
+from ..program.native_decoder import NativeDecoder, NativeRuntime
+from ..text.deferred_tokenizer import DeferredTokenizer
+from ..text.fast_detokenize import is_plain
+from .checkpoint_folder import find_checkpoint
+from .geometry import KVGeometry
+from .loaded_model import LoadedModel
+from .model_record import CheckpointWeights, ModelRecord, RecordStore
+
+__all__ = ["OpenedModel", "open_model"]
+
+log = logging.getLogger(__name__)
+
+_PROOF_TOKENS = 24
+_PROOF_BLOCK = 8
+
+
+class OpenedModel(NamedTuple):
+    """A model and what an earlier start knew of it.
+
+    Attributes:
+        loaded: the model.
+        is_known: whether it comes from a record, and so has passed all trials before.
+        remember: records the model; does nothing if it is known, or cannot be recorded.
+    """
+
+    loaded: LoadedModel
+    is_known: bool
+    remember: Callable[[], None]
+
+
+def open_model(
+    path: str | Path,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    max_model_len: int | None = None,
+    native: str = "auto",
+    runtime: NativeRuntime | None = None,
+    records: bool = True,
+    cache: Path | None = None,
+) -> OpenedModel:
+    """Open a checkpoint; other arguments, and errors, are those of :func:`.loader.load_model`.
+
+    Args:
+        path: of the checkpoint.
+        dtype: see there, like the next four.
+        device: see ``dtype``.
+        max_model_len: see ``dtype``.
+        native: see ``dtype``.
+        runtime: see ``dtype``.
+        records: whether to use and make a record.
+        cache: see :class:`.RecordStore`.
+    """
+    begin = time.perf_counter()
+    store: RecordStore | None = None
+    on_cpu = device == "cpu" or (device == "auto" and not torch.cuda.is_available())
+    if records and native != "off" and on_cpu:
+        folder = find_checkpoint(path)
+        try:
+            runtime = NativeRuntime() if runtime is None else runtime
+            library = runtime.library.path.name
+            parts = {"dtype": dtype, "length": max_model_len, "library": library}
+            store = RecordStore(folder, parts, cache)
+            known = _from_record(folder, store, runtime, begin)
+            if known is not None:
+                return known
+        except NativeUnavailable:
+            runtime = None  # load_model says why
+    from .loader import load_model
+
+    loaded = load_model(
+        path,
+        dtype=dtype,
+        device=device,
+        max_model_len=max_model_len,
+        native=native,
+        runtime=runtime,
+    )
+    return OpenedModel(loaded, False, lambda: _save(store, loaded))
+
+
+def _from_record(
+    folder: Path, store: RecordStore, runtime: NativeRuntime, begin: float
+) -> OpenedModel | None:
+    record = store.load()
+    if record is None:
+        return None
+    try:
+        native = _decoder(folder, record, runtime)
+        proof = _proof(native, record.geometry, record.dtype, record.vocab_size)
+    except Exception as error:
+        log.warning("the start-up record of %s does not fit it: %s", folder, error)
+        store.forget()
+        return None
+    if not torch.equal(proof, record.proof):
+        log.warning("%s gives other logits than at its last start; it is tried anew", folder)
+        store.forget()
+        return None
+    loaded = LoadedModel(
+        model=None,
+        model_type=record.model_type,
+        tokenizer=_tokenizer(folder, record),
+        device=torch.device("cpu"),
+        dtype=record.dtype,
+        geometry=record.geometry,
+        max_model_len=record.max_model_len,
+        eos_token_ids=record.eos_token_ids,
+        vocab_size=record.vocab_size,
+        path=folder,
+        context=ForwardContext(),
+        attention_name=None,
+        load_seconds=time.perf_counter() - begin,
+        native=native,
+    )
+    log.info("loaded %s in %.1f s, as recorded by an earlier start", folder, loaded.load_seconds)
+    return OpenedModel(loaded, True, lambda: None)
+
+
+def _decoder(folder: Path, record: ModelRecord, runtime: NativeRuntime) -> NativeDecoder:
+    decoder = record.decoder.decoder(CheckpointWeights(folder, record.dtype).read)
+    # The program keeps the embedding, which must not keep the files mapped.
+    decoder = replace(decoder, embedding=decoder.embedding.clone())
+    return NativeDecoder.of_description(decoder, record.dtype, runtime)
+
+
+def _tokenizer(folder: Path, record: ModelRecord) -> object:
+    if record.plain_tokenizer:
+        return DeferredTokenizer(folder, _transformers_tokenizer)
+    return _transformers_tokenizer(folder)
+
+
+def _transformers_tokenizer(folder: Path) -> object:
+    from .checkpoint import load_tokenizer, quiet
+
+    with quiet():
+        return load_tokenizer(folder)
+
+
+def _save(store: RecordStore | None, loaded: LoadedModel) -> None:
+    if store is None or loaded.native is None or loaded.native.record is None:
+        return
+    weights = CheckpointWeights(loaded.path, loaded.dtype)
+    if any(name not in weights for name in loaded.native.record.weight_names()):
+        return  # converted or renamed when it was loaded
+    store.save(
+        ModelRecord(
+            model_type=loaded.model_type,
+            decoder=loaded.native.record,
+            geometry=loaded.geometry,
+            vocab_size=loaded.vocab_size,
+            max_model_len=loaded.max_model_len,
+            eos_token_ids=loaded.eos_token_ids,
+            dtype=loaded.dtype,
+            plain_tokenizer=is_plain(loaded.tokenizer, loaded.path),
+            proof=_proof(loaded.native, loaded.geometry, loaded.dtype, loaded.vocab_size),
+        )
+    )
+
+
+@torch.inference_mode()
+def _proof(
+    native: NativeDecoder, geometry: KVGeometry, dtype: torch.dtype, vocab_size: int
+) -> Tensor:
+    """Logits of the last two of a few tokens, ``[2, vocab]``, by a prefill and a decode step."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, vocab_size, (_PROOF_TOKENS,), generator=generator).tolist()
+    last, blocks = len(ids) - 1, list(range(-(-len(ids) // _PROOF_BLOCK)))
+    pool = KVPool(geometry, len(blocks), _PROOF_BLOCK, torch.device("cpu"), dtype)
+    steps = (
+        SequenceChunk(ids[:last], 0, [blocks], Rows.LAST),
+        SequenceChunk(ids[last:], last, [blocks], Rows.LAST),
+    )
+    return torch.cat([native.forward(pack([chunk], pool), pool) for chunk in steps])

@@ -1,0 +1,199 @@
+"""What is known of a checkpoint from its last start, so that the next one need not find it out.
+
+A checkpoint that the native library computes runs without transformers' model: its program's
+description, the KV geometry and the tokens that end a text are all that is left of it. They are
+kept in the user's cache directory, under a key made of everything they depend on. Each start from a
+record computes a few tokens, whose logits must equal the recorded ones to the last bit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from penstock.kernels.cpu.compiler import cache_folder
+from penstock.kernels.kv_layout import KVLayout
+
+from ..program.decoder_record import DecoderRecord
+from .geometry import KVGeometry, LayerGeometry
+
+__all__ = ["CheckpointWeights", "ModelRecord", "RecordStore"]
+
+log = logging.getLogger(__name__)
+
+_MOST_HASHED_BYTES = 64 << 20
+_MOST_RECORDS = 16
+_PROOF = "proof"
+_SOURCES = ("gpu_worker/model/loading", "gpu_worker/model/program", "kernels/cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRecord:
+    """What a start found out.
+
+    Attributes:
+        model_type: of the configuration.
+        decoder: the program's description.
+        geometry: of the KV.
+        vocab_size: width of the logits.
+        max_model_len: prompt and output tokens of one sequence, at most.
+        eos_token_ids: tokens that end an output.
+        dtype: of weights and KV.
+        plain_tokenizer: whether the tokenizers library alone encodes and decodes the same.
+        proof: logits of a few fixed tokens.
+    """
+
+    model_type: str
+    decoder: DecoderRecord
+    geometry: KVGeometry
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: frozenset[int]
+    dtype: torch.dtype
+    plain_tokenizer: bool
+    proof: Tensor
+
+
+class CheckpointWeights:
+    """The tensors of a checkpoint, mapped from its files for as long as one of them lives.
+
+    Args:
+        folder: with ``*.safetensors``.
+        dtype: what tensors are converted to.
+    """
+
+    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._file_of: dict[str, Any] = {}
+        for path in sorted(folder.glob("*.safetensors")):
+            file = safe_open(path, framework="pt")
+            self._file_of.update(dict.fromkeys(file.keys(), file))
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._file_of
+
+    def read(self, name: str) -> Tensor:
+        """The tensor called ``name``.
+
+        Raises:
+            KeyError: there is none.
+        """
+        tensor: Tensor = self._file_of[name].get_tensor(name)
+        return tensor.to(self._dtype)
+
+
+class RecordStore:
+    """The record of one checkpoint under the settings that change it.
+
+    Args:
+        checkpoint: its directory.
+        parts: what else the record depends on: settings and the native library.
+        cache: where records lie; None: ``penstock/models`` in the user's cache directory.
+    """
+
+    def __init__(
+        self, checkpoint: Path, parts: Mapping[str, object], cache: Path | None = None
+    ) -> None:
+        folder = cache_folder().parent / "models" if cache is None else cache
+        self._folder = folder / _key(checkpoint, parts)
+
+    def load(self) -> ModelRecord | None:
+        """The record; None if there is none that can be read."""
+        path = self._folder / "record.json"
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+            with safe_open(self._folder / "tensors.safetensors", framework="pt") as file:
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            os.utime(self._folder)  # the oldest go first
+            return _from_json(data, tensors)
+        except FileNotFoundError:
+            return None
+        except Exception as error:
+            log.warning("the start-up record in %s cannot be read: %s", self._folder, error)
+            return None
+
+    def save(self, record: ModelRecord) -> None:
+        """Write the record in place of another; a cache that cannot be written is no error."""
+        try:
+            self._folder.parent.mkdir(parents=True, exist_ok=True)
+            new = Path(tempfile.mkdtemp(prefix=".new-", dir=self._folder.parent))
+            (new / "record.json").write_text(json.dumps(_to_json(record)), encoding="utf-8")
+            save_file({**record.decoder.kept, _PROOF: record.proof}, new / "tensors.safetensors")
+            self.forget()
+            new.rename(self._folder)
+            _drop_oldest(self._folder.parent)
+        except OSError as error:
+            log.info("no start-up record is kept: %s", error)
+
+    def forget(self) -> None:
+        """Remove the record, if there is one."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _to_json(record: ModelRecord) -> dict[str, Any]:
+    return {
+        "model_type": record.model_type,
+        "decoder": record.decoder.tree,
+        "layers": [asdict(layer) for layer in record.geometry.layers],
+        "layout": record.geometry.layout.value,
+        "vocab_size": record.vocab_size,
+        "max_model_len": record.max_model_len,
+        "eos_token_ids": sorted(record.eos_token_ids),
+        "dtype": str(record.dtype).removeprefix("torch."),
+        "plain_tokenizer": record.plain_tokenizer,
+    }
+
+
+def _from_json(data: dict[str, Any], tensors: dict[str, Tensor]) -> ModelRecord:
+    proof = tensors.pop(_PROOF)
+    layers = tuple(LayerGeometry(**layer) for layer in data["layers"])
+    return ModelRecord(
+        model_type=data["model_type"],
+        decoder=DecoderRecord(data["decoder"], tensors),
+        geometry=KVGeometry(layers, KVLayout(data["layout"])),
+        vocab_size=data["vocab_size"],
+        max_model_len=data["max_model_len"],
+        eos_token_ids=frozenset(data["eos_token_ids"]),
+        dtype=getattr(torch, data["dtype"]),
+        plain_tokenizer=data["plain_tokenizer"],
+        proof=proof,
+    )
+
+
+def _key(checkpoint: Path, parts: Mapping[str, object]) -> str:
+    """Of all files (big ones by size and time of change), of our code and of what it runs on."""
+    digest = hashlib.sha256()
+    for path in sorted(path for path in checkpoint.iterdir() if path.is_file()):
+        facts = path.stat()
+        digest.update(f"{path.name}\0{facts.st_size}\0{facts.st_mtime_ns}\0".encode())
+        if path.suffix != ".safetensors" and facts.st_size <= _MOST_HASHED_BYTES:
+            digest.update(path.read_bytes())
+    root = Path(__file__).parents[3]
+    for folder in _SOURCES:
+        for path in sorted((root / folder).glob("*.py")):
+            digest.update(path.read_bytes())
+    packages = ("torch", "transformers", "tokenizers")
+    versions = {name: importlib.metadata.version(name) for name in packages}
+    facts_text = json.dumps({**versions, **parts, "folder": str(checkpoint)}, sort_keys=True)
+    digest.update(facts_text.encode())
+    return digest.hexdigest()[:24]
+
+
+def _drop_oldest(folder: Path) -> None:
+    found = sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime)
+    for path in found[:-_MOST_RECORDS]:
+        shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,150 @@
+"""A decoder's description as JSON: big weights by their names in the checkpoint, others beside it.
+
+What is big and has no name of its own in the checkpoint, such as a fused or converted weight, makes
+a description that cannot be recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from enum import IntEnum
+from typing import Any
+
+from torch import Tensor, nn
+
+from penstock.kernels.cpu import Activation, NormWeights, Rotary
+
+from ..loading.geometry import LayerGeometry
+from .description import MLP, Attention, Decoder, Layer
+
+__all__ = ["DecoderRecord", "record_decoder"]
+
+_KINDS: Mapping[str, type] = {
+    kind.__name__: kind
+    for kind in (Decoder, Layer, Attention, MLP, LayerGeometry, NormWeights, Rotary)
+}
+
+_MOST_ELEMENTS = 1 << 24
+"""Of a tensor that is kept beside the description."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderRecord:
+    """A description without its big weights.
+
+    Attributes:
+        tree: JSON; a tensor is ``{"weight": name}`` or ``{"kept": name}``.
+        kept: the tensors with names of the second kind.
+    """
+
+    tree: Any
+    kept: Mapping[str, Tensor]
+
+    def weight_names(self) -> frozenset[str]:
+        """Names of the checkpoint's tensors that it needs."""
+        return frozenset(_names(self.tree))
+
+    def decoder(self, weight: Callable[[str], Tensor]) -> Decoder:
+        """The description again.
+
+        Args:
+            weight: gives the checkpoint's tensor of a name, in the model's dtype.
+
+        Raises:
+            LookupError, TypeError, ValueError: this is no description, or ``weight`` raised it.
+        """
+        found = _Reader(self.kept, weight).read(self.tree)
+        if not isinstance(found, Decoder):
+            raise ValueError("no description of a decoder")
+        return found
+
+
+def record_decoder(decoder: Decoder, names: Mapping[int, str]) -> DecoderRecord | None:
+    """Describe ``decoder``; None if it cannot be recorded.
+
+    Args:
+        decoder: its weights are still there.
+        names: of the model's parameters, by the address of their data.
+    """
+    writer = _Writer(names)
+    try:
+        return DecoderRecord(writer.write(decoder), writer.kept)
+    except ValueError:
+        return None
+
+
+def _names(tree: Any) -> Iterator[str]:
+    if isinstance(tree, dict):
+        if tree.keys() == {"weight"}:
+            yield tree["weight"]
+        tree = list(tree.values())
+    if isinstance(tree, list):
+        for part in tree:
+            yield from _names(part)
+
+
+class _Writer:
+    def __init__(self, names: Mapping[int, str]) -> None:
+        self._names = names
+        self._kept_as: dict[int, str] = {}
+        self.kept: dict[str, Tensor] = {}
+
+    def write(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self._tensor(value)
+        if isinstance(value, nn.Linear):
+            bias = None if value.bias is None else value.bias.detach()
+            return {"kind": "Linear", "weight": self.write(value.weight), "bias": self.write(bias)}
+        if isinstance(value, tuple):
+            return [self.write(item) for item in value]
+        if isinstance(value, IntEnum):
+            return {"kind": type(value).__name__, "value": int(value)}
+        if is_dataclass(value):
+            parts = {field.name: self.write(getattr(value, field.name)) for field in fields(value)}
+            return {"kind": type(value).__name__, **parts}
+        return value
+
+    def _tensor(self, tensor: Tensor) -> dict[str, str]:
+        address = tensor.data_ptr()
+        if address in self._names:
+            return {"weight": self._names[address]}
+        if tensor.numel() > _MOST_ELEMENTS:
+            raise ValueError("a big weight that is no parameter of the model")
+        if address not in self._kept_as:
+            self._kept_as[address] = name = f"t{len(self.kept)}"
+            self.kept[name] = tensor.detach().clone().contiguous()
+        return {"kept": self._kept_as[address]}
+
+
+class _Reader:
+    def __init__(self, kept: Mapping[str, Tensor], weight: Callable[[str], Tensor]) -> None:
+        self._kept, self._weight = kept, weight
+        self._read: dict[str, Tensor] = {}
+
+    def read(self, value: Any) -> Any:
+        if isinstance(value, list):
+            return tuple(self.read(item) for item in value)
+        if not isinstance(value, dict):
+            return value
+        if "kept" in value:
+            return self._kept[value["kept"]]
+        kind = value.get("kind")
+        if kind is None:
+            name = value["weight"]
+            if name not in self._read:  # one tensor for an embedding and the head tied to it
+                self._read[name] = self._weight(name)
+            return self._read[name]
+        if kind == "Activation":
+            return Activation(value["value"])
+        parts = {key: self.read(part) for key, part in value.items() if key != "kind"}
+        return _linear(**parts) if kind == "Linear" else _KINDS[kind](**parts)
+
+
+def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+    outputs, inputs = weight.shape
+    layer = nn.Linear(inputs, outputs, bias=False, device="meta", dtype=weight.dtype)
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    if bias is not None:
+        layer.bias = nn.Parameter(bias, requires_grad=False)
+    return layer.eval()
