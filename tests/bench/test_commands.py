@@ -75,6 +75,7 @@ def test_tokens_published_together_are_told_apart() -> None:
     assert 0 <= younger < older < 10**9
 
 
+@pytest.mark.slow
 def test_engine() -> None:
     facts = report(
         "engine", "--batches", "1,2", "--tokens", "4", "--rounds", "1", "--requests", "4",
