@@ -11,10 +11,10 @@ from typing import Annotated
 import typer
 
 from penstock.shared.distribution import install_command
-from penstock.shared.errors import ConfigurationError, InvalidRequest
-from penstock.shared.keys import Keys
+from penstock.shared.errors import ConfigurationError
 from penstock.shared.local.embedded import open_redis
 from penstock.shared.settings import Settings, load_settings
+from penstock.shared.settings.model_name import with_model_name
 from penstock.shared.synthetic import SYNTHETIC
 
 from .supervisor import Supervisor
@@ -75,9 +75,7 @@ def worker(
         },
         config=config,
     )
-    if settings.model.path != "demo" and "model" not in settings.queue.model_fields_set:
-        # A checkpoint of one's own is served under its directory's name, not under the demo's.
-        settings = _named_after_directory(settings)
+    settings = with_model_name(settings)
     _require_packages(settings)
     _check_ready_file(ready_file)
     with open_redis(settings.redis) as url:
@@ -86,18 +84,6 @@ def worker(
         served = _with(settings, "redis", url=url)
         code = asyncio.run(Supervisor(served, ready_file).run())
     raise typer.Exit(code)
-
-
-def _named_after_directory(settings: Settings) -> Settings:
-    name = Path(settings.model.path).resolve().name
-    try:
-        Keys(name)
-    except InvalidRequest as error:
-        raise ConfigurationError(
-            f"the model cannot be served under its directory's name: {error}; "
-            "give another with --name"
-        ) from None
-    return _with(settings, "queue", model=name)
 
 
 def _check_ready_file(path: Path | None) -> None:

@@ -28,6 +28,7 @@ from .dlq import dlq
 from .door import door
 from .gateway_command import gateway
 from .output import drop_output, make_encodable, one_line, open_missing
+from .serve.command import serve
 from .usage_command import usage
 
 __all__ = ["EXTRA_OF", "main"]
@@ -128,6 +129,7 @@ app = typer.Typer(
     help="LLM inference over Redis: durable queues, exactly-once token streams.",
 )
 app.command()(demo)
+app.command()(serve)
 app.command()(gateway)
 app.command()(batches)
 app.command()(requests.submit)

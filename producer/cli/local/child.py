@@ -35,9 +35,10 @@ class Child:
 
     Args:
         name: what it is, for messages, such as ``worker``.
-        command: program and arguments; ``--ready-file PATH`` is added.
+        command: program and arguments.
         environment: of the process.
         on_line: called in a thread with each line that the program writes; None keeps the last.
+        ready_file: add ``--ready-file PATH``, for :meth:`wait_until_ready`.
     """
 
     def __init__(
@@ -46,8 +47,11 @@ class Child:
         command: Sequence[str],
         environment: Mapping[str, str],
         on_line: Callable[[str], None] | None = None,
+        *,
+        ready_file: bool = True,
     ) -> None:
         self.name = name
+        self._has_ready_file = ready_file
         self._command = command
         self._environment = dict(environment)
         self._on_line = on_line
@@ -58,8 +62,9 @@ class Child:
         with contextlib.ExitStack() as stack:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="penstock-"))
             self._ready = Path(folder) / "ready.json"
+            flags = ["--ready-file", str(self._ready)] if self._has_ready_file else []
             self._process = spawn_bound(
-                [*self._command, "--ready-file", str(self._ready)],
+                [*self._command, *flags],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -125,14 +130,18 @@ class Child:
         """The last line that the program wrote."""
         return self._last[0] if self._last else "(it said nothing)"
 
+    def kill(self) -> None:
+        """End the program now. Repeating it is harmless."""
+        self._process.kill()
+
     def terminate(self) -> None:
         """Ask the program to end, without waiting for it. Repeating it is harmless."""
         self._process.terminate()
 
-    def wait(self) -> None:
+    def wait(self, timeout_s: float = _STOP_S) -> None:
         """Wait for the program's end after :meth:`terminate`; kill it if that takes too long."""
         try:
-            self._process.wait(_STOP_S)
+            self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()

@@ -1,0 +1,1 @@
+"""``penstock serve``: Redis, workers and the gateway of one model, by one command."""
