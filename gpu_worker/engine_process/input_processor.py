@@ -47,6 +47,9 @@ class InputProcessor:
         add: gives a prepared request to the engine.
         report: takes the outcome of each.
         wake: called, from a pool's thread, when there is something to deliver.
+        constrain: the options of a request whose tools ask for a form of the output, with that
+            form as a grammar, given the prompt's ids; may raise :class:`InvalidRequest`. None:
+            there are no such requests.
         compile_timeout_s: how long a grammar may take a thread of its pool.
         timer: calls a function after so many seconds, in a thread of its own.
     """
@@ -60,6 +63,7 @@ class InputProcessor:
         report: Callable[[Prepared], None],
         wake: Callable[[], None],
         *,
+        constrain: Callable[[Request, Sequence[int]], SamplingOptions] | None = None,
         compile_timeout_s: float = 10.0,
         timer: Callable[[float, Callable[[Add], None], tuple[Add]], threading.Timer] = (
             threading.Timer
@@ -71,6 +75,7 @@ class InputProcessor:
         self._add = add
         self._report = report
         self._wake = wake
+        self._constrain = constrain
         self._compile_timeout_s = compile_timeout_s
         self._timer = timer
         # Two pools: prompts are not held up by grammars.
@@ -84,7 +89,7 @@ class InputProcessor:
         request = order.request
         prompt = request.prompt
         are_few_ids = isinstance(prompt[0], int) and len(prompt) <= _IDS_CHECKED_AT_ONCE
-        is_plain = request.options.constraint is None and not request.chat.parse_response
+        is_plain = _constraint(request) is None and not request.chat.parse_response
         self._wanted.add(order.run)
         if are_few_ids and is_plain:
             self._done.append(self._attempt(order, lambda: self._read(order)))
@@ -122,7 +127,7 @@ class InputProcessor:
             self._wake()
             return
         item = self._attempt(order, lambda: self._read(order))
-        if order.request.options.constraint is None or isinstance(item, Update):
+        if _constraint(order.request) is None or isinstance(item, Update):
             self._hand_on(item)
         else:
             self._compilers.submit(self._follow, order, item)
@@ -136,18 +141,27 @@ class InputProcessor:
         timer.daemon = True
         timer.start()
         item = self._attempt(
-            order, lambda: replace(request, new_constraint=self._compile(request.options))
+            order, lambda: replace(request, new_constraint=self._compiled(order, request.options))
         )
         timer.cancel()
         self._hand_on(item)  # too late, if the timer was faster
 
+    def _compiled(self, order: Add, options: SamplingOptions) -> Callable[[], Constraint] | None:
+        """The constraint of a request; an error names the field that the request has."""
+        try:
+            return self._compile(options)
+        except InvalidRequest as error:
+            if (field := order.request.chat.constraint) is None:
+                raise
+            raise InvalidRequest(field, order.request.chat.tools, error.allowed) from error
+
     def _refuse_slow(self, order: Add) -> None:
-        options = order.request.options
-        field = options.constraint
+        request = order.request
+        field = _constraint(request)
         assert field is not None
         allowed = f"what can be compiled within {self._compile_timeout_s:g} s"
-        error = InvalidRequest(field, getattr(options, field), allowed)
-        self._hand_on(_refusal(order, error))
+        value = getattr(request.options, field, request.chat.tools)
+        self._hand_on(_refusal(order, InvalidRequest(field, value, allowed)))
 
     def _hand_on(self, item: EngineRequest | Update) -> None:
         self._done.append(item)
@@ -169,7 +183,9 @@ class InputProcessor:
         """The request without its grammar."""
         request = order.request
         prompt_ids = tuple(self._encode(request))
-        parsed = request.chat.parse_response
+        options, parsed = request.options, request.chat.parse_response
+        if request.chat.constraint is not None and self._constrain is not None:
+            options = self._constrain(request, prompt_ids)
         return EngineRequest(
             id=order.run,
             lane=request.lane,
@@ -177,12 +193,17 @@ class InputProcessor:
             prompt_ids=prompt_ids,
             output_ids=order.output_ids,
             choice_ids=order.choice_ids,
-            options=request.options,
+            options=options,
             seed=request.seed,
             arrival=order.arrival,
             deadline=order.deadline,
             new_parser=self._parser(request, prompt_ids) if parsed else None,
         )
+
+
+def _constraint(request: Request) -> str | None:
+    """The field that asks for a form of the output."""
+    return request.options.constraint or request.chat.constraint
 
 
 def _refusal(order: Add, error: InvalidRequest) -> Update:

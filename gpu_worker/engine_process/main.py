@@ -185,6 +185,7 @@ def _serve(
         worker.add,
         channel.send,
         channel.wake,
+        constrain=model.constrain,
         compile_timeout_s=settings.engine.grammar_timeout_s,
     )
     orders.attach(worker, inputs)

@@ -27,6 +27,8 @@ class ServingModel:
             :attr:`EngineRequest.new_constraint`; raises ``InvalidRequest``.
         parser: what is needed to parse the answer to a request, given its prompt's ids, see
             :attr:`EngineRequest.new_parser`; raises ``InvalidRequest``.
+        constrain: the options of a request whose tools ask for a form of the output, with a grammar
+            of it, given the prompt's ids; raises ``InvalidRequest``.
         new_text_stream: an incremental detokeniser of one output, given the prompt's ids.
         summary: one line for the log.
         fingerprint: two models that may give different tokens have different ones.
@@ -38,6 +40,7 @@ class ServingModel:
     encode: Callable[[Request], Sequence[int]]
     compile: Callable[[SamplingOptions], Callable[[], Constraint] | None]
     parser: Callable[[Request, Sequence[int]], Callable[[], AnswerParser]]
+    constrain: Callable[[Request, Sequence[int]], SamplingOptions]
     new_text_stream: Callable[[tuple[int, ...]], TextStream]
     summary: str
     fingerprint: str

@@ -122,6 +122,11 @@ def _refuse_forms(options: SamplingOptions) -> None:
         raise InvalidRequest(field, getattr(options, field), "nothing: there is no model here")
 
 
+def _refuse_calls(request: Request, prompt_ids: Seq[int]) -> SamplingOptions:
+    del prompt_ids
+    raise InvalidRequest("tools", request.chat.tools, "nothing: there is no model here")
+
+
 def build_synthetic(settings: Settings) -> ServingModel:
     """A ``ServingModel`` whose steps take ``model.synthetic_step_ms``."""
     step_ms = settings.model.synthetic_step_ms
@@ -138,6 +143,7 @@ def build_synthetic(settings: Settings) -> ServingModel:
         encode=_encode,
         compile=_refuse_forms,
         parser=_parser,
+        constrain=_refuse_calls,
         new_text_stream=_Letters,
         fingerprint=SYNTHETIC,
         summary=f"no model: synthetic tokens, {step_ms:g} ms a step",

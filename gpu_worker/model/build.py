@@ -115,12 +115,14 @@ def build_model(settings: Settings) -> ServingModel:
         f"KV for {kv} ({format_bytes(pool.num_bytes)}), "
         f"{'computed by torch' if loaded.native is None else loaded.native.summary}"
     )
+    answers = AnswerFormat(loaded.tokenizer, loaded.model_type)
     return ServingModel(
         config=replace(config, speculation=speculation),
         runner=runner,
         encode=_encoder(loaded),
         compile=constraints.compile,
-        parser=AnswerFormat(loaded.tokenizer, loaded.model_type).parser,
+        parser=answers.parser,
+        constrain=answers.constrain,
         new_text_stream=functools.partial(IncrementalDetokenizer, decoder_of(loaded.tokenizer)),
         summary=summary.replace("torch.", ""),
         fingerprint=fingerprint_of(loaded.path, str(loaded.dtype)),

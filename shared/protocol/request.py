@@ -137,7 +137,12 @@ class Request:
 
     def _check_chat(self) -> None:
         """Check what chat options ask of the other fields."""
-        chat = self.chat
+        chat, options = self.chat, self.options
+        if (field := chat.constraint) is not None:
+            allowed = f"nothing beside {field}, which makes calls certain"
+            for name in (options.constraint, "ignore_eos", "beam_width"):
+                if name is not None and getattr(options, name) not in (False, 1):
+                    raise InvalidRequest(name, getattr(options, name), allowed)
         if not isinstance(self.prompt[0], Mapping):
             for name in ("tools", "chat_template_kwargs", "reasoning_effort"):
                 if (value := getattr(chat, name)) is not None:

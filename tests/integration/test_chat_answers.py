@@ -17,6 +17,8 @@ from penstock.producer import Producer, Reason, Result
 from penstock.shared.keys import Keys
 from penstock.shared.local.embedded import EmbeddedRedis
 
+NAMED = {"type": "function", "function": {"name": "weather"}}
+STRICT = {**TOOLS[0], "function": {**TOOLS[0]["function"], "strict": True}}
 KEYS = Keys("demo", 0)
 ASK = [{"role": "user", "content": "What is the weather in Bonn?"}]
 FORMS = {
@@ -84,6 +86,26 @@ async def test_reasoning_content_and_calls_are_told_apart(producer: Producer) ->
     assert as_json.choices[0].deltas
     assert not of_none.choices[0].tool_calls
     assert '"name": "weather"' in of_none.choices[0].content
+
+
+async def test_calls_can_be_made_certain(producer: Producer) -> None:
+    """The weights are random: what is called, and with what, the grammar alone decides."""
+    no_thought = {"tools": TOOLS, "banned_token_ids": [259], "max_tokens": 300}
+    required, named, strict, several = await asyncio.gather(
+        answer(producer, **no_thought, tool_choice="required", parallel_tool_calls=False),
+        answer(producer, **no_thought, tool_choice=NAMED),
+        answer(producer, **{**no_thought, "tools": [STRICT]}, logit_bias={261: 50.0}),
+        answer(producer, **no_thought, tool_choice="function:weather", n=2, speculation="ngram"),
+    )
+    assert len(required.choices[0].tool_calls) == 1
+    for choice in (*named.choices, *strict.choices[:1], *several.choices):
+        name, arguments = choice.tool_calls[0]
+        assert name == "weather"
+        value = json.loads(arguments)
+        assert list(value) == ["city", "days"]
+        assert 1 <= value["days"] <= 14
+    assert named.choices[0].content == ""
+    assert {choice.reason for choice in several.choices} == {Reason.STOP}
 
 
 async def test_the_prompt_may_have_begun_to_reason(producer: Producer) -> None:

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 from transformers.utils.chat_parsing import ResponseParser
 
 from penstock.shared.errors import InvalidRequest
-from penstock.shared.protocol import Request
+from penstock.shared.protocol import Request, SamplingOptions
 
 from ...engine.text_stream import AnswerParser, PlainAnswer
-from .answer_parser import ResponseDeltas
+from ..structured.tool_grammar import CallFormat, UnknownCallFormat, tool_grammar
+from .answer_parser import REASONING_FIELDS, ResponseDeltas
 
 if TYPE_CHECKING:
     from transformers.utils.chat_parsing.response_templates import ResponseTemplate
@@ -27,6 +28,11 @@ _log = logging.getLogger("penstock.model")
 
 _ANCHOR_TOKENS = 64
 """The assistant's header is looked for in so many tokens at the prompt's end, then in more."""
+
+_NO_TEMPLATE = (
+    "nothing says how this model writes calls; add a response_template to its tokenizer_config.json"
+)
+_FREE = "tool_choice auto or none, parallel_tool_calls true, and no strict tool"
 
 _TEXT_PARSERS = frozenset({"text", "int", "float", "bool"})
 
@@ -50,6 +56,12 @@ class AnswerFormat:
         self._template: ResponseTemplate | None = None
         added = getattr(tokenizer, "added_tokens_decoder", None) or {}
         self._special_texts = {i: token.content for i, token in added.items() if token.special}
+        # llguidance knows these by id alone.
+        self._marks = {
+            token.content: i
+            for i, token in added.items()
+            if token.special or (token.content[:1], token.content[-1:]) == ("<", ">")
+        }
 
     @property
     def template(self) -> ResponseTemplate | None:
@@ -69,10 +81,7 @@ class AnswerFormat:
         template, chat = self.template, request.chat
         if template is None or (chat.offers_tools and "tool_calls" not in template.fields):
             if chat.offers_tools:
-                allowed = (
-                    "nothing beside parse_response: nothing says how this model writes calls; add "
-                    "a response_template to its tokenizer_config.json"
-                )
+                allowed = f"nothing beside parse_response: {_NO_TEMPLATE}"
                 raise InvalidRequest("tools", chat.tools, allowed)
             if template is None:
                 return PlainAnswer
@@ -90,6 +99,47 @@ class AnswerFormat:
             streamed,
             calls=chat.offers_tools,
             special_texts=self._special_texts,
+        )
+
+    def constrain(self, request: Request, prompt_ids: Sequence[int]) -> SamplingOptions:
+        """The options of a request, with a grammar of the calls that its tools ask for.
+
+        Raises:
+            InvalidRequest: no grammar can be derived from how this model writes calls.
+        """
+        chat, template = request.chat, self.template
+        field = chat.constraint
+        assert field is not None
+        value = chat.tools if field == "tools" else getattr(chat, field)
+        if template is None or "tool_calls" not in template.fields:
+            raise InvalidRequest(field, value, f"{_FREE}; {_NO_TEMPLATE}")
+        tools = chat.tool_list
+        if (name := chat.named_tool) is not None:
+            tools = [tool for tool in tools if tool["function"]["name"] == name]
+        try:
+            grammar = tool_grammar(
+                self._call_format(template, prompt_ids),
+                tools,
+                must_call=chat.tool_choice != "auto",
+                parallel=chat.parallel_tool_calls and name is None,
+            )
+            return replace(request.options, grammar=grammar)
+        except UnknownCallFormat as error:
+            allowed = f"{_FREE}: calls of this model cannot be made certain, for {error}"
+            raise InvalidRequest(field, value, allowed) from error
+        except InvalidRequest as error:
+            raise InvalidRequest("tools", chat.tools, f"fewer tools: {error.allowed}") from error
+
+    def _call_format(self, template: ResponseTemplate, prompt_ids: Sequence[int]) -> CallFormat:
+        begun = ResponseParser(template, self._prefix(template, prompt_ids))
+        fields = [name for name in template.fields if name in REASONING_FIELDS]
+        last = begun.initial_events[-1:] or [{"type": "region_close", "field": ""}]
+        is_open = last[0]["type"] != "region_close"
+        return CallFormat(
+            template.fields["tool_calls"],
+            template.fields[fields[0]] if fields else None,
+            is_open and last[0]["field"] in fields,
+            self._marks,
         )
 
     def _prefix(self, template: ResponseTemplate, prompt_ids: Sequence[int]) -> str:

@@ -16,9 +16,9 @@ from transformers.utils.chat_parsing import ResponseParser
 from penstock.shared.protocol import Delta
 from penstock.shared.protocol.chat.deltas import CONTENT, REASONING, TOOL_CALL
 
-__all__ = ["ResponseDeltas"]
+__all__ = ["REASONING_FIELDS", "ResponseDeltas"]
 
-_REASONING_FIELDS = frozenset({"reasoning_content", "reasoning", "thinking"})
+REASONING_FIELDS = frozenset({"reasoning_content", "reasoning", "thinking"})
 _CALLS_FIELD = "tool_calls"
 
 _MOST_AT_ONCE = 16
@@ -150,7 +150,7 @@ class ResponseDeltas:
 
 
 def _kind(field: str) -> str:
-    return REASONING if field in _REASONING_FIELDS else CONTENT
+    return REASONING if field in REASONING_FIELDS else CONTENT
 
 
 def _content(text: str) -> list[Delta]:

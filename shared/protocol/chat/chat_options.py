@@ -98,6 +98,18 @@ class ChatOptions:
         return name if kind == "function" else None
 
     @property
+    def constraint(self) -> str | None:
+        """The option that constrains the form of the output, None without one."""
+        if not self.offers_tools:
+            return None
+        if self.tool_choice != "auto":
+            return "tool_choice"
+        if not self.parallel_tool_calls:
+            return "parallel_tool_calls"
+        strict = any(tool["function"].get("strict") for tool in self.tool_list)
+        return "tools" if strict else None
+
+    @property
     def offers_tools(self) -> bool:
         """Whether the model may call a tool."""
         return self.tools is not None and self.tool_choice != "none"
