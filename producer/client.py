@@ -300,6 +300,18 @@ class Producer:
             raise UnknownRequest(id)
         return reply
 
+    async def delete(self, id: str) -> None:
+        """Forget a request and its output; one that has not ended is cancelled first.
+
+        Raises:
+            UnknownRequest: no such request.
+            InvalidRequest: the id is invalid.
+            RedisUnavailable: see the class.
+        """
+        await self.cancel(id)
+        keys = (self._keys.request(id), self._keys.log(id))
+        await self._client.call(lambda: self._client.redis.delete(*keys))
+
     async def count_workers(self) -> int:
         """How many workers serve this model and shard now. Without any, requests wait.
 

@@ -26,6 +26,7 @@ from .gateway import Gateway
 from .gateway_metrics import GatewayMetrics
 from .model_directory import ModelDirectory
 from .openai.endpoints import openai_routes, openai_writers
+from .responses.response_endpoints import response_routes, response_writers
 from .service_pages import service_routes
 
 __all__ = ["create_app"]
@@ -62,7 +63,9 @@ def create_app(settings: Settings, access: Access | None = None) -> FastAPI:
     )
     app.include_router(service_routes(gateway))
     app.include_router(openai_routes(gateway))
-    app.include_router(stream_routes(gateway, openai_writers()))
+    app.include_router(response_routes(gateway))
+    writers = {**openai_writers(), **response_writers()}
+    app.include_router(stream_routes(gateway, writers))
     _handle_errors(app)
     if settings.gateway.cors_origins is not None:
         app.add_middleware(

@@ -100,6 +100,7 @@ class Gateway:
         fields: Mapping[str, Any],
         note: Mapping[str, Any],
         body: Mapping[str, Any],
+        keep: bool = False,
     ) -> Submission:
         """Submit a request once its client is known, its fields are right and there is room.
 
@@ -112,6 +113,7 @@ class Gateway:
             fields: of the queue's request, with its prompt.
             note: what is kept with it, for whoever makes its events again.
             body: the whole body, which must be the same for the same Idempotency-Key.
+            keep: it goes on when its client leaves, whatever the headers say.
 
         Raises:
             ApiError: it was refused; nothing was stored.
@@ -122,7 +124,7 @@ class Gateway:
         key, start = request.headers.get("idempotency-key"), last_event_id(request)
         if start and key is None:
             raise invalid(None, "Last-Event-ID: needs the Idempotency-Key of the first request")
-        keep = key is not None or _wants_to_stay(request)
+        keep = keep or key is not None or _wants_to_stay(request)
         request_id = prefix + (uuid.uuid4().hex if key is None else _key_id(caller, key))
         on_disconnect = OnDisconnect.CONTINUE if keep else OnDisconnect.CANCEL
         values = {

@@ -52,6 +52,14 @@ class GatewaySettings(Section):
         ge=1,
         le=131_072,
     )
+    response_retention_s: int = setting(
+        24 * 3600,
+        "How long a response of `/v1/responses` is kept after its end, unless `store` is false. It "
+        "takes Redis memory for so long: its conversation and its output.",
+        unit="s",
+        ge=1,
+        le=7 * 24 * 3600,
+    )
     keep_alive_s: float = setting(
         15.0,
         "Longest silence of an event stream. After that a comment is sent, so that proxies keep "

@@ -1,0 +1,127 @@
+"""The response object, as a pure function of the request's note, its state and its output."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.shared.protocol import End, Reason, State, Usage
+
+from ..api_errors import end_error
+
+__all__ = ["ResponseHead", "message_item", "response_object"]
+
+_STATUS = {
+    State.QUEUED: "queued",
+    State.RUNNING: "in_progress",
+    State.COMPLETED: "completed",
+    State.CANCELLED: "cancelled",
+}
+"""Every other state is ``failed``."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseHead:
+    """What never changes of a response.
+
+    Attributes:
+        id: its id, which is that of its request.
+        created: when it was accepted, in seconds since 1970.
+        model: the model's name.
+        tier: the service tier that was used.
+        echoed: fields of the body that the object repeats.
+    """
+
+    id: str
+    created: int
+    model: str
+    tier: str
+    echoed: dict[str, Any]
+
+
+def response_object(
+    head: ResponseHead, state: State, end: End | None = None, text: str = ""
+) -> dict[str, Any]:
+    """The object of a response.
+
+    Args:
+        head: what never changes.
+        state: the request's state.
+        end: its end, once it has one.
+        text: its output, once it has ended.
+    """
+    status, details, error = _outcome(state, end)
+    item = message_item(head.id, text, "completed" if status == "completed" else "incomplete")
+    echoed = head.echoed
+    return {
+        "id": head.id,
+        "object": "response",
+        "created_at": head.created,
+        "status": status,
+        "background": bool(echoed.get("background")),
+        "error": error,
+        "incomplete_details": details,
+        "instructions": echoed.get("instructions"),
+        "max_output_tokens": echoed.get("max_output_tokens"),
+        "metadata": echoed.get("metadata") or {},
+        "model": head.model,
+        "output": [item] if end is not None and (text or status == "completed") else [],
+        "parallel_tool_calls": False,
+        "previous_response_id": echoed.get("previous_response_id"),
+        "service_tier": head.tier,
+        "store": echoed.get("store", True),
+        "temperature": echoed.get("temperature", 1.0),
+        "text": echoed.get("text") or {"format": {"type": "text"}},
+        "tool_choice": "auto",
+        "tools": [],
+        "top_p": echoed.get("top_p", 1.0),
+        "truncation": "disabled",
+        "usage": None if end is None or end.usage is None else _usage(end.usage),
+    }
+
+
+def message_item(response_id: str, text: str, status: str) -> dict[str, Any]:
+    """The one item of the output."""
+    content = [] if status == "in_progress" else [text_part(text)]
+    return {
+        "id": f"msg_{response_id.removeprefix('resp_')}",
+        "type": "message",
+        "role": "assistant",
+        "status": status,
+        "content": content,
+    }
+
+
+def text_part(text: str) -> dict[str, Any]:
+    """The one part of the item."""
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _outcome(
+    state: State, end: End | None
+) -> tuple[str, dict[str, str] | None, dict[str, str] | None]:
+    """Status, ``incomplete_details`` and ``error``."""
+    status = _STATUS.get(state, "failed")
+    if end is None:
+        return status, None, None
+    if end.reason is Reason.LENGTH:
+        return "incomplete", {"reason": "max_output_tokens"}, None
+    if status != "failed":
+        return status, None, None
+    refusal = end_error(end, {}, "input")
+    message = "the request failed" if refusal is None else refusal.message
+    wrong = refusal is not None and refusal.status == 400
+    return status, None, {"code": "invalid_prompt" if wrong else "server_error", "message": message}
+
+
+def _usage(usage: Usage) -> dict[str, Any]:
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {
+            "cached_tokens": usage.cached_tokens,
+            "cache_write_tokens": 0,
+        },
+        "output_tokens": usage.output_tokens,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": usage.prompt_tokens + usage.output_tokens,
+    }
