@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ...responses.response_fields import RESPONSE_FIELDS
 from .chat_fields import CHAT_FIELDS
 from .completion_fields import COMPLETION_FIELDS
 from .field_table import ApiField, FieldTable, Kind
@@ -23,7 +24,8 @@ def render_fields() -> str:
     """Return the reference in Markdown."""
     chat = _table("POST /v1/chat/completions", CHAT_FIELDS)
     completions = _table("POST /v1/completions", COMPLETION_FIELDS)
-    return "\n".join((_INTRODUCTION, chat, completions))
+    responses = _table("POST /v1/responses", RESPONSE_FIELDS)
+    return "\n".join((_INTRODUCTION, chat, completions, responses))
 
 
 def _table(title: str, table: FieldTable) -> str:
