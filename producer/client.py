@@ -217,7 +217,7 @@ class Producer:
         from_digest: int | None = None,
         timeout: float | None = None,
     ) -> TokenStream:
-        """The output of a request as an asynchronous iterator, whoever submitted it.
+        """The output of a request as an asynchronous iterator; any client may read it.
 
         Nothing is sent before the first chunk is requested, so errors come then, too.
 

@@ -335,8 +335,8 @@ class EdgeProcess:
 def _step_patience_s(worker: WorkerSettings) -> float:
     """How long a drain waits for the step that runs, in seconds.
 
-    The lease, which nobody keeps meanwhile, was renewed a heartbeat ago at the latest: half of what
-    is left of it, then, for if it ended the requests would be blamed.
+    Nothing renews the lease meanwhile, and its last renewal is at most a heartbeat ago. A drain
+    waits for half of the rest: if the lease ended, the requests would be blamed.
     """
     left_ms = worker.lease_ms - worker.heartbeat_interval_ms
     return min(_MOST_STEP_PATIENCE_S, left_ms / 2000)

@@ -38,7 +38,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """What may wait at the door; 0 means no bound.
+    """Bounds on what may wait; 0 means no bound.
 
     Attributes:
         requests: waiting requests of the shard.
@@ -190,8 +190,8 @@ class ClaimReply:
     Attributes:
         bell: id of the last bell entry; a worker that got nothing waits for a later one.
         claims: the requests, in the order to serve them.
-        more: only the worker's share of what waits kept this from being more; who still has room
-            should ask again at once.
+        more: the reply stopped at the worker's share of what waits. A worker with room should ask
+            again at once.
     """
 
     bell: str
@@ -302,7 +302,7 @@ class DeadLetter:
         blames: workers in a row that died with it without its making progress.
         n: tokens it had published.
         lane: how urgent it was.
-        tenant: who pays.
+        tenant: to which its tokens count.
         payload: the packed request.
     """
 

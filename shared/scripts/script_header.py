@@ -1,4 +1,4 @@
-"""The header of a Lua script: its keys, its arguments and who runs it, in order.
+"""The header of a Lua script: its keys and arguments in order, and the role that runs it.
 
 The header is the one place that lists them. The typed calls take arguments by name and get their
 order, and the names of the keys, from here; so do the doctor and the tests of the protocol page.
@@ -76,7 +76,7 @@ class Header:
     """What a script's header says.
 
     Attributes:
-        role: who runs it: ``producer``, ``worker``, ``operator`` or ``doctor``.
+        role: that runs it: ``producer``, ``worker``, ``operator`` or ``doctor``.
         runs_at_maxmemory: whether it runs when Redis has no memory left.
         keys: its declared keys, in order.
         arguments: its arguments, in order.

@@ -25,7 +25,7 @@ class ServerFacts:
 
     Attributes:
         info: all of INFO; empty if this user may not see it.
-        config: all of CONFIG GET; empty likewise.
+        config: all of CONFIG GET; empty if this user may not see it.
         skew_ms: the server's clock minus this machine's; None if it could not be read.
         ping_ms, script_ms: median time of a PING and of an empty script.
         max_queued_bytes: the bound on waiting payload that producers here keep.

@@ -112,7 +112,7 @@ class Shard:
         if not live and waiting:
             return Finding(
                 "workers", Level.WARNING, "none, and requests wait",
-                "nobody generates, and nobody sweeps: deadlines pass unnoticed", "start a worker",
+                "no worker generates or sweeps: deadlines pass unnoticed", "start a worker",
             )  # fmt: skip
         if not live:
             return Finding("workers", Level.NOTE, "none", "nothing is served until one starts")
@@ -222,7 +222,7 @@ class Shard:
         shown = ", ".join(left[:3]) + (", ..." if len(left) > 3 else "")
         return Finding(
             "leftovers", Level.WARNING, f"{len(left)} keys without expiry{part}: {shown}",
-            "nobody will ever delete them; penstock left none of them behind on purpose",
+            "nothing will ever delete them; penstock leaves no such key on purpose",
             "if the sweep of a running worker does not clear them within a minute, DEL them",
         )  # fmt: skip
 

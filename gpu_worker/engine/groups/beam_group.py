@@ -21,10 +21,10 @@ __all__ = ["BeamGroup"]
 class BeamGroup(SequenceGroup):
     """Advances all beams of a request when the last of them has reported its candidates.
 
-    Those that come earlier wait: they have nothing to compute, and keep their blocks unless
-    somebody before them needs these. A beam that goes on in one way keeps its sequence; for every
-    further way a child shares its blocks, of which whoever writes first gets a copy. Nothing is
-    published before the end, and a worker that takes over begins anew: nothing in it is random.
+    Beams that report earlier wait. They compute nothing, and keep their blocks unless a more urgent
+    sequence needs them. A beam with one continuation keeps its sequence. For every further
+    continuation a child shares its blocks, and the first writer gets a copy. Nothing is published
+    before the end. A worker that takes over begins anew, because nothing in the search is random.
 
     Args:
         scheduler: gets the sequences.

@@ -82,7 +82,7 @@ class Admission:
     def spare(self, sequence: Sequence, num_running: int) -> int:
         """Blocks that must be left over when ``sequence`` joins ``num_running`` running ones."""
         if num_running == 0:
-            return 0  # nobody could need them, and the pool holds any one sequence
+            return 0  # no sequence needs them, and the pool holds any one sequence
         # Thrash guard, part 2: a preempted sequence comes back only when every running one can grow
         # by a block, i.e. for about block_size steps, before KV is short again.
         growth = num_running if sequence.num_preemptions else 0

@@ -106,13 +106,13 @@ class Preemption:
     def displace(self, step: PlanBuilder) -> None:
         """Let the first in line take the place of less urgent work, before anything is planned.
 
-        As few victims as it takes, and all or nothing: nobody is preempted for a sequence that does
-        not start in this very step. Three things can be short, and each is checked:
+        It preempts as few victims as possible, and none if the new sequence would not start in this
+        step. Three resources can be short, and each is checked:
 
         - places: the new sequence takes one from those it may displace;
         - blocks: the victims' own blocks become free. The new sequence's blocks, the reserve, and
-          what the others need to go on in this step must all fit. So nobody else is preempted in
-          this step, least of all the new sequence;
+          what the others need to go on in this step must all fit. So this step
+          preempts no other sequence, and never the new one;
         - tokens of the step: the budget has one for each running sequence, the new one included.
           Without chunks it must hold the whole prompt beside what the others compute.
         """

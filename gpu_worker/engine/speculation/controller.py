@@ -89,7 +89,7 @@ class Speculator:
             if not measured and (batch.mode is not Mode.ON or num_decodes in (0, len(spans))):
                 return []  # before any look-up: not drafting must cost nothing
             prices, probing = batch.prices(num_decodes), batch.mode is Mode.PROBE
-            # The first steps draft little, since nobody knows yet what drafts cost.
+            # The first steps draft little, because the cost of drafts is not known yet.
             most = min(most, batch.num_drafted + 1)
         self._reading = _READING
         found = [both for i, span in enumerate(spans) if (both := self._options(i, span, most))]

@@ -31,7 +31,7 @@ class LayerPool:
     Attributes:
         key: ``[num_blocks, ...]``, a block as the geometry's layout says: ``[block_size, Hkv, Dk]``
             in ``KVLayout.TOKENS``.
-        value: ``[num_blocks, ...]``, likewise.
+        value: ``[num_blocks, ...]``, in the same layout.
         writes: False for a layer that reads what an earlier one has stored.
         group: index of its KV cache group, and so of its block table in a sequence.
     """

@@ -1,7 +1,7 @@
 """Counter-based random numbers: a draw is a pure function of (seed, choice, index).
 
-Nothing is carried from draw to draw, so a request sees the same numbers whoever shares its batch,
-whichever worker continues it and on whichever device. The generator is Philox4x32-10 (Salmon,
+Draws share no state. So a request sees the same numbers in every batch, on every worker that
+continues it, and on every device. The generator is Philox4x32-10 (Salmon,
 Moraes, Dror and Shaw, SC'11, "Parallel random numbers: as easy as 1, 2, 3").
 """
 

@@ -3,8 +3,8 @@
 The cost of a step is fitted in the same run to the steps of other requests (:class:`Lessons`,
 before and after each trace). Machines drift, virtual ones most of all. So everything is simulated
 twice: with those costs, and with the costs scaled by one factor to the machine's *pace* in the
-trace. The limits apply to the second: it shows the simulator's own error, in who waits for whom and
-who shares a step with whom.
+trace. The limits apply to the second: it shows the simulator's own error, in the
+order of requests and in which of them share a step.
 """
 
 from __future__ import annotations

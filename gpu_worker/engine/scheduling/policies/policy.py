@@ -23,15 +23,15 @@ class Policy(ABC):
       overtakes it: small requests do not starve a large one.
     - *Bounded overtaking*: of two sequences of a lane that wait for their first admission, one
       that arrived more than ``max_overtake_s`` after the other is never admitted before it. Only
-      finitely many arrive in that time and whoever runs will end, so nobody starves behind its own
-      lane. (With ``edf`` a deadline takes the place of the bound, and ``fair``
+      finitely many arrive in that time, and every running sequence ends. So no sequence starves
+      behind its own lane. (With ``edf`` a deadline takes the place of the bound, and ``fair``
       bounds for how long a tenant waits for its turn.)
-    - No method takes time in proportion to the number of waiting sequences, except iteration: what
-      depends on how long somebody has waited must not change the order of those who wait. So
-      ageing is a constant in the key of each (see ``ranked``), never a sum made anew.
+    - No method takes time in proportion to the number of waiting sequences, except iteration: the
+      passage of time must not change the order of waiting sequences. So ageing is a constant in
+      each key (see ``ranked``), never a sum made anew.
 
-    Those preempted go before all others of their lane whatever the order, since they were admitted
-    before them: what was taken from one for KV is not given to a newcomer.
+    Preempted sequences go before all others of their lane in every order, because they were
+    admitted first: a newcomer does not get the KV blocks that they lost.
     """
 
     @abstractmethod
