@@ -206,7 +206,9 @@ def _drafter(
 ) -> DraftModel:
     pool = KVPool(draft.geometry, config.num_blocks, config.block_size, draft.device, draft.dtype)
     max_read = config.max_batch_tokens
-    return DraftModel(draft, pool, Sampler(), target, max_read=max_read, independent=rejection)
+    return DraftModel(
+        draft, pool, Sampler(draft.largest), target, max_read=max_read, independent=rejection
+    )
 
 
 def _engine_config(

@@ -28,7 +28,6 @@ from .drafting.verifier import Verifier
 from .kv.kv_pool import KVPool
 from .kv.memory_budget import release_unused
 from .kv.swap_pool import SwapPool
-from .sampling.gumbel_sampling import largest
 from .sampling.logits_processors import nothing_left
 from .sampling.prompt_logprobs import PromptRows
 from .sampling.sampler import INVALID_TOKEN, NO_TOKEN_LEFT, Sampler, SamplingBatch
@@ -78,7 +77,7 @@ class ModelRunner:
         self.swap_pool = swap_pool
         self._drafter = None if drafter is None else DraftFallback(drafter)
         self._draft_rows = DraftRows()
-        self._sampler = Sampler() if sampler is None else sampler
+        self._sampler = Sampler(loaded.largest) if sampler is None else sampler
         self._verifier = Verifier(self._sampler, loaded.eos_token_ids, rejection=rejection)
         self._masks = MaskMaker() if masks is None else masks
         self._batch: SamplingBatch | None = None
@@ -266,7 +265,8 @@ class ModelRunner:
         seconds = []
         for _ in range(repeats):
             began = time.perf_counter()
-            largest(self._forward(self._decode_chunks(num_sequences)))[1].cpu()  # waits for it
+            logits = self._forward(self._decode_chunks(num_sequences))
+            self.loaded.largest(logits)[1].cpu()  # waits for it
             seconds.append(time.perf_counter() - began)
         return min(seconds)
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from .compiler import NativeUnavailable, supported_sets
 from .library import Activation, Library, load_library
-from .step_program import LOGITS, HeadShape, NativeProgram, NormWeights, Rotary, ThreadPool
+from .step_program import LOGITS, HeadShape, NativeProgram, NormWeights, Rotary
+from .thread_pool import ThreadPool
 
 __all__ = [
     "LOGITS", "Activation", "HeadShape", "Library", "NativeProgram", "NativeUnavailable",

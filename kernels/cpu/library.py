@@ -132,6 +132,10 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "attend": (c_int32, [c_void_p, POINTER(AttendSpec), POINTER(Error)]),
     "copy": (c_int32, [c_void_p, c_int32, c_int32, POINTER(Error)]),
     "run": (c_int32, [c_void_p, c_void_p, POINTER(StepInput), POINTER(Error)]),
+    "largest": (
+        c_int32,
+        [c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p, POINTER(Error)],
+    ),
     "op_kinds": (c_int32, []),
     "times": (None, [c_void_p, c_void_p]),
 }

@@ -27,8 +27,9 @@ from .library import (
     StepInput,
     Type,
 )
+from .thread_pool import ThreadPool
 
-__all__ = ["LOGITS", "Cache", "HeadShape", "NativeProgram", "NormWeights", "Rotary", "ThreadPool"]
+__all__ = ["LOGITS", "Cache", "HeadShape", "NativeProgram", "NormWeights", "Rotary"]
 
 LOGITS = -1
 """A destination: the step's logits."""
@@ -36,25 +37,6 @@ LOGITS = -1
 OP_NAMES = ("embedding", "norm", "linear", "rotary", "attention", "copy")
 
 TYPES = {torch.float32: Type.FLOAT, torch.bfloat16: Type.BF16}
-
-
-class ThreadPool:
-    """The threads that compute steps; several programs may share one, one step at a time.
-
-    Args:
-        library: whose pool it is.
-        threads: with the calling one.
-        spin_us: how long a thread looks for the next step before it sleeps, in microseconds.
-    """
-
-    def __init__(self, library: Library, threads: int, *, spin_us: int = 200) -> None:
-        if threads < 1 or spin_us < 0:
-            raise ValueError(f"a pool of {threads} threads that spin {spin_us} us cannot be")
-        self.threads = threads
-        self.handle = library.pool_create(threads, spin_us)
-        if not self.handle:
-            raise MemoryError("no thread can be started")
-        weakref.finalize(self, library.pool_destroy, self.handle)
 
 
 @dataclass(frozen=True, slots=True)

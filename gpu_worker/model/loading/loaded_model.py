@@ -14,6 +14,7 @@ from ..batch import PackedStep, forward_logits
 from ..forward_context import ForwardContext
 from ..kv.kv_pool import KVPool
 from ..program.native_decoder import NativeDecoder
+from ..sampling.gumbel_sampling import largest
 from .geometry import KVGeometry
 
 __all__ = ["LoadedModel"]
@@ -66,6 +67,10 @@ class LoadedModel:
         if self.native is not None:
             return self.native.forward(step, pool)
         return forward_logits(self.model, self.context, step, pool)
+
+    def largest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """The largest logit of each row and the first token that has it."""
+        return largest(logits) if self.native is None else self.native.largest(logits)
 
     def close(self) -> None:
         """Give the attention function's name back; the model cannot run any more.

@@ -19,6 +19,7 @@ from ..kv.kv_pool import KVPool
 from ..kv.memory_budget import available_bytes, format_bytes
 from ..loading.geometry import KVGeometry
 from ..loading.trial import Trial
+from ..sampling.gumbel_sampling import largest
 from .assembly import assemble
 from .decoder_record import DecoderRecord, record_decoder
 from .description import Decoder, describe
@@ -165,6 +166,15 @@ class NativeDecoder:
             logits,
         )
         return logits
+
+    def largest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """As :func:`..sampling.gumbel_sampling.largest`, by the step's threads.
+
+        Torch has threads of its own, and while both kinds look for work they share the cores.
+        """
+        if logits.dtype != torch.float32 or logits.stride(-1) != 1:
+            return largest(logits)
+        return self.runtime.threads.largest(logits)
 
     @property
     def summary(self) -> str:

@@ -8,7 +8,7 @@ matrix of their own, which :mod:`.logits_processors` fills.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -214,7 +214,14 @@ def _row_samplers(
 
 
 class Sampler:
-    """Picks one token per row of logits."""
+    """Picks one token per row of logits.
+
+    Args:
+        largest: finds the largest logit of each row, and the first token that has it.
+    """
+
+    def __init__(self, largest: Callable[[Tensor], tuple[Tensor, Tensor]] = largest) -> None:
+        self._largest = largest
 
     def sample(self, logits: Tensor, batch: SamplingBatch, masks: Sequence[Tensor] = ()) -> Tensor:
         """The token of each row.
@@ -234,10 +241,10 @@ class Sampler:
         """
         if logits.shape[0] != len(batch.sequences):
             raise ValueError(f"{logits.shape[0]} rows of logits, {len(batch.sequences)} sequences")
-        tokens = _pick(logits, batch.sampled)
+        tokens = self._pick(logits, batch.sampled)
         if (processed := batch.processed) is not None:
             rows = processed.rows
-            picked = _pick(processed.processors.apply(logits[rows], masks), processed.sampled)
+            picked = self._pick(processed.processors.apply(logits[rows], masks), processed.sampled)
             picked.masked_fill_(picked == INVALID_TOKEN, NO_TOKEN_LEFT)
             # A model's NaN stays one, even if its token was forbidden.
             tokens[rows] = picked.masked_fill_(tokens[rows] == INVALID_TOKEN, INVALID_TOKEN)
@@ -264,15 +271,14 @@ class Sampler:
         """The most likely tokens of the rows that are beams."""
         return None if batch.beams is None else batch.beams.compute(logits)
 
-
-def _pick(logits: Tensor, sampled: Sequence[SampledRows]) -> Tensor:
-    """Tokens int64 ``[N]``: drawn in the sampled rows, the most likely in all others."""
-    highest, tokens = largest(logits)  # NaN is larger than everything here
-    valid = torch.isfinite(highest)
-    for rows in sampled:
-        for part in rows.slices(logits.shape[1]):
-            tokens[part.rows] = draw(logits, highest, valid, part)
-    return tokens.masked_fill_(~valid, INVALID_TOKEN)
+    def _pick(self, logits: Tensor, sampled: Sequence[SampledRows]) -> Tensor:
+        """Tokens int64 ``[N]``: drawn in the sampled rows, the most likely in all others."""
+        highest, tokens = self._largest(logits)  # NaN is larger than everything here
+        valid = torch.isfinite(highest)
+        for rows in sampled:
+            for part in rows.slices(logits.shape[1]):
+                tokens[part.rows] = draw(logits, highest, valid, part)
+        return tokens.masked_fill_(~valid, INVALID_TOKEN)
 
 
 def _weights(logits: Tensor, sampled: Sequence[SampledRows]) -> Tensor:

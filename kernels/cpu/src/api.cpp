@@ -5,6 +5,7 @@
 #include <exception>
 #include <new>
 
+#include "largest.h"
 #include "program.h"
 
 using namespace penstock;
@@ -211,6 +212,16 @@ int penstock_copy(Program* p, int input, int output, Error* error) {
 int penstock_run(Program* p, Pool* pool, const StepInput* step, Error* error) {
   return guarded(error, [&] {
     p->run(*pool, *step);
+    return 0;
+  });
+}
+
+int penstock_largest(Pool* pool, const float* rows, int64_t count, int64_t columns, int64_t stride,
+                     float* values, int64_t* places, Error* error) {
+  return guarded(error, [&] {
+    if (count < 0 || count > UINT32_MAX || columns < 1 || stride < columns)
+      throw std::invalid_argument("rows that cannot be");
+    largest(*pool, rows, count, columns, stride, values, places);
     return 0;
   });
 }

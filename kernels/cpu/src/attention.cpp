@@ -72,7 +72,7 @@ void score(const char* query, int64_t stride, const char* const* groups, int64_t
 #pragma GCC unroll 4
     for (int g = 0; g < GROUPS; g++) {
       const Keys keys(groups[g] + w * 64);
-      prefetch_near(groups[g + AHEAD] + w * 64);
+      prefetch(groups[g + AHEAD] + w * 64);
 #pragma GCC unroll 12
       for (int r = 0; r < ROWS; r++) {
         const char* third = r < 3 ? a : r < 6 ? b : r < 9 ? c : d;
@@ -121,7 +121,7 @@ void weigh(const float* weights, const Span& span, int64_t at, int64_t value_byt
 #pragma GCC unroll 2
       for (int v = 0; v < VECTORS; v++) {
         x[v] = Keys::values(value + v * LANES * Keys::VALUE_BYTES);
-        prefetch_near(next + v * LANES * Keys::VALUE_BYTES);
+        prefetch(next + v * LANES * Keys::VALUE_BYTES);
       }
 #pragma GCC unroll 12
       for (int r = 0; r < ROWS; r++) {
@@ -221,12 +221,45 @@ float soften(const Attention& a, const Span& span, int64_t block_size, int64_t b
   return factor[0];
 }
 
+// Where the groups of a sequence's keys and values lie, for one key/value head.
+struct Groups {
+  const KVLayout& layout;
+  const int32_t* table;
+  int64_t kv_head;
+  const char *keys, *values;
+  int64_t first, last;  // that the tile sees
+
+  Groups(const Attention& a, const KVLayout& kv_layout, const StepInput& step,
+         const AttentionItem& item)
+      : layout(kv_layout),
+        kv_head(item.head / a.heads_per_kv()),
+        keys(static_cast<const char*>(step.keys[a.layer])),
+        values(static_cast<const char*>(step.values[a.layer])) {
+    const KVKind& kv = step.kv[step.layer_kinds[a.layer]];
+    table = kv.tables + item.tile.sequence * kv.table_width;
+    const int64_t position = step.positions[item.tile.row];
+    first = at(a.window ? std::max<int64_t>(0, position - a.window + 1) : 0);
+    last = at(step.positions[item.tile.row + item.tile.rows - 1]);
+  }
+  int64_t at(int64_t position) const {
+    return position / layout.block_size * layout.groups() + position % layout.block_size / GROUP;
+  }
+  int64_t place(int64_t group) const {
+    return layout.group(table[group / layout.groups()], kv_head, group % layout.groups());
+  }
+  const char* key(int64_t group) const { return keys + place(group) * layout.key_group_bytes(); }
+  const char* value(int64_t group) const {
+    return values + place(group) * layout.value_group_bytes();
+  }
+};
+
 template <class Keys>
 void attend_as(const Attention& a, const KVLayout& layout, const StepInput& step,
-               const QueryTile& tile, int64_t head, int64_t count, const char* query,
+               const AttentionItem& item, const AttentionItem* next, const char* query,
                int64_t query_stride, char* output, int64_t output_stride, Type output_type,
                AttentionScratch& scratch) {
-  const int64_t rows = tile.rows * count, kv_head = head / a.heads_per_kv();
+  const QueryTile& tile = item.tile;
+  const int64_t head = item.head, count = item.count, rows = tile.rows * count;
   const int64_t words = layout.key_words(), dims = layout.value_row();
   const int64_t value_bytes = dims * Keys::VALUE_BYTES;
   const int64_t own_stride = padded_row(words * Keys::QUERY_BYTES);
@@ -240,7 +273,10 @@ void attend_as(const Attention& a, const KVLayout& layout, const StepInput& step
     char* to = scratch.query.data() + i * own_stride;
     if (Keys::VALUE_BYTES == 2 && Keys::QUERY_BYTES == 4) {
       auto* halves = reinterpret_cast<bf16*>(to);
-      for (int64_t d = 0; d < a.key_dim; d++) halves[d] = to_bf16(from[d]);
+      for (int64_t d = 0; d < a.key_dim; d += LANES) {
+        const int here = static_cast<int>(std::min<int64_t>(LANES, a.key_dim - d));
+        store_first_bf16(halves + d, load_first(from + d, here), here);
+      }
       if (a.key_dim % 2) halves[a.key_dim] = 0;
     } else {
       std::memcpy(to, from, static_cast<size_t>(a.key_dim) * 4);
@@ -253,35 +289,26 @@ void attend_as(const Attention& a, const KVLayout& layout, const StepInput& step
   float* sums = reinterpret_cast<float*>(scratch.output.data());
   std::fill_n(sums, rows * dims, 0.f);
 
-  const int64_t first_position = step.positions[tile.row];
   const int64_t end = step.positions[tile.row + tile.rows - 1] + 1;  // of the last row
-  const int64_t begin = a.window ? std::max<int64_t>(0, first_position - a.window + 1) : 0;
   const int64_t size = layout.block_size, per_block = layout.groups();
-  const auto group_at = [&](int64_t position) {
-    return position / size * per_block + position % size / GROUP;
-  };
-  const int64_t first_group = group_at(begin), last_group = group_at(end - 1);
-  const KVKind& kv = step.kv[step.layer_kinds[a.layer]];
-  const int32_t* table = kv.tables + tile.sequence * kv.table_width;
-  const auto place = [&](int64_t group) {
-    return layout.group(table[group / per_block], kv_head, group % per_block);
-  };
-  const char* keys = static_cast<const char*>(step.keys[a.layer]);
-  const char* values = static_cast<const char*>(step.values[a.layer]);
+  const Groups own(a, layout, step, item), after(a, layout, step, next ? *next : item);
+  const int64_t last_group = own.last;
 
   const int64_t tiles = (rows + MOST_ROWS - 1) / MOST_ROWS;
   const auto tile_begin = [&](int64_t t) { return rows * t / tiles; };
-  for (int64_t from = first_group; from <= last_group;) {
+  for (int64_t from = own.first; from <= last_group;) {
     const int64_t to = std::min((from / SPAN + 1) * SPAN, last_group + 1), n = to - from;
-    // Pointers run on from keys to values to the next span's keys: all are fetched ahead.
+    // Pointers run on from keys to values to the keys that come next, here or in the thread's next
+    // item: all are fetched ahead.
     const char** groups = scratch.groups.data();
     for (int64_t g = 0; g < n; g++) {
-      const int64_t at = place(from + g);
-      groups[g] = keys + at * layout.key_group_bytes();
-      groups[n + g] = values + at * layout.value_group_bytes();
+      groups[g] = own.key(from + g);
+      groups[n + g] = own.value(from + g);
     }
     for (int64_t g = 0; g < AHEAD; g++)
-      groups[2 * n + g] = keys + place(std::min(to + g, last_group)) * layout.key_group_bytes();
+      groups[2 * n + g] = to + g <= last_group
+                              ? own.key(to + g)
+                              : after.key(std::min(after.first + to + g - last_group - 1, after.last));
     const int64_t last_start = last_group / per_block * size + last_group % per_block * GROUP;
     const int64_t in_last = size - (per_block - 1) * GROUP;
     Span span{groups + n, n, GROUP, in_last, per_block, from, 0};
@@ -330,13 +357,10 @@ void attend_as(const Attention& a, const KVLayout& layout, const StepInput& step
     for (int64_t d = 0; d < a.value_dim; d += LANES) {
       const Vec v = load(sums + i * dims + d) * set1(factor);
       const int here = static_cast<int>(std::min<int64_t>(LANES, a.value_dim - d));
-      if (output_type == Type::BF16) {
-        alignas(64) bf16 lanes[LANES];
-        store_bf16(lanes, v);
-        std::memcpy(row + 2 * (column + d), lanes, 2 * static_cast<size_t>(here));
-      } else {
+      if (output_type == Type::BF16)
+        store_first_bf16(reinterpret_cast<bf16*>(row) + column + d, v, here);
+      else
         store_first(reinterpret_cast<float*>(row) + column + d, v, here);
-      }
     }
   }
 }
@@ -362,12 +386,12 @@ void AttentionScratch::fit(const Attention& a, Type type) {
 }
 
 void attend(const Attention& attention, const KVLayout& layout, const StepInput& step,
-            const QueryTile& tile, int64_t head, int64_t count, const char* query,
+            const AttentionItem& item, const AttentionItem* next, const char* query,
             int64_t query_stride, char* output, int64_t output_stride, Type output_type,
             AttentionScratch& scratch) {
   const auto run = layout.type == Type::BF16 ? attend_as<HalfKeys> : attend_as<FloatKeys>;
-  run(attention, layout, step, tile, head, count, query, query_stride, output, output_stride,
-      output_type, scratch);
+  run(attention, layout, step, item, next, query, query_stride, output, output_stride, output_type,
+      scratch);
 }
 
 }  // namespace penstock

@@ -37,10 +37,16 @@ struct AttentionScratch {
   int64_t query_bytes = 0, score_bytes = 0, output_bytes = 0;
 };
 
-// The rows of `tile` and the heads head .. head + count - 1, all of one key/value head.
+// The rows of a tile and the heads head .. head + count - 1, all of one key/value head.
+struct AttentionItem {
+  QueryTile tile;
+  int64_t head, count;
+};
+
 // query: float rows `query_stride` bytes apart, its heads first in a row; output: rows of all heads.
+// `next` is what this thread will probably compute next, whose keys are fetched; or null.
 void attend(const Attention& attention, const KVLayout& layout, const StepInput& step,
-            const QueryTile& tile, int64_t head, int64_t count, const char* query,
+            const AttentionItem& item, const AttentionItem* next, const char* query,
             int64_t query_stride, char* output, int64_t output_stride, Type output_type,
             AttentionScratch& scratch);
 

@@ -16,7 +16,9 @@ constexpr int MOST_ROWS = 1;
 
 constexpr int64_t BLOCK_BYTES = 512 << 10;  // of activations
 constexpr int64_t BLOCK_STEPS = 128;        // of a panel, which stay in the first-level cache
-constexpr int64_t STREAM_AHEAD = 4096;      // bytes, when each weight is used once
+// Bytes, when each weight is used once. The more rows, the longer a step takes, and the fewer lines
+// the CPU's own prefetcher asks for in time.
+constexpr int64_t AHEAD_FEW_ROWS = 2048, AHEAD = 8192, FEW_ROWS = 4;
 
 // ---- how a step of weights meets a row
 
@@ -59,11 +61,18 @@ struct Halves {
 };
 #endif
 
+// What a tile fetches ahead: two lines with each step.
+struct Fetch {
+  const char* from;
+  int64_t second;  // bytes from the first line to the second
+  int64_t stride;  // bytes from step to step
+};
+
 // ROWS rows times `steps` steps of a panel. `sums` [ROWS][32] is where the chains end, and where
-// they went on from if RESUME. Fetches weights `ahead` bytes before they are needed.
+// they went on from if RESUME.
 template <class Step, int ROWS, bool RESUME>
 void tile(const char* input, int64_t stride, const char* weights, int64_t steps, float* sums,
-          int64_t ahead) {
+          Fetch fetch) {
   Vec lo[ROWS], hi[ROWS];
 #pragma GCC unroll 12
   for (int r = 0; r < ROWS; r++) {
@@ -74,8 +83,9 @@ void tile(const char* input, int64_t stride, const char* weights, int64_t steps,
   const char *a = input, *b = input + 3 * stride, *c = input + 6 * stride, *d = input + 9 * stride;
   for (int64_t s = 0; s < steps; s++, weights += STEP_BYTES) {
     const Step step(weights);
-    prefetch(weights + ahead);
-    prefetch(weights + ahead + 64);
+    prefetch(fetch.from);
+    prefetch(fetch.from + fetch.second);
+    fetch.from += fetch.stride;
 #pragma GCC unroll 12
     for (int r = 0; r < ROWS; r++) {
       const char* third = r < 3 ? a : r < 6 ? b : r < 9 ? c : d;
@@ -89,7 +99,7 @@ void tile(const char* input, int64_t stride, const char* weights, int64_t steps,
   }
 }
 
-using Tile = void (*)(const char*, int64_t, const char*, int64_t, float*, int64_t);
+using Tile = void (*)(const char*, int64_t, const char*, int64_t, float*, Fetch);
 
 template <class Step, bool RESUME>
 Tile tile_of(int rows) {
@@ -110,40 +120,64 @@ template <class Step>
 void sum_panel(const Matrix& matrix, const RowBlock& block, const char* panel, float* sums) {
   const int64_t tiles = (block.rows + MOST_ROWS - 1) / MOST_ROWS;
   if (tiles == 1) {
+    const int64_t ahead = block.rows <= FEW_ROWS ? AHEAD_FEW_ROWS : AHEAD;
     tile_of<Step, false>(static_cast<int>(block.rows))(block.input, block.input_stride, panel,
-                                                       matrix.steps, sums, STREAM_AHEAD);
+                                                       matrix.steps, sums,
+                                                       {panel + ahead, 64, STEP_BYTES});
     return;
   }
-  // A piece of the panel at a time for all tiles; the first of them fetches the next piece.
+  // A piece of the panel at a time for all tiles; each of the first two fetches half of the next.
   const int64_t pieces = std::max<int64_t>(1, (matrix.steps + BLOCK_STEPS / 2) / BLOCK_STEPS);
   for (int64_t p = 0; p < pieces; p++) {
     const int64_t begin = matrix.steps * p / pieces, end = matrix.steps * (p + 1) / pieces;
+    const char* const piece = panel + begin * STEP_BYTES;
+    const int64_t bytes = (end - begin) * STEP_BYTES;
     for (int64_t t = 0; t < tiles; t++) {
       const int64_t row = block.rows * t / tiles;
       const int rows = static_cast<int>(block.rows * (t + 1) / tiles - row);
+      const Fetch fetch = t < 2 ? Fetch{piece + bytes + t * bytes / 2, 0, 64} : Fetch{piece, 0, 0};
       (begin ? tile_of<Step, true>(rows) : tile_of<Step, false>(rows))(
           block.input + row * block.input_stride + begin * Step::INPUT_BYTES, block.input_stride,
-          panel + begin * STEP_BYTES, end - begin, sums + row * PANEL,
-          t ? 0 : (end - begin) * STEP_BYTES);
+          piece, end - begin, sums + row * PANEL, fetch);
     }
   }
 }
 
 // Sixteen finished outputs, of which the first `count` exist. Behind them the row has room for
-// whole vectors of zeros, unless it is the caller's own memory (`count` < 16 then).
-void put(const Epilogue& epilogue, Vec v, char* row, int64_t column, int count) {
-  if (epilogue.scale != 1.f) v = v * set1(epilogue.scale);
-  if (epilogue.softcap > 0.f)
-    v = set1(epilogue.softcap) * tanh(v * set1(1.f / epilogue.softcap));
-  if (epilogue.type == Type::BF16) {
-    alignas(64) bf16 lanes[LANES];
-    store_bf16(lanes, v);
-    std::memcpy(row + 2 * column, lanes, 2 * static_cast<size_t>(count));
-    return;
+// whole vectors of zeros, unless it is the caller's own memory (`count` < 16 then). PLAIN: neither
+// scaled nor capped.
+template <bool PLAIN>
+inline void put(const Epilogue& epilogue, Vec v, char* row, int64_t column, int64_t count) {
+  if (!PLAIN) {
+    v = v * set1(epilogue.scale);
+    if (epilogue.softcap > 0.f)
+      v = set1(epilogue.softcap) * tanh(v * set1(1.f / epilogue.softcap));
   }
+  const int here = static_cast<int>(std::min<int64_t>(LANES, count));
+  if (epilogue.type == Type::BF16)
+    return store_first_bf16(reinterpret_cast<bf16*>(row) + column, v, here);
   float* out = reinterpret_cast<float*>(row) + column;
-  if (epilogue.add) v = load_first(out, count) + v;
-  store_first(out, v, count);
+  if (epilogue.add) v = load_first(out, here) + v;
+  store_first(out, v, here);
+}
+
+template <bool GATED, bool PLAIN>
+void finish(const Matrix& matrix, const Epilogue& epilogue, const RowBlock& block, int64_t panel,
+            const float* sums) {
+  const Vec bias_lo = epilogue.bias ? load(epilogue.bias + panel * PANEL) : set1(0.f);
+  const Vec bias_hi = epilogue.bias ? load(epilogue.bias + panel * PANEL + LANES) : set1(0.f);
+  const int64_t column = panel * (GATED ? LANES : PANEL), count = matrix.outputs - column;
+  for (int64_t r = 0; r < block.rows; r++, sums += PANEL) {
+    const Vec lo = load(sums) + bias_lo, hi = load(sums + LANES) + bias_hi;
+    char* row = block.output + r * block.output_stride;
+    if (GATED) {
+      put<PLAIN>(epilogue, activate(epilogue.activation, lo) * hi, row, column, count);
+      continue;
+    }
+    put<PLAIN>(epilogue, activate(epilogue.activation, lo), row, column, count);
+    if (count > LANES)
+      put<PLAIN>(epilogue, activate(epilogue.activation, hi), row, column + LANES, count - LANES);
+  }
 }
 
 }  // namespace
@@ -155,8 +189,7 @@ Matrix::Matrix(int64_t outputs_, int64_t inputs_, Type type_, bool gated_)
       panels(gated_ ? (outputs_ + LANES - 1) / LANES : (outputs_ + PANEL - 1) / PANEL),
       type(type_),
       gated(gated_),
-      // The stream of weights is fetched ahead, beyond the last panel too.
-      weights(static_cast<size_t>(panels * steps * STEP_BYTES + STREAM_AHEAD + STEP_BYTES)) {}
+      weights(static_cast<size_t>(panels * steps * STEP_BYTES)) {}
 
 void Matrix::fill(const void* source, Type source_type, int64_t first, int64_t count, int part) {
   const int64_t wide = gated ? LANES : PANEL;
@@ -186,29 +219,15 @@ int64_t block_rows(const Matrix& matrix) {
 
 void multiply(const Matrix& matrix, const Epilogue& epilogue, const RowBlock& block, int64_t first,
               int64_t last, float* sums) {
+  const bool plain = epilogue.scale == 1.f && epilogue.softcap <= 0.f;
+  const auto ending = matrix.gated ? (plain ? finish<true, true> : finish<true, false>)
+                                   : (plain ? finish<false, true> : finish<false, false>);
   for (int64_t p = first; p < last; p++) {
     if (matrix.type == Type::BF16)
       sum_panel<Halves>(matrix, block, matrix.panel(p), sums);
     else
       sum_panel<Floats>(matrix, block, matrix.panel(p), sums);
-    const Vec bias_lo = epilogue.bias ? load(epilogue.bias + p * PANEL) : set1(0.f);
-    const Vec bias_hi = epilogue.bias ? load(epilogue.bias + p * PANEL + LANES) : set1(0.f);
-    for (int64_t r = 0; r < block.rows; r++) {
-      const Vec lo = load(sums + r * PANEL) + bias_lo, hi = load(sums + r * PANEL + LANES) + bias_hi;
-      char* row = block.output + r * block.output_stride;
-      if (matrix.gated) {
-        const int64_t column = p * LANES;
-        const int count = static_cast<int>(std::min<int64_t>(LANES, matrix.outputs - column));
-        put(epilogue, activate(epilogue.activation, lo) * hi, row, column, count);
-        continue;
-      }
-      const int64_t column = p * PANEL, left = matrix.outputs - column;
-      put(epilogue, activate(epilogue.activation, lo), row, column,
-          static_cast<int>(std::min<int64_t>(LANES, left)));
-      if (left > LANES)
-        put(epilogue, activate(epilogue.activation, hi), row, column + LANES,
-            static_cast<int>(std::min<int64_t>(LANES, left - LANES)));
-    }
+    ending(matrix, epilogue, block, p, sums);
   }
 }
 

@@ -20,19 +20,31 @@ inline void pause() {
 #endif
 }
 
-// `next` holds the round in its upper half and the next free item in its lower one, so a thread
+// Holds the round in its upper half and the next free item of a share in its lower one, so a thread
 // that is still in an earlier round can take nothing: its exchange fails.
-struct alignas(128) Stage {
+struct alignas(64) Share {
   std::atomic<uint64_t> next{0};
+};
+
+struct alignas(64) Stage {
+  std::atomic<uint32_t> done{0};
   std::atomic<uint32_t> items{0};
-  alignas(64) std::atomic<uint32_t> done{0};
 };
 
 struct Board {
-  explicit Board(size_t capacity) : stages(capacity) {}
+  Board(size_t capacity, size_t threads)
+      : stages(capacity), shares(capacity * threads), threads(static_cast<uint32_t>(threads)) {}
+  Share& share(uint32_t stage, uint32_t thread) { return shares[stage * threads + thread]; }
+
   std::vector<Stage> stages;
+  std::vector<Share> shares;
+  const uint32_t threads;
   std::atomic<uint32_t> used{0};
 };
+
+uint32_t share_begin(uint32_t items, uint32_t thread, uint32_t threads) {
+  return static_cast<uint32_t>(uint64_t{items} * thread / threads);
+}
 
 }  // namespace
 
@@ -50,8 +62,8 @@ struct Pool::State {
   std::vector<std::unique_ptr<Board>> boards;
   std::vector<std::thread> threads;
 
-  void grow(size_t stages) {
-    boards.push_back(std::make_unique<Board>(stages));
+  void grow(size_t stages, size_t threads_of_pool) {
+    boards.push_back(std::make_unique<Board>(stages, threads_of_pool));
     board.store(boards.back().get());
   }
 
@@ -79,6 +91,25 @@ struct Pool::State {
     }
   }
 
+  // Computes what is left of a share; false: the round is over.
+  bool take_share(Board& shared, uint32_t stage, uint32_t owner, uint32_t end, uint32_t mine,
+                  int thread) {
+    Share& share = shared.share(stage, owner);
+    uint64_t ticket = share.next.load(std::memory_order_acquire);
+    for (;;) {
+      if (static_cast<uint32_t>(ticket >> 32) != mine) return false;
+      const uint32_t item = static_cast<uint32_t>(ticket);
+      if (item >= end) return true;
+      if (!share.next.compare_exchange_weak(ticket, ticket + 1, std::memory_order_acq_rel,
+                                            std::memory_order_acquire))
+        continue;
+      // From here the round cannot end before `done` is counted up: all it uses is stable.
+      work.load(std::memory_order_relaxed)->compute(static_cast<int>(stage), item, thread);
+      shared.stages[stage].done.fetch_add(1, std::memory_order_release);
+      ticket = share.next.load(std::memory_order_acquire);
+    }
+  }
+
   // Until the round is over. Stages of `board` are safe to look at even then: they are never freed,
   // and a newer round shows in their tags.
   void take_part(uint32_t mine, int thread, Work* leading) {
@@ -86,20 +117,12 @@ struct Pool::State {
     const uint32_t stages = shared.used.load(std::memory_order_acquire);
     for (uint32_t s = 0; s < stages; s++) {
       Stage& stage = shared.stages[s];
-      uint64_t ticket = stage.next.load(std::memory_order_acquire);
-      uint32_t items;
-      for (;;) {
-        if (static_cast<uint32_t>(ticket >> 32) != mine) return;
-        items = stage.items.load(std::memory_order_relaxed);
-        const uint32_t item = static_cast<uint32_t>(ticket);
-        if (item >= items) break;
-        if (!stage.next.compare_exchange_weak(ticket, ticket + 1, std::memory_order_acq_rel,
-                                              std::memory_order_acquire))
-          continue;
-        // From here the round cannot end before `done` is counted up: all it uses is stable.
-        work.load(std::memory_order_relaxed)->compute(static_cast<int>(s), item, thread);
-        stage.done.fetch_add(1, std::memory_order_release);
-        ticket = stage.next.load(std::memory_order_acquire);
+      const uint32_t items = stage.items.load(std::memory_order_acquire);
+      // Its own share first, in order; then what the others have left.
+      for (uint32_t i = 0; i < shared.threads; i++) {
+        const uint32_t owner = (static_cast<uint32_t>(thread) + i) % shared.threads;
+        if (!take_share(shared, s, owner, share_begin(items, owner + 1, shared.threads), mine, thread))
+          return;
       }
       for (int i = 0; stage.done.load(std::memory_order_acquire) != items; i++) {
         if (round.load(std::memory_order_relaxed) != mine) return;
@@ -131,7 +154,7 @@ Pool::~Pool() {
 Pool::State& Pool::state_of_this_process() {
   if (!state_ || state_->process != getpid()) {
     state_ = new State;  // the parent's is left alone: its locks may be held for ever here
-    state_->grow(512);
+    state_->grow(512, static_cast<size_t>(threads_));
     for (int t = 1; t < threads_; t++)
       state_->threads.emplace_back([state = state_, t, spin = spin_us_] { state->serve(t, spin); });
   }
@@ -141,16 +164,22 @@ Pool::State& Pool::state_of_this_process() {
 void Pool::run(Work& work, const std::vector<uint32_t>& items) {
   State& state = state_of_this_process();
   std::lock_guard<std::mutex> one_at_a_time(state.running);
-  if (state.board.load()->stages.size() < items.size()) state.grow(2 * items.size());
+  if (state.board.load()->stages.size() < items.size()) state.grow(2 * items.size(), static_cast<size_t>(threads_));
   Board& board = *state.board.load();
   uint32_t round = state.round.load() + 1;
   if (round == 0) round = 1;  // 0 is what fresh stages are tagged with
   state.work.store(&work);
-  for (size_t s = 0; s < items.size(); s++) {
-    Stage& stage = board.stages[s];
-    stage.done.store(0, std::memory_order_relaxed);
-    stage.items.store(items[s], std::memory_order_relaxed);
-    stage.next.store(static_cast<uint64_t>(round) << 32, std::memory_order_release);
+  const uint64_t tag = static_cast<uint64_t>(round) << 32;
+  for (uint32_t s = 0; s < items.size(); s++) {
+    // Closed before anything changes: a thread that is late for the last round, and reads the new
+    // number of items, sees the new tag and takes none of them.
+    for (uint32_t t = 0; t < board.threads; t++)
+      board.share(s, t).next.store(tag | UINT32_MAX, std::memory_order_relaxed);
+    board.stages[s].items.store(items[s], std::memory_order_release);
+    board.stages[s].done.store(0, std::memory_order_relaxed);
+    for (uint32_t t = 0; t < board.threads; t++)
+      board.share(s, t).next.store(tag | share_begin(items[s], t, board.threads),
+                                   std::memory_order_release);
   }
   board.used.store(static_cast<uint32_t>(items.size()), std::memory_order_release);
   state.round.store(round);

@@ -298,11 +298,15 @@ void Program::item(const RotateOp& op, const Cut& cut, int64_t index, Scratch& s
 void Program::item(const AttendOp& op, const Cut& cut, int64_t index, Scratch& scratch) {
   const Attention& o = op.attention;
   const int64_t together = cut.by_head ? 1 : o.heads_per_kv(), parts = o.heads / together;
-  const QueryTile& tile =
-      tiles_[static_cast<size_t>(tile_rows(o))][static_cast<size_t>(index / parts)];
-  attend(o, layout(o.kv_heads, o.key_dim, o.value_dim), step_, tile, index % parts * together,
-         together, row(op.input, 0), buffer(op.input).stride, row(op.output, 0),
-         buffer(op.output).stride, buffer(op.output).type, scratch.attention);
+  const auto& tiles = tiles_[static_cast<size_t>(tile_rows(o))];
+  const auto at = [&](int64_t i) {
+    return AttentionItem{tiles[static_cast<size_t>(i / parts)], i % parts * together, together};
+  };
+  const bool is_last = index + 1 == static_cast<int64_t>(tiles.size()) * parts;
+  const AttentionItem here = at(index), next = at(is_last ? index : index + 1);
+  attend(o, layout(o.kv_heads, o.key_dim, o.value_dim), step_, here, is_last ? nullptr : &next,
+         row(op.input, 0), buffer(op.input).stride, row(op.output, 0), buffer(op.output).stride,
+         buffer(op.output).type, scratch.attention);
 }
 
 void Program::item(const CopyOp& op, const Cut& cut, int64_t index, Scratch&) {

@@ -46,10 +46,12 @@ void store_key(const KVLayout& layout, char* group, int64_t lane, const float* k
     return;
   }
   auto* words = reinterpret_cast<LooseWord*>(group) + lane;
-  for (int64_t w = 0; w < layout.key_words(); w++) {
-    const bf16 first = to_bf16(key[2 * w]);
-    const bf16 second = 2 * w + 1 < layout.key_dim ? to_bf16(key[2 * w + 1]) : bf16{0};
-    words[w * GROUP] = static_cast<uint32_t>(first) | static_cast<uint32_t>(second) << 16;
+  for (int64_t d = 0; d < layout.key_dim; d += LANES) {
+    const int count = static_cast<int>(std::min<int64_t>(LANES, layout.key_dim - d));
+    alignas(64) bf16 halves[LANES];
+    store_bf16(halves, load_first(key + d, count));  // with zeros behind the last dim
+    const auto* pairs = reinterpret_cast<const LooseWord*>(halves);
+    for (int64_t w = 0; w < (count + 1) / 2; w++) words[(d / 2 + w) * GROUP] = pairs[w];
   }
 }
 

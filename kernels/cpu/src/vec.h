@@ -209,6 +209,12 @@ inline void store_first(float* p, Vec v, int n) {
   store(lanes, v);
   std::memcpy(p, lanes, sizeof(float) * static_cast<size_t>(n));
 }
+inline void store_first_bf16(bf16* p, Vec v, int n) {
+  if (n >= LANES) return store_bf16(p, v);
+  bf16 lanes[LANES];
+  store_bf16(lanes, v);
+  std::memcpy(p, lanes, sizeof(bf16) * static_cast<size_t>(n));
+}
 // Pairwise, in the same order on every instruction set.
 inline float sum(Vec v) {
   float lanes[LANES];
@@ -239,6 +245,5 @@ inline bf16 to_bf16(float x) {
 }
 
 inline void prefetch(const char* p) { __builtin_prefetch(p, 0, 2); }
-inline void prefetch_near(const char* p) { __builtin_prefetch(p, 0, 3); }
 
 }  // namespace penstock

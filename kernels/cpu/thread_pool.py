@@ -1,0 +1,51 @@
+"""The threads that compute steps."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+from torch import Tensor
+
+from .library import Library
+
+__all__ = ["ThreadPool"]
+
+
+class ThreadPool:
+    """The threads that compute steps; several programs may share one, one step at a time.
+
+    Args:
+        library: whose pool it is.
+        threads: with the calling one.
+        spin_us: how long a thread looks for the next step before it sleeps, in microseconds.
+    """
+
+    def __init__(self, library: Library, threads: int, *, spin_us: int = 200) -> None:
+        if threads < 1 or spin_us < 0:
+            raise ValueError(f"a pool of {threads} threads that spin {spin_us} us cannot be")
+        self.threads = threads
+        self._library = library
+        self.handle = library.pool_create(threads, spin_us)
+        if not self.handle:
+            raise MemoryError("no thread can be started")
+        weakref.finalize(self, library.pool_destroy, self.handle)
+
+    def largest(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """The largest value of each row and the first place of it; NaN is the largest.
+
+        Args:
+            rows: float32 ``[N, M]``, whose columns are neighbours in memory.
+
+        Returns:
+            float32 ``[N]`` and int64 ``[N]``.
+        """
+        if rows.dtype != torch.float32 or rows.stride(-1) != 1:
+            raise ValueError(f"rows of {rows.dtype}, strides {rows.stride()}")
+        count, columns = rows.shape
+        values, places = torch.empty(count), torch.empty(count, dtype=torch.int64)
+        self._library.checked(
+            "largest", self.handle, rows.data_ptr(), count, columns, max(columns, rows.stride(0)),
+            values.data_ptr(), places.data_ptr(),
+        )  # fmt: skip
+        return values, places
