@@ -41,6 +41,8 @@ __all__ = ["Producer"]
 _MAX_INDEX = 2**31 - 1
 _MAX_DIGEST = 2**32 - 1
 _MAX_TIMEOUT_S = 1e9
+_FIRST_GRACES = 3
+"""A reader that attends from the submission gets this many graces to send its first heartbeat."""
 
 
 class Producer:
@@ -106,6 +108,7 @@ class Producer:
         )
         self._bounds = Bounds.of(queue)
         self._inbox = uuid.uuid4().hex if inbox else ""
+        self._grace_ms = queue.reader_grace_ms
         self._default_deadline_ms = queue.default_deadline_ms
         self._log = LogReader(self._client, self._operations, self._keys)
         self._subscriber = Subscriber(self._client.redis)
@@ -161,6 +164,7 @@ class Producer:
         lane: Lane | str = Lane.NORMAL,
         tenant: str = "default",
         note: bytes = b"",
+        attend: bool = False,
         **options: Any,
     ) -> Submitted:
         """Submit a request. Once this returns, the request will reach exactly one terminal state.
@@ -173,6 +177,8 @@ class Producer:
             tenant: the tenant that the request is charged to.
             note: what :attr:`Status.note` gives its readers, in any process, until the retention
                 is over. It counts as a part of the payload.
+            attend: count this client as a reader at once, for ``on_disconnect`` ``cancel``: the
+                request ends also if this process dies before it reads.
             **options: further fields of :class:`~penstock.shared.protocol.Request` and
                 :class:`~penstock.shared.protocol.SamplingOptions`, such as ``max_tokens``.
 
@@ -197,6 +203,7 @@ class Producer:
                 default_deadline_ms=self._default_deadline_ms,
                 inbox=self._inbox,
                 note=note,
+                reader_grace_ms=_FIRST_GRACES * self._grace_ms if attend else 0,
             )
         )
         return Submitted(

@@ -136,7 +136,10 @@ class Gateway:
             admission = await self.access.admit(caller, cost)
             try:
                 submitted = await shard.producer.submit(
-                    id=request_id, note=_pack_note(note, body if key else None), **values
+                    id=request_id,
+                    note=_pack_note(note, body if key else None),
+                    attend=not keep,
+                    **values,
                 )
             except BaseException:
                 await admission.release()

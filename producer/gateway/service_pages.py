@@ -7,7 +7,7 @@ from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from penstock.shared.errors import RedisUnavailable
 
@@ -67,7 +67,11 @@ def service_routes(gateway: Gateway) -> APIRouter:
             return JSONResponse({"status": "redis unavailable"}, status_code=503)
         return JSONResponse({"status": "ok", "models": _workers(served)})
 
-    @router.get("/metrics")
+    @router.get(
+        "/metrics",
+        response_class=PlainTextResponse,
+        responses={200: {"description": "Figures for Prometheus."}},
+    )
     async def metrics() -> Response:
         page = gateway.metrics.exposition()
         return Response(page, media_type="text/plain; version=0.0.4; charset=utf-8")

@@ -105,6 +105,7 @@ class Operations(OperatorOperations):
         default_deadline_ms: int,
         inbox: str = "",
         note: bytes = b"",
+        reader_grace_ms: int = 0,
     ) -> SubmitReply:
         """Accept a request exactly once.
 
@@ -115,6 +116,8 @@ class Operations(OperatorOperations):
             inbox: publish its output there, together with that of others; empty: in its own
                 channel. Not part of the request: of several submits the first decides.
             note: kept in the record. With another note the same request is a conflict.
+            reader_grace_ms: how long the request counts as having a reader from now on, if it ends
+                when its last reader leaves; 0: not before one says so.
 
         Raises:
             InvalidRequest: the packed request is too large.
@@ -127,9 +130,16 @@ class Operations(OperatorOperations):
         if note:
             values["digest"] = hashlib.sha256(payload + note).digest()[:16]
         retention_ms = request.retention_ms or self._retention_ms
-        reply = await self._one(
-            "submit", retention_ms=retention_ms, inbox=inbox, note=note, **values
-        )
+        calls = [
+            self._call(
+                "submit", retention_ms=retention_ms, inbox=inbox, note=note, **values
+            )
+        ]  # fmt: skip
+        if reader_grace_ms:
+            # In the same round trip: a client that dies before its first heartbeat was a reader.
+            calls.append(self._call("reader_heartbeat", grace_ms=reader_grace_ms, ids=[request.id]))
+        reply, *_ = await self.run(calls)
+        accepted("submit", reply)
         verdict = reply[0]
         if verdict == b"ok":
             return SubmitReply(False, State.QUEUED, 0, reply[1], reply[2])

@@ -19,6 +19,8 @@ class AnswerForm:
         tier: the service tier that was used.
         usage: token counts follow in an event of their own.
         token_ids: choices name their tokens' ids.
+        reasoning_field: name of the field for reasoning.
+        echo: text that stands before a completion.
         reads_all: events depend on all tokens before them, so that the log is read from its
             beginning wherever the reader goes on.
     """
@@ -26,6 +28,8 @@ class AnswerForm:
     tier: str = "default"
     usage: bool = False
     token_ids: bool = False
+    reasoning_field: str = "reasoning_content"
+    echo: str = ""
     reads_all: bool = False
 
     def to_note(self) -> dict[str, Any]:

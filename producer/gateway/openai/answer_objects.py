@@ -10,6 +10,7 @@ from ...choices import Choice
 from ...results import Result
 from ..api_errors import end_error
 from .answer_form import AnswerForm
+from .chat_deltas import chat_message, has_call
 from .event_writers import FINISH_REASONS, AnswerHead
 from .fields.field_table import FieldTable
 from .token_logprobs import TokenNames
@@ -24,7 +25,7 @@ def answer_object(
     object_name: str,
     result: Result,
     fields: FieldTable,
-    choice: Callable[[Choice, TokenNames], dict[str, Any]],
+    choice: Callable[[AnswerHead, AnswerForm, Choice, TokenNames], dict[str, Any]],
     names: TokenNames,
 ) -> bytes:
     """The body of an answer.
@@ -41,32 +42,35 @@ def answer_object(
         "created": head.created,
         "model": head.model,
         "service_tier": form.tier,
-        "choices": [choice(item, names) for item in result.choices],
+        "choices": [choice(head, form, item, names) for item in result.choices],
         "usage": None if result.usage is None else usage_object(result.usage),
     }
     return json.dumps(answer, ensure_ascii=False, separators=(",", ":")).encode()
 
 
-def chat_choice(choice: Choice, names: TokenNames, *, token_ids: bool) -> dict[str, Any]:
+def chat_choice(
+    head: AnswerHead, form: AnswerForm, choice: Choice, names: TokenNames
+) -> dict[str, Any]:
     """One of ``choices`` of a chat completion."""
     logprobs = names.chat(choice.token_ids, choice.logprobs)
-    message = {"role": "assistant", "content": choice.text, "refusal": None}
-    return {"index": choice.index, "message": message, **_common(choice, logprobs, token_ids)}
+    common = _common(form, choice, logprobs)
+    if has_call(choice.deltas) and common["finish_reason"] == "stop":
+        common["finish_reason"] = "tool_calls"
+    message = chat_message(head.id, choice, form.reasoning_field)
+    return {"index": choice.index, "message": message, **common}
 
 
 def completion_choice(
-    choice: Choice, names: TokenNames, *, token_ids: bool, echo: str
+    head: AnswerHead, form: AnswerForm, choice: Choice, names: TokenNames
 ) -> dict[str, Any]:
     """One of ``choices`` of a completion, behind the prompt if that is echoed."""
-    logprobs = names.completion(choice.token_ids, choice.logprobs, 0)
-    return {
-        "index": choice.index,
-        "text": echo + choice.text,
-        **_common(choice, logprobs, token_ids),
-    }
+    del head
+    logprobs = names.completion(choice.token_ids, choice.logprobs, len(form.echo))
+    text = form.echo + choice.text
+    return {"index": choice.index, "text": text, **_common(form, choice, logprobs)}
 
 
-def _common(choice: Choice, logprobs: object, token_ids: bool) -> dict[str, Any]:
+def _common(form: AnswerForm, choice: Choice, logprobs: object) -> dict[str, Any]:
     reason = None if choice.reason is None else FINISH_REASONS[choice.reason]
-    ids = {"token_ids": choice.token_ids} if token_ids else {}
+    ids = {"token_ids": choice.token_ids} if form.token_ids else {}
     return {"logprobs": logprobs, "finish_reason": reason, **ids}

@@ -56,6 +56,8 @@ _MESSAGE = {
         "role": {"const": "assistant"},
         "content": {"type": ["string", "null"]},
         "refusal": {"type": ["string", "null"]},
+        "reasoning_content": _STRING,
+        "tool_calls": {"type": "array", "minItems": 1, "items": {"type": "object"}},
     },
 }
 

@@ -46,8 +46,7 @@ def openai_routes(gateway: Gateway) -> APIRouter:
         own, values = CHAT_FIELDS.read(body)
         default = gateway.settings.default_max_tokens
         fields = chat_request(own, values, default)
-        choice = functools.partial(chat_choice, token_ids=bool(own.get("return_token_ids")))
-        return await _answer(gateway, request, _CHAT, body, own, fields, choice)
+        return await _answer(gateway, request, _CHAT, body, own, fields)
 
     @router.post(
         "/v1/completions",
@@ -60,12 +59,7 @@ def openai_routes(gateway: Gateway) -> APIRouter:
         body = await gateway.read_object(request)
         own, values = COMPLETION_FIELDS.read(body)
         fields = completion_request(own, values)
-        echo = fields["prompt"] if own.get("echo") else ""
-        if not isinstance(echo, str):
-            raise invalid("echo", "echo: needs a prompt given as text", "unsupported_value")
-        ids = bool(own.get("return_token_ids"))
-        choice = functools.partial(completion_choice, token_ids=ids, echo=echo)
-        return await _answer(gateway, request, _COMPLETION, body, own, fields, choice)
+        return await _answer(gateway, request, _COMPLETION, body, own, fields)
 
     return router
 
@@ -79,6 +73,7 @@ class _Endpoint:
         object_name: of a whole answer.
         fields: the fields of its body.
         writer: makes its events.
+        choice: makes one of ``choices`` of a whole answer.
     """
 
     def __init__(
@@ -88,17 +83,24 @@ class _Endpoint:
         object_name: str,
         fields: FieldTable,
         writer: Callable[..., ChatWriter | CompletionWriter],
+        choice: Callable[[AnswerHead, AnswerForm, Choice, TokenNames], dict[str, Any]],
     ) -> None:
         self.name = name
         self.prefix = prefix
         self.object_name = object_name
         self.fields = fields
         self.writer = writer
+        self.choice = choice
 
 
-_CHAT = _Endpoint("chat", "chatcmpl-", "chat.completion", CHAT_FIELDS, ChatWriter)
+_CHAT = _Endpoint("chat", "chatcmpl-", "chat.completion", CHAT_FIELDS, ChatWriter, chat_choice)
 _COMPLETION = _Endpoint(
-    "completion", "cmpl-", "text_completion", COMPLETION_FIELDS, CompletionWriter
+    "completion",
+    "cmpl-",
+    "text_completion",
+    COMPLETION_FIELDS,
+    CompletionWriter,
+    completion_choice,
 )
 
 
@@ -109,7 +111,6 @@ async def _answer(
     body: Mapping[str, Any],
     own: Mapping[str, Any],
     fields: dict[str, Any],
-    choice: Callable[[Choice, TokenNames], dict[str, Any]],
 ) -> Response:
     """Submit the request and answer with its output."""
     lane, tier = service_tier(own)
@@ -117,7 +118,9 @@ async def _answer(
         tier=tier,
         usage=wants_usage(own),
         token_ids=bool(own.get("return_token_ids")),
-        reads_all=endpoint is _COMPLETION and "logprobs" in fields,
+        reasoning_field=gateway.settings.reasoning_field,
+        echo=_echo(own, fields),
+        reads_all="tools" in fields or (endpoint is _COMPLETION and "logprobs" in fields),
     )
     submission = await gateway.submit(
         request,
@@ -136,11 +139,26 @@ async def _answer(
         return gateway.stream(submission, writer, reads_all=form.reads_all)
 
     def build(result: Result) -> bytes:
-        return answer_object(
-            head, form, endpoint.object_name, result, endpoint.fields, choice, names
-        )
+        kind, table = endpoint.object_name, endpoint.fields
+        return answer_object(head, form, kind, result, table, endpoint.choice, names)
 
     return gateway.whole(submission, build)
+
+
+def _echo(own: Mapping[str, Any], fields: Mapping[str, Any]) -> str:
+    """The text that stands before a completion.
+
+    Raises:
+        ApiError: 400, the prompt's text is not known, or its log-probabilities are asked for.
+    """
+    if not own.get("echo"):
+        return ""
+    prompt = fields["prompt"]
+    if not isinstance(prompt, str):
+        raise invalid("echo", "echo: needs a prompt given as text", "unsupported_value")
+    if "logprobs" in fields:
+        raise invalid("echo", "echo: is not served together with logprobs", "unsupported_value")
+    return prompt
 
 
 async def _writer_of(

@@ -10,11 +10,13 @@ import json
 from dataclasses import dataclass
 
 from penstock.shared.protocol import Chunk, End, Reason
+from penstock.shared.protocol.chat.deltas import TOOL_CALL
 from penstock.shared.protocol.events import Run
 
 from ..answering.sse import DONE, quoted
 from ..api_errors import ApiError, end_error
 from .answer_form import AnswerForm
+from .chat_deltas import delta_object, has_call
 from .fields.field_table import FieldTable
 from .token_logprobs import TokenNames
 from .usage_object import usage_object
@@ -140,19 +142,53 @@ class _Writer:
 
 
 class ChatWriter(_Writer):
-    """Events ``chat.completion.chunk``."""
+    """Events ``chat.completion.chunk`` of an answer that workers parsed."""
 
     object_name = "chat.completion.chunk"
 
+    def __init__(
+        self,
+        head: AnswerHead,
+        form: AnswerForm,
+        fields: FieldTable,
+        names: TokenNames,
+        start: int = 0,
+    ) -> None:
+        super().__init__(head, form, fields, names, start)
+        self._id = head.id
+        self._reasoning_field = form.reasoning_field
+        self._calling: set[int] = set()
+
     def _choice(self, run: Run) -> str:
-        if self._is_mute(run):
+        deltas = run.deltas
+        if deltas and has_call(deltas):
+            self._calling.add(run.choice)
+        shows = deltas or run.start == 0 or run.reason is not None or run.logprobs
+        if not (shows or self._token_ids):
             return ""
-        role = '"role":"assistant",' if run.start == 0 else ""
+        delta = delta_object(self._id, run.choice, deltas, self._reasoning_field) if deltas else ""
+        if run.start == 0:
+            content = "" if '"content":' in delta else ',"content":""'
+            delta = f'"role":"assistant"{content}{"," if delta else ""}{delta}'
         return (
-            f'{{"index":{run.choice},"delta":{{{role}"content":{quoted(run.text)}}}'
+            f'{{"index":{run.choice},"delta":{{{delta}}}'
             f',"logprobs":{self._logprobs(run)},"finish_reason":{self._finish(run)}'
             f"{self._ids(run)}}}"
         )
+
+    def _skip(self, chunk: Chunk, count: int) -> None:
+        for run in chunk.runs():
+            if any(d.kind == TOOL_CALL and d.token < count for d in run.deltas):
+                self._calling.add(run.choice)
+            count -= len(run.token_ids)
+
+    def _finish(self, run: Run) -> str:
+        if run.reason is None:
+            return "null"
+        return f'"{self._reason(run.choice, FINISH_REASONS[run.reason])}"'
+
+    def _reason(self, choice: int, reason: str) -> str:
+        return "tool_calls" if reason == "stop" and choice in self._calling else reason
 
     def _logprobs(self, run: Run) -> str:
         if not run.logprobs:
@@ -160,7 +196,8 @@ class ChatWriter(_Writer):
         return json.dumps(self._names.chat(run.token_ids, run.logprobs), separators=(",", ":"))
 
     def _last_choice(self, reason: str) -> str:
-        return f'{{"index":0,"delta":{{}},"logprobs":null,"finish_reason":"{reason}"}}'
+        shown = self._reason(0, reason)
+        return f'{{"index":0,"delta":{{}},"logprobs":null,"finish_reason":"{shown}"}}'
 
 
 class CompletionWriter(_Writer):
@@ -177,13 +214,15 @@ class CompletionWriter(_Writer):
         start: int = 0,
     ) -> None:
         super().__init__(head, form, fields, names, start)
+        self._echo = form.echo
         self._offsets: dict[int, int] = {}
 
     def _choice(self, run: Run) -> str:
         if self._is_mute(run):
             return ""
+        text = self._echo + run.text if run.start == 0 else run.text
         return (
-            f'{{"index":{run.choice},"text":{quoted(run.text)}'
+            f'{{"index":{run.choice},"text":{quoted(text)}'
             f',"logprobs":{self._logprobs(run)},"finish_reason":{self._finish(run)}'
             f"{self._ids(run)}}}"
         )

@@ -7,20 +7,31 @@ from typing import Any
 
 from penstock.shared.protocol.field_types import Flag, Integer
 
-from ...api_errors import ApiError, invalid
+from ...api_errors import invalid
 from .common_fields import COMMON_FIELDS, OBJECT, TEXT, output_form
 from .field_table import FieldTable, Shape, no_effect, option, refused, served
 
 __all__ = ["CHAT_FIELDS", "chat_request"]
 
-_TOOLS = "is not served yet"
+_MESSAGES = {
+    "type": "array",
+    "minItems": 1,
+    "items": {
+        "type": "object",
+        "required": ["role", "content"],
+        "properties": {
+            "role": {"enum": ["system", "developer", "user", "assistant"]},
+            "content": {"type": ["string", "null"]},
+        },
+    },
+}
 
 CHAT_FIELDS = FieldTable(
     (
         served(
             "messages",
-            Shape("a list of messages", (list,), {"type": "array", "items": {"type": "object"}}),
-            "The conversation: `role` and `content`, as text or parts of type `text`.",
+            Shape("a list of messages", (list,), _MESSAGES),
+            "The conversation, with OpenAI's keys; content is text or parts of type `text`.",
         ),
         *COMMON_FIELDS,
         option("max_completion_tokens", "max_tokens"),
@@ -32,11 +43,11 @@ CHAT_FIELDS = FieldTable(
         served("logprobs", Flag(), "Report log-probabilities of the output tokens."),
         served("top_logprobs", Integer(0, 20), "And of so many most likely tokens; with logprobs."),
         served("response_format", OBJECT, "`text`, `json_object`, or `json_schema`."),
-        refused("tools", _TOOLS, []),
-        refused("tool_choice", _TOOLS, "none", "auto"),
-        refused("parallel_tool_calls", _TOOLS, True),
-        refused("reasoning_effort", _TOOLS, "none"),
-        refused("chat_template_kwargs", _TOOLS, {}),
+        option("tools"),
+        option("tool_choice"),
+        option("parallel_tool_calls"),
+        option("reasoning_effort"),
+        option("chat_template_kwargs"),
         no_effect("metadata", OBJECT, "Answers are not stored."),
         no_effect("safety_identifier", TEXT, "There is no moderation."),
         no_effect("prompt_cache_key", TEXT, "Prefixes are cached by their content."),
@@ -80,7 +91,10 @@ def chat_request(
     fields = dict(values)
     if not own.get("messages"):
         raise invalid("messages", "messages: give at least one message", "missing_value")
-    fields["prompt"] = [_message(i, message) for i, message in enumerate(own["messages"])]
+    if not isinstance(own["messages"][0], dict):
+        raise invalid("messages[0]", "messages[0]: a message is an object with role and content")
+    fields["prompt"] = own["messages"]
+    fields["parse_response"] = True
     fields.setdefault("max_tokens", own.get("max_tokens", default_max_tokens))
     fields.update(output_form(own))
     _read_logprobs(own, fields)
@@ -92,35 +106,3 @@ def _read_logprobs(own: Mapping[str, Any], fields: dict[str, Any]) -> None:
         fields["logprobs"] = own.get("top_logprobs", 0)
     elif own.get("top_logprobs"):
         raise invalid("top_logprobs", "top_logprobs: allowed only with logprobs true")
-
-
-def _message(number: int, message: object) -> dict[str, Any]:
-    where = f"messages[{number}]"
-    if not isinstance(message, dict):
-        raise invalid(where, f"{where}: a message is an object with role and content")
-    for key in message:
-        if key not in ("role", "content", "name"):
-            path = f"{where}.{key[:64]}"
-            raise invalid(path, f"{path}: is not served", "unsupported_parameter")
-    role = message.get("role")
-    if not isinstance(role, str) or not role:
-        raise invalid(f"{where}.role", f"{where}.role: give a role as text", "missing_value")
-    return {"role": role, "content": _content(f"{where}.content", message.get("content"))}
-
-
-def _content(where: str, content: object) -> str:
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise invalid(where, f"{where}: give text, or a list of parts of type text")
-    return "".join(_part(f"{where}[{i}]", part) for i, part in enumerate(content))
-
-
-def _part(where: str, part: object) -> str:
-    if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
-        return str(part["text"])
-    raise _not_text(where)
-
-
-def _not_text(where: str) -> ApiError:
-    return invalid(where, f"{where}: allowed are parts of type text", "unsupported_content")
