@@ -19,6 +19,7 @@ from penstock.shared.errors import ConfigurationError
 from ..measurement import finish
 from ..report_view import show_progress
 from .faults.fault_schedule import ALL_FAULTS, Fault
+from .gateway.gateway_storm import GatewayStormOptions, run_gateway_storm
 from .options import StormOptions
 from .stall import StallOptions, measure_stall
 from .storm import Storm
@@ -86,6 +87,10 @@ def chaos(
         bool,
         typer.Option("--stall", help="No storm: measure how long a kill stops a stream."),
     ] = False,
+    gateway: Annotated[
+        bool,
+        typer.Option("--gateway", help="Kill gateways, too, under clients that resume."),
+    ] = False,
     rounds: Annotated[
         int, typer.Option(min=1, max=1000, help="With --stall: kills of each kind.")
     ] = 9,
@@ -114,6 +119,17 @@ def chaos(
         if stall:
             report = _run(measure_stall(StallOptions(rounds=rounds), show))
             passed, failed = "streams go on in time", "streams stand still too long: {names}"
+        elif gateway:
+            storm = GatewayStormOptions(
+                seconds=seconds,
+                clients=in_flight,
+                workers=workers,
+                tokens=tokens,
+                seed=secrets.randbits(31) if seed is None else seed,
+                lease_ms=lease_ms,
+            )
+            report = _run(run_gateway_storm(storm, show))
+            passed, failed = "no token lost, doubled or changed", "NOT everything held: {names}"
         else:
             options = StormOptions(
                 seconds=seconds,
