@@ -11,6 +11,7 @@ import contextlib
 import ipaddress
 import logging
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -52,6 +53,7 @@ def serve(settings: Settings, announce: Callable[[str], None]) -> None:
     if (gateway.tls_certificate is None) != (gateway.tls_key is None):
         raise ConfigurationError("gateway.tls_certificate and gateway.tls_key go together")
     asyncio.run(_reach_redis(settings))
+    _raise_file_limit()
     with _listen(gateway.host, gateway.port) as listener:
         host, port = listener.getsockname()[:2]
         scheme = "http" if gateway.tls_certificate is None else "https"
@@ -133,6 +135,12 @@ class _Children:
         process.stdin.write(self._settings)
         process.stdin.close()
         return process
+
+
+def _raise_file_limit() -> None:
+    """A connection is an open file: let there be as many as the system allows."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 async def _reach_redis(settings: Settings) -> None:

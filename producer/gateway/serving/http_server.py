@@ -44,6 +44,7 @@ class GatewayServer(uvicorn.Server):
                 ws="none",
                 lifespan="on",
                 access_log=False,
+                proxy_headers=False,
                 log_level="warning",
                 server_header=False,
                 timeout_keep_alive=75,
