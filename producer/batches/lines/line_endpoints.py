@@ -19,7 +19,11 @@ from ...gateway.openai.answer_form import AnswerForm
 from ...gateway.openai.answer_objects import answer_object, chat_choice, completion_choice
 from ...gateway.openai.event_writers import AnswerHead
 from ...gateway.openai.fields.chat_fields import CHAT_FIELDS, chat_request
-from ...gateway.openai.fields.completion_fields import COMPLETION_FIELDS, completion_request
+from ...gateway.openai.fields.completion_fields import (
+    COMPLETION_FIELDS,
+    completion_request,
+    echoed_text,
+)
 from ...gateway.openai.fields.field_table import FieldTable
 from ...gateway.openai.token_logprobs import TokenNames
 from ...results import Result
@@ -27,7 +31,7 @@ from ...results import Result
 __all__ = ["LineEndpoint", "LineRefused", "Translation", "line_endpoint"]
 
 _DEFAULT_MAX_TOKENS = 4096
-_FORM = AnswerForm(tier="flex")
+_TIER = "flex"
 
 
 class LineRefused(Exception):
@@ -74,7 +78,7 @@ class LineEndpoint:
     object_name: str
     table: FieldTable
     build: Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, Any]]
-    choice: Callable[[Mapping[str, Any], Mapping[str, Any], Choice, TokenNames], dict[str, Any]]
+    choice: Callable[[AnswerHead, AnswerForm, Choice, TokenNames], dict[str, Any]]
 
     def translate(self, body: dict[str, Any]) -> Translation:
         """Read a line's body.
@@ -89,19 +93,20 @@ class LineEndpoint:
             model = check_model(own.get("model"))
             fields = self.build(own, values)
             Request.build(id="line", **fields)
+            ids = bool(own.get("return_token_ids"))
+            form = AnswerForm(tier=_TIER, token_ids=ids, echo=echoed_text(own, fields))
         except ApiError as error:
             param = None if error.param is None else f"body.{error.param}"
             raise LineRefused(error.code, error.message, param) from None
         except InvalidRequest as error:
             refused = error_of(error, self.table.names)
             raise LineRefused(refused.code, refused.message, f"body.{refused.param}") from None
-        choice = functools.partial(self.choice, own, fields)
-        return Translation(model, fields, functools.partial(self._respond, model, choice))
+        return Translation(model, fields, functools.partial(self._respond, model, form))
 
     def _respond(
         self,
         model: str,
-        choice: Callable[[Choice, TokenNames], dict[str, Any]],
+        form: AnswerForm,
         request_id: str,
         result: Result,
         names: TokenNames,
@@ -109,7 +114,8 @@ class LineEndpoint:
         head = AnswerHead(request_id, int(time.time()), model)
         try:
             status = 200
-            body = answer_object(head, _FORM, self.object_name, result, self.table, choice, names)
+            kind, table = self.object_name, self.table
+            body = answer_object(head, form, kind, result, table, self.choice, names)
         except ApiError as error:
             status, body = error.status, error.body()
         return {"status_code": status, "request_id": request_id, "body": json.loads(body)}
@@ -131,30 +137,9 @@ def _chat(own: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
     return chat_request(own, values, _DEFAULT_MAX_TOKENS)
 
 
-def _chat_choice(
-    own: Mapping[str, Any], _: Mapping[str, Any], choice: Choice, names: TokenNames
-) -> dict[str, Any]:
-    return chat_choice(choice, names, token_ids=bool(own.get("return_token_ids")))
-
-
-def _completion_choice(
-    own: Mapping[str, Any], fields: Mapping[str, Any], choice: Choice, names: TokenNames
-) -> dict[str, Any]:
-    echo = fields["prompt"] if own.get("echo") else ""
-    ids = bool(own.get("return_token_ids"))
-    return completion_choice(choice, names, token_ids=ids, echo=echo)
-
-
-def _completion(own: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    fields = completion_request(own, values)
-    if own.get("echo") and not isinstance(fields["prompt"], str):
-        raise LineRefused("unsupported_value", "echo: needs a prompt given as text", "body.echo")
-    return fields
-
-
 _ENDPOINTS: Mapping[str, LineEndpoint] = {
-    "/v1/chat/completions": LineEndpoint("chat.completion", CHAT_FIELDS, _chat, _chat_choice),
+    "/v1/chat/completions": LineEndpoint("chat.completion", CHAT_FIELDS, _chat, chat_choice),
     "/v1/completions": LineEndpoint(
-        "text_completion", COMPLETION_FIELDS, _completion, _completion_choice
+        "text_completion", COMPLETION_FIELDS, completion_request, completion_choice
     ),
 }

@@ -14,7 +14,6 @@ from ...choices import Choice
 from ...results import Result, Status
 from ..answering.answers import EventWriter
 from ..answering.stored_answers import MakeWriter
-from ..api_errors import invalid
 from ..documented import json_answer, json_body, with_errors
 from ..gateway import Gateway
 from ..model_directory import Shard
@@ -24,7 +23,7 @@ from .answer_schemas import CHAT_ANSWER, COMPLETION_ANSWER
 from .event_writers import AnswerHead, ChatWriter, CompletionWriter
 from .fields.chat_fields import CHAT_FIELDS, chat_request
 from .fields.common_fields import service_tier, wants_usage
-from .fields.completion_fields import COMPLETION_FIELDS, completion_request
+from .fields.completion_fields import COMPLETION_FIELDS, completion_request, echoed_text
 from .fields.field_schema import body_schema
 from .fields.field_table import FieldTable
 from .token_logprobs import TokenNames
@@ -119,7 +118,7 @@ async def _answer(
         usage=wants_usage(own),
         token_ids=bool(own.get("return_token_ids")),
         reasoning_field=gateway.settings.reasoning_field,
-        echo=_echo(own, fields),
+        echo=echoed_text(own, fields),
         reads_all="tools" in fields or (endpoint is _COMPLETION and "logprobs" in fields),
     )
     submission = await gateway.submit(
@@ -143,22 +142,6 @@ async def _answer(
         return answer_object(head, form, kind, result, table, endpoint.choice, names)
 
     return gateway.whole(submission, build)
-
-
-def _echo(own: Mapping[str, Any], fields: Mapping[str, Any]) -> str:
-    """The text that stands before a completion.
-
-    Raises:
-        ApiError: 400, the prompt's text is not known, or its log-probabilities are asked for.
-    """
-    if not own.get("echo"):
-        return ""
-    prompt = fields["prompt"]
-    if not isinstance(prompt, str):
-        raise invalid("echo", "echo: needs a prompt given as text", "unsupported_value")
-    if "logprobs" in fields:
-        raise invalid("echo", "echo: is not served together with logprobs", "unsupported_value")
-    return prompt
 
 
 async def _writer_of(

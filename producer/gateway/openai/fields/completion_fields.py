@@ -11,7 +11,7 @@ from ...api_errors import invalid
 from .common_fields import COMMON_FIELDS, OBJECT, output_form
 from .field_table import FieldTable, Shape, option, refused, served
 
-__all__ = ["COMPLETION_FIELDS", "completion_request"]
+__all__ = ["COMPLETION_FIELDS", "completion_request", "echoed_text"]
 
 _DEFAULT_MAX_TOKENS = 16
 
@@ -65,4 +65,20 @@ def _prompt(prompt: Any) -> Any:
         if len(prompt) > 1:
             raise invalid("prompt", "prompt: one prompt a request", "unsupported_value")
         return prompt[0]
+    return prompt
+
+
+def echoed_text(own: Mapping[str, Any], fields: Mapping[str, Any]) -> str:
+    """The text that stands before a completion.
+
+    Raises:
+        ApiError: 400, the prompt's text is not known, or its log-probabilities are asked for.
+    """
+    if not own.get("echo"):
+        return ""
+    prompt = fields["prompt"]
+    if not isinstance(prompt, str):
+        raise invalid("echo", "echo: needs a prompt given as text", "unsupported_value")
+    if "logprobs" in fields:
+        raise invalid("echo", "echo: is not served together with logprobs", "unsupported_value")
     return prompt
