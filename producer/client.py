@@ -41,8 +41,7 @@ __all__ = ["Producer"]
 _MAX_INDEX = 2**31 - 1
 _MAX_DIGEST = 2**32 - 1
 _MAX_TIMEOUT_S = 1e9
-_FIRST_GRACES = 3
-"""A reader that attends from the submission gets this many graces to send its first heartbeat."""
+_FIRST_GRACES = 3  # for the first heartbeat of a reader that attends from the submission
 
 
 class Producer:
@@ -177,8 +176,7 @@ class Producer:
             tenant: the tenant that the request is charged to.
             note: what :attr:`Status.note` gives its readers, in any process, until the retention
                 is over. It counts as a part of the payload.
-            attend: count this client as a reader at once, for ``on_disconnect`` ``cancel``: the
-                request ends also if this process dies before it reads.
+            attend: count this client as a reader at once, for ``on_disconnect`` ``cancel``.
             **options: further fields of :class:`~penstock.shared.protocol.Request` and
                 :class:`~penstock.shared.protocol.SamplingOptions`, such as ``max_tokens``.
 
@@ -328,12 +326,7 @@ class Producer:
         return await count_workers(self._client, self._keys)
 
     async def model_card(self, *, vocabulary: bool = True) -> ModelCard:
-        """What the workers of this model and shard published of it; see :class:`ModelCard`.
-
-        Raises:
-            ProtocolError: somebody else wrote it.
-            RedisUnavailable: see the class.
-        """
+        """What this shard's workers published of their model; see :func:`read_model_card`."""
         return await read_model_card(self._client, self._keys, vocabulary=vocabulary)
 
     async def served_models(self) -> list[Keys]:

@@ -44,7 +44,7 @@ def run_schemathesis(gateway: GatewayProcess, document: Path, examples: int, *fl
         "--checks", CHECKS, "--max-examples", str(examples), "--seed", "1", "--no-color",
         "--request-timeout", "20", "--continue-on-failure", *flags,
     ]  # fmt: skip
-    run = subprocess.run(command, capture_output=True, text=True)
+    run = subprocess.run(command, capture_output=True, text=True, cwd=document.parent)
     assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
     return run.stdout
 
