@@ -18,9 +18,9 @@ from .lines.line_endpoints import line_endpoint
 from .records import Batch, BatchState, FilePurpose, new_batch_id
 from .schedules import Schedule, ScheduleStore, check_cron, check_schedule_name, next_firing
 from .storage import Storage
-from .webhooks.caller import check_webhook_url
 from .webhooks.delivery_store import DeliveryStore
 from .webhooks.request_ends import RequestEnds
+from .webhooks.webhook_url import check_webhook_url
 
 __all__ = ["BatchService"]
 
@@ -73,6 +73,7 @@ class BatchService:
         metadata: Mapping[str, str] | None = None,
         webhook: str | None = None,
         output_expires_after_s: int | None = None,
+        models: frozenset[str] | None = None,
         batch_id: str | None = None,
     ) -> Batch:
         """Start a batch over a file of lines.
@@ -86,6 +87,7 @@ class BatchService:
             metadata: at most 16 pairs of the caller's own.
             webhook: URL to call at its end.
             output_expires_after_s: life of its output files; None for the setting's.
+            models: the models that lines may name; None for all.
             batch_id: the same id starts one batch; None makes one.
 
         Raises:
@@ -110,6 +112,7 @@ class BatchService:
             metadata=_check_metadata(metadata),
             webhook=None if webhook is None else check_webhook_url(webhook),
             output_expires_after_s=output_expires_after_s,
+            models=None if models is None else tuple(sorted(models)),
             times={BatchState.VALIDATING: now},
             expires_at=now + window_s,
         )

@@ -131,6 +131,7 @@ class Batch(_Record):
         metadata: the caller's own.
         webhook: URL to call at its end.
         output_expires_after_s: life of its output files; None for the default.
+        models: the models that its lines may name; None for all.
         state: see :class:`BatchState`.
         outcome: the state that it will end in, once it is finalizing.
         times: when it entered each state.
@@ -165,6 +166,7 @@ class Batch(_Record):
     metadata: dict[str, str] | None = None
     webhook: str | None = None
     output_expires_after_s: int | None = None
+    models: tuple[str, ...] | None = None
     state: BatchState = BatchState.VALIDATING
     outcome: BatchState | None = None
     times: dict[BatchState, int]

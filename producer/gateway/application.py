@@ -16,11 +16,16 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.shared.distribution import version
 from penstock.shared.errors import PenstockError
+from penstock.shared.local.embedded import require_url
+from penstock.shared.redis.retrying_client import RetryingClient
 from penstock.shared.settings import Settings
 
+from ..batches.batch_service import BatchService
 from .answering.answers import CLIENT_LEFT
 from .answering.stored_answers import stream_routes
 from .api_errors import ApiError, error_of, error_response
+from .batch_files.batch_endpoints import batch_routes
+from .batch_files.file_endpoints import file_routes
 from .callers import Access, OpenAccess
 from .gateway import Gateway
 from .gateway_metrics import GatewayMetrics
@@ -44,6 +49,10 @@ def create_app(settings: Settings, access: Access | None = None) -> FastAPI:
         access: the door; None lets everybody in as the tenant ``default``.
     """
     directory = ModelDirectory(settings)
+    client = RetryingClient(
+        require_url(settings.redis), socket_timeout_s=settings.redis.socket_timeout_s
+    )
+    batches = BatchService(client, settings)
     gateway = Gateway(settings, access or OpenAccess(), directory)
 
     @contextlib.asynccontextmanager
@@ -52,6 +61,8 @@ def create_app(settings: Settings, access: Access | None = None) -> FastAPI:
         try:
             yield
         finally:
+            await batches.aclose()
+            await client.aclose()
             await directory.aclose()
 
     app = FastAPI(
@@ -66,6 +77,8 @@ def create_app(settings: Settings, access: Access | None = None) -> FastAPI:
     app.include_router(response_routes(gateway))
     writers = {**openai_writers(), **response_writers()}
     app.include_router(stream_routes(gateway, writers))
+    app.include_router(file_routes(gateway, batches))
+    app.include_router(batch_routes(gateway, batches))
     _handle_errors(app)
     if settings.gateway.cors_origins is not None:
         app.add_middleware(

@@ -17,7 +17,7 @@ from starlette.responses import Response
 from penstock.shared.errors import IdConflict, PenstockError, UnknownRequest
 from penstock.shared.protocol import Lane, OnDisconnect, Reason
 from penstock.shared.protocol import Request as QueueRequest
-from penstock.shared.settings import GatewaySettings, Settings
+from penstock.shared.settings import BatchesSettings, GatewaySettings, Settings
 
 from ..results import Result
 from .answering.answers import EventWriter, StreamedAnswer, WholeAnswer
@@ -76,6 +76,7 @@ class Gateway:
 
     def __init__(self, settings: Settings, access: Access, directory: ModelDirectory) -> None:
         self.settings: GatewaySettings = settings.gateway
+        self.batch_settings: BatchesSettings = settings.batches
         self.metrics = GatewayMetrics()
         self.answers = OpenAnswers(self.metrics)
         self.access = access

@@ -52,6 +52,13 @@ class GatewaySettings(Section):
         ge=1,
         le=131_072,
     )
+    upload_timeout_s: float = setting(
+        300.0,
+        "How long the upload of a file may take to arrive as a whole.",
+        unit="s",
+        gt=0,
+        le=86_400,
+    )
     response_retention_s: int = setting(
         24 * 3600,
         "How long a response of `/v1/responses` is kept after its end, unless `store` is false. It "

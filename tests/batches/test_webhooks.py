@@ -15,16 +15,13 @@ from batches.conftest import completion_lines
 from batches.test_batches import start
 
 from penstock.producer.batches.batch_service import BatchService
-from penstock.producer.batches.webhooks.caller import (
-    CallFailed,
-    WebhookCaller,
-    check_webhook_url,
-)
+from penstock.producer.batches.webhooks.caller import CallFailed, WebhookCaller
 from penstock.producer.batches.webhooks.deliveries import (
     RETRY_AFTER_S,
     Delivery,
     signing_keys,
 )
+from penstock.producer.batches.webhooks.webhook_url import check_webhook_url
 from penstock.shared.errors import ConfigurationError, InvalidRequest
 
 SECRETS = ["whsec_" + base64.b64encode(bytes([i]) * 32).decode() for i in (1, 2)]

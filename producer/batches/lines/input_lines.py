@@ -120,6 +120,9 @@ def _check_line(
     try:
         line = parse_line(data, batch.endpoint)
         translation = translate(line.body)
+        if batch.models is not None and translation.model not in batch.models:
+            message = f"this API key may not use the model {translation.model!r}"
+            raise LineRefused("model_not_allowed", message, "body.model")
         if found.model not in ("", translation.model):
             message = f"a batch has one model; an earlier line names {found.model!r}"
             raise LineRefused("mismatched_model", message, "body.model")

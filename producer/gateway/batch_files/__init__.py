@@ -1,0 +1,1 @@
+"""OpenAI's files and batches by HTTP; ``penstock batches`` drives what is started here."""
