@@ -26,7 +26,7 @@ $(BIN)/pytest tests/faults tests/simulate -m "alone and not slow" || status=$$?;
 exit $$status
 endef
 
-.PHONY: help demo test oracle check fuzz api-fuzz bench faults soak install clean FORCE
+.PHONY: help demo test oracle check fuzz api-fuzz bench check-native faults soak install clean FORCE
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
@@ -62,6 +62,14 @@ bench: install ## Measure engine, scheduler and queue on this machine
 	$(BIN)/penstock bench engine $(ARGS)
 	$(BIN)/penstock bench scheduler $(ARGS)
 	$(BIN)/penstock bench queue $(ARGS)
+
+# The sanitisers' runtimes come first in the process. What Python keeps to its end is no leak.
+check-native: install ## Test the native library under address and undefined-behaviour sanitisers
+	NATIVE_SANITISERS=1 ASAN_OPTIONS=detect_leaks=0 \
+	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
+	$(BIN)/python -m pytest -n 0 tests/kernels/test_native_largest.py \
+	  tests/kernels/test_native_linear.py tests/kernels/test_native_attention.py \
+	  tests/kernels/test_native_steps.py $(ARGS)
 
 faults: install ## Run fault storms and the long form of the fault tests: twenty minutes
 	$(BIN)/penstock chaos --seconds 60 --all

@@ -1,7 +1,12 @@
-"""Small programs of the native library, and their steps, for tests."""
+"""Small programs of the native library, and their steps, for tests.
+
+With ``NATIVE_SANITISERS`` in the environment the library is one that reports every access outside
+its memory and all undefined behaviour, as ``make check-native`` wants it.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -17,6 +22,7 @@ from penstock.kernels.cpu import (
     Library,
     NativeProgram,
     ThreadPool,
+    compiler,
     load_library,
     supported_sets,
 )
@@ -26,8 +32,13 @@ DTYPES = [torch.float32, torch.bfloat16]
 SETS = supported_sets()
 
 
+SANITISERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-g")
+
+
 @cache
 def library(name: str = SETS[0]) -> Library:
+    if os.environ.get("NATIVE_SANITISERS"):
+        return Library(compiler.build(name, extra_flags=SANITISERS))
     return load_library(name)
 
 
