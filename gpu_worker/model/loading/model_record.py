@@ -86,6 +86,13 @@ class CheckpointWeights:
     def __contains__(self, name: object) -> bool:
         return name in self._file_of
 
+    def sizes(self) -> dict[str, int]:
+        """The number of elements of every tensor, by name."""
+        return {
+            name: torch.Size(file.get_slice(name).get_shape()).numel()
+            for name, file in self._file_of.items()
+        }
+
     def read(self, name: str) -> Tensor:
         """The tensor called ``name``.
 

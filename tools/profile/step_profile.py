@@ -1,0 +1,211 @@
+"""Runs the engine's loop, times its parts, and compares steps with the machine's floors."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections.abc import Mapping, Sequence
+from typing import cast
+
+import torch
+
+from penstock.gpu_worker.engine.engine import Engine
+from penstock.gpu_worker.engine.requests import EngineRequest
+from penstock.gpu_worker.engine.text_stream import TextStream
+from penstock.gpu_worker.engine_process.model_interface import ServingModel
+from penstock.gpu_worker.messages import StepReport, frame, packed_updates
+from penstock.gpu_worker.model.build import build_model
+from penstock.gpu_worker.model.runner import ModelRunner
+from penstock.gpu_worker.model.text.deferred_tokenizer import DeferredTokenizer
+from penstock.shared.errors import ConfigurationError
+from penstock.shared.protocol import Request, SamplingOptions
+from penstock.shared.settings import Settings, load_settings
+
+from ..bench.rounds import Machine, Rounds
+from ..report import Progress, Report
+from .chrome_trace import write_chrome_trace
+from .command import ProfileOptions
+from .floors import linear_weights, measure_rates
+from .part_timer import PartTimer, TimedModel, TimedText
+
+__all__ = ["PARTS", "profile_steps"]
+
+PARTS = (
+    "schedule", "pack", "linears", "attention", "other_ops", "sampling", "collect", "detokenise",
+    "publish",
+)  # fmt: skip
+"""Of a step, in their order."""
+
+_ADVICE = {
+    "weight bandwidth": "each step reads all weights: let more sequences share it "
+    "(engine.max_sequences), or halve it (model.dtype bfloat16)",
+    "KV bandwidth": "long contexts are read at every step: model.dtype bfloat16, or a model with "
+    "fewer KV heads",
+    "FLOPs": "arithmetic: more threads (engine.threads), or model.dtype bfloat16 where the CPU "
+    "multiplies in it",
+    "host": "steps are short against their administration: more sequences per step "
+    "(engine.max_sequences), or a larger model costs no more host time",
+}
+
+_BLOCK = 16
+
+_Step = tuple[float, int, dict[str, float]]
+
+
+def profile_steps(options: ProfileOptions, progress: Progress) -> Report:
+    """Serve ``options.sequences`` equal requests and report the decode steps in which all run.
+
+    Raises:
+        ConfigurationError: the requests do not fit the model.
+        ModelError: the model cannot be loaded.
+    """
+    progress("loading", 0, 0)
+    machine = Machine()
+    served = build_model(_settings(options))
+    runner = cast(ModelRunner, served.runner)
+    length = options.prompt + options.tokens
+    if length > served.config.max_model_len:
+        raise ConfigurationError(
+            f"--prompt and --tokens: {length} tokens, the model's context is "
+            f"{served.config.max_model_len}"
+        )
+    loaded = runner.loaded
+    if isinstance(loaded.tokenizer, DeferredTokenizer):
+        loaded.tokenizer.load_rest()  # or its thread would be measured, too
+    rates = measure_rates(loaded.dtype)
+    steps = _run(options, served, runner, progress)
+    decode = [step for step in steps if step[1] == options.sequences] or steps
+    parts = _means(decode)
+    step_s = sum(parts.values())
+    rounds = Rounds()
+    rounds.add("step_ms", 1e3 * step_s)
+    rounds.add("steps", len(decode))
+    for name in PARTS:
+        rounds.add(f"{name}_ms", 1e3 * parts[name])
+        rounds.add(f"{name}_percent", 100 * parts[name] / step_s)
+    rounds.add("accounted_percent", 100 * step_s / _wall(decode))
+    weights = linear_weights(loaded.path)
+    context = options.prompt + options.tokens / 2
+    # Whole groups of tokens, as the library stores them.
+    token_bytes = loaded.geometry.block_bytes(_BLOCK, loaded.dtype) / _BLOCK
+    kv_bytes = options.sequences * context * token_bytes
+    floors = {
+        "weight bandwidth": weights * loaded.dtype.itemsize / rates.bytes_per_s,
+        "KV bandwidth": kv_bytes / rates.bytes_per_s,
+        "FLOPs": 2 * weights * options.sequences / rates.flops_per_s,
+    }
+    computing = sum(parts[name] for name in ("linears", "attention", "other_ops"))
+    for name, seconds in floors.items():
+        rounds.add(f"floor_{name.lower().replace(' ', '_')}_ms", 1e3 * seconds)
+        rounds.add(f"floor_{name.lower().replace(' ', '_')}_percent", 100 * seconds / step_s)
+    rounds.add("memory_gb_per_s", rates.bytes_per_s / 1e9)
+    rounds.add("gflops_per_s", rates.flops_per_s / 1e9)
+    floors["host"] = step_s - computing
+    bound = max(floors, key=lambda name: floors[name])
+    if options.trace is not None:
+        write_chrome_trace(options.trace, [(at, n, _only_parts(found)) for at, n, found in steps])
+    return rounds.report(
+        "profile",
+        machine,
+        at_least=(("accounted_percent", 95),),
+        notes=(
+            served.summary,
+            _load_of(options),
+            f"bound: {bound}; {_ADVICE[bound]}",
+            "Redis and arrivals are outside: the engine process alone, all requests at once",
+        ),
+    )
+
+
+def _load_of(options: ProfileOptions) -> str:
+    lengths = f"{options.prompt} + {options.tokens} tokens each"
+    threads = f"{torch.get_num_threads()} threads, torch {torch.__version__}"
+    return f"{options.sequences} sequences, {lengths}, {threads}"
+
+
+def _settings(options: ProfileOptions) -> Settings:
+    return load_settings(
+        {
+            "model.path": options.model,
+            "model.device": "cpu",
+            "model.dtype": options.dtype,
+            "model.native": options.native,
+            "engine.max_sequences": options.sequences,
+            "engine.threads": options.threads,
+            "engine.prefix_cache": False,
+            "speculation.source": "off",
+        }
+    )
+
+
+def _run(
+    options: ProfileOptions, served: ServingModel, runner: ModelRunner, progress: Progress
+) -> list[_Step]:
+    timer = PartTimer()
+    model = TimedModel(runner.loaded, timer)
+    runner.loaded = model  # type: ignore[assignment]
+
+    def timed_text(prompt_ids: tuple[int, ...]) -> TextStream:
+        return TimedText(served.new_text_stream(prompt_ids), timer)
+
+    engine = Engine(served.config, timed_text)
+    for request in _requests(options, served):
+        engine.add(request)
+    steps: list[_Step] = []
+    for number in itertools.count():
+        progress("steps", number, options.tokens)
+        began = time.perf_counter()
+        with timer.part("schedule"):
+            plan = engine.schedule()
+        if plan is None:
+            return steps
+        run_began = time.perf_counter()
+        output = runner.run(plan)
+        run_ended = time.perf_counter()
+        timer.add("pack", model.began - run_began)
+        timer.add("sampling", run_ended - model.ended)
+        detokenised = timer.seconds.get("detokenise", 0.0)
+        with timer.part("collect"):
+            updates = engine.collect(plan, output)
+        timer.add("collect", detokenised - timer.seconds.get("detokenise", 0.0))
+        with timer.part("publish"):
+            frame(StepReport(packed_updates(updates), engine.load()))
+        ended = time.perf_counter()
+        taken = timer.take()
+        parts = {name: taken.get(name, 0.0) for name in PARTS}
+        steps.append((began, plan.num_tokens, {**parts, "wall": ended - began}))
+    raise AssertionError("steps end")
+
+
+def _requests(options: ProfileOptions, served: ServingModel) -> list[EngineRequest]:
+    rng, words = random.Random(0), served.config.vocab_size or 256
+    sampling = SamplingOptions(max_tokens=options.tokens, temperature=0.0, ignore_eos=True)
+    found = []
+    for index in range(options.sequences):
+        prompt = tuple(rng.randrange(1, words) for _ in range(options.prompt))
+        asked = Request(id=str(index), prompt=prompt, options=sampling)
+        found.append(
+            EngineRequest(
+                id=asked.id,
+                lane=asked.lane,
+                tenant=asked.tenant,
+                prompt_ids=prompt,
+                options=asked.options,
+                seed=asked.seed,
+                arrival=time.perf_counter(),
+            )
+        )
+    return found
+
+
+def _means(steps: Sequence[_Step]) -> Mapping[str, float]:
+    return {name: sum(parts[name] for _, _, parts in steps) / len(steps) for name in PARTS}
+
+
+def _only_parts(found: Mapping[str, float]) -> Mapping[str, float]:
+    return {name: found[name] for name in PARTS}
+
+
+def _wall(steps: Sequence[_Step]) -> float:
+    return sum(parts["wall"] for _, _, parts in steps) / len(steps)
