@@ -5,12 +5,13 @@ from __future__ import annotations
 import datetime
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from redis.exceptions import NoPermissionError
 
 from penstock.shared.errors import InvalidRequest
 from penstock.shared.keys import Keys
+from penstock.shared.local.embedded import require_url
 from penstock.shared.redis.retrying_client import RetryingClient
 from penstock.shared.scripts.usage_ledger import (
     LEDGER_DAYS,
@@ -18,12 +19,14 @@ from penstock.shared.scripts.usage_ledger import (
     UsageRow,
     read_ledger,
 )
+from penstock.shared.settings import Settings
 
-__all__ = ["GROUPS", "UsageSum", "find_ledgers", "read_usage", "sum_usage"]
+__all__ = ["GROUPS", "UsageReader", "UsageSum", "find_ledgers", "read_usage", "sum_usage"]
 
 GROUPS = ("day", "tenant", "model", "lane", "state")
 """By what usage can be summed."""
 
+_DEFAULT_DAYS = 30
 _DAYS_PER_CALL = 31
 _KEYS_PER_SCAN = 1000
 _MAX_SCANS = 1000
@@ -39,6 +42,65 @@ class UsageSum(NamedTuple):
 
     group: tuple[str, ...]
     counts: UsageCounts
+
+
+class UsageReader:
+    """Reads the usage ledgers of a Redis server; in a cluster, those of one node.
+
+    Args:
+        settings: the sections ``redis`` and ``queue``.
+        outage_s: as of :class:`Producer`.
+
+    Raises:
+        RedisUnavailable: the settings name no server.
+    """
+
+    def __init__(self, settings: Settings, *, outage_s: float = 10.0) -> None:
+        self._own = Keys(settings.queue.model, settings.queue.shard)
+        self._client = RetryingClient(
+            require_url(settings.redis),
+            socket_timeout_s=settings.redis.socket_timeout_s,
+            outage_s=outage_s,
+        )
+
+    async def __aenter__(self) -> Self:
+        try:
+            await self._client.connect(self._own.counters)
+        except BaseException:
+            await self._client.aclose()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._client.aclose()
+
+    async def read(
+        self,
+        first: datetime.date | None = None,
+        last: datetime.date | None = None,
+        *,
+        tenant: str | None = None,
+        model: str | None = None,
+    ) -> list[UsageRow]:
+        """All rows from the first to the last day, both included.
+
+        Args:
+            first: a day of UTC; None: 30 days in all.
+            last: a day of UTC; None: today.
+            tenant: only its rows.
+            model: only its rows.
+
+        Raises:
+            InvalidRequest: the last day comes before the first, or there are too many.
+            RedisUnavailable: see :class:`Producer`.
+        """
+        client = self._client
+        seconds, _ = await client.call(lambda: client.redis.time())
+        last = last or datetime.datetime.fromtimestamp(seconds, datetime.UTC).date()
+        first = first or last - datetime.timedelta(_DEFAULT_DAYS - 1)
+        shards = await find_ledgers(client) or [self._own]
+        wanted = [keys for keys in shards if model in (None, keys.model)]
+        return await read_usage(client, wanted, first, last, tenant=tenant)
 
 
 async def find_ledgers(client: RetryingClient) -> list[Keys]:

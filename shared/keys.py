@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from .errors import InvalidRequest
 from .protocol.states import Lane
 
-__all__ = ["GROUP", "BatchKeys", "Keys"]
+__all__ = ["GROUP", "BatchKeys", "GatewayKeys", "Keys"]
 
 GROUP = "workers"
 """Name of the consumer group on every queue stream."""
@@ -218,3 +218,18 @@ class BatchKeys:
     def schedules(self) -> str:
         """Hash: schedules by name, JSON."""
         return f"{self.prefix}schedules"
+
+
+class GatewayKeys:
+    """Names of what all gateways of a Redis server share; they lie in one slot of a cluster."""
+
+    prefix = "ps:{gateway}:"
+
+    @property
+    def index(self) -> str:
+        """Hash: digests of the secrets of every API key, newest first, by the key's id."""
+        return f"{self.prefix}keys"
+
+    def key(self, digest: str) -> str:
+        """Hash: what the API key with a secret of this SHA-256 (in hex) allows."""
+        return f"{self.prefix}key:{digest}"

@@ -20,6 +20,7 @@ from penstock.shared.distribution import install_command, version
 from penstock.shared.errors import ConfigurationError, PenstockError, RequestFailed
 
 from . import request_commands as requests
+from .api_keys import keys
 from .batches.batch_commands import batch
 from .batches.schedule_commands import schedule
 from .batches.worker_command import batches
@@ -141,6 +142,7 @@ app.add_typer(batch, name="batch")
 app.add_typer(schedule, name="schedule")
 app.add_typer(dlq, name="dlq")
 app.add_typer(door, name="door")
+app.add_typer(keys, name="keys")
 
 
 def _version(wanted: bool) -> None:

@@ -15,20 +15,16 @@ from rich.console import Console
 from rich.table import Table
 
 from penstock.shared.errors import InvalidRequest
-from penstock.shared.keys import Keys
-from penstock.shared.local.embedded import require_url
-from penstock.shared.redis.retrying_client import RetryingClient
 from penstock.shared.scripts.usage_ledger import UsageCounts, UsageRow
 from penstock.shared.settings import Settings
 
-from ..usage import GROUPS, UsageSum, find_ledgers, read_usage, sum_usage
+from ..usage import GROUPS, UsageReader, UsageSum, sum_usage
 from .options import ConfigOption, JsonOption, RedisOption, client_settings
 from .output import printable, write_json
 
 __all__ = ["usage"]
 
 _WIDE = 10_000
-_DEFAULT_DAYS = 30
 
 
 def usage(
@@ -79,21 +75,8 @@ async def _read(
     tenant: str | None,
     model: str | None,
 ) -> list[UsageRow]:
-    client = RetryingClient(
-        require_url(settings.redis), socket_timeout_s=settings.redis.socket_timeout_s
-    )
-    try:
-        own = Keys(settings.queue.model, settings.queue.shard)
-        await client.connect(own.counters)
-        seconds, _ = await client.call(lambda: client.redis.time())
-        today = datetime.datetime.fromtimestamp(seconds, datetime.UTC).date()
-        last = last or today
-        first = first or last - datetime.timedelta(_DEFAULT_DAYS - 1)
-        shards = await find_ledgers(client) or [own]
-        wanted = [keys for keys in shards if model in (None, keys.model)]
-        return await read_usage(client, wanted, first, last, tenant=tenant)
-    finally:
-        await client.aclose()
+    async with UsageReader(settings) as reader:
+        return await reader.read(first, last, tenant=tenant, model=model)
 
 
 def _day(name: str, text: str | None) -> datetime.date | None:

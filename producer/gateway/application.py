@@ -21,18 +21,20 @@ from penstock.shared.redis.retrying_client import RetryingClient
 from penstock.shared.settings import Settings
 
 from ..batches.batch_service import BatchService
+from .access.key_access import door_of
 from .answering.answers import CLIENT_LEFT
 from .answering.stored_answers import stream_routes
 from .api_errors import ApiError, error_of, error_response
 from .batch_files.batch_endpoints import batch_routes
 from .batch_files.file_endpoints import file_routes
-from .callers import Access, OpenAccess
+from .callers import Access
 from .gateway import Gateway
 from .gateway_metrics import GatewayMetrics
 from .model_directory import ModelDirectory
 from .openai.endpoints import openai_routes, openai_writers
 from .responses.response_endpoints import response_routes, response_writers
 from .service_pages import service_routes
+from .usage_page import usage_routes
 
 __all__ = ["create_app"]
 
@@ -46,21 +48,23 @@ def create_app(settings: Settings, access: Access | None = None) -> FastAPI:
 
     Args:
         settings: the sections ``redis``, ``queue`` and ``gateway``.
-        access: the door; None lets everybody in as the tenant ``default``.
+        access: the door; None asks Redis for API keys, see :func:`.door_of`.
     """
-    directory = ModelDirectory(settings)
+    directory, door = ModelDirectory(settings), access or door_of(settings)
     client = RetryingClient(
         require_url(settings.redis), socket_timeout_s=settings.redis.socket_timeout_s
     )
     batches = BatchService(client, settings)
-    gateway = Gateway(settings, access or OpenAccess(), directory)
+    gateway = Gateway(settings, door, directory)
 
     @contextlib.asynccontextmanager
     async def live(_: FastAPI) -> AsyncIterator[None]:
         await directory.connect()
+        await door.connect()
         try:
             yield
         finally:
+            await door.aclose()
             await batches.aclose()
             await client.aclose()
             await directory.aclose()
@@ -73,6 +77,7 @@ def create_app(settings: Settings, access: Access | None = None) -> FastAPI:
         redoc_url=None,
     )
     app.include_router(service_routes(gateway))
+    app.include_router(usage_routes(door, settings))
     app.include_router(openai_routes(gateway))
     app.include_router(response_routes(gateway))
     writers = {**openai_writers(), **response_writers()}

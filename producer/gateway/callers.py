@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from penstock.shared.protocol import Lane
 
-__all__ = ["Access", "Admission", "Caller", "OpenAccess"]
+__all__ = ["Access", "Admission", "Caller", "OpenAccess", "OpenAdmission", "Used"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,12 +20,20 @@ class Caller:
         key_id: which API key; empty without one.
         models: the models it may use; None for all.
         lanes: the lanes it may use.
+        admin: it sees the usage of all tenants.
+        digest: of the key's secret.
     """
 
     tenant: str
     key_id: str = ""
     models: frozenset[str] | None = None
     lanes: frozenset[Lane] = frozenset(Lane)
+    admin: bool = False
+    digest: str = field(default="", repr=False)
+
+
+Used = Callable[[], Awaitable[int | None]]
+"""Asks how many tokens a request has used; None while it has not ended."""
 
 
 class Admission(Protocol):
@@ -35,12 +43,24 @@ class Admission(Protocol):
     def headers(self) -> Mapping[str, str]:
         """What the response says of limits."""
 
+    def bind(self, used: Used) -> None:
+        """The request was submitted, and has used this; unbound it does not count."""
+
     async def release(self) -> None:
-        """The request has ended or was never submitted; repeating it is harmless."""
+        """Nobody waits for it any more; repeating it is harmless.
+
+        A request that goes on counts as running until it has ended.
+        """
 
 
 class Access(Protocol):
     """The door: who a client is, and whether it may submit now."""
+
+    async def connect(self) -> None:
+        """Begin; in the event loop that uses it."""
+
+    async def aclose(self) -> None:
+        """End."""
 
     async def authenticate(self, headers: Mapping[str, str]) -> Caller:
         """Say who calls.
@@ -58,15 +78,26 @@ class Access(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Granted:
+class OpenAdmission:
+    """The permission where nothing is limited."""
+
     headers: Mapping[str, str] = field(default_factory=dict)
 
+    def bind(self, used: Used) -> None:
+        """Nothing counts."""
+
     async def release(self) -> None:
-        return None
+        """Nothing is held."""
 
 
 class OpenAccess:
     """The door without keys: everybody is the tenant ``default``."""
+
+    async def connect(self) -> None:
+        """Nothing to do."""
+
+    async def aclose(self) -> None:
+        """Nothing to do."""
 
     async def authenticate(self, headers: Mapping[str, str]) -> Caller:
         """Everybody."""
@@ -76,4 +107,4 @@ class OpenAccess:
     async def admit(self, caller: Caller, cost: int) -> Admission:
         """Always."""
         del caller, cost
-        return _Granted()
+        return OpenAdmission()

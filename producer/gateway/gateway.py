@@ -19,6 +19,7 @@ from penstock.shared.protocol import Lane, OnDisconnect, Reason
 from penstock.shared.protocol import Request as QueueRequest
 from penstock.shared.settings import BatchesSettings, GatewaySettings, Settings
 
+from ..client import Producer
 from ..results import Result
 from .answering.answers import EventWriter, StreamedAnswer, WholeAnswer
 from .answering.open_answers import OpenAnswers
@@ -142,6 +143,8 @@ class Gateway:
                     attend=not keep,
                     **values,
                 )
+                if not submitted.duplicate:
+                    admission.bind(functools.partial(_tokens_used, shard.producer, request_id))
             except BaseException:
                 await admission.release()
                 raise
@@ -229,6 +232,18 @@ def _pack_note(note: Mapping[str, Any], body: Mapping[str, Any] | None) -> bytes
         digest = hashlib.sha256(canonical.encode()).hexdigest()[:32]
         note = {**note, "body": digest}
     return json.dumps(note, separators=(",", ":"), sort_keys=True).encode()
+
+
+async def _tokens_used(producer: Producer, request_id: str) -> int | None:
+    """What a request has used of its key's tokens; None while it runs."""
+    try:
+        end = (await producer.status(request_id)).end
+    except UnknownRequest:
+        return 0
+    if end is None:
+        return None
+    usage = end.usage
+    return usage.prompt_tokens + usage.output_tokens if usage else end.n
 
 
 def _headers(submission: Submission) -> dict[str, str]:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
+from importlib.resources.abc import Traversable
 from typing import Any, Protocol
 
 from redis.exceptions import NoScriptError, ResponseError
@@ -22,6 +23,7 @@ __all__ = [
     "Pipelined",
     "Script",
     "load_script",
+    "read_script",
     "run_calls",
     "run_commands",
     "script_names",
@@ -81,13 +83,23 @@ def load_script(name: str) -> Script:
     Raises:
         FileNotFoundError: there is no such script in the package.
     """
-    folder = resources.files(__package__) / "lua"
+    return read_script(resources.files(__package__) / "lua", name)
 
-    def read(path: str) -> str:
-        text = (folder / path).read_text("utf-8")
-        return _INCLUDE.sub(lambda match: read(match.group(1)), text)
 
-    return Script.of(name, read(f"{name}.lua"))
+def read_script(folder: Traversable, name: str) -> Script:
+    """Read ``<name>.lua`` of a folder; what it includes is this package's.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+    """
+    libraries = resources.files(__package__) / "lua"
+
+    def include(text: str) -> str:
+        return _INCLUDE.sub(
+            lambda match: include((libraries / match.group(1)).read_text("utf-8")), text
+        )
+
+    return Script.of(name, include((folder / f"{name}.lua").read_text("utf-8")))
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,6 +90,14 @@ class GatewaySettings(Section):
         ge=0,
         le=3600,
     )
+    admission_lease_ms: int = setting(
+        30_000,
+        "How long a request of a gateway that died still counts among its key's `concurrent` "
+        "requests. Gateways renew what runs three times as often.",
+        unit="ms",
+        ge=300,
+        le=3_600_000,
+    )
     max_body: ByteSize = setting(
         ByteSize(4 * 2**20),
         "Largest body of a request; a larger one gets 413.",

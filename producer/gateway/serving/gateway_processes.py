@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import logging
 import os
 import resource
@@ -24,6 +23,7 @@ from penstock.shared.errors import ConfigurationError
 from penstock.shared.local.children import spawn_bound
 from penstock.shared.settings import Settings
 
+from ..access.key_access import are_keys, is_loopback
 from ..model_directory import ModelDirectory
 from .http_server import GatewayServer
 
@@ -49,7 +49,7 @@ def serve(settings: Settings, announce: Callable[[str], None]) -> None:
         RedisUnavailable: Redis cannot be reached.
     """
     gateway = settings.gateway
-    _check_address(gateway.host)
+    _check_address(settings)
     if (gateway.tls_certificate is None) != (gateway.tls_key is None):
         raise ConfigurationError("gateway.tls_certificate and gateway.tls_key go together")
     asyncio.run(_reach_redis(settings))
@@ -151,20 +151,18 @@ async def _reach_redis(settings: Settings) -> None:
         await directory.aclose()
 
 
-def _check_address(host: str) -> None:
+def _check_address(settings: Settings) -> None:
     """Without keys anybody who reaches the port may use everything.
 
     Raises:
-        ConfigurationError: others than this machine could reach it.
+        ConfigurationError: there are none, and others than this machine could reach it.
+        RedisUnavailable: Redis cannot be reached.
     """
-    try:
-        loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        loopback = False
-    if not loopback:
+    host = settings.gateway.host
+    if not is_loopback(host) and not asyncio.run(are_keys(settings)):
         raise ConfigurationError(
             f"gateway.host is {host!r}, but there are no API keys: without them the gateway "
-            "listens on a loopback address only"
+            "listens on a loopback address only; `penstock keys create` makes one"
         )
 
 

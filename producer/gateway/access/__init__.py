@@ -1,0 +1,1 @@
+"""API keys: who may use the gateway, and how much."""

@@ -1,0 +1,297 @@
+"""The door with API keys: who calls, and whether the key's limits let the request in."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import logging
+import uuid
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Mapping
+
+from penstock.shared.errors import PenstockError
+from penstock.shared.local.embedded import require_url
+from penstock.shared.redis.retrying_client import RetryingClient
+from penstock.shared.settings import Settings
+
+from ..api_errors import ApiError
+from ..callers import Admission, Caller, OpenAdmission, Used
+from .key_records import KeyRecord, digest_of
+from .key_store import KeyStore
+from .limit_scripts import LimitScripts, Verdict
+
+__all__ = ["KeyAccess", "are_keys", "door_of", "is_loopback"]
+
+_log = logging.getLogger("penstock.gateway")
+
+_FRESH_S = 1.0
+"""How long a look at a key counts: a revoked key lists models that much longer. `admit` looks anew
+at every request."""
+
+_MOST_CACHED = 10_000
+_MAX_SECRET_CHARS = 256
+_SETTLE_EVERY_S = 1.0
+
+
+class _Held:
+    """The permission for one request, as its key's limits count it."""
+
+    def __init__(
+        self, settle: Callable[[str, str, Used | None], Awaitable[None]], key_id: str, lease: str,
+        headers: Mapping[str, str],
+    ) -> None:  # fmt: skip
+        self._settle = settle
+        self._key_id = key_id
+        self._lease = lease
+        self._used: Used | None = None
+        self._is_held = True
+        self.headers = headers
+
+    def bind(self, used: Used) -> None:
+        """See :class:`..callers.Admission`."""
+        self._used = used
+
+    async def release(self) -> None:
+        """See :class:`..callers.Admission`."""
+        if self._is_held:
+            self._is_held = False
+            await self._settle(self._key_id, self._lease, self._used)
+
+
+class KeyAccess:
+    """Asks Redis for every request, so that all gateways share each key's limits.
+
+    Args:
+        settings: the sections ``redis`` and ``gateway``.
+        required: refuse who has no key even while there is none at all. (On a loopback address a
+            gateway without any key lets everybody in; once it has seen a key, never again.)
+        scripts: makes the scripts' calls; tests put altered ones in their place.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        required: bool,
+        scripts: Callable[[RetryingClient], LimitScripts] = LimitScripts,
+    ) -> None:
+        gateway = settings.gateway
+        self._client = RetryingClient(
+            require_url(settings.redis),
+            socket_timeout_s=settings.redis.socket_timeout_s,
+            outage_s=gateway.outage_s,
+        )
+        self._store = KeyStore(self._client)
+        self._scripts = scripts(self._client)
+        self._lease_ms = gateway.admission_lease_ms
+        self._required = required
+        self._checked_at = float("-inf")
+        self._cache: OrderedDict[str, tuple[float, KeyRecord | None]] = OrderedDict()
+        self._running: dict[str, set[str]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def connect(self) -> None:
+        """Begin to renew what runs here."""
+        self._spawn(self._renew())
+
+    async def aclose(self) -> None:
+        """End. What is still admitted here counts as running until its lease ends."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._client.aclose()
+
+    async def count(self) -> int:
+        """How many keys there are, revoked ones included.
+
+        Raises:
+            RedisUnavailable: Redis is away.
+        """
+        return await self._store.count()
+
+    async def authenticate(self, headers: Mapping[str, str]) -> Caller:
+        """The tenant of the bearer key.
+
+        Raises:
+            ApiError: 401, there is none, or it is not in force.
+            RedisUnavailable: Redis is away.
+        """
+        secret = _secret(headers)
+        if not secret:
+            if await self._is_required():
+                raise _unauthorized("no API key: send `authorization: Bearer KEY`")
+            return Caller("default")
+        record = await self._look_up(secret)
+        if record is None:
+            if await self._is_required():
+                raise _unauthorized("the API key is not known, revoked or expired")
+            return Caller("default")
+        return Caller(
+            record.tenant, record.id, record.models, record.lanes, record.admin, digest_of(secret)
+        )
+
+    async def admit(self, caller: Caller, cost: int) -> Admission:
+        """Let a request of about ``cost`` tokens in.
+
+        Raises:
+            ApiError: 401, the key was revoked just now; 429, a limit is reached.
+            RedisUnavailable: Redis is away.
+        """
+        lease = uuid.uuid4().hex
+        if not caller.key_id:
+            return OpenAdmission()
+        verdict = await self._scripts.admit(
+            caller.digest, caller.key_id, lease, cost=cost, lease_ms=self._lease_ms
+        )
+        if verdict.verdict == "full":
+            raise _full(verdict, cost)
+        if verdict.verdict != "ok":
+            self._cache.pop(caller.digest, None)
+            raise _unauthorized("the API key is not known, revoked or expired")
+        self._running.setdefault(caller.key_id, set()).add(lease)
+        return _Held(self._release, caller.key_id, lease, _limit_headers(verdict))
+
+    async def _release(self, key_id: str, lease: str, used: Used | None) -> None:
+        """End an admission: of a request that was never submitted, or has used this much.
+
+        A request that goes on without its client counts as running until it has ended.
+        """
+        if used is None:
+            await self._settle(key_id, lease, submitted=False, used=0)
+            return
+        tokens = None
+        with contextlib.suppress(PenstockError):
+            tokens = await used()
+        if tokens is None:
+            self._spawn(self._settle_later(key_id, lease, used))
+        else:
+            await self._settle(key_id, lease, submitted=True, used=tokens)
+
+    async def _settle(self, key_id: str, lease: str, *, submitted: bool, used: int) -> None:
+        leases = self._running.get(key_id, set())
+        leases.discard(lease)
+        if not leases:
+            self._running.pop(key_id, None)
+        try:
+            await self._scripts.settle(key_id, lease, submitted=submitted, used=used)
+        except PenstockError as error:
+            _log.warning("a request of %s stays charged by estimate: %s", key_id, error)
+
+    async def _settle_later(self, key_id: str, lease: str, used: Used) -> None:
+        tokens = None
+        while tokens is None:
+            await asyncio.sleep(_SETTLE_EVERY_S)
+            with contextlib.suppress(PenstockError):
+                tokens = await used()
+        await self._settle(key_id, lease, submitted=True, used=tokens)
+
+    async def _renew(self) -> None:
+        while True:
+            await asyncio.sleep(self._lease_ms / 3000)
+            leases = {key_id: sorted(names) for key_id, names in self._running.items()}
+            try:
+                await self._scripts.renew(leases, lease_ms=self._lease_ms)
+            except PenstockError as error:
+                _log.warning("what runs could not be renewed: %s", error)
+
+    async def _look_up(self, secret: str) -> KeyRecord | None:
+        """The record of a key in force; Redis is asked once a second."""
+        digest, now = digest_of(secret), asyncio.get_running_loop().time()
+        known = self._cache.get(digest)
+        if known is None or now - known[0] > _FRESH_S:
+            record = await self._store.find(secret)
+            if record is not None:
+                self._required = True
+                if not record.is_valid(await self._store.now_ms()):
+                    record = None
+            known = now, record
+            self._cache[digest] = known
+            self._cache.move_to_end(digest)
+            while len(self._cache) > _MOST_CACHED:
+                self._cache.popitem(last=False)
+        return known[1]
+
+    async def _is_required(self) -> bool:
+        now = asyncio.get_running_loop().time()
+        if not self._required and now - self._checked_at > _FRESH_S:
+            self._required = await self._store.count() > 0
+            self._checked_at = now
+        return self._required
+
+    def _spawn(self, work: Awaitable[None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach an address."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def door_of(settings: Settings) -> KeyAccess:
+    """The door of a gateway: others than this machine need a key, in any case."""
+    return KeyAccess(settings, required=not is_loopback(settings.gateway.host))
+
+
+async def are_keys(settings: Settings) -> bool:
+    """Whether there is any API key.
+
+    Raises:
+        RedisUnavailable: Redis is away.
+    """
+    access = door_of(settings)
+    try:
+        return await access.count() > 0
+    finally:
+        await access.aclose()
+
+
+def _secret(headers: Mapping[str, str]) -> str:
+    kind, _, secret = headers.get("authorization", "").partition(" ")
+    secret = secret.strip()
+    if kind.lower() != "bearer" or len(secret) > _MAX_SECRET_CHARS:
+        return ""
+    return secret
+
+
+def _unauthorized(message: str) -> ApiError:
+    return ApiError(401, message, "invalid_api_key", retry=False)
+
+
+_BOUNDS = {
+    "requests": "requests per minute",
+    "tokens": "tokens per minute",
+    "concurrent": "concurrent requests",
+    "budget": "tokens per day",
+}
+
+
+def _full(verdict: Verdict, cost: int) -> ApiError:
+    what = _BOUNDS[verdict.bound]
+    message = f"the limit of {what} of this API key is reached"
+    if verdict.bound in ("tokens", "budget"):
+        message += f"; this request is estimated at {cost} tokens"
+    code = "insufficient_quota" if verdict.bound == "budget" else "rate_limit_exceeded"
+    hopeless = verdict.bound == "budget" or (verdict.bound == "tokens" and cost > verdict.tokens)
+    return ApiError(
+        429, message, code, retry_after_s=-(-verdict.retry_ms // 1000),
+        retry=False if hopeless else None,
+    )  # fmt: skip
+
+
+def _limit_headers(verdict: Verdict) -> dict[str, str]:
+    headers: dict[str, str] = {}
+    for name, limit, left, reset_ms in (
+        ("requests", *verdict[3:6]),
+        ("tokens", *verdict[6:9]),
+    ):
+        if limit:
+            headers[f"x-ratelimit-limit-{name}"] = str(limit)
+            headers[f"x-ratelimit-remaining-{name}"] = str(left)
+            headers[f"x-ratelimit-reset-{name}"] = f"{reset_ms}ms"
+    return headers

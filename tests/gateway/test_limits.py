@@ -1,0 +1,320 @@
+"""Limits of API keys: none is exceeded by one, wherever the requests come from."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+
+import pytest
+from redis.asyncio import Redis
+
+from penstock.producer.gateway.access.key_records import KeyRecord, Limits, digest_of
+from penstock.producer.gateway.access.key_store import KeyStore
+from penstock.producer.gateway.access.limit_scripts import (
+    LimitScripts,
+    Verdict,
+    load_limit_script,
+)
+from penstock.shared.redis.retrying_client import RetryingClient
+from penstock.shared.scripts.script_loader import Script
+
+MINUTE_MS = 60_000
+
+
+@dataclass
+class Door:
+    """The scripts of a server, and keys made for a test."""
+
+    client: RetryingClient
+    load: Callable[[str], Script] = load_limit_script
+    leases: int = 0
+    scripts: LimitScripts = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.scripts = LimitScripts(self.client, self.load)
+        self.store = KeyStore(self.client)
+
+    async def key(self, **limits: int) -> Key:
+        secret, record = await self.store.create(KeyRecord("", "acme", limits=Limits(**limits)))
+        return Key(self, digest_of(secret), record.id)
+
+    @property
+    def redis(self) -> Redis:
+        return self.client.redis
+
+
+@dataclass
+class Key:
+    door: Door
+    digest: str
+    id: str
+
+    async def admit(
+        self, cost: int = 1, *, lease: str | None = None, lease_ms: int = MINUTE_MS
+    ) -> Verdict:
+        if lease is None:
+            self.door.leases += 1
+            lease = f"lease{self.door.leases}"
+        return await self.door.scripts.admit(
+            self.digest, self.id, lease, cost=cost, lease_ms=lease_ms
+        )
+
+    async def settle(self, lease: str, used: int, *, submitted: bool = True) -> bool:
+        return await self.door.scripts.settle(self.id, lease, submitted=submitted, used=used)
+
+    async def window(self) -> dict[str, str]:
+        raw = await self.door.redis.hgetall(f"ps:{{gateway}}:window:{self.id}")
+        return {k.decode(): v.decode() for k, v in raw.items()}
+
+    async def let_pass(self, seconds: int) -> None:
+        """As if so much time had passed since everything that was admitted."""
+        name = f"ps:{{gateway}}:window:{self.id}"
+        for at, value in (await self.window()).items():
+            if at.isdigit():
+                await self.door.redis.hdel(name, at)
+                await self.door.redis.hset(name, str(int(at) - seconds), value)
+
+
+@pytest.fixture
+async def door(any_redis_url: str) -> AsyncIterator[Door]:
+    client = RetryingClient(any_redis_url)
+    yield Door(client)
+    await client.redis.config_set("maxmemory", 0)
+    await client.aclose()
+
+
+async def test_requests_per_minute(door: Door) -> None:
+    key = await door.key(requests_per_minute=3)
+    verdicts = [await key.admit() for _ in range(4)]
+    assert [v.verdict for v in verdicts] == ["ok", "ok", "ok", "full"]
+    assert [v.requests_left for v in verdicts] == [2, 1, 0, 0]
+    last = verdicts[-1]
+    assert (last.bound, last.requests) == ("requests", 3)
+    assert 58_000 < last.retry_ms <= 61_000
+    await key.let_pass(59)
+    assert (await key.admit()).verdict == "full"
+    await key.let_pass(3)
+    assert (await key.admit()).verdict == "ok"
+
+
+async def test_no_sixty_seconds_hold_more_than_the_limit(door: Door) -> None:
+    """Two halves, 40 s apart: the first leaves the window before the second does."""
+    key = await door.key(requests_per_minute=4)
+    assert [(await key.admit()).verdict for _ in range(2)] == ["ok"] * 2
+    await key.let_pass(40)
+    assert [(await key.admit()).verdict for _ in range(3)] == ["ok", "ok", "full"]
+    assert 19_000 < (await key.admit()).retry_ms <= 21_000
+    await key.let_pass(22)
+    assert [(await key.admit()).verdict for _ in range(3)] == ["ok", "ok", "full"]
+
+
+async def test_tokens_per_minute_by_what_was_used(door: Door) -> None:
+    key = await door.key(tokens_per_minute=100)
+    assert (await key.admit(60, lease="a")).tokens_left == 40
+    full = await key.admit(41)
+    assert (full.verdict, full.bound) == ("full", "tokens")
+    assert await key.settle("a", 10)
+    assert not await key.settle("a", 0), "once"
+    assert (await key.admit(90, lease="b")).tokens_left == 0
+    assert (await key.admit(1)).bound == "tokens"
+    await key.settle("b", 95)  # more than was estimated: it counts
+    assert (await key.admit(1)).bound == "tokens"
+
+
+async def test_a_request_above_the_limit_never_fits(door: Door) -> None:
+    key = await door.key(tokens_per_minute=100)
+    assert (await key.admit(101)).bound == "tokens"
+
+
+async def test_what_was_not_submitted_does_not_count(door: Door) -> None:
+    key = await door.key(requests_per_minute=1, tokens_per_minute=10, tokens_per_day=10)
+    await key.admit(10, lease="a")
+    assert await key.settle("a", 0, submitted=False)
+    assert (await key.admit(10)).verdict == "ok"
+
+
+async def test_concurrent_requests(door: Door) -> None:
+    key = await door.key(concurrent=2)
+    await key.admit(lease="a")
+    await key.admit(lease="b")
+    full = await key.admit()
+    assert (full.verdict, full.bound, full.retry_ms) == ("full", "concurrent", 1000)
+    await key.settle("a", 1)
+    assert (await key.admit(lease="c")).verdict == "ok"
+    assert (await key.admit()).verdict == "full"
+
+
+async def test_a_dead_gateway_holds_no_place_for_ever(door: Door) -> None:
+    key = await door.key(concurrent=2, tokens_per_day=100)
+    for lease in ("dead", "alive"):
+        await key.admit(30, lease=lease)
+    leases, long_ago = f"ps:{{gateway}}:leases:{key.id}", 1
+    await door.redis.zadd(leases, {"dead": long_ago, "alive": long_ago})
+    assert await door.scripts.renew({key.id: ["alive", "unknown"]}, lease_ms=MINUTE_MS) == 1
+    assert (await key.admit(30, lease="next")).verdict == "ok"
+    assert (await key.admit()).bound == "concurrent"
+    assert not await key.settle("dead", 1), "its estimate stays charged"
+    assert await key.settle("alive", 30)
+    assert (await key.admit(11)).bound == "budget"
+
+
+async def test_a_budget_per_day(door: Door) -> None:
+    key = await door.key(tokens_per_day=100)
+    await key.admit(80, lease="a")
+    full = await key.admit(21)
+    assert (full.verdict, full.bound) == ("full", "budget")
+    assert 0 < full.retry_ms <= 86_400_000
+    await key.settle("a", 50)
+    assert (await key.admit(50, lease="b")).verdict == "ok"
+    assert (await key.admit(1)).bound == "budget"
+    await key.settle("b", 50)
+    await key.let_pass(120)
+    assert (await key.admit(1)).bound == "budget", "a day is longer than a minute"
+    (day,) = [name for name in await key.window() if name.startswith("day:")]
+    name = f"ps:{{gateway}}:window:{key.id}"
+    await door.redis.hdel(name, day)
+    await door.redis.hset(name, f"day:{int(day[4:]) - 1}", 100)
+    assert (await key.admit(1)).verdict == "ok", "and yesterday's is gone"
+
+
+async def test_a_repeated_call_counts_once(door: Door) -> None:
+    """Its reply was lost."""
+    key = await door.key(requests_per_minute=2, concurrent=1)
+    for _ in range(3):
+        assert (await key.admit(lease="a")).verdict == "ok"
+    assert (await key.admit()).requests_left == 1
+
+
+async def test_revoked_and_expired_keys_are_refused_at_once(door: Door) -> None:
+    key = await door.key()
+    assert (await key.admit()).verdict == "ok"
+    await door.store.revoke(key.id)
+    assert (await key.admit()).verdict == "revoked"
+    secret, record = await door.store.create(KeyRecord("", "acme"), lifetime_ms=1)
+    await asyncio.sleep(0.003)
+    assert (await Key(door, digest_of(secret), record.id).admit()).verdict == "expired"
+    assert (await Key(door, digest_of("sk-penstock-x"), "key-x").admit()).verdict == "unknown"
+
+
+async def test_rotation_keeps_limits_and_ends_the_old_secret(door: Door) -> None:
+    key = await door.key(requests_per_minute=3)
+    await key.admit()
+    secret, record = await door.store.rotate(key.id, grace_ms=MINUTE_MS)
+    new = Key(door, digest_of(secret), record.id)
+    assert (await new.admit()).requests_left == 1
+    assert (await key.admit()).verdict == "ok", "in its grace"
+    secret, record = await door.store.rotate(key.id)
+    assert (await key.admit()).verdict == "expired"
+    assert (await new.admit()).verdict == "expired"
+    third = Key(door, digest_of(secret), record.id)
+    assert (await third.admit()).bound == "requests"
+    await door.store.revoke(key.id)
+    assert [(await k.admit()).verdict for k in (new, third)] == ["revoked", "revoked"]
+    assert (await key.admit()).verdict == "expired"
+    assert len(await door.store.all()) == 1
+
+
+async def test_secrets_are_not_stored(door: Door) -> None:
+    secret, record = await door.store.create(KeyRecord("", "acme"))
+    for name in await door.redis.keys("*"):
+        assert secret.encode() not in name
+        assert secret.encode() not in (await door.redis.dump(name))
+    found = await door.store.find(secret)
+    assert found == record
+    assert await door.store.find(secret[:-1]) is None
+    digest = digest_of(secret)
+    await door.redis.rename(f"ps:{{gateway}}:key:{digest}", f"ps:{{gateway}}:key:{digest_of('x')}")
+    assert await door.store.find("x") is None, "a record of another key"
+
+
+async def test_settling_and_renewing_run_at_maxmemory(door: Door) -> None:
+    key = await door.key(concurrent=1)
+    await key.admit(lease="a")
+    await door.redis.config_set("maxmemory", 1)
+    assert await door.scripts.renew({key.id: ["a"]}, lease_ms=MINUTE_MS) == 1
+    assert await key.settle("a", 1)
+
+
+async def test_two_hundred_keys_under_a_thousand_concurrent_requests(any_redis_url: str) -> None:
+    """Four gateways; each key is asked for more than each of its limits allows."""
+    clients = [RetryingClient(any_redis_url) for _ in range(4)]
+    doors = [Door(client) for client in clients]
+    store = doors[0].store
+    keys = []
+    for i in range(200):
+        limits = Limits(
+            requests_per_minute=4 if i % 3 == 0 else 0,
+            tokens_per_minute=30 if i % 3 == 1 else 0,
+            concurrent=3 if i % 3 == 2 else 0,
+        )
+        secret, record = await store.create(KeyRecord("", f"t{i}", limits=limits))
+        keys.append((digest_of(secret), record.id))
+
+    async def one(number: int) -> tuple[int, str]:
+        who = number % 200
+        digest, key_id = keys[who]
+        verdict = await doors[number % 4].scripts.admit(
+            digest, key_id, f"l{number}", cost=10, lease_ms=MINUTE_MS
+        )
+        return who, verdict.verdict
+
+    answers = await asyncio.gather(*map(one, range(1000)))
+    admitted = Counter(who for who, verdict in answers if verdict == "ok")
+    assert [admitted[i] for i in range(200)] == [4 if i % 3 == 0 else 3 for i in range(200)]
+    for client in clients:
+        await client.aclose()
+
+
+MUTANTS: tuple[tuple[str, str, str, Callable[[Door], Awaitable[None]]], ...] = (
+    ("admit", "used.requests + 1 > limits.requests", "used.requests > limits.requests",
+     test_requests_per_minute),
+    ("admit", "used.tokens + cost > limits.tokens", "used.tokens > limits.tokens",
+     test_tokens_per_minute_by_what_was_used),
+    ("admit", "- #lapsed >= limits.concurrent", "- #lapsed > limits.concurrent",
+     test_concurrent_requests),
+    ("admit", "- #lapsed >= limits.concurrent", ">= limits.concurrent",
+     test_a_dead_gateway_holds_no_place_for_ever),
+    ("admit", "spent + cost > limits.budget", "spent > limits.budget", test_a_budget_per_day),
+    ("admit", "at >= second - WINDOW_S", "at >= second - 30",
+     test_no_sixty_seconds_hold_more_than_the_limit),
+    ("admit", "'day:' .. day then", "'day:' .. day or true then", test_a_budget_per_day),
+    ("admit", "if redis.call('HEXISTS', RESERVED, lease) == 1 then", "if false then",
+     test_a_repeated_call_counts_once),
+    ("admit", "if fields[2] then", "if false then",
+     test_revoked_and_expired_keys_are_refused_at_once),
+    ("admit", "if fields[3] and", "if false and",
+     test_revoked_and_expired_keys_are_refused_at_once),
+    ("admit", "  redis.call('HDEL', RESERVED, gone)\n", "",
+     test_a_dead_gateway_holds_no_place_for_ever),
+    ("settle", "if not held then return 0 end", "held = held or '0 0 0'",
+     test_tokens_per_minute_by_what_was_used),
+    ("settle", "redis.call('ZREM', LEASES, lease)", "", test_concurrent_requests),
+    ("settle", "tokens - cost + used", "tokens", test_tokens_per_minute_by_what_was_used),
+    ("settle", "count - 1 + requests", "count", test_what_was_not_submitted_does_not_count),
+    ("settle", "found[2] - cost + used", "found[2]", test_a_budget_per_day),
+    ("renew", "\nallow_oom()\n", "\n", test_settling_and_renewing_run_at_maxmemory),
+    ("renew", "redis.call('ZADD', KEYS[1], 'XX', ends, ARGV[i])", "",
+     test_a_dead_gateway_holds_no_place_for_ever),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new", "directed"), MUTANTS, ids=[f"{m[0]}-{m[1][:30]}" for m in MUTANTS]
+)
+async def test_a_mutant_is_noticed(
+    redis_url: str, name: str, old: str, new: str, directed: Callable[[Door], Awaitable[None]]
+) -> None:
+    source = load_limit_script(name).source
+    assert source.count(old) == 1
+    mutant = Script.of(name, source.replace(old, new))
+    client = RetryingClient(redis_url)
+    assert await client.redis.script_load(mutant.source) == mutant.digest
+    door = Door(client, lambda wanted: mutant if wanted == name else load_limit_script(wanted))
+    try:
+        with pytest.raises((Exception, pytest.fail.Exception)):
+            await directed(door)
+    finally:
+        await client.redis.config_set("maxmemory", 0)
+        await client.aclose()
