@@ -45,5 +45,5 @@ def gateway(
     serve(load_settings(flags, config=config), _announce)
 
 
-def _announce(url: str) -> None:
-    typer.echo(f"gateway: {url} (no API keys: loopback only)")
+def _announce(url: str, has_keys: bool) -> None:
+    typer.echo(f"gateway: {url} ({'API keys' if has_keys else 'no API keys: loopback only'})")

@@ -19,6 +19,7 @@ from penstock.shared.settings import Settings
 
 from ..report import Number
 from .findings import Diagnosis, Finding, Level
+from .gateway_findings import look_at_api_keys
 from .redis_probe import Patient
 from .rights import ROLES, look_at_default_user, look_at_rights
 from .server_findings import ServerFacts, look_at_server
@@ -77,6 +78,8 @@ async def _examine(
         max_queued_bytes=int(queue.max_queued_bytes),
     )
     findings = list(look_at_server(facts))
+    if (api_keys := await look_at_api_keys(patient, settings.gateway.host)) is not None:
+        findings.append(api_keys)
     figures = _figures(facts)
     subject = f"{patient.address}, model {keys.model}, shard {keys.shard}"
     findings.append(slot)

@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import logging
 import uuid
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
 
 from penstock.shared.errors import PenstockError
+from penstock.shared.keys import GatewayKeys
 from penstock.shared.local.embedded import require_url
 from penstock.shared.redis.retrying_client import RetryingClient
 from penstock.shared.settings import Settings
 
 from ..api_errors import ApiError
 from ..callers import Admission, Caller, OpenAdmission, Used
+from .addresses import is_loopback
 from .key_records import KeyRecord, digest_of
 from .key_store import KeyStore
 from .limit_scripts import LimitScripts, Verdict
 
-__all__ = ["KeyAccess", "are_keys", "door_of", "is_loopback"]
+__all__ = ["KeyAccess", "are_keys", "door_of"]
 
 _log = logging.getLogger("penstock.gateway")
 
@@ -92,7 +93,8 @@ class KeyAccess:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def connect(self) -> None:
-        """Begin to renew what runs here."""
+        """Find the server, and begin to renew what runs here."""
+        await self._client.connect(GatewayKeys().index)
         self._spawn(self._renew())
 
     async def aclose(self) -> None:
@@ -225,14 +227,6 @@ class KeyAccess:
         task.add_done_callback(self._tasks.discard)
 
 
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach an address."""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
 def door_of(settings: Settings) -> KeyAccess:
     """The door of a gateway: others than this machine need a key, in any case."""
     return KeyAccess(settings, required=not is_loopback(settings.gateway.host))
@@ -246,6 +240,7 @@ async def are_keys(settings: Settings) -> bool:
     """
     access = door_of(settings)
     try:
+        await access.connect()
         return await access.count() > 0
     finally:
         await access.aclose()

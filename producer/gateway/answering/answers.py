@@ -62,7 +62,7 @@ class _Answer(Response):
         stream: the request's output.
         answers: the open answers of the process.
         on_leave: what to do when the client left before the end.
-        on_done: what to do in any case, at the end.
+        on_done: what to do in any case, at the end; repeating it is harmless.
         headers: further headers of the response.
     """
 
@@ -99,6 +99,11 @@ class _Answer(Response):
             watcher.cancel()
             self._answers.remove(self)
             await self._stream.aclose()
+            await self._on_done()
+
+    async def _settle(self) -> None:
+        """Be done before the last byte: its client may ask for more as soon as it has that."""
+        if self._stream.end is not None:
             await self._on_done()
 
     def end_early(self) -> None:
@@ -186,6 +191,7 @@ class StreamedAnswer(_Answer):
                 await self._send(data, send)
         if self._ended_early and stream.end is None:
             raise self._shutdown_error()
+        await self._settle()
         if stream.end is not None and not self._left:
             await self._send(writer.end(stream.end), send, last=True)
 
@@ -237,6 +243,7 @@ class WholeAnswer(_Answer):
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             result = await self._collect()
+            await self._settle()
             if result is None:
                 return
             body = self._build(result)

@@ -23,7 +23,8 @@ from penstock.shared.errors import ConfigurationError
 from penstock.shared.local.children import spawn_bound
 from penstock.shared.settings import Settings
 
-from ..access.key_access import are_keys, is_loopback
+from ..access.addresses import is_loopback
+from ..access.key_access import are_keys
 from ..model_directory import ModelDirectory
 from .http_server import GatewayServer
 
@@ -36,12 +37,13 @@ _LEAST_LIFE_S = 1.0
 """A child that ends sooner is started again only after that time."""
 
 
-def serve(settings: Settings, announce: Callable[[str], None]) -> None:
+def serve(settings: Settings, announce: Callable[[str, bool], None]) -> None:
     """Serve until SIGTERM or SIGINT; returns when everything is closed.
 
     Args:
         settings: the whole tree.
-        announce: called with the address once connections are accepted.
+        announce: called with the address, and whether there are API keys, once connections are
+            accepted.
 
     Raises:
         ConfigurationError: the address or TLS cannot be used, or the address is open to others
@@ -49,7 +51,7 @@ def serve(settings: Settings, announce: Callable[[str], None]) -> None:
         RedisUnavailable: Redis cannot be reached.
     """
     gateway = settings.gateway
-    _check_address(settings)
+    has_keys = _check_address(settings)
     if (gateway.tls_certificate is None) != (gateway.tls_key is None):
         raise ConfigurationError("gateway.tls_certificate and gateway.tls_key go together")
     asyncio.run(_reach_redis(settings))
@@ -58,7 +60,7 @@ def serve(settings: Settings, announce: Callable[[str], None]) -> None:
         host, port = listener.getsockname()[:2]
         scheme = "http" if gateway.tls_certificate is None else "https"
         shown = f"[{host}]" if ":" in host else host
-        announce(f"{scheme}://{shown}:{port}/v1")
+        announce(f"{scheme}://{shown}:{port}/v1", has_keys)
         if gateway.processes == 1:
             if not GatewayServer(settings).serve_on(listener):
                 raise ConfigurationError("the gateway could not start; its log says why")
@@ -151,19 +153,20 @@ async def _reach_redis(settings: Settings) -> None:
         await directory.aclose()
 
 
-def _check_address(settings: Settings) -> None:
-    """Without keys anybody who reaches the port may use everything.
+def _check_address(settings: Settings) -> bool:
+    """Whether there are API keys: without them anybody who reaches the port may use everything.
 
     Raises:
         ConfigurationError: there are none, and others than this machine could reach it.
         RedisUnavailable: Redis cannot be reached.
     """
-    host = settings.gateway.host
-    if not is_loopback(host) and not asyncio.run(are_keys(settings)):
+    host, has_keys = settings.gateway.host, asyncio.run(are_keys(settings))
+    if not has_keys and not is_loopback(host):
         raise ConfigurationError(
             f"gateway.host is {host!r}, but there are no API keys: without them the gateway "
             "listens on a loopback address only; `penstock keys create` makes one"
         )
+    return has_keys
 
 
 def _listen(host: str, port: int) -> socket.socket:
