@@ -29,6 +29,7 @@ __all__ = [
     "Prepared",
     "Ready",
     "Refused",
+    "RunUsage",
     "StepRecord",
     "StepReport",
     "Stop",
@@ -130,6 +131,20 @@ class StepRecord(NamedTuple):
     draft_failed: bool = False
 
 
+class RunUsage(NamedTuple):
+    """What a run has used of this worker so far.
+
+    Attributes:
+        run: its name in the engine.
+        device_us: its share of the steps' time, in microseconds.
+        drafted: tokens drafted for it, accepted or not.
+    """
+
+    run: str
+    device_us: int
+    drafted: int
+
+
 class StepReport(NamedTuple):
     """What the engine's loop reports after a step, and regularly while it has nothing to do.
 
@@ -138,12 +153,14 @@ class StepReport(NamedTuple):
         load: what decides how much more to claim.
         record: of the step; None if there was none.
         stats: now and then, and whenever no step follows without a new order.
+        used: of runs that end with the updates, and about once a second of all.
     """
 
     updates: Sequence[PackedUpdate]
     load: Load
     record: StepRecord | None = None
     stats: EngineStats | None = None
+    used: tuple[RunUsage, ...] = ()
 
 
 class Broken(NamedTuple):

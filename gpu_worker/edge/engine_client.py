@@ -207,6 +207,7 @@ class EngineClient(asyncio.Protocol):
     def _receive_step(self, step: StepReport) -> None:
         self.load = step.load
         self._owned.step_ended()
+        self._owned.used_more(step.used)
         if step.updates:
             self._outbox.post(unpacked_updates(step.updates))
         try:

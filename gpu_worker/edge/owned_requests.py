@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from penstock.shared.protocol import Answer, Usage
@@ -11,6 +11,7 @@ from penstock.shared.scripts.operations import Claim
 from penstock.shared.scripts.replies import Used
 
 from ..engine.requests import Finish
+from ..messages import RunUsage
 
 __all__ = ["OwnedRequest", "OwnedRequests", "run_name"]
 
@@ -49,7 +50,8 @@ class OwnedRequest:
         discarded_tokens: output tokens that were generated and not published.
         run: its name in the engine, see :func:`run_name`.
         in_stream: it has had a token from this worker, has not ended, and its answer is msgpack:
-            its next token needs nothing but to be packed, unless the token itself is special.
+            its next token needs nothing but to be packed, unless the token itself is special, or
+            what it has used is to be told.
         id: of the claim; repeated here so that what every token needs lies together.
         epoch: of the claim, repeated for the same reason.
     """
@@ -166,6 +168,13 @@ class OwnedRequests:
         """Count the sequences of a request as free: its end is near."""
         self._open[owned.lane] -= owned.sequences
         owned.sequences = 0
+
+    def used_more(self, used: Iterable[RunUsage]) -> None:
+        """Note what runs have used; Redis is told with their next tokens."""
+        for run, device_us, drafted in used:
+            if (owned := self.by_run.get(run)) is not None:
+                owned.device_us, owned.drafted_tokens = device_us, drafted
+                owned.in_stream = False
 
     # -- prompts on their way into the engine ---------------------------------------------------
 

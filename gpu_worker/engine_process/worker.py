@@ -24,6 +24,7 @@ from ..engine.step_output import StepOutput
 from ..messages import Broken, StepRecord, StepReport, packed_updates
 from .isolation import Runner, run_isolated
 from .step_log import StepLog
+from .usage_meter import UsageMeter
 
 __all__ = ["Orders", "Worker"]
 
@@ -85,6 +86,7 @@ class Worker:
         self._failure: BaseException | None = None
         self._consecutive_failures: set[str] = set()  # requests that failed since one was computed
         self._is_checked = False
+        self._meter = UsageMeter()
 
     # -- orders, as `Orders` reads them ---------------------------------------------------------
 
@@ -142,6 +144,7 @@ class Worker:
             order = self._inbox.popleft()
             if isinstance(order, str):
                 self._engine.abort(order)
+                self._meter.forget(order)
                 continue
             refusal = self._engine.add(order)
             if refusal is not None:
@@ -152,6 +155,7 @@ class Worker:
         began = self._clock()
         output = run_isolated(self._runner, plan)
         seconds = self._clock() - began
+        self._meter.add(plan, output, seconds)
         self._check_systemic_failure(plan, output)
         self._is_checked = False
         return output, StepRecord(
@@ -193,7 +197,8 @@ class Worker:
         stats = None
         if idle or now - self._reported_stats_at > _STATS_S:
             stats, self._reported_stats_at = engine.stats(), now
-        self._report(StepReport(packed_updates(updates), engine.load(), record, stats))
+        used = self._meter.report(updates, now)
+        self._report(StepReport(packed_updates(updates), engine.load(), record, stats, used))
 
     def _idle(self) -> None:
         """Show that the loop turns, and wait for orders."""

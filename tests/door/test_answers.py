@@ -85,6 +85,7 @@ async def test_answers_of_a_real_worker(
         "end": True, "n": 12, "state": "completed", "reason": "length", "message": "",
     }  # fmt: skip
     assert (usage["prompt_tokens"], usage["output_tokens"], usage["attempts"]) == (2, 12, 1)
+    assert usage["device_us"] > 0
     heard = [json.loads(pubsub.get_message(timeout=5)["data"]) for _ in events]
     assert heard[:-1] == events[:-1]
     pubsub.close()

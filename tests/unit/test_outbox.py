@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 from penstock.gpu_worker.edge.outbox import Outbox
 from penstock.gpu_worker.edge.owned_requests import OwnedRequests
 from penstock.gpu_worker.engine.requests import Finish, Update
+from penstock.gpu_worker.messages import RunUsage
 from penstock.gpu_worker.metrics import WorkerMetrics
 from penstock.shared.protocol import (
     Answer,
@@ -20,6 +23,7 @@ from penstock.shared.protocol import (
     unpack_event,
 )
 from penstock.shared.scripts.operations import Append, AppendStatus, Claim
+from penstock.shared.scripts.replies import Used
 
 
 class Clock:
@@ -336,3 +340,24 @@ def test_output_that_cannot_be_packed_ends_its_request_and_no_other(
     assert settled.lost == ("a#1",), "the engine must stop"
     assert tuple(owned.by_id) == ("b",)
     assert sample(metrics, "isolated_errors_total", task="outbox") == 1
+
+
+def test_what_was_used_is_told_with_the_next_tokens(outbox: Outbox, owned: OwnedRequests) -> None:
+    """With the first of a worker, then whenever it is more, then in the end."""
+    before = claim("a", Chunk(0, (5,), "x", rolling_digest((5,))))
+    outbox.open(replace(before, used=Used(7, 3, 4, 1000)), "normal")
+    outbox.post([update((6,))])
+    (item,) = take(outbox)
+    assert item.used == "", "nothing is new"
+    owned.used_more([RunUsage("a#1", 500, 2), RunUsage("gone#1", 1, 1)])
+    for ids, told in (((7,), "7 3 6 1500"), ((8,), "")):
+        outbox.post([update(ids)])
+        (item,) = take(outbox)
+        assert (item.used, item.end) == (told, b"")
+    owned.used_more([RunUsage("a#1", 700, 2)])
+    outbox.post([update((9,), finish=Finish(Reason.LENGTH))])
+    (item,) = take(outbox)
+    end = unpack_event(item.end)
+    assert isinstance(end, End)
+    assert end.usage is not None
+    assert (end.usage.drafted_tokens, end.usage.device_us) == (6, 1700)
