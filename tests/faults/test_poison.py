@@ -55,7 +55,9 @@ async def serve_poison(rig: Rig, poisoned: int, good: int) -> list[Reason]:
     for name in names:
         result = await env.client.result(name, timeout=200, check=False)
         ends.append(result.reason)
-        rig.ledger.ended[name] = Ended(result.end, rolling_digest(result.token_ids))
+        rig.ledger.ended[name] = Ended(
+            result.end, rolling_digest(result.token_ids), "critical", "default"
+        )
     await drain_workers(env, rig.ledger)
     await recount(env.direct.redis, env.keys, rig.ledger, exclusive=True)
     rig.check()

@@ -136,6 +136,7 @@ async def check_nothing_left(redis_url: str) -> None:
         assert await client.zcard(KEYS.deadlines) == 0
         constant = {
             KEYS.lanes, KEYS.virtual_time, KEYS.leases, KEYS.counters, KEYS.bell, KEYS.sweep,
+            KEYS.fingerprints, KEYS.model_card,
             KEYS.ingress(), *map(KEYS.tenants, Lane),
         }  # fmt: skip
         async for key in client.scan_iter():

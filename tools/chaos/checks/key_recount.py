@@ -56,7 +56,7 @@ async def recount(redis: Redis, keys: Keys, ledger: Ledger, *, exclusive: bool) 
 async def _check_lifetimes(redis: Redis, keys: Keys, names: list[str], ledger: Ledger) -> None:
     permanent = {
         keys.lanes, keys.virtual_time, keys.sweep, keys.leases, keys.counters, keys.bell,
-        keys.dead_letters, keys.fingerprints,
+        keys.dead_letters, keys.fingerprints, keys.model_card,
         keys.ingress_tenants, keys.ingress(),
         *(keys.tenants(lane) for lane in Lane),
     }  # fmt: skip
