@@ -26,7 +26,7 @@ $(BIN)/pytest tests/faults tests/simulate -m "alone and not slow" || status=$$?;
 exit $$status
 endef
 
-.PHONY: help demo test oracle check fuzz api-fuzz bench check-native faults soak install clean FORCE
+.PHONY: help demo test oracle check fuzz api-fuzz bench check-native faults deploy-test soak install clean FORCE
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
@@ -77,6 +77,9 @@ faults: install ## Run fault storms and the long form of the fault tests: twenty
 	$(BIN)/penstock chaos --stall
 	$(BIN)/pytest tests/faults -m "" --timeout 3600 $(ARGS)
 	$(BIN)/pytest tests/delivery tests/integration -m slow --timeout 3600 $(ARGS)
+
+deploy-test: install ## Build the images, run the compose file, kill, scale and restart: needs Docker
+	$(BIN)/pytest tests/deploy -m "" -s --timeout 900 $(ARGS)
 
 soak: install ## A million requests through the simulator, twice, and minutes of real ones: what stays?
 	$(BIN)/pytest tests/simulate/test_soak.py tests/faults/test_soak.py -m "" $(ARGS)

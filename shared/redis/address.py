@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit, urlunsplit
 
 from redis.asyncio import SSLConnection
 from redis.asyncio.connection import ConnectionPool
 
-__all__ = ["check_address", "describe_address", "redact_url", "uses_tls"]
+__all__ = ["check_address", "describe_address", "redact_url", "uses_tls", "with_password"]
 
 _FORMS = "must be redis://host:port/db, rediss://host:port/db or unix:///path"
 _DATABASE = re.compile(r"(/\d*)?/?")
@@ -43,6 +43,19 @@ def check_address(url: str) -> None:
         raise ValueError(f"{_FORMS}; in a password write @ as %40, / as %2F, ? as %3F, # as %23")
     if parts.scheme != "unix" and not _DATABASE.fullmatch(parts.path):
         raise ValueError(f"{_FORMS}, where db is the database's number, such as 0")
+
+
+def with_password(url: str, password: str) -> str:
+    """The address with this password in place of its own; its user stays.
+
+    Raises:
+        ValueError: the address is malformed.
+    """
+    check_address(url)
+    parts = urlsplit(url)
+    user = parts.netloc.rpartition("@")[0].partition(":")[0] or "default"
+    server = parts.netloc.rpartition("@")[2]
+    return urlunsplit(parts._replace(netloc=f"{user}:{quote(password, safe='')}@{server}"))
 
 
 def redact_url(url: str) -> str:

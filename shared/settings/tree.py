@@ -8,7 +8,7 @@ This file, and ``engine`` for its section, are the only place where a setting is
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     ByteSize,
@@ -17,7 +17,7 @@ from pydantic import (
     model_validator,
 )
 
-from ..redis.address import check_address
+from ..redis.address import check_address, with_password
 from .batches_section import BatchesSettings
 from .engine_section import EngineSettings
 from .gateway_section import GatewaySettings
@@ -51,6 +51,12 @@ class RedisSettings(Section):
         none="unset",
         repr=False,  # it may hold a password
     )
+    password_file: Path | None = setting(
+        None,
+        "File with the server's password, as Docker and Kubernetes hand out secrets; it takes the "
+        "place of a password in `url`.",
+        none="off",
+    )
     socket_timeout_s: float = setting(
         5.0,
         "How long a command may wait for its reply before the connection counts as broken and is "
@@ -70,6 +76,19 @@ class RedisSettings(Section):
         "everything in memory: requests are gone when the server ends.",
         none="off",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_password(cls, values: Any) -> Any:
+        """The address with the password of the file in it."""
+        path = values.get("password_file") if isinstance(values, dict) else None
+        if path in (None, "off") or values.get("url") is None:
+            return values
+        try:
+            password = Path(path).read_text("utf-8").strip()
+        except (OSError, ValueError) as error:
+            raise ValueError(f"password_file {path} cannot be read: {error}") from None
+        return {**values, "url": with_password(values["url"], password)}
 
     @field_validator("url")
     @classmethod

@@ -46,21 +46,29 @@ def test_compose_accepts_the_files(files: list[Path]) -> None:
     assert not run.stderr
 
 
+def redis_options(services: dict[str, Any]) -> list[str]:
+    """The options of the server, behind the shell that writes its password to a file."""
+    shell, script, name, *options = services["redis"]["command"][1:]
+    assert (shell, name) == ("-c", "redis-server")
+    assert "requirepass" in script
+    return options
+
+
 def test_redis_keeps_data_and_evicts_nothing(services: dict[str, Any]) -> None:
-    command = services["redis"]["command"]
-    options = dict(zip(command[1::2], command[2::2], strict=True))
-    assert command[0] == "redis-server"
+    given = redis_options(services)
+    options = dict(zip(given[::2], given[1::2], strict=True))
     assert options["--appendonly"] == "yes"
     assert options["--maxmemory-policy"] == "noeviction"
     assert "--maxmemory" in options
-    assert services["redis"]["volumes"] == ["redis-data:/data"]
+    assert "redis-data:/data" in services["redis"]["volumes"]
 
 
 def test_the_server_accepts_the_options_of_the_service(
     services: dict[str, Any], tmp_path: Path
 ) -> None:
     program = find_server().path
-    options = [re.sub(r"\$\{\w+:-(.*)\}", r"\1", word) for word in services["redis"]["command"][1:]]
+    given = [re.sub(r"\$\{\w+:-(.*)\}", r"\1", word) for word in redis_options(services)]
+    options = [str(tmp_path) if word == "/data" else word for word in given]
     # Port 0 and no socket: the server reads its options, finds nothing to listen on, and ends.
     run = subprocess.run(
         [program, *options, "--port", "0", "--dir", str(tmp_path)],
@@ -84,34 +92,71 @@ def test_no_port_is_open_to_the_network(services: dict[str, Any]) -> None:
     assert all(port.startswith("127.0.0.1:") for port in ports)
 
 
-def test_environments_are_valid_settings(services: dict[str, Any]) -> None:
+def test_environments_are_valid_settings(services: dict[str, Any], tmp_path: Path) -> None:
     override = yaml.safe_load(GPU.read_text())["services"]
-    for name in ("gpu_worker", "submit"):
-        environment = services[name]["environment"]
+    secret = tmp_path / "redis_password"
+    secret.write_text("se/cret\n")
+    for name in ("gpu_worker", "gateway", "first_key", "submit"):
+        environment = dict(services[name]["environment"])
         environment |= override.get(name, {}).get("environment", {})
+        assert environment["PENSTOCK_REDIS__PASSWORD_FILE"] == "/secrets/redis_password"
+        environment |= {"PENSTOCK_REDIS__PASSWORD_FILE": str(secret)}
         settings = load_settings(environment=environment)
-        assert settings.redis.url == "redis://redis:6379/0"
+        assert settings.redis.url == "redis://default:se%2Fcret@redis:6379/0"
     assert settings.redis.embedded == "never"
 
 
-def test_drain_fits_into_the_grace_period(services: dict[str, Any]) -> None:
-    grace = services["gpu_worker"]["stop_grace_period"]
-    assert int(grace.removesuffix("s")) > load_settings(environment={}).worker.drain_timeout_s + 10
+def test_drains_fit_into_the_grace_periods(services: dict[str, Any]) -> None:
+    settings = load_settings(environment={})
+    for name, drain_s in (
+        ("gpu_worker", settings.worker.drain_timeout_s),
+        ("gateway", settings.gateway.drain_timeout_s),
+    ):
+        assert int(services[name]["stop_grace_period"].removesuffix("s")) > drain_s + 10
+
+
+def test_containers_have_no_rights_and_no_secrets_in_sight(services: dict[str, Any]) -> None:
+    for name, service in services.items():
+        assert service["read_only"], name
+        assert service["cap_drop"] == ["ALL"], name
+        assert service["security_opt"] == ["no-new-privileges:true"], name
+        assert "secrets:/secrets" in [volume.removesuffix(":ro") for volume in service["volumes"]]
+        assert not any(
+            "PASSWORD" in key and "FILE" not in key for key in service.get("environment", {})
+        )
 
 
 def test_metrics_port_is_the_same_everywhere(services: dict[str, Any]) -> None:
     worker = services["gpu_worker"]
     port = worker["environment"]["PENSTOCK_WORKER__METRICS_PORT"]
     assert worker["ports"] == [f"127.0.0.1::{port}"]
-    assert f":{port}/readyz" in worker["healthcheck"]["test"][-1]
-    assert f"EXPOSE {port}" in (ROOT / "deploy" / "Dockerfile.worker").read_text()
+    image = (ROOT / "deploy" / "Dockerfile.worker").read_text()
+    assert f":{port}/readyz" in image
+    assert f"EXPOSE {port}" in image
+
+
+@pytest.mark.parametrize("name", ["worker", "client"])
+def test_images_are_pinned_and_run_without_rights_under_an_init(name: str) -> None:
+    lines = (ROOT / "deploy" / f"Dockerfile.{name}").read_text().splitlines()
+    assert any(
+        re.fullmatch(r"ARG PYTHON_IMAGE=python:\d+\.\d+\.\d+-slim-bookworm", x) for x in lines
+    )
+    assert [x for x in lines if x.startswith("FROM")] == [
+        "FROM ${PYTHON_IMAGE} AS build", "FROM ${PYTHON_IMAGE}",
+    ]  # fmt: skip
+    assert "USER 10001:10001" in lines
+    assert 'ENTRYPOINT ["tini", "--", "penstock"]' in lines
 
 
 @pytest.mark.parametrize("name", ["worker", "client"])
 def test_images_copy_what_exists_and_is_let_through(name: str) -> None:
     ignore = (ROOT / ".dockerignore").read_text().splitlines()
     lines = (ROOT / "deploy" / f"Dockerfile.{name}").read_text().splitlines()
-    copied = [shlex.split(line)[1:-1] for line in lines if line.startswith("COPY ")]
+    copied = [
+        shlex.split(line)[1:-1]
+        for line in lines
+        if line.startswith("COPY ") and "--from" not in line
+    ]
     assert copied
     for source in (source for sources in copied for source in sources):
         assert (ROOT / source).exists(), source

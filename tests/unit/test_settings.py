@@ -85,6 +85,7 @@ def test_words_for_none_and_sizes() -> None:
 def test_every_setting_is_reachable_by_its_variable() -> None:
     free_text = {
         "redis.embedded_dir",
+        "redis.password_file",
         "worker.metrics_host",
         "worker.step_log",
         "model.path",
@@ -217,6 +218,16 @@ def test_a_password_is_shown_nowhere() -> None:
         with pytest.raises(ConfigurationError) as caught:
             load_settings({"redis.url": wrong}, environment={})
         assert "hunter2" not in str(caught.value)
+
+
+def test_a_password_file_takes_the_place_of_a_password(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("a/b@c\n")
+    flags = {"redis.url": "rediss://bot:old@h:7/2", "redis.password_file": secret}
+    assert load_settings(flags).redis.url == "rediss://bot:a%2Fb%40c@h:7/2"
+    assert load_settings({"redis.password_file": secret}).redis.url is None
+    with pytest.raises(ConfigurationError, match=r"password_file .*none cannot be read"):
+        load_settings(flags | {"redis.password_file": tmp_path / "none"})
 
 
 def test_settings_are_immutable() -> None:
