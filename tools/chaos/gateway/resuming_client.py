@@ -79,7 +79,7 @@ async def _read_on(
         head = (
             "POST /v1/completions HTTP/1.1\r\nhost: storm\r\ncontent-type: application/json\r\n"
             f"idempotency-key: {answer.key}\r\nlast-event-id: {answer.index}\r\n"
-            f"content-length: {len(data)}\r\n\r\n"
+            f"connection: close\r\ncontent-length: {len(data)}\r\n\r\n"
         )
         writer.write(head.encode() + data)
         number = answer.index
