@@ -52,8 +52,8 @@ check: install ## Lint, formatting, types, known vulnerabilities of dependencies
 	$(BIN)/mypy
 	$(BIN)/python scripts/audit_dependencies.py
 
-fuzz: install ## Send a million malformed requests, entries and events: FUZZ_CASES=N for another number
-	FUZZ_CASES=$${FUZZ_CASES:-1000000} $(BIN)/pytest tests/fuzz -m "" --timeout 14400 $(ARGS)
+fuzz: install ## Send a million malformed cases through every entrance, going on where it was: FUZZ_CASES=N
+	$(BIN)/python tests/fuzz/driver.py --cases $${FUZZ_CASES:-1000000} $(ARGS)
 
 api-fuzz: install ## Send 20,000 requests to the gateway, made from its OpenAPI page
 	$(BIN)/pytest tests/gateway/test_openapi.py -m slow --timeout 3600 -s $(ARGS)

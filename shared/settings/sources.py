@@ -18,6 +18,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from ..errors import ConfigurationError
+from ..quoting import one_line
 from ..redis.address import redact_url
 from .tree import Settings
 
@@ -28,6 +29,7 @@ CONFIG_VARIABLE = "PENSTOCK_CONFIG"
 
 _PREFIX = "PENSTOCK_"
 _DEFAULT_FILE = "penstock.toml"
+_MAX_MESSAGE = 3000
 
 # Kubernetes sets such variables for a Service whose name begins with "penstock".
 _KUBERNETES_NAME = re.compile(r"_SERVICE_(HOST|PORT(_[A-Z0-9_]+)?)$|_PORT(_\d+_(TCP|UDP|SCTP).*)?$")
@@ -109,12 +111,14 @@ def _from_file(path: Path) -> dict[str, _Given]:
     except OSError as error:
         raise ConfigurationError(f"settings file {path}: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"settings file {path} is not valid TOML: {error}") from None
+        what = f"settings file {path} is not valid TOML"
+        raise ConfigurationError(f"{what}: {one_line(str(error), _MAX_MESSAGE)}") from None
     found: dict[str, _Given] = {}
     for section, table in content.items():
         if not isinstance(table, dict):
             sections = ", ".join(f"[{name}]" for name in Settings.model_fields)
-            raise ConfigurationError(f"{section} in {path}: settings belong into one of {sections}")
+            where = f"{one_line(section, 100)} in {path}"
+            raise ConfigurationError(f"{where}: settings belong into one of {sections}")
         for key, value in table.items():
             name = f"{section}.{key}"
             _check_name(name, setting_names(), name, str(path))
@@ -159,7 +163,7 @@ def _check_name(name: str, known: Iterable[str], shown: str, source: str) -> Non
         return
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     hint = f"did you mean {close[0]}?" if close else "docs/settings.md lists them all"
-    raise ConfigurationError(f"{source}: there is no setting {shown}; {hint}")
+    raise ConfigurationError(f"{source}: there is no setting {one_line(shown, 100)}; {hint}")
 
 
 def _explain(error: ValidationError, given: Mapping[str, _Given]) -> str:
@@ -174,7 +178,7 @@ def _explain(error: ValidationError, given: Mapping[str, _Given]) -> str:
             # A rule about several settings of a section; its message names them.
             sources = {g.source for n, g in given.items() if n.startswith(f"{name}.")}
             problems.append(f"{name} (from {', '.join(sorted(sources))}): {message}")
-    return "; ".join(problems)
+    return one_line("; ".join(problems), _MAX_MESSAGE)
 
 
 def _show(name: str, item: _Given) -> str:

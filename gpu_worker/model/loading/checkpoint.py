@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
+from penstock.shared import quoting
 from penstock.shared.errors import (
     InsufficientMemory,
     ModelError,
@@ -176,5 +177,4 @@ def quiet() -> Iterator[None]:
 
 def one_line(error: BaseException) -> str:
     """The message of ``error`` in one line of bounded length."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 300 else text[:297] + "..."
+    return quoting.one_line(" ".join(str(error).split()) or type(error).__name__, 300)
