@@ -287,6 +287,10 @@ class Producer:
             raise TimeoutError(f"request {id!r} did not end within {timeout:g} s") from None
         return result.check() if check else result
 
+    async def tokenize(self, prompt: object, **fields: Any) -> Result:
+        """A prompt's tokens and their text as a worker tells them; nothing is computed."""
+        return await self.result((await self.submit(prompt, tokenize=True, **fields)).id)
+
     async def cancel(self, id: str, *, reason: Reason = Reason.CLIENT) -> CancelReply:
         """End a queued or running request at once; an ended one stays as it is.
 

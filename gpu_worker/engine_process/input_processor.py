@@ -16,7 +16,7 @@ from dataclasses import replace
 from penstock.shared.errors import InvalidRequest
 from penstock.shared.protocol import Reason, Request, SamplingOptions
 
-from ..engine.requests import EngineRequest, Update
+from ..engine.requests import EngineRequest, Finish, Update
 from ..engine.sequence import Constraint
 from ..engine.text_stream import AnswerParser
 from ..messages import Add, Prepared, bare_end
@@ -50,6 +50,8 @@ class InputProcessor:
         constrain: the options of a request whose tools ask for a form of the output, with that
             form as a grammar, given the prompt's ids; may raise :class:`InvalidRequest`. None:
             there are no such requests.
+        decode: the text of a prompt's tokens, for requests that ask for nothing else; None: there
+            are no such requests.
         compile_timeout_s: how long a grammar may take a thread of its pool.
         timer: calls a function after so many seconds, in a thread of its own.
     """
@@ -64,6 +66,7 @@ class InputProcessor:
         wake: Callable[[], None],
         *,
         constrain: Callable[[Request, Sequence[int]], SamplingOptions] | None = None,
+        decode: Callable[[Sequence[int]], str] | None = None,
         compile_timeout_s: float = 10.0,
         timer: Callable[[float, Callable[[Add], None], tuple[Add]], threading.Timer] = (
             threading.Timer
@@ -76,6 +79,7 @@ class InputProcessor:
         self._report = report
         self._wake = wake
         self._constrain = constrain
+        self._decode = decode
         self._compile_timeout_s = compile_timeout_s
         self._timer = timer
         # Two pools: prompts are not held up by grammars.
@@ -89,9 +93,9 @@ class InputProcessor:
         request = order.request
         prompt = request.prompt
         are_few_ids = isinstance(prompt[0], int) and len(prompt) <= _IDS_CHECKED_AT_ONCE
-        is_plain = _constraint(request) is None and not request.chat.parse_response
+        needs_pool = _constraint(request) or request.chat.parse_response or request.tokenize
         self._wanted.add(order.run)
-        if are_few_ids and is_plain:
+        if are_few_ids and not needs_pool:
             self._done.append(self._attempt(order, lambda: self._read(order)))
         else:
             self._pool.submit(self._work, order)
@@ -167,7 +171,9 @@ class InputProcessor:
         self._done.append(item)
         self._wake()
 
-    def _attempt(self, order: Add, work: Callable[[], EngineRequest]) -> EngineRequest | Update:
+    def _attempt(
+        self, order: Add, work: Callable[[], EngineRequest | Update]
+    ) -> EngineRequest | Update:
         """The request, or its end."""
         try:
             return work()
@@ -179,10 +185,13 @@ class InputProcessor:
             _log.exception("preparation failed", extra={"request": order.run})
             return bare_end(order.run, Reason.ENGINE_ERROR, f"preparation failed: {error}")
 
-    def _read(self, order: Add) -> EngineRequest:
-        """The request without its grammar."""
+    def _read(self, order: Add) -> EngineRequest | Update:
+        """The request without its grammar; or its end, if only its tokens are wanted."""
         request = order.request
         prompt_ids = tuple(self._encode(request))
+        if request.tokenize and self._decode is not None:
+            text = self._decode(prompt_ids)
+            return Update(order.run, 0, prompt_ids, text, Finish(Reason.STOP), 0, 0)
         options, parsed = request.options, request.chat.parse_response
         if request.chat.constraint is not None and self._constrain is not None:
             options = self._constrain(request, prompt_ids)

@@ -186,6 +186,7 @@ def _serve(
         channel.send,
         channel.wake,
         constrain=model.constrain,
+        decode=model.decode,
         compile_timeout_s=settings.engine.grammar_timeout_s,
     )
     orders.attach(worker, inputs)

@@ -29,6 +29,7 @@ class ServingModel:
             :attr:`EngineRequest.new_parser`; raises ``InvalidRequest``.
         constrain: the options of a request whose tools ask for a form of the output, with a grammar
             of it, given the prompt's ids; raises ``InvalidRequest``.
+        decode: token ids to their text, special tokens included.
         new_text_stream: an incremental detokeniser of one output, given the prompt's ids.
         summary: one line for the log.
         fingerprint: two models that may give different tokens have different ones.
@@ -41,6 +42,7 @@ class ServingModel:
     compile: Callable[[SamplingOptions], Callable[[], Constraint] | None]
     parser: Callable[[Request, Sequence[int]], Callable[[], AnswerParser]]
     constrain: Callable[[Request, Sequence[int]], SamplingOptions]
+    decode: Callable[[Sequence[int]], str]
     new_text_stream: Callable[[tuple[int, ...]], TextStream]
     summary: str
     fingerprint: str

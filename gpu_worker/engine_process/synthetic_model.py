@@ -144,6 +144,7 @@ def build_synthetic(settings: Settings) -> ServingModel:
         compile=_refuse_forms,
         parser=_parser,
         constrain=_refuse_calls,
+        decode=lambda token_ids: "".join(map(chr, token_ids)),
         new_text_stream=_Letters,
         fingerprint=SYNTHETIC,
         summary=f"no model: synthetic tokens, {step_ms:g} ms a step",

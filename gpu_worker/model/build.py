@@ -123,6 +123,7 @@ def build_model(settings: Settings) -> ServingModel:
         compile=constraints.compile,
         parser=answers.parser,
         constrain=answers.constrain,
+        decode=answers.decode,
         new_text_stream=functools.partial(IncrementalDetokenizer, decoder_of(loaded.tokenizer)),
         summary=summary.replace("torch.", ""),
         fingerprint=fingerprint_of(loaded.path, str(loaded.dtype)),

@@ -19,7 +19,7 @@ from ..errors import InvalidRequest, ProtocolError
 from .chat.chat_messages import check_messages, message_bytes
 from .chat.chat_options import CHAT_OPTIONS, ChatOptions
 from .collection_types import TokenIds
-from .field_types import Integer, Name, OptionTable, Text, Word, option
+from .field_types import Flag, Integer, Name, OptionTable, Text, Word, option
 from .parsing import parse_msgpack
 from .sampling_options import SAMPLING_OPTIONS, SamplingOptions
 from .states import Answer, Lane, OnDisconnect
@@ -106,6 +106,11 @@ class Request:
         Word(OnDisconnect),
         "What becomes of the request when its last reader has left.",
     )
+    tokenize: bool = option(
+        False,
+        Flag(),
+        "Answer with the prompt's own tokens and their text; the model computes nothing.",
+    )
 
     def __post_init__(self) -> None:
         check_id(self.id)
@@ -138,6 +143,8 @@ class Request:
     def _check_chat(self) -> None:
         """Check what chat options ask of the other fields."""
         chat, options = self.chat, self.options
+        if self.tokenize and (options.num_sequences > 1 or options.constraint or chat.constraint):
+            raise InvalidRequest("tokenize", True, "false beside several choices or a form")
         if (field := chat.constraint) is not None:
             allowed = f"nothing beside {field}, which makes calls certain"
             for name in (options.constraint, "ignore_eos", "beam_width"):
@@ -185,6 +192,8 @@ class Request:
         Clients give a large ``max_tokens`` to say "until it is done". Outputs of more than
         :data:`LIKELY_OUTPUT_TOKENS` are rare unless ``ignore_eos`` or ``min_tokens`` asks for them.
         """
+        if self.tokenize:
+            return 0
         options = self.options
         likely = max(LIKELY_OUTPUT_TOKENS, options.min_tokens)
         if options.ignore_eos:

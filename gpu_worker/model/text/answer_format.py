@@ -130,6 +130,13 @@ class AnswerFormat:
         except InvalidRequest as error:
             raise InvalidRequest("tools", chat.tools, f"fewer tools: {error.allowed}") from error
 
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of tokens, special ones included."""
+        text: str = self._tokenizer.decode(
+            list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        return text
+
     def _call_format(self, template: ResponseTemplate, prompt_ids: Sequence[int]) -> CallFormat:
         begun = ResponseParser(template, self._prefix(template, prompt_ids))
         fields = [name for name in template.fields if name in REASONING_FIELDS]
@@ -146,11 +153,7 @@ class AnswerFormat:
         """The prompt's text from its last assistant's header on; empty if it has none."""
         size = _ANCHOR_TOKENS
         while True:
-            text: str = self._tokenizer.decode(
-                list(prompt_ids[-size:]),
-                skip_special_tokens=False,
-                clean_up_tokenization_spaces=False,
-            )
+            text = self.decode(prompt_ids[-size:])
             if template.start_anchor_re.search(text) is not None:
                 return text
             if size >= len(prompt_ids):
