@@ -33,12 +33,12 @@ def check_held(result: StormResult) -> None:
 
 
 async def test_short_storm_of_everything() -> None:
-    result = await run(seconds=9, seed=1)
+    result = await run(seconds=12, seed=1)
     check_held(result)
     counts, faults = result.ledger.counts, result.counts
     assert counts["migrated"] >= 1  # how many of them, the machine decides
-    assert faults["worker_kills"] >= 3
-    assert faults["worker_stops"] >= 3
+    assert faults["worker_kills"] >= 1
+    assert faults["worker_stops"] >= 1
     for name in ("redis_kills", "connection_resets", "replies_cut", "half_opens", "script_flushes"):
         assert faults[name] >= 1, name
     for kind in ("live", "returning", "jumping", "slow", "late"):
