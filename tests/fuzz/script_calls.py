@@ -87,7 +87,7 @@ class Scripts(Target):
             "cost": 9, "output_cost": 4, "deadline_ms": 2**40, "max_queue_ms": 0,
             "retention_ms": HOUR_MS, "max_requests": 0, "max_tokens": 0, "max_bytes": 0,
             "max_tenant_requests": 0, "tenant_share": 0, "answer": "", "on_disconnect": "",
-            "inbox": "", "worker": NEIGHBOUR_WORKER, "lease_ms": 2**40, "requests": 1,
+            "inbox": "", "note": "", "worker": NEIGHBOUR_WORKER, "lease_ms": 2**40, "requests": 1,
             "tokens": 100, "suspect": 1, "least_urgent": "batch", "fingerprint": "",
         }  # fmt: skip
         for name in ("submit", "claim"):

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from fuzz.driver import TARGETS
-from fuzz.targets import Checkpoints, SettingsTrees, Target
+from fuzz.targets import SettingsTrees, Target
 
 CASES = 300
 
@@ -48,11 +47,4 @@ def test_settings_that_once_were_quoted_raw(
     target = SettingsTrees()
     target.open()
     target.run((flags, environment, lines))
-    target.close()
-
-
-def test_a_model_type_that_once_was_logged_raw(tmp_path: Path) -> None:
-    target = Checkpoints()
-    target.open()
-    target.run(("config.json", '{"model_type": "\u202e\u001b"}'.encode()))
     target.close()
