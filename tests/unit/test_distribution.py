@@ -17,7 +17,8 @@ FOLDERS = ("gpu_worker", "producer", "shared", "tools")
 
 def test_commands_name_the_distribution_and_an_extra_of_it() -> None:
     sources = [path.read_text("utf-8") for f in FOLDERS for path in (ROOT / f).rglob("*.py")]
-    extras = {name for text in sources for name in re.findall(r"install_command\(.(\w+).\)", text)}
+    call = re.compile(r"install_command\([\"'](\w+)[\"']\)")
+    extras = {name for text in sources for name in call.findall(text)}
     assert extras == {"worker", "embedded", "plot"}
     extras.update(EXTRA_OF.values())
     assert extras == {"batch", "worker", "embedded", "gateway", "plot"}
