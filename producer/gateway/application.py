@@ -34,6 +34,7 @@ from .model_directory import ModelDirectory
 from .openai.endpoints import openai_routes, openai_writers
 from .responses.response_endpoints import response_routes, response_writers
 from .service_pages import service_routes
+from .tokenize_pages import tokenize_routes
 from .usage_page import usage_routes
 
 __all__ = ["create_app"]
@@ -80,6 +81,7 @@ def create_app(settings: Settings, access: Access | None = None) -> FastAPI:
     app.include_router(usage_routes(door, settings))
     app.include_router(openai_routes(gateway))
     app.include_router(response_routes(gateway))
+    app.include_router(tokenize_routes(gateway))
     writers = {**openai_writers(), **response_writers()}
     app.include_router(stream_routes(gateway, writers))
     app.include_router(file_routes(gateway, batches))

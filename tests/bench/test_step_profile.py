@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.tools.profile.command import ProfileOptions
+from penstock.tools.profile.options import ProfileOptions
 from penstock.tools.profile.step_profile import PARTS, profile_steps
 from penstock.tools.report import Report
 

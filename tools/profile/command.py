@@ -1,38 +1,12 @@
-"""The command ``penstock profile``, and its options."""
+"""The command ``penstock profile``."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Literal
-
-from typer import Option
-
-from ..measurement import MeasurementOptions, ModelFlag, Range, ThreadsFlag, measurement
+from ..measurement import measurement
 from ..report import Progress, Report
+from .options import ProfileOptions
 
-__all__ = ["ProfileOptions", "profile"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProfileOptions(MeasurementOptions):
-    """Options of ``penstock profile``."""
-
-    model: ModelFlag = "demo"
-    dtype: Annotated[
-        Literal["auto", "float32", "bfloat16"], Option(help="float32, bfloat16 or auto.")
-    ] = "auto"
-    sequences: Annotated[int, Option(help="Sequences that decode together."), Range(1, 1024)] = 16
-    prompt: Annotated[int, Option(help="Prompt tokens of each."), Range(1)] = 64
-    tokens: Annotated[int, Option(help="Output tokens of each."), Range(2)] = 64
-    threads: ThreadsFlag = None
-    native: Annotated[Literal["auto", "on", "off"], Option(help="As the setting model.native.")] = (
-        "auto"
-    )
-    trace: Annotated[
-        Path | None,
-        Option(help="Write the steps as a Chrome trace (chrome://tracing, Perfetto) to this file."),
-    ] = None
+__all__ = ["profile"]
 
 
 @measurement(title="penstock {subject}", passed="the parts add up", failed="NOT accounted: {names}")

@@ -25,8 +25,8 @@ from penstock.shared.settings import Settings, load_settings
 from ..bench.rounds import Machine, Rounds
 from ..report import Progress, Report
 from .chrome_trace import write_chrome_trace
-from .command import ProfileOptions
 from .floors import linear_weights, measure_rates
+from .options import ProfileOptions
 from .part_timer import PartTimer, TimedModel, TimedText
 
 __all__ = ["PARTS", "profile_steps"]

@@ -1,0 +1,112 @@
+"""``/tokenize`` and ``/detokenize``, as vLLM has them: a worker answers, and computes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from penstock.shared.protocol import Lane
+
+from ..results import Result
+from .api_errors import end_error, invalid
+from .documented import json_answer, json_body, with_errors
+from .gateway import Gateway
+from .openai.fields.common_fields import TEXT
+from .openai.fields.field_schema import body_schema
+from .openai.fields.field_table import FieldTable, Shape, served
+
+__all__ = ["tokenize_routes"]
+
+_LIST = Shape("a list", (list,), {"type": "array"})
+
+_TOKENIZE = FieldTable(
+    (
+        served("model", TEXT, "Which model."),
+        served("prompt", TEXT, "A text; or give `messages`."),
+        served("messages", _LIST, "A conversation, which the chat template renders."),
+    ),
+    prompt="prompt",
+)
+_DETOKENIZE = FieldTable(
+    (
+        served("model", TEXT, "Which model."),
+        served("tokens", _LIST, "Token ids."),
+    ),
+    prompt="tokens",
+)
+_TOKENS = {"type": "object", "required": ["count", "tokens"]}
+_TEXT = {"type": "object", "required": ["prompt"]}
+
+
+def tokenize_routes(gateway: Gateway) -> APIRouter:
+    """The routes."""
+    router = APIRouter()
+
+    @router.post(
+        "/tokenize",
+        responses=with_errors(json_answer("The tokens.", _TOKENS), body=True),
+        openapi_extra=json_body(body_schema(_TOKENIZE)),
+    )
+    async def tokenize(request: Request) -> Response:
+        body = await gateway.read_object(request)
+        own, _ = _TOKENIZE.read(body)
+        if ("prompt" in own) == ("messages" in own):
+            raise invalid("prompt", "prompt: give a prompt, or messages", "missing_value")
+        name = "prompt" if "prompt" in own else "messages"
+        return await _answer(gateway, request, _TOKENIZE, body, own, own[name], _tokens)
+
+    @router.post(
+        "/detokenize",
+        responses=with_errors(json_answer("The text.", _TEXT), body=True),
+        openapi_extra=json_body(body_schema(_DETOKENIZE)),
+    )
+    async def detokenize(request: Request) -> Response:
+        body = await gateway.read_object(request)
+        own, _ = _DETOKENIZE.read(body)
+        if not own.get("tokens"):
+            raise invalid("tokens", "tokens: give at least one token id", "missing_value")
+        return await _answer(gateway, request, _DETOKENIZE, body, own, own["tokens"], _text)
+
+    return router
+
+
+async def _answer(
+    gateway: Gateway,
+    request: Request,
+    table: FieldTable,
+    body: dict[str, Any],
+    own: dict[str, Any],
+    prompt: object,
+    shown: Callable[[Result], dict[str, Any]],
+) -> Response:
+    """Let a worker tokenize a prompt."""
+    submission = await gateway.submit(
+        request,
+        table,
+        prefix="tok-",
+        model=own.get("model"),
+        lane=Lane.NORMAL,
+        fields={"prompt": prompt, "tokenize": True, "max_tokens": 1},
+        note={"endpoint": "tokenize"},
+        body=body,
+    )
+
+    def build(result: Result) -> bytes:
+        error = end_error(result.end, table.names, table.prompt)
+        if error is not None:
+            raise error
+        return bytes(JSONResponse(shown(result)).body)
+
+    return gateway.whole(submission, build)
+
+
+def _tokens(result: Result) -> dict[str, Any]:
+    return {"count": len(result.token_ids), "tokens": list(result.token_ids)}
+
+
+def _text(result: Result) -> dict[str, Any]:
+    return {"prompt": result.text}
