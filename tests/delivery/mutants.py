@@ -288,7 +288,7 @@ MUTANTS = (
         test_door.test_an_id_is_free_again_after_its_retention,
     ),
     Mutant(
-        "submit runs at maxmemory", "arguments(9, 18)\n", "arguments(9, 18)\nallow_oom()\n",
+        "submit runs at maxmemory", "arguments(9, 19)\n", "arguments(9, 19)\nallow_oom()\n",
         test_door.test_submit_is_refused_at_maxmemory_and_stores_nothing,
     ),
     # finish

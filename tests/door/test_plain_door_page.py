@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from penstock.shared.protocol import MAX_PAYLOAD_BYTES, Answer, Reason, unpack_event
+from penstock.shared.protocol.chat.chat_options import CHAT_OPTIONS
 from penstock.shared.protocol.field_types import Option
 from penstock.shared.protocol.plain_entry import Admission, Entry, Refusal, read_entry
 from penstock.shared.protocol.request import REQUEST_OPTIONS
@@ -40,22 +41,30 @@ def test_every_field_is_in_the_table_with_a_value_that_is_accepted() -> None:
     assert sorted([*documented, *(item.name for item in REQUEST_OPTIONS)]) == known
 
 
+TOOLS = '[{"type":"function","function":{"name":"look","parameters":{"type":"object"}}}]'
+ASK = b'[{"role":"user","content":"Hi"}]'
+
 SAMPLES = {
     "tenant": "acme", "deadline_ms": "30000", "max_queue_ms": "100", "logit_bias": '{"42":-1.5}',
     "allowed_token_ids": "[7]", "banned_token_ids": "[0,2]", "logprobs": "5",
     "prompt_logprobs": "5", "seed": "7", "stop": "###", "stop_token_ids": "[0,2]", "best_of": "2",
     "json_schema": '{"type":"integer"}', "regex": "[0-9]", "grammar": 'start: "a"', "choice": "yes",
+    "retention_ms": "60000", "tools": TOOLS, "chat_template_kwargs": '{"terse":true}',
+    "reasoning_effort": "low",
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("item", REQUEST_OPTIONS, ids=lambda item: item.name)
 def test_every_option_is_read_from_its_form_as_text(item: Option) -> None:
     text = SAMPLES.get(item.name) or str(item.default).lower()
-    verdict = read_entry(Entry(None, "1-1", [b"prompt", b"Hi", item.name.encode(), text.encode()]))
+    of_chat = item.name in CHAT_OPTIONS.defaults
+    prompt = [b"messages", ASK] if of_chat else [b"prompt", b"Hi"]
+    verdict = read_entry(Entry(None, "1-1", [*prompt, item.name.encode(), text.encode()]))
     assert isinstance(verdict, Admission), verdict
-    options = verdict.request.options
+    request = verdict.request
     # The request's own seed is the one in force; its option is what was asked for.
-    value = getattr(options if hasattr(options, item.name) else verdict.request, item.name)
+    owner = next(one for one in (request.options, request.chat, request) if hasattr(one, item.name))
+    value = getattr(owner, item.name)
     assert (value == item.default) is (item.name not in SAMPLES)
 
 

@@ -31,8 +31,16 @@ async def in_prefill(rig: Rig) -> None:
     await rig.until(rig.busy, "something is claimed")
 
 
+async def pulled_and_not_told(rig: Rig) -> None:
+    """A claim of something is swallowed. Idle workers claim, too, and get nothing: not those."""
+    reach = swallowed(digest_of("claim"))
+    await reach(rig)
+    while not await rig.busy():
+        await reach(rig)
+
+
 POINTS = {
-    "pulled and not told": swallowed(digest_of("claim")),
+    "pulled and not told": pulled_and_not_told,
     "in prefill": in_prefill,
     "published and not told": swallowed(digest_of("append")),
     "ended and not told": swallowed(b"completed"),
