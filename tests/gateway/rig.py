@@ -30,6 +30,7 @@ class GatewayProcess:
 
     def __init__(self, redis_url: str, log: Path, *flags: str, **settings: object) -> None:
         given = {"redis.url": redis_url, "gateway.port": "0"}
+        given["batches.storage"] = str(log.parent / "files")
         given |= {name.replace("__", "."): str(value) for name, value in settings.items()}
         environment = {environment_name(name): value for name, value in given.items()}
         self.log = log
