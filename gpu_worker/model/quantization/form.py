@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -74,7 +74,10 @@ class QuantizedWeight:
             )
         if self.permutation is not None:
             _require(
-                torch.equal(self.permutation.sort().values, torch.arange(self.inputs)),
+                torch.equal(
+                    self.permutation.sort().values,
+                    torch.arange(self.inputs, device=self.permutation.device),
+                ),
                 "a permutation that does not name each input once",
             )
 
@@ -92,6 +95,15 @@ class QuantizedWeight:
     def groups(self) -> int:
         """Groups of inputs, each with a scale for each output."""
         return -(-self.inputs // self.group_size) if self.group_size else 1
+
+    def rows(self, outputs: Tensor) -> QuantizedWeight:
+        """The weights of some outputs, by an int64 tensor ``[count]`` of their indices."""
+        return replace(
+            self,
+            codes=self.codes[outputs],
+            scales=self.scales[outputs],
+            zeros=None if self.zeros is None else self.zeros[outputs],
+        )
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weight ``[outputs, inputs]``: computed in float32, then rounded to ``dtype``."""
