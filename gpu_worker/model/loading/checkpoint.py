@@ -87,8 +87,24 @@ def load_tokenizer(folder: Path) -> Any:
     return tokenizer
 
 
-def load_weights(folder: Path, config: Any, dtype: torch.dtype | str, device: torch.device) -> Any:
+def load_weights(
+    folder: Path,
+    config: Any,
+    dtype: torch.dtype | str,
+    device: torch.device,
+    *,
+    head: Any = AutoModelForCausalLM,
+    unused: tuple[str, ...] = (),
+) -> Any:
     """The model in ``folder`` with its weights, on ``device``, in eval mode and without gradients.
+
+    Args:
+        folder: the checkpoint.
+        config: its configuration.
+        dtype: of the weights; ``"auto"`` for the checkpoint's own.
+        device: where they go.
+        head: transformers' class that chooses the model's.
+        unused: what the names of weights begin with that may be missing.
 
     Raises:
         ModelNotFound: there are no weights.
@@ -100,7 +116,7 @@ def load_weights(folder: Path, config: Any, dtype: torch.dtype | str, device: to
     model: Any
     report: Any
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(  # type: ignore[misc]
+        model, report = head.from_pretrained(
             folder,
             config=config,
             dtype=dtype,
@@ -118,7 +134,7 @@ def load_weights(folder: Path, config: Any, dtype: torch.dtype | str, device: to
         ) from error
     except Exception as error:
         raise _weights_error(folder, error) from error
-    missing = sorted(report["missing_keys"])
+    missing = sorted(key for key in report["missing_keys"] if not key.startswith(unused))
     if missing:
         shown = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
         raise ModelError(

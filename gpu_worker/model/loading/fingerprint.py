@@ -41,7 +41,8 @@ def fingerprint_of(folder: Path, dtype: str) -> str:
     """
     whole = hashlib.sha256(dtype.encode())
     templates = folder.glob("additional_chat_templates/*")
-    for file in sorted((*folder.iterdir(), *templates)):
+    modules = folder.glob("[0-9]*_*/*")  # of sentence-transformers
+    for file in sorted((*folder.iterdir(), *templates, *modules)):
         if file.suffix in _SUFFIXES and file.is_file():
             name = file.relative_to(folder).as_posix()
             whole.update(f"\n{name} {_digest(file)}".encode())

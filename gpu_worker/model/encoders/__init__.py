@@ -1,0 +1,1 @@
+"""Encoders: embeddings, relevance and classes of texts, each answered at once."""
