@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from batches.conftest import completion_lines
+from openai.types.responses import Response
 from waiting import wait_until_async
 from workers import WorkerFactory
 
@@ -81,6 +82,25 @@ async def test_driver_killed_amid_a_batch_costs_no_line_and_repeats_none(
     names = [line["custom_id"] for line in lines]
     assert len(set(names)) == len(names) == 2000
     assert batch.usage.output_tokens == 2000 * 16  # each was counted once
+
+
+async def test_lines_may_name_the_responses_endpoint(
+    letters: WorkerFactory, service: BatchService, drivers: Start
+) -> None:
+    drivers()
+    data = b""
+    for number in range(3):
+        body = {"model": "letters", "input": f"Say {number}.", "max_output_tokens": 6}
+        fields = {"custom_id": str(number), "method": "POST", "url": "/v1/responses"}
+        data += json.dumps({**fields, "body": body}).encode() + b"\n"
+    batch = await ended(service, await start(service, data, endpoint="/v1/responses"))
+    assert (batch.state, batch.completed, batch.failed) == (BatchState.COMPLETED, 3, 0)
+    for line in await read_lines(service, batch.output_file_id):
+        response = Response.model_validate(line["response"]["body"])
+        assert response.status in ("completed", "incomplete")
+        assert len(response.output_text) > 0
+        assert response.usage is not None
+        assert response.usage.output_tokens <= 6
 
 
 async def test_lines_that_fail_go_to_the_error_file(

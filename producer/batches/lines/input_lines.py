@@ -133,7 +133,8 @@ def _check_line(
         return
     found.model = translation.model
     name = hashlib.sha256(line.custom_id.encode()).digest()[:16]
-    begin = _begin(translation.fields["prompt"])
+    fields = translation.fields
+    begin = _begin(fields.get("prompt", fields.get("payload")))
     found.entries.append((found.lines, found.end, len(data), name, begin))
 
 

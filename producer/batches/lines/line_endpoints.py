@@ -13,7 +13,7 @@ from penstock.shared.errors import InvalidRequest
 from penstock.shared.protocol import Request
 
 from ...choices import Choice
-from ...gateway.api_errors import ApiError, error_of
+from ...gateway.api_errors import ApiError, end_error, error_of
 from ...gateway.model_directory import check_model
 from ...gateway.openai.answer_form import AnswerForm
 from ...gateway.openai.answer_objects import answer_object, chat_choice, completion_choice
@@ -26,12 +26,22 @@ from ...gateway.openai.fields.completion_fields import (
 )
 from ...gateway.openai.fields.field_table import FieldTable
 from ...gateway.openai.token_logprobs import TokenNames
+from ...gateway.responses.input_items import read_input
+from ...gateway.responses.response_fields import (
+    RESPONSE_FIELDS,
+    echoed_fields,
+    response_request,
+)
+from ...gateway.responses.response_object import ResponseHead, response_object
 from ...results import Result
 
 __all__ = ["LineEndpoint", "LineRefused", "Translation", "line_endpoint"]
 
 _DEFAULT_MAX_TOKENS = 4096
 _TIER = "flex"
+_NOT_IN_BATCHES = ("stream", "background", "previous_response_id")
+
+_Fields = Mapping[str, Any]
 
 
 class LineRefused(Exception):
@@ -64,21 +74,22 @@ class Translation:
     respond: Callable[[str, Result, TokenNames], dict[str, Any]]
 
 
+Respond = Callable[[str, Result, TokenNames], bytes]
+"""Makes an answer's body of the request's id, its result, and the model's token names."""
+
+
 @dataclass(frozen=True, slots=True)
 class LineEndpoint:
     """An endpoint that lines may name.
 
     Attributes:
-        object_name: of its answers.
         table: the fields of its body.
-        build: makes the queue's fields of those that :meth:`FieldTable.read` returns.
-        choice: makes one of the answer's choices.
+        plan: makes, of the model's name and what :meth:`FieldTable.read` returns, the fields of the
+            queue's request, and what answers.
     """
 
-    object_name: str
     table: FieldTable
-    build: Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, Any]]
-    choice: Callable[[AnswerHead, AnswerForm, Choice, TokenNames], dict[str, Any]]
+    plan: Callable[[str, _Fields, _Fields], tuple[dict[str, Any], Respond]]
 
     def translate(self, body: dict[str, Any]) -> Translation:
         """Read a line's body.
@@ -88,37 +99,31 @@ class LineEndpoint:
         """
         try:
             own, values = self.table.read(body)
-            if own.get("stream"):
-                raise LineRefused("unsupported_parameter", "stream: not in a batch", "body.stream")
+            for name in _NOT_IN_BATCHES:
+                if own.get(name):
+                    raise LineRefused(
+                        "unsupported_parameter", f"{name}: not in a batch", f"body.{name}"
+                    )
             model = check_model(own.get("model"))
-            fields = self.build(own, values)
+            fields, respond = self.plan(model, own, values)
             Request.build(id="line", **fields)
-            ids = bool(own.get("return_token_ids"))
-            form = AnswerForm(tier=_TIER, token_ids=ids, echo=echoed_text(own, fields))
         except ApiError as error:
             param = None if error.param is None else f"body.{error.param}"
             raise LineRefused(error.code, error.message, param) from None
         except InvalidRequest as error:
             refused = error_of(error, self.table.names)
             raise LineRefused(refused.code, refused.message, f"body.{refused.param}") from None
-        return Translation(model, fields, functools.partial(self._respond, model, form))
+        return Translation(model, fields, functools.partial(_respond, respond))
 
-    def _respond(
-        self,
-        model: str,
-        form: AnswerForm,
-        request_id: str,
-        result: Result,
-        names: TokenNames,
-    ) -> dict[str, Any]:
-        head = AnswerHead(request_id, int(time.time()), model)
-        try:
-            status = 200
-            kind, table = self.object_name, self.table
-            body = answer_object(head, form, kind, result, table, self.choice, names)
-        except ApiError as error:
-            status, body = error.status, error.body()
-        return {"status_code": status, "request_id": request_id, "body": json.loads(body)}
+
+def _respond(
+    respond: Respond, request_id: str, result: Result, names: TokenNames
+) -> dict[str, Any]:
+    try:
+        status, body = 200, respond(request_id, result, names)
+    except ApiError as error:
+        status, body = error.status, error.body()
+    return {"status_code": status, "request_id": request_id, "body": json.loads(body)}
 
 
 def line_endpoint(url: str) -> LineEndpoint:
@@ -133,13 +138,54 @@ def line_endpoint(url: str) -> LineEndpoint:
     return found
 
 
-def _chat(own: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+def _generation(
+    object_name: str,
+    table: FieldTable,
+    build: Callable[[_Fields, _Fields], dict[str, Any]],
+    choice: Callable[[AnswerHead, AnswerForm, Choice, TokenNames], dict[str, Any]],
+) -> LineEndpoint:
+    """Chat and completions."""
+
+    def plan(model: str, own: _Fields, values: _Fields) -> tuple[dict[str, Any], Respond]:
+        fields = build(own, values)
+        ids = bool(own.get("return_token_ids"))
+        form = AnswerForm(tier=_TIER, token_ids=ids, echo=echoed_text(own, fields))
+
+        def respond(request_id: str, result: Result, names: TokenNames) -> bytes:
+            head = AnswerHead(request_id, int(time.time()), model)
+            return answer_object(head, form, object_name, result, table, choice, names)
+
+        return fields, respond
+
+    return LineEndpoint(table, plan)
+
+
+def _plan_response(model: str, own: _Fields, values: _Fields) -> tuple[dict[str, Any], Respond]:
+    messages = read_input(own.get("input"))
+    fields = response_request(own, values, messages, _DEFAULT_MAX_TOKENS)
+    # Nobody can ask the gateway for it: the file holds it.
+    echoed = {**echoed_fields(own, values), "store": False}
+
+    def respond(request_id: str, result: Result, names: TokenNames) -> bytes:
+        del names
+        error = end_error(result.end, RESPONSE_FIELDS.names, RESPONSE_FIELDS.prompt)
+        if error is not None:
+            raise error
+        head = ResponseHead(request_id, int(time.time()), model, _TIER, echoed)
+        whole = response_object(head, result.state, result.end, result.text)
+        return json.dumps(whole, ensure_ascii=False).encode()
+
+    return fields, respond
+
+
+def _chat(own: _Fields, values: _Fields) -> dict[str, Any]:
     return chat_request(own, values, _DEFAULT_MAX_TOKENS)
 
 
 _ENDPOINTS: Mapping[str, LineEndpoint] = {
-    "/v1/chat/completions": LineEndpoint("chat.completion", CHAT_FIELDS, _chat, chat_choice),
-    "/v1/completions": LineEndpoint(
+    "/v1/chat/completions": _generation("chat.completion", CHAT_FIELDS, _chat, chat_choice),
+    "/v1/completions": _generation(
         "text_completion", COMPLETION_FIELDS, completion_request, completion_choice
     ),
+    "/v1/responses": LineEndpoint(RESPONSE_FIELDS, _plan_response),
 }
