@@ -15,7 +15,7 @@ import struct
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from penstock.shared.protocol import Reason, Request
+from penstock.shared.protocol import ModelKind, Reason, Request
 
 from .engine.requests import Finish, Update
 from .engine.stats import EngineStats, Load
@@ -85,10 +85,11 @@ class Ready(NamedTuple):
 
     Attributes:
         summary: a line for the log.
-        step_tokens: query tokens of a step at most.
+        step_tokens: query tokens of a step at most; what is claimed beyond a step only waits.
         fingerprint: of the model, see :class:`.model_interface.ServingModel`.
         context: tokens of its longest sequence.
         vocabulary: its tokens, see :func:`penstock.shared.vocabulary.pack_vocabulary`.
+        kind: what it does with a request.
     """
 
     summary: str
@@ -96,6 +97,7 @@ class Ready(NamedTuple):
     fingerprint: str
     context: int
     vocabulary: bytes
+    kind: ModelKind = ModelKind.GENERATE
 
 
 class Refused(NamedTuple):

@@ -12,13 +12,11 @@ from redis.asyncio import Redis
 from penstock.shared.errors import UnknownRequest
 from penstock.shared.keys import Keys
 from penstock.shared.protocol import (
-    End,
     Lane,
     Reason,
     Request,
     State,
     check_id,
-    unpack_event,
 )
 from penstock.shared.protocol.field_types import Integer, Number
 from penstock.shared.redis.retrying_client import RetryingClient
@@ -28,7 +26,7 @@ from .dead_letters import DeadLetters
 from .reading.log_reader import LogReader
 from .reading.reader_heartbeat import ReaderHeartbeat
 from .reading.subscriber import Subscriber
-from .request_states import find_states
+from .request_states import find_states, read_status
 from .results import Result, Status, Submitted
 from .served_models import ModelCard, count_workers, find_served_models, read_model_card
 from .stream import TokenStream
@@ -157,8 +155,9 @@ class Producer:
 
     async def submit(
         self,
-        prompt: object,
+        prompt: object = None,
         *,
+        payload: object = None,
         id: str | None = None,
         lane: Lane | str = Lane.NORMAL,
         tenant: str = "default",
@@ -170,6 +169,8 @@ class Producer:
 
         Args:
             prompt: text, token ids, or chat messages (maps with ``role`` and ``content``).
+            payload: in place of a prompt, what a model that answers at once maps to one result:
+                bytes or any msgpack value. See :meth:`infer`.
             id: a name of your own, which makes the call repeatable: the same id with the same
                 payload runs once. None generates one.
             lane: urgency: ``critical``, ``normal`` or ``batch``.
@@ -190,6 +191,7 @@ class Producer:
         request = Request.build(
             id=uuid.uuid4().hex if id is None else id,
             prompt=prompt,
+            payload=payload,
             lane=lane,
             tenant=tenant,
             **options,
@@ -287,6 +289,25 @@ class Producer:
             raise TimeoutError(f"request {id!r} did not end within {timeout:g} s") from None
         return result.check() if check else result
 
+    async def infer(self, payload: object, *, timeout: float | None = None, **fields: Any) -> Any:
+        """The answer of a model that answers at once: a batcher, an embedder, a classifier.
+
+        Args:
+            payload: bytes, or any msgpack value.
+            timeout: longest wait for the answer in seconds; the request runs on after it.
+            **fields: see :meth:`submit`.
+
+        Returns:
+            A msgpack value: lists and maps for tuples and dicts.
+
+        Raises:
+            RequestFailed: it ended in another state than ``completed``.
+            TimeoutError: it did not end within ``timeout``.
+            Exception: as :meth:`submit` and :meth:`result`.
+        """
+        submitted = await self.submit(payload=payload, **fields)
+        return (await self.result(submitted.id, timeout=timeout)).value
+
     async def tokenize(self, prompt: object, **fields: Any) -> Result:
         """A prompt's tokens and their text as a worker tells them; nothing is computed."""
         return await self.result((await self.submit(prompt, tokenize=True, **fields)).id)
@@ -363,36 +384,7 @@ class Producer:
             RedisUnavailable: see the class.
         """
         check_id(id)
-        names = [
-            "state", "tokens", "lane", "tenant", "end", "worker", "note",
-            "accepted_at", "claimed_at", "first_token_at", "ended_at",
-        ]  # fmt: skip
-
-        async def send() -> list[bytes | None]:
-            record: list[bytes | None] = await self._client.redis.hmget(  # type: ignore[misc]
-                self._keys.request(id), names
-            )
-            return record
-
-        state, n, lane, tenant, packed, worker, note, *times = await self._client.call(send)
-        if state is None or n is None or lane is None or tenant is None:
-            raise UnknownRequest(id)
-        event = None if packed is None else unpack_event(packed)
-        accepted, claimed, first_token, ended = (None if t is None else int(t) for t in times)
-        return Status(
-            id=id,
-            state=State(state.decode()),
-            n=int(n),
-            lane=Lane(lane.decode()),
-            tenant=tenant.decode(),
-            end=event if isinstance(event, End) else None,
-            worker=worker.decode() if worker and state == b"running" else None,
-            accepted_at=accepted,
-            claimed_at=claimed,
-            first_token_at=first_token,
-            ended_at=ended,
-            note=note or b"",
-        )
+        return await read_status(self._client, self._keys, id)
 
 
 def _check_timeout(timeout_s: float | None) -> None:

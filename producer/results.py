@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from penstock.shared.errors import RequestFailed
 from penstock.shared.protocol import End, Lane, Reason, State, TokenLogprobs, Usage
+from penstock.shared.protocol.payload import unpack_result
 
 from .choices import Choice
 
@@ -83,12 +85,23 @@ class Result:
         end: the terminal event.
         prompt_logprobs: one per token of the prompt if the request asked for them, else empty; the
             first is None.
+        packed_value: msgpack of the answer to a payload; empty if there is none.
     """
 
     id: str
     choices: tuple[Choice, ...]
     end: End
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
+    packed_value: bytes = b""
+
+    @property
+    def value(self) -> Any:
+        """The answer to a payload; None if there is none (yet).
+
+        Raises:
+            ProtocolError: somebody else wrote it.
+        """
+        return unpack_result(self.packed_value) if self.packed_value else None
 
     @property
     def text(self) -> str:

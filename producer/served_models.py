@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from redis.exceptions import NoPermissionError
 
-from penstock.shared.errors import InvalidRequest
+from penstock.shared.errors import InvalidRequest, ProtocolError
 from penstock.shared.keys import Keys
+from penstock.shared.protocol import ModelKind
 from penstock.shared.redis.retrying_client import RetryingClient
 from penstock.shared.vocabulary import unpack_vocabulary
 
@@ -21,10 +22,12 @@ class ModelCard:
     Attributes:
         context: tokens of its longest sequence; None if no worker has said so.
         vocabulary: bytes of its tokens by id, None where there is none; empty if not known.
+        kind: what it does with a request.
     """
 
     context: int | None
     vocabulary: tuple[bytes | None, ...]
+    kind: ModelKind = ModelKind.GENERATE
 
 
 _KEYS_PER_SCAN = 1000
@@ -61,7 +64,7 @@ async def read_model_card(
         ProtocolError: somebody else wrote it.
         RedisUnavailable: see :meth:`RetryingClient.call`.
     """
-    names = ["context", "vocabulary"] if vocabulary else ["context"]
+    names = ["context", "kind", *(("vocabulary",) if vocabulary else ())]
 
     async def send() -> list[bytes | None]:
         values: list[bytes | None] = await client.redis.hmget(  # type: ignore[misc]
@@ -69,12 +72,20 @@ async def read_model_card(
         )
         return values
 
-    context, *packed = await client.call(send)
+    context, kind, *packed = await client.call(send)
     known = context is not None and context.isdigit()
     return ModelCard(
         context=int(context) if known and context else None,
         vocabulary=unpack_vocabulary(packed[0] or b"") if packed else (),
+        kind=_kind(kind),
     )
+
+
+def _kind(name: bytes | None) -> ModelKind:
+    try:
+        return ModelKind.GENERATE if name is None else ModelKind(name.decode())
+    except ValueError:
+        raise ProtocolError("kind", name, " or ".join(ModelKind)) from None
 
 
 async def find_served_models(client: RetryingClient) -> list[Keys]:

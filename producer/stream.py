@@ -187,6 +187,7 @@ class TokenStream:
             choices=gather_choices(chunks, self._merger.end),
             end=self._merger.end,
             prompt_logprobs=chunks[0].prompt_logprobs if chunks else (),
+            packed_value=chunks[0].result if chunks else b"",
         )
 
     async def aclose(self) -> None:

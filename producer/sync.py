@@ -230,8 +230,9 @@ class BlockingProducer:
 
     def submit(
         self,
-        prompt: object,
+        prompt: object = None,
         *,
+        payload: object = None,
         id: str | None = None,
         lane: Lane | str = Lane.NORMAL,
         tenant: str = "default",
@@ -239,7 +240,9 @@ class BlockingProducer:
     ) -> Submitted:
         """See :meth:`Producer.submit`."""
         return self._thread.run(
-            self._producer.submit(prompt, id=id, lane=lane, tenant=tenant, **options)
+            self._producer.submit(
+                prompt, payload=payload, id=id, lane=lane, tenant=tenant, **options
+            )
         )
 
     def stream(
@@ -266,6 +269,10 @@ class BlockingProducer:
     def result(self, id: str, *, timeout: float | None = None, check: bool = True) -> Result:
         """See :meth:`Producer.result`."""
         return self._thread.run(self._producer.result(id, timeout=timeout, check=check))
+
+    def infer(self, payload: object, *, timeout: float | None = None, **fields: Any) -> Any:
+        """See :meth:`Producer.infer`."""
+        return self._thread.run(self._producer.infer(payload, timeout=timeout, **fields))
 
     def cancel(self, id: str) -> CancelReply:
         """See :meth:`Producer.cancel`."""

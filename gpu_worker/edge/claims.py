@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from penstock.shared.errors import InvalidRequest
-from penstock.shared.protocol import Chunk, Reason, Request
+from penstock.shared.protocol import Chunk, ModelKind, Reason, Request
 from penstock.shared.scripts.operations import Claim
 
 from ..messages import Add
@@ -33,6 +33,7 @@ class ClaimReceiver:
         owned: the table of owned requests.
         outbox: begins to own each claim, and takes the end of what cannot be served.
         metrics: counts claims.
+        kind: what the engine does with a request.
     """
 
     def __init__(
@@ -42,12 +43,14 @@ class ClaimReceiver:
         owned: OwnedRequests,
         outbox: Outbox,
         metrics: WorkerMetrics,
+        kind: ModelKind = ModelKind.GENERATE,
     ) -> None:
         self._order = order
         self._abort = abort
         self._owned = owned
         self._outbox = outbox
         self._metrics = metrics
+        self._kind = kind
         self._guard = Guard("claims", metrics)
 
     def accept(self, claims: Sequence[Claim]) -> bool:
@@ -95,14 +98,22 @@ class ClaimReceiver:
 
     def _open(self, claim: Claim, request: Request) -> None:
         options = request.options
+        max_tokens = options.max_tokens if request.payload is None else None
         self._outbox.open(
-            claim, request.lane.value, request.answer, options.num_sequences, options.max_tokens
+            claim, request.lane.value, request.answer, options.num_sequences, max_tokens
         )
         if claim.attempts == 1:
             self._metrics.queue_time.labels(request.lane.value).observe(claim.queue_ms / 1000)
         if not claim.intact:
             message = f"its token log in Redis does not hold all of its {claim.n} tokens"
             self._outbox.end(claim, Reason.ENGINE_ERROR, message)
+            return
+        if (error := _wrong_kind(request, self._kind)) is not None:
+            self._outbox.end(claim, Reason.INVALID, str(error))
+            return
+        if request.payload is not None and claim.n:
+            # Its worker died between the two writes of one append: all but the end is there.
+            self._outbox.end(claim, Reason.STOP, "")
             return
         now, several = time.monotonic(), options.n > 1
         self._order(
@@ -115,6 +126,16 @@ class ClaimReceiver:
                 deadline=now + claim.deadline_in_ms / 1000,
             )
         )
+
+
+def _wrong_kind(request: Request, kind: ModelKind) -> InvalidRequest | None:
+    """Why this model cannot serve a request, if it asks for the other kind of work."""
+    if (request.payload is None) is (kind is ModelKind.GENERATE):
+        return None
+    if request.payload is None:
+        allowed = f"a payload: this model answers at once (kind {kind.value}) and takes no prompt"
+        return InvalidRequest("prompt", request.prompt, allowed)
+    return InvalidRequest("payload", request.payload, "a prompt: this model generates text")
 
 
 def _choice_ids(chunks: Sequence[Chunk], num_choices: int) -> tuple[tuple[int, ...], ...]:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 
-from penstock.shared.protocol.compaction import compacted
 from penstock.shared.redis.batch_connection import BatchConnection
+from penstock.shared.scripts.compaction import compacted
 from penstock.shared.scripts.log_operations import EndedLog, LogOperations
 
 from ..heartbeat import HeartbeatWatch

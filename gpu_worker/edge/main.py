@@ -228,7 +228,9 @@ class EdgeProcess:
             engine=engine,
             owned=self._owned,
             outbox=outbox,
-            claims=ClaimReceiver(engine.add, engine.abort, self._owned, outbox, self._metrics),
+            claims=ClaimReceiver(
+                engine.add, engine.abort, self._owned, outbox, self._metrics, ready.kind
+            ),
             metrics=self._metrics,
             watch=self._watch,
             wake=wake,

@@ -220,7 +220,7 @@ class Outbox:
             whole = Chunk(
                 start, ids, text, 0, update.logprobs,
                 _text_lengths(update) if _is_cut_by_token(update) else (),
-                update.parts, update.prompt_logprobs, update.deltas,
+                update.parts, update.prompt_logprobs, update.deltas, update.result,
             )  # fmt: skip
             owned.digest = whole.digest_after(owned.digest)
             owned.confirmed = start + len(ids)

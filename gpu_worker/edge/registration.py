@@ -76,6 +76,7 @@ async def _publish(operations: Operations, ready: Ready) -> None:
         (
             "HSET", operations.keys.model_card,
             "context", str(ready.context), "vocabulary", ready.vocabulary,
+            "kind", ready.kind.value,
         )
     )  # fmt: skip
     try:

@@ -85,6 +85,7 @@ class Update:
         text_lengths: of several tokens, how many bytes of the text (UTF-8) came with each but the
             last, which has the rest; empty if that is not known.
         deltas: what the tokens add to the parsed answer; empty if it is not parsed.
+        result: the packed answer to a payload, told with ``finish``; empty for generated tokens.
     """
 
     id: str
@@ -101,3 +102,4 @@ class Update:
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
     text_lengths: tuple[int, ...] = ()
     deltas: tuple[Delta, ...] = ()
+    result: bytes = b""

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from penstock.shared.errors import ConfigurationError, IdInUse, InvalidRequest, UnknownDeadLetter
 from penstock.shared.protocol import Request
+from penstock.shared.protocol.payload import json_form
 from penstock.shared.scripts.operations import DeadLetter
 from penstock.shared.settings import Settings
 
@@ -220,12 +221,25 @@ def letter_facts(letter: DeadLetter, *, whole: bool = False) -> dict[str, Any]:
         return {**facts, "prompt": _preview(request)}
     options = {name: getattr(request.options, name) for name in request.options.__slots__}
     fields = {"deadline_ms": request.deadline_ms, "max_queue_ms": request.max_queue_ms}
-    return {**facts, "request": {"prompt": request.prompt, **options, **fields}}
+    if request.payload is not None:
+        asked = {"payload": _readable(request.payload)}
+    else:
+        asked = {"prompt": request.prompt, **options}
+    return {**facts, "request": {**asked, **fields}}
+
+
+def _readable(payload: object) -> Any:
+    try:
+        return json_form(payload)
+    except ValueError:  # not a number
+        return repr(payload)
 
 
 def _preview(request: Request) -> str:
     prompt = request.prompt
-    if isinstance(prompt, str):
+    if request.payload is not None:
+        text = str(_readable(request.payload))
+    elif isinstance(prompt, str):
         text = prompt
     elif isinstance(prompt[0], dict):
         text = str(prompt[-1]["content"])

@@ -7,7 +7,7 @@ from .event_reader import unpack_event
 from .events import Chunk, End, Run, TokenLogprobs, Usage, rolling_digest
 from .request import MAX_PAYLOAD_BYTES, PROTOCOL_VERSION, Request, check_id, check_tenant
 from .sampling_options import SamplingOptions
-from .states import Answer, Lane, OnDisconnect, Reason, Speculation, State
+from .states import Answer, Lane, ModelKind, OnDisconnect, Reason, Speculation, State
 
 __all__ = [
     "MAX_PAYLOAD_BYTES",
@@ -18,6 +18,7 @@ __all__ = [
     "Delta",
     "End",
     "Lane",
+    "ModelKind",
     "OnDisconnect",
     "Part",
     "Reason",

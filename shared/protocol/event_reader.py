@@ -18,6 +18,7 @@ from .chat.deltas import read_deltas
 from .choice_parts import Part, read_parts
 from .events import END_MARK, Chunk, End, TokenLogprobs, Usage
 from .parsing import PARSER_ERRORS
+from .payload import result_from_json
 from .states import Reason
 
 __all__ = ["unpack_event", "unpack_letter"]
@@ -57,7 +58,7 @@ def unpack_event(data: bytes) -> Chunk | End:
             start, token_ids, text, digest = wire
             chunk = Chunk(start, tuple(token_ids), text, digest)
         elif wire[0] != END_MARK:
-            chunk = _whole_chunk(*wire[:9])
+            chunk = _whole_chunk(*wire[:10])
         else:
             return _end(*wire[1:6])
         _check_chunk(chunk)
@@ -84,7 +85,10 @@ def _whole_chunk(
     parts: Any = None,
     of_prompt: Any = None,
     deltas: Any = None,
+    result: Any = None,
 ) -> Chunk:
+    if not isinstance(result or b"", bytes):
+        raise TypeError("a result that is not packed")
     read = read_parts(parts, len(token_ids))
     return Chunk(
         start,
@@ -96,6 +100,7 @@ def _whole_chunk(
         read,
         _prompt_logprobs(of_prompt),
         read_deltas(deltas, len(token_ids)),
+        result or b"",
     )
 
 
@@ -173,4 +178,5 @@ def _read_json(data: bytes) -> tuple[Any, ...]:
         return (END_MARK, *(wire[name] for name in end_names))
     chunk = tuple(wire[name] for name in ("start", "ids", "text", "digest"))
     names = ("logprobs", "text_lengths", "parts", "prompt_logprobs", "deltas")
-    return (*chunk, *(wire.get(name) for name in names))
+    result = result_from_json(wire["result"]) if "result" in wire else None
+    return (*chunk, *(wire.get(name) for name in names), result)

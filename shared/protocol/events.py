@@ -17,6 +17,7 @@ import msgpack
 from ..quoting import one_line
 from .chat.deltas import Delta, cut_deltas, packed_deltas
 from .choice_parts import Part, cut_parts, digest_words
+from .payload import result_as_json
 from .states import Answer, Reason, State
 
 __all__ = [
@@ -113,6 +114,8 @@ class Chunk(NamedTuple):
             them, else empty. Of the first token, which nothing comes before, None.
         deltas: what the tokens add to the parsed answer if the request asked for it
             (``parse_response``), else empty; in the order of their tokens.
+        result: the answer to a payload, packed by :func:`~.payload.pack_result`; else empty. Such a
+            chunk has index 0, one token of id 0, and no text.
     """
 
     start: int
@@ -124,6 +127,7 @@ class Chunk(NamedTuple):
     parts: tuple[Part, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
     deltas: tuple[Delta, ...] = ()
+    result: bytes = b""
 
     @property
     def stop(self) -> int:
@@ -188,8 +192,11 @@ class Chunk(NamedTuple):
         ``[[logprob, [[id, logprob]...]]...]``; sixth, ``text_lengths``; seventh, ``parts``,
         ``[[choice, start, num_tokens, text, reason or nil]...]``; eighth, ``prompt_logprobs``, like
         the fifth, its first entry nil; ninth, ``deltas``,
-        ``[[token, kind, text, index, name]...]``. Elements before the last that do
-        not apply are nil.
+        ``[[token, kind, text, index, name]...]``; tenth, ``result``, *bin*, in JSON the value
+        itself. Elements before the last that do not apply are nil.
+
+        Raises:
+            ValueError: the result has no form in JSON.
         """
         if answer is Answer.JSON:
             more: dict[str, Any] = {"logprobs": self.logprobs} if self.logprobs else {}
@@ -201,13 +208,15 @@ class Chunk(NamedTuple):
                 more["prompt_logprobs"] = self.prompt_logprobs
             if self.deltas:
                 more["deltas"] = [delta._asdict() for delta in self.deltas]
+            if self.result:
+                more["result"] = result_as_json(self.result)
             return _json(
                 {"start": self.start, "ids": self.token_ids, "text": self.text,
                  "digest": self.digest, **more}
             )  # fmt: skip
         further: list[Any] = [
             self.logprobs, self.text_lengths, self.parts, self.prompt_logprobs,
-            packed_deltas(self.deltas),
+            packed_deltas(self.deltas), self.result,
         ]  # fmt: skip
         while further and not further[-1]:
             further.pop()

@@ -28,7 +28,7 @@ from .states import Answer, Reason
 
 __all__ = ["Admission", "Entry", "Refusal", "read_entry"]
 
-_PROMPTS = ("prompt", "prompt_ids", "messages")
+_PROMPTS = ("prompt", "prompt_ids", "messages", "payload")
 _REPEATED = tuple(item.name for item in REQUEST_OPTIONS if item.type.repeated)
 """Fields that may occur several times, or once with all values as ``<name>_json``."""
 
@@ -113,7 +113,8 @@ def _request_fields(entry: Entry) -> dict[str, Any]:
     given = [name for name in _PROMPTS if name in values]
     if len(given) != 1:
         raise InvalidRequest("prompt", given or None, f"exactly one of {', '.join(_PROMPTS)}")
-    values["prompt"] = values.pop(given[0])
+    if given[0] != "payload":
+        values["prompt"] = values.pop(given[0])
     for name in _REPEATED:
         if (array := f"{name}_json") in values:
             if name in values:
@@ -177,12 +178,17 @@ def _read_messages(name: str, text: str) -> list[Any]:
     return messages
 
 
+def _read_json(name: str, text: str) -> Any:
+    return parse_json(name, text, "a JSON value")
+
+
 _READERS: Mapping[str, Callable[[str, str], Any]] = MappingProxyType(
     {
         "id": _read_text,
         "prompt": _read_text,
         "prompt_ids": TokenIds(MAX_PROMPT_TOKENS, min_items=1).read,
         "messages": _read_messages,
+        "payload": _read_json,
         **{item.name: item.type.read for item in REQUEST_OPTIONS},
         **{f"{name}_json": _read_list for name in _REPEATED},
     }

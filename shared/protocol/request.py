@@ -1,7 +1,7 @@
-"""One generation request and its packed form.
+"""One request and its packed form.
 
-docs/protocol.md describes the form for other languages. Strings are msgpack *str*, never *bin*:
-the msgpack library inside Redis' Lua does not know *bin*.
+docs/protocol.md describes the form for other languages. Strings are msgpack *str*; only a payload
+may hold *bin*, which the msgpack library inside Redis' Lua does not know.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from .chat.chat_options import CHAT_OPTIONS, ChatOptions
 from .collection_types import TokenIds
 from .field_types import Flag, Integer, Name, OptionTable, Text, Word, option
 from .parsing import parse_msgpack
+from .payload import check_payload, packed_size
 from .sampling_options import SAMPLING_OPTIONS, SamplingOptions
 from .states import Answer, Lane, OnDisconnect
 
@@ -58,12 +59,15 @@ TENANT_TYPE = Name(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One generation request.
+    """One request: a prompt to continue, or a payload to answer at once.
 
     Attributes:
         id: chosen by the client and unique per shard; submitting an id twice runs it once.
         prompt: text, token ids, or chat messages that the worker renders with the model's chat
-            template, in the normal form of :func:`.chat.chat_messages.check_messages`.
+            template, in the normal form of :func:`.chat.chat_messages.check_messages`. Empty text
+            beside a payload.
+        payload: what a model that answers at once maps to one result: bytes, or any msgpack value.
+            None for a prompt.
         options: sampling and stopping.
         chat: tools, template variables, and whether the answer is parsed.
 
@@ -74,7 +78,8 @@ class Request:
     """
 
     id: str
-    prompt: str | tuple[int, ...] | tuple[dict[str, Any], ...]
+    prompt: str | tuple[int, ...] | tuple[dict[str, Any], ...] = ""
+    payload: Any = field(default=None, hash=False)
     lane: Lane = option(Lane.NORMAL, Word(Lane), "How urgent the request is.")
     tenant: str = option("default", TENANT_TYPE, "Who pays; fair shares are between tenants.")
     options: SamplingOptions = field(default_factory=SamplingOptions)
@@ -115,18 +120,25 @@ class Request:
     def __post_init__(self) -> None:
         check_id(self.id)
         _OWN.check(self)
-        object.__setattr__(self, "prompt", _prompt(self.prompt))
         if not isinstance(self.options, SamplingOptions):
             raise InvalidRequest("options", self.options, "SamplingOptions")
         if not isinstance(self.chat, ChatOptions):
             raise InvalidRequest("chat", self.chat, "ChatOptions")
+        if self.payload is not None:
+            self._check_payload()
+            return
+        object.__setattr__(self, "prompt", _prompt(self.prompt))
         self._check_chat()
         if isinstance(self.prompt[0], int):
             self.options.check_prompt(len(self.prompt))
 
     @classmethod
-    def build(cls, /, *, id: str, prompt: Any, **values: Any) -> Request:
+    def build(
+        cls, /, *, id: str, prompt: Any = None, payload: Any = None, **values: Any
+    ) -> Request:
         """Return a request from flat fields, the form on the wire and on command lines.
+
+        Exactly one of ``prompt`` and ``payload`` is not None.
 
         Raises:
             InvalidRequest: as the class; also for a field that does not exist.
@@ -135,10 +147,39 @@ class Request:
         chat = {key: values.pop(key) for key in list(values) if key in CHAT_OPTIONS.defaults}
         for name in values:
             if name not in _OWN.defaults:
-                known = ("id", "prompt", *(item.name for item in REQUEST_OPTIONS))
+                known = ("id", "prompt", "payload", *(item.name for item in REQUEST_OPTIONS))
                 raise unknown_field(name, values[name], known)
+        if (prompt is None) == (payload is None):
+            raise InvalidRequest("prompt", prompt, "a prompt or a payload, one of the two")
         of_chat = ChatOptions(**chat)
-        return cls(id=id, prompt=prompt, options=SamplingOptions(**options), chat=of_chat, **values)
+        return cls(
+            id=id,
+            prompt="" if prompt is None else prompt,
+            payload=payload,
+            options=SamplingOptions(**options),
+            chat=of_chat,
+            **values,
+        )
+
+    def _check_payload(self) -> None:
+        """Check a payload, and that nothing beside it asks for generated text."""
+        if self.prompt:
+            raise InvalidRequest("prompt", self.prompt, "nothing beside a payload")
+        object.__setattr__(self, "payload", check_payload("payload", self.payload))
+        given = {
+            **self._given(self.options, SAMPLING_OPTIONS),
+            **self._given(self.chat, CHAT_OPTIONS),
+        }
+        if self.tokenize:
+            given["tokenize"] = True
+        for name, value in given.items():
+            raise InvalidRequest(name, value, "nothing beside a payload, which generates no tokens")
+
+    @staticmethod
+    def _given(owner: object, table: OptionTable) -> dict[str, Any]:
+        """The options that do not hold their default."""
+        values = ((name, getattr(owner, name)) for name in table.defaults)
+        return {name: value for name, value in values if value != table.defaults[name]}
 
     def _check_chat(self) -> None:
         """Check what chat options ask of the other fields."""
@@ -176,8 +217,10 @@ class Request:
         """Of :attr:`cost_estimate`, the tokens of the prompt.
 
         Those of a text are taken as its UTF-8 bytes over 4, rounded up. Chat counts what its
-        messages say, and the tools.
+        messages say, and the tools. A payload counts one for each KiB, rounded up.
         """
+        if self.payload is not None:
+            return -(-packed_size(self.payload) // 1024) or 1
         if isinstance(self.prompt, str):
             return -(-len(self.prompt.encode()) // 4)
         if isinstance(self.prompt[0], int):
@@ -192,6 +235,8 @@ class Request:
         Clients give a large ``max_tokens`` to say "until it is done". Outputs of more than
         :data:`LIKELY_OUTPUT_TOKENS` are rare unless ``ignore_eos`` or ``min_tokens`` asks for them.
         """
+        if self.payload is not None:
+            return 1
         if self.tokenize:
             return 0
         options = self.options
@@ -206,20 +251,19 @@ class Request:
         Raises:
             InvalidRequest: the packed form is larger than :data:`MAX_PAYLOAD_BYTES`.
         """
-        wire: dict[str, Any] = {"v": PROTOCOL_VERSION, "id": self.id, "prompt": self.prompt}
+        field = "prompt" if self.payload is None else "payload"
+        asked = getattr(self, field)
+        wire: dict[str, Any] = {"v": PROTOCOL_VERSION, "id": self.id, field: asked}
         tables = (self, _OWN), (self.options, SAMPLING_OPTIONS), (self.chat, CHAT_OPTIONS)
         for owner, table in tables:
-            for name, default in table.defaults.items():
-                value = getattr(owner, name)
-                if value != default:
-                    wire[name] = value
+            wire |= self._given(owner, table)
         if self.options.logit_bias:
             # Map keys are strings on this wire, as in JSON.
             wire["logit_bias"] = {str(i): bias for i, bias in self.options.logit_bias.items()}
         packed: bytes = msgpack.packb(wire)
         if len(packed) > MAX_PAYLOAD_BYTES:
             allowed = f"a request of at most {MAX_PAYLOAD_BYTES} bytes; this one has {len(packed)}"
-            raise InvalidRequest("prompt", self.prompt, allowed)
+            raise InvalidRequest(field, asked, allowed)
         return packed
 
     @classmethod
@@ -238,9 +282,8 @@ class Request:
         version = wire.pop("v", None)
         if version != PROTOCOL_VERSION:
             raise ProtocolError("v", version, f"protocol version {PROTOCOL_VERSION}")
-        for name in ("id", "prompt"):
-            if name not in wire:
-                raise InvalidRequest(name, None, "a value; the field is required")
+        if "id" not in wire:
+            raise InvalidRequest("id", None, "a value; the field is required")
         return cls.build(**wire)
 
 

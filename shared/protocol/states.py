@@ -9,6 +9,7 @@ __all__ = [
     "TERMINAL_STATES",
     "Answer",
     "Lane",
+    "ModelKind",
     "OnDisconnect",
     "Reason",
     "Speculation",
@@ -53,6 +54,18 @@ class State(StrEnum):
 TERMINAL_STATES = frozenset(
     {State.COMPLETED, State.FAILED, State.CANCELLED, State.EXPIRED, State.DEAD}
 )
+
+
+class ModelKind(StrEnum):
+    """What a model does with a request."""
+
+    GENERATE = "generate"
+    """Continues a prompt, token by token. All others map a payload to one result at once."""
+    BATCH = "batch"
+    """A user's own function."""
+    EMBED = "embed"
+    RERANK = "rerank"
+    CLASSIFY = "classify"
 
 
 class Answer(StrEnum):

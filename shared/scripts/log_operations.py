@@ -1,4 +1,4 @@
-"""The logs of ended requests: read, and made compact; see :mod:`..protocol.compaction`."""
+"""The logs of ended requests: read, and made compact; see :mod:`.compaction`."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from penstock.shared.protocol import (
     rolling_digest,
     unpack_event,
 )
-from penstock.shared.protocol.compaction import compacted
+from penstock.shared.scripts.compaction import compacted
 from penstock.shared.scripts.log_operations import LogOperations
 from penstock.shared.scripts.operations import (
     Append,

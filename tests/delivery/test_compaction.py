@@ -6,7 +6,7 @@ import pytest
 from delivery.fleet import MINUTE_MS, FakeWorker, Shard, chunk, token
 
 from penstock.shared.protocol import Answer, Chunk, End, Reason, rolling_digest
-from penstock.shared.protocol.compaction import compacted
+from penstock.shared.scripts.compaction import compacted
 from penstock.shared.scripts.operations import Claim
 
 LONG = 40

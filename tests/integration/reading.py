@@ -12,7 +12,7 @@ from log_writer import LogWriter, eventually
 
 from penstock.producer import Producer, TokenStream
 from penstock.shared.protocol import Chunk
-from penstock.shared.protocol.compaction import compacted
+from penstock.shared.scripts.compaction import compacted
 from penstock.shared.scripts.log_operations import LogOperations
 
 Client = redis.asyncio.Redis

@@ -29,7 +29,7 @@ from penstock.shared.protocol import (
     rolling_digest,
     unpack_event,
 )
-from penstock.shared.protocol.compaction import compacted
+from penstock.shared.scripts.compaction import compacted
 from penstock.shared.scripts.operations import Append, AppendStatus, Claim
 
 
@@ -186,7 +186,7 @@ def test_parts_are_a_seventh_element_that_others_may_ignore() -> None:
     assert shown["parts"][1] == {
         "choice": 0, "start": 2, "num_tokens": 1, "text": "b", "reason": "stop",
     }  # fmt: skip
-    assert unpack_event(msgpack.packb([*wire, None, None, "of a later version"])) == PARTED
+    assert unpack_event(msgpack.packb([*wire, None, None, None, "of a later version"])) == PARTED
     later = [[*row, "more"] for row in wire[6]]
     assert unpack_event(msgpack.packb([*wire[:6], later])) == PARTED
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -11,7 +12,15 @@ from penstock.gpu_worker.edge.outbox import Outbox
 from penstock.gpu_worker.edge.owned_requests import OwnedRequests
 from penstock.gpu_worker.messages import Add
 from penstock.gpu_worker.metrics import WorkerMetrics
-from penstock.shared.protocol import Request
+from penstock.shared.protocol import (
+    Chunk,
+    End,
+    ModelKind,
+    Reason,
+    Request,
+    rolling_digest,
+    unpack_event,
+)
 from penstock.shared.scripts.replies import Claim
 
 
@@ -74,3 +83,40 @@ def test_the_same_claim_again_is_left_to_an_audit() -> None:
     assert told.claims.accept([claim("b"), claim("a")])
     assert told == ["+a#1", "+b#1", "a#1"]
     assert tuple(told.owned.by_id) == ("b",)
+
+
+@pytest.mark.parametrize("kind", ModelKind)
+def test_a_request_for_the_other_kind_of_work_ends_invalid(kind: ModelKind) -> None:
+    orders: list[Add] = []
+    owned, metrics = OwnedRequests(), WorkerMetrics()
+    outbox = Outbox(owned, metrics, lambda: None)
+    claims = ClaimReceiver(orders.append, never, owned, outbox, metrics, kind)
+    payload = Request.build(id="at-once", payload={"x": 1}).pack()
+    claims.accept([claim("prompt"), replace(claim("at-once"), payload=payload)])
+    served, refused = "prompt", "at-once"
+    if kind is not ModelKind.GENERATE:
+        served, refused = refused, served
+    assert [order.request.id for order in orders] == [served]
+    (row,) = outbox.take(8)
+    end = unpack_event(row[5])
+    assert row[0] == refused
+    assert isinstance(end, End)
+    assert end.reason is Reason.INVALID
+    assert "allowed" in end.message
+
+
+def test_a_result_that_is_in_the_log_is_not_computed_again() -> None:
+    """A script was killed between the chunk and the end of one append."""
+    orders: list[Add] = []
+    owned, metrics = OwnedRequests(), WorkerMetrics()
+    outbox = Outbox(owned, metrics, lambda: None)
+    claims = ClaimReceiver(orders.append, never, owned, outbox, metrics, ModelKind.BATCH)
+    chunk = Chunk(0, (0,), "", rolling_digest((0,)), result=b"\xc3")
+    payload = Request.build(id="a", payload=1).pack()
+    claims.accept([replace(claim("a", n=1), payload=payload, chunks=(chunk,))])
+    assert not orders
+    (row,) = outbox.take(8)
+    assert row[:5] == ("a", 1, 1, 0, b"")
+    end = unpack_event(row[5])
+    assert isinstance(end, End)
+    assert (end.n, end.reason) == (1, Reason.STOP)

@@ -22,7 +22,7 @@ from penstock.shared.protocol import (
     unpack_event,
 )
 from penstock.shared.protocol.choice_parts import Part, digest_words
-from penstock.shared.protocol.compaction import compacted
+from penstock.shared.scripts.compaction import compacted
 
 TEXTS = ("", "a", " word", "ü", "日本", "👍🏽", "\x00", "e\u0301")
 

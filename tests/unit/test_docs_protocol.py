@@ -49,10 +49,11 @@ def test_states_and_reasons_are_the_closed_set() -> None:
 
 def test_request_fields() -> None:
     assert [code(row[0]) for row in table(PROTOCOL, "Field", "Type", "Range")] == [
-        "v", "id", "prompt",
+        "v", "id", "prompt", "payload",
     ]  # fmt: skip
     names = {f.name for kind in (Request, SamplingOptions, ChatOptions) for f in fields(kind)}
-    assert {item.name for item in REQUEST_OPTIONS} == names - {"id", "prompt", "options", "chat"}
+    given = {"id", "prompt", "payload", "options", "chat"}
+    assert {item.name for item in REQUEST_OPTIONS} == names - given
 
 
 def test_the_reference_of_the_options_is_written_from_their_declarations() -> None:

@@ -70,7 +70,7 @@ def test_logprobs_are_a_fifth_element_that_others_may_ignore() -> None:
 def test_an_empty_fifth_element_says_nothing(extra: Any) -> None:
     wire = msgpack.unpackb(PLAIN.pack())
     assert unpack_event(msgpack.packb([*wire, extra])) == PLAIN
-    assert unpack_event(msgpack.packb([*wire, *[extra] * 5, "of a later version"])) == PLAIN
+    assert unpack_event(msgpack.packb([*wire, *[extra] * 6, "of a later version"])) == PLAIN
 
 
 @pytest.mark.parametrize("extra", [[[-1.0, []]], 7, [[-1.0], [-1.0], [-1.0]], [1, 2, 3], "abc"])
