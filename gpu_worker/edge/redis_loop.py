@@ -301,10 +301,10 @@ class RedisLoop:
             raise RuntimeError(f"{self._failed_exchanges} exchanges in a row could not be handled")
 
     def _is_refused(self, name: str, reply: Any) -> bool:
-        """Whether the script as a whole was refused for good (by an ACL, or a bug of Redis).
+        """Whether the script as a whole was refused for good (by an ACL, or by a bug in it).
 
-        Then nothing was written. Refusals that pass are broken connections here; see
-        shared/redis/transient_errors.py.
+        It may have stopped half way, and scripts do not roll back. Refusals that pass are broken
+        connections here; see shared/redis/transient_errors.py.
         """
         if not isinstance(reply, ResponseError):
             return False
@@ -333,6 +333,7 @@ class RedisLoop:
 
     def _receive(self, budget: ClaimBudget, reply: Any) -> None:
         if self._is_refused("claim", reply):
+            self._needs_audit = True  # what it had claimed by then is nobody's work
             return
         self._lease.beat()
         claimed = self._operations.read_claim(reply)

@@ -10,6 +10,12 @@ from redis.asyncio import Redis
 
 from penstock.shared.scripts.script_loader import Script, load_script, script_names
 
+# Guards of append that several mutants change.
+FENCE = "if tonumber(v[2]) ~= epoch or v[4] ~= worker then return 2, tokens end"
+END_ANSWER = (
+    "if reason == row[8] and last ~= '' and tokens == start + count then return 0, tokens end"
+)
+
 DirectedTest = Callable[[Shard], Awaitable[None]]
 
 

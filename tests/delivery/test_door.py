@@ -7,13 +7,13 @@ from collections import Counter
 from collections.abc import AsyncIterator
 
 import pytest
-from delivery.fleet import FakeWorker, Shard, request
+from delivery.fleet import NO_BOUNDS, FakeWorker, Shard, request
 from redis.asyncio import BlockingConnectionPool, Redis
 from redis.exceptions import OutOfMemoryError
 
 from penstock.shared.errors import IdConflict, QueueFull, RedisUnavailable
 from penstock.shared.protocol import Lane, Reason, State
-from penstock.shared.scripts.operations import Bounds
+from penstock.shared.scripts.operations import Bounds, request_arguments
 
 
 @pytest.fixture
@@ -56,6 +56,22 @@ async def test_another_payload_under_the_same_id_is_a_conflict(crowd: Shard) -> 
     assert len(conflicts) == 20
     assert not [r for r in replies if isinstance(r, BaseException) and r not in conflicts]
     await crowd.check()
+
+
+async def test_a_request_of_no_cost_and_no_bytes(shard: Shard) -> None:
+    """It once stopped a claim half way: the counters went down by -0, which Redis refuses."""
+    await shard.submit("beside")
+    values = request_arguments(request("x"), b"", NO_BOUNDS, 60_000)
+    values |= {"cost": 0, "output_cost": 0, "retention_ms": 60_000, "inbox": "", "note": ""}
+    submit = shard.load("submit")
+    keys = submit.header.key_names(shard.keys.prefix, values)
+    await shard.redis.eval(submit.source, len(keys), *keys, *submit.header.argument_values(values))
+    worker = shard.worker("a")
+    claims = await worker.claim(2)
+    assert [claim.id for claim in claims] == ["beside", "x"]
+    await shard.check()
+    await worker.send(*(worker.ending(claim, 0, 1) for claim in claims))
+    await shard.check(ended=True)
 
 
 async def test_an_id_is_free_again_after_its_retention(shard: Shard) -> None:

@@ -13,6 +13,7 @@ NESTED = b"\x91" * 1000 + b"\x01"
 HEAD = bytes.fromhex("84a17601a26964a3") + b"bad" + b"\xa6prompt\xa1x"
 
 PAYLOADS = {
+    "an empty payload": b"",
     "a prompt nested 1,000 deep": HEAD.replace(b"\x84", b"\x83")[:-2] + NESTED,
     "a lane nested 1,000 deep": HEAD + b"\xa4lane" + NESTED,
     "a version nested 1,000 deep": b"\x81\xa1v" + NESTED,

@@ -93,7 +93,7 @@ class LiveWorker(Target):
 
     def _add(self, pipe: Any, request: Request, payload: bytes) -> None:
         values = request_arguments(request, payload, Bounds(), 600_000)
-        values |= {"retention_ms": 60_000, "inbox": ""}
+        values |= {"retention_ms": 60_000, "inbox": "", "note": ""}
         header = self._submit.header
         keys = header.key_names(KEYS.prefix, values)
         pipe.evalsha(self._submit.digest, len(keys), *keys, *header.argument_values(values))

@@ -151,6 +151,29 @@ async def _keeps(producer: Producer, worker: WorkerProcess, server: Refusing, ho
     assert result.usage.attempts == 1
 
 
+async def test_a_claim_that_stops_half_way_loses_nothing(
+    start_redis: Callable[..., EmbeddedRedis], tmp_path: Path
+) -> None:
+    """The last command of a claim is denied: what it had claimed by then is claimed again."""
+    url = start_redis(password="").url
+    workers = WorkerFactory(url, tmp_path)
+    try:
+        worker = await asyncio.to_thread(
+            lambda: workers.engine("one", model__path="synthetic", worker__lease_ms=60_000)
+        )
+        async with Producer(url) as producer, redis.asyncio.Redis.from_url(url) as client:
+            await client.execute_command("ACL", "SETUSER", "default", "-xrevrange")
+            submitted = await producer.submit([7], seed=1, max_tokens=5, ignore_eos=True)
+            await asyncio.to_thread(
+                wait_until, lambda: "claim was refused" in worker.log.read_text(), "a refusal"
+            )
+            await client.execute_command("ACL", "SETUSER", "default", "+xrevrange")
+            result = await producer.result(submitted.id, timeout=30)
+            assert result.token_ids == synthetic_tokens(1, [7], 5)
+    finally:
+        workers.close()
+
+
 @pytest.mark.parametrize("how", WAYS)
 async def test_a_client_tries_again_and_then_says_why(server: Refusing, how: str) -> None:
     async with (

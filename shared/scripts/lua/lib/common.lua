@@ -102,18 +102,20 @@ end
 -- The counters of waiting work; sign is +1 when a request starts to wait, -1 when it stops.
 local function count_queued(sign, lane, tenant, cost, bytes)
   local counters = PREFIX .. 'counters'
+  -- -1 * 0 is -0, which HINCRBY refuses.
+  cost, bytes = sign * cost + 0, sign * bytes + 0
   redis.call('HINCRBY', counters, 'requests', sign)
-  redis.call('HINCRBY', counters, 'tokens', sign * cost)
-  redis.call('HINCRBY', counters, 'bytes', sign * bytes)
+  redis.call('HINCRBY', counters, 'tokens', cost)
+  redis.call('HINCRBY', counters, 'bytes', bytes)
   redis.call('HINCRBY', counters, 'requests:' .. lane, sign)
-  redis.call('HINCRBY', counters, 'tokens:' .. lane, sign * cost)
+  redis.call('HINCRBY', counters, 'tokens:' .. lane, cost)
   local held, tokens_held = 'tenant:' .. tenant, 'tenant_tokens:' .. tenant
   local bytes_held = 'tenant_bytes:' .. tenant
   if redis.call('HINCRBY', counters, held, sign) <= 0 then
     redis.call('HDEL', counters, held, tokens_held, bytes_held)
   else
-    redis.call('HINCRBY', counters, tokens_held, sign * cost)
-    redis.call('HINCRBY', counters, bytes_held, sign * bytes)
+    redis.call('HINCRBY', counters, tokens_held, cost)
+    redis.call('HINCRBY', counters, bytes_held, bytes)
   end
 end
 
