@@ -25,6 +25,7 @@ from penstock.shared.scripts.operations import CancelReply, DeadLetter
 
 from .client import Producer
 from .dead_letters import DeadLetters
+from .encoder_answers import Classes, Embeddings, Ranking
 from .results import Result, Status, Submitted
 from .stream import TokenStream
 from .sync import BlockingProducer, BlockingStream
@@ -34,10 +35,12 @@ __all__ = [
     "BlockingStream",
     "CancelReply",
     "Chunk",
+    "Classes",
     "ConfigurationError",
     "DeadLetter",
     "DeadLetters",
     "Delta",
+    "Embeddings",
     "End",
     "IdConflict",
     "IdInUse",
@@ -46,6 +49,7 @@ __all__ = [
     "PenstockError",
     "Producer",
     "QueueFull",
+    "Ranking",
     "Reason",
     "RedisUnavailable",
     "RequestFailed",

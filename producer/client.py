@@ -23,6 +23,7 @@ from penstock.shared.redis.retrying_client import RetryingClient
 from penstock.shared.scripts.operations import Bounds, CancelReply, Operations
 
 from .dead_letters import DeadLetters
+from .encoder_client import EncoderClient
 from .reading.log_reader import LogReader
 from .reading.reader_heartbeat import ReaderHeartbeat
 from .reading.subscriber import Subscriber
@@ -42,7 +43,7 @@ _MAX_TIMEOUT_S = 1e9
 _FIRST_GRACES = 3  # for the first heartbeat of a reader that attends from the submission
 
 
-class Producer:
+class Producer(EncoderClient):
     """The client of an application. One per process and event loop is enough.
 
     ::

@@ -10,7 +10,7 @@ import contextlib
 import os
 import threading
 import weakref
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -18,6 +18,7 @@ from penstock.shared.protocol import Chunk, End, Lane
 from penstock.shared.scripts.operations import CancelReply
 
 from .client import Producer
+from .encoder_answers import Classes, Embeddings, Ranking
 from .results import Result, Status, Submitted
 from .stream import TokenStream
 
@@ -273,6 +274,18 @@ class BlockingProducer:
     def infer(self, payload: object, *, timeout: float | None = None, **fields: Any) -> Any:
         """See :meth:`Producer.infer`."""
         return self._thread.run(self._producer.infer(payload, timeout=timeout, **fields))
+
+    def embed(self, texts: Any, **options: Any) -> Embeddings:
+        """See :meth:`Producer.embed`."""
+        return self._thread.run(self._producer.embed(texts, **options))
+
+    def rerank(self, query: str, documents: Sequence[str], **options: Any) -> Ranking:
+        """See :meth:`Producer.rerank`."""
+        return self._thread.run(self._producer.rerank(query, documents, **options))
+
+    def classify(self, texts: Any, **options: Any) -> Classes:
+        """See :meth:`Producer.classify`."""
+        return self._thread.run(self._producer.classify(texts, **options))
 
     def cancel(self, id: str) -> CancelReply:
         """See :meth:`Producer.cancel`."""

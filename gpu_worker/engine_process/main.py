@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from penstock.shared.errors import PenstockError
+from penstock.shared.protocol import ModelKind
 from penstock.shared.settings import Settings
 from penstock.shared.synthetic import SYNTHETIC
 from penstock.shared.vocabulary import pack_vocabulary
@@ -27,9 +28,12 @@ from ..engine.engine import Engine
 from ..launch import EXIT_REFUSED, Launch
 from ..logs import configure_logging
 from ..messages import Abort, Add, Frames, Ready, Refused, Stop, frame
+from ..model.encoders.encoder_recipe import checkpoint_kind
+from ..model.loading.checkpoint_folder import find_checkpoint
+from .encoder_loop import BATCH_TOKENS, EncoderLoop
 from .gc_tuning import calm_collector
 from .input_processor import InputProcessor
-from .model_interface import ServingModel
+from .model_interface import ServingEncoder, ServingModel
 from .step_log import StepLog, step_log
 from .worker import Worker
 
@@ -61,6 +65,9 @@ def main() -> int:
     except PenstockError as error:
         channel.send(Refused(str(error)))
         return EXIT_REFUSED
+    if isinstance(model, ServingEncoder):
+        _serve_encoder(model, launch.settings, channel)
+        os._exit(0)
     channel.send(
         Ready(
             model.summary,
@@ -77,12 +84,17 @@ def main() -> int:
     os._exit(0)
 
 
-def _build(settings: Settings) -> ServingModel:
+def _build(settings: Settings) -> ServingModel | ServingEncoder:
     """Load the model. Its packages are imported here, since they take seconds themselves."""
     if settings.model.path == SYNTHETIC:
         from .synthetic_model import build_synthetic
 
         return build_synthetic(settings)
+    kind = checkpoint_kind(find_checkpoint(settings.model.path))
+    if kind is not ModelKind.GENERATE:
+        from ..model.encoders.building import build_encoder
+
+        return build_encoder(settings, kind)
     from ..model.build import build_model
 
     return build_model(settings)
@@ -163,6 +175,15 @@ class _Orders:
             elif isinstance(order, Stop):
                 self._worker.stop()
         self._inputs.deliver()
+
+
+def _serve_encoder(model: ServingEncoder, settings: Settings, channel: EdgeChannel) -> None:
+    """The same for a model that answers at once."""
+    tokens, context = BATCH_TOKENS, model.max_tokens
+    channel.send(Ready(model.summary, tokens, model.fingerprint, context, b"", model.kind))
+    loop = EncoderLoop(model.server, channel, settings.worker.hang_timeout_s / _HEARTBEATS)
+    model.on_pass(loop.beat)
+    loop.run()
 
 
 def _serve(

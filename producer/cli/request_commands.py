@@ -1,16 +1,18 @@
-"""``penstock submit | stream | result | cancel``: one request from the command line."""
+"""``penstock submit | stream | result | cancel | embed``: requests from the command line."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import signal
-from collections.abc import Coroutine
+import sys
+from collections.abc import Coroutine, Iterator
+from itertools import islice
 from typing import Annotated, Any
 
 import typer
 
-from penstock.shared.errors import PenstockError, RequestFailed
+from penstock.shared.errors import InvalidRequest, PenstockError, RequestFailed
 from penstock.shared.protocol import Chunk
 from penstock.shared.protocol.states import State
 from penstock.shared.settings import Settings
@@ -33,10 +35,12 @@ from .output import (
 from .pipe import while_read
 from .request_flags import read_request_options, with_request_options
 
-__all__ = ["cancel", "result", "stream", "submit"]
+__all__ = ["cancel", "embed", "result", "stream", "submit"]
 
 _NOTICE_AFTER_S = 1.0
 """How long the first token may take before a missing worker is reported."""
+
+_LINES_AT_ONCE = 2048
 
 IdArgument = Annotated[str, typer.Argument(help="Id of the request.", show_default=False)]
 TimeoutOption = Annotated[
@@ -163,6 +167,51 @@ def cancel(
     return asyncio.run(run())
 
 
+@with_client_settings
+def embed(
+    *,
+    texts: Annotated[
+        list[str],
+        typer.Argument(help="Texts; - reads standard input, a text a line.", show_default=False),
+    ],
+    dimensions: Annotated[
+        int | None, typer.Option(help="How many numbers of each vector to keep.")
+    ] = None,
+    normalize: Annotated[
+        bool, typer.Option("--normalize", help="Bring vectors to length 1 in any case.")
+    ] = False,
+    prompt: Annotated[
+        str | None, typer.Option(help="Name of a prompt of the checkpoint, such as query.")
+    ] = None,
+    truncate: Annotated[
+        bool, typer.Option("--truncate", help="Cut what is too long; else it is refused.")
+    ] = False,
+    settings: Settings,
+) -> int:
+    """Embed texts: for each a line of JSON with `index` and `embedding`, in their order."""
+    source = _lines() if texts == ["-"] else iter(texts)
+
+    async def run() -> int:
+        number = tokens = 0
+        async with Producer(settings=settings) as producer:
+            while part := list(islice(source, _LINES_AT_ONCE)):
+                found = await producer.embed(
+                    part,
+                    dimensions=dimensions,
+                    normalize=normalize,
+                    prompt=prompt,
+                    truncate=truncate,
+                )
+                for vector in found.json_arrays():
+                    typer.echo(f'{{"index":{number},"embedding":{vector}}}')
+                    number += 1
+                tokens += found.tokens
+        write_note(f"{number} texts, {tokens} tokens")
+        return 0
+
+    return asyncio.run(run())
+
+
 async def _show(producer: Producer, tokens: TokenStream, *, json: bool) -> int:
     """Write a stream as it comes; the exit code says whether it was completed."""
     writer = ChoiceWriter()
@@ -240,3 +289,16 @@ async def _within(timeout: float | None, request_id: str, work: Any) -> int:
     except TimeoutError:
         message = f"request {request_id!r} did not end within {timeout:g} s"
         raise TimeoutError(message) from None
+
+
+def _lines() -> Iterator[str]:
+    """The lines of standard input, without their ends.
+
+    Raises:
+        InvalidRequest: one is not UTF-8.
+    """
+    for number, line in enumerate(sys.stdin.buffer, start=1):
+        try:
+            yield line.decode("utf-8").rstrip("\r\n")
+        except UnicodeDecodeError:
+            raise InvalidRequest(f"line {number}", line, "UTF-8 text") from None

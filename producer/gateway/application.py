@@ -28,6 +28,7 @@ from .api_errors import ApiError, error_of, error_response
 from .batch_files.batch_endpoints import batch_routes
 from .batch_files.file_endpoints import file_routes
 from .callers import Access
+from .encoders.encoder_endpoints import encoder_routes
 from .gateway import Gateway
 from .gateway_metrics import GatewayMetrics
 from .model_directory import ModelDirectory
@@ -81,6 +82,7 @@ def create_app(settings: Settings, access: Access | None = None) -> FastAPI:
     app.include_router(usage_routes(door, settings))
     app.include_router(openai_routes(gateway))
     app.include_router(response_routes(gateway))
+    app.include_router(encoder_routes(gateway))
     app.include_router(tokenize_routes(gateway))
     writers = {**openai_writers(), **response_writers()}
     app.include_router(stream_routes(gateway, writers))

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from penstock.shared.errors import IdConflict, PenstockError, UnknownRequest
-from penstock.shared.protocol import Lane, OnDisconnect, Reason
+from penstock.shared.protocol import Lane, ModelKind, OnDisconnect, Reason
 from penstock.shared.protocol import Request as QueueRequest
 from penstock.shared.settings import BatchesSettings, GatewaySettings, Settings
 
@@ -26,7 +26,7 @@ from .answering.open_answers import OpenAnswers
 from .api_errors import ApiError, error_of, invalid
 from .callers import Access, Admission, Caller
 from .gateway_metrics import GatewayMetrics
-from .model_directory import ModelDirectory, Shard, check_model
+from .model_directory import ModelDirectory, Shard, check_kind, check_model
 from .request_body import read_object
 
 __all__ = ["Gateway", "Submission", "last_event_id", "read_index"]
@@ -103,6 +103,7 @@ class Gateway:
         note: Mapping[str, Any],
         body: Mapping[str, Any],
         keep: bool = False,
+        kind: ModelKind = ModelKind.GENERATE,
     ) -> Submission:
         """Submit a request once its client is known, its fields are right and there is room.
 
@@ -116,6 +117,7 @@ class Gateway:
             note: what is kept with it, for whoever makes its events again.
             body: the whole body, which must be the same for the same Idempotency-Key.
             keep: it goes on when its client leaves, whatever the headers say.
+            kind: what the model must do.
 
         Raises:
             ApiError: it was refused; nothing was stored.
@@ -135,6 +137,7 @@ class Gateway:
         try:
             cost = QueueRequest.build(id=request_id, **values).cost_estimate
             shard = await self._shard(name, request_id, key)
+            check_kind(shard, kind)
             admission = await self.access.admit(caller, cost)
             try:
                 submitted = await shard.producer.submit(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from penstock.shared.errors import InvalidRequest, ProtocolError, UnknownRequest
 from penstock.shared.keys import Keys
+from penstock.shared.protocol import ModelKind
 from penstock.shared.settings import Settings
 
 from ..client import Producer
@@ -17,7 +18,7 @@ from ..results import Status
 from ..served_models import ModelCard
 from .api_errors import ApiError
 
-__all__ = ["ModelDirectory", "Shard", "check_model"]
+__all__ = ["ModelDirectory", "Shard", "check_kind", "check_model"]
 
 _FRESH_S = 2.0
 """How long a look at the workers counts."""
@@ -35,6 +36,7 @@ class Shard:
         producer: the client of its queue.
         checked_at: when its workers were counted last, by the event loop's clock.
         workers: how many there were.
+        kind: what they do with a request; None while there are none.
         card: what they publish of their model, once it was asked for.
         card_read_at: when that was.
     """
@@ -43,8 +45,23 @@ class Shard:
     producer: Producer
     checked_at: float = float("-inf")
     workers: int = 0
+    kind: ModelKind | None = None
     card: ModelCard | None = None
     card_read_at: float = float("-inf")
+
+    async def look(self) -> None:
+        """Count the workers, and ask what they do.
+
+        Raises:
+            RedisUnavailable: Redis is away.
+        """
+        self.workers = await self.producer.count_workers()
+        try:
+            card = await self.producer.model_card(vocabulary=False)
+            self.kind = card.kind if self.workers else None
+        except ProtocolError:
+            self.kind = None
+        self.checked_at = asyncio.get_running_loop().time()
 
     async def vocabulary(self) -> tuple[bytes | None, ...]:
         """Bytes of the model's tokens by id; empty if they are not known.
@@ -163,8 +180,7 @@ class ModelDirectory:
         now = asyncio.get_running_loop().time()
         for shard in shards:
             if now - shard.checked_at > _FRESH_S:
-                shard.workers = await shard.producer.count_workers()
-                shard.checked_at = now
+                await shard.look()
 
     async def _scan(self) -> None:
         async with self._scanning:
@@ -176,8 +192,7 @@ class ModelDirectory:
             for keys in await first.producer.served_models():
                 await self._open(keys)
             for shard in self._ordered():
-                shard.workers = await shard.producer.count_workers()
-                shard.checked_at = now
+                await shard.look()
             self._scanned_at = now
 
     async def _open(self, keys: Keys, *, check: bool = False) -> Shard:
@@ -194,6 +209,20 @@ class ModelDirectory:
             self._stack.push_async_callback(producer.aclose)
             self._shards[keys] = Shard(keys, producer)
         return self._shards[keys]
+
+
+def check_kind(shard: Shard, wanted: ModelKind) -> None:
+    """See that a model does the kind of work that an endpoint asks for.
+
+    Raises:
+        ApiError: 400, it does another.
+    """
+    if shard.kind in (wanted, None):
+        return
+    message = (
+        f"the model {shard.keys.model!r} is of kind {shard.kind}; this endpoint needs {wanted}"
+    )
+    raise ApiError(400, message, "wrong_model_kind", param="model")
 
 
 def _order(keys: Keys) -> tuple[str, int]:

@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from penstock.shared.errors import RedisUnavailable
+from penstock.shared.protocol import ModelKind
 
 from .api_errors import ApiError
 from .callers import Caller
@@ -28,6 +29,7 @@ _MODEL: Mapping[str, Any] = {
         "created": {"type": "integer"},
         "owned_by": {"type": "string"},
         "max_model_len": {"type": ["integer", "null"]},
+        "kind": {"enum": [kind.value for kind in ModelKind]},
     },
 }
 
@@ -82,15 +84,17 @@ def service_routes(gateway: Gateway) -> APIRouter:
 async def _models(gateway: Gateway, caller: Caller) -> dict[str, dict[str, Any]]:
     """What is served now, of what the caller may use."""
     served = await gateway.directory.served()
+    cards = [(shard, await shard.producer.model_card(vocabulary=False)) for shard in served]
     return {
         shard.keys.model: {
             "id": shard.keys.model,
             "object": "model",
             "created": 0,
             "owned_by": "penstock",
-            "max_model_len": (await shard.producer.model_card(vocabulary=False)).context,
+            "max_model_len": card.context,
+            "kind": card.kind.value,
         }
-        for shard in served
+        for shard, card in cards
         if caller.models is None or shard.keys.model in caller.models
     }
 

@@ -25,13 +25,13 @@ from transformers import AutoModelForSequenceClassification
 
 from penstock.gpu_worker.model.encoders.embedder import Embedder
 from penstock.gpu_worker.model.encoders.encoder_recipe import (
-    EncoderKind,
-    encoder_kind,
+    checkpoint_kind,
     read_recipe,
 )
 from penstock.gpu_worker.model.encoders.length_groups import length_groups
 from penstock.gpu_worker.model.encoders.scorer import Classifier, Reranker
 from penstock.shared.errors import InvalidRequest, ModelError, UnsupportedModel
+from penstock.shared.protocol import ModelKind
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -123,14 +123,14 @@ def test_modules_as_sentence_transformers_saves_them(
     model.save(str(tmp_path))
     embedder = loaded(tmp_path)
     texts = ["A Text in CAPITALS", "b"]
-    items = [{"input": texts}, {"input": texts, "prompt": "query"}, {"input": texts[:1]}]
+    items = [{"input": texts}, {"input": texts, "prompt_name": "query"}, {"input": texts[:1]}]
     default, query, first = embedder.infer(items)
     np.testing.assert_allclose(vectors(default), model.encode(texts), atol=1e-5)
     expected = model.encode(texts, prompt_name="query")
     np.testing.assert_allclose(vectors(query), expected, atol=1e-5)
     np.testing.assert_allclose(vectors(first), model.encode(texts[:1]), atol=1e-5)
     assert embedder.encoder.max_tokens == 40
-    (refused,) = embedder.infer([{"input": texts, "prompt": "poem"}])
+    (refused,) = embedder.infer([{"input": texts, "prompt_name": "poem"}])
     assert "document, other, query" in str(refused)
 
 
@@ -187,7 +187,7 @@ BAD_ITEMS = [
     ({"input": ["a"], "dimensions": 33}, "dimensions", "1 to 32"),
     ({"input": ["a"], "dimensions": True}, "dimensions", "1 to 32"),
     ({"input": ["a"], "truncate": 1}, "truncate", "true or false"),
-    ({"input": ["a"], "prompt": ["x"]}, "prompt", "document, query"),
+    ({"input": ["a"], "prompt_name": ["x"]}, "prompt_name", "document, query"),
     ({"input": ["a"], "size": 1}, "size", "dimensions, input"),
     ({}, "input", "a list of at least one text"),
     (b"bytes", "payload", "a map"),
@@ -301,18 +301,21 @@ def test_a_classifier_gives_the_models_probabilities(problem: str, tmp_path: Pat
 
 
 def test_kinds_are_recognised_by_the_files(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    assert encoder_kind(checkpoint("bert")) is EncoderKind.EMBED
-    assert encoder_kind(checkpoint("bert", 1)) is EncoderKind.RERANK
-    assert encoder_kind(checkpoint("bert", 3)) is EncoderKind.CLASSIFY
+    assert checkpoint_kind(checkpoint("bert")) is ModelKind.EMBED
+    assert checkpoint_kind(checkpoint("bert", 1)) is ModelKind.RERANK
+    assert checkpoint_kind(checkpoint("bert", 3)) is ModelKind.CLASSIFY
     folder = save_encoder("qwen3", tmp_path)
     config = folder / "config.json"
     config.write_text(config.read_text().replace("Qwen3Model", "Qwen3ForCausalLM"))
-    assert encoder_kind(folder) is None
-    assert encoder_kind(save_modules(folder, "lasttoken")) is EncoderKind.EMBED
-    for name, kind in (("BertForMaskedLM", EncoderKind.EMBED), ("GPT2LMHeadModel", None)):
+    assert checkpoint_kind(folder) is ModelKind.GENERATE
+    assert checkpoint_kind(save_modules(folder, "lasttoken")) is ModelKind.EMBED
+    for name, kind in (
+        ("BertForMaskedLM", ModelKind.EMBED),
+        ("GPT2LMHeadModel", ModelKind.GENERATE),
+    ):
         (tmp_path / "modules.json").unlink(missing_ok=True)
         config.write_text(json.dumps({"architectures": [name]}))
-        assert encoder_kind(folder) is kind
+        assert checkpoint_kind(folder) is kind
 
 
 @pytest.mark.parametrize(
@@ -351,6 +354,20 @@ def test_a_model_that_reads_its_padding_is_refused(tmp_path: Path) -> None:
     embedder.encoder.model.forward = lambda attention_mask, **inputs: forward(**inputs)
     with pytest.raises(UnsupportedModel, match="silently wrong"):
         embedder.encoder.check()
+
+
+def test_what_is_no_number_is_an_error_of_its_item(
+    bert: Embedder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(rows: Any, works: Any) -> torch.Tensor:
+        values = torch.zeros(len(rows), WIDTH)
+        values[1] = torch.inf
+        return values
+
+    monkeypatch.setattr(bert, "_compute", broken)
+    fine, wrong = bert.infer([{"input": ["a"]}, {"input": ["b"]}])
+    assert not isinstance(fine, ModelError)
+    assert isinstance(wrong, ModelError)
 
 
 def test_length_groups_hold_every_row_once_within_the_bound() -> None:

@@ -11,16 +11,18 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from penstock.shared.errors import InvalidRequest, ModelError
+from penstock.shared.errors import InvalidRequest, ModelError, PenstockError
+from penstock.shared.protocol import ModelKind
+from penstock.shared.protocol.payload import MAX_RESULT_BYTES
 
 from .encoder import Encoder, Group, Row, load_encoder
 from .encoder_items import Work, estimate_tokens, read_flag, read_texts, run_items
-from .encoder_recipe import DenseStep, EncoderKind
+from .encoder_recipe import DenseStep
 from .pooling import pool
 
 __all__ = ["Embedder"]
 
-_FIELDS = frozenset({"dimensions", "input", "normalize", "prompt", "truncate"})
+_FIELDS = frozenset({"dimensions", "input", "normalize", "prompt_name", "truncate"})
 _USUAL_PROMPTS = frozenset({"document", "query"})
 
 
@@ -36,7 +38,7 @@ class Embedder:
     """Turns texts into vectors.
 
     An item is a map: ``input``, a list of texts and lists of token ids; ``dimensions``, how many
-    numbers to keep; ``normalize``, so that each vector has length 1; ``prompt``, the name of one
+    numbers to keep; ``normalize``, so that each vector has length 1; ``prompt_name``, that of one
     of the checkpoint's prompts; ``truncate``, to cut texts that are too long. Its answer is a map:
     ``embeddings``, for each text the numbers as little-endian float32, and ``tokens``.
 
@@ -63,7 +65,7 @@ class Embedder:
         Raises:
             ConfigurationError, ModelError: see :func:`.encoder.load_encoder`.
         """
-        self.encoder: Encoder = load_encoder(self._path, kind=EncoderKind.EMBED, **self._options)
+        self.encoder: Encoder = load_encoder(self._path, kind=ModelKind.EMBED, **self._options)
         recipe = self.encoder.recipe
         self._dense = [_load_dense(step, self.encoder.model) for step in recipe.dense]
         trial = self.encoder.run([Row([5 % self.encoder.vocab_size] * 4)])
@@ -74,7 +76,7 @@ class Embedder:
         """About how many tokens an item has."""
         return estimate_tokens(item.get("input")) if isinstance(item, Mapping) else 1
 
-    def infer(self, items: Sequence[object]) -> list[dict[str, Any] | InvalidRequest]:
+    def infer(self, items: Sequence[object]) -> list[dict[str, Any] | PenstockError]:
         """Answer items; see the class."""
         return run_items(self.encoder, items, self._read, self._compute, self._answer)
 
@@ -83,7 +85,7 @@ class Embedder:
             if name not in _FIELDS:
                 raise InvalidRequest(name, item[name], f"fields {', '.join(sorted(_FIELDS))}")
         texts = read_texts(item.get("input"), "input")
-        prompt = self._prompt(item.get("prompt"))
+        prompt = self._prompt(item.get("prompt_name"))
         if prompt:
             texts = [prompt + text if isinstance(text, str) else text for text in texts]
         fields = [f"input[{number}]" for number in range(len(texts))]
@@ -91,6 +93,10 @@ class Embedder:
         if wanted is not None and not (type(wanted) is int and 1 <= wanted <= self.width):
             allowed = f"1 to {self.width}, the length of this model's embeddings"
             raise InvalidRequest("dimensions", wanted, allowed)
+        most = MAX_RESULT_BYTES // (4 * (wanted or self.width) + 16)
+        if len(texts) > most:
+            allowed = f"at most {most} texts, whose embeddings fit into one answer; divide them"
+            raise InvalidRequest("input", f"{len(texts)} texts", allowed)
         options = _Options(wanted, read_flag(item, "normalize"), prompt)
         return Work(texts, fields, read_flag(item, "truncate"), options)
 
@@ -102,7 +108,7 @@ class Embedder:
         if isinstance(name, str) and (name in recipe.prompts or name in _USUAL_PROMPTS):
             return recipe.prompts.get(name, "")
         known = ", ".join(sorted({*recipe.prompts, *_USUAL_PROMPTS}))
-        raise InvalidRequest("prompt", name, f"a prompt of this model: {known}")
+        raise InvalidRequest("prompt_name", name, f"a prompt of this model: {known}")
 
     def _compute(self, rows: Sequence[Row], works: Sequence[Work]) -> Tensor:
         """Embeddings on the CPU ``[rows, width]``, float32."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForSequenceClassification, AutoModelForTextEncoding
 
 from penstock.shared.errors import ConfigurationError, UnsupportedModel
+from penstock.shared.protocol import ModelKind
 
 from ..kv.memory_budget import available_bytes
 from ..loading.checkpoint import find_checkpoint, load_config, load_tokenizer, load_weights, quiet
 from ..loading.loader import DTYPES, pick_device
 from ..loading.prepack import prepack_linears
-from .encoder_recipe import EncoderKind, EncoderRecipe, read_recipe
+from .encoder_recipe import EncoderRecipe, read_recipe
 from .length_groups import length_groups
 
 __all__ = ["Encoder", "Group", "Row", "Text", "load_encoder"]
@@ -91,6 +92,7 @@ class Encoder:
         self.device: torch.device = model.device
         self.vocab_size = int(model.get_input_embeddings().num_embeddings)
         self._tokenizer = tokenizer
+        self._on_pass: Callable[[], None] = lambda: None
         self._types = "token_type_ids" in tokenizer.model_input_names
         self._pad = _pad_id(model, tokenizer, folder)
         self.max_tokens = self._limit(max_tokens)
@@ -136,6 +138,11 @@ class Encoder:
         budget = _PASS_TOKENS[self.device.type]
         for indexes in length_groups([len(row.ids) for row in rows], budget):
             yield self._run_group([rows[index] for index in indexes], indexes)
+            self._on_pass()
+
+    def after_each_pass(self, call: Callable[[], None]) -> None:
+        """Have something called after each pass, such as a sign of life in a long batch."""
+        self._on_pass = call
 
     def check(self) -> None:
         """Compute something, and see that padding changes nothing.
@@ -184,7 +191,7 @@ class Encoder:
             )
         on_device = {name: tensor.to(self.device) for name, tensor in inputs.items()}
         output = self.model(**on_device)
-        embeds = self.recipe.kind is EncoderKind.EMBED
+        embeds = self.recipe.kind is ModelKind.EMBED
         values = output.last_hidden_state if embeds else output.logits
         return Group(indexes, torch.tensor(lengths, device=self.device), values)
 
@@ -209,7 +216,7 @@ class Encoder:
 def load_encoder(
     path: str | Path,
     *,
-    kind: EncoderKind | None = None,
+    kind: ModelKind | None = None,
     dtype: str = "auto",
     device: str = "auto",
     max_tokens: int | None = None,
@@ -239,7 +246,7 @@ def load_encoder(
         tokenizer = load_tokenizer(folder)
         stored = DTYPES.get(dtype, torch.float32 if target.type == "cpu" else "auto")
         head: Any = AutoModelForSequenceClassification
-        if recipe.kind is EncoderKind.EMBED:
+        if recipe.kind is ModelKind.EMBED:
             head = AutoModelForTextEncoding if _is_half(config) else AutoModel
         model = load_weights(folder, config, stored, target, head=head, unused=("pooler.",))
     model.config.use_cache = False

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from penstock.shared.errors import InvalidRequest
+from penstock.shared.errors import InvalidRequest, ModelError, PenstockError
 
 from .encoder import Encoder, Row, Text
 
@@ -28,6 +28,10 @@ __all__ = [
 
 MAX_TEXTS = 2048
 """Texts of one item."""
+
+_NOT_FINITE = (
+    "the model computed infinity or no number for this text; serve it with model.dtype = float32"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +57,8 @@ def run_items(
     read: Callable[[Mapping[str, Any]], Work],
     compute: Callable[[Sequence[Row], Sequence[Work]], Tensor],
     answer: Callable[[Work, Tensor, int], dict[str, Any]],
-) -> list[dict[str, Any] | InvalidRequest]:
-    """Answer items.
+) -> list[dict[str, Any] | PenstockError]:
+    """Answer items; what cannot be answered has an error in its place.
 
     Args:
         encoder: tokenizes.
@@ -91,7 +95,11 @@ def run_items(
             assert values is not None
             stop = start + len(work.texts)
             num_tokens = sum(len(row.ids) for row in all_rows[start:stop])
-            results[index] = answer(work, values[start:stop], num_tokens)
+            own_values = values[start:stop]
+            if own_values.isfinite().all():
+                results[index] = answer(work, own_values, num_tokens)
+            else:
+                results[index] = ModelError(_NOT_FINITE)
             start = stop
     return results
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from penstock.shared.errors import ModelError, UnsupportedModel
+from penstock.shared.protocol import ModelKind
 
-__all__ = ["DenseStep", "EncoderKind", "EncoderRecipe", "encoder_kind", "read_recipe"]
+__all__ = ["DenseStep", "EncoderRecipe", "checkpoint_kind", "read_recipe"]
 
 _MAX_FILE_BYTES = 1 << 20
 
@@ -36,14 +36,6 @@ _ACTIVATIONS = frozenset({"GELU", "Identity", "ReLU", "Sigmoid", "Tanh"})
 _HARMLESS_ARGUMENTS = frozenset(
     {"attn_implementation", "device_map", "dtype", "padding_side", "torch_dtype", "use_fast"}
 )
-
-
-class EncoderKind(StrEnum):
-    """What an encoder answers."""
-
-    EMBED = "embed"
-    RERANK = "rerank"
-    CLASSIFY = "classify"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +74,7 @@ class EncoderRecipe:
             convention.
     """
 
-    kind: EncoderKind
+    kind: ModelKind
     pooling: tuple[str, ...] = ("mean",)
     pools_prompt: bool = True
     dense: tuple[DenseStep, ...] = ()
@@ -95,30 +87,31 @@ class EncoderRecipe:
     activation: str | None = None
 
 
-def encoder_kind(folder: Path) -> EncoderKind | None:
-    """What the checkpoint in ``folder`` answers; None if it generates text, or nobody knows.
+def checkpoint_kind(folder: Path) -> ModelKind:
+    """What the checkpoint in ``folder`` does with a request; it generates text unless it says more.
 
     Raises:
         ModelError: a file is malformed.
     """
     modules = _module_types(folder)
     if "Pooling" in modules:
-        return EncoderKind.EMBED
+        return ModelKind.EMBED
     config = _read(folder / "config.json")
     architectures = config.get("architectures")
     name = str(architectures[0]) if isinstance(architectures, list) and architectures else ""
     if name.endswith("ForSequenceClassification"):
-        return EncoderKind.RERANK if _num_labels(config) == 1 else EncoderKind.CLASSIFY
+        return ModelKind.RERANK if _num_labels(config) == 1 else ModelKind.CLASSIFY
     if modules:
         raise UnsupportedModel(
             f"modules.json in {folder} lists {', '.join(modules)}; served are a Transformer with "
             "Pooling, or one with a classification head"
         )
     is_base = name.endswith("Model") and not name.endswith("LMHeadModel")
-    return EncoderKind.EMBED if is_base or name.endswith("ForMaskedLM") else None
+    embeds = is_base or name.endswith("ForMaskedLM")
+    return ModelKind.EMBED if embeds else ModelKind.GENERATE
 
 
-def read_recipe(folder: Path, kind: EncoderKind | None = None) -> EncoderRecipe:
+def read_recipe(folder: Path, kind: ModelKind | None = None) -> EncoderRecipe:
     """Read the files of a checkpoint.
 
     Args:
@@ -129,8 +122,8 @@ def read_recipe(folder: Path, kind: EncoderKind | None = None) -> EncoderRecipe:
         ModelError: a file is malformed.
         UnsupportedModel: a step is not known here, and leaving it out would be silently wrong.
     """
-    kind = encoder_kind(folder) if kind is None else kind
-    if kind is None:
+    kind = checkpoint_kind(folder) if kind is None else kind
+    if kind is ModelKind.GENERATE:
         raise UnsupportedModel(f"{folder} holds no encoder: its architecture generates text")
     steps = _Steps(folder)
     whole = _read(folder / "config_sentence_transformers.json")
@@ -140,7 +133,7 @@ def read_recipe(folder: Path, kind: EncoderKind | None = None) -> EncoderRecipe:
         if isinstance(text, str)
     }
     default = prompts.get(str(whole.get("default_prompt_name")), "")
-    if default and kind is not EncoderKind.EMBED:
+    if default and kind is not ModelKind.EMBED:
         raise UnsupportedModel(f"{folder} has a default prompt, which only embedders may have here")
     return EncoderRecipe(
         kind=kind,
@@ -253,14 +246,14 @@ def _activation_of(folder: Path, whole: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _transformer_values(folder: Path, is_listed: bool, kind: EncoderKind) -> dict[str, Any]:
+def _transformer_values(folder: Path, is_listed: bool, kind: ModelKind) -> dict[str, Any]:
     """What the file of the first module says."""
     found = [folder / name for name in _TRANSFORMER_FILES if (folder / name).is_file()]
     if not found or not is_listed:
         return {}
     config = _read(found[0])
     task = config.get("transformer_task", "feature-extraction")
-    allowed = "feature-extraction" if kind is EncoderKind.EMBED else "sequence-classification"
+    allowed = "feature-extraction" if kind is ModelKind.EMBED else "sequence-classification"
     if "transformer_task" in config and task != allowed:
         raise UnsupportedModel(f"{found[0]} names the task {task!r}; for {kind} it is {allowed}")
     text = _map(config.get("modality_config"), folder, "modality_config").get("text")

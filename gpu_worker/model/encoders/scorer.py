@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.shared.errors import InvalidRequest
+from penstock.shared.errors import InvalidRequest, PenstockError
+from penstock.shared.protocol import ModelKind
 
 from .encoder import Encoder, Row, load_encoder
 from .encoder_items import Work, estimate_tokens, read_flag, read_text, read_texts, run_items
-from .encoder_recipe import EncoderKind
 
 __all__ = ["Classifier", "Reranker"]
 
@@ -25,7 +25,7 @@ class _Scorer:
         path, dtype, device, max_tokens: see :func:`.encoder.load_encoder`.
     """
 
-    kind: EncoderKind
+    kind: ModelKind
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class _Scorer:
         """
         self.encoder: Encoder = load_encoder(self._path, kind=self.kind, **self._options)
 
-    def infer(self, items: Sequence[object]) -> list[dict[str, Any] | InvalidRequest]:
+    def infer(self, items: Sequence[object]) -> list[dict[str, Any] | PenstockError]:
         """Answer items; see the class."""
         return run_items(self.encoder, items, self._read, self._compute, self._answer)
 
@@ -76,7 +76,7 @@ class Reranker(_Scorer):
     names another function.
     """
 
-    kind = EncoderKind.RERANK
+    kind = ModelKind.RERANK
 
     def cost(self, item: object) -> int:
         """About how many tokens an item has: the query's once more for each document."""
@@ -110,7 +110,7 @@ class Classifier(_Scorer):
     checkpoint has several labels for one text (``multi_label_classification``): sigmoid.
     """
 
-    kind = EncoderKind.CLASSIFY
+    kind = ModelKind.CLASSIFY
 
     def cost(self, item: object) -> int:
         """About how many tokens an item has."""

@@ -14,6 +14,7 @@ from penstock.shared.protocol import Request
 
 from ...choices import Choice
 from ...gateway.api_errors import ApiError, end_error, error_of
+from ...gateway.encoders.encoder_endpoints import ENCODER_ENDPOINTS, EncoderEndpoint
 from ...gateway.model_directory import check_model
 from ...gateway.openai.answer_form import AnswerForm
 from ...gateway.openai.answer_objects import answer_object, chat_choice, completion_choice
@@ -178,6 +179,19 @@ def _plan_response(model: str, own: _Fields, values: _Fields) -> tuple[dict[str,
     return fields, respond
 
 
+def _plan_encoder(
+    endpoint: EncoderEndpoint, model: str, own: _Fields, values: _Fields
+) -> tuple[dict[str, Any], Respond]:
+    del values
+    payload = endpoint.payload(own)
+
+    def respond(request_id: str, result: Result, names: TokenNames) -> bytes:
+        del names
+        return endpoint.answer(request_id, model, own, payload, result)
+
+    return {"payload": payload}, respond
+
+
 def _chat(own: _Fields, values: _Fields) -> dict[str, Any]:
     return chat_request(own, values, _DEFAULT_MAX_TOKENS)
 
@@ -188,4 +202,8 @@ _ENDPOINTS: Mapping[str, LineEndpoint] = {
         "text_completion", COMPLETION_FIELDS, completion_request, completion_choice
     ),
     "/v1/responses": LineEndpoint(RESPONSE_FIELDS, _plan_response),
+    **{
+        url: LineEndpoint(endpoint.table, functools.partial(_plan_encoder, endpoint))
+        for url, endpoint in ENCODER_ENDPOINTS.items()
+    },
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ...encoders.encoder_fields import CLASSIFY_FIELDS, EMBEDDING_FIELDS, RERANK_FIELDS
 from ...responses.response_fields import RESPONSE_FIELDS
 from .chat_fields import CHAT_FIELDS
 from .completion_fields import COMPLETION_FIELDS
@@ -25,7 +26,12 @@ def render_fields() -> str:
     chat = _table("POST /v1/chat/completions", CHAT_FIELDS)
     completions = _table("POST /v1/completions", COMPLETION_FIELDS)
     responses = _table("POST /v1/responses", RESPONSE_FIELDS)
-    return "\n".join((_INTRODUCTION, chat, completions, responses))
+    encoders = (
+        _table("POST /v1/embeddings", EMBEDDING_FIELDS),
+        _table("POST /v1/rerank", RERANK_FIELDS),
+        _table("POST /v1/classify", CLASSIFY_FIELDS),
+    )
+    return "\n".join((_INTRODUCTION, chat, completions, responses, *encoders))
 
 
 def _table(title: str, table: FieldTable) -> str:
