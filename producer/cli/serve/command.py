@@ -1,8 +1,8 @@
 """``penstock serve``: one command, as other servers have it.
 
-Redis first, then workers and gateway side by side. The end goes the other way: the gateway stops
-admission and lets its answers end, then the workers hand over what they still run, and Redis ends
-last, so that nothing accepted is lost.
+Redis starts first, then workers and gateway side by side. They end in the other order: the gateway
+stops admission and lets its answers end, the workers return their running requests to the queue, and
+Redis stops last, so that nothing accepted is lost.
 """
 
 from __future__ import annotations
