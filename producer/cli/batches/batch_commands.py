@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import sys
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,6 +18,15 @@ from penstock.shared.protocol import Lane
 
 from ..options import ConfigOption, JsonOption, RedisOption, client_settings
 from ..output import one_line, write_json, write_note
+from .batch_options import (
+    LaneOption,
+    PayerOption,
+    WebhookOption,
+    WindowOption,
+    file_chunks,
+    first_line_url,
+    read_time,
+)
 from .session import batch_facts, open_service, when
 
 if TYPE_CHECKING:
@@ -33,8 +40,6 @@ batch = typer.Typer(help="Files of requests that nobody waits for; `penstock bat
 IdArgument = Annotated[str, typer.Argument(help="Id of the batch.", show_default=False)]
 TenantOption = Annotated[str, typer.Option(metavar="NAME", help="Whose batches.")]
 
-_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 24 * 3600}
-_READ_BYTES = 1 << 20
 _POLL_S = 0.5
 
 
@@ -52,14 +57,10 @@ def submit(
     endpoint: Annotated[
         str | None, typer.Option(metavar="URL", help="Default: the url of the first line.")
     ] = None,
-    lane: Annotated[Lane, typer.Option(help="How urgent the requests are.")] = Lane.BATCH,
-    tenant: Annotated[str, typer.Option(metavar="NAME", help="Who pays.")] = "default",
-    window: Annotated[
-        str, typer.Option(metavar="TIME", help="Give up what has not ended then: 90m, 24h, 7d.")
-    ] = "24h",
-    webhook: Annotated[
-        str | None, typer.Option(metavar="URL", help="Call this URL at the end.")
-    ] = None,
+    lane: LaneOption = Lane.BATCH,
+    tenant: PayerOption = "default",
+    window: WindowOption = "24h",
+    webhook: WebhookOption = None,
     wait: Annotated[bool, typer.Option(help="Show the progress until the batch ends.")] = False,
     json: JsonOption = False,
     redis: RedisOption = None,
@@ -191,18 +192,6 @@ def cancel(id: IdArgument, redis: RedisOption = None, config: ConfigOption = Non
     typer.echo(asyncio.run(run()).state.value)
 
 
-def read_time(name: str, text: str) -> int:
-    """Seconds of a time such as ``90m``.
-
-    Raises:
-        InvalidRequest: it is none.
-    """
-    match = re.fullmatch(r"(\d{1,9})([smhd])", text)
-    if not match:
-        raise InvalidRequest(name, text, "a number and a unit: 90m, 24h, 7d")
-    return int(match[1]) * _UNITS[match[2]]
-
-
 async def _watch(service: BatchService, found: Batch, *, shown: bool) -> Batch:
     """Follow a batch until it ends; the bar is drawn on a terminal alone."""
     columns = (
@@ -238,19 +227,3 @@ def _finish(found: Batch, *, json: bool, shown: bool, check: bool = False) -> No
             write_note(f"and {found.num_errors - len(found.errors)} more errors")
     if check and found.state.value != "completed":
         raise typer.Exit(1)
-
-
-def first_line_url(file: Path) -> str:
-    from ...batches.lines.input_lines import first_url
-
-    try:
-        with file.open("rb") as lines:
-            return first_url(lines.readline(_READ_BYTES))
-    except OSError as error:
-        raise InvalidRequest("file", str(file), f"a readable file: {error.strerror}") from None
-
-
-async def file_chunks(file: Path) -> AsyncIterator[bytes]:
-    with file.open("rb") as body:
-        while chunk := await asyncio.to_thread(body.read, _READ_BYTES):
-            yield chunk

@@ -16,7 +16,15 @@ from penstock.shared.protocol import Lane
 
 from ..options import ConfigOption, JsonOption, RedisOption, client_settings
 from ..output import write_json
-from .batch_commands import file_chunks, first_line_url, read_time
+from .batch_options import (
+    LaneOption,
+    PayerOption,
+    WebhookOption,
+    WindowOption,
+    file_chunks,
+    first_line_url,
+    read_time,
+)
 from .session import open_service, when
 
 if TYPE_CHECKING:
@@ -43,14 +51,10 @@ def add(
     name: Annotated[
         str | None, typer.Option(metavar="NAME", help="Default: the file's name.")
     ] = None,
-    lane: Annotated[Lane, typer.Option(help="How urgent the requests are.")] = Lane.BATCH,
-    tenant: Annotated[str, typer.Option(metavar="NAME", help="Who pays.")] = "default",
-    window: Annotated[
-        str, typer.Option(metavar="TIME", help="Give up what has not ended then: 90m, 24h, 7d.")
-    ] = "24h",
-    webhook: Annotated[
-        str | None, typer.Option(metavar="URL", help="Call this URL at the end of each.")
-    ] = None,
+    lane: LaneOption = Lane.BATCH,
+    tenant: PayerOption = "default",
+    window: WindowOption = "24h",
+    webhook: WebhookOption = None,
     redis: RedisOption = None,
     config: ConfigOption = None,
 ) -> None:
