@@ -39,10 +39,10 @@ DEAREST = (
     "model/test_verify.py",
     "unit/test_demo_model.py",
     "model/test_oracle.py",
-    "integration/test_structured_output.py",
+    "integration/one_worker/test_structured_output.py",
     "integration/test_worker_drafts.py",
     "integration/test_readme.py",
-    "integration/test_worker_requests.py",
+    "integration/one_worker/test_worker_requests.py",
     "engine/test_engine_machine.py",
     "kernels/test_triton.py",
 )

@@ -41,7 +41,11 @@ CHAT_FIELDS = FieldTable(
             "The older name of the same. The default is `gateway.default_max_tokens`.",
         ),
         served("logprobs", Flag(), "Report log-probabilities of the output tokens."),
-        served("top_logprobs", Integer(0, 20), "How many of the most likely tokens to report at each position. Needs logprobs."),
+        served(
+            "top_logprobs",
+            Integer(0, 20),
+            "How many of the most likely tokens to report at each position. Needs logprobs.",
+        ),
         served("response_format", OBJECT, "`text`, `json_object`, or `json_schema`."),
         option("tools"),
         option("tool_choice"),

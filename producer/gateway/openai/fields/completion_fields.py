@@ -30,7 +30,11 @@ COMPLETION_FIELDS = FieldTable(
         option("max_tokens", effect="Most output tokens; the default is 16."),
         option("best_of"),
         served("echo", Flag(), "Begin the answer with the prompt's text."),
-        served("logprobs", Integer(0, 20), "How many of the most likely tokens to report, with log-probabilities."),
+        served(
+            "logprobs",
+            Integer(0, 20),
+            "How many of the most likely tokens to report, with log-probabilities.",
+        ),
         served("response_format", OBJECT, "`text`, `json_object`, or `json_schema`."),
         refused("suffix", "is not served: no model here fills in the middle", ""),
         refused("prompt_embeds", "is not served"),

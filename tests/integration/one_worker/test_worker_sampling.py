@@ -3,35 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
-from workers import WorkerFactory, WorkerProcess
 
 from penstock.producer import Producer, Reason, Result, State
-from penstock.shared.local.embedded import EmbeddedRedis
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[EmbeddedRedis]:
-    with EmbeddedRedis() as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def worker(
-    server: EmbeddedRedis, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[WorkerProcess]:
-    factory = WorkerFactory(server.url, tmp_path_factory.mktemp("worker"))
-    yield factory.engine("only", engine__max_sequences=8)
-    factory.close()
-
-
-@pytest.fixture
-async def producer(server: EmbeddedRedis, worker: WorkerProcess) -> AsyncIterator[Producer]:
-    async with Producer(server.url) as producer:
-        yield producer
 
 
 async def result_of(producer: Producer, **options: Any) -> Result:

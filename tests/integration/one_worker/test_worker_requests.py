@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -24,27 +24,6 @@ from penstock.shared.synthetic import synthetic_tokens
 
 KEYS = Keys("demo")
 DEMO = Path(str(resources.files("penstock.gpu_worker") / "demo_model" / "target"))
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[EmbeddedRedis]:
-    with EmbeddedRedis() as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def worker(
-    server: EmbeddedRedis, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[WorkerProcess]:
-    factory = WorkerFactory(server.url, tmp_path_factory.mktemp("worker"))
-    yield factory.engine("only", engine__max_sequences=8)
-    factory.close()
-
-
-@pytest.fixture
-async def producer(server: EmbeddedRedis, worker: WorkerProcess) -> AsyncIterator[Producer]:
-    async with Producer(server.url) as producer:
-        yield producer
 
 
 @pytest.fixture

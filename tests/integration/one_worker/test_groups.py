@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
@@ -25,27 +24,6 @@ from penstock.shared.synthetic import SYNTHETIC, synthetic_tokens
 
 KEYS = Keys("demo")
 PROMPT = "The list type"
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[EmbeddedRedis]:
-    with EmbeddedRedis() as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def worker(
-    server: EmbeddedRedis, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[WorkerProcess]:
-    factory = WorkerFactory(server.url, tmp_path_factory.mktemp("worker"))
-    yield factory.engine("only", engine__max_sequences=6)
-    factory.close()
-
-
-@pytest.fixture
-async def producer(server: EmbeddedRedis, worker: WorkerProcess) -> AsyncIterator[Producer]:
-    async with Producer(server.url) as producer:
-        yield producer
 
 
 async def result_of(producer: Producer, **options: Any) -> Result:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
@@ -44,27 +43,6 @@ def is_valid(text: str) -> bool:
         and all(type(page) is int and 0 <= page <= 9999 for page in value["pages"])
         and value["kind"] in ("book", "paper")
     )
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[EmbeddedRedis]:
-    with EmbeddedRedis() as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def worker(
-    server: EmbeddedRedis, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[WorkerProcess]:
-    factory = WorkerFactory(server.url, tmp_path_factory.mktemp("worker"))
-    yield factory.engine("only", engine__max_sequences=16)
-    factory.close()
-
-
-@pytest.fixture
-async def producer(server: EmbeddedRedis, worker: WorkerProcess) -> AsyncIterator[Producer]:
-    async with Producer(server.url) as producer:
-        yield producer
 
 
 async def result_of(producer: Producer, prompt: str = "The list type", **options: Any) -> Result:
