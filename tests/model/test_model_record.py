@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -151,3 +153,21 @@ def test_no_record_where_none_is_wanted(checkpoint: Path, tmp_path: Path) -> Non
     )
     opened.remember()
     assert not (tmp_path / "cache").exists()
+
+
+KNOWN_START = """\
+import sys
+from pathlib import Path
+import penstock.gpu_worker.model.build
+from penstock.gpu_worker.model.loading.model_opening import open_model
+assert open_model(sys.argv[1], dtype="float32", native="on", cache=Path(sys.argv[2])).is_known
+assert "transformers" not in sys.modules
+"""
+
+
+def test_a_known_model_starts_without_transformers(recorded: tuple[Path, Path]) -> None:
+    """Its import takes a second of each start."""
+    run = subprocess.run(
+        [sys.executable, "-c", KNOWN_START, *map(str, recorded)], capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr

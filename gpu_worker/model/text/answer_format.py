@@ -10,8 +10,6 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from transformers.utils.chat_parsing import ResponseParser
-
 from penstock.shared.errors import InvalidRequest
 from penstock.shared.protocol import Request, SamplingOptions
 
@@ -20,6 +18,7 @@ from ..structured.tool_grammar import CallFormat, UnknownCallFormat, tool_gramma
 from .answer_parser import REASONING_FIELDS, ResponseDeltas
 
 if TYPE_CHECKING:
+    from transformers.utils.chat_parsing import ResponseParser
     from transformers.utils.chat_parsing.response_templates import ResponseTemplate
 
 __all__ = ["AnswerFormat"]
@@ -138,7 +137,7 @@ class AnswerFormat:
         return text
 
     def _call_format(self, template: ResponseTemplate, prompt_ids: Sequence[int]) -> CallFormat:
-        begun = ResponseParser(template, self._prefix(template, prompt_ids))
+        begun = _new_parser(template, self._prefix(template, prompt_ids), [])
         fields = [name for name in template.fields if name in REASONING_FIELDS]
         last = begun.initial_events[-1:] or [{"type": "region_close", "field": ""}]
         is_open = last[0]["type"] != "region_close"
@@ -164,6 +163,8 @@ class AnswerFormat:
 def _new_parser(
     template: ResponseTemplate, prefix: str, tools: list[Any], *, resume: bool = False
 ) -> ResponseParser:
+    from transformers.utils.chat_parsing import ResponseParser
+
     return ResponseParser(template, "" if resume else prefix, tools=tools)
 
 

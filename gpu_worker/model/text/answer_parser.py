@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from typing import Any
-
-from transformers.utils.chat_parsing import ResponseParser
+from typing import TYPE_CHECKING, Any
 
 from penstock.shared.protocol import Delta
 from penstock.shared.protocol.chat.deltas import CONTENT, REASONING, TOOL_CALL
+
+if TYPE_CHECKING:
+    from transformers.utils.chat_parsing import ResponseParser
 
 __all__ = ["REASONING_FIELDS", "ResponseDeltas"]
 

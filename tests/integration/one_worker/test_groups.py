@@ -108,10 +108,10 @@ async def test_beams_come_ranked_and_at_once(producer: Producer, answer: str) ->
 
 async def test_a_search_wider_than_the_worker_fails_alone(producer: Producer) -> None:
     wide, fine = await asyncio.gather(
-        result_of(producer, beam_width=7, temperature=0), result_of(producer, n=2)
+        result_of(producer, beam_width=9, temperature=0), result_of(producer, n=2)
     )
     assert wide.reason is Reason.INVALID
-    assert "beam_width is 7; allowed: at most 6" in wide.end.message
+    assert "beam_width is 9; allowed: at most 8" in wide.end.message
     assert len(fine.choices) == 2
 
 
