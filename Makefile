@@ -52,7 +52,7 @@ check: install ## Lint, formatting, types, known vulnerabilities of dependencies
 	$(BIN)/mypy
 	$(BIN)/python scripts/audit_dependencies.py
 
-fuzz: install ## Send a million malformed cases through every entrance, going on where it was: FUZZ_CASES=N
+fuzz: install ## Send a million malformed cases, shared out among all entrances, going on where it was: FUZZ_CASES=N
 	$(BIN)/python tests/fuzz/driver.py --cases $${FUZZ_CASES:-1000000} $(ARGS)
 
 api-fuzz: install ## Send 20,000 requests to the gateway, made from its OpenAPI page

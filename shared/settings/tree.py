@@ -81,14 +81,16 @@ class RedisSettings(Section):
     @classmethod
     def _take_password(cls, values: Any) -> Any:
         """The address with the password of the file in it."""
-        path = values.get("password_file") if isinstance(values, dict) else None
-        if path in (None, "off") or values.get("url") is None:
+        if not isinstance(values, dict):
             return values
+        path, url = values.get("password_file"), values.get("url")
+        if not isinstance(path, str | Path) or path == "off" or not isinstance(url, str):
+            return values  # what is neither, the fields' own checks refuse
         try:
             password = Path(path).read_text("utf-8").strip()
         except (OSError, ValueError) as error:
             raise ValueError(f"password_file {path} cannot be read: {error}") from None
-        return {**values, "url": with_password(values["url"], password)}
+        return {**values, "url": with_password(url, password)}
 
     @field_validator("url")
     @classmethod

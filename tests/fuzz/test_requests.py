@@ -9,6 +9,7 @@ from typing import Any
 import msgpack
 import pytest
 from fuzz.corpus import ENTRIES, PAYLOADS
+from fuzz.generators import PROMPTS, VALID
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,24 +20,6 @@ from penstock.shared.protocol.plain_entry import Admission, Entry, read_entry
 
 FUZZ = settings.get_profile("fuzz")
 MAX_MESSAGE = 1200
-
-VALID: dict[str, Any] = {
-    "lane": "batch", "tenant": "acme", "deadline_ms": 500, "max_queue_ms": 400, "answer": "json",
-    "on_disconnect": "cancel", "max_tokens": 8, "temperature": 0.5, "top_k": 4, "top_p": 0.5,
-    "min_p": 0.1, "repetition_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": 0.5,
-    "logit_bias": {"5": 1.5}, "allowed_token_ids": [1, 2], "banned_token_ids": [3],
-    "min_tokens": 2, "logprobs": 3, "prompt_logprobs": 2, "seed": 7, "stop": ["a", "b"],
-    "stop_token_ids": [4], "ignore_eos": True, "n": 2, "best_of": 3, "speculation": "off",
-    "accept_threshold": 0.1, "json_schema": '{"type":"integer"}', "regex": "[0-9]",
-    "grammar": 'start: "a"', "choice": ["x", "y"], "beam_width": 2, "length_penalty": 2.0,
-    "early_stopping": "never",
-}  # fmt: skip
-
-PROMPTS: list[tuple[str, Any]] = [
-    ("prompt", "Hello"),
-    ("prompt_ids", [5, 6, 7]),
-    ("messages", [{"role": "user", "content": "Hello"}]),
-]
 
 STRANGE = st.one_of(
     st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=30),

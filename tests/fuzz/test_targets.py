@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 from fuzz.driver import TARGETS
-from fuzz.targets import SettingsTrees, Target
+from fuzz.targets import Checkpoints, Constraints, SettingsTrees, Target
 
 CASES = 300
 
@@ -38,13 +38,32 @@ def test_short_run(request: pytest.FixtureRequest, target: Target) -> None:
         ({}, {}, '"\\u001b" = 1\n'),
         ({}, {}, '[queue]\n"\\u202e" = 1\n'),
         ({"engine.threads": 10**3000}, {}, ""),
+        ({"redis.url": "redis://a", "redis.password_file": 2**31}, {}, ""),
+        ({"redis.url": 1, "redis.password_file": "x"}, {}, ""),
     ],
-    ids=["flag", "variable", "section", "name", "digits"],
+    ids=["flag", "variable", "section", "name", "digits", "a number for a file", "for a url"],
 )
-def test_settings_that_once_were_quoted_raw(
+def test_settings_that_once_escaped(
     flags: dict[str, object], environment: dict[str, str], lines: str
 ) -> None:
     target = SettingsTrees()
     target.open()
     target.run((flags, environment, lines))
+    target.close()
+
+
+def test_a_model_type_that_once_was_logged_raw() -> None:
+    target = Checkpoints()
+    target.open()
+    target.run(("config.json", '{"model_type": "\u202e\u001b"}'.encode()))
+    target.close()
+
+
+def test_constraints_that_once_were_quoted_raw() -> None:
+    target = Constraints()
+    target.open()
+    target.run(("regex", "(a|bC\x00*[^e]{2,3e]"))
+    target.run(("grammar", "start: a (\x12\x1a"))
+    target.run(("json_schema", '{"properties": {"a": {"type": "string", "pattern": {"\x7f": 1}}}}'))
+    target.sandbox.check("choice", ["\xf5\x7f", "\x00", "\U0010fffe"])  # once refused
     target.close()

@@ -13,11 +13,15 @@ from collections.abc import Sequence
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
+from penstock.shared.quoting import one_line
+
 __all__ = ["ConstraintError", "compile_matcher", "first_line", "word_list"]
 
 _WHITESPACE = " ?"
 """Between the parts of a JSON value at most one space. Any amount would be valid, too, but a model
 that has begun to write spaces may never end. A schema can say otherwise in ``x-guidance``."""
+
+_MAX_MESSAGE = 300
 
 
 class ConstraintError(Exception):
@@ -67,13 +71,13 @@ def compile_matcher(words: LLTokenizer, field: str, source: str | Sequence[str])
 
 
 def first_line(text: str) -> str:
-    """A message of the library, in one line of at most 300 characters."""
-    return " ".join(text.split())[:300]
+    """A message of the library, which quotes the constraint, in one printable line."""
+    return one_line(" ".join(text.split()), _MAX_MESSAGE)
 
 
 def _grammar(field: str, source: str | Sequence[str]) -> str:
     if not isinstance(source, str):
-        words = (json.dumps(text, ensure_ascii=False) for text in source)
+        words = (json.dumps(text) for text in source)  # Lark takes no control characters as such
         return LLMatcher.grammar_from_lark(f"start: {' | '.join(words)}")
     if field == "json_schema":
         return LLMatcher.grammar_from_json_schema(
