@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
 from penstock.shared import quoting
@@ -22,12 +22,17 @@ from penstock.shared.errors import (
     InsufficientMemory,
     ModelError,
     ModelNotFound,
+    PenstockError,
     UnsupportedModel,
 )
 
 from ..kv.memory_budget import available_bytes, format_bytes
+from ..quantization.formats.checkpoint_formats import format_of
+from ..quantization.formats.quantized_source import QuantizedSource, SafetensorsSource
+from ..quantization.formats.stored_tensors import StoredTensors
 from . import load_gate
 from .checkpoint_folder import DEMO, DEMO_DRAFT, REMEDY, find_checkpoint
+from .quantized_model import build_quantized, move_quantized
 
 __all__ = [
     "DEMO",
@@ -37,6 +42,7 @@ __all__ = [
     "load_tokenizer",
     "load_weights",
     "one_line",
+    "quantized_source",
     "quiet",
 ]
 
@@ -112,21 +118,21 @@ def load_weights(
         InsufficientMemory: they do not fit.
     """
     _check_memory(folder, dtype, config, device)
-    quantised = getattr(config, "quantization_config", None) is not None
     model: Any
     report: Any
     try:
-        model, report = head.from_pretrained(
-            folder,
-            config=config,
-            dtype=dtype,
-            output_loading_info=True,
-            # Quantisers place their packed weights themselves.
-            **({"device_map": {"": device}} if quantised else {}),
-            **LOCAL,
-        )
-        if not quantised:
-            model.to(device)
+        source = quantized_source(folder, config) if head is AutoModelForCausalLM else None
+        if source is not None:
+            model, report = build_quantized(source, config, dtype)
+            if (folder / "generation_config.json").is_file():
+                model.generation_config = GenerationConfig.from_pretrained(folder, **LOCAL)
+        else:
+            model, report = head.from_pretrained(
+                folder, config=config, dtype=dtype, output_loading_info=True, **LOCAL
+            )
+        move_quantized(model.to(device))
+    except PenstockError:
+        raise
     except torch.OutOfMemoryError as error:
         raise InsufficientMemory(
             f"the weights in {folder} do not fit on {device} ({one_line(error)}); use a smaller "
@@ -143,6 +149,22 @@ def load_weights(
         )
     model.eval().requires_grad_(False)
     return model
+
+
+def quantized_source(folder: Path, config: Any) -> QuantizedSource | None:
+    """What the weights in ``folder`` are read from if they are quantised; None: they are not.
+
+    Raises:
+        ModelNotFound: there are none.
+        UnsupportedModel: they are in a format, or of a size, that is not served.
+        ModelError: a file is damaged.
+    """
+    described = getattr(config, "quantization_config", None)
+    if described is None:
+        return None
+    tree = described if isinstance(described, dict) else described.to_dict()
+    kind = format_of(tree)
+    return SafetensorsSource(StoredTensors(folder), kind)
 
 
 def _weights_error(folder: Path, error: Exception) -> ModelError:

@@ -73,9 +73,9 @@ def load_model(
     Args:
         path: the directory, or ``"demo"`` for the model that is shipped here.
         dtype: ``float32``, ``float16``, ``bfloat16`` or ``auto``: the checkpoint's own on a GPU.
-            On CPU ``auto`` is float32 for every checkpoint that is not quantised: greedy output is
-            then token for token transformers' own in float32, and it is fast on every CPU, while
-            half precision is fast only on those that compute in it.
+            On CPU ``auto`` is float32 for every checkpoint: greedy output is then token for token
+            transformers' own in float32 (of a quantised one: that of its dequantised weights), and
+            it is fast on every CPU, while half precision is fast only on those that compute in it.
         device: ``cpu``, ``cuda``, ``cuda:1`` ... or ``auto``: CUDA if there is one.
         max_model_len: prompt and output tokens of one sequence, at most; None takes what the model
             was made for.
@@ -102,7 +102,7 @@ def load_model(
         load_gate.check_config(config)
         context_length = _context_length(config, max_model_len)
         tokenizer = load_tokenizer(folder)
-        model = load_weights(folder, config, _pick_dtype(dtype, config, target), target)
+        model = load_weights(folder, config, _pick_dtype(dtype, target), target)
     result = adopt_model(
         model,
         tokenizer,
@@ -227,12 +227,10 @@ def pick_device(device: str) -> torch.device:
     return target
 
 
-def _pick_dtype(dtype: str, config: Any, device: torch.device) -> torch.dtype | str:
+def _pick_dtype(dtype: str, device: torch.device) -> torch.dtype | str:
     if dtype != "auto":
         return DTYPES[dtype]
-    if device.type == "cpu" and getattr(config, "quantization_config", None) is None:
-        return torch.float32
-    return "auto"
+    return torch.float32 if device.type == "cpu" else "auto"
 
 
 def _context_length(config: Any, wanted: int | None) -> int:

@@ -105,6 +105,19 @@ class QuantizedWeight:
             zeros=None if self.zeros is None else self.zeros[outputs],
         )
 
+    def to(self, device: torch.device) -> QuantizedWeight:
+        """The same on ``device``."""
+        if self.codes.device == device:
+            return self
+        return replace(
+            self,
+            codes=self.codes.to(device),
+            scales=self.scales.to(device),
+            zeros=None if self.zeros is None else self.zeros.to(device),
+            codebook=None if self.codebook is None else self.codebook.to(device),
+            permutation=None if self.permutation is None else self.permutation.to(device),
+        )
+
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weight ``[outputs, inputs]``: computed in float32, then rounded to ``dtype``."""
         if self.codebook is not None:

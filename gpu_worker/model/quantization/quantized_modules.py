@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .form import QuantizedWeight
 
-__all__ = ["QuantizedEmbedding", "QuantizedLinear"]
+__all__ = ["QuantizedEmbedding", "QuantizedLinear", "QuantizedStack"]
 
 
 class QuantizedLinear(nn.Module):
@@ -62,3 +64,20 @@ class QuantizedEmbedding(nn.Module):
         if self.scalar_embed_scale != 1:
             rows = rows * torch.tensor(self.scalar_embed_scale, dtype=self.dtype)
         return rows.view(*ids.shape, -1)
+
+
+class QuantizedStack:
+    """Stands for a parameter ``[experts, inputs, outputs]``, of which experts are read one by one.
+
+    Args:
+        experts: a weight ``[outputs, inputs]`` each.
+        dtype: of what is read.
+    """
+
+    def __init__(self, experts: Sequence[QuantizedWeight], dtype: torch.dtype) -> None:
+        self.experts = tuple(experts)
+        self._dtype = dtype
+
+    def __getitem__(self, expert: Tensor | int) -> Tensor:
+        """``[inputs, outputs]``, dequantised at every access."""
+        return self.experts[int(expert)].dequantize(self._dtype).T

@@ -1,0 +1,1 @@
+"""Quantised checkpoints: one file a format, which unpacks its tensors into the internal form."""

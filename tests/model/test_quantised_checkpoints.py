@@ -1,0 +1,253 @@
+"""Quantised checkpoints give, token by token, what their dequantised weights give."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from model.engine_run import Bench
+from model.families import save_family
+from model.quantised_checkpoints import (
+    awq,
+    bnb_int8,
+    bnb_nf4,
+    compressed,
+    gptq,
+    rewrite,
+    rewrite_experts,
+)
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+from penstock.gpu_worker.model.loading.loader import LoadedModel, load_model
+from penstock.gpu_worker.model.quantization.quantized_modules import QuantizedLinear, QuantizedStack
+from penstock.shared.errors import ModelError, ModelNotFound, UnsupportedModel
+
+PROMPTS = ((7,), (3, 4, 5, 6), tuple(range(10, 40)))
+MAX_TOKENS = 12
+
+
+def _gptq(bits: int, size: int, **options: Any) -> tuple[Any, dict[str, Any]]:
+    version = options.pop("version", 1)
+    config = {
+        "quant_method": "gptq", "bits": bits, "group_size": size,
+        "desc_act": options["act_order"], "sym": options["symmetric"],
+        "checkpoint_format": "gptq" if version == 1 else "gptq_v2",
+    }  # fmt: skip
+    return gptq(bits, size, version=version, **options), config
+
+
+def _bnb(**config: Any) -> dict[str, Any]:
+    return {"quant_method": "bitsandbytes", **config}
+
+
+FORMATS: dict[str, Callable[[], tuple[Any, dict[str, Any]]]] = {
+    "gptq": lambda: _gptq(4, 32, symmetric=True, act_order=False),
+    "gptq-v2": lambda: _gptq(4, 32, symmetric=False, act_order=False, version=2),
+    "gptq-act-order": lambda: _gptq(4, 16, symmetric=False, act_order=True),
+    "gptq-8": lambda: _gptq(8, 32, symmetric=False, act_order=True, version=2),
+    "gptq-8-sym": lambda: _gptq(8, 16, symmetric=True, act_order=False),
+    "awq": lambda: (
+        awq(32),
+        {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"},
+    ),
+    "bnb-nf4": lambda: (
+        bnb_nf4(double=False), _bnb(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    ),
+    "bnb-nf4-double": lambda: (
+        bnb_nf4(double=True), _bnb(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    ),
+    "bnb-int8": lambda: (bnb_int8, _bnb(load_in_8bit=True)),
+    "ct-int4": lambda: compressed(
+        "pack-quantized", num_bits=4, type="int", strategy="group", group_size=32
+    ),
+    "ct-int4-asym": lambda: compressed(
+        "pack-quantized", num_bits=4, type="int", strategy="group", group_size=16, symmetric=False
+    ),
+    "ct-int8-packed": lambda: compressed(
+        "pack-quantized", num_bits=8, type="int", strategy="channel"
+    ),
+    "ct-int8": lambda: compressed("int-quantized", num_bits=8, type="int", strategy="channel"),
+    "ct-int8-tensor": lambda: compressed(
+        "int-quantized", num_bits=8, type="int", strategy="tensor"
+    ),
+    "ct-fp8": lambda: compressed("float-quantized", num_bits=8, type="float", strategy="channel"),
+    "ct-fp8-block": lambda: compressed(
+        "float-quantized", num_bits=8, type="float", strategy="block", block_structure=[16, 32]
+    ),
+}  # fmt: skip
+
+
+def greedy(model: LoadedModel) -> list[list[int]]:
+    bench = Bench(model)
+    for index, prompt in enumerate(PROMPTS):
+        bench.add(str(index), prompt, max_tokens=MAX_TOKENS, temperature=0.0, ignore_eos=True)
+    answers = bench.run()
+    return [answers[str(index)].token_ids for index in range(len(PROMPTS))]
+
+
+def expected_greedy(folder: Path) -> list[list[int]]:
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
+    config = GenerationConfig(
+        max_new_tokens=MAX_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
+    model.generation_config = GenerationConfig()
+    outputs = []
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt])
+        output = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
+        outputs.append(output[0, len(prompt) :].tolist())
+    return outputs
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_tokens_are_those_of_the_dequantised_model(
+    name: str, checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    write, config = FORMATS[name]()
+    # With biases, which stay as they are.
+    rewrite(checkpoint("qwen2"), tmp_path / "coded", write, config, tmp_path / "dense")
+    loaded = load_model(tmp_path / "coded", device="cpu")
+    try:
+        assert greedy(loaded) == expected_greedy(tmp_path / "dense")
+        dense = load_file(tmp_path / "dense" / "model.safetensors")
+        found = 0
+        for module, layer in loaded.model.named_modules():
+            if isinstance(layer, QuantizedLinear):
+                weight = layer.quantized.dequantize()
+                torch.testing.assert_close(weight, dense[f"{module}.weight"], rtol=1e-6, atol=1e-7)
+                found += 1
+        assert found == 3 * 7
+    finally:
+        loaded.close()
+
+
+def test_experts_in_mxfp4(tmp_path: Path) -> None:
+    # Rows that blocks of 32 divide, as gpt-oss has them.
+    source = save_family("gpt_oss", tmp_path)
+    rewrite_experts(source, tmp_path / "coded", tmp_path / "dense")
+    loaded = load_model(tmp_path / "coded", device="cpu")
+    try:
+        assert greedy(loaded) == expected_greedy(tmp_path / "dense")
+        experts = loaded.model.model.layers[0].mlp.experts
+        dense = load_file(tmp_path / "dense" / "model.safetensors")
+        for name in ("gate_up_proj", "down_proj"):
+            stack = getattr(experts, name)
+            assert isinstance(stack, QuantizedStack)
+            assert torch.equal(stack[1], dense[f"model.layers.0.mlp.experts.{name}"][1])
+    finally:
+        loaded.close()
+
+
+@pytest.fixture(scope="module")
+def coded(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("coded") / "gptq"
+    write, config = FORMATS["gptq"]()
+    rewrite(checkpoint("llama"), folder, write, config)
+    return folder
+
+
+def changed(coded: Path, target: Path, **settings: Any) -> Path:
+    """The checkpoint with other settings of its quantisation."""
+    target.mkdir()
+    for file in coded.iterdir():
+        (target / file.name).write_bytes(file.read_bytes())
+    tree = json.loads((target / "config.json").read_text())
+    tree["quantization_config"] |= settings
+    (target / "config.json").write_text(json.dumps(tree))
+    return target
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"quant_method": "hqq"}, "quantised by 'hqq'; served: awq, bitsandbytes"),
+        ({"bits": 3}, "GPTQ checkpoint has bits 3; served: 4, 8; quantise the unquantised"),
+        ({"checkpoint_format": "marlin"}, "checkpoint_format 'marlin'; served: gptq, gptq_v2"),
+        ({"quant_method": "awq", "version": "gemv"}, "version 'gemv'; served: gemm"),
+        ({"dynamic": {"+:.*": {"bits": 8}}}, "bits of their own"),
+    ],
+)
+def test_what_is_not_served_is_named(
+    coded: Path, tmp_path: Path, settings: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(UnsupportedModel) as refused:
+        load_model(changed(coded, tmp_path / "changed", **settings), device="cpu")
+    assert text in str(refused.value)
+
+
+def _with(tensors: dict[str, Any], name: str, change: Callable[[Any], Any]) -> None:
+    tensors[name] = change(tensors[name]).contiguous()
+
+
+NAME = "model.layers.1.mlp.up_proj"
+FAULTS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "cut": (
+        lambda t: _with(t, f"{NAME}.qweight", lambda x: x[:-1]),
+        "its shape is [7, 96], expected: [8, 96]",
+    ),
+    "type": (
+        lambda t: _with(t, f"{NAME}.qzeros", lambda x: x.to(torch.int64)),
+        "it holds I64, expected: I32",
+    ),
+    "groups": (
+        lambda t: _with(t, f"{NAME}.g_idx", lambda x: torch.zeros_like(x)),
+        "g_idx does not divide the inputs into groups of 32",
+    ),
+    "infinite": (
+        lambda t: _with(t, f"{NAME}.scales", lambda x: x * torch.inf),
+        "scales that are not finite",
+    ),
+    "missing": (lambda t: t.pop(f"{NAME}.scales"), f"lacks tensor '{NAME}.scales'"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_corrupt_tensor_is_named(coded: Path, tmp_path: Path, fault: str) -> None:
+    folder = changed(coded, tmp_path / "broken")
+    tensors = load_file(folder / "model.safetensors")
+    change, text = FAULTS[fault]
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError) as refused:
+        load_model(folder, device="cpu")
+    assert text in str(refused.value)
+    assert NAME in str(refused.value)
+    assert str(folder) in str(refused.value)
+
+
+def test_a_truncated_file_is_named(coded: Path, tmp_path: Path) -> None:
+    folder = changed(coded, tmp_path / "broken")
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(ModelError, match=r"model\.safetensors is damaged"):
+        load_model(folder, device="cpu")
+
+
+def test_a_missing_shard_is_named(coded: Path, tmp_path: Path) -> None:
+    folder = changed(coded, tmp_path / "sharded")
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    shards = [f"model-0000{part}-of-00002.safetensors" for part in (1, 2)]
+    places = {name: shards["layers.2" in name] for name in tensors}
+    save_file({n: t for n, t in tensors.items() if places[n] == shards[0]}, folder / shards[0])
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": places}))
+    with pytest.raises(ModelNotFound) as refused:
+        load_model(folder, device="cpu")
+    assert f"lacks 1 of its 2 weights files ({shards[1]})" in str(refused.value)
+
+
+def test_a_layer_that_the_model_lacks_is_named(coded: Path, tmp_path: Path) -> None:
+    folder = changed(coded, tmp_path / "other")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.9.mlp.up_proj.qweight"] = torch.zeros(8, 96, dtype=torch.int32)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UnsupportedModel, match=r"quantises 'model\.layers\.9\.mlp\.up_proj'"):
+        load_model(folder, device="cpu")
