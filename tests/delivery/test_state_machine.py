@@ -320,7 +320,7 @@ def test_any_sequence_of_operations_keeps_the_promises(redis_url: str) -> None:
         run_state_machine_as_test(
             machine_class,
             settings=settings(
-                max_examples=80,
+                max_examples=40,
                 stateful_step_count=40,
                 deadline=None,
                 suppress_health_check=list(HealthCheck),

@@ -1,4 +1,4 @@
-"""A shard with a plain door on every server program of this machine."""
+"""A shard with a plain door on every server program of this machine, and workers on the best."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ async def newest_door(redis_url: str) -> AsyncIterator[PlainDoor]:
 
 
 @pytest.fixture
-def any_workers(any_redis_url: str, tmp_path: Path) -> Iterator[WorkerFactory]:
-    """Starts worker processes against ``any_redis_url``; all are gone after the test."""
-    factory = WorkerFactory(any_redis_url, tmp_path)
+def workers(redis_url: str, tmp_path: Path) -> Iterator[WorkerFactory]:
+    """Starts worker processes against ``redis_url``; all are gone after the test."""
+    factory = WorkerFactory(redis_url, tmp_path)
     yield factory
     factory.close()

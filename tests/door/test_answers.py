@@ -49,8 +49,8 @@ class PlainClient:
 
 
 @pytest.fixture
-def client(any_redis_url: str) -> Any:
-    client = PlainClient(any_redis_url)
+def client(redis_url: str) -> Any:
+    client = PlainClient(redis_url)
     yield client
     client.redis.close()
 
@@ -69,9 +69,9 @@ def ids_of(events: list[dict[str, Any]]) -> list[int]:
 
 
 async def test_answers_of_a_real_worker(
-    any_workers: WorkerFactory, client: PlainClient, any_redis_url: str
+    workers: WorkerFactory, client: PlainClient, redis_url: str
 ) -> None:
-    any_workers.engine("w", model__synthetic_step_ms=2, **SYNTHETIC)
+    workers.engine("w", model__synthetic_step_ms=2, **SYNTHETIC)
     pubsub = client.redis.pubsub()
     pubsub.subscribe(KEYS.channel("whole"))
     assert pubsub.get_message(timeout=5)
@@ -104,7 +104,7 @@ async def test_answers_of_a_real_worker(
 
     running = client.ask(id="running", max_tokens=5000)
     client.redis.xread({KEYS.log(running): "0-0"}, block=5000)
-    async with Producer(any_redis_url) as producer:
+    async with Producer(redis_url) as producer:
         assert (await producer.cancel(running)).changed
         cancelled = client.events(running)
         assert (cancelled[-1]["state"], cancelled[-1]["reason"]) == ("cancelled", "client")
@@ -120,15 +120,15 @@ async def test_answers_of_a_real_worker(
 
 
 def test_a_json_stream_goes_on_after_its_worker_was_killed(
-    any_workers: WorkerFactory, client: PlainClient
+    workers: WorkerFactory, client: PlainClient
 ) -> None:
     settings = {**SYNTHETIC, "model__synthetic_step_ms": 10, "worker__lease_ms": 300}
-    first = any_workers.engine("first", **settings)
+    first = workers.engine("first", **settings)
     id = client.ask(max_tokens=60, seed=9)
     client.redis.xread({KEYS.log(id): "5-0"}, block=10_000)
     first.kill()
     unseen = [client.ask(max_tokens=2) for _ in range(20)]
-    any_workers.engine("second", **settings)
+    workers.engine("second", **settings)
     events = client.events(id)
     assert ids_of(events) == list(synthetic_tokens(9, [ord(c) for c in "Hi"], 60))
     assert events[-1]["usage"]["attempts"] == 2
@@ -159,18 +159,18 @@ def stop_with_entries_in_hand(first: WorkerProcess, client: PlainClient, ids: li
 
 @pytest.mark.parametrize("fate", ["killed", "only stopped"])
 def test_a_worker_process_lost_between_reading_and_acting(
-    any_workers: WorkerFactory, client: PlainClient, fate: str
+    workers: WorkerFactory, client: PlainClient, fate: str
 ) -> None:
     settings = {**SYNTHETIC, "model__synthetic_step_ms": 1, "worker__lease_ms": 500}
     # What it was given lies in its connection for as long as it is stopped.
     settings |= {"redis__socket_timeout_s": 60}
-    first = any_workers.engine("first", **settings)
+    first = workers.engine("first", **settings)
     client.events(client.ask(max_tokens=1))
     ids = [f"x{i}" for i in range(30)]
     stop_with_entries_in_hand(first, client, ids)
     if fate == "killed":
         first.kill()
-    any_workers.engine("second", **settings)
+    workers.engine("second", **settings)
     for id in ids:
         assert client.events(id)[-1]["state"] == "completed"
     if fate == "only stopped":
@@ -183,9 +183,9 @@ def test_a_worker_process_lost_between_reading_and_acting(
 
 
 def test_latency_of_a_plain_request_to_an_idle_worker(
-    any_workers: WorkerFactory, client: PlainClient
+    workers: WorkerFactory, client: PlainClient
 ) -> None:
-    any_workers.engine("w", model__synthetic_step_ms=0, **SYNTHETIC)
+    workers.engine("w", model__synthetic_step_ms=0, **SYNTHETIC)
     client.events(client.ask(max_tokens=1))
     to_claim, to_token = [], []
     for _ in range(20):

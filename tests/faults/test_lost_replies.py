@@ -13,7 +13,7 @@ from redis.asyncio import Redis
 from penstock.shared.protocol import Reason
 from penstock.shared.synthetic import synthetic_tokens
 
-SHORT, LONG = 3, pytest.param(50, marks=pytest.mark.slow)
+SHORT, LONG = 1, pytest.param(50, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize("repetitions", [SHORT, LONG])

@@ -53,7 +53,7 @@ async def test_given_server_is_left_as_it_was(redis_url: str) -> None:
     async with redis.asyncio.Redis.from_url(redis_url) as client:
         await client.set("somebody's", "1")
         before = await client.config_get(limit)
-        check_held(await run(seconds=4, faults=faults, redis=redis_url))
+        check_held(await run(seconds=2, faults=faults, redis=redis_url))
         assert await client.keys("*") == [b"somebody's"]
         assert await client.config_get(limit) == before
 
@@ -105,7 +105,7 @@ BROKEN = {
 }
 
 
-NOTICED_AT_ONCE = ("a worker that is not fenced", "logs that never expire")
+NOTICED_AT_ONCE = ("a worker that is not fenced",)
 
 
 @pytest.mark.parametrize(
@@ -133,6 +133,7 @@ def test_which_sweep_is_to_keep_a_deadline() -> None:
     assert [watch.next_after(due_ms) for due_ms in due] == [1000, 1000, 1300, None]
 
 
+@pytest.mark.slow
 async def test_a_deadline_that_is_kept_late_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
