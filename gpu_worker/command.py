@@ -27,6 +27,13 @@ def worker(
         str | None,
         typer.Option(help="Checkpoint directory, or `demo` for the shipped model.", metavar="DIR"),
     ] = None,
+    batcher: Annotated[
+        str | None,
+        typer.Option(
+            help="Serve a class that maps lists of payloads to lists of results instead.",
+            metavar="MODULE:NAME",
+        ),
+    ] = None,
     name: Annotated[
         str | None,
         typer.Option(help="Name the model is served under; producers ask for it."),
@@ -61,6 +68,7 @@ def worker(
     settings = load_settings(
         {
             "model.path": model,
+            "batcher.target": batcher,
             "queue.model": name,
             "queue.shard": shard,
             "redis.url": redis,
@@ -106,7 +114,7 @@ def _require_packages(settings: Settings) -> None:
         ConfigurationError: the base install does not bring what a worker needs.
     """
     needed = ["prometheus_client"]
-    if settings.model.path != SYNTHETIC:
+    if settings.model.path != SYNTHETIC and settings.batcher.target is None:
         needed += ["torch", "transformers"]
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:

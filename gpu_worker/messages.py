@@ -57,6 +57,7 @@ class Add(NamedTuple):
         choice_ids: its published tokens by choice, if it has several.
         arrival: when it was accepted, in seconds of the machine's monotonic clock.
         deadline: when it expires, by the same clock.
+        suspect: it may have crashed a worker.
     """
 
     run: str
@@ -65,6 +66,7 @@ class Add(NamedTuple):
     choice_ids: tuple[tuple[int, ...], ...]
     arrival: float
     deadline: float
+    suspect: bool = False
 
 
 class Abort(NamedTuple):

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from penstock.shared.protocol import Lane
+from penstock.shared.protocol import Lane, ModelKind
+from penstock.shared.settings import Settings
 
 __all__ = ["NO_CLAIMS", "Capacity", "ClaimBudget"]
+
+_MOST_CLAIMED = 128
 
 _BY_URGENCY = tuple(sorted(Lane, key=lambda lane: lane.rank))
 
@@ -27,6 +30,23 @@ class Capacity:
     claim_batch: int
     lease_ms: int
     heartbeat_ms: int
+
+    @classmethod
+    def of(cls, settings: Settings, kind: ModelKind) -> Capacity:
+        """What settings say for a model of this kind.
+
+        One that answers at once has a batch that runs and one that gathers meanwhile, each of
+        which may be claimed in one exchange.
+        """
+        worker, most, claimed = settings.worker, settings.engine.max_sequences, 0
+        if kind is not ModelKind.GENERATE:
+            most, claimed = 2 * settings.batcher.max_batch, settings.batcher.max_batch
+        return cls(
+            max_sequences=most,
+            claim_batch=min(_MOST_CLAIMED, max(worker.claim_batch, claimed)),
+            lease_ms=worker.lease_ms,
+            heartbeat_ms=worker.heartbeat_interval_ms,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -124,6 +124,7 @@ class ClaimReceiver:
                 choice_ids=_choice_ids(claim.chunks, options.n) if several else (),
                 arrival=now - claim.age_ms / 1000,
                 deadline=now + claim.deadline_in_ms / 1000,
+                suspect=claim.suspect,
             )
         )
 

@@ -219,12 +219,7 @@ class EdgeProcess:
             listener,
             operations,
             self._launch.worker_id,
-            Capacity(
-                max_sequences=settings.engine.max_sequences,
-                claim_batch=settings.worker.claim_batch,
-                lease_ms=settings.worker.lease_ms,
-                heartbeat_ms=settings.worker.heartbeat_interval_ms,
-            ),
+            Capacity.of(settings, ready.kind),
             engine=engine,
             owned=self._owned,
             outbox=outbox,

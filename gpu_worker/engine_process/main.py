@@ -15,25 +15,28 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from penstock.shared.errors import PenstockError
+from penstock.shared.errors import ConfigurationError, PenstockError
 from penstock.shared.protocol import ModelKind
 from penstock.shared.settings import Settings
 from penstock.shared.synthetic import SYNTHETIC
 from penstock.shared.vocabulary import pack_vocabulary
 
+from ..batchers.batch_queue import BatchQueue
+from ..batchers.batcher_class import ServedBatcher, load_batcher
+from ..batchers.window import Window
 from ..engine.engine import Engine
 from ..launch import EXIT_REFUSED, Launch
 from ..logs import configure_logging
 from ..messages import Abort, Add, Frames, Ready, Refused, Stop, frame
 from ..model.encoders.encoder_recipe import checkpoint_kind
 from ..model.loading.checkpoint_folder import find_checkpoint
-from .encoder_loop import BATCH_TOKENS, EncoderLoop
+from .batch_worker import ANY_NUMBER_OF_TOKENS, BatchWorker
 from .gc_tuning import calm_collector
 from .input_processor import InputProcessor
-from .model_interface import ServingEncoder, ServingModel
+from .model_interface import ServingModel
 from .step_log import StepLog, step_log
 from .worker import Worker
 
@@ -62,30 +65,26 @@ def main() -> int:
     try:
         steps = step_log(worker.step_log)
         model = _build(launch.settings)
+        if isinstance(model, ServedBatcher) and launch.settings.worker.step_log is not None:
+            raise ConfigurationError("worker.step_log: allowed: off, beside a batcher")
     except PenstockError as error:
         channel.send(Refused(str(error)))
         return EXIT_REFUSED
-    if isinstance(model, ServingEncoder):
-        _serve_encoder(model, launch.settings, channel)
-        os._exit(0)
-    channel.send(
-        Ready(
-            model.summary,
-            model.config.max_batch_tokens,
-            model.fingerprint,
-            model.config.max_model_len,
-            pack_vocabulary(model.vocabulary),
-        )
-    )
+    channel.send(_ready(model))
     with calm_collector():
-        _serve(model, launch.settings, channel, steps)
+        if isinstance(model, ServedBatcher):
+            _serve_batches(model, launch.settings, channel)
+        else:
+            _serve(model, launch.settings, channel, steps)
     # A drain waits for the end of this process, and its end frees a model's memory fastest.
     logging.shutdown()
     os._exit(0)
 
 
-def _build(settings: Settings) -> ServingModel | ServingEncoder:
+def _build(settings: Settings) -> ServingModel | ServedBatcher:
     """Load the model. Its packages are imported here, since they take seconds themselves."""
+    if settings.batcher.target is not None:
+        return load_batcher(settings.batcher.target)
     if settings.model.path == SYNTHETIC:
         from .synthetic_model import build_synthetic
 
@@ -98,6 +97,21 @@ def _build(settings: Settings) -> ServingModel | ServingEncoder:
     from ..model.build import build_model
 
     return build_model(settings)
+
+
+def _ready(model: ServingModel | ServedBatcher) -> Ready:
+    if isinstance(model, ServedBatcher):
+        return Ready(
+            model.summary, ANY_NUMBER_OF_TOKENS, model.fingerprint, model.context,
+            pack_vocabulary(()), model.kind,
+        )  # fmt: skip
+    return Ready(
+        model.summary,
+        model.config.max_batch_tokens,
+        model.fingerprint,
+        model.config.max_model_len,
+        pack_vocabulary(model.vocabulary),
+    )
 
 
 class EdgeChannel:
@@ -156,9 +170,15 @@ class _Orders:
     def __init__(self, channel: EdgeChannel) -> None:
         self._channel = channel
 
-    def attach(self, worker: Worker, inputs: InputProcessor) -> None:
-        """Say who carries the orders out."""
-        self._worker, self._inputs = worker, inputs
+    def attach(
+        self,
+        begin: Callable[[Add], None],
+        abort: Callable[[str], None],
+        stop: Callable[[], None],
+        deliver: Callable[[], None],
+    ) -> None:
+        """Say who carries the orders out, and who hands on what was prepared since."""
+        self._begin, self._abort, self._stop, self._deliver = begin, abort, stop, deliver
 
     def wait(self, timeout_s: float | None) -> bool:
         """Wait until there is something to read, or something was prepared."""
@@ -168,22 +188,12 @@ class _Orders:
         """Read what has come, and hand on what was prepared since."""
         for order in self._channel.read():
             if isinstance(order, Add):
-                self._inputs.begin(order)
+                self._begin(order)
             elif isinstance(order, Abort):
-                if not self._inputs.cancel(order.run):
-                    self._worker.abort(order.run)
+                self._abort(order.run)
             elif isinstance(order, Stop):
-                self._worker.stop()
-        self._inputs.deliver()
-
-
-def _serve_encoder(model: ServingEncoder, settings: Settings, channel: EdgeChannel) -> None:
-    """The same for a model that answers at once."""
-    tokens, context = BATCH_TOKENS, model.max_tokens
-    channel.send(Ready(model.summary, tokens, model.fingerprint, context, b"", model.kind))
-    loop = EncoderLoop(model.server, channel, settings.worker.hang_timeout_s / _HEARTBEATS)
-    model.on_pass(loop.beat)
-    loop.run()
+                self._stop()
+        self._deliver()
 
 
 def _serve(
@@ -210,12 +220,36 @@ def _serve(
         decode=model.decode,
         compile_timeout_s=settings.engine.grammar_timeout_s,
     )
-    orders.attach(worker, inputs)
+
+    def abort(run: str) -> None:
+        if not inputs.cancel(run):
+            worker.abort(run)
+
+    orders.attach(inputs.begin, abort, worker.stop, inputs.deliver)
     worker.run()
     channel.close()
     inputs.close()
     if steps is not None:
         steps.close()
+
+
+def _serve_batches(model: ServedBatcher, settings: Settings, channel: EdgeChannel) -> None:
+    """The same for a model that answers at once."""
+    batcher, orders = settings.batcher, _Orders(channel)
+    window = Window(batcher.max_wait_ms / 1000, adaptive=batcher.window == "adaptive")
+    worker = BatchWorker(
+        model,
+        BatchQueue(batcher.max_batch, batcher.max_batch_cost or model.max_cost, window),
+        window,
+        channel.send,
+        orders,
+        heartbeat_s=min(0.5, settings.worker.hang_timeout_s / _HEARTBEATS),
+    )
+    orders.attach(worker.begin, worker.abort, worker.stop, lambda: None)
+    model.on_pass(worker.beat)
+    worker.run()
+    channel.close()
+    model.close()
 
 
 if __name__ == "__main__":

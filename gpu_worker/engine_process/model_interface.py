@@ -4,47 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
-from penstock.shared.protocol import ModelKind, Request, SamplingOptions
+from penstock.shared.protocol import Request, SamplingOptions
 
 from ..engine.config import EngineConfig
 from ..engine.sequence import Constraint
 from ..engine.text_stream import AnswerParser, TextStream
 from .isolation import Runner
 
-__all__ = ["ItemServer", "ServingEncoder", "ServingModel"]
-
-
-class ItemServer(Protocol):
-    """Answers items of requests at once."""
-
-    def cost(self, item: object) -> int:
-        """About how many tokens an item has."""
-
-    def infer(self, items: Sequence[object]) -> Sequence[dict[str, Any] | Exception]:
-        """Answer items, each in its place; each answer has ``tokens``."""
-
-
-@dataclass(frozen=True, slots=True)
-class ServingEncoder:
-    """An encoder that is ready to serve.
-
-    Attributes:
-        server: answers items.
-        kind: what it does with a request.
-        on_pass: gets what to call after each pass of a long batch.
-        max_tokens: of one input.
-        summary: one line for the log.
-        fingerprint: two models that may give different answers have different ones.
-    """
-
-    server: ItemServer
-    kind: ModelKind
-    on_pass: Callable[[Callable[[], None]], None]
-    max_tokens: int
-    summary: str
-    fingerprint: str
+__all__ = ["ServingModel"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,13 +59,13 @@ def packed_size(value: object) -> int:
 
 
 def pack_result(value: object) -> bytes:
-    """Pack what a model gave for one item.
+    """Pack what a model gave for one item; arrays become lists by their ``tolist``.
 
     Raises:
         ValueError: it is no msgpack value, or larger than :data:`MAX_RESULT_BYTES`.
     """
     try:
-        packed: bytes = msgpack.packb(value)
+        packed: bytes = msgpack.packb(value, default=_as_list)
     except PARSER_ERRORS as error:
         raise ValueError(f"the result cannot be sent ({error}); allowed: {_VALUES}") from None
     if len(packed) > MAX_RESULT_BYTES:
@@ -103,6 +103,14 @@ def result_from_json(value: object) -> bytes:
     """Pack a result that came as JSON; what was bytes stays text."""
     packed: bytes = msgpack.packb(value)
     return packed
+
+
+def _as_list(value: object) -> Any:
+    """Arrays and their numbers, of numpy, torch and others, as lists and plain numbers."""
+    to_list = getattr(value, "tolist", None)
+    if to_list is None:
+        raise TypeError(f"it holds a {type(value).__name__}")
+    return to_list()
 
 
 def _as_base64(value: object) -> str:

@@ -14,12 +14,18 @@ __all__ = ["with_model_name"]
 def with_model_name(settings: Settings) -> Settings:
     """Settings in which a checkpoint of one's own has its directory's name, unless one is set.
 
+    A batcher has the name of its class.
+
     Raises:
         ConfigurationError: the directory's name cannot be a model's.
     """
-    if settings.model.path == "demo" or "model" in settings.queue.model_fields_set:
+    target = settings.batcher.target
+    of_demo = settings.model.path == "demo" and target is None
+    if of_demo or "model" in settings.queue.model_fields_set:
         return settings
     name = Path(settings.model.path).resolve().name
+    if target is not None:
+        name = target.rpartition(":")[2]
     try:
         Keys(name)
     except InvalidRequest as error:

@@ -18,6 +18,7 @@ from pydantic import (
 )
 
 from ..redis.address import check_address, with_password
+from .batcher_section import BatcherSettings
 from .batches_section import BatchesSettings
 from .engine_section import EngineSettings
 from .gateway_section import GatewaySettings
@@ -25,6 +26,7 @@ from .section import Section, setting
 from .speculation import SpeculationSettings
 
 __all__ = [
+    "BatcherSettings",
     "BatchesSettings",
     "EngineSettings",
     "GatewaySettings",
@@ -368,5 +370,6 @@ class Settings(Section):
     engine: EngineSettings = EngineSettings()
     model: ModelSettings = ModelSettings()
     speculation: SpeculationSettings = SpeculationSettings()
+    batcher: BatcherSettings = BatcherSettings()
     gateway: GatewaySettings = GatewaySettings()
     batches: BatchesSettings = BatchesSettings()

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from operator import itemgetter
+
 import torch
 
 from penstock.shared.protocol import ModelKind
 from penstock.shared.settings import Settings
 
-from ...engine_process.model_interface import ServingEncoder
+from ...batchers.batcher_class import ServedBatcher
 from ..loading.fingerprint import fingerprint_of
 from .embedder import Embedder
 from .scorer import Classifier, Reranker
 
 __all__ = ["build_encoder"]
+
+_BATCH_TOKENS = 16_384
+"""About so many tokens are computed before the next answers are sent."""
 
 _CLASSES: dict[ModelKind, type[Embedder | Reranker | Classifier]] = {
     ModelKind.EMBED: Embedder,
@@ -21,7 +26,7 @@ _CLASSES: dict[ModelKind, type[Embedder | Reranker | Classifier]] = {
 }
 
 
-def build_encoder(settings: Settings, kind: ModelKind) -> ServingEncoder:
+def build_encoder(settings: Settings, kind: ModelKind) -> ServedBatcher:
     """Load the checkpoint that the settings name. Takes seconds.
 
     Raises:
@@ -37,11 +42,14 @@ def build_encoder(settings: Settings, kind: ModelKind) -> ServingEncoder:
     server.load()
     encoder = server.encoder
     dtype = str(encoder.model.dtype).removeprefix("torch.")
-    return ServingEncoder(
-        server=server,
+    return ServedBatcher(
+        infer=server.infer,
         kind=kind,
+        cost=server.cost,
+        charged=itemgetter("tokens"),
+        max_cost=_BATCH_TOKENS,
+        context=encoder.max_tokens,
         on_pass=encoder.after_each_pass,
-        max_tokens=encoder.max_tokens,
         summary=f"{encoder.folder.name} ({kind}) in {dtype} on {encoder.device}, "
         f"inputs of {encoder.max_tokens} tokens",
         fingerprint=fingerprint_of(encoder.folder, str(encoder.model.dtype)),
