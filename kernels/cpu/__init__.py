@@ -6,12 +6,13 @@ The C++ sources in ``src/`` are compiled at first use, for the best instruction 
 
 from __future__ import annotations
 
+from .coded_weight import CodedWeight
 from .compiler import NativeUnavailable, supported_sets
-from .library import Activation, Library, load_library
+from .library import Activation, Codes, Library, load_library
 from .step_program import LOGITS, HeadShape, NativeProgram, NormWeights, Rotary
 from .thread_pool import ThreadPool
 
 __all__ = [
-    "LOGITS", "Activation", "HeadShape", "Library", "NativeProgram", "NativeUnavailable",
-    "NormWeights", "Rotary", "ThreadPool", "load_library", "supported_sets",
+    "LOGITS", "Activation", "CodedWeight", "Codes", "HeadShape", "Library", "NativeProgram",
+    "NativeUnavailable", "NormWeights", "Rotary", "ThreadPool", "load_library", "supported_sets",
 ]  # fmt: skip

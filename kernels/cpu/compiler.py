@@ -31,6 +31,9 @@ INSTRUCTION_SETS = {
 }
 """Best first: the CPU flags, as Linux names them, that each needs."""
 
+OPTIONAL = {"avx512bf16": ("avx512_vbmi",), "avx512": ("avx512_vbmi",)}
+"""CPU flags that are used where they are."""
+
 FLAGS = (
     "-std=c++17",
     "-O2",
@@ -168,7 +171,10 @@ def _self_test(library: Path) -> None:
 
 
 def _machine_flags(instruction_set: str) -> tuple[str, ...]:
-    return tuple(f"-m{flag.replace('_', '')}" for flag in INSTRUCTION_SETS[instruction_set])
+    have = _cpu_flags()
+    extra = [flag for flag in OPTIONAL.get(instruction_set, ()) if flag in have]
+    needed = (*INSTRUCTION_SETS[instruction_set], *extra)
+    return tuple(f"-m{flag.replace('_', '')}" for flag in needed)
 
 
 def _key(compiler: str, flags: tuple[str, ...]) -> str:

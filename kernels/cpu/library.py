@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from .compiler import NativeUnavailable, build, supported_sets
 
 __all__ = [
-    "Activation", "AttendSpec", "Error", "KVKind", "Library", "LinearSpec", "NormSpec",
+    "Activation", "AttendSpec", "Codes", "Error", "KVKind", "Library", "LinearSpec", "NormSpec",
     "RotateSpec", "RowKind", "StepInput", "Type", "load_library",
 ]  # fmt: skip
 
@@ -38,6 +38,14 @@ class Activation(IntEnum):
     GELU_TANH = 2
     GELU_ERF = 3
     RELU = 4
+
+
+class Codes(IntEnum):
+    """What the codes of a weight are."""
+
+    FOUR_BITS = 1
+    INT8 = 2
+    FP8 = 3
 
 
 class Error(ctypes.Structure):
@@ -119,6 +127,36 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
         c_int32,
         [c_void_p, c_int32, c_void_p, c_int32, c_int64, c_int64, c_int32, POINTER(Error)],
     ),
+    "coded_matrix": (
+        c_int32,
+        [
+            c_void_p,
+            c_int64,
+            c_int64,
+            c_int32,
+            c_int32,
+            c_int32,
+            c_int64,
+            c_int32,
+            c_void_p,
+            POINTER(Error),
+        ],
+    ),
+    "fill_codes": (
+        c_int32,
+        [
+            c_void_p,
+            c_int32,
+            c_void_p,
+            c_void_p,
+            c_void_p,
+            c_int64,
+            c_int64,
+            c_int32,
+            POINTER(Error),
+        ],
+    ),
+    "choose_ways": (c_int32, [c_void_p, POINTER(Error)]),
     "embed": (
         c_int32,
         [c_void_p, c_void_p, c_int32, c_int64, c_int64, c_float, c_int32, POINTER(Error)],

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..ragged import RaggedBatch
+from .coded_weight import CodedWeight
 from .library import (
     Activation,
     AttendSpec,
@@ -143,25 +144,35 @@ class NativeProgram:
         self._types.append(kind)
         return number
 
-    def matrix(self, *weights: Tensor, gated: bool = False) -> int:
+    def matrix(self, *weights: Tensor | CodedWeight, gated: bool = False) -> int:
         """Weights ``[out, in]``, one after the other; returns the matrix's number.
 
         They are read by :meth:`pack`, at the latest with the first :meth:`run`.
 
         Args:
-            weights: float32 or bfloat16. Of a gated layer two: the gate, and what it gates.
+            weights: all float32 or bfloat16, or all coded alike. Of a gated layer two: the gate,
+                and what it gates.
             gated: whether the output is ``activation(gate(x)) * up(x)``.
         """
-        inputs = weights[0].shape[1]
-        outputs = weights[0].shape[0] if gated else sum(w.shape[0] for w in weights)
-        number = self._library.checked(
-            "matrix", self._handle, outputs, inputs, self._type, int(gated)
-        )
-        first = 0
+        first = weights[0]
+        inputs = first.shape[1]
+        outputs = first.shape[0] if gated else sum(w.shape[0] for w in weights)
+        if isinstance(first, CodedWeight):
+            if not all(isinstance(w, CodedWeight) and w.goes_with(first) for w in weights):
+                raise ValueError("the parts of a matrix are coded differently")
+            number = self._library.checked(
+                "coded_matrix", self._handle, outputs, inputs, self._type, int(gated), first.kind,
+                first.group, int(first.offsets is not None), _address(first.values),
+            )  # fmt: skip
+        else:
+            number = self._library.checked(
+                "matrix", self._handle, outputs, inputs, self._type, int(gated)
+            )
+        place = 0
         for part, weight in enumerate(weights):
-            place = (0, part) if gated else (first, 0)
-            self._unpacked.append((number, weight.detach(), *place))
-            first += weight.shape[0]
+            at = (0, part) if gated else (place, 0)
+            self._unpacked.append((number, weight, *at))
+            place += weight.shape[0]
         return number
 
     def pack(self) -> None:
@@ -169,10 +180,19 @@ class NativeProgram:
         unpacked, self._unpacked = self._unpacked, []
         with ThreadPoolExecutor(torch.get_num_threads()) as threads:
             list(threads.map(self._fill, unpacked))
+        self._library.checked("choose_ways", self._handle)
 
-    def _fill(self, unpacked: tuple[int, Tensor, int, int]) -> None:
+    def _fill(self, unpacked: tuple[int, Tensor | CodedWeight, int, int]) -> None:
         number, weight, first, part = unpacked
-        source = weight.contiguous()
+        if isinstance(weight, CodedWeight):
+            kept = [t.contiguous() for t in (weight.codes, weight.scales)]
+            offsets = None if weight.offsets is None else weight.offsets.contiguous()
+            self._library.checked(
+                "fill_codes", self._handle, number, *(t.data_ptr() for t in kept),
+                _address(offsets), first, weight.shape[0], part,
+            )  # fmt: skip
+            return
+        source = weight.detach().contiguous()
         if source.dtype not in TYPES:
             source = source.float()
         self._library.checked(

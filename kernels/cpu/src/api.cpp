@@ -128,9 +128,45 @@ int penstock_fill(Program* p, int matrix, const void* source, int source_type, i
                   int64_t count, int part, Error* error) {
   return guarded(error, [&] {
     Matrix& m = p->matrix(matrix);
+    if (m.is_coded()) throw std::invalid_argument("numbers for a matrix of codes");
     if (first < 0 || count < 0 || first + count > m.outputs || part < 0 || part > int(m.gated))
       throw std::invalid_argument("weights of outputs that the matrix does not have");
     m.fill(source, static_cast<Type>(source_type), first, count, part);
+    return 0;
+  });
+}
+
+// `values` are what the codes stand for if they have four bits.
+int penstock_coded_matrix(Program* p, int64_t outputs, int64_t inputs, int type, int gated,
+                          int codes, int64_t group, int offsets, const float* values,
+                          Error* error) {
+  return guarded(error, [&] {
+    if (codes <= 0 || codes >= static_cast<int>(Codes::COUNT))
+      throw std::invalid_argument("no such codes");
+    Coding coding{static_cast<Codes>(codes), group, offsets != 0, {}};
+    if (values) std::memcpy(coding.values, values, sizeof coding.values);
+    return p->add_matrix(outputs, inputs, static_cast<Type>(type), gated != 0, coding);
+  });
+}
+
+// As penstock_fill: codes [count, inputs], scales and offsets [count, groups].
+int penstock_fill_codes(Program* p, int matrix, const uint8_t* codes, const float* scales,
+                        const float* offsets, int64_t first, int64_t count, int part,
+                        Error* error) {
+  return guarded(error, [&] {
+    Matrix& m = p->matrix(matrix);
+    if (!m.is_coded() || (m.coding.offsets && !offsets))
+      throw std::invalid_argument("codes for a matrix that has none, or other ones");
+    if (first < 0 || count < 0 || first + count > m.outputs || part < 0 || part > int(m.gated))
+      throw std::invalid_argument("weights of outputs that the matrix does not have");
+    m.fill(codes, scales, offsets, first, count, part);
+    return 0;
+  });
+}
+
+int penstock_choose_ways(Program* p, Error* error) {
+  return guarded(error, [&] {
+    p->choose_ways();
     return 0;
   });
 }

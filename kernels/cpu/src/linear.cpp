@@ -1,24 +1,16 @@
 #include "linear.h"
 
 #include <algorithm>
+#include <stdexcept>
+
+#include "coded_linear.h"
+#include "tiles.h"
 
 namespace penstock {
 namespace {
 
-// Rows of a register tile: 2 * MOST_ROWS accumulators of sixteen floats and what feeds them.
-#if defined(__AVX512F__)
-constexpr int MOST_ROWS = 12;
-#elif defined(__AVX2__) || defined(__ARM_NEON)
-constexpr int MOST_ROWS = 3;
-#else
-constexpr int MOST_ROWS = 1;
-#endif
-
 constexpr int64_t BLOCK_BYTES = 512 << 10;  // of activations
 constexpr int64_t BLOCK_STEPS = 128;        // of a panel, which stay in the first-level cache
-// Bytes, when each weight is used once. The more rows, the longer a step takes, and the fewer lines
-// the CPU's own prefetcher asks for in time.
-constexpr int64_t AHEAD_FEW_ROWS = 2048, AHEAD = 8192, FEW_ROWS = 4;
 
 // ---- how a step of weights meets a row
 
@@ -60,13 +52,6 @@ struct Halves {
   }
 };
 #endif
-
-// What a tile fetches ahead: two lines with each step.
-struct Fetch {
-  const char* from;
-  int64_t second;  // bytes from the first line to the second
-  int64_t stride;  // bytes from step to step
-};
 
 // ROWS rows times `steps` steps of a panel. `sums` [ROWS][32] is where the chains end, and where
 // they went on from if RESUME.
@@ -182,14 +167,28 @@ void finish(const Matrix& matrix, const Epilogue& epilogue, const RowBlock& bloc
 
 }  // namespace
 
-Matrix::Matrix(int64_t outputs_, int64_t inputs_, Type type_, bool gated_)
+Matrix::Matrix(int64_t outputs_, int64_t inputs_, Type type_, bool gated_, const Coding& coding_)
     : outputs(outputs_),
       inputs(inputs_),
-      steps(type_ == Type::BF16 ? (inputs_ + 1) / 2 : inputs_),
       panels(gated_ ? (outputs_ + LANES - 1) / LANES : (outputs_ + PANEL - 1) / PANEL),
       type(type_),
       gated(gated_),
-      weights(static_cast<size_t>(panels * steps * STEP_BYTES)) {}
+      coding(coding_),
+      tables(coding_),
+      steps(type_ == Type::BF16 ? (inputs_ + 1) / 2 : inputs_),
+      panel_bytes(steps * STEP_BYTES) {
+  if (is_coded()) {
+    const int64_t together = unit_inputs(coding.codes);
+    if (coding.group < 1 || (coding.group < inputs && coding.group % together))
+      throw std::invalid_argument("the inputs of a group do not fill its units");
+    units = (inputs + together - 1) / together;
+    group_units = std::min(units, (coding.group + together - 1) / together);
+    groups = (units + group_units - 1) / group_units;
+    header_bytes = PANEL * 4 * (coding.offsets ? 2 : 1);
+    panel_bytes = groups * header_bytes + units * UNIT_BYTES;
+  }
+  weights = Memory(static_cast<size_t>(panels * panel_bytes));
+}
 
 void Matrix::fill(const void* source, Type source_type, int64_t first, int64_t count, int part) {
   const int64_t wide = gated ? LANES : PANEL;
@@ -211,6 +210,39 @@ void Matrix::fill(const void* source, Type source_type, int64_t first, int64_t c
   }
 }
 
+void Matrix::fill(const uint8_t* codes, const float* scales, const float* offsets, int64_t first,
+                  int64_t count, int part) {
+  const int64_t wide = gated ? LANES : PANEL, together = unit_inputs(coding.codes);
+  for (int64_t n = 0; n < count; n++) {
+    const int64_t output = first + n, lane = output % wide + part * LANES;
+    char* const panel = weights.data() + (output / wide) * panel_bytes;
+    for (int64_t g = 0; g < groups; g++) {
+      char* const group = panel + g * (header_bytes + group_units * UNIT_BYTES);
+      std::memcpy(group + lane * 4, scales + n * groups + g, 4);
+      if (coding.offsets) std::memcpy(group + (PANEL + lane) * 4, offsets + n * groups + g, 4);
+      const int64_t begin = g * group_units * together;
+      const int64_t end = std::min(inputs, begin + group_units * together);
+      for (int64_t k = begin; k < end; k++) {
+        const int64_t unit = (k - begin) / together, input = (k - begin) % together;
+        const int64_t bit = code_place(coding.codes, input, lane);
+        char& byte = group[header_bytes + unit * UNIT_BYTES + bit / 8];
+        const uint8_t code = stored_code(coding.codes, codes[n * inputs + k]);
+        byte = static_cast<char>(static_cast<uint8_t>(byte) | code << bit % 8);
+      }
+    }
+  }
+}
+
+void LinearScratch::fit(const Matrix& matrix) {
+  const auto grow = [](std::vector<float>& v, int64_t count) {
+    if (v.size() < static_cast<size_t>(count)) v.resize(static_cast<size_t>(count));
+  };
+  grow(sums, MOST_BLOCK_ROWS * PANEL);
+  if (!matrix.is_coded()) return;
+  if (matrix.coding.offsets) grow(input_sums, block_rows(matrix) * input_pieces(matrix));
+  if (!piece.data()) piece = Memory(static_cast<size_t>(PIECE_STEPS * STEP_BYTES));
+}
+
 int64_t block_rows(const Matrix& matrix) {
   const int64_t step = activation_type(matrix.type) == Type::BF16 ? 2 : 4;
   const int64_t rows = BLOCK_BYTES / std::max<int64_t>(1, matrix.inputs * step);
@@ -218,16 +250,23 @@ int64_t block_rows(const Matrix& matrix) {
 }
 
 void multiply(const Matrix& matrix, const Epilogue& epilogue, const RowBlock& block, int64_t first,
-              int64_t last, float* sums) {
+              int64_t last, LinearScratch& scratch) {
   const bool plain = epilogue.scale == 1.f && epilogue.softcap <= 0.f;
   const auto ending = matrix.gated ? (plain ? finish<true, true> : finish<true, false>)
                                    : (plain ? finish<false, true> : finish<false, false>);
-  for (int64_t p = first; p < last; p++) {
-    if (matrix.type == Type::BF16)
+  float* const sums = scratch.sums.data();
+  if (matrix.coding.offsets) sum_inputs(matrix, block, scratch);
+  const int64_t together = panels_together(matrix, block.rows);
+  for (int64_t p = first; p < last; p += together) {
+    const int64_t panels = std::min(together, last - p);
+    if (matrix.is_coded())
+      sum_coded(matrix, block, p, panels, scratch);
+    else if (matrix.type == Type::BF16)
       sum_panel<Halves>(matrix, block, matrix.panel(p), sums);
     else
       sum_panel<Floats>(matrix, block, matrix.panel(p), sums);
-    ending(matrix, epilogue, block, p, sums);
+    for (int64_t q = 0; q < panels; q++)
+      ending(matrix, epilogue, block, p + q, sums + q * block.rows * PANEL);
   }
 }
 

@@ -3,14 +3,15 @@
 // Weights lie in panels of 32 outputs, and a panel in steps: a step holds the weights of one input
 // (float) or of two (bf16, side by side) for all 32 outputs, 128 bytes. A gated layer's panel has 16
 // outputs of the gate and the same 16 of what it gates. What is missing to a whole panel or step is
-// zero.
+// zero. Weights in few bits lie as codes.h says.
 //
-// Each output is one chain of fused multiply-adds over the inputs in their order, and then its
-// epilogue. So its bits depend neither on the rows beside it nor on who computes them.
+// Each output is one chain of fused multiply-adds over the inputs in their order (of coded weights:
+// one for each piece, and one over the pieces), and then its epilogue. So its bits depend neither on the rows beside it nor on who computes them.
 #pragma once
 
 #include <vector>
 
+#include "codes.h"
 #include "elementary.h"
 #include "memory.h"
 
@@ -22,19 +23,30 @@ constexpr int PANEL = 2 * LANES;
 constexpr int STEP_BYTES = PANEL * 4;
 
 struct Matrix {
-  Matrix(int64_t outputs, int64_t inputs, Type type, bool gated);
+  // Throws std::invalid_argument for a coding that cannot be.
+  Matrix(int64_t outputs, int64_t inputs, Type type, bool gated, const Coding& coding = Coding());
 
   // Packs rows [count, inputs] of `source`, to outputs `first` and after. Of a gated matrix `part`
   // 0 is the gate and 1 what is gated; otherwise it is 0.
   void fill(const void* source, Type source_type, int64_t first, int64_t count, int part);
-  const char* panel(int64_t index) const { return weights.data() + index * steps * STEP_BYTES; }
+  // The same of a coded matrix: codes [count, inputs], scales and offsets [count, groups].
+  void fill(const uint8_t* codes, const float* scales, const float* offsets, int64_t first,
+            int64_t count, int part);
+  bool is_coded() const { return coding.codes != Codes::NONE; }
+  const char* panel(int64_t index) const { return weights.data() + index * panel_bytes; }
 
   int64_t outputs;  // of a gated matrix: after gating
   int64_t inputs;
-  int64_t steps;
   int64_t panels;
-  Type type;
+  Type type;  // what its weights are, or what activations its codes are multiplied with
   bool gated;
+  Coding coding;
+  CodeTables tables;
+  int64_t steps;  // of weights that are not coded
+  int64_t panel_bytes;
+  // Of coded weights. The last group may be shorter.
+  int64_t units = 0, group_units = 0, groups = 0, header_bytes = 0;
+  int register_rows = 0;  // see most_register_rows
   Memory weights;
 };
 
@@ -65,8 +77,17 @@ constexpr int64_t MOST_BLOCK_ROWS = 480;
 // Rows that one item should take: so many that their inputs stay in the second-level cache.
 int64_t block_rows(const Matrix& matrix);
 
-// Panels first .. last - 1 of a block of at most MOST_BLOCK_ROWS rows; `sums` holds 32 floats a row.
+// What one thread needs beside the rows.
+struct LinearScratch {
+  // Makes room for a matrix.
+  void fit(const Matrix& matrix);
+  std::vector<float> sums;        // 32 a row, of up to two panels
+  std::vector<float> input_sums;  // of each row and piece
+  Memory piece;                   // decoded weights
+};
+
+// Panels first .. last - 1 of a block of at most MOST_BLOCK_ROWS rows.
 void multiply(const Matrix& matrix, const Epilogue& epilogue, const RowBlock& block, int64_t first,
-              int64_t last, float* sums);
+              int64_t last, LinearScratch& scratch);
 
 }  // namespace penstock

@@ -4,6 +4,8 @@
 #include <chrono>
 #include <stdexcept>
 
+#include "coded_linear.h"
+
 namespace penstock {
 namespace {
 
@@ -36,9 +38,10 @@ int Program::add_buffer(int64_t columns, Type type, Rows rows) {
   return static_cast<int>(buffers_.size()) - 1;
 }
 
-int Program::add_matrix(int64_t outputs, int64_t inputs, Type type, bool gated) {
+int Program::add_matrix(int64_t outputs, int64_t inputs, Type type, bool gated,
+                        const Coding& coding) {
   require(outputs > 0 && inputs > 0, "a matrix needs outputs and inputs");
-  matrices_.emplace_back(outputs, inputs, type, gated);
+  matrices_.emplace_back(outputs, inputs, type, gated, coding);
   return static_cast<int>(matrices_.size()) - 1;
 }
 
@@ -110,6 +113,19 @@ void Program::add(Op op) {
             "a copy takes rows away, and adds none");
   }
   ops_.push_back(std::move(op));
+}
+
+void Program::choose_ways() {
+  for (size_t i = 0; i < matrices_.size(); i++) {
+    Matrix& m = matrices_[i];
+    if (!m.is_coded()) continue;
+    const auto same = [&](const Matrix& o) {
+      return o.coding.codes == m.coding.codes && o.group_units == m.group_units;
+    };
+    const auto end = matrices_.begin() + static_cast<std::ptrdiff_t>(i);
+    const auto timed = std::find_if(matrices_.begin(), end, same);
+    m.register_rows = timed == end ? most_register_rows(m) : timed->register_rows;
+  }
 }
 
 // ---- a step
@@ -190,7 +206,7 @@ void Program::fit(const StepInput& s, int threads) {
   if (scratch_.size() < static_cast<size_t>(threads)) {
     scratch_.resize(static_cast<size_t>(threads));
     for (Scratch& scratch : scratch_) {
-      scratch.sums.resize(static_cast<size_t>(MOST_BLOCK_ROWS * PANEL));
+      for (const Matrix& m : matrices_) scratch.linear.fit(m);
       scratch.row.resize(static_cast<size_t>(widest_ + LANES));
       for (const Op& op : ops_)
         if (const auto* a = std::get_if<AttendOp>(&op))
@@ -212,7 +228,8 @@ uint32_t Program::cut(const Op& op, int threads, Cut& cut) {
     // Even blocks, none of them much smaller than another.
     const int64_t blocks = divided_up(cut.rows, block_rows(m));
     cut.rows_per_item = blocks ? divided_up(cut.rows, blocks) : 1;
-    cut.panels_per_item = std::max<int64_t>(1, m.panels / (2 * ITEMS_PER_THREAD * threads));
+    cut.panels_per_item = std::max(panels_together(m, cut.rows),
+                                   m.panels / (2 * ITEMS_PER_THREAD * threads));
     cut.items_per_block = divided_up(m.panels, cut.panels_per_item);
     return static_cast<uint32_t>(divided_up(cut.rows, cut.rows_per_item) * cut.items_per_block);
   }
@@ -284,7 +301,7 @@ void Program::item(const LinearOp& op, const Cut& cut, int64_t index, Scratch& s
   const RowBlock block{row(op.input, first), buffer(op.input).stride, output + first * stride,
                        stride, std::min(cut.rows_per_item, cut.rows - first)};
   multiply(m, epilogue, block, panel, std::min(m.panels, panel + cut.panels_per_item),
-           scratch.sums.data());
+           scratch.linear);
 }
 
 void Program::item(const RotateOp& op, const Cut& cut, int64_t index, Scratch& scratch) {

@@ -63,10 +63,13 @@ class Program final : private Work {
   Program() = default;
 
   int add_buffer(int64_t columns, Type type, Rows rows);
-  int add_matrix(int64_t outputs, int64_t inputs, Type type, bool gated);
+  int add_matrix(int64_t outputs, int64_t inputs, Type type, bool gated,
+                 const Coding& coding = Coding());
   Matrix& matrix(int index);  // throws std::invalid_argument if there is none
   // Throws std::invalid_argument if it names what is not there or does not fit.
   void add(Op op);
+  // Times both ways of computing with coded weights, once for each coding; see linear.h.
+  void choose_ways();
   void set_cache_type(Type type) { cache_type_ = type; }
 
   // Throws std::invalid_argument if the step asks for anything outside its buffers or this model.
@@ -77,7 +80,8 @@ class Program final : private Work {
 
  private:
   struct Scratch {
-    std::vector<float> sums, row;
+    LinearScratch linear;
+    std::vector<float> row;
     AttentionScratch attention;
   };
   // How an operation is cut into items in this step.

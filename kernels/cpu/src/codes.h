@@ -1,0 +1,72 @@
+// Weights in four or eight bits, with a scale for each output and group of inputs.
+//
+// A panel of such a matrix is its groups one after the other, and a group is 32 scales, 32 offsets
+// if the matrix has any, and units of 64 bytes: codes of four inputs (four bits) or two (eight bits)
+// for all 32 outputs. With the codes' values v the group adds
+//
+//   scale[n] * sum_k v[n, k] * x[k] + offset[n] * sum_k x[k]
+//
+// to output n, in pieces of at most PIECE_STEPS steps that begin at fixed inputs. Both sums are
+// exact in what the codes stand for, as far as bf16 is: whole numbers to 256 and e4m3 are.
+#pragma once
+
+#include "vec.h"
+
+namespace penstock {
+
+enum class Codes : int32_t { NONE, FOUR_BITS, INT8, FP8, COUNT };
+
+struct Coding {
+  Codes codes = Codes::NONE;
+  int64_t group = 0;     // inputs
+  bool offsets = false;
+  float values[16] = {};  // of FOUR_BITS
+};
+
+constexpr int64_t UNIT_BYTES = 64;
+constexpr int64_t PIECE_STEPS = 128;
+
+constexpr int64_t unit_inputs(Codes codes) { return codes == Codes::FOUR_BITS ? 4 : 2; }
+
+#if defined(__AVX512VBMI__)
+constexpr bool HAS_BYTE_TABLES = true;
+#else
+constexpr bool HAS_BYTE_TABLES = false;
+#endif
+
+// Where the code of an input 0 .. unit_inputs - 1 and an output 0 .. 31 lies in a unit: a bit.
+constexpr int64_t code_place(Codes codes, int64_t input, int64_t output) {
+  const int64_t half = output / LANES, lane = output % LANES;
+  if (codes == Codes::FOUR_BITS) return 32 * lane + 16 * (input % 2) + 8 * (input / 2) + 4 * half;
+  // Byte tables and the interleaving of their results, or sixteen bytes that widen.
+  return 8 * (HAS_BYTE_TABLES ? 16 * (lane / 4) + 8 * half + 2 * (lane % 4) + input
+                              : 16 * (2 * input + half) + lane);
+}
+
+// What is stored for a code as it comes: with byte tables, sign and magnitude; -128 is minus zero.
+inline uint8_t stored_code(Codes codes, uint8_t code) {
+  if (codes != Codes::INT8 || !HAS_BYTE_TABLES || code < 128) return code;
+  return static_cast<uint8_t>(0x80 | (256 - code));
+}
+
+// e4m3 without its two codes that are no number.
+inline float fp8_value(uint8_t code) {
+  const uint32_t bits = static_cast<uint32_t>(code & 0x7f) << 20;
+  float magnitude;
+  std::memcpy(&magnitude, &bits, 4);
+  magnitude *= 0x1p120f;
+  return code & 0x80 ? -magnitude : magnitude;
+}
+
+// Tables from which units are decoded, as registers want them.
+struct CodeTables {
+  explicit CodeTables(const Coding& coding);
+  alignas(64) float floats[16];
+  alignas(64) bf16 halves[32];      // the sixteen values, twice
+  alignas(64) uint8_t low[128];     // bytes of the bf16 values of eight-bit magnitudes
+  alignas(64) uint8_t high[128];
+  uint8_t minus_zero;               // the upper byte of what code 0x80 stands for
+  bool fp8;
+};
+
+}  // namespace penstock

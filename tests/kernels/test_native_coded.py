@@ -1,0 +1,172 @@
+"""Linear layers over weights in codes against torch in float64, on every instruction set."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from native_programs import DTYPES, SETS, library, pool, rowwise
+from torch import Tensor
+
+from penstock.kernels.cpu import LOGITS, Activation, CodedWeight, Codes, NativeProgram
+
+KINDS = list(Codes)
+
+
+def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator).to(dtype)
+
+
+def coded(
+    kind: Codes, outputs: int, inputs: int, group: int, *, offsets: bool = False, seed: int = 0
+) -> CodedWeight:
+    generator = torch.Generator().manual_seed(seed)
+    high = 16 if kind is Codes.FOUR_BITS else 256
+    codes = torch.randint(0, high, (outputs, inputs), generator=generator).to(torch.uint8)
+    if kind is Codes.FP8:
+        codes[codes & 0x7F == 0x7F] = 0x80  # what is no number becomes minus zero
+    groups = -(-inputs // group)
+    return CodedWeight(
+        kind,
+        codes,
+        random(outputs, groups, seed=seed + 1) / high,
+        group,
+        random(outputs, groups, seed=seed + 2) / 4 if offsets else None,
+        torch.linspace(-7.5, 7.5, 16).square() / 8 if kind is Codes.FOUR_BITS else None,
+    )
+
+
+def plain(weight: CodedWeight, dtype: torch.dtype) -> Tensor:
+    """The weight in float64, its values rounded as products in ``dtype`` do."""
+    if weight.kind is Codes.FOUR_BITS:
+        assert weight.values is not None
+        values = weight.values.to(dtype).double()[weight.codes.int()]
+    elif weight.kind is Codes.INT8:
+        values = weight.codes.view(torch.int8).double()
+    else:
+        values = weight.codes.view(torch.float8_e4m3fn).double()
+    groups = torch.arange(weight.shape[1]) // weight.group
+    values = values * weight.scales.double()[:, groups]
+    return values if weight.offsets is None else values + weight.offsets.double()[:, groups]
+
+
+def product(
+    name: str, dtype: torch.dtype, x: Tensor, *weights: CodedWeight, gated: bool = False,
+    threads: int = 2, **options: Any,
+) -> Tensor:  # fmt: skip
+    program = NativeProgram(library(name), dtype)
+    rows = program.buffer(x.shape[1])
+    multiplied = program.buffer(x.shape[1], multiplied=True, outputs=True)
+    program.embed(x, rows)
+    program.copy(rows, multiplied)
+    width = weights[0].shape[0] if gated else sum(w.shape[0] for w in weights)
+    program.linear(program.matrix(*weights, gated=gated), multiplied, LOGITS, **options)
+    return rowwise(program, x, width, pool(name, threads))
+
+
+def close(found: Tensor, expected: Tensor) -> None:
+    """What is multiplied has been rounded before, so the sums are those of float32."""
+    error = float((found.double() - expected).abs().max() / expected.abs().max().clamp_min(1))
+    assert error <= 2e-5
+
+
+def values_of(dtype: torch.dtype, name: str) -> torch.dtype:
+    """In which the four-bit values are multiplied."""
+    return dtype if name == "avx512bf16" else torch.float32
+
+
+# rows, inputs, outputs, group: below, at and above a tile, a panel, a unit, a piece, a group
+SHAPES = [
+    (1, 1, 1, 1), (1, 64, 32, 32), (1, 600, 130, 600), (2, 33, 31, 16), (5, 17, 65, 8),
+    (12, 129, 48, 64), (13, 300, 40, 300), (64, 96, 96, 32), (70, 2, 7, 4), (500, 40, 33, 20),
+    (9, 1030, 70, 128),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("offsets", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", SETS)
+def test_shapes(name: str, dtype: torch.dtype, kind: Codes, offsets: bool) -> None:
+    for rows, inputs, outputs, group in SHAPES:
+        x = random(rows, inputs, dtype=dtype).float()
+        weight = coded(kind, outputs, inputs, group, offsets=offsets, seed=rows)
+        expected = x.double() @ plain(weight, values_of(dtype, name)).T
+        close(product(name, dtype, x, weight), expected)
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_every_code_stands_for_its_value(name: str) -> None:
+    for dtype in DTYPES:
+        for kind in KINDS:
+            codes = torch.arange(16 if kind is Codes.FOUR_BITS else 256).to(torch.uint8)
+            weight = coded(kind, 1, len(codes), len(codes))
+            weight.codes[0] = torch.where(weight.codes[0] > 300, weight.codes[0], codes)
+            if kind is Codes.FP8:
+                weight.codes[0][codes & 0x7F == 0x7F] = 0
+            weight.scales.fill_(1)
+            found = product(name, dtype, torch.eye(len(codes)), weight)[:, 0]
+            assert torch.equal(found.double(), plain(weight, values_of(dtype, name))[0])
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_epilogues(name: str) -> None:
+    x = random(9, 48)
+    gate, up = (coded(Codes.FOUR_BITS, 37, 48, 16, offsets=True, seed=s) for s in (1, 7))
+    bias = random(74, seed=3)
+    left, right = (plain(w, torch.float32) for w in (gate, up))
+    stacked = torch.cat([x.double() @ left.T, x.double() @ right.T], 1) + bias.double()
+    found = product(name, torch.float32, x, gate, up, bias=bias, scale=0.5, softcap=3.0)
+    close(found, 3 * torch.tanh(0.5 * stacked / 3))
+    options: dict[str, Any] = {"bias": bias, "activation": Activation.SILU, "gated": True}
+    gated = torch.nn.functional.silu(stacked[:, :37]) * stacked[:, 37:]
+    close(product(name, torch.float32, x, gate, up, **options), gated)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    rows=st.integers(1, 40), inputs=st.integers(1, 300), outputs=st.integers(1, 70),
+    group=st.integers(1, 80), offsets=st.booleans(), kind=st.sampled_from(KINDS),
+    dtype=st.sampled_from(DTYPES), name=st.sampled_from(SETS),
+)  # fmt: skip
+def test_any_shape(
+    rows: int, inputs: int, outputs: int, group: int, offsets: bool, kind: Codes,
+    dtype: torch.dtype, name: str,
+) -> None:  # fmt: skip
+    x = random(rows, inputs, dtype=dtype).float()
+    weight = coded(kind, outputs, inputs, min(4 * group, inputs), offsets=offsets)
+    close(
+        product(name, dtype, x, weight), x.double() @ plain(weight, values_of(dtype, name)).T
+    )
+
+
+@pytest.mark.parametrize("offsets", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", SETS)
+def test_rows_do_not_depend_on_their_neighbours(
+    name: str, dtype: torch.dtype, kind: Codes, offsets: bool
+) -> None:
+    # Groups of several pieces, a short last one, panels by twos and one left over.
+    x, weight = random(150, 1100), coded(kind, 170, 1100, 512, offsets=offsets)
+    whole = product(name, dtype, x, weight)
+    # One row and two panels at a time, rows in registers, and weights decoded first.
+    for begin, end in ((0, 1), (3, 5), (11, 23), (20, 33), (7, 140)):
+        assert torch.equal(product(name, dtype, x[begin:end], weight), whole[begin:end])
+    for threads in (1, 3):
+        assert torch.equal(product(name, dtype, x, weight, threads=threads), whole)
+
+
+def test_parts_and_groups_that_do_not_fit_are_refused() -> None:
+    program = NativeProgram(library(), torch.float32)
+    four, eight = (coded(kind, 4, 32, 16) for kind in (Codes.FOUR_BITS, Codes.INT8))
+    with pytest.raises(ValueError, match="coded differently"):
+        program.matrix(four, eight)
+    with pytest.raises(ValueError, match="coded differently"):
+        program.matrix(four, torch.zeros(4, 32))
+    with pytest.raises(ValueError, match="do not fill its units"):
+        program.matrix(coded(Codes.FOUR_BITS, 4, 32, 6))
