@@ -42,6 +42,9 @@ def worker(
     redis: Annotated[str | None, typer.Option(help="Address of the Redis server.")] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
     dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.")] = None,
+    quantization: Annotated[
+        str | None, typer.Option(help="Of weights: auto, none, int8, int4, nf4 or fp8.")
+    ] = None,
     max_sequences: Annotated[
         int | None, typer.Option(help="Sequences that run at the same time.")
     ] = None,
@@ -74,6 +77,7 @@ def worker(
             "redis.url": redis,
             "model.device": device,
             "model.dtype": dtype,
+            "model.quantization": quantization,
             "engine.max_sequences": max_sequences,
             "engine.kv_memory": kv_memory,
             "engine.threads": threads,

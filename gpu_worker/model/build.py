@@ -29,6 +29,7 @@ from .loading.fingerprint import fingerprint_of
 from .loading.geometry import KVGeometry
 from .loading.loaded_model import LoadedModel
 from .loading.model_opening import open_model
+from .quantization.recipe import recipe_of
 from .runner import ModelRunner
 from .sampling.sampler import Sampler
 from .structured.compile_sandbox import CompileSandbox, UnsafeConstraint
@@ -68,6 +69,7 @@ def build_model(settings: Settings) -> ServingModel:
         device=wanted.device,
         max_model_len=wanted.max_model_len,
         native=wanted.native,
+        recipe=recipe_of(wanted),
         records=wanted.start_record == "on",
     )
     loaded = opened.loaded
@@ -111,8 +113,8 @@ def build_model(settings: Settings) -> ServingModel:
         ).start()
     kv = " and ".join(_group_summary(group, config.block_size) for group in config.kv_cache_groups)
     summary = (
-        f"{loaded.path.name} in {loaded.dtype} on {loaded.device}, context {loaded.max_model_len}, "
-        f"KV for {kv} ({format_bytes(pool.num_bytes)}), "
+        f"{loaded.path.name} in {_number_format(loaded)} on {loaded.device}, "
+        f"context {loaded.max_model_len}, KV for {kv} ({format_bytes(pool.num_bytes)}), "
         f"{'computed by torch' if loaded.native is None else loaded.native.summary}"
     )
     answers = AnswerFormat(loaded.tokenizer, loaded.model_type)
@@ -126,9 +128,15 @@ def build_model(settings: Settings) -> ServingModel:
         decode=answers.decode,
         new_text_stream=functools.partial(IncrementalDetokenizer, decoder_of(loaded.tokenizer)),
         summary=summary.replace("torch.", ""),
-        fingerprint=fingerprint_of(loaded.path, str(loaded.dtype)),
+        fingerprint=fingerprint_of(loaded.path, str(loaded.dtype), str(loaded.recipe)),
         vocabulary=token_bytes(loaded.tokenizer, loaded.vocab_size),
     )
+
+
+def _number_format(loaded: LoadedModel) -> str:
+    if not loaded.recipe.quantizes:
+        return str(loaded.dtype)
+    return f"{loaded.recipe.method} ({loaded.dtype} beside it)"
 
 
 def _encoder(loaded: LoadedModel) -> Callable[[Request], Sequence[int]]:

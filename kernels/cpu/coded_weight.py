@@ -36,6 +36,17 @@ class CodedWeight:
         """``(outputs, inputs)``."""
         return self.codes.shape[0], self.codes.shape[1]
 
+    def chunk(self, count: int) -> tuple[CodedWeight, ...]:
+        """Cut into ``count`` parts of as many outputs each."""
+        parts = (
+            t if t is None else t.chunk(count) for t in (self.codes, self.scales, self.offsets)
+        )
+        none = (None,) * count
+        return tuple(
+            CodedWeight(self.kind, codes, scales, self.group, offsets, self.values)
+            for codes, scales, offsets in zip(*(p or none for p in parts), strict=True)
+        )
+
     def goes_with(self, other: CodedWeight) -> bool:
         """Whether both can be parts of one matrix."""
         return (

@@ -31,7 +31,7 @@ INSTRUCTION_SETS = {
 }
 """Best first: the CPU flags, as Linux names them, that each needs."""
 
-OPTIONAL = {"avx512bf16": ("avx512_vbmi",), "avx512": ("avx512_vbmi",)}
+OPTIONAL = {"avx512bf16": ("avx512vbmi",), "avx512": ("avx512vbmi",)}
 """CPU flags that are used where they are."""
 
 FLAGS = (

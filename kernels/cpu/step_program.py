@@ -147,7 +147,7 @@ class NativeProgram:
     def matrix(self, *weights: Tensor | CodedWeight, gated: bool = False) -> int:
         """Weights ``[out, in]``, one after the other; returns the matrix's number.
 
-        They are read by :meth:`pack`, at the latest with the first :meth:`run`.
+        Full ones are read by :meth:`pack`, at the latest with the first :meth:`run`; codes now.
 
         Args:
             weights: all float32 or bfloat16, or all coded alike. Of a gated layer two: the gate,
@@ -171,7 +171,10 @@ class NativeProgram:
         place = 0
         for part, weight in enumerate(weights):
             at = (0, part) if gated else (place, 0)
-            self._unpacked.append((number, weight, *at))
+            if isinstance(weight, CodedWeight):
+                self._fill_codes(number, weight, *at)
+            else:
+                self._unpacked.append((number, weight.detach(), *at))
             place += weight.shape[0]
         return number
 
@@ -182,17 +185,18 @@ class NativeProgram:
             list(threads.map(self._fill, unpacked))
         self._library.checked("choose_ways", self._handle)
 
-    def _fill(self, unpacked: tuple[int, Tensor | CodedWeight, int, int]) -> None:
+    def _fill_codes(self, number: int, weight: CodedWeight, first: int, part: int) -> None:
+        # One after the other: two outputs may share a byte.
+        codes, scales = weight.codes.contiguous(), weight.scales.contiguous()
+        offsets = None if weight.offsets is None else weight.offsets.contiguous()
+        self._library.checked(
+            "fill_codes", self._handle, number, codes.data_ptr(), scales.data_ptr(),
+            _address(offsets), first, weight.shape[0], part,
+        )  # fmt: skip
+
+    def _fill(self, unpacked: tuple[int, Tensor, int, int]) -> None:
         number, weight, first, part = unpacked
-        if isinstance(weight, CodedWeight):
-            kept = [t.contiguous() for t in (weight.codes, weight.scales)]
-            offsets = None if weight.offsets is None else weight.offsets.contiguous()
-            self._library.checked(
-                "fill_codes", self._handle, number, *(t.data_ptr() for t in kept),
-                _address(offsets), first, weight.shape[0], part,
-            )  # fmt: skip
-            return
-        source = weight.detach().contiguous()
+        source = weight.contiguous()
         if source.dtype not in TYPES:
             source = source.float()
         self._library.checked(

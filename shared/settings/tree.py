@@ -330,6 +330,35 @@ class ModelSettings(Section):
         "Number format of weights and KV cache. `auto` takes the checkpoint's own on a GPU, and "
         "float32 on a CPU.",
     )
+    quantization: Literal["none", "auto", "int8", "int4", "nf4", "fp8"] = setting(
+        "auto",
+        "Number format of the weights of linear layers. `auto` takes the checkpoint as it is. "
+        "`int8`, `int4`, `nf4` and `fp8` round full weights when they are loaded; activations stay "
+        "in `dtype`. `none` refuses a quantised checkpoint.",
+    )
+    quantization_group: int = setting(
+        64,
+        "In `int4` and `nf4`, how many inputs of a layer share a scale. Smaller groups are more "
+        "exact and take more memory; 0 makes one group of all.",
+        unit="inputs",
+        ge=0,
+        le=65_536,
+    )
+    quantization_zeros: Literal["on", "off"] = setting(
+        "off",
+        "In `int4`, whether codes span a group's smallest to largest weight, instead of lying "
+        "around zero: more exact, and slower by a few percent.",
+    )
+    quantization_scales: Literal["channel", "tensor"] = setting(
+        "channel",
+        "In `int8`, whether each output of a layer has a scale, or each layer one.",
+    )
+    quantization_keep: str = setting(
+        "lm_head",
+        "Modules that stay in full, by commas: names or their last parts, with `*` and `?`. "
+        "Embeddings and norms always do.",
+        max_length=1000,
+    )
     max_model_len: int | None = setting(
         None,
         "Longest sequence, prompt and output together. `auto` takes it from the checkpoint's "

@@ -139,9 +139,7 @@ def test_any_shape(
 ) -> None:  # fmt: skip
     x = random(rows, inputs, dtype=dtype).float()
     weight = coded(kind, outputs, inputs, min(4 * group, inputs), offsets=offsets)
-    close(
-        product(name, dtype, x, weight), x.double() @ plain(weight, values_of(dtype, name)).T
-    )
+    close(product(name, dtype, x, weight), x.double() @ plain(weight, values_of(dtype, name)).T)
 
 
 @pytest.mark.parametrize("offsets", [False, True])

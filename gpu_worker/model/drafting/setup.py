@@ -38,6 +38,7 @@ def load_draft(settings: Settings, target: LoadedModel) -> LoadedModel | None:
             device=str(target.device),
             native="auto" if settings.model.native == "on" else settings.model.native,
             runtime=None if target.native is None else target.native.runtime,
+            recipe=target.recipe,
             records=settings.model.start_record == "on",
         )
     except ModelError as error:

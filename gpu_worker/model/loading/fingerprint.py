@@ -30,8 +30,13 @@ _MOST_HEADER_BYTES = 100 << 20
 """What safetensors itself allows."""
 
 
-def fingerprint_of(folder: Path, dtype: str) -> str:
+def fingerprint_of(folder: Path, dtype: str, quantization: str = "auto") -> str:
     """The fingerprint of the checkpoint in ``folder``, computed in ``dtype``.
+
+    Args:
+        folder: the checkpoint.
+        dtype: of activations, and of weights that are not quantised.
+        quantization: what else is done to its weights; ``auto``: nothing.
 
     Returns:
         16 hexadecimal digits of a SHA-256.
@@ -40,6 +45,8 @@ def fingerprint_of(folder: Path, dtype: str) -> str:
         OSError: a file cannot be read.
     """
     whole = hashlib.sha256(dtype.encode())
+    if quantization != "auto":
+        whole.update(f"\n{quantization}".encode())
     templates = folder.glob("additional_chat_templates/*")
     modules = folder.glob("[0-9]*_*/*")  # of sentence-transformers
     for file in sorted((*folder.iterdir(), *templates, *modules)):

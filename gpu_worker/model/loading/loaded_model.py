@@ -14,6 +14,7 @@ from ..batch import PackedStep, forward_logits
 from ..forward_context import ForwardContext
 from ..kv.kv_pool import KVPool
 from ..program.native_decoder import NativeDecoder
+from ..quantization.recipe import AUTO, Recipe
 from ..sampling.gumbel_sampling import largest
 from .geometry import KVGeometry
 
@@ -41,6 +42,7 @@ class LoadedModel:
         load_seconds: how long loading took.
         native: computes its steps in place of ``model``, whose linear layers then have no weights
             any more; None: ``model`` does.
+        recipe: how its weights were quantised.
     """
 
     model: Any
@@ -57,6 +59,7 @@ class LoadedModel:
     attention_name: str | None
     load_seconds: float
     native: NativeDecoder | None = None
+    recipe: Recipe = AUTO
 
     def forward(self, step: PackedStep, pool: KVPool) -> Tensor:
         """Compute ``step``, storing its KV in ``pool``.

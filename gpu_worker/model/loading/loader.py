@@ -25,6 +25,7 @@ from ..attention_registry import register, unregister
 from ..forward_context import ForwardContext
 from ..kv.memory_budget import available_bytes
 from ..program.native_decoder import NativeDecoder, NativeRuntime
+from ..quantization.recipe import AUTO, Recipe, quantize_model
 from . import load_gate
 from .checkpoint import (
     DEMO,
@@ -64,6 +65,7 @@ def load_model(
     max_model_len: int | None = None,
     native: str = "auto",
     runtime: NativeRuntime | None = None,
+    recipe: Recipe = AUTO,
     prepack: bool = True,
 ) -> LoadedModel:
     """Load a checkpoint of transformers from a local directory.
@@ -82,11 +84,13 @@ def load_model(
         native: on CPU, ``auto`` computes steps by the native library where it can, ``on`` refuses
             a model that it cannot compute, ``off`` leaves all to torch.
         runtime: the native library and its threads, where another model has them already.
+        recipe: how weights are quantised.
         prepack: on CPU and without the native library, pack the weights of large linear layers
             once for oneDNN.
 
     Raises:
-        ConfigurationError: ``dtype``, ``device``, ``max_model_len`` or ``native`` cannot be had.
+        ConfigurationError: ``dtype``, ``device``, ``max_model_len``, ``native`` or ``recipe``
+            cannot be had.
         ModelNotFound: no such directory, or no checkpoint or tokenizer in it.
         UnsupportedModel: the gate refused its architecture.
         InsufficientMemory: the weights do not fit.
@@ -100,9 +104,11 @@ def load_model(
     with quiet():
         config = load_config(folder)
         load_gate.check_config(config)
+        recipe.check(getattr(config, "quantization_config", None))
         context_length = _context_length(config, max_model_len)
         tokenizer = load_tokenizer(folder)
         model = load_weights(folder, config, _pick_dtype(dtype, target), target)
+    quantize_model(model, recipe)
     result = adopt_model(
         model,
         tokenizer,
@@ -113,6 +119,7 @@ def load_model(
         prepack=prepack,
         begin=begin,
     )
+    result.recipe = recipe
     log.info(
         "loaded %s from %s in %.1f s: %d layers, %s on %s, context of %d tokens",
         config.model_type,

@@ -18,6 +18,7 @@ from ..batch import Rows, SequenceChunk, pack
 from ..forward_context import ForwardContext
 from ..kv.kv_pool import KVPool
 from ..program.native_decoder import NativeDecoder, NativeRuntime
+from ..quantization.recipe import AUTO, Recipe
 from ..text.deferred_tokenizer import DeferredTokenizer
 from ..text.fast_detokenize import is_plain
 from .checkpoint_folder import find_checkpoint
@@ -55,6 +56,7 @@ def open_model(
     max_model_len: int | None = None,
     native: str = "auto",
     runtime: NativeRuntime | None = None,
+    recipe: Recipe = AUTO,
     records: bool = True,
     cache: Path | None = None,
 ) -> OpenedModel:
@@ -62,11 +64,12 @@ def open_model(
 
     Args:
         path: of the checkpoint.
-        dtype: see there, like the next four.
+        dtype: see there, like the next five.
         device: see ``dtype``.
         max_model_len: see ``dtype``.
         native: see ``dtype``.
         runtime: see ``dtype``.
+        recipe: see ``dtype``.
         records: whether to use and make a record.
         cache: see :class:`.RecordStore`.
     """
@@ -78,9 +81,14 @@ def open_model(
         try:
             runtime = NativeRuntime() if runtime is None else runtime
             library = runtime.library.path.name
-            parts = {"dtype": dtype, "length": max_model_len, "library": library}
+            parts = {
+                "dtype": dtype,
+                "length": max_model_len,
+                "library": library,
+                "quantization": f"{recipe.method} {recipe}",
+            }
             store = RecordStore(folder, parts, cache)
-            known = _from_record(folder, store, runtime, begin)
+            known = _from_record(folder, store, runtime, recipe, begin)
             if known is not None:
                 return known
         except NativeUnavailable:
@@ -94,18 +102,19 @@ def open_model(
         max_model_len=max_model_len,
         native=native,
         runtime=runtime,
+        recipe=recipe,
     )
     return OpenedModel(loaded, False, lambda: _save(store, loaded))
 
 
 def _from_record(
-    folder: Path, store: RecordStore, runtime: NativeRuntime, begin: float
+    folder: Path, store: RecordStore, runtime: NativeRuntime, recipe: Recipe, begin: float
 ) -> OpenedModel | None:
     record = store.load()
     if record is None:
         return None
     try:
-        native = _decoder(folder, record, runtime)
+        native = _decoder(folder, record, runtime, recipe)
         proof = _proof(native, record.geometry, record.dtype, record.vocab_size)
     except Exception as error:
         log.warning("the start-up record of %s does not fit it: %s", folder, error)
@@ -130,13 +139,17 @@ def _from_record(
         attention_name=None,
         load_seconds=time.perf_counter() - begin,
         native=native,
+        recipe=recipe,
     )
     log.info("loaded %s in %.1f s, as recorded by an earlier start", folder, loaded.load_seconds)
     return OpenedModel(loaded, True, lambda: None)
 
 
-def _decoder(folder: Path, record: ModelRecord, runtime: NativeRuntime) -> NativeDecoder:
-    decoder = record.decoder.decoder(CheckpointWeights(folder, record.dtype).read)
+def _decoder(
+    folder: Path, record: ModelRecord, runtime: NativeRuntime, recipe: Recipe
+) -> NativeDecoder:
+    weights = CheckpointWeights(folder, record.dtype)
+    decoder = record.decoder.decoder(weights.read, recipe.quantize)
     # The program keeps the embedding, which must not keep the files mapped.
     decoder = replace(decoder, embedding=decoder.embedding.clone())
     return NativeDecoder.of_description(decoder, record.dtype, runtime)

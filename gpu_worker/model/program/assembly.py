@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from penstock.kernels.cpu import LOGITS, Activation, Library, NativeProgram, NormWeights
 
+from ..quantization.coding import Linear, matrix_parts
 from .description import MLP, Attention, Decoder, Layer
 
 __all__ = ["assemble"]
@@ -37,7 +38,7 @@ def assemble(decoder: Decoder, library: Library, dtype: torch.dtype) -> NativePr
     normed = outputs.multiplied("normed", hidden)
     program.norm(decoder.norm, outputs.floats("stream", hidden), normed)
     program.linear(
-        program.matrix(decoder.head.weight),
+        program.matrix(*matrix_parts([decoder.head], dtype)),
         normed,
         LOGITS,
         bias=decoder.head.bias,
@@ -74,7 +75,7 @@ def _attend(program: NativeProgram, rows: _Buffers, layer: Layer, index: int, hi
     normed = _normed(program, rows, layer.before_attention, hidden)
     projected = rows.floats("projected", shape.columns)
     program.linear(
-        program.matrix(*(p.weight for p in attention.projections)),
+        program.matrix(*matrix_parts(attention.projections, program.dtype)),
         normed,
         projected,
         bias=_biases(attention.projections),
@@ -135,14 +136,15 @@ def _add_mlp(program: NativeProgram, rows: _Buffers, layer: Layer, hidden: int) 
 def _add_branch(
     program: NativeProgram,
     rows: _Buffers,
-    linear: nn.Linear,
+    linear: Linear,
     source: int,
     after: NormWeights | None,
     factor: float,
     hidden: int,
 ) -> None:
     """``stream += factor * after(linear(source))``."""
-    stream, matrix = rows.floats("stream", hidden), program.matrix(linear.weight)
+    stream = rows.floats("stream", hidden)
+    matrix = program.matrix(*matrix_parts([linear], program.dtype))
     if after is None:
         program.linear(matrix, source, stream, bias=linear.bias, add=True, scale=factor)
         return
@@ -165,13 +167,13 @@ def _mixed(rows: _Buffers, attention: Attention) -> int:
 
 
 def _inner_matrix(program: NativeProgram, mlp: MLP) -> int:
-    weights = [layer.weight for layer in mlp.inner]
-    if mlp.gated and len(weights) == 1:
-        weights = list(weights[0].chunk(2))
-    return program.matrix(*weights, gated=mlp.gated)
+    parts = matrix_parts(mlp.inner, program.dtype)
+    if mlp.gated and len(parts) == 1:
+        parts = parts[0].chunk(2)
+    return program.matrix(*parts, gated=mlp.gated)
 
 
-def _biases(linears: tuple[nn.Linear, ...]) -> Tensor | None:
+def _biases(linears: tuple[Linear, ...]) -> Tensor | None:
     if all(linear.bias is None for linear in linears):
         return None
     return torch.cat(

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from penstock.kernels.cpu import Activation, NormWeights, Rotary
 
 from ..loading.geometry import LayerGeometry
+from ..quantization.form import QuantizedWeight
+from ..quantization.quantized_modules import QuantizedLinear
 from .description import MLP, Attention, Decoder, Layer
 
 __all__ = ["DecoderRecord", "record_decoder"]
@@ -45,16 +47,19 @@ class DecoderRecord:
         """Names of the checkpoint's tensors that it needs."""
         return frozenset(_names(self.tree))
 
-    def decoder(self, weight: Callable[[str], Tensor]) -> Decoder:
+    def decoder(
+        self, weight: Callable[[str], Tensor], quantize: Callable[[Tensor], QuantizedWeight]
+    ) -> Decoder:
         """The description again.
 
         Args:
             weight: gives the checkpoint's tensor of a name, in the model's dtype.
+            quantize: makes of it the weight of a quantised layer.
 
         Raises:
             LookupError, TypeError, ValueError: this is no description, or ``weight`` raised it.
         """
-        found = _Reader(self.kept, weight).read(self.tree)
+        found = _Reader(self.kept, weight, quantize).read(self.tree)
         if not isinstance(found, Decoder):
             raise ValueError("no description of a decoder")
         return found
@@ -96,6 +101,11 @@ class _Writer:
         if isinstance(value, nn.Linear):
             bias = None if value.bias is None else value.bias.detach()
             return {"kind": "Linear", "weight": self.write(value.weight), "bias": self.write(bias)}
+        if isinstance(value, QuantizedLinear):
+            if value.source is None:
+                raise ValueError("a weight that came quantised")
+            weight = {"weight": value.source}
+            return {"kind": "QuantizedLinear", "weight": weight, "bias": self.write(value.bias)}
         if isinstance(value, tuple):
             return [self.write(item) for item in value]
         if isinstance(value, IntEnum):
@@ -118,8 +128,13 @@ class _Writer:
 
 
 class _Reader:
-    def __init__(self, kept: Mapping[str, Tensor], weight: Callable[[str], Tensor]) -> None:
-        self._kept, self._weight = kept, weight
+    def __init__(
+        self,
+        kept: Mapping[str, Tensor],
+        weight: Callable[[str], Tensor],
+        quantize: Callable[[Tensor], QuantizedWeight],
+    ) -> None:
+        self._kept, self._weight, self._quantize = kept, weight, quantize
         self._read: dict[str, Tensor] = {}
 
     def read(self, value: Any) -> Any:
@@ -137,6 +152,10 @@ class _Reader:
             return self._read[name]
         if kind == "Activation":
             return Activation(value["value"])
+        if kind == "QuantizedLinear":
+            # Not kept as it was: only an embedding tied to it is needed in full.
+            weight = self._quantize(self._weight(value["weight"]["weight"]))
+            return QuantizedLinear(weight, self.read(value["bias"])).eval()
         parts = {key: self.read(part) for key, part in value.items() if key != "kind"}
         return _linear(**parts) if kind == "Linear" else _KINDS[kind](**parts)
 

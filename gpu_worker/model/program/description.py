@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from penstock.kernels.cpu import Activation, HeadShape, NormWeights, Rotary
 
 from ..loading.geometry import KVGeometry, LayerGeometry
+from ..quantization.coding import Linear
 from .modules import Unrecognised, read_activation, read_linear, read_norm, read_rotary
 
 __all__ = ["MLP", "Attention", "Decoder", "Layer", "describe"]
@@ -37,8 +38,8 @@ class Attention:
         sinks: ``[heads]``.
     """
 
-    projections: tuple[nn.Linear, ...]
-    output: nn.Linear
+    projections: tuple[Linear, ...]
+    output: Linear
     geometry: LayerGeometry
     scale: float
     rotary: Rotary | None
@@ -57,8 +58,8 @@ class Attention:
 class MLP:
     """A gated MLP, if ``gated``: of one fused layer or two; or a plain one."""
 
-    inner: tuple[nn.Linear, ...]
-    down: nn.Linear
+    inner: tuple[Linear, ...]
+    down: Linear
     activation: Activation
     gated: bool
 
@@ -90,11 +91,11 @@ class Decoder:
     embedding_factor: float
     layers: tuple[Layer, ...]
     norm: NormWeights
-    head: nn.Linear
+    head: Linear
     logit_factor: float
     logit_softcap: float
 
-    def linears(self) -> Iterator[nn.Linear]:
+    def linears(self) -> Iterator[Linear]:
         """All linear layers."""
         for layer in self.layers:
             yield from layer.attention.projections

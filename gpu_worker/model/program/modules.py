@@ -17,6 +17,9 @@ from torch.nn import functional as F
 
 from penstock.kernels.cpu import Activation, NormWeights, Rotary
 
+from ..quantization.coding import Linear
+from ..quantization.quantized_modules import QuantizedLinear
+
 __all__ = ["Unrecognised", "read_activation", "read_linear", "read_norm", "read_rotary"]
 
 _CLOSE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -36,12 +39,14 @@ class Unrecognised(Exception):
     """The model has something that a program cannot compute; says what."""
 
 
-def read_linear(module: Any) -> nn.Linear:
-    """``module`` if it is a plain linear layer.
+def read_linear(module: Any) -> Linear:
+    """``module`` if it is a linear layer, plain or quantised by us.
 
     Raises:
-        Unrecognised: it is quantised, adapted or something else.
+        Unrecognised: it is adapted, quantised by others or something else.
     """
+    if type(module) is QuantizedLinear:
+        return module
     if type(module) is not nn.Linear or module.weight.device.type != "cpu":
         raise Unrecognised(f"{type(module).__name__} in the place of a linear layer")
     return module

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,6 +18,8 @@ from ..kv.kv_pool import KVPool
 from ..kv.memory_budget import available_bytes, format_bytes
 from ..loading.geometry import KVGeometry
 from ..loading.trial import Trial
+from ..quantization.coding import packed_bytes
+from ..quantization.quantized_modules import QuantizedLinear
 from ..sampling.gumbel_sampling import largest
 from .assembly import assemble
 from .decoder_record import DecoderRecord, record_decoder
@@ -200,7 +201,7 @@ def _parameter_names(model: Any) -> dict[int, str]:
 
 
 def _check_memory(decoder: Decoder) -> None:
-    needed = sum(linear.weight.nbytes for linear in decoder.linears())
+    needed = sum(map(packed_bytes, decoder.linears()))
     spare = available_bytes(torch.device("cpu"))
     if needed > spare:
         raise NativeUnavailable(
@@ -211,7 +212,8 @@ def _check_memory(decoder: Decoder) -> None:
 def _give_up_weights(decoder: Decoder) -> None:
     """Free the weights that the program has copies of; the embedding's may be the head's, too."""
     kept = decoder.embedding.data_ptr()
-    linears: Sequence[nn.Linear] = list(decoder.linears())
-    for linear in linears:
-        if linear.weight.data_ptr() != kept:
+    for linear in list(decoder.linears()):
+        if isinstance(linear, QuantizedLinear):
+            linear.give_up_weight()
+        elif linear.weight.data_ptr() != kept:
             linear.weight = nn.Parameter(linear.weight.new_empty(0), requires_grad=False)

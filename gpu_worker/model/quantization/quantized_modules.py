@@ -21,6 +21,9 @@ class QuantizedLinear(nn.Module):
     Args:
         quantized: ``[out_features, in_features]``, on the layer's device.
         bias: ``[out_features]``; None: zeros.
+
+    Attributes:
+        source: the checkpoint's tensor that was quantised at load; None: it came quantised.
     """
 
     def __init__(self, quantized: QuantizedWeight, bias: Tensor | None = None) -> None:
@@ -28,10 +31,15 @@ class QuantizedLinear(nn.Module):
         self.out_features, self.in_features = quantized.outputs, quantized.inputs
         self.quantized = quantized
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+        self.source: str | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """``x @ weight.T + bias``; x ``[..., in_features]`` to ``[..., out_features]``."""
         return F.linear(x, self.quantized.dequantize(x.dtype), self.bias)
+
+    def give_up_weight(self) -> None:
+        """Free the weight, which another form replaces; the layer computes nothing any more."""
+        del self.quantized
 
     def extra_repr(self) -> str:
         """Shape and bits, for ``print(model)``."""

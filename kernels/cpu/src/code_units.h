@@ -35,18 +35,32 @@ inline Vec sixteen(const float* table, const char* unit, int nibble) {
 }
 
 #if !defined(__AVX512VBMI__)
+inline NativeInt widened(const char* codes) {
+#if defined(__AVX512F__)
+  return (NativeInt)_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes)));
+#elif defined(__AVX2__) && defined(__FMA__)
+  return (NativeInt)_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes)));
+#else
+  NativeInt wide;
+  for (int i = 0; i < WIDTH; i++) wide[i] = static_cast<int8_t>(codes[i]);
+  return wide;
+#endif
+}
+// As fp8_value: the sign in its place, the rest as a float's small exponent and digits.
+inline Native bytes_of(const char* codes, bool fp8, Native*) {
+  const NativeInt wide = widened(codes);
+  if (!fp8) return __builtin_convertvector(wide, Native);
+  const NativeInt bits = (wide & INT32_MIN) | (wide & 0x7f) << 20;
+  return reinterpret_cast<Native>(bits) * native_set1(0x1p120f);
+}
+template <class Half>
+inline Pair<Half> bytes_of(const char* codes, bool fp8, Pair<Half>*) {
+  return {bytes_of(codes, fp8, static_cast<Half*>(nullptr)),
+          bytes_of(codes + lanes_of<Half>, fp8, static_cast<Half*>(nullptr))};
+}
+// What sixteen codes of eight bits stand for.
 inline Vec sixteen_bytes(const char* codes, bool fp8) {
-  typedef int8_t Bytes __attribute__((vector_size(WIDTH), aligned(1), may_alias));
-  float lanes[LANES];
-  for (int lane = 0; lane < LANES; lane += WIDTH) {
-    const auto wide = __builtin_convertvector(*reinterpret_cast<const Bytes*>(codes + lane),
-                                              NativeInt);
-    // As fp8_value: the sign in its place, the rest as a float's small exponent and digits.
-    const NativeInt bits = (wide & INT32_MIN) | (wide & 0x7f) << 20;
-    store(lanes + lane, fp8 ? reinterpret_cast<const Native&>(bits) * native_set1(0x1p120f)
-                            : __builtin_convertvector(wide, Native));
-  }
-  return load(lanes);
+  return bytes_of(codes, fp8, static_cast<Vec*>(nullptr));
 }
 #endif
 

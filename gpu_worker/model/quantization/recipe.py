@@ -1,0 +1,159 @@
+"""How a model's weights are to be quantised when it is loaded."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import Tensor, nn
+
+from penstock.shared.errors import ConfigurationError, InsufficientMemory, ModelError
+from penstock.shared.settings import ModelSettings
+
+from ..kv.memory_budget import format_bytes
+from .form import QuantizedWeight
+from .quantized_modules import QuantizedLinear
+from .quantizers import quantize_fp8, quantize_int4, quantize_int8, quantize_nf4
+
+__all__ = ["AUTO", "METHODS", "Recipe", "quantize_model", "recipe_of"]
+
+log = logging.getLogger(__name__)
+
+METHODS = ("int8", "int4", "nf4", "fp8")
+"""What weights are quantised to at load."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """The settings ``model.quantization`` and those that go with it.
+
+    Attributes:
+        method: one of :data:`METHODS`; ``auto`` takes the checkpoint as it is, ``none`` refuses one
+            that is quantised.
+        group_size: inputs that share a scale in int4 and nf4; 0: all.
+        symmetric: int4 around zero, instead of between a group's extremes.
+        per_tensor: one scale for a whole weight in int8, instead of one for each output.
+        keep: names of modules that stay in full, as shell patterns of the name or its last part.
+    """
+
+    method: str = "auto"
+    group_size: int = 64
+    symmetric: bool = True
+    per_tensor: bool = False
+    keep: tuple[str, ...] = ("lm_head",)
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether it changes weights at load."""
+        return self.method in METHODS
+
+    def __str__(self) -> str:
+        """What tells two quantised models of one checkpoint apart; ``auto`` where none is made."""
+        if not self.quantizes:
+            return "auto"
+        details = {
+            "int8": f" per_tensor={self.per_tensor}",
+            "int4": f" group={self.group_size} symmetric={self.symmetric}",
+            "nf4": f" group={self.group_size}",
+        }
+        return f"{self.method}{details.get(self.method, '')} keep={','.join(self.keep)}"
+
+    def check(self, quantization: Any) -> None:
+        """Check it against a checkpoint's ``quantization_config``; None: it has none.
+
+        Raises:
+            ConfigurationError: they do not go together.
+        """
+        if quantization is None or self.method == "auto":
+            return
+        name = getattr(quantization, "quant_method", None)
+        if name is None and isinstance(quantization, dict):
+            name = quantization.get("quant_method")
+        raise ConfigurationError(
+            f"model.quantization: got {self.method}, and the checkpoint is quantised already "
+            f"({getattr(name, 'value', name) or 'by an unnamed method'}); allowed: auto, which "
+            "takes it as it is, or another checkpoint with full weights"
+        )
+
+    def keeps(self, name: str) -> bool:
+        """Whether the module of that dotted name stays in full."""
+        last = name.rpartition(".")[2]
+        return any(fnmatchcase(name, p) or fnmatchcase(last, p) for p in self.keep)
+
+    def quantize(self, weight: Tensor) -> QuantizedWeight:
+        """``weight`` ``[outputs, inputs]`` by :attr:`method`.
+
+        Raises:
+            ValueError: a weight is not finite.
+        """
+        if self.method == "int8":
+            return quantize_int8(weight, per_tensor=self.per_tensor)
+        if self.method == "int4":
+            return quantize_int4(weight, group_size=self.group_size, symmetric=self.symmetric)
+        if self.method == "nf4":
+            return quantize_nf4(weight, group_size=self.group_size)
+        return quantize_fp8(weight)
+
+
+def recipe_of(settings: ModelSettings) -> Recipe:
+    """The recipe that settings ask for."""
+    return Recipe(
+        settings.quantization,
+        settings.quantization_group,
+        settings.quantization_zeros == "off",
+        settings.quantization_scales == "tensor",
+        tuple(name.strip() for name in settings.quantization_keep.split(",") if name.strip()),
+    )
+
+
+AUTO = Recipe()
+"""The checkpoint as it is."""
+
+
+def quantize_model(model: Any, recipe: Recipe) -> int:
+    """Replace the linear layers of ``model`` by quantised ones, and free their weights.
+
+    Args:
+        model: of transformers, with all its weights; changed in place.
+        recipe: what to do; nothing if it does not quantise.
+
+    Returns:
+        The number of quantised layers.
+
+    Raises:
+        ModelError: a weight is not finite; names it.
+        InsufficientMemory: codes do not fit beside the weights.
+    """
+    if not recipe.quantizes:
+        return 0
+    begin = time.perf_counter()
+    names = {parameter.data_ptr(): name for name, parameter in model.named_parameters()}
+    before = after = count = 0
+    for parent_name, parent in list(model.named_modules()):
+        for child, layer in list(parent.named_children()):
+            name = f"{parent_name}.{child}" if parent_name else child
+            # Exactly nn.Linear: a subclass computes something of its own.
+            if type(layer) is not nn.Linear or recipe.keeps(name):
+                continue
+            try:
+                quantized = recipe.quantize(layer.weight)
+            except ValueError as error:
+                raise ModelError(f"{name}.weight: {error}; use another checkpoint") from error
+            except MemoryError as error:
+                raise InsufficientMemory(
+                    f"{name}.weight: no memory is left to quantise it; use a larger machine"
+                ) from error
+            made = QuantizedLinear(quantized, layer.bias)
+            made.source = names.get(layer.weight.data_ptr())
+            setattr(parent, child, made.eval())
+            before += layer.weight.nbytes
+            after += quantized.num_bytes
+            count += 1
+    log.info(
+        "quantised %d linear layers to %s in %.1f s: %s instead of %s", count, recipe,
+        time.perf_counter() - begin, format_bytes(after), format_bytes(before),
+    )  # fmt: skip
+    return count
