@@ -68,7 +68,8 @@ check-native: install ## Test the native library under address and undefined-beh
 	NATIVE_SANITISERS=1 ASAN_OPTIONS=detect_leaks=0 \
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
 	$(BIN)/python -m pytest -n 0 tests/kernels/test_native_largest.py \
-	  tests/kernels/test_native_linear.py tests/kernels/test_native_attention.py \
+	  tests/kernels/test_native_linear.py tests/kernels/test_native_coded.py \
+	  tests/kernels/test_native_attention.py \
 	  tests/kernels/test_native_steps.py $(ARGS)
 
 faults: install ## Run fault storms and the long form of the fault tests: twenty minutes

@@ -8,7 +8,11 @@ from __future__ import annotations
 
 from .kv_write import write_kv
 from .paged_attention import paged_attention
+from .quantized_linear import PackedWeight, quantized_linear
 from .ragged import RaggedBatch
 from .workspace import AttentionWorkspace
 
-__all__ = ["AttentionWorkspace", "RaggedBatch", "paged_attention", "write_kv"]
+__all__ = [
+    "AttentionWorkspace", "PackedWeight", "RaggedBatch", "paged_attention", "quantized_linear",
+    "write_kv",
+]  # fmt: skip

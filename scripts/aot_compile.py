@@ -25,7 +25,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompilationError
 
-from penstock.kernels import _kv_write_triton, _paged_attention_triton
+from penstock.kernels import (
+    _kv_write_triton,
+    _paged_attention_triton,
+    _quantized_linear_triton,
+)
 
 # Shared memory one block may use (CUDA C++ Programming Guide, compute capabilities).
 SHARED_BYTES = {"sm_80": 163 * 1024, "sm_86": 99 * 1024, "sm_90": 227 * 1024}
@@ -93,6 +97,20 @@ def kv_write(name: str, dtype: str, kv_heads: int, key_dim: int, value_dim: int)
     )
 
 
+def linear(
+    name: str, dtype: str, rows: int, inputs: int, group: int, bits: int, *, offsets: bool = False
+) -> Variant:
+    constants: dict[str, Any] = _quantized_linear_triton.constants(
+        rows, group, inputs, bits=bits, offsets=offsets
+    )
+    types = dict.fromkeys(("out", "x"), f"*{dtype}")
+    types |= dict.fromkeys(("scales", "offsets", "values"), "*fp32") | {"codes": "*u8"}
+    kernel = _quantized_linear_triton.quantized_linear_kernel
+    return Variant(
+        f"quantized_linear/{name}/{dtype}", kernel, _signature(kernel, types, constants), constants
+    )
+
+
 def _signature(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> dict[str, str]:
     return {
         name: "constexpr" if name in constants else types.get(name, "i32")
@@ -116,6 +134,10 @@ def variants() -> Iterator[Variant]:
     yield attention("odd-block", "fp16", 32, 8, 128, 128, block_size=13)
     for dtype in ELEMENT_SIZE:
         yield kv_write("llama-8b", dtype, 8, 128, 128)
+    for dtype in ELEMENT_SIZE:
+        yield linear("int4-decode", dtype, 1, 4096, 128, 4)
+        yield linear("int8-prefill", dtype, 2048, 4096, 4096, 8)
+    yield linear("int4-zeros", "bf16", 16, 4096, 32, 4, offsets=True)
     yield kv_write("deepseek-mla", "bf16", 16, 192, 128)
     yield kv_write("smollm-135m", "fp32", 3, 64, 64)
 

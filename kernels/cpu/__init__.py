@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from .coded_weight import CodedWeight
 from .compiler import NativeUnavailable, supported_sets
-from .library import Activation, Codes, Library, load_library
-from .step_program import LOGITS, HeadShape, NativeProgram, NormWeights, Rotary
+from .library import Activation, Codes, Library, Type, load_library
+from .operands import Cache, HeadShape, NormWeights, Rotary
+from .step_program import LOGITS, NativeProgram
 from .thread_pool import ThreadPool
 
 __all__ = [
-    "LOGITS", "Activation", "CodedWeight", "Codes", "HeadShape", "Library", "NativeProgram",
-    "NativeUnavailable", "NormWeights", "Rotary", "ThreadPool", "load_library", "supported_sets",
+    "LOGITS", "Activation", "Cache", "CodedWeight", "Codes", "HeadShape", "Library",
+    "NativeProgram", "NativeUnavailable", "NormWeights", "Rotary", "ThreadPool", "Type",
+    "load_library", "supported_sets",
 ]  # fmt: skip

@@ -16,12 +16,12 @@ class CodedWeight:
     """``weight[n, k] = scales[n, g] * value(codes[n, k]) + offsets[n, g]``, ``g = k // group``.
 
     Attributes:
-        kind: what ``value`` is: an entry of ``values``, the number itself, or e4m3.
+        kind: what ``value`` is: an entry of ``values``, the code less 8, the code, or e4m3.
         codes: uint8 or int8 ``[outputs, inputs]``, 0 to 15 where a code has four bits.
         scales: float32 ``[outputs, groups]``.
         offsets: float32 ``[outputs, groups]``; None: zeros.
         group: inputs of a group: all, or a multiple of 4 with four bits, of 2 with eight.
-        values: float32 ``[16]``, of codes of four bits. Products in bfloat16 round them to it.
+        values: float32 ``[16]``, of a table. Products in bfloat16 round them to it.
     """
 
     kind: Codes

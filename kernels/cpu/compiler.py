@@ -31,7 +31,10 @@ INSTRUCTION_SETS = {
 }
 """Best first: the CPU flags, as Linux names them, that each needs."""
 
-OPTIONAL = {"avx512bf16": ("avx512vbmi",), "avx512": ("avx512vbmi",)}
+OPTIONAL = {
+    "avx512bf16": ("avx512vbmi", "avx512_vnni"),
+    "avx512": ("avx512vbmi", "avx512_vnni"),
+}
 """CPU flags that are used where they are."""
 
 FLAGS = (

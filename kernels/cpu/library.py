@@ -17,10 +17,11 @@ __all__ = [
 
 
 class Type(IntEnum):
-    """Of weights, activations and cached keys and values."""
+    """Of weights, activations and cached keys and values; SPLIT is of activations alone."""
 
     FLOAT = 0
     BF16 = 1
+    SPLIT = 2
 
 
 class RowKind(IntEnum):
@@ -43,9 +44,10 @@ class Activation(IntEnum):
 class Codes(IntEnum):
     """What the codes of a weight are."""
 
-    FOUR_BITS = 1
-    INT8 = 2
-    FP8 = 3
+    TABLE4 = 1
+    INT4 = 2
+    INT8 = 3
+    FP8 = 4
 
 
 class Error(ctypes.Structure):
@@ -156,6 +158,7 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
             POINTER(Error),
         ],
     ),
+    "input_type": (c_int32, [c_void_p, c_int32, POINTER(Error)]),
     "choose_ways": (c_int32, [c_void_p, POINTER(Error)]),
     "embed": (
         c_int32,

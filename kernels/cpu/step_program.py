@@ -7,7 +7,6 @@ import weakref
 from array import array
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,9 +27,10 @@ from .library import (
     StepInput,
     Type,
 )
+from .operands import Cache, HeadShape, NormWeights, Rotary
 from .thread_pool import ThreadPool
 
-__all__ = ["LOGITS", "Cache", "HeadShape", "NativeProgram", "NormWeights", "Rotary"]
+__all__ = ["LOGITS", "NativeProgram"]
 
 LOGITS = -1
 """A destination: the step's logits."""
@@ -38,66 +38,6 @@ LOGITS = -1
 OP_NAMES = ("embedding", "norm", "linear", "rotary", "attention", "copy")
 
 TYPES = {torch.float32: Type.FLOAT, torch.bfloat16: Type.BF16}
-
-
-@dataclass(frozen=True, slots=True)
-class NormWeights:
-    """RMSNorm, or LayerNorm if ``centred``.
-
-    Attributes:
-        columns: numbers that are normalised together.
-        epsilon: added to their mean square.
-        weight: ``[columns]`` or ``[count, columns]``; None: ones.
-        bias: likewise; None: zeros.
-        centred: the mean is taken off first.
-    """
-
-    columns: int
-    epsilon: float
-    weight: Tensor | None = None
-    bias: Tensor | None = None
-    centred: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Rotary:
-    """Rotary positions.
-
-    Attributes:
-        cosines: float32 ``[positions, dims / 2]``, contiguous.
-        sines: likewise.
-        interleaved: pairs are neighbours (``2i, 2i + 1``); else ``i, i + dims / 2``.
-    """
-
-    cosines: Tensor
-    sines: Tensor
-    interleaved: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class HeadShape:
-    """Of the heads of one attention layer."""
-
-    heads: int
-    kv_heads: int
-    key_dim: int
-    value_dim: int
-
-    @property
-    def columns(self) -> int:
-        """Of a row that holds queries, keys and values."""
-        return (self.heads + self.kv_heads) * self.key_dim + self.kv_heads * self.value_dim
-
-
-@dataclass(frozen=True, slots=True)
-class Cache:
-    """Keys and values of all layers, with their addresses; from :meth:`NativeProgram.bind`."""
-
-    layers: tuple[tuple[Tensor, Tensor], ...]
-    keys: Any
-    values: Any
-    kinds: Any
-    num_blocks: tuple[int, ...]
 
 
 class NativeProgram:
@@ -130,15 +70,21 @@ class NativeProgram:
 
     # ---- building
 
-    def buffer(self, columns: int, *, multiplied: bool = False, outputs: bool = False) -> int:
+    def buffer(
+        self, columns: int, *, multiplied: bool = False, kind: Type | None = None,
+        outputs: bool = False,
+    ) -> int:  # fmt: skip
         """A new buffer's number.
 
         Args:
             columns: of a row.
-            multiplied: whether linear layers read it: then it has the type they want.
+            multiplied: whether linear layers read it: then it has the type they want, unless their
+                weights are coded.
+            kind: its type; None: that, or else floats.
             outputs: whether its rows are the wanted ones alone.
         """
-        kind = self.multiplied if multiplied else Type.FLOAT
+        if kind is None:
+            kind = self.multiplied if multiplied else Type.FLOAT
         rows = RowKind.OUTPUTS if outputs else RowKind.TOKENS
         number = self._library.checked("buffer", self._handle, columns, kind, rows)
         self._types.append(kind)
@@ -177,6 +123,10 @@ class NativeProgram:
                 self._unpacked.append((number, weight.detach(), *at))
             place += weight.shape[0]
         return number
+
+    def input_type(self, matrix: int) -> Type:
+        """The type of the rows that are multiplied with that matrix."""
+        return Type(self._library.checked("input_type", self._handle, matrix))
 
     def pack(self) -> None:
         """Copy the weights of all matrices, by as many threads as torch computes with."""

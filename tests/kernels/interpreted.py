@@ -17,6 +17,8 @@ from torch import Tensor
 
 from penstock.kernels._kv_write_triton import write_kv_triton
 from penstock.kernels._paged_attention_triton import paged_attention_triton
+from penstock.kernels._quantized_linear_triton import quantized_linear_triton
+from penstock.kernels.quantized_linear import PackedWeight, pack_codes
 
 assert os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -135,3 +137,28 @@ def test_kv_write(dims, dtype):
 
     assert torch.equal(key_cache.flatten(0, 1), expected[0])
     assert torch.equal(value_cache.flatten(0, 1), expected[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("offsets", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "inputs", "outputs", "group", "bits"),
+    [(1, 7, 3, 7, 4), (5, 96, 70, 32, 4), (19, 130, 65, 64, 8), (3, 200, 9, 200, 8)],
+)
+def test_quantized_linear(rows, inputs, outputs, group, bits, offsets, dtype):
+    generator = torch.Generator().manual_seed(rows)
+    codes = torch.randint(0, 2**bits, (outputs, inputs), generator=generator).to(torch.uint8)
+    groups = -(-inputs // group)
+    scales = torch.randn(outputs, groups, generator=generator) / 2**bits
+    values = torch.linspace(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1, 2**bits)
+    shift = torch.randn(outputs, groups, generator=generator) / 4 if offsets else None
+    packed = PackedWeight(bits, pack_codes(codes, bits), scales, group, values, shift, inputs)
+    group_of = torch.arange(inputs) // group
+    weight = values.double()[codes.int()] * scales.double()[:, group_of]
+    if shift is not None:
+        weight += shift.double()[:, group_of]
+    assert torch.allclose(packed.dequantized(torch.float32).double(), weight, atol=1e-6)
+    x = torch.randn(rows, inputs, generator=generator).to(dtype)
+    expected = x.double() @ weight.T
+    error = (quantized_linear_triton(x, packed).double() - expected).abs().max()
+    assert float(error / expected.abs().max()) < (1e-5 if dtype == torch.float32 else 4e-3)

@@ -51,7 +51,10 @@ def compiled(tmp_path: Path, *arguments: str) -> list[dict[str, object]]:
 @pytest.mark.timeout(300)
 def test_kernels_compile_for_gpus_that_are_not_here(tmp_path):
     """The variants that differ in code: every option, uneven dims, odd blocks."""
-    chosen = ["gpt-oss/bf16/ragged", "odd-block", "kv_write/deepseek-mla"]
+    chosen = [
+        "gpt-oss/bf16/ragged", "odd-block", "kv_write/deepseek-mla", "int4-zeros",
+        "int8-prefill/fp16",
+    ]  # fmt: skip
     rows = compiled(tmp_path, *(part for name in chosen for part in ("--match", name)))
     assert {row["target"] for row in rows} == {"sm_80", "sm_90"}
     assert len(rows) == 2 * len(chosen)

@@ -11,12 +11,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from penstock.gpu_worker.model.quantization.form import QuantizedWeight
+from penstock.gpu_worker.model.quantization.quantized_modules import packed_weight
 from penstock.gpu_worker.model.quantization.quantizers import (
     quantize_fp8,
     quantize_int4,
     quantize_int8,
     quantize_nf4,
 )
+from penstock.kernels import quantized_linear
 
 SIZES = st.integers(1, 70)
 GROUPS = st.sampled_from([0, 1, 3, 16, 32, 64])
@@ -97,6 +99,26 @@ def test_codes_of_a_permuted_weight_belong_to_other_inputs() -> None:
     plain = quantize_int4(w[:, order], group_size=4)
     form = QuantizedWeight(4, plain.codes, plain.scales, group_size=4, permutation=order)
     assert torch.equal(form.dequantize()[:, order], plain.dequantize())
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_packed_for_a_gpu_it_is_the_same_weight(bits: int) -> None:
+    w = weights(6, 77, 2)
+    forms = [quantize_int8(w), quantize_fp8(w)] if bits == 8 else [
+        quantize_int4(w, group_size=16), quantize_int4(w, group_size=32, symmetric=False),
+        quantize_nf4(w, group_size=0),
+    ]  # fmt: skip
+    x = weights(3, 77, 5)
+    for form in forms:
+        packed = packed_weight(form)
+        assert packed is not None
+        assert packed.bits == bits
+        assert torch.allclose(packed.dequantized(torch.float32), form.dequantize(), atol=1e-6)
+        expected = x @ form.dequantize().T
+        assert torch.allclose(quantized_linear(x, packed), expected, atol=1e-4)
+    with pytest.raises(ValueError, match="3 columns"):
+        quantized_linear(x[:, :3], packed)
+    assert packed_weight(quantize_int4(w, group_size=24)) is None
 
 
 def test_dtype_is_rounded_to_last() -> None:

@@ -89,6 +89,7 @@ def test_every_setting_is_reachable_by_its_variable() -> None:
         "worker.metrics_host",
         "worker.step_log",
         "model.path",
+        "model.quantization_keep",
         "speculation.draft_model",
         "gateway.host",
         "gateway.tls_certificate",

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from penstock.kernels.cpu import LOGITS, Activation, Library, NativeProgram, NormWeights
+from penstock.kernels.cpu import LOGITS, Activation, Library, NativeProgram, NormWeights, Type
 
 from ..quantization.coding import Linear, matrix_parts
-from .description import MLP, Attention, Decoder, Layer
+from .description import MLP, Decoder, Layer
 
 __all__ = ["assemble"]
 
@@ -27,19 +29,18 @@ def assemble(decoder: Decoder, library: Library, dtype: torch.dtype) -> NativePr
     stream = tokens.floats("stream", hidden)
     program.embed(decoder.embedding, stream, scale=decoder.embedding_factor)
     for index, layer in enumerate(decoder.layers):
-        rows = tokens
-        _attend(program, rows, layer, index, hidden)
+        rows, matrices = tokens, _matrices(program, layer)
+        _attend(program, rows, layer, matrices, index, hidden)
         if index == len(decoder.layers) - 1:
             # Behind the last attention no row needs another: only those with logits go on.
             rows = outputs
-            _go_on(program, tokens, outputs, layer, hidden)
-        _add_attention(program, rows, layer, hidden)
-        _add_mlp(program, rows, layer, hidden)
-    normed = outputs.multiplied("normed", hidden)
-    program.norm(decoder.norm, outputs.floats("stream", hidden), normed)
+            _go_on(program, tokens, outputs, layer, matrices, hidden)
+        _add_attention(program, rows, layer, matrices, hidden)
+        _add_mlp(program, rows, layer, matrices, hidden)
+    head = program.matrix(*matrix_parts([decoder.head], dtype))
     program.linear(
-        program.matrix(*matrix_parts([decoder.head], dtype)),
-        normed,
+        head,
+        _normed(program, outputs, decoder.norm, head, hidden),
         LOGITS,
         bias=decoder.head.bias,
         scale=decoder.logit_factor,
@@ -49,37 +50,74 @@ def assemble(decoder: Decoder, library: Library, dtype: torch.dtype) -> NativePr
     return program
 
 
+@dataclass(frozen=True, slots=True)
+class _Matrices:
+    """Of one layer."""
+
+    projections: int
+    output: int
+    inner: int
+    down: int
+
+
+def _matrices(program: NativeProgram, layer: Layer) -> _Matrices:
+    def matrix(*layers: Linear) -> int:
+        return program.matrix(*matrix_parts(layers, program.dtype))
+
+    return _Matrices(
+        matrix(*layer.attention.projections),
+        matrix(layer.attention.output),
+        _inner_matrix(program, layer.mlp),
+        matrix(layer.mlp.down),
+    )
+
+
 class _Buffers:
     """The buffers of one kind of rows, by what they hold; layers share them."""
 
     def __init__(self, program: NativeProgram, *, outputs: bool) -> None:
         self._program, self._outputs = program, outputs
-        self._made: dict[tuple[str, int], int] = {}
+        self._made: dict[tuple[str, int, Type], int] = {}
 
     def floats(self, name: str, columns: int) -> int:
-        return self._get(name, columns, multiplied=False)
+        return self.of_type(name, columns, Type.FLOAT)
 
-    def multiplied(self, name: str, columns: int) -> int:
-        return self._get(name, columns, multiplied=True)
-
-    def _get(self, name: str, columns: int, *, multiplied: bool) -> int:
-        made = self._made.get((name, columns))
+    def of_type(self, name: str, columns: int, kind: Type) -> int:
+        made = self._made.get((name, columns, kind))
         if made is None:
-            made = self._program.buffer(columns, multiplied=multiplied, outputs=self._outputs)
-            self._made[name, columns] = made
+            made = self._program.buffer(columns, kind=kind, outputs=self._outputs)
+            self._made[name, columns, kind] = made
         return made
 
+    def read_by(self, matrix: int, name: str, columns: int) -> int:
+        """What ``matrix`` is multiplied with."""
+        return self.of_type(name, columns, self._program.input_type(matrix))
 
-def _attend(program: NativeProgram, rows: _Buffers, layer: Layer, index: int, hidden: int) -> None:
+    def before(self, matrix: int, name: str, columns: int) -> int:
+        """Where what ``matrix`` reads is written in parts: whole rows alone can be split."""
+        kind = self._program.input_type(matrix)
+        return self.of_type(name, columns, Type.FLOAT if kind is Type.SPLIT else kind)
+
+    def split(self, matrix: int, name: str, columns: int) -> int:
+        """What :meth:`before` was written to, as ``matrix`` reads it."""
+        source, wanted = self.before(matrix, name, columns), self.read_by(matrix, name, columns)
+        if source != wanted:
+            self._program.copy(source, wanted)
+        return wanted
+
+
+def _attend(
+    program: NativeProgram, rows: _Buffers, layer: Layer, matrices: _Matrices, index: int,
+    hidden: int,
+) -> None:  # fmt: skip
     attention, shape = layer.attention, layer.attention.shape
-    normed = _normed(program, rows, layer.before_attention, hidden)
+    normed = _normed(program, rows, layer.before_attention, matrices.projections, hidden)
+    if layer.parallel and program.input_type(matrices.inner) != program.input_type(
+        matrices.projections
+    ):
+        _normed(program, rows, layer.before_attention, matrices.inner, hidden)
     projected = rows.floats("projected", shape.columns)
-    program.linear(
-        program.matrix(*matrix_parts(attention.projections, program.dtype)),
-        normed,
-        projected,
-        bias=_biases(attention.projections),
-    )
+    program.linear(matrices.projections, normed, projected, bias=_biases(attention.projections))
     program.rotate(
         projected,
         shape,
@@ -90,7 +128,7 @@ def _attend(program: NativeProgram, rows: _Buffers, layer: Layer, index: int, hi
     )
     program.attend(
         projected,
-        _mixed(rows, attention),
+        rows.before(matrices.output, "mixed", _mixed_columns(layer)),
         shape,
         index,
         scale=attention.scale,
@@ -101,60 +139,74 @@ def _attend(program: NativeProgram, rows: _Buffers, layer: Layer, index: int, hi
 
 
 def _go_on(
-    program: NativeProgram, tokens: _Buffers, outputs: _Buffers, layer: Layer, hidden: int
-) -> None:
+    program: NativeProgram, tokens: _Buffers, outputs: _Buffers, layer: Layer,
+    matrices: _Matrices, hidden: int,
+) -> None:  # fmt: skip
     program.copy(tokens.floats("stream", hidden), outputs.floats("stream", hidden))
-    program.copy(_mixed(tokens, layer.attention), _mixed(outputs, layer.attention))
+    mixed = "mixed", _mixed_columns(layer)
+    program.copy(tokens.before(matrices.output, *mixed), outputs.before(matrices.output, *mixed))
     if layer.parallel:
-        program.copy(tokens.multiplied("normed", hidden), outputs.multiplied("normed", hidden))
+        normed = matrices.inner, "normed", hidden
+        program.copy(tokens.read_by(*normed), outputs.read_by(*normed))
 
 
-def _add_attention(program: NativeProgram, rows: _Buffers, layer: Layer, hidden: int) -> None:
+def _add_attention(
+    program: NativeProgram, rows: _Buffers, layer: Layer, matrices: _Matrices, hidden: int
+) -> None:
     _add_branch(
-        program, rows, layer.attention.output, _mixed(rows, layer.attention), layer.after_attention,
+        program, rows, matrices.output, layer.attention.output.bias,
+        rows.split(matrices.output, "mixed", _mixed_columns(layer)), layer.after_attention,
         layer.residual_factor, hidden,
     )  # fmt: skip
 
 
-def _add_mlp(program: NativeProgram, rows: _Buffers, layer: Layer, hidden: int) -> None:
+def _add_mlp(
+    program: NativeProgram, rows: _Buffers, layer: Layer, matrices: _Matrices, hidden: int
+) -> None:
     if layer.parallel:
-        normed = rows.multiplied("normed", hidden)
+        normed = rows.read_by(matrices.inner, "normed", hidden)
     else:
-        normed = _normed(program, rows, layer.before_mlp, hidden)
+        normed = _normed(program, rows, layer.before_mlp, matrices.inner, hidden)
     mlp = layer.mlp
-    inner = rows.multiplied("inner", mlp.down.in_features)
+    inner = matrices.down, "inner", mlp.down.in_features
     program.linear(
-        _inner_matrix(program, mlp),
+        matrices.inner,
         normed,
-        inner,
+        rows.before(*inner),
         bias=_biases(mlp.inner),
         activation=mlp.activation,
     )
-    _add_branch(program, rows, mlp.down, inner, layer.after_mlp, layer.residual_factor, hidden)
+    _add_branch(
+        program, rows, matrices.down, mlp.down.bias, rows.split(*inner), layer.after_mlp,
+        layer.residual_factor, hidden,
+    )  # fmt: skip
 
 
 def _add_branch(
     program: NativeProgram,
     rows: _Buffers,
-    linear: Linear,
+    matrix: int,
+    bias: Tensor | None,
     source: int,
     after: NormWeights | None,
     factor: float,
     hidden: int,
 ) -> None:
-    """``stream += factor * after(linear(source))``."""
+    """``stream += factor * after(matrix @ source + bias)``."""
     stream = rows.floats("stream", hidden)
-    matrix = program.matrix(*matrix_parts([linear], program.dtype))
     if after is None:
-        program.linear(matrix, source, stream, bias=linear.bias, add=True, scale=factor)
+        program.linear(matrix, source, stream, bias=bias, add=True, scale=factor)
         return
     branch = rows.floats("branch", hidden)
-    program.linear(matrix, source, branch, bias=linear.bias, activation=Activation.NONE)
+    program.linear(matrix, source, branch, bias=bias, activation=Activation.NONE)
     program.norm(after, branch, stream, add=True, scale=factor)
 
 
-def _normed(program: NativeProgram, rows: _Buffers, norm: NormWeights | None, hidden: int) -> int:
-    stream, normed = rows.floats("stream", hidden), rows.multiplied("normed", hidden)
+def _normed(
+    program: NativeProgram, rows: _Buffers, norm: NormWeights | None, matrix: int, hidden: int
+) -> int:
+    """The buffer of what ``matrix`` reads: the stream, normalised if there is a norm."""
+    stream, normed = rows.floats("stream", hidden), rows.read_by(matrix, "normed", hidden)
     if norm is None:
         program.copy(stream, normed)
     else:
@@ -162,8 +214,8 @@ def _normed(program: NativeProgram, rows: _Buffers, norm: NormWeights | None, hi
     return normed
 
 
-def _mixed(rows: _Buffers, attention: Attention) -> int:
-    return rows.multiplied("mixed", attention.shape.heads * attention.shape.value_dim)
+def _mixed_columns(layer: Layer) -> int:
+    return layer.attention.shape.heads * layer.attention.shape.value_dim
 
 
 def _inner_matrix(program: NativeProgram, mlp: MLP) -> int:

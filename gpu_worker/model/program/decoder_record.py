@@ -48,13 +48,13 @@ class DecoderRecord:
         return frozenset(_names(self.tree))
 
     def decoder(
-        self, weight: Callable[[str], Tensor], quantize: Callable[[Tensor], QuantizedWeight]
+        self, weight: Callable[[str], Tensor], quantize: Callable[[Tensor, str], QuantizedWeight]
     ) -> Decoder:
         """The description again.
 
         Args:
             weight: gives the checkpoint's tensor of a name, in the model's dtype.
-            quantize: makes of it the weight of a quantised layer.
+            quantize: makes of it the weight of a quantised layer, which is that part of a model.
 
         Raises:
             LookupError, TypeError, ValueError: this is no description, or ``weight`` raised it.
@@ -104,8 +104,11 @@ class _Writer:
         if isinstance(value, QuantizedLinear):
             if value.source is None:
                 raise ValueError("a weight that came quantised")
-            weight = {"weight": value.source}
-            return {"kind": "QuantizedLinear", "weight": weight, "bias": self.write(value.bias)}
+            name, part = value.source
+            return {
+                "kind": "QuantizedLinear", "weight": {"weight": name}, "part": part,
+                "bias": self.write(value.bias),
+            }  # fmt: skip
         if isinstance(value, tuple):
             return [self.write(item) for item in value]
         if isinstance(value, IntEnum):
@@ -132,7 +135,7 @@ class _Reader:
         self,
         kept: Mapping[str, Tensor],
         weight: Callable[[str], Tensor],
-        quantize: Callable[[Tensor], QuantizedWeight],
+        quantize: Callable[[Tensor, str], QuantizedWeight],
     ) -> None:
         self._kept, self._weight, self._quantize = kept, weight, quantize
         self._read: dict[str, Tensor] = {}
@@ -154,7 +157,7 @@ class _Reader:
             return Activation(value["value"])
         if kind == "QuantizedLinear":
             # Not kept as it was: only an embedding tied to it is needed in full.
-            weight = self._quantize(self._weight(value["weight"]["weight"]))
+            weight = self._quantize(self._weight(value["weight"]["weight"]), value["part"])
             return QuantizedLinear(weight, self.read(value["bias"])).eval()
         parts = {key: self.read(part) for key, part in value.items() if key != "kind"}
         return _linear(**parts) if kind == "Linear" else _KINDS[kind](**parts)

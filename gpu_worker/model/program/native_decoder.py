@@ -10,8 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.kernels.cpu import Library, NativeProgram, NativeUnavailable, ThreadPool, load_library
-from penstock.kernels.cpu.step_program import Cache
+from penstock.kernels.cpu import (
+    Cache,
+    Library,
+    NativeProgram,
+    NativeUnavailable,
+    ThreadPool,
+    load_library,
+)
 
 from ..batch import PackedStep
 from ..kv.kv_pool import KVPool

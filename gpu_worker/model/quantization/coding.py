@@ -57,19 +57,21 @@ def _of_form(form: QuantizedWeight) -> CodedWeight | None:
     group = form.group_size or form.inputs
     if form.codebook is not None:
         return _by_codebook(form, form.codebook, group)
-    codes, zeros = form.codes.int(), form.zeros
+    zeros = form.zeros
     if form.bits <= 4:
         least = 0 if zeros is not None else 8
-        codes, values = codes + least, torch.arange(16, dtype=torch.float32) - 8
+        if group < form.inputs and group % _FOUR_BIT_UNIT:
+            return None
         # Values around zero, so that sums of products and of inputs hardly cancel.
         offsets = None if zeros is None else (8 - zeros) * form.scales
-        return _four_bits(form, codes, values, group, offsets)
+        stored = (form.codes + least).to(torch.uint8)
+        return CodedWeight(Codes.INT4, stored, form.scales, group, offsets)
     if group < form.inputs and group % _EIGHT_BIT_UNIT:
         return None
     if zeros is None:
         return CodedWeight(Codes.INT8, form.codes, form.scales, group)
     middle = 2 ** (form.bits - 1)
-    centred = (codes - middle).to(torch.int8)
+    centred = (form.codes.short() - middle).to(torch.int8)
     return CodedWeight(Codes.INT8, centred, form.scales, group, (middle - zeros) * form.scales)
 
 
@@ -77,7 +79,9 @@ def _by_codebook(form: QuantizedWeight, codebook: Tensor, group: int) -> CodedWe
     if form.bits <= 4:
         values = torch.zeros(16)
         values[: len(codebook)] = codebook
-        return _four_bits(form, form.codes, values, group, None)
+        if group < form.inputs and group % _FOUR_BIT_UNIT:
+            return None
+        return CodedWeight(Codes.TABLE4, form.codes, form.scales, group, values=values)
     table = torch.tensor(FP8_VALUES)
     known = form.bits == 8 and torch.allclose(codebook, table, rtol=0, atol=0, equal_nan=True)
     # The two codes that are no number have no place in a product.
@@ -86,11 +90,3 @@ def _by_codebook(form: QuantizedWeight, codebook: Tensor, group: int) -> CodedWe
     if group < form.inputs and group % _EIGHT_BIT_UNIT:
         return None
     return CodedWeight(Codes.FP8, form.codes, form.scales, group)
-
-
-def _four_bits(
-    form: QuantizedWeight, codes: Tensor, values: Tensor, group: int, offsets: Tensor | None
-) -> CodedWeight | None:
-    if group < form.inputs and group % _FOUR_BIT_UNIT:
-        return None
-    return CodedWeight(Codes.FOUR_BITS, codes.to(torch.uint8), form.scales, group, offsets, values)

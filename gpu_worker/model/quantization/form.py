@@ -96,7 +96,6 @@ class QuantizedWeight:
         """Groups of inputs, each with a scale for each output."""
         return -(-self.inputs // self.group_size) if self.group_size else 1
 
-<<<<<<< HEAD
     def rows(self, outputs: Tensor) -> QuantizedWeight:
         """The weights of some outputs, by an int64 tensor ``[count]`` of their indices."""
         return replace(
@@ -105,13 +104,12 @@ class QuantizedWeight:
             scales=self.scales[outputs],
             zeros=None if self.zeros is None else self.zeros[outputs],
         )
-=======
+
     @property
     def num_bytes(self) -> int:
         """Memory of the weight in packed codes, with its scales and zeros."""
         parts = 1 if self.zeros is None else 2
         return self.codes.numel() * self.bits // 8 + parts * self.scales.nbytes
->>>>>>> fed95f9 (model.quantization: int8, int4, nf4 and fp8 at load, computed natively)
 
     def to(self, device: torch.device) -> QuantizedWeight:
         """The same on ``device``."""

@@ -8,22 +8,27 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from penstock.kernels import PackedWeight, quantized_linear
+from penstock.kernels.quantized_linear import pack_codes
+
 from .form import QuantizedWeight
 
-__all__ = ["QuantizedEmbedding", "QuantizedLinear", "QuantizedStack"]
+__all__ = ["QuantizedEmbedding", "QuantizedLinear", "QuantizedStack", "packed_weight"]
 
 
 class QuantizedLinear(nn.Module):
     """A linear layer over a quantised weight, which each call dequantises.
 
-    That is exact and slow. What multiplies by codes takes ``quantized`` instead.
+    That is exact and slow. What multiplies by codes takes ``quantized`` instead: the native
+    library, and on a GPU the kernel ``quantized_linear``.
 
     Args:
         quantized: ``[out_features, in_features]``, on the layer's device.
         bias: ``[out_features]``; None: zeros.
 
     Attributes:
-        source: the checkpoint's tensor that was quantised at load; None: it came quantised.
+        source: the checkpoint's tensor that was quantised at load, and as what part of the model;
+            None: it came quantised.
     """
 
     def __init__(self, quantized: QuantizedWeight, bias: Tensor | None = None) -> None:
@@ -31,10 +36,19 @@ class QuantizedLinear(nn.Module):
         self.out_features, self.in_features = quantized.outputs, quantized.inputs
         self.quantized = quantized
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
-        self.source: str | None = None
+        self._tried = False
+        self._packed: PackedWeight | None = None
+        self.source: tuple[str, str] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """``x @ weight.T + bias``; x ``[..., in_features]`` to ``[..., out_features]``."""
+        if x.is_cuda and not self._tried:
+            # The first call on a GPU: from here on the packed form alone is kept.
+            self._tried, self._packed = True, packed_weight(self.quantized)
+            if self._packed is not None:
+                self.give_up_weight()
+        if self._packed is not None:
+            return quantized_linear(x, self._packed, self.bias)
         return F.linear(x, self.quantized.dequantize(x.dtype), self.bias)
 
     def give_up_weight(self) -> None:
@@ -89,3 +103,29 @@ class QuantizedStack:
     def __getitem__(self, expert: Tensor | int) -> Tensor:
         """``[inputs, outputs]``, dequantised at every access."""
         return self.experts[int(expert)].dequantize(self._dtype).T
+
+
+def packed_weight(form: QuantizedWeight) -> PackedWeight | None:
+    """``form`` as the kernel for GPUs takes it; None: it does not take it."""
+    group = form.group_size or form.inputs
+    power = group >= 16 and group & (group - 1) == 0
+    if form.permutation is not None or not (power or group >= form.inputs):
+        return None
+    bits = 4 if form.bits <= 4 else 8
+    device, signed = form.codes.device, form.codes.dtype == torch.int8
+    least = 2 ** (bits - 1) if signed else 0
+    if form.codebook is not None:
+        values = torch.zeros(2**bits, device=device)
+        values[: len(form.codebook)] = form.codebook.nan_to_num()
+    else:
+        values = torch.arange(2**bits, dtype=torch.float32, device=device) - least
+    codes = (form.codes.short() + least).to(torch.uint8)
+    return PackedWeight(
+        bits,
+        pack_codes(codes, bits),
+        form.scales,
+        min(group, form.inputs),
+        values,
+        None if form.zeros is None else -form.zeros * form.scales,
+        form.inputs,
+    )

@@ -6,7 +6,7 @@ import logging
 import time
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
@@ -22,6 +22,8 @@ __all__ = ["AUTO", "METHODS", "Recipe", "quantize_model", "recipe_of"]
 
 log = logging.getLogger(__name__)
 
+_HEAD = "lm_head"
+
 METHODS = ("int8", "int4", "nf4", "fp8")
 """What weights are quantised to at load."""
 
@@ -36,6 +38,8 @@ class Recipe:
         group_size: inputs that share a scale in int4 and nf4; 0: all.
         symmetric: int4 around zero, instead of between a group's extremes.
         per_tensor: one scale for a whole weight in int8, instead of one for each output.
+        head: of the output layer: ``int8``, with a scale for each output; ``same`` as the others;
+            ``full``.
         keep: names of modules that stay in full, as shell patterns of the name or its last part.
     """
 
@@ -43,7 +47,8 @@ class Recipe:
     group_size: int = 64
     symmetric: bool = True
     per_tensor: bool = False
-    keep: tuple[str, ...] = ("lm_head",)
+    head: str = "int8"
+    keep: tuple[str, ...] = ()
 
     @property
     def quantizes(self) -> bool:
@@ -59,7 +64,8 @@ class Recipe:
             "int4": f" group={self.group_size} symmetric={self.symmetric}",
             "nf4": f" group={self.group_size}",
         }
-        return f"{self.method}{details.get(self.method, '')} keep={','.join(self.keep)}"
+        kept = f" keep={','.join(self.keep)}" if self.keep else ""
+        return f"{self.method}{details.get(self.method, '')} head={self.head}{kept}"
 
     def check(self, quantization: Any) -> None:
         """Check it against a checkpoint's ``quantization_config``; None: it has none.
@@ -78,17 +84,23 @@ class Recipe:
             "takes it as it is, or another checkpoint with full weights"
         )
 
-    def keeps(self, name: str) -> bool:
-        """Whether the module of that dotted name stays in full."""
+    def part_of(self, name: str) -> Literal["layer", "head"] | None:
+        """As what the module of that dotted name is quantised; None: it stays in full."""
         last = name.rpartition(".")[2]
-        return any(fnmatchcase(name, p) or fnmatchcase(last, p) for p in self.keep)
+        if any(fnmatchcase(name, p) or fnmatchcase(last, p) for p in self.keep):
+            return None
+        if last == _HEAD and self.head != "same":
+            return None if self.head == "full" else "head"
+        return "layer"
 
-    def quantize(self, weight: Tensor) -> QuantizedWeight:
-        """``weight`` ``[outputs, inputs]`` by :attr:`method`.
+    def quantize(self, weight: Tensor, part: str) -> QuantizedWeight:
+        """``weight`` ``[outputs, inputs]`` as that part of a model; see :meth:`part_of`.
 
         Raises:
             ValueError: a weight is not finite.
         """
+        if part == "head":
+            return quantize_int8(weight)
         if self.method == "int8":
             return quantize_int8(weight, per_tensor=self.per_tensor)
         if self.method == "int4":
@@ -105,6 +117,7 @@ def recipe_of(settings: ModelSettings) -> Recipe:
         settings.quantization_group,
         settings.quantization_zeros == "off",
         settings.quantization_scales == "tensor",
+        settings.quantization_head,
         tuple(name.strip() for name in settings.quantization_keep.split(",") if name.strip()),
     )
 
@@ -136,10 +149,11 @@ def quantize_model(model: Any, recipe: Recipe) -> int:
         for child, layer in list(parent.named_children()):
             name = f"{parent_name}.{child}" if parent_name else child
             # Exactly nn.Linear: a subclass computes something of its own.
-            if type(layer) is not nn.Linear or recipe.keeps(name):
+            part = recipe.part_of(name) if type(layer) is nn.Linear else None
+            if part is None:
                 continue
             try:
-                quantized = recipe.quantize(layer.weight)
+                quantized = recipe.quantize(layer.weight, part)
             except ValueError as error:
                 raise ModelError(f"{name}.weight: {error}; use another checkpoint") from error
             except MemoryError as error:
@@ -147,7 +161,8 @@ def quantize_model(model: Any, recipe: Recipe) -> int:
                     f"{name}.weight: no memory is left to quantise it; use a larger machine"
                 ) from error
             made = QuantizedLinear(quantized, layer.bias)
-            made.source = names.get(layer.weight.data_ptr())
+            tensor = names.get(layer.weight.data_ptr())
+            made.source = None if tensor is None else (tensor, part)
             setattr(parent, child, made.eval())
             before += layer.weight.nbytes
             after += quantized.num_bytes

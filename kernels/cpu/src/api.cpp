@@ -86,6 +86,10 @@ const char* penstock_instruction_set() {
 #endif
 }
 
+int penstock_input_type(Program* p, int matrix, Error* error) {
+  return guarded(error, [&] { return static_cast<int>(input_type(p->matrix(matrix))); });
+}
+
 int penstock_activation_type(int type) {
   return static_cast<int>(activation_type(static_cast<Type>(type)));
 }
@@ -136,7 +140,7 @@ int penstock_fill(Program* p, int matrix, const void* source, int source_type, i
   });
 }
 
-// `values` are what the codes stand for if they have four bits.
+// `values` are what the codes stand for if they name one of sixteen.
 int penstock_coded_matrix(Program* p, int64_t outputs, int64_t inputs, int type, int gated,
                           int codes, int64_t group, int offsets, const float* values,
                           Error* error) {
@@ -144,7 +148,7 @@ int penstock_coded_matrix(Program* p, int64_t outputs, int64_t inputs, int type,
     if (codes <= 0 || codes >= static_cast<int>(Codes::COUNT))
       throw std::invalid_argument("no such codes");
     Coding coding{static_cast<Codes>(codes), group, offsets != 0, {}};
-    if (values) std::memcpy(coding.values, values, sizeof coding.values);
+    for (int i = 0; i < 16; i++) coding.values[i] = values ? values[i] : static_cast<float>(i - 8);
     return p->add_matrix(outputs, inputs, static_cast<Type>(type), gated != 0, coding);
   });
 }

@@ -4,6 +4,7 @@
 #include <chrono>
 
 #include "code_units.h"
+#include "integer_linear.h"
 #include "tiles.h"
 
 namespace penstock {
@@ -168,7 +169,7 @@ void sum(const Matrix& matrix, const RowBlock& block, int64_t first, int64_t pan
 
 void sum_by(const Matrix& matrix, const RowBlock& block, int64_t first, int64_t panels,
             bool in_registers, LinearScratch& scratch) {
-  const bool four = matrix.coding.codes == Codes::FOUR_BITS;
+  const bool four = has_four_bits(matrix.coding.codes);
 #if defined(__AVX512BF16__)
   if (matrix.type == Type::BF16)
     return (four ? sum<FourBitHalves> : sum<ByteHalves>)(matrix, block, first, panels,
@@ -210,17 +211,18 @@ CodeTables::CodeTables(const Coding& coding) : floats{}, halves{}, low{}, high{}
 }
 
 int64_t panels_together(const Matrix& matrix, int64_t rows) {
-  return matrix.is_coded() && rows == 1 && matrix.register_rows >= 1 ? 2 : 1;
+  const bool decoded = matrix.is_coded() && !matrix.coding.integers;
+  return decoded && rows == 1 && matrix.register_rows >= 1 ? 2 : 1;
 }
 
 int64_t input_pieces(const Matrix& matrix) {
-  const int64_t inputs = matrix.group_units * unit_inputs(matrix.coding.codes);
+  const int64_t inputs = matrix.group_units * unit_inputs(matrix.coding);
   const int64_t each = (inputs + piece_inputs(matrix) - 1) / piece_inputs(matrix);
   return matrix.groups * each;
 }
 
 void sum_inputs(const Matrix& matrix, const RowBlock& block, LinearScratch& scratch) {
-  const int64_t group = matrix.group_units * unit_inputs(matrix.coding.codes);
+  const int64_t group = matrix.group_units * unit_inputs(matrix.coding);
   const bool halves = activation_type(matrix.type) == Type::BF16;
   for (int64_t r = 0; r < block.rows; r++) {
     const char* row = block.input + r * block.input_stride;
@@ -240,10 +242,12 @@ void sum_inputs(const Matrix& matrix, const RowBlock& block, LinearScratch& scra
 
 void sum_coded(const Matrix& matrix, const RowBlock& block, int64_t first, int64_t panels,
                LinearScratch& scratch) {
+  if (matrix.coding.integers) return sum_integers(matrix, block, first, scratch.sums.data());
   sum_by(matrix, block, first, panels, block.rows <= matrix.register_rows, scratch);
 }
 
 int most_register_rows(const Matrix& matrix) {
+  if (matrix.coding.integers) return 0;
   const int64_t stride = padded_row(matrix.inputs * 4), panels = std::min<int64_t>(matrix.panels, 16);
   const Memory input(static_cast<size_t>(MOST_ROWS * stride));
   LinearScratch scratch;

@@ -1,32 +1,43 @@
 // Weights in four or eight bits, with a scale for each output and group of inputs.
 //
 // A panel of such a matrix is its groups one after the other, and a group is 32 scales, 32 offsets
-// if the matrix has any, and units of 64 bytes: codes of four inputs (four bits) or two (eight bits)
-// for all 32 outputs. With the codes' values v the group adds
+// if the matrix has any, and units of codes: of four inputs or two, for all 32 outputs. With the
+// codes' values v the group adds
 //
 //   scale[n] * sum_k v[n, k] * x[k] + offset[n] * sum_k x[k]
 //
-// to output n, in pieces of at most PIECE_STEPS steps that begin at fixed inputs. Both sums are
-// exact in what the codes stand for, as far as bf16 is: whole numbers to 256 and e4m3 are.
+// to output n, in pieces that begin at fixed inputs. Codes that are whole numbers meet activations
+// as split_rows.h has them, where the CPU multiplies bytes and the model computes in bf16; sums are
+// exact then. Otherwise codes are decoded to bf16 or floats, in pieces of PIECE_STEPS steps.
 #pragma once
 
+#include "split_rows.h"
 #include "vec.h"
 
 namespace penstock {
 
-enum class Codes : int32_t { NONE, FOUR_BITS, INT8, FP8, COUNT };
+// Four bits that name one of sixteen values, or are whole numbers from -8; e4m3.
+enum class Codes : int32_t { NONE, TABLE4, INT4, INT8, FP8, COUNT };
+
+constexpr bool has_four_bits(Codes codes) { return codes == Codes::TABLE4 || codes == Codes::INT4; }
 
 struct Coding {
   Codes codes = Codes::NONE;
-  int64_t group = 0;     // inputs
+  int64_t group = 0;       // inputs
   bool offsets = false;
-  float values[16] = {};  // of FOUR_BITS
+  float values[16] = {};   // of four bits
+  bool integers = false;   // whether activations are split
 };
 
 constexpr int64_t UNIT_BYTES = 64;
 constexpr int64_t PIECE_STEPS = 128;
 
-constexpr int64_t unit_inputs(Codes codes) { return codes == Codes::FOUR_BITS ? 4 : 2; }
+constexpr int64_t unit_inputs(const Coding& coding) {
+  return coding.integers || has_four_bits(coding.codes) ? 4 : 2;
+}
+constexpr int64_t unit_bytes(const Coding& coding) {
+  return coding.integers && coding.codes == Codes::INT8 ? 2 * UNIT_BYTES : UNIT_BYTES;
+}
 
 #if defined(__AVX512VBMI__)
 constexpr bool HAS_BYTE_TABLES = true;
@@ -35,17 +46,21 @@ constexpr bool HAS_BYTE_TABLES = false;
 #endif
 
 // Where the code of an input 0 .. unit_inputs - 1 and an output 0 .. 31 lies in a unit: a bit.
-constexpr int64_t code_place(Codes codes, int64_t input, int64_t output) {
+constexpr int64_t code_place(const Coding& coding, int64_t input, int64_t output) {
   const int64_t half = output / LANES, lane = output % LANES;
-  if (codes == Codes::FOUR_BITS) return 32 * lane + 16 * (input % 2) + 8 * (input / 2) + 4 * half;
+  if (coding.integers)
+    return 8 * (4 * lane + input) + half * (coding.codes == Codes::INT8 ? 8 * UNIT_BYTES : 4);
+  if (has_four_bits(coding.codes)) return 32 * lane + 16 * (input % 2) + 8 * (input / 2) + 4 * half;
   // Byte tables and the interleaving of their results, or sixteen bytes that widen.
   return 8 * (HAS_BYTE_TABLES ? 16 * (lane / 4) + 8 * half + 2 * (lane % 4) + input
                               : 16 * (2 * input + half) + lane);
 }
 
-// What is stored for a code as it comes: with byte tables, sign and magnitude; -128 is minus zero.
-inline uint8_t stored_code(Codes codes, uint8_t code) {
-  if (codes != Codes::INT8 || !HAS_BYTE_TABLES || code < 128) return code;
+// What is stored for a code as it comes: 128 more, for products of integers; with byte tables sign
+// and magnitude, where -128 is minus zero.
+inline uint8_t stored_code(const Coding& coding, uint8_t code) {
+  if (coding.codes == Codes::INT8 && coding.integers) return code ^ 0x80;
+  if (coding.codes != Codes::INT8 || !HAS_BYTE_TABLES || code < 128) return code;
   return static_cast<uint8_t>(0x80 | (256 - code));
 }
 

@@ -178,14 +178,18 @@ Matrix::Matrix(int64_t outputs_, int64_t inputs_, Type type_, bool gated_, const
       steps(type_ == Type::BF16 ? (inputs_ + 1) / 2 : inputs_),
       panel_bytes(steps * STEP_BYTES) {
   if (is_coded()) {
-    const int64_t together = unit_inputs(coding.codes);
+    coding.group = std::min(coding.group, inputs);
+    const bool whole = coding.codes == Codes::INT4 || coding.codes == Codes::INT8;
+    const bool even = coding.group == inputs || coding.group % SPLIT_SUM == 0;
+    coding.integers = whole && even && type == Type::BF16 && HAS_INTEGER_DOT;
+    const int64_t together = unit_inputs(coding);
     if (coding.group < 1 || (coding.group < inputs && coding.group % together))
       throw std::invalid_argument("the inputs of a group do not fill its units");
     units = (inputs + together - 1) / together;
     group_units = std::min(units, (coding.group + together - 1) / together);
     groups = (units + group_units - 1) / group_units;
     header_bytes = PANEL * 4 * (coding.offsets ? 2 : 1);
-    panel_bytes = groups * header_bytes + units * UNIT_BYTES;
+    panel_bytes = groups * header_bytes + units * unit_bytes(coding);
   }
   weights = Memory(static_cast<size_t>(panels * panel_bytes));
 }
@@ -212,21 +216,21 @@ void Matrix::fill(const void* source, Type source_type, int64_t first, int64_t c
 
 void Matrix::fill(const uint8_t* codes, const float* scales, const float* offsets, int64_t first,
                   int64_t count, int part) {
-  const int64_t wide = gated ? LANES : PANEL, together = unit_inputs(coding.codes);
+  const int64_t wide = gated ? LANES : PANEL, together = unit_inputs(coding);
   for (int64_t n = 0; n < count; n++) {
     const int64_t output = first + n, lane = output % wide + part * LANES;
     char* const panel = weights.data() + (output / wide) * panel_bytes;
     for (int64_t g = 0; g < groups; g++) {
-      char* const group = panel + g * (header_bytes + group_units * UNIT_BYTES);
+      char* const group = panel + g * (header_bytes + group_units * unit_bytes(coding));
       std::memcpy(group + lane * 4, scales + n * groups + g, 4);
       if (coding.offsets) std::memcpy(group + (PANEL + lane) * 4, offsets + n * groups + g, 4);
       const int64_t begin = g * group_units * together;
       const int64_t end = std::min(inputs, begin + group_units * together);
       for (int64_t k = begin; k < end; k++) {
         const int64_t unit = (k - begin) / together, input = (k - begin) % together;
-        const int64_t bit = code_place(coding.codes, input, lane);
-        char& byte = group[header_bytes + unit * UNIT_BYTES + bit / 8];
-        const uint8_t code = stored_code(coding.codes, codes[n * inputs + k]);
+        const int64_t bit = code_place(coding, input, lane);
+        char& byte = group[header_bytes + unit * unit_bytes(coding) + bit / 8];
+        const uint8_t code = stored_code(coding, codes[n * inputs + k]);
         byte = static_cast<char>(static_cast<uint8_t>(byte) | code << bit % 8);
       }
     }
@@ -239,12 +243,13 @@ void LinearScratch::fit(const Matrix& matrix) {
   };
   grow(sums, MOST_BLOCK_ROWS * PANEL);
   if (!matrix.is_coded()) return;
-  if (matrix.coding.offsets) grow(input_sums, block_rows(matrix) * input_pieces(matrix));
+  if (matrix.coding.offsets && !matrix.coding.integers)
+    grow(input_sums, block_rows(matrix) * input_pieces(matrix));
   if (!piece.data()) piece = Memory(static_cast<size_t>(PIECE_STEPS * STEP_BYTES));
 }
 
 int64_t block_rows(const Matrix& matrix) {
-  const int64_t step = activation_type(matrix.type) == Type::BF16 ? 2 : 4;
+  const int64_t step = input_type(matrix) == Type::FLOAT ? 4 : 2;
   const int64_t rows = BLOCK_BYTES / std::max<int64_t>(1, matrix.inputs * step);
   return std::clamp<int64_t>(rows / MOST_ROWS * MOST_ROWS, MOST_ROWS, MOST_BLOCK_ROWS);
 }
@@ -255,7 +260,7 @@ void multiply(const Matrix& matrix, const Epilogue& epilogue, const RowBlock& bl
   const auto ending = matrix.gated ? (plain ? finish<true, true> : finish<true, false>)
                                    : (plain ? finish<false, true> : finish<false, false>);
   float* const sums = scratch.sums.data();
-  if (matrix.coding.offsets) sum_inputs(matrix, block, scratch);
+  if (matrix.coding.offsets && !matrix.coding.integers) sum_inputs(matrix, block, scratch);
   const int64_t together = panels_together(matrix, block.rows);
   for (int64_t p = first; p < last; p += together) {
     const int64_t panels = std::min(together, last - p);

@@ -17,7 +17,8 @@
 
 namespace penstock {
 
-enum class Type : int32_t { FLOAT, BF16 };
+// SPLIT: of rows alone, see split_rows.h.
+enum class Type : int32_t { FLOAT, BF16, SPLIT };
 
 constexpr int PANEL = 2 * LANES;
 constexpr int STEP_BYTES = PANEL * 4;
@@ -55,6 +56,12 @@ constexpr Type activation_type(Type weights) {
   return weights == Type::BF16 && HAS_BF16_DOT ? Type::BF16 : Type::FLOAT;
 }
 
+// Bytes of a row, before it is padded.
+constexpr int64_t row_bytes(int64_t columns, Type type) {
+  if (type == Type::SPLIT) return SplitRow{columns}.bytes();
+  return columns * (type == Type::BF16 ? 2 : 4);
+}
+
 struct Epilogue {
   const float* bias = nullptr;  // [panels * 32], in the order of the packed outputs; or none
   Activation activation = Activation::NONE;
@@ -65,12 +72,17 @@ struct Epilogue {
 };
 
 struct RowBlock {
-  const char* input;  // rows of activation_type(matrix.type)
+  const char* input;  // rows of input_type(matrix)
   int64_t input_stride;
   char* output;  // the matrix's outputs, of epilogue.type
   int64_t output_stride;
   int64_t rows;
 };
+
+// The type of the rows that a matrix is multiplied with.
+inline Type input_type(const Matrix& matrix) {
+  return matrix.coding.integers ? Type::SPLIT : activation_type(matrix.type);
+}
 
 constexpr int64_t MOST_BLOCK_ROWS = 480;
 

@@ -32,7 +32,7 @@ int64_t divided_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 int Program::add_buffer(int64_t columns, Type type, Rows rows) {
   require(columns > 0, "a buffer needs columns");
-  const int64_t stride = padded_row(columns * (type == Type::BF16 ? 2 : 4));
+  const int64_t stride = padded_row(row_bytes(columns, type));
   buffers_.push_back(Buffer{columns, type, rows, stride, 0, Memory()});
   widest_ = std::max(widest_, columns);
   return static_cast<int>(buffers_.size()) - 1;
@@ -72,7 +72,8 @@ void Program::add(Op op) {
     require(!n->to.add || n->to.type == Type::FLOAT, "only floats are added to");
   } else if (auto* l = std::get_if<LinearOp>(&op)) {
     const Matrix& m = matrix(l->matrix);
-    expect(l->input, m.inputs, activation_type(m.type));
+    expect(l->input, m.inputs, input_type(m));
+    require(l->epilogue.type != Type::SPLIT, "a panel is no whole row, which could be split");
     require(l->bias.empty() || static_cast<int64_t>(l->bias.size()) == m.panels * PANEL,
             "a bias has a value for each packed output");
     if (l->output == LOGITS) {
@@ -102,13 +103,15 @@ void Program::add(Op op) {
             "key/value heads divide the query heads");
     expect(a->input, (o.heads + o.kv_heads) * o.key_dim + o.kv_heads * o.value_dim, Type::FLOAT);
     expect(a->output, o.heads * o.value_dim, buffer(a->output).type);
+    require(buffer(a->output).type != Type::SPLIT, "a head is no whole row, which could be split");
     require(buffer(a->output).rows == Rows::TOKENS, "attention keeps its rows");
     require(o.sinks.empty() || static_cast<int64_t>(o.sinks.size()) == o.heads, "a sink per head");
     layers_ = std::max(layers_, o.layer + 1);
   } else if (auto* c = std::get_if<CopyOp>(&op)) {
     const Buffer& to = buffer(c->output);
     require(buffer(c->input).columns == to.columns, "a copy has as many columns");
-    require(buffer(c->input).type == Type::FLOAT || to.type == Type::BF16, "copies do not widen");
+    require(buffer(c->input).type == Type::FLOAT || buffer(c->input).type == to.type,
+            "copies are of floats, or of the same type");
     require(buffer(c->input).rows == Rows::TOKENS || to.rows == Rows::OUTPUTS,
             "a copy takes rows away, and adds none");
   }
@@ -334,6 +337,10 @@ void Program::item(const CopyOp& op, const Cut& cut, int64_t index, Scratch&) {
     const char* source = row(op.input, gathers ? step_.output_rows[r] : r);
     if (from.type == to.type) {
       std::memcpy(row(op.output, r), source, static_cast<size_t>(from.stride));
+      continue;
+    }
+    if (to.type == Type::SPLIT) {
+      SplitRow{to.columns}.fill(reinterpret_cast<const float*>(source), row(op.output, r));
       continue;
     }
     for (int64_t i = 0; i < from.columns; i += LANES)

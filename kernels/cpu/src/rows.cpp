@@ -112,6 +112,7 @@ void normalise(const Norm& norm, const NormOutput& output, const float* x, char*
   float* y = output.type == Type::FLOAT && !output.add ? reinterpret_cast<float*>(row) : scratch;
   norm.apply(x, y);
   if (y != scratch) return;
+  if (output.type == Type::SPLIT) return SplitRow{norm.columns}.fill(scratch, row);
   for (int64_t i = 0; i < norm.columns; i += LANES) {
     const int count = static_cast<int>(std::min<int64_t>(LANES, norm.columns - i));
     const Vec v = load_first(scratch + i, count);

@@ -1,0 +1,70 @@
+"""What the operations of a flat program work on, beside buffers and weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+__all__ = ["Cache", "HeadShape", "NormWeights", "Rotary"]
+
+
+@dataclass(frozen=True, slots=True)
+class NormWeights:
+    """RMSNorm, or LayerNorm if ``centred``.
+
+    Attributes:
+        columns: numbers that are normalised together.
+        epsilon: added to their mean square.
+        weight: ``[columns]`` or ``[count, columns]``; None: ones.
+        bias: likewise; None: zeros.
+        centred: the mean is taken off first.
+    """
+
+    columns: int
+    epsilon: float
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    centred: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Rotary:
+    """Rotary positions.
+
+    Attributes:
+        cosines: float32 ``[positions, dims / 2]``, contiguous.
+        sines: likewise.
+        interleaved: pairs are neighbours (``2i, 2i + 1``); else ``i, i + dims / 2``.
+    """
+
+    cosines: Tensor
+    sines: Tensor
+    interleaved: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class HeadShape:
+    """Of the heads of one attention layer."""
+
+    heads: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def columns(self) -> int:
+        """Of a row that holds queries, keys and values."""
+        return (self.heads + self.kv_heads) * self.key_dim + self.kv_heads * self.value_dim
+
+
+@dataclass(frozen=True, slots=True)
+class Cache:
+    """Keys and values of all layers, with their addresses; from :meth:`NativeProgram.bind`."""
+
+    layers: tuple[tuple[Tensor, Tensor], ...]
+    keys: Any
+    values: Any
+    kinds: Any
+    num_blocks: tuple[int, ...]

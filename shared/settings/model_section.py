@@ -1,0 +1,92 @@
+"""The settings of the section ``model``."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from .section import Section, setting
+
+__all__ = ["ModelSettings"]
+
+
+class ModelSettings(Section):
+    """Which checkpoint a worker loads, and how."""
+
+    path: str = setting(
+        "demo",
+        "Directory of a Hugging Face checkpoint with safetensors weights; `demo` is the small "
+        "model that comes with penstock. Nothing is downloaded. `synthetic` is no model: a worker "
+        "that gives tokens by a hash, for load tests and fault storms.",
+        min_length=1,
+    )
+    device: Literal["auto", "cpu", "cuda"] = setting(
+        "auto", "Device of the model; `auto` takes a GPU if PyTorch sees one."
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
+        "auto",
+        "Number format of weights and KV cache. `auto` takes the checkpoint's own on a GPU, and "
+        "float32 on a CPU.",
+    )
+    quantization: Literal["none", "auto", "int8", "int4", "nf4", "fp8"] = setting(
+        "auto",
+        "Number format of the weights of linear layers. `auto` takes the checkpoint as it is. "
+        "`int8`, `int4`, `nf4` and `fp8` round full weights when they are loaded; activations stay "
+        "in `dtype`. `none` refuses a quantised checkpoint.",
+    )
+    quantization_group: int = setting(
+        64,
+        "In `int4` and `nf4`, how many inputs of a layer share a scale. Smaller groups are more "
+        "exact and take more memory; 0 makes one group of all.",
+        unit="inputs",
+        ge=0,
+        le=65_536,
+    )
+    quantization_zeros: Literal["on", "off"] = setting(
+        "off",
+        "In `int4`, whether codes span a group's smallest to largest weight, instead of lying "
+        "around zero: more exact, and slower by a few percent.",
+    )
+    quantization_scales: Literal["channel", "tensor"] = setting(
+        "channel",
+        "In `int8`, whether each output of a layer has a scale, or each layer one.",
+    )
+    quantization_head: Literal["int8", "same", "full"] = setting(
+        "int8",
+        "Number format of the output layer beside quantised ones: 8 bits with a scale for each "
+        "token, the same as theirs, or as it is.",
+    )
+    quantization_keep: str = setting(
+        "",
+        "Modules that stay in full, by commas: names or their last parts, with `*` and `?`. "
+        "Embeddings and norms always do.",
+        max_length=1000,
+    )
+    max_model_len: int | None = setting(
+        None,
+        "Longest sequence, prompt and output together. `auto` takes it from the checkpoint's "
+        "configuration; more than that is refused.",
+        unit="tokens",
+        none="auto",
+        ge=1,
+        le=16_777_216,
+    )
+    native: Literal["auto", "on", "off"] = setting(
+        "auto",
+        "On a CPU, compute steps by the native library, which is several times faster than PyTorch "
+        "and is compiled at first use. `auto` does so for models that it can compute, if there is "
+        "a C++ compiler; `on` refuses all others; `off` leaves everything to PyTorch.",
+    )
+    start_record: Literal["on", "off"] = setting(
+        "on",
+        "Whether the first start of a natively computed checkpoint records what it found out, in "
+        "`~/.cache/penstock/models`, so that later starts need no trials and no model of "
+        "transformers. A record counts while the checkpoint's files (weights by size and time of "
+        "change), the settings above and all packages are the same.",
+    )
+    synthetic_step_ms: float = setting(
+        2.0,
+        "How long a step of `synthetic` takes at least.",
+        unit="ms",
+        ge=0,
+        le=60_000,
+    )

@@ -1,0 +1,136 @@
+"""Models quantised at load: computed natively as by transformers over dequantised weights."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from penstock.gpu_worker.model.batch import Rows, SequenceChunk, pack
+from penstock.gpu_worker.model.kv.kv_pool import KVPool
+from penstock.gpu_worker.model.loading.checkpoint_folder import find_checkpoint
+from penstock.gpu_worker.model.loading.fingerprint import fingerprint_of
+from penstock.gpu_worker.model.loading.loaded_model import LoadedModel
+from penstock.gpu_worker.model.loading.loader import load_model
+from penstock.gpu_worker.model.loading.model_opening import open_model
+from penstock.gpu_worker.model.quantization.form import QuantizedWeight
+from penstock.gpu_worker.model.quantization.quantized_modules import QuantizedLinear
+from penstock.gpu_worker.model.quantization.recipe import Recipe, quantize_model
+from penstock.kernels.cpu import NativeUnavailable, load_library
+from penstock.shared.errors import ConfigurationError, ModelError
+
+try:
+    load_library()
+except NativeUnavailable as error:
+    pytest.skip(str(error), allow_module_level=True)
+
+RECIPES = [
+    Recipe("int8"),
+    Recipe("int8", per_tensor=True, head="same"),
+    Recipe("int4", group_size=32),
+    Recipe("int4", group_size=64, symmetric=False, keep=("*.o_proj", "lm_head")),
+    Recipe("nf4", head="full"),
+    Recipe("fp8"),
+]
+
+
+@torch.inference_mode()
+def logits(loaded: LoadedModel) -> Tensor:
+    ids = torch.randint(0, loaded.vocab_size, (40,), generator=torch.Generator().manual_seed(7))
+    pool = KVPool(loaded.geometry, 4, 16, loaded.device, loaded.dtype)
+    chunk = SequenceChunk(ids.tolist(), 0, [[2, 0, 3]], Rows.ALL)
+    return loaded.forward(pack([chunk], pool), pool).float()
+
+
+def relative(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+def test_native_steps_are_those_of_the_dequantised_model(recipe: Recipe) -> None:
+    exact = load_model("demo-draft", dtype="float32", native="off", recipe=recipe, prepack=False)
+    native = load_model("demo-draft", dtype="float32", native="on", recipe=recipe)
+    full = load_model("demo-draft", dtype="float32", native="on")
+    assert relative(logits(native), logits(exact)) < 1e-5
+    assert 1e-4 < relative(logits(native), logits(full)) < 0.5
+    half = load_model("demo-draft", dtype="bfloat16", native="on", recipe=recipe)
+    assert relative(logits(half), logits(exact)) < 5e-2
+    kept = {
+        name.rpartition(".")[2]
+        for name, layer in exact.model.named_modules()
+        if type(layer) is nn.Linear
+    }
+    expected = {pattern.rpartition(".")[2] for pattern in recipe.keep}
+    assert kept == expected | ({"lm_head"} if recipe.head == "full" else set())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_later_starts_quantise_again_from_the_record(tmp_path: Path, dtype: str) -> None:
+    for recipe in (Recipe("int4"), Recipe("int8", head="full")):
+        first = open_model("demo-draft", dtype=dtype, native="on", recipe=recipe, cache=tmp_path)
+        assert not first.is_known
+        first.remember()
+        second = open_model("demo-draft", dtype=dtype, native="on", recipe=recipe, cache=tmp_path)
+        assert second.is_known
+        assert torch.equal(logits(first.loaded), logits(second.loaded))
+        assert second.loaded.recipe == recipe
+    other = open_model("demo-draft", dtype=dtype, native="on", cache=tmp_path)
+    assert not other.is_known
+
+
+def test_a_quantised_model_is_another_model() -> None:
+    folder = find_checkpoint("demo-draft")
+    recipes = [Recipe(), *RECIPES]
+    assert len({fingerprint_of(folder, "float32", str(recipe)) for recipe in recipes}) == 7
+    assert fingerprint_of(folder, "float32", str(Recipe("none"))) == fingerprint_of(
+        folder, "float32"
+    )
+
+
+def test_a_quantised_checkpoint_goes_with_auto_alone(tmp_path: Path) -> None:
+    quantization = {"quant_method": "gptq", "bits": 4}
+    for method in ("none", "int4"):
+        with pytest.raises(ConfigurationError, match=f"got {method}, .* quantised already .gptq"):
+            Recipe(method).check(quantization)
+        Recipe(method).check(None)
+    Recipe("auto").check(quantization)
+    folder = tmp_path / "model"
+    shutil.copytree(find_checkpoint("demo-draft"), folder)
+    config = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(
+        config.rstrip()[:-1] + ', "quantization_config": {"quant_method": "gptq", "bits": 4}}'
+    )
+    with pytest.raises(ConfigurationError, match=r"model\.quantization: got none"):
+        load_model(folder, recipe=Recipe("none"))
+
+
+def test_weights_that_are_not_finite_are_named() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight.data[2, 3] = torch.inf
+    with pytest.raises(ModelError, match=r"1\.weight: .* not finite"):
+        quantize_model(model, Recipe("int4"))
+
+
+def test_parts_of_different_forms_are_computed_in_full() -> None:
+    """Projections that are quantised otherwise than their neighbours, or whose inputs are mixed."""
+    from penstock.gpu_worker.model.quantization.coding import matrix_parts
+
+    def layer(method: str) -> QuantizedLinear:
+        weight = torch.randn(8, 64, generator=torch.Generator().manual_seed(1))
+        return QuantizedLinear(Recipe(method).quantize(weight, "layer"))
+
+    mixed = [layer("int4"), layer("int8")]
+    parts = matrix_parts(mixed, torch.float32)
+    for part, one in zip(parts, mixed, strict=True):
+        assert isinstance(part, Tensor)
+        assert torch.equal(part, one.quantized.dequantize())
+    form = layer("int4").quantized
+    moved = QuantizedWeight(
+        4, form.codes, form.scales, group_size=64, permutation=torch.arange(64).flip(0)
+    )
+    (part,) = matrix_parts([QuantizedLinear(moved)], torch.float32)
+    assert isinstance(part, Tensor)
+    assert torch.equal(part, form.dequantize().flip(1))
