@@ -159,6 +159,7 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
         ],
     ),
     "input_type": (c_int32, [c_void_p, c_int32, POINTER(Error)]),
+    "weight_bytes": (c_int64, [c_void_p]),
     "choose_ways": (c_int32, [c_void_p, POINTER(Error)]),
     "embed": (
         c_int32,

@@ -128,6 +128,11 @@ class NativeProgram:
         """The type of the rows that are multiplied with that matrix."""
         return Type(self._library.checked("input_type", self._handle, matrix))
 
+    @property
+    def weight_bytes(self) -> int:
+        """Memory of all packed weights, with their scales."""
+        return int(self._library.weight_bytes(self._handle))
+
     def pack(self) -> None:
         """Copy the weights of all matrices, by as many threads as torch computes with."""
         unpacked, self._unpacked = self._unpacked, []

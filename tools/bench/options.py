@@ -162,6 +162,10 @@ class TraceOptions(MeasurementOptions):
     ]
     model: ModelFlag = "demo"
     dtype: _Dtype = "float32"
+    quantization: Annotated[
+        Literal["none", "auto", "int8", "int4", "nf4", "fp8"],
+        Option(help="As the setting model.quantization."),
+    ] = "auto"
     in_process: Annotated[
         bool, Option("--in-process", help="The engine alone, without Redis and worker.")
     ] = False

@@ -21,6 +21,10 @@ class ProfileOptions(MeasurementOptions):
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16"], Option(help="float32, bfloat16 or auto.")
     ] = "auto"
+    quantization: Annotated[
+        Literal["none", "auto", "int8", "int4", "nf4", "fp8"],
+        Option(help="As the setting model.quantization."),
+    ] = "auto"
     sequences: Annotated[int, Option(help="Sequences that decode together."), Range(1, 1024)] = 16
     prompt: Annotated[int, Option(help="Prompt tokens of each."), Range(1)] = 64
     tokens: Annotated[int, Option(help="Output tokens of each."), Range(2)] = 64

@@ -16,6 +16,7 @@ from penstock.gpu_worker.engine.text_stream import TextStream
 from penstock.gpu_worker.engine_process.model_interface import ServingModel
 from penstock.gpu_worker.messages import StepReport, frame, packed_updates
 from penstock.gpu_worker.model.build import build_model
+from penstock.gpu_worker.model.loading.loaded_model import LoadedModel
 from penstock.gpu_worker.model.runner import ModelRunner
 from penstock.gpu_worker.model.text.deferred_tokenizer import DeferredTokenizer
 from penstock.shared.errors import ConfigurationError
@@ -91,7 +92,7 @@ def profile_steps(options: ProfileOptions, progress: Progress) -> Report:
     token_bytes = loaded.geometry.block_bytes(_BLOCK, loaded.dtype) / _BLOCK
     kv_bytes = options.sequences * context * token_bytes
     floors = {
-        "weight bandwidth": weights * loaded.dtype.itemsize / rates.bytes_per_s,
+        "weight bandwidth": _weight_bytes(loaded, weights) / rates.bytes_per_s,
         "KV bandwidth": kv_bytes / rates.bytes_per_s,
         "FLOPs": 2 * weights * options.sequences / rates.flops_per_s,
     }
@@ -118,6 +119,13 @@ def profile_steps(options: ProfileOptions, progress: Progress) -> Report:
     )
 
 
+def _weight_bytes(loaded: LoadedModel, weights: int) -> int:
+    """What a step reads of the linear layers' weights."""
+    if loaded.native is None:
+        return weights * loaded.dtype.itemsize
+    return loaded.native.program.weight_bytes
+
+
 def _load_of(options: ProfileOptions) -> str:
     lengths = f"{options.prompt} + {options.tokens} tokens each"
     threads = f"{torch.get_num_threads()} threads, torch {torch.__version__}"
@@ -130,6 +138,7 @@ def _settings(options: ProfileOptions) -> Settings:
             "model.path": options.model,
             "model.device": "cpu",
             "model.dtype": options.dtype,
+            "model.quantization": options.quantization,
             "model.native": options.native,
             "engine.max_sequences": options.sequences,
             "engine.threads": options.threads,

@@ -35,6 +35,7 @@ class QuantizedLinear(nn.Module):
         super().__init__()
         self.out_features, self.in_features = quantized.outputs, quantized.inputs
         self.quantized = quantized
+        self._bits = quantized.bits
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
         self._tried = False
         self._packed: PackedWeight | None = None
@@ -57,7 +58,7 @@ class QuantizedLinear(nn.Module):
 
     def extra_repr(self) -> str:
         """Shape and bits, for ``print(model)``."""
-        return f"{self.in_features}, {self.out_features}, bits={self.quantized.bits}"
+        return f"{self.in_features}, {self.out_features}, bits={self._bits}"
 
 
 class QuantizedEmbedding(nn.Module):

@@ -168,6 +168,8 @@ int penstock_fill_codes(Program* p, int matrix, const uint8_t* codes, const floa
   });
 }
 
+int64_t penstock_weight_bytes(Program* p) { return p->weight_bytes(); }
+
 int penstock_choose_ways(Program* p, Error* error) {
   return guarded(error, [&] {
     p->choose_ways();

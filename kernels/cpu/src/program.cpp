@@ -45,6 +45,12 @@ int Program::add_matrix(int64_t outputs, int64_t inputs, Type type, bool gated,
   return static_cast<int>(matrices_.size()) - 1;
 }
 
+int64_t Program::weight_bytes() const {
+  int64_t bytes = 0;
+  for (const Matrix& m : matrices_) bytes += m.panels * m.panel_bytes;
+  return bytes;
+}
+
 Matrix& Program::matrix(int index) {
   require(index >= 0 && index < static_cast<int>(matrices_.size()), "no such matrix");
   return matrices_[static_cast<size_t>(index)];

@@ -65,6 +65,8 @@ class Program final : private Work {
   int add_buffer(int64_t columns, Type type, Rows rows);
   int add_matrix(int64_t outputs, int64_t inputs, Type type, bool gated,
                  const Coding& coding = Coding());
+  // Of all packed weights.
+  int64_t weight_bytes() const;
   Matrix& matrix(int index);  // throws std::invalid_argument if there is none
   // Throws std::invalid_argument if it names what is not there or does not fit.
   void add(Op op);

@@ -61,6 +61,7 @@ def trace_settings(options: TraceOptions) -> Settings:
             "model.path": options.model,
             "model.device": "cpu",
             "model.dtype": options.dtype,
+            "model.quantization": options.quantization,
             "queue.model": "bench",
             "engine.max_sequences": options.slots,
             "engine.threads": options.threads,
