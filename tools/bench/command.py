@@ -15,6 +15,7 @@ from .options import (
     PrefixOptions,
     QueueOptions,
     SchedulerOptions,
+    ServeOptions,
     SimulatorOptions,
     SpeculationOptions,
     TraceOptions,
@@ -44,6 +45,15 @@ def _modes(options: ModesOptions, progress: Progress) -> Report:
     from .trace.batching_modes import bench_modes
 
     return bench_modes(options, progress)
+
+
+@bench.command("serve")
+@measurement()
+def _serve(options: ServeOptions, progress: Progress) -> Report:
+    """Load a running deployment, through Redis or HTTP: throughput, TTFT, TPOT, ITL, goodput."""
+    from .serving.serve_load import bench_serve
+
+    return bench_serve(options, progress)
 
 
 @bench.command("scheduler")

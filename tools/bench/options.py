@@ -22,6 +22,7 @@ __all__ = [
     "PrefixOptions",
     "QueueOptions",
     "SchedulerOptions",
+    "ServeOptions",
     "SimulatorOptions",
     "SpeculationOptions",
     "TraceOptions",
@@ -181,6 +182,48 @@ class TraceOptions(MeasurementOptions):
     kv_memory: Annotated[str | None, Option(help="Memory for keys and values, such as 1GiB.")] = (
         None
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions(MeasurementOptions):
+    """Options of ``bench serve``; those that it shares with vLLM's are called as there."""
+
+    redis: Annotated[
+        str | None, Option(metavar="URL", help="Address of the Redis server; default: REDIS_URL.")
+    ] = None
+    url: Annotated[
+        str | None,
+        Option(metavar="URL", help="Load an OpenAI-compatible server instead, such as a gateway."),
+    ] = None
+    api_key: Annotated[
+        str | None, Option(envvar="OPENAI_API_KEY", help="The key for it.", show_envvar=True)
+    ] = None
+    model: Annotated[str, Option(metavar="NAME", help="Name the model is served under.")] = "demo"
+    num_prompts: Annotated[int, Option(help="Requests to send."), Range(1)] = 100
+    request_rate: Annotated[
+        float | None,
+        Option(help="Requests per second; by default all come at once."),
+        Range(0, 1e6, above=True),
+    ] = None
+    burstiness: Annotated[
+        float,
+        Option(help="1: a Poisson process; less is burstier, more is more even."),
+        Range(0, 1e6, above=True),
+    ] = 1.0
+    max_concurrency: Annotated[
+        int | None, Option(help="Requests under way at once, at most; by default all."), Range(1)
+    ] = None
+    words: Annotated[int, Option(help="Random words of a prompt."), Range(1, 100_000)] = 64
+    output_tokens: Annotated[int, Option(help="Output tokens of a request."), Range(1)] = 64
+    trace: Annotated[
+        Path | None, Option(metavar="FILE", help="Take prompts, lengths and arrivals from a trace.")
+    ] = None
+    goodput: Annotated[
+        str | None,
+        Option(metavar="GOALS", help="Count requests that meet goals in ms: ttft:200,tpot:50."),
+    ] = None
+    seed: Annotated[int, Option(help="Of prompts and arrivals.")] = 0
+    plot: PlotFlag = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,1 @@
+"""``penstock bench serve``: load on a deployment that is already running."""
