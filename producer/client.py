@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
 from redis.asyncio import Redis
@@ -24,6 +25,7 @@ from penstock.shared.scripts.operations import Bounds, CancelReply, Operations
 
 from .dead_letters import DeadLetters
 from .encoder_client import EncoderClient
+from .reading.feeds import Feeds
 from .reading.log_reader import LogReader
 from .reading.reader_heartbeat import ReaderHeartbeat
 from .reading.subscriber import Subscriber
@@ -71,6 +73,9 @@ class Producer(EncoderClient):
         outage_s: how long, in seconds, a server may be unreachable before calls and streams raise
             :class:`RedisUnavailable`.
 
+    Attributes:
+        feeds: of a client with an inbox, streams that call back instead of being awaited.
+
     Raises:
         ConfigurationError: a setting or the address is wrong, or the client decodes responses.
         InvalidRequest: the model name or the shard is invalid.
@@ -102,7 +107,7 @@ class Producer(EncoderClient):
             outage_s=outage_s,
         )
         self._operations = Operations(
-            self._client.redis, self._keys, retention_ms=queue.retention_ms
+            self._client.shared, self._keys, retention_ms=queue.retention_ms
         )
         self._bounds = Bounds.of(queue)
         self._inbox = uuid.uuid4().hex if inbox else ""
@@ -113,6 +118,7 @@ class Producer(EncoderClient):
         self._heartbeat = ReaderHeartbeat(
             self._client, self._operations, grace_ms=queue.reader_grace_ms
         )
+        self.feeds = Feeds(self._inbox, self._keys, self._log, self._subscriber, self._heartbeat)
 
     @property
     def keys(self) -> Keys:
@@ -144,6 +150,7 @@ class Producer(EncoderClient):
             RuntimeError: the connections belong to another event loop.
         """
         self._client.check_loop()
+        await self.feeds.aclose()
         await self._heartbeat.aclose()
         await self._subscriber.aclose()
         await self._client.aclose()
@@ -197,6 +204,12 @@ class Producer(EncoderClient):
             tenant=tenant,
             **options,
         )
+        submitted = await self.send(request, note=note, attend=attend)
+        # A generated id can only be a duplicate of this call's own lost first attempt.
+        return replace(submitted, duplicate=False) if generated else submitted
+
+    async def send(self, request: Request, *, note: bytes = b"", attend: bool = False) -> Submitted:
+        """Submit a request that is built already; see :meth:`submit`."""
         reply = await self._client.call(
             lambda: self._operations.submit(
                 request,
@@ -209,13 +222,17 @@ class Producer(EncoderClient):
         )
         return Submitted(
             id=request.id,
-            # A generated id can only be a duplicate of this call's own lost first attempt.
-            duplicate=reply.duplicate and not generated,
+            duplicate=reply.duplicate,
             state=reply.state,
             n=reply.n,
             waiting=reply.waiting,
             accepted_at=reply.accepted_at,
         )
+
+    def time_left_ms(self, request: Request) -> int:
+        """How long a request that is accepted now may wait for a worker."""
+        deadline_ms = request.deadline_ms or self._default_deadline_ms
+        return min(deadline_ms, request.max_queue_ms or deadline_ms)
 
     def stream(
         self,

@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable
 from typing import Self
 
-from penstock.shared.errors import InvalidRequest, StreamError, UnknownRequest
+from penstock.shared.errors import InvalidRequest, StreamError
 from penstock.shared.keys import Keys
 from penstock.shared.protocol import Chunk, End, unpack_event
 
@@ -236,18 +236,10 @@ class TokenStream:
         """Merge a page of the log; True if there is another."""
         page = await self._log.read(self._id, self._merger.index)
         self._needs_reader, self._inbox = page.needs_reader, page.inbox
-        before = self._merger.index
-        for event in page.events:
-            if not self._merger.add(event):
-                self._raise_lost(event.start if isinstance(event, Chunk) else event.n)
-        if page.more or self._merger.end is not None:
-            return page.more and self._merger.end is None
-        if page.end is not None:
-            if not self._merger.add(page.end):
-                self._raise_lost(page.end.n)
+        if self._merger.add_page(page):
+            return True
+        if self._merger.end is not None:
             return False
-        if not page.known and self._merger.index == before:
-            raise UnknownRequest(self._id)
         return await self._expire(page.time_left_ms)
 
     async def _expire(self, time_left_ms: int | None) -> bool:
@@ -259,12 +251,6 @@ class TokenStream:
             return await self._log.expire(self._id)
         self._expires_at = _now() + left_s
         return False
-
-    def _raise_lost(self, stop: int) -> None:
-        raise StreamError(
-            f"tokens {self._merger.index} to {stop - 1} of request {self._id!r} are no longer in "
-            "its log; it was deleted, or its retention has passed"
-        )
 
     def _subscribe(self) -> None:
         self._subscription = (

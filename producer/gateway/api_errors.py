@@ -8,6 +8,7 @@ same.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 
 from starlette.responses import Response
@@ -31,6 +32,8 @@ __all__ = [
     "error_response",
     "invalid",
 ]
+
+_log = logging.getLogger("penstock.gateway")
 
 MAX_RETRY_AFTER_S = 120
 """OpenAI's clients do not retry at all when they are told to wait longer."""
@@ -134,6 +137,7 @@ def error_of(error: PenstockError, names: Mapping[str, str] | None = None) -> Ap
         )
         return ApiError(422, message, "idempotency_key_reused", retry=False)
     if isinstance(error, RedisUnavailable):
+        _log.warning("%s", error)
         return ApiError(503, "the queue is not available now", "queue_unavailable", retry_after_s=2)
     if isinstance(error, UnknownRequest):
         return ApiError(404, str(error), "request_not_found")

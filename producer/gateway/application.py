@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from typing import TypeGuard
 
 from fastapi import FastAPI
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
@@ -89,6 +91,7 @@ def create_app(settings: Settings, access: Access | None = None) -> FastAPI:
     app.include_router(file_routes(gateway, batches))
     app.include_router(batch_routes(gateway, batches))
     _handle_errors(app)
+    app.add_middleware(_DirectRoutes, routes=[route for route in app.routes if _is_direct(route)])
     if settings.gateway.cors_origins is not None:
         app.add_middleware(
             CORSMiddleware,
@@ -134,18 +137,53 @@ class _Envelope:
             self._metrics.requests.labels(endpoint, str(shown)).inc()
 
 
-def _handle_errors(app: FastAPI) -> None:
-    @app.exception_handler(ApiError)
-    async def _(_: Request, error: ApiError) -> Response:
+_DIRECT = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
+"""Where most requests go. Their endpoints take the request alone and check it themselves."""
+
+
+def _is_direct(route: object) -> TypeGuard[APIRoute]:
+    return isinstance(route, APIRoute) and route.path in _DIRECT and route.methods == {"POST"}
+
+
+class _DirectRoutes:
+    """Calls the endpoints of some routes without the router, whose part in a request is large.
+
+    Args:
+        app: serves all other requests.
+        routes: by POST, without parameters in their paths.
+    """
+
+    def __init__(self, app: ASGIApp, routes: Sequence[APIRoute]) -> None:
+        self._app = app
+        self._routes = {route.path: route for route in routes}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        route = self._routes.get(scope["path"]) if scope["type"] == "http" else None
+        if route is None or scope["method"] != "POST":
+            await self._app(scope, receive, send)
+            return
+        scope["route"] = route
+        try:
+            response: Response = await route.endpoint(Request(scope, receive))
+        except (ApiError, PenstockError, ClientDisconnect) as error:
+            response = _response_of(error)
+        await response(scope, receive, send)
+
+
+def _response_of(error: Exception) -> Response:
+    if isinstance(error, ApiError):
         return error_response(error)
-
-    @app.exception_handler(PenstockError)
-    async def _(_: Request, error: PenstockError) -> Response:
+    if isinstance(error, PenstockError):
         return error_response(error_of(error))
+    return Response(status_code=_CLIENT_LEFT)
 
-    @app.exception_handler(ClientDisconnect)
-    async def _(*_: object) -> Response:
-        return Response(status_code=_CLIENT_LEFT)
+
+def _handle_errors(app: FastAPI) -> None:
+    async def answer(_: Request, error: Exception) -> Response:
+        return _response_of(error)
+
+    for kind in (ApiError, PenstockError, ClientDisconnect):
+        app.add_exception_handler(kind, answer)
 
     @app.exception_handler(HTTPException)
     async def _(request: Request, error: HTTPException) -> Response:

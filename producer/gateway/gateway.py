@@ -23,6 +23,7 @@ from ..client import Producer
 from ..results import Result
 from .answering.answers import EventWriter, StreamedAnswer, WholeAnswer
 from .answering.open_answers import OpenAnswers
+from .answering.output import Output
 from .api_errors import ApiError, error_of, invalid
 from .callers import Access, Admission, Caller
 from .gateway_metrics import GatewayMetrics
@@ -54,6 +55,7 @@ class Submission:
         keep: it goes on when its client leaves.
         accepted_at: when it was first accepted, in ms of Redis' clock.
         start: the first token that the client wants.
+        output: what it gives.
     """
 
     id: str
@@ -64,6 +66,7 @@ class Submission:
     keep: bool
     accepted_at: int
     start: int
+    output: Output
 
 
 class Gateway:
@@ -79,7 +82,7 @@ class Gateway:
         self.settings: GatewaySettings = settings.gateway
         self.batch_settings: BatchesSettings = settings.batches
         self.metrics = GatewayMetrics()
-        self.answers = OpenAnswers(self.metrics)
+        self.answers = OpenAnswers(self.metrics, self.settings.keep_alive_s)
         self.access = access
         self.directory = directory
 
@@ -135,22 +138,21 @@ class Gateway:
             **fields, "lane": lane, "tenant": caller.tenant, "on_disconnect": on_disconnect,
         }  # fmt: skip
         try:
-            cost = QueueRequest.build(id=request_id, **values).cost_estimate
+            built = QueueRequest.build(id=request_id, **values)
             shard = await self._shard(name, request_id, key)
             check_kind(shard, kind)
-            admission = await self.access.admit(caller, cost)
+            admission = await self.access.admit(caller, built.cost_estimate)
+            producer, feed = shard.producer, shard.producer.feeds.open(request_id)
             try:
-                submitted = await shard.producer.submit(
-                    id=request_id,
-                    note=_pack_note(note, body if key else None),
-                    attend=not keep,
-                    **values,
+                submitted = await producer.send(
+                    built, note=_pack_note(note, body if key else None), attend=not keep
                 )
-                if not submitted.duplicate:
-                    admission.bind(functools.partial(_tokens_used, shard.producer, request_id))
             except BaseException:
+                feed.close()
                 await admission.release()
                 raise
+            if key is None or not submitted.duplicate:
+                admission.bind(functools.partial(_tokens_used, producer, request_id))
         except PenstockError as error:
             raise error_of(error, table.names) from None
         return Submission(
@@ -162,6 +164,14 @@ class Gateway:
             keep=keep,
             accepted_at=submitted.accepted_at,
             start=start,
+            output=Output(
+                producer.feeds,
+                feed,
+                index=start,
+                is_new=not submitted.duplicate,
+                attended=not keep,
+                time_left_ms=producer.time_left_ms(built),
+            ),
         )
 
     async def _shard(self, model: str, request_id: str, key: str | None) -> Shard:
@@ -183,13 +193,10 @@ class Gateway:
             writer: makes the events from where the client wants them.
             reads_all: the writer needs the tokens before that, too.
         """
-        stream = submission.shard.producer.stream(
-            submission.id,
-            from_index=0 if reads_all else submission.start,
-            timeout=self.settings.keep_alive_s,
-        )
+        if reads_all:
+            submission.output.index = 0
         return StreamedAnswer(
-            stream,
+            submission.output,
             writer,
             answers=self.answers,
             on_leave=functools.partial(_leave, submission),
@@ -197,16 +204,34 @@ class Gateway:
             headers=_headers(submission),
         )
 
+    def replay(
+        self, shard: Shard, request_id: str, writer: EventWriter, index: int = 0
+    ) -> Response:
+        """The output of a request that exists, from a token on; who only reads decides nothing."""
+        return StreamedAnswer(
+            Output.of(shard.producer.feeds, request_id, index),
+            writer,
+            answers=self.answers,
+            on_leave=_nothing,
+            on_done=_nothing,
+            headers={"x-request-id": request_id},
+        )
+
     def whole(self, submission: Submission, build: Callable[[Result], bytes]) -> Response:
         """The answer as one object."""
+        submission.output.index = 0
         return WholeAnswer(
-            submission.shard.producer.stream(submission.id),
+            submission.output,
             build,
             answers=self.answers,
             on_leave=functools.partial(_leave, submission),
             on_done=submission.admission.release,
             headers=_headers(submission),
         )
+
+
+async def _nothing() -> None:
+    """Nothing is to be done."""
 
 
 def last_event_id(request: Request) -> int:

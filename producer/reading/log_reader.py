@@ -1,25 +1,44 @@
-"""Reads one page of a request's log together with its record, in one round trip."""
+"""Reads pages of requests' logs together with their records, in one round trip."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from redis.exceptions import ResponseError
 
-from penstock.shared.errors import ProtocolError, RedisUnavailable, StreamError
+from penstock.shared.errors import PenstockError, ProtocolError, RedisUnavailable, StreamError
 from penstock.shared.keys import Keys
 from penstock.shared.protocol import Chunk, End, OnDisconnect, State, unpack_event
 from penstock.shared.protocol.states import TERMINAL_STATES
+from penstock.shared.redis.resp import Argument, encode
 from penstock.shared.redis.retrying_client import RetryingClient
 from penstock.shared.scripts.operations import Operations
 
-__all__ = ["LogReader", "Page"]
+__all__ = ["LogReader", "Look", "Page"]
 
 _log = logging.getLogger(__name__)
 
-_PAGE = 256
+_PAGE_ENTRIES = 256
+_PAGE_FIELDS = ("state", "end", "on_disconnect", "inbox")
+_TIMES = ("deadline", "queue_deadline", "claimed_at")
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """Where a request stands.
+
+    Attributes:
+        has_ended: it has, or is not known any more.
+        tokens: output tokens in its log.
+        time_left_ms: see :class:`Page`.
+    """
+
+    has_ended: bool
+    tokens: int
+    time_left_ms: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,43 +90,60 @@ class LogReader:
             RedisUnavailable: see :meth:`RetryingClient.call`.
             StreamError: a key of the request has the wrong type.
         """
-        record, log = self._keys.request(request_id), self._keys.log(request_id)
+        (page,) = await self.read_many([(request_id, index)])
+        if isinstance(page, Exception):
+            raise page
+        return page
 
-        async def send() -> list[Any]:
-            pipeline = self._client.redis.pipeline(transaction=False)
-            names = ["state", "end", "on_disconnect", "inbox"]
-            times = ["deadline", "queue_deadline", "claimed_at"]
-            pipeline.hmget(record, names + times)
-            pipeline.xrange(log, f"{index}-0", "+", count=_PAGE)
-            pipeline.time()
-            replies: list[Any] = await pipeline.execute(raise_on_error=False)
-            return replies
+    async def read_many(self, wanted: Sequence[tuple[str, int]]) -> list[Page | PenstockError]:
+        """The same of several requests in one round trip; errors of single ones are returned.
 
-        *replies, now = await self._client.call(send)
-        for reply in replies:
-            if isinstance(reply, ResponseError) and "WRONGTYPE" in str(reply):
-                raise StreamError(f"keys of {request_id!r} were overwritten: {reply}")
-            if isinstance(reply, Exception):
-                raise reply
-        (state, packed_end, on_disconnect, inbox, *times), entries = replies
-        end = None
-        if (
-            packed_end is not None
-            and state is not None
-            and State(state.decode()) in TERMINAL_STATES
+        Raises:
+            RedisUnavailable: see :meth:`RetryingClient.call`.
+        """
+        commands = []
+        for request_id, index in wanted:
+            commands += [
+                _command("HMGET", self._keys.request(request_id), *_PAGE_FIELDS, *_TIMES),
+                _command(
+                    "XRANGE", self._keys.log(request_id), f"{index}-0", "+", "COUNT", _PAGE_ENTRIES
+                ),
+            ]
+        *replies, now = await self._exchange([*commands, _command("TIME")])
+        pages: list[Page | PenstockError] = []
+        for (request_id, _), record, entries in zip(
+            wanted, replies[::2], replies[1::2], strict=True
         ):
-            end = _end(packed_end)
-        events = [event for _, fields in entries for event in _events(fields)]
-        needs_reader = on_disconnect == OnDisconnect.CANCEL.value.encode()
-        return Page(
-            known=state is not None,
-            events=events,
-            more=len(entries) == _PAGE,
-            end=end,
-            needs_reader=needs_reader,
-            inbox=None if inbox is None else inbox.decode(),
-            time_left_ms=_time_left_ms(now, *times) if end is None else None,
-        )
+            try:
+                pages.append(_page(request_id, record, entries, now))
+            except PenstockError as error:
+                pages.append(error)
+        return pages
+
+    async def look_at(self, ids: Sequence[str]) -> list[Look]:
+        """Where these requests stand, without their logs, in one round trip.
+
+        Raises:
+            RedisUnavailable: see :meth:`RetryingClient.call`.
+        """
+        commands = [
+            _command("HMGET", self._keys.request(request_id), "state", "tokens", *_TIMES)
+            for request_id in ids
+        ]
+        *replies, now = await self._exchange([*commands, _command("TIME")])
+        looks = []
+        for reply in replies:
+            if isinstance(reply, Exception) or reply[0] is None or reply[1] is None:
+                looks.append(Look(True, 0, None))
+                continue
+            state, tokens, *times = reply
+            has_ended = State(state.decode()) in TERMINAL_STATES
+            left_ms = None if has_ended else _time_left_ms(now, *times)
+            looks.append(Look(has_ended, int(tokens), left_ms))
+        return looks
+
+    async def _exchange(self, commands: list[bytes]) -> list[Any]:
+        return await self._client.call(lambda: self._client.shared.exchange(commands))
 
     async def expire(self, request_id: str) -> bool:
         """End a request whose time is over; returns whether it has ended.
@@ -119,6 +155,31 @@ class LogReader:
         except RedisUnavailable as error:
             _log.info("could not end %r, whose time is over: %s", request_id, error)
             return False
+
+
+def _command(*words: Argument) -> bytes:
+    return b"*%d\r\n%b" % (len(words), encode(words))
+
+
+def _page(request_id: str, record: Any, entries: Any, now: Any) -> Page:
+    for reply in (record, entries):
+        if isinstance(reply, ResponseError) and "WRONGTYPE" in str(reply):
+            raise StreamError(f"keys of {request_id!r} were overwritten: {reply}")
+        if isinstance(reply, Exception):
+            raise RedisUnavailable(f"Redis refuses to show {request_id!r}: {reply}")
+    state, packed_end, on_disconnect, inbox, *times = record
+    end = None
+    if packed_end is not None and state is not None and State(state.decode()) in TERMINAL_STATES:
+        end = _end(packed_end)
+    return Page(
+        known=state is not None,
+        events=[event for _, fields in entries for event in _events(fields)],
+        more=len(entries) == _PAGE_ENTRIES,
+        end=end,
+        needs_reader=on_disconnect == OnDisconnect.CANCEL.value.encode(),
+        inbox=None if inbox is None else inbox.decode(),
+        time_left_ms=_time_left_ms(now, *times) if end is None else None,
+    )
 
 
 def _time_left_ms(
@@ -134,9 +195,10 @@ def _time_left_ms(
     return at - seconds * 1000 - microseconds // 1000
 
 
-def _events(fields: dict[bytes, bytes]) -> list[Chunk | End]:
+def _events(fields: list[bytes]) -> list[Chunk | End]:
     """The events of one entry: a chunk, the end, or both."""
-    return [unpack_event(fields[name]) for name in (b"chunk", b"end") if name in fields]
+    by_name = dict(zip(fields[::2], fields[1::2], strict=True))
+    return [unpack_event(by_name[name]) for name in (b"chunk", b"end") if name in by_name]
 
 
 def _end(packed: bytes) -> End:

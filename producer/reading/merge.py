@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections import deque
 
-from penstock.shared.errors import InvalidRequest, StreamDiverged, StreamError
+from penstock.shared.errors import InvalidRequest, StreamDiverged, StreamError, UnknownRequest
 from penstock.shared.protocol import Chunk, End
+
+from .log_reader import Page
 
 __all__ = ["Merger"]
 
@@ -67,6 +69,33 @@ class Merger:
             self.ready.append(self._cut(event, known) if known else event)
             self.index = stop
         return True
+
+    def add_page(self, page: Page) -> bool:
+        """Merge a page of the log; returns whether the log goes on after it.
+
+        Raises:
+            UnknownRequest: no such request.
+            StreamDiverged, StreamError, InvalidRequest: see :meth:`add`; also for tokens that the
+                log has no longer.
+        """
+        before = self.index
+        for event in page.events:
+            if not self.add(event):
+                raise self._lost(event.start if isinstance(event, Chunk) else event.n)
+        if self.end is not None or page.more:
+            return self.end is None
+        if page.end is not None:
+            if not self.add(page.end):
+                raise self._lost(page.end.n)
+        elif not page.known and self.index == before:
+            raise UnknownRequest(self._request_id)
+        return False
+
+    def _lost(self, stop: int) -> StreamError:
+        return StreamError(
+            f"tokens {self.index} to {stop - 1} of request {self._request_id!r} are no longer in "
+            "its log; it was deleted, or its retention has passed"
+        )
 
     def _add_end(self, end: End) -> bool:
         if end.n > self.index:

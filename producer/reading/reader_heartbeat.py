@@ -50,13 +50,21 @@ class ReaderHeartbeat:
         self._registered = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
-    def register(self, request_id: str) -> Registration:
-        """Add a reader. Returns at once; the first heartbeat follows at once, others regularly."""
+    def register(self, request_id: str, *, is_known: bool = False) -> Registration:
+        """Add a reader. Returns at once; the first heartbeat follows at once, others regularly.
+
+        Args:
+            request_id: what it reads.
+            is_known: Redis knows of it already, so that the next regular heartbeat is soon enough.
+        """
         self._readers[request_id] += 1
-        self._new.add(request_id)
-        self._registered.set()
+        if not is_known:
+            self._new.add(request_id)
+            self._registered.set()
         if self._task is None or self._task.done():
-            self._task = asyncio.create_task(self._run(), name="penstock-reader-heartbeat")
+            self._task = asyncio.create_task(
+                self._run(beats_at_once=not is_known), name="penstock-reader-heartbeat"
+            )
         return Registration(request_id)
 
     def unregister(self, registration: Registration) -> None:
@@ -77,10 +85,10 @@ class ReaderHeartbeat:
             task.cancel()
             await asyncio.wait([task])
 
-    async def _run(self) -> None:
+    async def _run(self, *, beats_at_once: bool) -> None:
         loop = asyncio.get_running_loop()
         interval = self._grace_ms / 1000 / _BEATS_PER_GRACE
-        next_beat = loop.time()
+        next_beat = loop.time() + (0 if beats_at_once else interval)
         while self._readers:
             self._registered.clear()
             if loop.time() >= next_beat:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Protocol
 
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
@@ -24,11 +25,35 @@ from penstock.shared.redis.channel_connection import ChannelConnection
 
 from .subscription import Subscription
 
-__all__ = ["Subscriber"]
+__all__ = ["Listener", "Subscriber"]
 
 _log = logging.getLogger(__name__)
 
 _BACKOFF_S = (0.02, 1.0)
+
+
+class Listener(Protocol):
+    """What reads a channel.
+
+    Attributes:
+        channel: the channel's name.
+        request_id: in an inbox, the request whose events are wanted; else None.
+    """
+
+    channel: bytes
+    request_id: bytes | None
+
+    def push(self, event: bytes) -> None:
+        """A message came."""
+
+    def fall_behind(self) -> None:
+        """Messages may have been lost."""
+
+    def fail(self, error: Exception) -> None:
+        """No message will come."""
+
+    def close(self) -> None:
+        """Nothing will be called any more."""
 
 
 class Subscriber:
@@ -49,9 +74,10 @@ class Subscriber:
     def __init__(self, redis: Redis, *, ping_after_s: float = 5.0) -> None:
         self._redis = redis
         self._ping_after_s = ping_after_s
-        self._readers: dict[bytes, set[Subscription]] = {}
-        # Those that read one request each, by inbox and request.
-        self._inboxes: dict[bytes, dict[bytes, set[Subscription]]] = {}
+        self._readers: dict[bytes, set[Listener]] = {}
+        # Those that read one request each, by inbox and request. Tuples, because a listener may
+        # leave while it gets an event.
+        self._inboxes: dict[bytes, dict[bytes, tuple[Listener, ...]]] = {}
         self._sent: set[bytes] = set()
         self._confirmed: set[bytes] = set()
         # Channels refused together with others: it is not known which of them is denied.
@@ -81,32 +107,47 @@ class Subscriber:
     def _open(self, channel: str, request_id: bytes | None) -> Subscription:
         name = channel.encode()
         subscription = Subscription(name, request_id, behind=name in self._confirmed)
-        if request_id is not None:
-            self._inboxes.setdefault(name, {}).setdefault(request_id, set()).add(subscription)
-        self._readers.setdefault(name, set()).add(subscription)
-        self._touch(name)
-        if self._task is None or self._task.done():
-            self._task = asyncio.create_task(self._run(), name="penstock-subscriber")
+        self.attach(subscription)
         return subscription
 
+    def attach(self, listener: Listener) -> None:
+        """Subscribe to a listener's channel. Returns at once; the confirmation sets it behind."""
+        name, request_id = listener.channel, listener.request_id
+        if request_id is not None:
+            inbox = self._inboxes.setdefault(name, {})
+            inbox[request_id] = (*inbox.get(request_id, ()), listener)
+        readers = self._readers.get(name)
+        if readers is None:
+            self._readers[name] = {listener}
+            self._touch(name)
+        else:
+            readers.add(listener)
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._run(), name="penstock-subscriber")
+
     def close(self, subscription: Subscription) -> None:
-        """End a subscription; the channel's last one unsubscribes. Repeating it is harmless."""
+        """End a subscription; see :meth:`detach`."""
         subscription.close()
-        readers = self._readers.get(subscription.channel)
+        self.detach(subscription)
+
+    def detach(self, listener: Listener) -> None:
+        """Forget a listener; the channel's last one unsubscribes. Repeating it is harmless."""
+        readers = self._readers.get(listener.channel)
         if readers is None:
             return
-        readers.discard(subscription)
-        if subscription.request_id is not None:
-            self._leave_inbox(subscription.channel, subscription.request_id, subscription)
+        readers.discard(listener)
+        if listener.request_id is not None:
+            self._leave_inbox(listener.channel, listener.request_id, listener)
         if not readers:
-            del self._readers[subscription.channel]
-            self._touch(subscription.channel)
+            del self._readers[listener.channel]
+            self._touch(listener.channel)
 
-    def _leave_inbox(self, channel: bytes, request_id: bytes, subscription: Subscription) -> None:
+    def _leave_inbox(self, channel: bytes, request_id: bytes, listener: Listener) -> None:
         inbox = self._inboxes.get(channel, {})
-        readers = inbox.get(request_id, set())
-        readers.discard(subscription)
-        if not readers:
+        others = tuple(one for one in inbox.get(request_id, ()) if one is not listener)
+        if others:
+            inbox[request_id] = others
+        else:
             inbox.pop(request_id, None)
         if not inbox:
             self._inboxes.pop(channel, None)
@@ -120,10 +161,9 @@ class Subscriber:
         if task is not None:
             task.cancel()
             await asyncio.wait([task])
-        for readers in self._readers.values():
-            for subscription in readers:
-                subscription.fail(RuntimeError("this producer is closed"))
-                subscription.close()
+        for listener in [one for readers in self._readers.values() for one in readers]:
+            listener.fail(RuntimeError("this producer is closed"))
+            listener.close()
 
     def _touch(self, channel: bytes) -> None:
         self._changed.add(channel)
@@ -219,16 +259,16 @@ class Subscriber:
                 if inbox is not None:
                     _deliver(inbox, data)
                     continue
-                for subscription in self._readers.get(channel, ()):
-                    subscription.push(data)
+                for listener in self._readers.get(channel, ()):
+                    listener.push(data)
                 continue
             connection.answered()
             if kind == b"subscribe":
                 self._pause_s = _BACKOFF_S[0]
                 if channel in self._sent:  # not since unsubscribed
                     self._confirmed.add(channel)
-                for subscription in self._readers.get(channel, ()):
-                    subscription.fall_behind()
+                for listener in self._readers.get(channel, ()):
+                    listener.fall_behind()
 
     def _handle_refusal(
         self, error: ResponseError, command: str, channels: Sequence[bytes]
@@ -252,19 +292,19 @@ class Subscriber:
         for channel in channels:
             self._sent.discard(channel)
             self._inboxes.pop(channel, None)
-            for subscription in self._readers.pop(channel, ()):
-                subscription.fail(RedisUnavailable(text))
-                subscription.close()
+            for listener in self._readers.pop(channel, ()):
+                listener.fail(RedisUnavailable(text))
+                listener.close()
 
 
-def _deliver(inbox: Mapping[bytes, Collection[Subscription]], message: bytes) -> None:
+def _deliver(inbox: Mapping[bytes, Collection[Listener]], message: bytes) -> None:
     """Deliver the events of one inbox message to their readers.
 
     Malformed messages are dropped: anyone may publish, and the log has what a reader misses.
     """
     try:
         for request_id, event in unpack_letter(message):
-            for subscription in inbox.get(request_id, ()):
-                subscription.push(event)
+            for listener in inbox.get(request_id, ()):
+                listener.push(event)
     except ProtocolError:
         _log.warning("a message in an inbox is malformed: %r", message[:80])

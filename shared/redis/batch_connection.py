@@ -10,12 +10,13 @@ from redis.exceptions import ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from .cluster import Route
+from .exchanger import Exchanger
 from .opening import open_pool
 
 __all__ = ["BatchConnection"]
 
 
-class BatchConnection:
+class BatchConnection(Exchanger):
     """One connection, one batch of commands at a time.
 
     It does less per batch than ``redis.asyncio.Redis``. It takes no connection from a pool and
@@ -40,15 +41,7 @@ class BatchConnection:
         self._free = asyncio.Lock()
 
     async def exchange(self, commands: Sequence[bytes]) -> list[Any]:
-        """Send commands together and return their replies; an error reply is returned, not raised.
-
-        Args:
-            commands: encoded, see :mod:`.resp`.
-
-        Raises:
-            redis.exceptions.ConnectionError, redis.exceptions.TimeoutError, OSError: what the
-                commands did is unknown.
-        """
+        """See :class:`Exchanger`."""
         connection, replies = self._connection, []
         async with self._free:
             try:

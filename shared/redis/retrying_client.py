@@ -23,6 +23,7 @@ from .address import describe_address
 from .cluster import Route, follow_moved
 from .opening import open_client
 from .server_check import check_server
+from .shared_connection import SharedConnection
 from .unavailable import refused_command, unavailable
 
 __all__ = ["RetryingClient", "check_loop"]
@@ -45,6 +46,10 @@ class RetryingClient:
             may name any node, but a client must be connected to the node that serves the shard.
         socket_timeout_s: for a URL: limit on connecting and on each reply.
         outage_s: how long to retry commands while the server is unreachable.
+
+    Attributes:
+        redis: the client.
+        shared: one more connection, for commands that are many.
 
     Raises:
         ConfigurationError: the URL is malformed, or the client decodes responses or belongs to a
@@ -69,6 +74,7 @@ class RetryingClient:
                 "the Redis client decodes responses, but penstock's payloads are binary; "
                 "make it without decode_responses"
             )
+        self.shared = SharedConnection(redis)
         self._slots = asyncio.Semaphore(_CONCURRENT_COMMANDS)
         self._closed = False
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -153,6 +159,7 @@ class RetryingClient:
     async def aclose(self) -> None:
         """Refuse further commands, and close the connections unless they are the caller's."""
         self._closed = True
+        await self.shared.aclose()
         if self._owned:
             await self.redis.aclose()
 

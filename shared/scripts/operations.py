@@ -15,7 +15,7 @@ import msgpack
 from ..errors import IdConflict, QueueFull
 from ..keys import Keys
 from ..protocol import Lane, Reason, Request, State
-from ..redis.batch_connection import BatchConnection
+from ..redis.exchanger import Exchanger
 from .operator_operations import OperatorOperations
 from .replies import (
     Append,
@@ -78,7 +78,7 @@ class Operations(OperatorOperations):
 
     def __init__(
         self,
-        redis: Pipelined | BatchConnection,
+        redis: Pipelined | Exchanger,
         keys: Keys,
         *,
         retention_ms: int = 600_000,

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from ..keys import Keys
 from ..protocol import State
 from ..protocol.field_types import Name
-from ..redis.batch_connection import BatchConnection
+from ..redis.exchanger import Exchanger
 from .replies import DeadLetter, RedriveReply, read_dead_letter
 from .script_loader import Pipelined, Script, load_script
 from .shard_scripts import ShardScripts
@@ -32,7 +32,7 @@ class OperatorOperations(ShardScripts):
 
     def __init__(
         self,
-        redis: Pipelined | BatchConnection,
+        redis: Pipelined | Exchanger,
         keys: Keys,
         *,
         retention_ms: int = 600_000,

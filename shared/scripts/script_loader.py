@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from redis.exceptions import NoScriptError, ResponseError
 
-from ..redis.batch_connection import BatchConnection
+from ..redis.exchanger import Exchanger
 from ..redis.resp import Argument, KeyPair, encode
 from .script_header import Header, Value
 
@@ -165,9 +165,7 @@ class Pipelined(Protocol):
         """A pipeline of commands."""
 
 
-async def run_calls(
-    redis: Pipelined | BatchConnection, calls: Sequence[Call | Command]
-) -> list[Any]:
+async def run_calls(redis: Pipelined | Exchanger, calls: Sequence[Call | Command]) -> list[Any]:
     """Run calls in one round trip; send those the server has forgotten again by source.
 
     After SCRIPT FLUSH or a restart a call answers NOSCRIPT and has done nothing; only such calls
@@ -189,9 +187,9 @@ async def run_calls(
 
 
 async def _run(
-    redis: Pipelined | BatchConnection, calls: Sequence[Call | Command], *, by_source: bool
+    redis: Pipelined | Exchanger, calls: Sequence[Call | Command], *, by_source: bool
 ) -> list[Any]:
-    if isinstance(redis, BatchConnection):
+    if isinstance(redis, Exchanger):
         return await redis.exchange([call.wire(by_source=by_source) for call in calls])
     return await run_commands(redis, [call.command(by_source=by_source) for call in calls])
 

@@ -7,7 +7,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 from ..keys import Keys
-from ..redis.batch_connection import BatchConnection
+from ..redis.exchanger import Exchanger
 from ..redis.resp import KeyPair
 from .replies import accepted
 from .script_header import Value
@@ -31,7 +31,7 @@ class ShardScripts:
 
     def __init__(
         self,
-        redis: Pipelined | BatchConnection,
+        redis: Pipelined | Exchanger,
         keys: Keys,
         *,
         load: Callable[[str], Script] = load_script,

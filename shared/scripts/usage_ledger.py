@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from ..keys import Keys
-from ..redis.batch_connection import BatchConnection
+from ..redis.exchanger import Exchanger
 from .replies import accepted
 from .script_loader import Command, Pipelined, run_calls
 
@@ -89,7 +89,7 @@ def day_number(day: datetime.date) -> int:
 
 
 async def read_ledger(
-    redis: Pipelined | BatchConnection, keys: Keys, days: Iterable[datetime.date]
+    redis: Pipelined | Exchanger, keys: Keys, days: Iterable[datetime.date]
 ) -> list[UsageRow]:
     """The ledgers of these days, in one round trip; a row that was damaged by hand is left out.
 

@@ -119,7 +119,7 @@ class LimitScripts:
 
     async def _send(self, name: str, calls: Sequence[Call]) -> list[Any]:
         async def send() -> list[Any]:
-            replies = await run_calls(self._client.redis, calls)
+            replies = await run_calls(self._client.shared, calls)
             for reply in replies:
                 accepted(name, reply)
             return replies

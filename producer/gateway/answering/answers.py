@@ -4,13 +4,16 @@ Nothing is sent before something is known: the status waits for the first event,
 request, or for the first keep-alive comment. So a request that a worker refuses at once gets its
 own status, also where a stream was asked for.
 
-A client that leaves is noticed at once. What becomes of its request is decided by ``on_leave``.
+An answer has one task, which sleeps from the first event to the last: tokens are written to the
+connection by the callback that brings them. A client that leaves is noticed at once. What becomes
+of its request is decided by ``on_leave``.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Protocol
 
@@ -20,10 +23,12 @@ from starlette.types import Receive, Scope, Send
 from penstock.shared.errors import PenstockError
 from penstock.shared.protocol import Chunk, End
 
+from ...choices import gather_choices
 from ...results import Result
-from ...stream import TokenStream
 from ..api_errors import ApiError, error_of, error_response
+from .connection import Connection, connection_of
 from .open_answers import OpenAnswers
+from .output import Output
 from .sse import HEADERS, KEEP_ALIVE
 
 __all__ = ["CLIENT_LEFT", "EventWriter", "StreamedAnswer", "WholeAnswer"]
@@ -55,11 +60,11 @@ class EventWriter(Protocol):
         """The event that ends a stream without success."""
 
 
-class _Answer(Response):
+class _Answer(Response, ABC):
     """What both kinds of answers share.
 
     Args:
-        stream: the request's output.
+        output: the request's output.
         answers: the open answers of the process.
         on_leave: what to do when the client left before the end.
         on_done: what to do in any case, at the end; repeating it is harmless.
@@ -68,7 +73,7 @@ class _Answer(Response):
 
     def __init__(
         self,
-        stream: TokenStream,
+        output: Output,
         *,
         answers: OpenAnswers,
         on_leave: _Leave,
@@ -76,57 +81,106 @@ class _Answer(Response):
         headers: Mapping[str, str],
     ) -> None:
         super().__init__()
-        self._stream = stream
+        self._output = output
         self._answers = answers
         self._on_leave = on_leave
         self._on_done = on_done
-        self._extra = dict(headers)
+        self._extra = headers
         self._left = False
-        self._ended_early = False
-        self._closing: asyncio.Task[None] | None = None
+        self._end: End | None = None
+        self._failure: Exception | None = None
+        self._waiter: asyncio.Future[None] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        watcher = asyncio.create_task(self._watch(receive))
+        connection = connection_of(scope)
         self._answers.add(self)
+        connection.listen(self)
         try:
+            if not self._is_over():
+                self._output.start(self)
             await self._answer(scope, receive, send)
             if self._left:
                 scope[CLIENT_LEFT] = True
                 await self._on_leave()
         except PenstockError as error:
-            _log.warning("the request %s of a client that left: %s", self._stream.id, error)
+            _log.warning("the request %s of a client that left: %s", self._output.feed.id, error)
         finally:
-            watcher.cancel()
+            connection.listen(None)
             self._answers.remove(self)
-            await self._stream.aclose()
+            self._output.feed.close()
             await self._on_done()
+
+    @abstractmethod
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the answer."""
+
+    @abstractmethod
+    def on_chunk(self, chunk: Chunk) -> None:
+        """See :class:`...reading.feed.FeedReader`."""
+
+    def on_end(self, end: End) -> None:
+        """See :class:`...reading.feed.FeedReader`."""
+        self._end = end
+        self._wake()
+
+    def on_failure(self, error: Exception) -> None:
+        """See :class:`...reading.feed.FeedReader`."""
+        self._failure = error
+        self._wake()
+
+    def on_lost(self) -> None:
+        """See :class:`.connection.ConnectionListener`."""
+        self._left = True
+        self._output.feed.close()
+        self._wake()
+
+    def on_full(self) -> None:
+        """See :class:`.connection.ConnectionListener`."""
+        self._output.feed.pause()
+
+    def on_free(self) -> None:
+        """See :class:`.connection.ConnectionListener`."""
+        self._output.feed.resume()
+
+    def end_early(self) -> None:
+        """See :class:`.open_answers.OpenAnswer`."""
+        if not self._is_over():
+            feed = self._output.feed
+            message = (
+                f"the gateway ends; the request goes on: GET /v1/streams/{feed.id}"
+                f"?from={feed.index} at another one"
+            )
+            self._failure = ApiError(503, message, "gateway_shutdown", retry_after_s=1)
+            feed.close()
+            self._wake()
+
+    def tick(self, keep_alive_after: int) -> None:
+        """See :class:`.open_answers.OpenAnswer`."""
+
+    def _is_over(self) -> bool:
+        return self._left or self._end is not None or self._failure is not None
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def _sleep(self) -> None:
+        self._waiter = asyncio.get_running_loop().create_future()
+        await self._waiter
+
+    def _error(self) -> ApiError | None:
+        """The error that the output ended with."""
+        error = self._failure
+        if error is None or isinstance(error, ApiError):
+            return error
+        if isinstance(error, PenstockError):
+            return error_of(error, _NAMES)
+        return ApiError(500, "an internal error", "internal_error")
 
     async def _settle(self) -> None:
         """Be done before the last byte: its client may ask for more as soon as it has that."""
-        if self._stream.end is not None:
+        if self._end is not None:
             await self._on_done()
-
-    def end_early(self) -> None:
-        """Close the stream, because the gateway ends; the client is told where to resume."""
-        self._ended_early = True
-        self._closing = asyncio.create_task(self._stream.aclose())
-
-    def _shutdown_error(self) -> ApiError:
-        message = (
-            f"the gateway ends; the request goes on: GET /v1/streams/{self._stream.id}"
-            f"?from={self._stream.index} at another one"
-        )
-        return ApiError(503, message, "gateway_shutdown", retry_after_s=1)
-
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        raise NotImplementedError
-
-    async def _watch(self, receive: Receive) -> None:
-        """Close the stream when the client leaves: its reader sees the end of the iteration."""
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        self._left = True
-        await self._stream.aclose()
 
     async def _fail(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
         await error_response(error, self._extra)(scope, receive, send)
@@ -136,14 +190,14 @@ class StreamedAnswer(_Answer):
     """The output as server-sent events.
 
     Args:
-        stream: the request's output; its timeout is the longest silence.
+        output: the request's output.
         writer: makes the events.
         answers, on_leave, on_done, headers: see :class:`_Answer`.
     """
 
     def __init__(
         self,
-        stream: TokenStream,
+        output: Output,
         writer: EventWriter,
         *,
         answers: OpenAnswers,
@@ -152,82 +206,99 @@ class StreamedAnswer(_Answer):
         headers: Mapping[str, str],
     ) -> None:
         super().__init__(
-            stream, answers=answers, on_leave=on_leave, on_done=on_done, headers=headers
+            output, answers=answers, on_leave=on_leave, on_done=on_done, headers=headers
         )
         self._writer = writer
-        self._started = False
-        self._began = 0.0
+        self._pending: list[bytes] = []
+        self._connection: Connection | None = None  # once the head is sent
+        self._silent_ticks = 0
+
+    def on_chunk(self, chunk: Chunk) -> None:
+        """Write its events."""
+        self._write(self._writer.chunk(chunk))
+
+    def tick(self, keep_alive_after: int) -> None:
+        """Write a comment after a long silence."""
+        self._silent_ticks += 1
+        if self._silent_ticks > keep_alive_after:
+            self._write(KEEP_ALIVE)
+
+    def _write(self, data: bytes) -> None:
+        if not data:
+            return
+        self._silent_ticks = 0
+        if self._connection is None:
+            self._pending.append(data)
+            self._wake()
+        else:
+            self._connection.write_body(data)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        metrics = self._answers.metrics
-        self._began = asyncio.get_running_loop().time()
-        first = self._stream.index
+        metrics, feed = self._answers.metrics, self._output.feed
+        began, first = asyncio.get_running_loop().time(), self._output.index
         metrics.open_streams.inc()
         try:
-            await self._pump(send)
-        except PenstockError as error:
-            await self._break(error_of(error, _NAMES), scope, receive, send)
-        except ApiError as error:
-            await self._break(error, scope, receive, send)
+            last = b""
+            if not self._pending and not self._is_over():
+                await self._sleep()
+            if not self._pending and not self._left:
+                try:
+                    last = self._last()
+                except ApiError as error:
+                    await self._settle()
+                    await self._fail(error, scope, receive, send)
+                    return
+            metrics.first_token.observe(asyncio.get_running_loop().time() - began)
+            await send({"type": "http.response.start", "status": 200, "headers": self._head()})
+            self._connection = connection_of(scope)
+            if self._pending:
+                self._connection.write_body(b"".join(self._pending))
+                self._pending.clear()
+            if not self._is_over():
+                await self._sleep()
+            await self._settle()
+            if not self._left:
+                last = last or self._last_or_error()
+                await send({"type": "http.response.body", "body": last, "more_body": False})
         finally:
             metrics.open_streams.dec()
-            metrics.stream_tokens.inc(self._stream.index - first)
+            metrics.stream_tokens.inc(max(0, feed.index - first))
 
-    async def _pump(self, send: Send) -> None:
-        stream, writer = self._stream, self._writer
-        while True:
-            try:
-                data = writer.chunk(await anext(stream))
-                if stream.buffered:
-                    parts = [data]
-                    while stream.buffered:
-                        parts.append(writer.chunk(await anext(stream)))
-                    data = b"".join(parts)
-            except TimeoutError:
-                data = KEEP_ALIVE
-            except StopAsyncIteration:
-                break
-            if data:
-                await self._send(data, send)
-        if self._ended_early and stream.end is None:
-            raise self._shutdown_error()
-        await self._settle()
-        if stream.end is not None and not self._left:
-            await self._send(writer.end(stream.end), send, last=True)
+    def _head(self) -> list[tuple[bytes, bytes]]:
+        extra = [(k.encode("latin-1"), v.encode("latin-1")) for k, v in self._extra.items()]
+        return [*HEADERS, *extra]
 
-    async def _send(self, data: bytes, send: Send, *, last: bool = False) -> None:
-        if not self._started:
-            self._started = True
-            now = asyncio.get_running_loop().time()
-            self._answers.metrics.first_token.observe(now - self._began)
-            headers = [
-                (name.encode("latin-1"), value.encode("latin-1"))
-                for name, value in {**HEADERS, **self._extra}.items()
-            ]
-            await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": data, "more_body": not last})
+    def _last(self) -> bytes:
+        """The last events.
 
-    async def _break(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._left:
-            return
-        if self._started:
-            await self._send(self._writer.error(error), send, last=True)
-        else:
-            await self._fail(error, scope, receive, send)
+        Raises:
+            ApiError: there is no success.
+        """
+        error = self._error()
+        if error is not None:
+            raise error
+        assert self._end is not None
+        return self._writer.end(self._end)
+
+    def _last_or_error(self) -> bytes:
+        try:
+            return self._last()
+        except ApiError as error:
+            return self._writer.error(error)
 
 
 class WholeAnswer(_Answer):
     """The output as one JSON object, after the request's end.
 
     Args:
-        stream: the request's output; its timeout is the longest silence.
+        output: the request's output.
         build: makes the body of a completed request; raises ApiError for any other.
         answers, on_leave, on_done, headers: see :class:`_Answer`.
     """
 
     def __init__(
         self,
-        stream: TokenStream,
+        output: Output,
         build: Callable[[Result], bytes],
         *,
         answers: OpenAnswers,
@@ -236,31 +307,38 @@ class WholeAnswer(_Answer):
         headers: Mapping[str, str],
     ) -> None:
         super().__init__(
-            stream, answers=answers, on_leave=on_leave, on_done=on_done, headers=headers
+            output, answers=answers, on_leave=on_leave, on_done=on_done, headers=headers
         )
         self._build = build
+        self._chunks: list[Chunk] = []
+
+    def on_chunk(self, chunk: Chunk) -> None:
+        """Keep it."""
+        self._chunks.append(chunk)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if not self._is_over():
+            await self._sleep()
+        await self._settle()
+        if self._left:
+            return
         try:
-            result = await self._collect()
-            await self._settle()
-            if result is None:
-                return
-            body = self._build(result)
-        except PenstockError as error:
-            await self._fail(error_of(error), scope, receive, send)
+            body = self._build(self._result())
         except ApiError as error:
             await self._fail(error, scope, receive, send)
         else:
-            response = Response(body, headers=self._extra, media_type="application/json")
+            response = Response(body, headers=dict(self._extra), media_type="application/json")
             await response(scope, receive, send)
 
-    async def _collect(self) -> Result | None:
-        try:
-            return await self._stream.collect()
-        except PenstockError:
-            if self._left:
-                return None
-            if self._ended_early:
-                raise self._shutdown_error() from None
-            raise
+    def _result(self) -> Result:
+        error = self._error()
+        if error is not None:
+            raise error
+        chunks, end = self._chunks, self._end
+        assert end is not None
+        return Result(
+            id=self._output.feed.id,
+            choices=gather_choices(chunks, end),
+            end=end,
+            prompt_logprobs=chunks[0].prompt_logprobs if chunks else (),
+        )

@@ -21,7 +21,7 @@ from ..api_errors import ApiError, error_of
 from ..documented import with_errors
 from ..gateway import Gateway, last_event_id, read_index
 from ..model_directory import Shard
-from .answers import EventWriter, StreamedAnswer
+from .answers import EventWriter
 
 __all__ = ["MakeWriter", "note_of", "stream_routes"]
 
@@ -65,17 +65,7 @@ def stream_routes(gateway: Gateway, writers: dict[str, MakeWriter]) -> APIRouter
             message = f"the request {request_id!r} did not come through a gateway"
             raise ApiError(404, message, "request_not_found")
         writer, first = await make_writer(shard, status, note, start)
-        stream = shard.producer.stream(
-            status.id, from_index=first, timeout=gateway.settings.keep_alive_s
-        )
-        return StreamedAnswer(
-            stream,
-            writer,
-            answers=gateway.answers,
-            on_leave=_nothing,
-            on_done=_nothing,
-            headers={"x-request-id": status.id},
-        )
+        return gateway.replay(shard, status.id, writer, first)
 
     @router.delete("/v1/streams/{request_id}", responses=with_errors())
     async def cancel_stream(request: Request, request_id: str) -> Response:
@@ -87,10 +77,6 @@ def stream_routes(gateway: Gateway, writers: dict[str, MakeWriter]) -> APIRouter
         )
 
     return router
-
-
-async def _nothing() -> None:
-    """Who only reads decides nothing."""
 
 
 async def _find(gateway: Gateway, request: Request, request_id: str) -> tuple[Shard, Status]:

@@ -15,7 +15,7 @@ from penstock.shared.protocol import State
 from penstock.shared.protocol.states import TERMINAL_STATES
 
 from ...results import Result, Status
-from ..answering.answers import EventWriter, StreamedAnswer
+from ..answering.answers import EventWriter
 from ..answering.stored_answers import MakeWriter, note_of
 from ..api_errors import ApiError, error_of, invalid
 from ..documented import json_answer, json_body, with_errors
@@ -130,6 +130,7 @@ class _Responses:
             return gateway.stream(submission, ResponseWriter(head, submission.start - 1),
                                   reads_all=True)  # fmt: skip
         if background:
+            submission.output.feed.close()
             await submission.admission.release()
             return JSONResponse(
                 response_object(head, State.QUEUED), headers={"x-request-id": submission.id}
@@ -150,15 +151,7 @@ class _Responses:
             return JSONResponse(whole, headers={"x-request-id": status.id})
         given = request.query_params.get("starting_after")
         after = -1 if given is None else read_index(given, "starting_after")
-        stream = shard.producer.stream(status.id, timeout=self._gateway.settings.keep_alive_s)
-        return StreamedAnswer(
-            stream,
-            ResponseWriter(head, after),
-            answers=self._gateway.answers,
-            on_leave=_nothing,
-            on_done=_nothing,
-            headers={"x-request-id": status.id},
-        )
+        return self._gateway.replay(shard, status.id, ResponseWriter(head, after))
 
     async def cancel(self, request: Request, response_id: str) -> Response:
         """Stop a background response."""
@@ -259,7 +252,3 @@ async def _object(shard: Shard, status: Status, head: ResponseHead) -> dict[str,
         return response_object(head, status.state)
     result = await shard.producer.result(status.id, check=False)
     return response_object(head, result.state, result.end, result.text)
-
-
-async def _nothing() -> None:
-    """Who only reads decides nothing."""

@@ -1,15 +1,17 @@
-"""HTTP connections with bounds on the size and the time of a request's head.
+"""HTTP connections with bounds on a request's head, which answers can write to directly.
 
-uvicorn has neither for httptools: a client that opens a connection and sends a byte a minute would
-hold it for ever, and a head may be of any size.
+uvicorn has no such bounds for httptools: a client that opens a connection and sends a byte a minute
+would hold it for ever, and a head may be of any size.
 """
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from ..answering.connection import CONNECTION, ConnectionListener
 
 __all__ = ["guarded_protocol"]
 
@@ -30,6 +32,29 @@ def guarded_protocol(head_timeout_s: float) -> type[asyncio.Protocol]:
             super().__init__(*arguments, **options)
             self._head_timer: asyncio.TimerHandle | None = None
             self._head_bytes = 0
+            self._listener: ConnectionListener | None = None
+            self._is_lost = False
+
+        def listen(self, listener: ConnectionListener | None) -> None:
+            """See :class:`..answering.connection.Connection`."""
+            self._listener = listener
+            if listener is not None and self._is_lost:
+                listener.on_lost()
+
+        def write_body(self, data: bytes) -> None:
+            """See :class:`..answering.connection.Connection`."""
+            # uvicorn sends every body without a declared length in chunks (RFC 9112, section 7.1).
+            self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            if self._listener is not None:
+                self._listener.on_full()
+
+        def resume_writing(self) -> None:
+            super().resume_writing()
+            if self._listener is not None:
+                self._listener.on_free()
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
@@ -38,6 +63,9 @@ def guarded_protocol(head_timeout_s: float) -> type[asyncio.Protocol]:
         def connection_lost(self, exc: Exception | None) -> None:
             self._end_head()
             super().connection_lost(exc)
+            self._is_lost = True
+            if self._listener is not None:
+                self._listener.on_lost()
 
         def data_received(self, data: bytes) -> None:
             if self._head_timer is not None:
@@ -50,6 +78,7 @@ def guarded_protocol(head_timeout_s: float) -> type[asyncio.Protocol]:
 
         def on_message_begin(self) -> None:
             super().on_message_begin()
+            cast(dict[str, Any], self.scope)[CONNECTION] = self
             if self._head_timer is None:
                 self._begin_head()
 

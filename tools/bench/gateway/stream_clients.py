@@ -9,6 +9,7 @@ from collections.abc import Sequence
 __all__ = ["StreamClient", "open_streams"]
 
 _TOKEN = b'"text":"'
+_LAST_CHUNK = b"\r\n0\r\n\r\n"
 _AT_ONCE = 64
 
 
@@ -21,7 +22,7 @@ class StreamClient(asyncio.Protocol):
         first_at: when the first token came; None before.
         closed: the connection has ended.
         refused: it got another status than 200.
-        first: set at the first token, or at the end of the connection.
+        done: set at the end of an answer, or of the connection.
     """
 
     def __init__(self, model: str, max_tokens: int) -> None:
@@ -33,13 +34,23 @@ class StreamClient(asyncio.Protocol):
         ) + data
         self._loop = asyncio.get_running_loop()
         self._tail = b""
+        self._is_new = True
         self._transport: asyncio.Transport | None = None
         self.tokens = 0
         self.started_at = self._loop.time()
         self.first_at: float | None = None
         self.closed = False
         self.refused = False
-        self.first = asyncio.Event()
+        self.done = asyncio.Event()
+
+    def ask_again(self) -> None:
+        """Send the same request on the same connection; the last answer must have ended."""
+        assert self._transport is not None
+        self._tail, self._is_new = b"", True
+        self.tokens, self.first_at = 0, None
+        self.done.clear()
+        self.started_at = self._loop.time()
+        self._transport.write(self._request)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Send the request."""
@@ -49,21 +60,23 @@ class StreamClient(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Count."""
-        if not self._tail and not data.startswith(b"HTTP/1.1 200"):
+        if self._is_new and not data.startswith(b"HTTP/1.1 200"):
             self.refused = True
+        self._is_new = False
         data = self._tail + data
         found = data.count(_TOKEN)
         self._tail = data[1 - len(_TOKEN) :]
         if found and self.first_at is None:
             self.first_at = self._loop.time()
-            self.first.set()
         self.tokens += found
+        if data.endswith(_LAST_CHUNK):
+            self.done.set()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Note it."""
         del exc
         self.closed = True
-        self.first.set()
+        self.done.set()
 
     def close(self) -> None:
         """Leave."""
