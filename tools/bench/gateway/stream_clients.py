@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
+from typing import cast
 
 __all__ = ["StreamClient", "open_streams"]
 
@@ -54,9 +55,8 @@ class StreamClient(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Send the request."""
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-        transport.write(self._request)
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass of it
+        self._transport.write(self._request)
 
     def data_received(self, data: bytes) -> None:
         """Count."""
