@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, Self
 
 from redis.asyncio import Redis
@@ -195,7 +195,6 @@ class Producer(EncoderClient):
             IdConflict: the id was used with another payload; nothing was stored.
             RedisUnavailable: see the class.
         """
-        generated = id is None
         request = Request.build(
             id=uuid.uuid4().hex if id is None else id,
             prompt=prompt,
@@ -205,8 +204,9 @@ class Producer(EncoderClient):
             **options,
         )
         submitted = await self.send(request, note=note, attend=attend)
-        # A generated id can only be a duplicate of this call's own lost first attempt.
-        return replace(submitted, duplicate=False) if generated else submitted
+        if id is None:  # it can only be a duplicate of this call's own lost first attempt
+            return replace(submitted, duplicate=False)
+        return submitted
 
     async def send(self, request: Request, *, note: bytes = b"", attend: bool = False) -> Submitted:
         """Submit a request that is built already; see :meth:`submit`."""
@@ -220,14 +220,7 @@ class Producer(EncoderClient):
                 reader_grace_ms=_FIRST_GRACES * self._grace_ms if attend else 0,
             )
         )
-        return Submitted(
-            id=request.id,
-            duplicate=reply.duplicate,
-            state=reply.state,
-            n=reply.n,
-            waiting=reply.waiting,
-            accepted_at=reply.accepted_at,
-        )
+        return Submitted(id=request.id, **asdict(reply))
 
     def time_left_ms(self, request: Request) -> int:
         """How long a request that is accepted now may wait for a worker."""

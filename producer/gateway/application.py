@@ -40,14 +40,30 @@ from .service_pages import service_routes
 from .tokenize_pages import tokenize_routes
 from .usage_page import usage_routes
 
-__all__ = ["create_app"]
+__all__ = ["GatewayApp", "create_app"]
 
 _log = logging.getLogger("penstock.gateway")
 
 _CLIENT_LEFT = 499
 
 
-def create_app(settings: Settings, access: Access | None = None) -> FastAPI:
+class GatewayApp:
+    """The app as a server calls it.
+
+    Attributes:
+        gateway: its parts.
+    """
+
+    def __init__(self, app: ASGIApp, gateway: Gateway) -> None:
+        self._app = app
+        self.gateway = gateway
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request, or live through the server's life."""
+        await self._app(scope, receive, send)
+
+
+def create_app(settings: Settings, access: Access | None = None) -> GatewayApp:
     """Make the gateway's app; its lifespan connects to Redis.
 
     Args:
@@ -80,29 +96,33 @@ def create_app(settings: Settings, access: Access | None = None) -> FastAPI:
         docs_url=None,  # these pages load scripts from elsewhere
         redoc_url=None,
     )
-    app.include_router(service_routes(gateway))
-    app.include_router(usage_routes(door, settings))
-    app.include_router(openai_routes(gateway))
-    app.include_router(response_routes(gateway))
-    app.include_router(encoder_routes(gateway))
-    app.include_router(tokenize_routes(gateway))
     writers = {**openai_writers(), **response_writers()}
-    app.include_router(stream_routes(gateway, writers))
-    app.include_router(file_routes(gateway, batches))
-    app.include_router(batch_routes(gateway, batches))
+    routers = [
+        service_routes(gateway),
+        usage_routes(door, settings),
+        openai_routes(gateway),
+        response_routes(gateway),
+        encoder_routes(gateway),
+        tokenize_routes(gateway),
+        stream_routes(gateway, writers),
+        file_routes(gateway, batches),
+        batch_routes(gateway, batches),
+    ]
+    for router in routers:
+        app.include_router(router)
     _handle_errors(app)
-    app.add_middleware(_DirectRoutes, routes=[route for route in app.routes if _is_direct(route)])
+    direct = [route for router in routers for route in router.routes if _is_direct(route)]
+    # Around FastAPI's own layers, not among them: direct routes pass none of those.
+    outer: ASGIApp = _DirectRoutes(app, direct)
     if settings.gateway.cors_origins is not None:
-        app.add_middleware(
-            CORSMiddleware,
+        outer = CORSMiddleware(
+            outer,
             allow_origins=[part.strip() for part in settings.gateway.cors_origins.split(",")],
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
             expose_headers=["*"],
         )
-    app.add_middleware(_Envelope, metrics=gateway.metrics)
-    app.state.gateway = gateway
-    return app
+    return GatewayApp(_Envelope(outer, gateway.metrics), gateway)
 
 
 class _Envelope:
@@ -165,7 +185,7 @@ class _DirectRoutes:
         scope["route"] = route
         try:
             response: Response = await route.endpoint(Request(scope, receive))
-        except (ApiError, PenstockError, ClientDisconnect) as error:
+        except Exception as error:
             response = _response_of(error)
         await response(scope, receive, send)
 
@@ -175,7 +195,10 @@ def _response_of(error: Exception) -> Response:
         return error_response(error)
     if isinstance(error, PenstockError):
         return error_response(error_of(error))
-    return Response(status_code=_CLIENT_LEFT)
+    if isinstance(error, ClientDisconnect):
+        return Response(status_code=_CLIENT_LEFT)
+    _log.error("an endpoint failed", exc_info=error)
+    return error_response(ApiError(500, "an internal error", "internal_error"))
 
 
 def _handle_errors(app: FastAPI) -> None:

@@ -180,6 +180,8 @@ class ModelDirectory:
         now = asyncio.get_running_loop().time()
         for shard in shards:
             if now - shard.checked_at > _FRESH_S:
+                if shard.workers:
+                    shard.checked_at = now  # others need not look meanwhile
                 await shard.look()
 
     async def _scan(self) -> None:

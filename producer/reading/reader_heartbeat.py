@@ -18,7 +18,6 @@ __all__ = ["ReaderHeartbeat", "Registration"]
 
 _log = logging.getLogger(__name__)
 
-_IDS_PER_CALL = 256
 _BEATS_PER_GRACE = 3
 
 
@@ -105,14 +104,12 @@ class ReaderHeartbeat:
                 continue
 
     async def _send(self, ids: list[str]) -> None:
-        for start in range(0, len(ids), _IDS_PER_CALL):
-            page = ids[start : start + _IDS_PER_CALL]
-            try:
-                await self._client.call(
-                    lambda page=page: self._operations.reader_heartbeat(  # type: ignore[misc]
-                        page, grace_ms=self._grace_ms
-                    )
-                )
-            except PenstockError as error:
-                # The next beat tries again; the grace bounds how long that may go on.
-                _log.warning("could not report %d readers to Redis: %s", len(page), error)
+        if not ids:
+            return
+        try:
+            await self._client.call(
+                lambda: self._operations.reader_heartbeat(ids, grace_ms=self._grace_ms)
+            )
+        except PenstockError as error:
+            # The next beat tries again; the grace bounds how long that may go on.
+            _log.warning("could not report %d readers to Redis: %s", len(ids), error)

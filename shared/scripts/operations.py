@@ -56,6 +56,7 @@ __all__ = [
 
 
 _RETRY_AFTER_MS = 1000
+_IDS_PER_CALL = 256
 
 DAY_MS = 86_400_000
 """A day of the usage ledger, which is one of UTC."""
@@ -182,7 +183,7 @@ class Operations(OperatorOperations):
         """Say that these requests have a reader, which says so again within the grace.
 
         Args:
-            ids: at most 256.
+            ids: any number; they go in one round trip, 256 a script.
             grace_ms: how long the reader counts as there.
 
         Returns:
@@ -191,8 +192,15 @@ class Operations(OperatorOperations):
         Raises:
             RedisUnavailable: the server refuses.
         """
-        reply = await self._one("reader_heartbeat", grace_ms=grace_ms, ids=ids)
-        return [bool(matters) for matters in reply]
+        replies = await self.run(
+            [
+                self._call("reader_heartbeat", grace_ms=grace_ms, ids=ids[at : at + _IDS_PER_CALL])
+                for at in range(0, len(ids), _IDS_PER_CALL)
+            ]
+        )
+        for reply in replies:
+            accepted("reader_heartbeat", reply)
+        return [bool(matters) for reply in replies for matters in reply]
 
     async def register(self, *, lease_ms: int, rolling: bool) -> str | None:
         """Say, before the first claim, which model this worker serves.

@@ -12,7 +12,6 @@ import uvicorn
 from penstock.shared.settings import Settings
 
 from ..application import create_app
-from ..gateway import Gateway
 from .guarded_protocol import guarded_protocol
 
 __all__ = ["GatewayServer"]
@@ -53,7 +52,7 @@ class GatewayServer(uvicorn.Server):
                 ssl_keyfile=options.tls_key,
             )
         )
-        self._gateway: Gateway = app.state.gateway
+        self._gateway = app.gateway
         self._drain_s = options.drain_timeout_s
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:

@@ -94,7 +94,11 @@ async def start_worker(url: str, model: str) -> AsyncIterator[None]:
 
 
 def _environment(url: str) -> dict[str, str]:
-    return os.environ | {"REDIS_URL": url, "PENSTOCK_REDIS__EMBEDDED": "never"}
+    return os.environ | {
+        "REDIS_URL": url,
+        "PENSTOCK_REDIS__EMBEDDED": "never",
+        "PENSTOCK_QUEUE__TENANT_SHARE": "0",  # all streams are one tenant's
+    }
 
 
 def raise_file_limit() -> None:
