@@ -115,9 +115,7 @@ class Producer(EncoderClient):
         self._default_deadline_ms = queue.default_deadline_ms
         self._log = LogReader(self._client, self._operations, self._keys)
         self._subscriber = Subscriber(self._client.redis)
-        self._heartbeat = ReaderHeartbeat(
-            self._client, self._operations, grace_ms=queue.reader_grace_ms
-        )
+        self._heartbeat = ReaderHeartbeat(self._client, self._operations, grace_ms=self._grace_ms)
         self.feeds = Feeds(self._inbox, self._keys, self._log, self._subscriber, self._heartbeat)
 
     @property
@@ -204,9 +202,8 @@ class Producer(EncoderClient):
             **options,
         )
         submitted = await self.send(request, note=note, attend=attend)
-        if id is None:  # it can only be a duplicate of this call's own lost first attempt
-            return replace(submitted, duplicate=False)
-        return submitted
+        # A generated id can only be a duplicate of this call's own lost first attempt.
+        return submitted if id is not None else replace(submitted, duplicate=False)
 
     async def send(self, request: Request, *, note: bytes = b"", attend: bool = False) -> Submitted:
         """Submit a request that is built already; see :meth:`submit`."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from redis.exceptions import NoPermissionError
-
-from penstock.shared.errors import InvalidRequest, ProtocolError
+from penstock.shared.errors import ProtocolError
 from penstock.shared.keys import Keys
 from penstock.shared.protocol import ModelKind
 from penstock.shared.redis.retrying_client import RetryingClient
 from penstock.shared.vocabulary import unpack_vocabulary
+
+from .shards_found import find_shards
 
 __all__ = ["ModelCard", "count_workers", "find_served_models", "read_model_card"]
 
@@ -28,10 +28,6 @@ class ModelCard:
     context: int | None
     vocabulary: tuple[bytes | None, ...]
     kind: ModelKind = ModelKind.GENERATE
-
-
-_KEYS_PER_SCAN = 1000
-_MAX_SCANS = 1000
 
 
 async def count_workers(client: RetryingClient, keys: Keys) -> int:
@@ -91,41 +87,11 @@ def _kind(name: bytes | None) -> ModelKind:
 async def find_served_models(client: RetryingClient) -> list[Keys]:
     """The models and shards with a living worker; in a cluster, those of this node.
 
-    It looks at the names of the first million keys.
-
     Returns:
         In order of model and shard; empty if this user may not list keys.
 
     Raises:
         RedisUnavailable: see :meth:`RetryingClient.call`.
     """
-
-    async def send() -> list[str]:
-        found: set[bytes] = set()
-        cursor = 0
-        for _ in range(_MAX_SCANS):
-            cursor, names = await client.redis.scan(
-                cursor, match="ps:{*}:leases", count=_KEYS_PER_SCAN
-            )
-            found.update(names)
-            if not cursor:
-                break
-        return sorted(name.decode(errors="replace") for name in found)
-
-    async def allowed() -> list[str]:
-        try:
-            return await send()
-        except NoPermissionError:
-            return []
-
-    shards = [keys for name in await client.call(allowed) if (keys := _shard_of(name)) is not None]
-    return [keys for keys in shards if await count_workers(client, keys)]
-
-
-def _shard_of(leases: str) -> Keys | None:
-    """The shard that a key of leases belongs to; None if the key is named otherwise."""
-    model, _, shard = leases.removeprefix("ps:{").removesuffix("}:leases").rpartition(".")
-    try:
-        return Keys(model, int(shard))
-    except (ValueError, InvalidRequest):
-        return None
+    found = await find_shards(client, "leases")
+    return [keys for keys in found if await count_workers(client, keys)]

@@ -7,8 +7,6 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import NamedTuple, Self
 
-from redis.exceptions import NoPermissionError
-
 from penstock.shared.errors import InvalidRequest
 from penstock.shared.keys import Keys
 from penstock.shared.local.embedded import require_url
@@ -21,15 +19,15 @@ from penstock.shared.scripts.usage_ledger import (
 )
 from penstock.shared.settings import Settings
 
-__all__ = ["GROUPS", "UsageReader", "UsageSum", "find_ledgers", "read_usage", "sum_usage"]
+from .shards_found import find_shards
+
+__all__ = ["GROUPS", "UsageReader", "UsageSum", "read_usage", "sum_usage"]
 
 GROUPS = ("day", "tenant", "model", "lane", "state")
 """By what usage can be summed."""
 
 _DEFAULT_DAYS = 30
 _DAYS_PER_CALL = 31
-_KEYS_PER_SCAN = 1000
-_MAX_SCANS = 1000
 
 
 class UsageSum(NamedTuple):
@@ -98,44 +96,9 @@ class UsageReader:
         seconds, _ = await client.call(lambda: client.redis.time())
         last = last or datetime.datetime.fromtimestamp(seconds, datetime.UTC).date()
         first = first or last - datetime.timedelta(_DEFAULT_DAYS - 1)
-        shards = await find_ledgers(client) or [self._own]
+        shards = await find_shards(client, "usage:*") or [self._own]
         wanted = [keys for keys in shards if model in (None, keys.model)]
         return await read_usage(client, wanted, first, last, tenant=tenant)
-
-
-async def find_ledgers(client: RetryingClient) -> list[Keys]:
-    """The shards that have a usage ledger; in a cluster, those of this node.
-
-    It looks at the names of the first million keys.
-
-    Returns:
-        In order of model and shard; empty if this user may not list keys.
-
-    Raises:
-        RedisUnavailable: see :meth:`RetryingClient.call`.
-    """
-
-    async def send() -> set[bytes]:
-        found: set[bytes] = set()
-        cursor = 0
-        for _ in range(_MAX_SCANS):
-            cursor, names = await client.redis.scan(
-                cursor, match="ps:{*}:usage:*", count=_KEYS_PER_SCAN
-            )
-            found.update(names)
-            if not cursor:
-                break
-        return found
-
-    async def allowed() -> set[bytes]:
-        try:
-            return await send()
-        except NoPermissionError:
-            return set()
-
-    tags = {name.partition(b"}")[0].removeprefix(b"ps:{") for name in await client.call(allowed)}
-    shards = (_shard(tag.decode(errors="replace")) for tag in tags)
-    return sorted((s for s in shards if s is not None), key=lambda keys: (keys.model, keys.shard))
 
 
 async def read_usage(
@@ -185,12 +148,3 @@ def sum_usage(rows: Iterable[UsageRow], by: Sequence[str]) -> list[UsageSum]:
         group = tuple(str(getattr(row, name)) for name in by)
         sums[group] = sums.get(group, UsageCounts()).plus(row.counts)
     return [UsageSum(group, sums[group]) for group in sorted(sums)]
-
-
-def _shard(tag: str) -> Keys | None:
-    """The shard of a hash tag; None if it is none of ours."""
-    model, _, shard = tag.rpartition(".")
-    try:
-        return Keys(model, int(shard))
-    except (ValueError, InvalidRequest):
-        return None

@@ -7,6 +7,7 @@ has seen it. Events of a token are made by joining prepared pieces; only the tex
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 from penstock.shared.protocol import Chunk, End, Reason
@@ -41,7 +42,7 @@ class AnswerHead:
     model: str
 
 
-class _Writer:
+class _Writer(ABC):
     """Writes the events of one answer.
 
     Args:
@@ -72,12 +73,14 @@ class _Writer:
         }
         self._head = "\ndata: " + json.dumps(common, separators=(",", ":"))[:-1] + ',"choices":['
         self._tail = '],"usage":null}\n\n' if form.usage else "]}\n\n"
+        self._id = head.id
+        self._form = form
         self._fields = fields
-        self._usage = form.usage
-        self._token_ids = form.token_ids
         self._names = names
         self._start = start
         self._parted = False
+        self._calling: set[int] = set()  # choices that call tools
+        self._offsets: dict[int, int] = {}  # characters of each choice, where they are shown
 
     def chunk(self, chunk: Chunk) -> bytes:
         """One event for each run of tokens; none for tokens that add nothing to be shown."""
@@ -110,7 +113,7 @@ class _Writer:
         if not self._parted:
             choice = self._last_choice(FINISH_REASONS[end.reason])
             events = f"id: {end.n}{self._head}{choice}{self._tail}"
-        if self._usage and end.usage is not None:
+        if self._form.usage and end.usage is not None:
             usage = json.dumps(usage_object(end.usage), separators=(",", ":"))
             events += f'id: {end.n}{self._head}],"usage":{usage}}}\n\n'
         return events.encode() + DONE
@@ -119,25 +122,32 @@ class _Writer:
         """The event that ends a stream without success."""
         return b"data: " + error.body() + b"\n\n"
 
+    @abstractmethod
     def _skip(self, chunk: Chunk, count: int) -> None:
         """Note what later events depend on, in the first ``count`` tokens."""
 
+    @abstractmethod
     def _choice(self, run: Run) -> str:
-        raise NotImplementedError
+        """One of ``choices`` as JSON; empty for tokens that add nothing to be shown."""
 
+    @abstractmethod
     def _last_choice(self, reason: str) -> str:
-        raise NotImplementedError
+        """The choice of the last event, with the reason."""
 
     def _finish(self, run: Run) -> str:
         return "null" if run.reason is None else f'"{FINISH_REASONS[run.reason]}"'
 
     def _ids(self, run: Run) -> str:
-        return f',"token_ids":{json.dumps(run.token_ids)}' if self._token_ids else ""
+        return f',"token_ids":{json.dumps(run.token_ids)}' if self._form.token_ids else ""
 
     def _is_mute(self, run: Run) -> bool:
         """Whether a run shows nothing: the half of a character, or what may become a stop text."""
         return not (
-            run.text or run.start == 0 or run.reason is not None or run.logprobs or self._token_ids
+            run.text
+            or run.start == 0
+            or run.reason is not None
+            or run.logprobs
+            or self._form.token_ids
         )
 
 
@@ -146,27 +156,16 @@ class ChatWriter(_Writer):
 
     object_name = "chat.completion.chunk"
 
-    def __init__(
-        self,
-        head: AnswerHead,
-        form: AnswerForm,
-        fields: FieldTable,
-        names: TokenNames,
-        start: int = 0,
-    ) -> None:
-        super().__init__(head, form, fields, names, start)
-        self._id = head.id
-        self._reasoning_field = form.reasoning_field
-        self._calling: set[int] = set()
-
     def _choice(self, run: Run) -> str:
         deltas = run.deltas
         if deltas and has_call(deltas):
             self._calling.add(run.choice)
         shows = deltas or run.start == 0 or run.reason is not None or run.logprobs
-        if not (shows or self._token_ids):
+        if not (shows or self._form.token_ids):
             return ""
-        delta = delta_object(self._id, run.choice, deltas, self._reasoning_field) if deltas else ""
+        delta = (
+            delta_object(self._id, run.choice, deltas, self._form.reasoning_field) if deltas else ""
+        )
         if run.start == 0:
             content = "" if '"content":' in delta else ',"content":""'
             delta = f'"role":"assistant"{content}{"," if delta else ""}{delta}'
@@ -205,22 +204,10 @@ class CompletionWriter(_Writer):
 
     object_name = "text_completion"
 
-    def __init__(
-        self,
-        head: AnswerHead,
-        form: AnswerForm,
-        fields: FieldTable,
-        names: TokenNames,
-        start: int = 0,
-    ) -> None:
-        super().__init__(head, form, fields, names, start)
-        self._echo = form.echo
-        self._offsets: dict[int, int] = {}
-
     def _choice(self, run: Run) -> str:
         if self._is_mute(run):
             return ""
-        text = self._echo + run.text if run.start == 0 else run.text
+        text = self._form.echo + run.text if run.start == 0 else run.text
         return (
             f'{{"index":{run.choice},"text":{quoted(text)}'
             f',"logprobs":{self._logprobs(run)},"finish_reason":{self._finish(run)}'
