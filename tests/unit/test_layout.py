@@ -41,7 +41,9 @@ THIRD_PARTY = {
     "producer": {"redis", "rich", "typer"},
     "shared": {"msgpack", "pydantic", "redis"},
     # transformers' generate() is what several of them compare with.
-    "tools": {"httpx", "matplotlib", "numpy", "redis", "rich", "torch", "transformers", "typer"},
+    "tools": {
+        "httpx", "matplotlib", "numpy", "redis", "rich", "torch", "transformers", "typer", "uvloop",
+    },
 }  # fmt: skip
 SIBLINGS = {
     "gpu_worker": {"kernels", "shared"},
