@@ -10,8 +10,8 @@ from redis.exceptions import ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from .cluster import Route
-from .exchanger import Exchanger
 from .opening import open_pool
+from .resp import Exchanger
 
 __all__ = ["BatchConnection"]
 

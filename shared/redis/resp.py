@@ -8,10 +8,11 @@ bytes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import NamedTuple
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
-__all__ = ["Argument", "KeyPair", "encode"]
+__all__ = ["Argument", "Exchanger", "KeyPair", "encode"]
 
 Argument = str | bytes | int
 
@@ -37,3 +38,19 @@ class KeyPair(NamedTuple):
         """The pair of a request: each name is its prefix followed by the id."""
         record, log = record_prefix + request_id, log_prefix + request_id
         return cls(record, log, encode((record, log)))
+
+
+class Exchanger(ABC):
+    """A connection that takes encoded commands."""
+
+    @abstractmethod
+    async def exchange(self, commands: Sequence[bytes]) -> list[Any]:
+        """Send commands together and return their replies; an error reply is returned, not raised.
+
+        Args:
+            commands: encoded.
+
+        Raises:
+            redis.exceptions.ConnectionError, redis.exceptions.TimeoutError, OSError: what the
+                commands did is unknown.
+        """

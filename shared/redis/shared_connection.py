@@ -19,7 +19,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from .exchanger import Exchanger
+from .resp import Exchanger
 
 __all__ = ["SharedConnection"]
 

@@ -15,7 +15,7 @@ import msgpack
 from ..errors import IdConflict, QueueFull
 from ..keys import Keys
 from ..protocol import Lane, Reason, Request, State
-from ..redis.exchanger import Exchanger
+from ..redis.resp import Exchanger
 from .operator_operations import OperatorOperations
 from .replies import (
     Append,

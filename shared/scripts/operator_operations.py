@@ -8,7 +8,7 @@ from collections.abc import Callable
 from ..keys import Keys
 from ..protocol import State
 from ..protocol.field_types import Name
-from ..redis.exchanger import Exchanger
+from ..redis.resp import Exchanger
 from .replies import DeadLetter, RedriveReply, read_dead_letter
 from .script_loader import Pipelined, Script, load_script
 from .shard_scripts import ShardScripts

@@ -13,8 +13,7 @@ from typing import Any, Protocol
 
 from redis.exceptions import NoScriptError, ResponseError
 
-from ..redis.exchanger import Exchanger
-from ..redis.resp import Argument, KeyPair, encode
+from ..redis.resp import Argument, Exchanger, KeyPair, encode
 from .script_header import Header, Value
 
 __all__ = [

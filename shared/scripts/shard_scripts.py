@@ -7,8 +7,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 from ..keys import Keys
-from ..redis.exchanger import Exchanger
-from ..redis.resp import KeyPair
+from ..redis.resp import Exchanger, KeyPair
 from .replies import accepted
 from .script_header import Value
 from .script_loader import Call, Command, Pipelined, Script, load_script, run_calls

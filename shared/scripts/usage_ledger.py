@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from ..keys import Keys
-from ..redis.exchanger import Exchanger
+from ..redis.resp import Exchanger
 from .replies import accepted
 from .script_loader import Command, Pipelined, run_calls
 
