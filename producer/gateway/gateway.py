@@ -23,7 +23,7 @@ from ..client import Producer
 from ..results import Result
 from .answering.answers import EventWriter, StreamedAnswer, WholeAnswer
 from .answering.open_answers import OpenAnswers
-from .answering.output import Output
+from .answering.request_output import Output
 from .api_errors import ApiError, error_of, invalid
 from .callers import Access, Admission, Caller
 from .gateway_metrics import GatewayMetrics

@@ -28,7 +28,7 @@ from ...results import Result
 from ..api_errors import ApiError, error_of, error_response
 from .connection import Connection, connection_of
 from .open_answers import OpenAnswers
-from .output import Output
+from .request_output import Output
 from .sse import HEADERS, KEEP_ALIVE
 
 __all__ = ["CLIENT_LEFT", "EventWriter", "StreamedAnswer", "WholeAnswer"]
