@@ -67,7 +67,6 @@ def test_tuples_travel_as_lists() -> None:
         {"payload": b"x", "tokenize": True},
         {"payload": b"x", "parse_response": True},
     ],
-    ids=str,
 )
 def test_what_is_no_payload_is_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest):
