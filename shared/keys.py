@@ -210,11 +210,6 @@ class BatchKeys:
         return f"{self.prefix}dead_deliveries"
 
     @property
-    def watched(self) -> str:
-        """Hash: requests whose end calls a webhook, by shard and id."""
-        return f"{self.prefix}watched"
-
-    @property
     def schedules(self) -> str:
         """Hash: schedules by name, JSON."""
         return f"{self.prefix}schedules"

@@ -19,7 +19,6 @@ from .records import Batch, BatchState, FilePurpose, new_batch_id
 from .schedules import Schedule, ScheduleStore, check_cron, check_schedule_name, next_firing
 from .storage import Storage
 from .webhooks.delivery_store import DeliveryStore
-from .webhooks.request_ends import RequestEnds
 from .webhooks.webhook_url import check_webhook_url
 
 __all__ = ["BatchService"]
@@ -50,7 +49,6 @@ class BatchService:
         self.batches = BatchStore(client, keep_s=own.file_expiry_s)
         self.schedules = ScheduleStore(client)
         self.deliveries = DeliveryStore(client)
-        self._ends = RequestEnds(client, self._clients, self.deliveries)
 
     def driver(self) -> Driver:
         """What moves these batches on."""
@@ -192,18 +190,6 @@ class BatchService:
                 batch_id=schedule.batch_id,
             )
             await self.schedules.put(schedule.after(now))
-
-    async def watch_request(self, model: str, shard: int, request_id: str, webhook: str) -> None:
-        """Call a webhook when a request has ended.
-
-        Raises:
-            InvalidRequest: the URL is wrong.
-        """
-        await self._ends.watch(model, shard, request_id, check_webhook_url(webhook))
-
-    async def queue_ends(self) -> None:
-        """Queue the webhook calls of watched requests that have ended."""
-        await self._ends.queue_ends()
 
     def webhook_secrets(self) -> list[str]:
         """The secrets that calls are signed with, from the settings' file.
