@@ -52,6 +52,17 @@ def test_scheduler() -> None:
     assert any("4 running, against 0 waiting: x" in note for note in facts["notes"])
 
 
+def test_batcher() -> None:
+    facts = report("batcher", "--rates", "40", "--seconds", "0.3", "--batch-ms", "2")
+    modes = ("unbatched", "size", "window", "adaptive", "asyncio")
+    names = ("requests_per_s", "p50_ms", "p99_ms", "mean_batch")
+    assert facts["figures"].keys() == {f"{mode}.r40.{name}" for mode in modes for name in names} | {
+        "adaptive_over_unbatched.throughput", "adaptive_over_asyncio.throughput",
+        "adaptive_over_window.p50", "other_cpu_cores", "reference_loop_ms",
+    }  # fmt: skip
+    assert facts["figures"]["unbatched.r40.mean_batch"] == pytest.approx(1)
+
+
 def test_queue() -> None:
     facts = report(
         "queue", "--rounds", "2", "--steps", "5", "--submits", "3", "--seconds", "0.1",

@@ -7,6 +7,7 @@ import typer
 from ..measurement import measurement
 from ..report import Progress, Report
 from .options import (
+    BatcherOptions,
     ChunkingOptions,
     EngineOptions,
     GatewayOptions,
@@ -93,6 +94,15 @@ def _gateway(options: GatewayOptions, progress: Progress) -> Report:
     from .gateway.gateway_path import bench_gateway
 
     return bench_gateway(options, progress)
+
+
+@bench.command("batcher")
+@measurement()
+def _batcher(options: BatcherOptions, progress: Progress) -> Report:
+    """Models that answer at once: no batches, fixed sizes, windows, and the application's own."""
+    from .batcher.batcher_modes import bench_batcher
+
+    return bench_batcher(options, progress)
 
 
 @bench.command("chunking")

@@ -14,6 +14,7 @@ from penstock.shared.errors import ConfigurationError
 from ..measurement import MeasurementOptions, ModelFlag, PlotFlag, Range, RoundsFlag, ThreadsFlag
 
 __all__ = [
+    "BatcherOptions",
     "ChunkingOptions",
     "EngineOptions",
     "GatewayOptions",
@@ -99,6 +100,25 @@ class GatewayOptions(MeasurementOptions):
     ] = 3.0
     streams: Annotated[int, Option(help="Streams that are open at once, at most."), Range(2)] = 5000
     rate: Annotated[float, Option(help="Tokens a second, of all streams."), Range(1)] = 10_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatcherOptions(MeasurementOptions):
+    """Options of ``bench batcher``."""
+
+    rates: Annotated[Sequence[int], Option(help="Requests per second, with commas."), Range(1)] = (
+        20,
+        60,
+        120,
+        300,
+    )
+    seconds: Annotated[
+        float, Option(help="How long requests come at each rate."), Range(0, 600, above=True)
+    ] = 4.0
+    batch_ms: Annotated[float, Option(help="Time of a batch."), Range(0, 60_000)] = 10.0
+    item_ms: Annotated[float, Option(help="Time of each item in it."), Range(0, 60_000)] = 0.5
+    rounds: RoundsFlag = 1
+    plot: PlotFlag = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,1 @@
+"""Dynamic batching against none, fixed sizes, fixed windows and a batcher within the process."""
