@@ -59,6 +59,13 @@ class StoredTensors:
         """Of all tensors."""
         return self._paths.keys()
 
+    def files(self) -> list[tuple[Path, list[str]]]:
+        """Every file, and the names of the tensors in it."""
+        held: dict[Path, list[str]] = {}
+        for name, path in self._paths.items():
+            held.setdefault(path, []).append(name)
+        return list(held.items())
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Of the tensor called ``name``."""
         self._require(name)

@@ -1,0 +1,106 @@
+"""`penstock quantize`: what it writes is read by penstock and by transformers alike."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+
+from penstock.gpu_worker.model.loading.checkpoint_quantizer import (
+    QuantizeOptions,
+    quantize_checkpoint,
+)
+from penstock.gpu_worker.model.loading.loader import load_model
+from penstock.gpu_worker.model.quantization.quantized_modules import QuantizedLinear
+from penstock.gpu_worker.model.quantization.quantizers import quantize_int4
+from penstock.gpu_worker.model.quantization.scale_search import search_scales
+from penstock.shared.errors import ConfigurationError, UnsupportedModel
+
+OPTIONS = {
+    "int4": QuantizeOptions(method="int4", group_size=32),
+    "int4-asym": QuantizeOptions(method="int4", group_size=16, symmetric=False),
+    "int4-texts": QuantizeOptions(method="int4", group_size=32, texts=("abc def", "g h i")),
+    "int8": QuantizeOptions(method="int8"),
+    "fp8": QuantizeOptions(method="fp8"),
+}
+
+
+def silent(*_: object) -> None:
+    pass
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_penstock_and_transformers_read_the_same_weights(
+    name: str, checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    target, told = tmp_path / "coded", []
+    reports = quantize_checkpoint(
+        checkpoint("llama"), target, OPTIONS[name], lambda *step: told.append(step)
+    )
+    assert ("quantising", 20, 21) in told
+    assert len(reports) == 21
+    assert all(0 < report.error < 0.2 and not report.kept for report in reports)
+    assert sum(r.bytes_after for r in reports) < 0.4 * sum(r.bytes_before for r in reports)
+    # transformers 5.23 makes room for packed zero points as if they were not packed, but for this.
+    config = {"quantization_config": CompressedTensorsConfig(dequantize=True)}
+    theirs: Any = AutoModelForCausalLM.from_pretrained(
+        target, dtype=torch.float32, **(config if "asym" in name else {})
+    )
+    ids = torch.tensor([[5, 6, 7, 8]])
+    loaded = load_model(target, device="cpu", native="off")
+    try:
+        with torch.inference_mode():
+            logits = theirs(ids).logits  # decompresses at the first call
+        for module, layer in loaded.model.named_modules():
+            if isinstance(layer, QuantizedLinear):
+                weight = theirs.get_submodule(module).weight.float()
+                torch.testing.assert_close(layer.quantized.dequantize(), weight)
+        assert torch.isfinite(logits).all()
+    finally:
+        loaded.close()
+
+
+def test_layers_that_groups_do_not_divide_stay(
+    checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    target = tmp_path / "coded"
+    options = QuantizeOptions(method="int4", group_size=64)
+    reports = quantize_checkpoint(checkpoint("llama"), target, options, silent)
+    kept = [report.name for report in reports if report.kept]
+    assert kept == [f"model.layers.{layer}.mlp.down_proj" for layer in range(3)]
+    tree = json.loads((target / "config.json").read_text())
+    assert tree["quantization_config"]["ignore"] == ["lm_head", *kept]
+    load_model(target, device="cpu", native="off").close()
+
+
+def test_activations_choose_better_scales() -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(16, 64, generator=generator)
+    weight[:, 3] *= 6
+    inputs = torch.randn(200, 64, generator=generator)
+    inputs[:, 3] *= 0.01
+    form = quantize_int4(weight, group_size=32)
+    searched = search_scales(form, weight, inputs.square().mean(0), torch.float32)
+    errors = [
+        float((inputs @ (found.dequantize() - weight).T).norm()) for found in (form, searched)
+    ]
+    assert errors[1] < 0.9 * errors[0]
+
+
+def test_bad_input(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="exists already"):
+        quantize_checkpoint(checkpoint("llama"), tmp_path, OPTIONS["int8"], silent)
+    target = tmp_path / "coded"
+    quantize_checkpoint(checkpoint("llama"), target, OPTIONS["int8"], silent)
+    with pytest.raises(UnsupportedModel, match="quantised already"):
+        quantize_checkpoint(target, tmp_path / "again", OPTIONS["int8"], silent)
+    with pytest.raises(ConfigurationError, match="no text in it has two tokens"):
+        quantize_checkpoint(
+            checkpoint("llama"), tmp_path / "other", QuantizeOptions(texts=("",)), silent
+        )
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["coded"]

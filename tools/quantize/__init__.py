@@ -1,0 +1,1 @@
+"""`penstock quantize`: a checkpoint in fewer bits."""

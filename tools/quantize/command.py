@@ -1,0 +1,107 @@
+"""The command ``penstock quantize``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from penstock.producer.cli.options import JsonOption
+from penstock.producer.cli.output import write_json
+from penstock.shared.errors import ConfigurationError
+
+from ..report_view import show_progress
+
+if TYPE_CHECKING:
+    from penstock.gpu_worker.model.loading.checkpoint_quantizer import LayerReport
+
+__all__ = ["quantize"]
+
+_METHODS = ("int4", "int8", "fp8")
+
+
+def quantize(
+    source: Annotated[str, typer.Argument(help="Directory of the full checkpoint, or 'demo'.")],
+    target: Annotated[Path, typer.Argument(help="Directory to write; must not exist.")],
+    *,
+    method: Annotated[str, typer.Option(help="int4, int8 or fp8.")] = "int4",
+    group_size: Annotated[
+        int, typer.Option(help="Inputs that share a scale, of int4.", min=1)
+    ] = 64,
+    asymmetric: Annotated[
+        bool, typer.Option("--asymmetric", help="int4 between a group's extremes.")
+    ] = False,
+    texts: Annotated[
+        Path | None,
+        typer.Option(
+            help="UTF-8 file with a text a line: scales are then chosen for the activations that "
+            "these give, instead of covering all weights. Needs the full model in memory.",
+            show_default=False,
+        ),
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """Write a quantised copy of a checkpoint, which penstock, transformers and vLLM read.
+
+    The format is compressed-tensors. Linear layers are quantised, all but the head. Prints the
+    relative error and the bytes of each layer.
+    """
+    if method not in _METHODS:
+        raise ConfigurationError(f"--method: got {method!r}; allowed: {', '.join(_METHODS)}")
+    from penstock.gpu_worker.model.loading.checkpoint_quantizer import (
+        QuantizeOptions,
+        quantize_checkpoint,
+    )
+
+    options = QuantizeOptions(
+        method=method,  # type: ignore[arg-type]
+        group_size=group_size,
+        symmetric=not asymmetric,
+        texts=() if texts is None else _lines(texts),
+    )
+    with show_progress() as progress:
+        reports = quantize_checkpoint(source, target, options, progress)
+    totals = {
+        "layers": len(reports),
+        "kept": sum(bool(report.kept) for report in reports),
+        "bytes_before": sum(report.bytes_before for report in reports),
+        "bytes_after": sum(report.bytes_after for report in reports),
+        "greatest_error": max(report.error for report in reports),
+    }
+    if json:
+        write_json({"target": str(target), **totals, "per_layer": [r.as_json() for r in reports]})
+    else:
+        _show(reports, totals, target)
+
+
+def _lines(path: Path) -> Sequence[str]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"--texts: {path} cannot be read: {error}") from error
+    return tuple(line for line in lines if line.strip())
+
+
+def _show(reports: Sequence[LayerReport], totals: dict[str, float], target: Path) -> None:
+    console = Console(soft_wrap=True)
+    table = Table("layer", box=None)
+    for title in ("error", "bytes before", "bytes after"):
+        table.add_column(title, justify="right")
+    table.add_column("")
+    for report in reports:
+        error = "" if report.kept else f"{report.error:.4f}"
+        kept = f"kept: {report.kept}" if report.kept else ""
+        table.add_row(
+            report.name, error, f"{report.bytes_before:,}", f"{report.bytes_after:,}", kept
+        )
+    console.print(table)
+    console.print(
+        f"wrote {target}: {totals['layers'] - totals['kept']:.0f} layers in "
+        f"{totals['bytes_after']:,.0f} instead of {totals['bytes_before']:,.0f} bytes, "
+        f"errors up to {totals['greatest_error']:.4f}",
+        markup=False, highlight=False,
+    )  # fmt: skip
