@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
-from penstock.gpu_worker.model.loading.checkpoint_quantizer import (
+from penstock.gpu_worker.model.checkpoints.checkpoint_quantizer import (
     QuantizeOptions,
     quantize_checkpoint,
 )
@@ -34,6 +34,7 @@ def silent(*_: object) -> None:
     pass
 
 
+@pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
 @pytest.mark.parametrize("name", OPTIONS)
 def test_penstock_and_transformers_read_the_same_weights(
     name: str, checkpoint: Callable[[str], Path], tmp_path: Path

@@ -32,7 +32,8 @@ GENERIC = {"__init__", "__main__", "command", "main", "options"}
 THIRD_PARTY = {
     "gpu_worker.engine": set(),
     "gpu_worker.model": {
-        "jinja2", "llguidance", "numpy", "safetensors", "tokenizers", "torch", "transformers",
+        "gguf", "jinja2", "llguidance", "numpy", "safetensors", "tokenizers", "torch",
+        "transformers",
     },
     "gpu_worker": {"hiredis", "prometheus_client", "redis", "rich", "typer"},
     "kernels": {"torch", "triton"},

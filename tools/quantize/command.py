@@ -17,7 +17,7 @@ from penstock.shared.errors import ConfigurationError
 from ..report_view import show_progress
 
 if TYPE_CHECKING:
-    from penstock.gpu_worker.model.loading.checkpoint_quantizer import LayerReport
+    from penstock.gpu_worker.model.checkpoints.checkpoint_quantizer import LayerReport
 
 __all__ = ["quantize"]
 
@@ -52,7 +52,7 @@ def quantize(
     """
     if method not in _METHODS:
         raise ConfigurationError(f"--method: got {method!r}; allowed: {', '.join(_METHODS)}")
-    from penstock.gpu_worker.model.loading.checkpoint_quantizer import (
+    from penstock.gpu_worker.model.checkpoints.checkpoint_quantizer import (
         QuantizeOptions,
         quantize_checkpoint,
     )

@@ -26,13 +26,14 @@ from penstock.shared.errors import (
     UnsupportedModel,
 )
 
+from ..checkpoints.gguf_file import GGUFSource
+from ..checkpoints.quantized_model import build_quantized, move_quantized
 from ..kv.memory_budget import available_bytes, format_bytes
 from ..quantization.formats.checkpoint_formats import format_of
 from ..quantization.formats.quantized_source import QuantizedSource, SafetensorsSource
 from ..quantization.formats.stored_tensors import StoredTensors
 from . import load_gate
 from .checkpoint_folder import DEMO, DEMO_DRAFT, REMEDY, find_checkpoint
-from .quantized_model import build_quantized, move_quantized
 
 __all__ = [
     "DEMO",
@@ -51,6 +52,13 @@ LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 would ask on standard input whether to run such code."""
 
 
+def _where(checkpoint: Path) -> dict[str, Any]:
+    """How transformers is told of a directory, or of a GGUF file."""
+    if checkpoint.suffix != ".gguf":
+        return {"pretrained_model_name_or_path": checkpoint}
+    return {"pretrained_model_name_or_path": checkpoint.parent, "gguf_file": checkpoint.name}
+
+
 def load_config(folder: Path) -> Any:
     """The configuration in ``folder``.
 
@@ -59,7 +67,7 @@ def load_config(folder: Path) -> Any:
         UnsupportedModel: transformers does not know its model type.
     """
     try:
-        return AutoConfig.from_pretrained(folder, **LOCAL)
+        return AutoConfig.from_pretrained(**_where(folder), **LOCAL)
     except Exception as error:
         text = one_line(error)
         if "does not recognize this architecture" in text or "contains custom code" in text:
@@ -68,7 +76,8 @@ def load_config(folder: Path) -> Any:
                 f"know without running code of the checkpoint ({text}); {load_gate.REMEDY}"
             ) from error
         raise ModelError(
-            f"{folder / 'config.json'} cannot be read: {text}; copy the checkpoint again"
+            f"{folder if folder.is_file() else folder / 'config.json'} cannot be read: {text}; "
+            "copy the checkpoint again"
         ) from error
 
 
@@ -79,7 +88,7 @@ def load_tokenizer(folder: Path) -> Any:
         ModelNotFound: there is none, it is damaged, or it knows no token.
     """
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, **LOCAL)
+        tokenizer = AutoTokenizer.from_pretrained(**_where(folder), **LOCAL)
     except Exception as error:
         raise ModelNotFound(
             f"no usable tokenizer in {folder}: {one_line(error)}; copy the checkpoint's "
@@ -159,6 +168,8 @@ def quantized_source(folder: Path, config: Any) -> QuantizedSource | None:
         UnsupportedModel: they are in a format, or of a size, that is not served.
         ModelError: a file is damaged.
     """
+    if folder.suffix == ".gguf":
+        return GGUFSource(folder, config)
     described = getattr(config, "quantization_config", None)
     if described is None:
         return None

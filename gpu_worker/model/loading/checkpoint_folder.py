@@ -7,7 +7,7 @@ from pathlib import Path
 
 from penstock.shared.errors import ModelNotFound
 
-__all__ = ["DEMO", "DEMO_DRAFT", "REMEDY", "find_checkpoint"]
+__all__ = ["DEMO", "DEMO_DRAFT", "REMEDY", "checkpoint_files", "find_checkpoint"]
 
 DEMO = "demo"
 """Names the model that is shipped with penstock."""
@@ -15,11 +15,15 @@ DEMO = "demo"
 DEMO_DRAFT = "demo-draft"
 """Names the draft model that is shipped with it."""
 
-REMEDY = "give a directory with config.json, *.safetensors and tokenizer files, or 'demo'"
+REMEDY = (
+    "give a directory with config.json, *.safetensors and tokenizer files, a .gguf file, or 'demo'"
+)
 
 
 def find_checkpoint(path: str | Path) -> Path:
-    """The directory that ``path`` names; ``"demo"`` and ``"demo-draft"`` are shipped here.
+    """The directory or GGUF file that ``path`` names; ``"demo"`` and ``"demo-draft"`` are shipped.
+
+    A directory without config.json and with one GGUF file stands for that file.
 
     Raises:
         ModelNotFound: there is none, or it holds no config.json.
@@ -34,11 +38,23 @@ def find_checkpoint(path: str | Path) -> Path:
             )
         return folder
     folder = Path(path).expanduser()
+    if folder.suffix == ".gguf" and folder.is_file():
+        return folder
     if not folder.is_dir():
         what = "is a file" if folder.exists() else "does not exist"
         raise ModelNotFound(
             f"model directory {str(path)!r} {what}; {REMEDY} (models are never downloaded)"
         )
     if not (folder / "config.json").is_file():
+        single = list(folder.glob("*.gguf"))
+        if len(single) == 1:
+            return single[0]
         raise ModelNotFound(f"model directory {str(path)!r} has no config.json; {REMEDY}")
     return folder
+
+
+def checkpoint_files(checkpoint: Path) -> list[Path]:
+    """The files at the top of a checkpoint's directory, or the file that it is; sorted."""
+    if checkpoint.is_file():
+        return [checkpoint]
+    return sorted(path for path in checkpoint.iterdir() if path.is_file())

@@ -16,9 +16,11 @@ import os
 import struct
 from pathlib import Path
 
+from .checkpoint_folder import checkpoint_files
+
 __all__ = ["fingerprint_of"]
 
-_SUFFIXES = (".json", ".jinja", ".model", ".safetensors", ".txt")
+_SUFFIXES = (".bin", ".gguf", ".jinja", ".json", ".model", ".onnx", ".safetensors", ".txt")
 """Files that transformers reads: configuration, tokenizer, templates, weights."""
 
 _WHOLE_BYTES = 64 << 20
@@ -49,9 +51,9 @@ def fingerprint_of(folder: Path, dtype: str, quantization: str = "auto") -> str:
         whole.update(f"\n{quantization}".encode())
     templates = folder.glob("additional_chat_templates/*")
     modules = folder.glob("[0-9]*_*/*")  # of sentence-transformers
-    for file in sorted((*folder.iterdir(), *templates, *modules)):
+    for file in sorted((*checkpoint_files(folder), *templates, *modules)):
         if file.suffix in _SUFFIXES and file.is_file():
-            name = file.relative_to(folder).as_posix()
+            name = file.name if file == folder else file.relative_to(folder).as_posix()
             whole.update(f"\n{name} {_digest(file)}".encode())
     return whole.hexdigest()[:16]
 

@@ -29,6 +29,7 @@ from penstock.kernels.cpu.compiler import cache_folder
 from penstock.kernels.kv_layout import KVLayout
 
 from ..program.decoder_record import DecoderRecord
+from .checkpoint_folder import checkpoint_files
 from .geometry import KVGeometry, LayerGeometry
 
 __all__ = ["CheckpointWeights", "ModelRecord", "RecordStore"]
@@ -184,7 +185,7 @@ def _from_json(data: dict[str, Any], tensors: dict[str, Tensor]) -> ModelRecord:
 def _key(checkpoint: Path, parts: Mapping[str, object]) -> str:
     """Of all files (big ones by size and time of change), of our code and of what it runs on."""
     digest = hashlib.sha256()
-    for path in sorted(path for path in checkpoint.iterdir() if path.is_file()):
+    for path in checkpoint_files(checkpoint):
         facts = path.stat()
         digest.update(f"{path.name}\0{facts.st_size}\0{facts.st_mtime_ns}\0".encode())
         if path.suffix != ".safetensors" and facts.st_size <= _MOST_HASHED_BYTES:

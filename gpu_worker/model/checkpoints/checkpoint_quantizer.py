@@ -17,12 +17,12 @@ from transformers import AutoModelForCausalLM
 
 from penstock.shared.errors import ConfigurationError, UnsupportedModel
 
+from ..loading.checkpoint import find_checkpoint, load_config, load_tokenizer, load_weights, quiet
 from ..quantization.form import QuantizedWeight
 from ..quantization.formats.compressed_writer import compressed_config, compressed_tensors_of
 from ..quantization.formats.stored_tensors import StoredTensors
 from ..quantization.quantizers import quantize_fp8, quantize_int4, quantize_int8
 from ..quantization.scale_search import mean_squares, search_scales, with_scales
-from .checkpoint import find_checkpoint, load_config, load_tokenizer, load_weights, quiet
 
 __all__ = ["LayerReport", "Method", "QuantizeOptions", "quantize_checkpoint"]
 
@@ -140,6 +140,7 @@ class _Writer:
                 else:
                     found[name] = tensor
             save_file(found, self._target / path.name, metadata={"format": "pt"})
+            (self._target / path.name).chmod(0o644)
             self.places |= dict.fromkeys(found, path.name)
             self.num_bytes += sum(tensor.nbytes for tensor in found.values())
         return sorted(self._reports, key=lambda report: report.name)

@@ -1,0 +1,161 @@
+"""Models in GGUF files give, token by token, what gguf's own dequantisation gives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from model.test_quantised_checkpoints import expected_greedy, greedy
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from penstock.gpu_worker.model.loading.fingerprint import fingerprint_of
+from penstock.gpu_worker.model.loading.loader import load_model
+from penstock.gpu_worker.model.quantization.quantized_modules import (
+    QuantizedEmbedding,
+    QuantizedLinear,
+)
+from penstock.shared.errors import ModelError, UnsupportedModel
+
+HIDDEN, INNER, HEADS, KV_HEADS, LAYERS = 256, 256, 4, 2, 2
+KINDS = ["Q4_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "F16", "BF16"]
+TOKENS = [*bytes_to_unicode().values(), "th", "<bos>", "<eos>"]
+
+
+def coded(kind: str, shape: tuple[int, int], seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Random blocks and what they stand for, by the package gguf."""
+    draw = np.random.default_rng(seed)
+    kinds = gguf.GGMLQuantizationType[kind]
+    if kind in ("F16", "BF16", "Q4_0", "Q4_1", "Q8_0"):
+        values = draw.normal(0, 1.2 * shape[1] ** -0.5, shape).astype(np.float32)
+        data = gguf.quantize(values, kinds)
+        return data, gguf.dequantize(data, kinds)
+    block, size = gguf.GGML_QUANT_SIZES[kinds]
+    blocks = draw.integers(0, 256, (shape[0] * shape[1] // block, size), dtype=np.uint8)
+    places = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}[kind]
+    for index, place in enumerate(places):
+        factor = {"Q4_K": 1e-4, "Q5_K": 5e-5, "Q6_K": 2e-5}[kind] * (8 if index else 1)
+        scales = (factor * draw.uniform(0.5, 1, (len(blocks), 1))).astype(np.float16)
+        blocks[:, place : place + 2] = scales.view(np.uint8)
+    if kind != "Q6_K":
+        blocks[0, 4:16] = 0  # groups without scale or least
+        blocks[1, 4] = 0  # a group with a least alone
+    data = blocks.reshape(shape[0], -1)
+    return data, gguf.dequantize(data, kinds)
+
+
+def write(path: Path, kind: str, *, tied: bool) -> dict[str, Any]:
+    """A tiny model in GGUF; returns its tensors by GGUF's names, dequantised."""
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(128)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_block_count(LAYERS)
+    writer.add_feed_forward_length(INNER)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KV_HEADS)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_vocab_size(len(TOKENS))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(TOKENS)
+    writer.add_token_merges(["t h"])
+    writer.add_bos_token_id(len(TOKENS) - 2)
+    writer.add_eos_token_id(len(TOKENS) - 1)
+    dense: dict[str, Any] = {}
+    kv = HIDDEN // HEADS * KV_HEADS
+    shapes = {"token_embd": (len(TOKENS), HIDDEN)}
+    if not tied:
+        shapes["output"] = (len(TOKENS), HIDDEN)
+    for layer in range(LAYERS):
+        for name, rows, columns in (
+            ("attn_q", HIDDEN, HIDDEN), ("attn_k", kv, HIDDEN), ("attn_v", kv, HIDDEN),
+            ("attn_output", HIDDEN, HIDDEN), ("ffn_gate", INNER, HIDDEN),
+            ("ffn_up", INNER, HIDDEN), ("ffn_down", HIDDEN, INNER),
+        ):  # fmt: skip
+            shapes[f"blk.{layer}.{name}"] = (rows, columns)
+    for seed, (name, shape) in enumerate(shapes.items()):
+        data, values = coded(kind, shape, seed)
+        dense[f"{name}.weight"] = values
+        if kind in ("F16", "F32"):
+            writer.add_tensor(f"{name}.weight", data)
+        else:
+            writer.add_tensor(f"{name}.weight", data, raw_dtype=gguf.GGMLQuantizationType[kind])
+    norms = ["output_norm", *(f"blk.{i}.{n}_norm" for i in range(LAYERS) for n in ("attn", "ffn"))]
+    for name in norms:
+        dense[f"{name}.weight"] = np.ones(HIDDEN, dtype=np.float32)
+        writer.add_tensor(f"{name}.weight", dense[f"{name}.weight"])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return dense
+
+
+def save_dense(folder: Path, file: Path, dense: dict[str, Any]) -> None:
+    """The same model as transformers has it."""
+    config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    ends = {
+        "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
+        "attn_output": "self_attn.o_proj", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj",
+        "ffn_down": "mlp.down_proj", "attn_norm": "input_layernorm",
+        "ffn_norm": "post_attention_layernorm",
+    }  # fmt: skip
+    tops = {"token_embd": "model.embed_tokens", "output": "lm_head", "output_norm": "model.norm"}
+    state = {}
+    for name, values in dense.items():
+        stem = name.removesuffix(".weight")
+        if stem.startswith("blk."):
+            _, layer, end = stem.split(".")
+            if end in ("attn_q", "attn_k"):  # llama.cpp has pairs of a head side by side
+                heads = HEADS if end == "attn_q" else KV_HEADS
+                pairs = values.reshape(heads, -1, 2, values.shape[1])
+                values = pairs.swapaxes(1, 2).reshape(values.shape)
+            stem = f"model.layers.{layer}.{ends[end]}"
+        else:
+            stem = tops[stem]
+        state[f"{stem}.weight"] = torch.from_numpy(np.ascontiguousarray(values))
+    missing, unexpected = model.load_state_dict(state, strict=False)
+    assert not unexpected
+    assert set(missing) <= {"lm_head.weight"}
+    model.save_pretrained(folder)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_are_those_of_the_dequantised_model(kind: str, tmp_path: Path) -> None:
+    file, tied = tmp_path / f"tiny.{kind}.gguf", kind in ("Q4_K", "Q8_0")
+    save_dense(tmp_path / "dense", file, write(file, kind, tied=tied))
+    loaded = load_model(file, device="cpu")
+    try:
+        assert greedy(loaded) == expected_greedy(tmp_path / "dense")
+        layers = [m for m in loaded.model.modules() if isinstance(m, QuantizedLinear)]
+        whole = kind in ("F16", "BF16")
+        assert len(layers) == (0 if whole else 7 * LAYERS + 1)
+        assert isinstance(loaded.model.model.embed_tokens, QuantizedEmbedding) != whole
+        assert all(str(layer.quantized.bits) in kind for layer in layers)
+        ids = loaded.tokenizer("the")["input_ids"]
+        assert loaded.tokenizer.decode(ids, skip_special_tokens=True) == "the"
+        assert len(fingerprint_of(loaded.path, "torch.float32")) == 16
+    finally:
+        loaded.close()
+
+
+def test_bad_files(tmp_path: Path) -> None:
+    file = tmp_path / "tiny.gguf"
+    write(file, "Q8_0", tied=False)
+    data = file.read_bytes()
+    file.write_bytes(data[: len(data) // 2])
+    with pytest.raises(ModelError, match=r"tiny\.gguf"):
+        load_model(tmp_path, device="cpu")  # a directory with one file stands for it
+
+
+def test_types_that_are_not_served(tmp_path: Path) -> None:
+    file = tmp_path / "tiny.gguf"
+    write(file, "Q4_1", tied=False)
+    with pytest.raises(UnsupportedModel, match=r"is Q4_1; served: Q4_0, Q8_0, Q4_K"):
+        load_model(file, device="cpu")
