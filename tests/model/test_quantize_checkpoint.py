@@ -20,6 +20,8 @@ from penstock.gpu_worker.model.quantization.quantized_modules import QuantizedLi
 from penstock.gpu_worker.model.quantization.quantizers import quantize_int4
 from penstock.gpu_worker.model.quantization.scale_search import search_scales
 from penstock.shared.errors import ConfigurationError, UnsupportedModel
+from penstock.tools.verify.options import VerifyOptions
+from penstock.tools.verify.verification import verify_model
 
 OPTIONS = {
     "int4": QuantizeOptions(method="int4", group_size=32),
@@ -91,6 +93,24 @@ def test_activations_choose_better_scales() -> None:
         float((inputs @ (found.dequantize() - weight).T).norm()) for found in (form, searched)
     ]
     assert errors[1] < 0.9 * errors[0]
+
+
+def test_verify_compares_with_the_full_model(
+    checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog. " * 2)
+    target = tmp_path / "coded"
+    quantize_checkpoint(checkpoint("llama"), target, OPTIONS["int8"], silent)
+    options = VerifyOptions(
+        model=str(target), full=checkpoint("llama"), prompts_count=2, max_tokens=4, context=32,
+        text_file=text, device="cpu",
+    )  # fmt: skip
+    report = verify_model(options)
+    assert report.ok, report.failed
+    assert report.figures["token_agreement_with_full"] > 0.8
+    assert abs(report.figures["perplexity_ratio_to_full"] - 1) < 0.2
+    assert report.figures["perplexity_full"] != report.figures["perplexity"]
 
 
 def test_bad_input(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:

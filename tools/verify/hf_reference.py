@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,9 +13,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
+from penstock.gpu_worker.model.checkpoints.quantized_model import build_quantized
+from penstock.gpu_worker.model.loading.checkpoint import load_config, quantized_source
 from penstock.gpu_worker.model.loading.loader import LoadedModel
 
-__all__ = ["Reference", "load_reference"]
+__all__ = ["Reference", "load_by_transformers", "load_reference"]
 
 
 class Reference:
@@ -23,19 +26,17 @@ class Reference:
     Args:
         model: of transformers; its defaults for generation are cleared.
         device: where it lies.
-        quantised: whether its weights are packed.
     """
 
-    def __init__(self, model: Any, device: torch.device, *, quantised: bool) -> None:
+    def __init__(self, model: Any, device: torch.device) -> None:
         # The checkpoint's own defaults (penalties, EOS) would be filled in for what is None below.
         model.generation_config = GenerationConfig()
-        self.quantised = quantised
         self._model = model
         self._device = device
 
     def exact(self) -> Reference:
-        """The same weights, which must not be quantised, computed in float32."""
-        return Reference(copy.deepcopy(self._model).float(), self._device, quantised=False)
+        """The same weights, computed in float32."""
+        return Reference(copy.deepcopy(self._model).float(), self._device)
 
     @torch.inference_mode()
     def generate(self, prompt_ids: Sequence[int], max_tokens: int) -> list[int]:
@@ -65,19 +66,31 @@ class Reference:
 
 
 def load_reference(loaded: LoadedModel) -> Reference:
-    """Load the checkpoint of ``loaded`` a second time, in the same dtype, on the same device."""
-    quantised = getattr(loaded.model.config, "quantization_config", None) is not None
+    """Load the checkpoint of ``loaded`` a second time, in the same dtype, on the same device.
+
+    Of a quantised one the reference has plain layers over the dequantised weights.
+    """
+    return load_by_transformers(loaded.path, loaded.dtype, loaded.device)
+
+
+def load_by_transformers(path: Path, dtype: torch.dtype, device: torch.device) -> Reference:
+    """The checkpoint at ``path`` by transformers alone; the arguments are those of loading.
+
+    Raises:
+        ModelError: it cannot be read.
+    """
+    model: Any
     with _quiet():
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            loaded.path,
-            dtype=loaded.dtype,
-            attn_implementation="eager",
-            local_files_only=True,
-            **({"device_map": {"": loaded.device}} if quantised else {}),
-        )
-    if not quantised:
-        model.to(loaded.device)
-    return Reference(model.eval().requires_grad_(False), loaded.device, quantised=quantised)
+        config = load_config(path)
+        source = quantized_source(path, config)
+        if source is not None:
+            model, _ = build_quantized(source, config, dtype, dequantised=True)
+            model.set_attn_implementation("eager")
+        else:
+            model = AutoModelForCausalLM.from_pretrained(
+                path, dtype=dtype, attn_implementation="eager", local_files_only=True
+            )
+    return Reference(model.to(device).eval().requires_grad_(False), device)
 
 
 @contextmanager

@@ -54,6 +54,14 @@ class VerifyOptions(MeasurementOptions):
         Range(2),
     ] = 512
     seed: Annotated[int, Option(help="Of prompts, chunkings and batch mixes."), Range(0)] = 0
+    full: Annotated[
+        Path | None,
+        Option(
+            help="Directory of the full checkpoint that --model is the quantised form of: reports "
+            "its perplexity, and how often both choose the same next token.",
+            show_default=False,
+        ),
+    ] = None
     dtype: Annotated[
         str, Option(help="float32, float16, bfloat16, or auto as the worker chooses.")
     ] = "float32"

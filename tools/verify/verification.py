@@ -13,8 +13,9 @@ import torch
 from penstock.gpu_worker.model.loading.loader import LoadedModel, load_model
 
 from ..report import Check, Number, Progress, Report
+from .full_model import compare_with_full
 from .greedy import Greedy, compare_greedy
-from .hf_reference import Reference, load_reference
+from .hf_reference import load_reference
 from .inputs import Inputs, gather_inputs, text_windows
 from .options import VerifyOptions
 from .teacher_forcing import Comparison, Passage, compare_logits
@@ -36,13 +37,6 @@ HALF_LIMITS: dict[str, Number] = {
 }
 """In float16 and bfloat16. The largest values seen over the same families were 1.05 and
 5e-3; a lost softcap, sink or scale, or a window off by one, gives ratios of 10 and more."""
-
-QUANTISED_LIMITS: dict[str, Number] = {
-    "modes_missing": 0,
-    "median_rel_logit_diff": 0.1,
-    "perplexity_rel_diff": 5e-2,
-}
-"""For packed weights in half precision, which cannot be computed in float32."""
 
 _SHOWN = 6
 """Differences between tokens that get a note each."""
@@ -116,7 +110,7 @@ def _verify(
     rng = random.Random(options.seed + 1)
     greedy = compare_greedy(loaded, reference, inputs.prompts, options.max_tokens, rng, progress)
     half = loaded.dtype != torch.float32
-    exact = reference.exact() if half and not reference.quantised else None
+    exact = reference.exact() if half else None
     sequences = [Passage(ids) for ids in greedy.sequences]
     windows = _windows(inputs, min(options.context, loaded.max_model_len))
     found = Comparison()
@@ -128,8 +122,11 @@ def _verify(
             )
         )
     longest = max(len(passage.token_ids) for passage in (*sequences, *windows))
+    against: dict[str, Number] = {}
+    if options.full is not None:
+        against = compare_with_full(options.full, loaded, reference, windows, progress)
     seconds = time.perf_counter() - begin
-    return _report(loaded, reference, inputs, greedy, found, longest, seconds)
+    return _report(loaded, inputs, greedy, found, longest, seconds, against)
 
 
 def _windows(inputs: Inputs, length: int) -> list[Passage]:
@@ -152,12 +149,12 @@ def _steps(stage: str, passages: list[Passage], progress: Progress) -> Callable[
 
 def _report(
     loaded: LoadedModel,
-    reference: Reference,
     inputs: Inputs,
     greedy: Greedy,
     found: Comparison,
     longest: int,
     seconds: float,
+    against: dict[str, Number],
 ) -> Report:
     mean, mean_reference = found.nll / found.scored, found.nll_reference / found.scored
     figures: dict[str, Number] = {
@@ -170,6 +167,7 @@ def _report(
         "perplexity_transformers": _exp(mean_reference),
         "perplexity_rel_diff": _relative(mean - mean_reference),
         "perplexity_tokens": found.scored,
+        **against,
         "longest_sequence": longest,
         "seconds": round(seconds, 3),
     }
@@ -178,7 +176,7 @@ def _report(
         notes.append(f"and {len(greedy.notes) - _SHOWN} further differences between tokens")
     limits = EXACT_LIMITS
     if loaded.dtype != torch.float32:
-        limits = QUANTISED_LIMITS if reference.quantised else HALF_LIMITS
+        limits = HALF_LIMITS
         dtype = str(loaded.dtype).removeprefix("torch.")
         notes.append(f"in {dtype} equal tokens are reported but not required")
     if found.errors:
