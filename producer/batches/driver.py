@@ -163,9 +163,8 @@ class Driver:
                 "in_flight": (*batch.in_flight, *accepted),
             }
             batch = await self._batches.change(batch, batch.model_copy(update=changes))
-        await self._requests.wait_for_an_end(batch)
         finished = FinishedLines()
-        await self._requests.collect(batch, finished)
+        await self._requests.collect(batch, await self._requests.wait_for_ends(batch), finished)
         if finished.places:
             after = await asyncio.to_thread(write_parts, self._storage, batch, finished)
             await self._batches.change(batch, after)
@@ -194,7 +193,7 @@ class Driver:
         """The batch with what ended before it was stopped, and an error for every other line."""
         assert batch.outcome is not None
         ended = FinishedLines()
-        await self._requests.collect(batch, ended)
+        await self._requests.collect(batch, await self._requests.ended(batch), ended)
         code, message = _GIVEN_UP[batch.outcome]
         open_places = [p for p in batch.in_flight if p not in ended.places]
         plan = await self._requests.plan(batch)
@@ -236,8 +235,12 @@ class Driver:
         await self._requests.cancel(batch)
         message = f"the input file {batch.input_file_id} was deleted"
         error = LineError(code="input_file_deleted", message=message, param="input_file_id")
-        after = batch.into(BatchState.FAILED, _now(), **_more_errors(batch, [error]))
-        await self._batches.change(batch, after)
+        changes = {
+            "output_file_id": await self._publish(batch, batch.parts, "output"),
+            "error_file_id": await self._publish(batch, batch.error_parts, "error"),
+            **_more_errors(batch, [error]),
+        }
+        await self._batches.change(batch, batch.into(BatchState.FAILED, _now(), **changes))
 
 
 def _more_errors(batch: Batch, errors: Sequence[LineError]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ seconds starts what should run and does not.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import time
@@ -19,7 +20,9 @@ from arq.connections import ArqRedis
 from arq.typing import WorkerCoroutine
 from arq.worker import Function
 from redis.asyncio import ConnectionPool
+from redis.exceptions import RedisError
 
+from penstock.shared.errors import PenstockError
 from penstock.shared.redis.retrying_client import RetryingClient
 from penstock.shared.settings import Settings
 
@@ -29,12 +32,13 @@ from .driver import Driver
 from .webhooks.caller import WebhookCaller
 from .webhooks.deliveries import signing_keys
 
-__all__ = ["QUEUE", "make_worker"]
+__all__ = ["QUEUE", "make_worker", "run_until"]
 
 QUEUE = "ps:{batches}:arq"
 """Name of arq's queue. Its other keys begin with ``arq:``, on the same server."""
 
 _TICK_S = 20.0
+_RETRY_S = 1.0
 _JOB_TIMEOUT_S = 60
 _SWEEP_SECONDS = set(range(0, 60, 5))
 _JOBS_AT_ONCE = 16
@@ -45,7 +49,7 @@ _log = logging.getLogger(__name__)
 
 
 def make_worker(settings: Settings, service: BatchService, client: RetryingClient) -> Worker:
-    """The arq worker; ``await worker.async_run()`` runs it until it is told to stop.
+    """The arq worker, for :func:`run_until`.
 
     Args:
         settings: the whole tree.
@@ -73,7 +77,41 @@ def make_worker(settings: Settings, service: BatchService, client: RetryingClien
         job_serializer=msgpack.packb,
         job_deserializer=_unpack,
         log_results=False,
+        handle_signals=False,
     )
+
+
+async def run_until(stop: asyncio.Event, make: Callable[[], Worker]) -> None:
+    """Run an arq worker until told to stop; another one whenever Redis has gone away.
+
+    arq's own worker ends with the first connection that breaks.
+
+    Args:
+        stop: when to end. The jobs that run are cut off; others take them up.
+        make: makes a worker.
+    """
+    stopping = asyncio.create_task(stop.wait())
+    while not stop.is_set():
+        worker = make()
+        running = asyncio.create_task(worker.async_run())
+        await asyncio.wait((running, stopping), return_when=asyncio.FIRST_COMPLETED)
+        await _close(worker)
+        (outcome,) = await asyncio.gather(running, return_exceptions=True)
+        if stop.is_set():
+            break
+        if not isinstance(outcome, RedisError | PenstockError | OSError):
+            raise RuntimeError("the arq worker has ended") from outcome
+        _log.warning("Redis did not answer (%s); trying again in %g s", outcome, _RETRY_S)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(stopping), _RETRY_S)
+    await stopping
+
+
+async def _close(worker: Worker) -> None:
+    try:
+        await worker.close()
+    except (RedisError, OSError, asyncio.CancelledError):  # of a job that was cut off
+        await worker.pool.aclose(close_connection_pool=True)
 
 
 class _Jobs:

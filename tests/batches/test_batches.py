@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from batches.conftest import completion_lines
+from durable_redis import free_port, start_durable_redis
 from openai.types.responses import Response
 from waiting import wait_until_async
 from workers import WorkerFactory
@@ -17,6 +21,10 @@ from workers import WorkerFactory
 from penstock.producer.batches.batch_service import BatchService
 from penstock.producer.batches.batch_store import BatchChanged
 from penstock.producer.batches.records import Batch, BatchState
+from penstock.shared.keys import BatchKeys
+from penstock.shared.local.children import spawn_bound
+from penstock.shared.redis.retrying_client import RetryingClient
+from penstock.shared.settings import load_settings
 
 Start = Callable[[], subprocess.Popen[bytes]]
 
@@ -82,6 +90,74 @@ async def test_driver_killed_amid_a_batch_costs_no_line_and_repeats_none(
     names = [line["custom_id"] for line in lines]
     assert len(set(names)) == len(names) == 2000
     assert batch.usage.output_tokens == 2000 * 16  # each was counted once
+
+
+async def test_a_batch_whose_input_is_deleted_hands_out_what_had_ended(
+    letters: WorkerFactory, service: BatchService, drivers: Start
+) -> None:
+    first = drivers()
+    batch = await start(service, completion_lines(2000, max_tokens=16))
+
+    async def is_amid() -> bool:
+        return 0 < (await service.batches.get(batch.id)).completed < 2000
+
+    await wait_until_async(is_amid, "the batch is in progress", 60)
+    first.kill()
+    await service.files.delete(await service.files.get(batch.input_file_id))
+    drivers()
+    batch = await ended(service, batch)
+    assert batch.state is BatchState.FAILED
+    assert batch.errors[-1].code == "input_file_deleted"
+    lines = await read_lines(service, batch.output_file_id)
+    assert len(lines) == batch.completed > 0
+
+
+async def test_redis_killed_amid_a_batch_loses_no_line_and_repeats_none(tmp_path: Path) -> None:
+    """With an append-only file. The driver and the worker wait, and go on."""
+    port = free_port()
+    server = start_durable_redis(port, tmp_path)
+    url = f"redis://127.0.0.1:{port}"
+    storage = {"PENSTOCK_BATCHES__STORAGE": str(tmp_path / "files")}
+    workers = WorkerFactory(url, tmp_path)
+    with (tmp_path / "driver.log").open("wb") as log:
+        driver = spawn_bound(
+            [sys.executable, "-m", "penstock.producer.cli", "batches"],
+            stdout=log, stderr=log, env={**os.environ, "REDIS_URL": url, **storage},
+        )  # fmt: skip
+    try:
+        await asyncio.to_thread(
+            workers.supervised, "letters", "--model", "synthetic", "--name", "letters"
+        )
+        settings = load_settings({"redis.url": url, "batches.storage": str(tmp_path / "files")})
+        client = RetryingClient(url, outage_s=60)
+        await client.connect(BatchKeys().active)
+        service = BatchService(client, settings)
+        batch = await start(service, completion_lines(600, max_tokens=16))
+        for done in (0, 200):
+
+            async def is_amid(done: int = done) -> bool:
+                return done < (await service.batches.get(batch.id)).completed
+
+            await wait_until_async(is_amid, "the batch is in progress", 60)
+            server.kill()
+            server.wait(10)
+            server = await asyncio.to_thread(start_durable_redis, port, tmp_path)
+        batch = await ended(service, batch)
+        assert (batch.state, batch.completed) == (BatchState.COMPLETED, 600)
+        names = [line["custom_id"] for line in await read_lines(service, batch.output_file_id)]
+        assert len(set(names)) == len(names) == 600
+        assert batch.usage.output_tokens == 600 * 16
+        await service.aclose()
+        await client.aclose()
+        assert driver.poll() is None
+        driver.terminate()
+        assert await asyncio.to_thread(driver.wait, 20) == 0
+        assert "Traceback" not in (tmp_path / "driver.log").read_text()
+    finally:
+        driver.kill()
+        workers.close()
+        server.kill()
+        server.wait(10)
 
 
 async def test_lines_may_name_the_responses_endpoint(

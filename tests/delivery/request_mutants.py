@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from delivery import (
     test_compaction,
+    test_dead_letters,
     test_door,
     test_ends,
     test_fairness,
@@ -83,6 +84,11 @@ REQUEST_MUTANTS = (
     Mutant(
         "orphans without bound", "if orphans >= MAX_ORPHANS then more = true break end", "",
         test_fingerprints.test_one_sweep_ends_a_bounded_number_of_them, "sweep",
+    ),
+    # redrive
+    Mutant(
+        "a redriven request's note is lost", ", note = f.note,", ",",
+        test_dead_letters.test_a_redriven_request_keeps_its_note, "redrive",
     ),
     # submit: what waits is counted
     Mutant(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from delivery.fleet import Shard
+from delivery.fleet import MINUTE_MS, NO_BOUNDS, Shard, request
 from redis.exceptions import ConnectionError as RedisConnectionError
 from workers import WorkerFactory
 
@@ -22,6 +22,7 @@ from penstock.producer import (
     UnknownDeadLetter,
 )
 from penstock.producer.cli import main
+from penstock.shared.scripts.operations import SubmitReply
 from penstock.shared.settings import load_settings
 
 
@@ -115,6 +116,23 @@ async def test_what_is_redriven_is_what_was_submitted(
     assert (await producer.submit([1, 2, 3], id="x", max_tokens=5, deadline_ms=60_000, **fields)
             ).duplicate  # fmt: skip
     await newest_shard.check()
+
+
+async def test_a_redriven_request_keeps_its_note(shard: Shard) -> None:
+    """Else its readers lack what its submitter left for them, and its resubmission conflicts."""
+
+    async def submit() -> SubmitReply:
+        return await shard.ops.submit(
+            request("x"), bounds=NO_BOUNDS, default_deadline_ms=MINUTE_MS, note=b"a note"
+        )
+
+    await submit()
+    await kill_workers_of(shard, "x")
+    letter = (await shard.redis.xrange(shard.keys.dead_letters))[0][0]
+    await shard.ops.redrive(letter.decode())
+    assert (await shard.record("x"))["note"] == "a note"
+    assert (await submit()).duplicate
+    await shard.check()
 
 
 async def test_letters_are_found_by_id_and_by_their_own_name(

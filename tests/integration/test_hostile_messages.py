@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -62,6 +63,40 @@ async def test_payloads_fail_alone(
             assert (result.state, result.reason) == (State.FAILED, Reason.INVALID), name
             assert len(result.end.message) < 3000, name
         await check_neighbour(producer, beside, worker)
+
+
+@pytest.mark.parametrize("count", [16, pytest.param(64, marks=pytest.mark.slow)])
+async def test_long_entries_hold_up_no_neighbour(
+    served: tuple[str, WorkerProcess], count: int
+) -> None:
+    """Entries of 262,144 token ids are parsed a few at a time, between the turns of the others."""
+    url, worker = served
+    async with Producer(url) as producer, Redis.from_url(url) as redis:
+        beside = await producer.submit("neighbour", max_tokens=60_000, ignore_eos=True)
+        stream = producer.stream(beside.id)
+        await anext(stream)
+        ids = f"[{'1,' * 262_143}1]"
+        names = [f"long{count}-{number}" for number in range(count)]
+        pipe = redis.pipeline(transaction=False)
+        for name in names:
+            pipe.xadd(KEYS.ingress(), {"id": name, "prompt_ids": ids, "max_tokens": "1"})
+        began = last = time.monotonic()
+        await pipe.execute()
+        worst = 0.0
+        async for _ in stream:
+            now = time.monotonic()
+            worst, last = max(worst, now - last), now
+            if await redis.exists(*map(KEYS.request, names)) == count:
+                break
+        took = time.monotonic() - began
+        assert worst < took / 3, f"{worst:.2f} of {took:.2f} s"
+        assert worker.get("/healthz")[0] == 200
+        await producer.cancel(beside.id)
+        for name in names:
+            result = await producer.result(name, timeout=60, check=False)
+            assert result.reason is Reason.PROMPT_TOO_LONG
+    assert worker.process.poll() is None
+    assert "stood still" not in worker.log.read_text()
 
 
 async def test_entries_of_the_plain_door_fail_alone(served: tuple[str, WorkerProcess]) -> None:

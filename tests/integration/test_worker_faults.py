@@ -10,8 +10,6 @@ import asyncio
 import itertools
 import os
 import signal
-import socket
-import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,14 +18,13 @@ from typing import Any
 import pytest
 import redis
 import redis.asyncio
+from durable_redis import free_port, start_durable_redis
 from waiting import is_running, wait_until
 from workers import WorkerFactory, WorkerProcess
 
 from penstock.producer import Producer, Result
 from penstock.shared.keys import Keys
-from penstock.shared.local.children import spawn_bound
 from penstock.shared.local.embedded import EmbeddedRedis
-from penstock.shared.local.server_binary import find_server
 from penstock.shared.protocol import Lane
 from penstock.shared.synthetic import synthetic_tokens
 from penstock.tools.chaos.faults.process_table import children
@@ -339,30 +336,3 @@ async def test_redis_killed_and_restarted_with_its_log(tmp_path: Path) -> None:
         workers.close()
         server.kill()
         server.wait(10)
-
-
-def start_durable_redis(port: int, folder: Path) -> subprocess.Popen[bytes]:
-    """A server of the test's own that comes back on the same port with the same data.
-
-    ``always``, since with ``everysec`` Redis puts off its writes while a slow disk still syncs the
-    last ones, and a kill then loses what it has acknowledged meanwhile.
-    """
-    options = f"--port {port} --bind 127.0.0.1 --appendonly yes --appendfsync always --dir {folder}"
-    argv = [find_server().path, "--save", "", *options.split()]
-    process = spawn_bound(argv, stdout=subprocess.DEVNULL)
-    with redis.Redis(port=port) as client:
-        wait_until(lambda: _answers(client), "Redis is up")
-    return process
-
-
-def _answers(client: redis.Redis) -> bool:
-    try:
-        return bool(client.ping())
-    except redis.ConnectionError:  # also: still loading
-        return False
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -91,16 +91,17 @@ class LineRequests:
                 break
         return accepted
 
-    async def wait_for_an_end(self, batch: Batch) -> None:
-        """Return when a request in flight has ended, or after some seconds."""
+    async def wait_for_ends(self, batch: Batch) -> list[int]:
+        """Wait until requests in flight have ended, or for some seconds; returns their places."""
         pause_s, longest_s = _POLL_S
-        while pause_s <= longest_s and not await self._ended(batch, first=True):
+        while not (places := await self.ended(batch)) and pause_s <= longest_s:
             await asyncio.sleep(pause_s)
             pause_s *= 2
+        return places
 
-    async def collect(self, batch: Batch, finished: FinishedLines) -> None:
-        """Add the lines in flight whose requests have ended."""
-        for group in groups(await self._ended(batch)):
+    async def collect(self, batch: Batch, places: list[int], finished: FinishedLines) -> None:
+        """Add the lines at these places, whose requests have ended."""
+        for group in groups(places):
             lines = await self.read(batch, group)
             await asyncio.gather(
                 *(
@@ -133,7 +134,7 @@ class LineRequests:
             pass  # a version that translated the line differently submitted it: that answer counts
         return True
 
-    async def _ended(self, batch: Batch, *, first: bool = False) -> list[int]:
+    async def ended(self, batch: Batch) -> list[int]:
         """Places in flight whose requests have ended, or are not known any more."""
         plan = await self.plan(batch)
         by_shard: dict[int, list[int]] = {}
@@ -147,8 +148,6 @@ class LineRequests:
             for place, state in zip(places, states, strict=True):
                 if state is None or state in TERMINAL_STATES:
                     ended.append(place)
-            if first and ended:
-                break
         return ended
 
     async def _collect(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from pathlib import Path
 from typing import Annotated
 
@@ -29,7 +30,7 @@ def batches(
     dies.
     """
     from ...batches.batch_service import BatchService  # its packages are an extra of their own
-    from ...batches.job_worker import make_worker
+    from ...batches.job_worker import make_worker, run_until
 
     flags = {"redis.url": redis, "batches.storage": None if storage is None else str(storage)}
     settings = load_settings(flags, config=config)
@@ -37,14 +38,13 @@ def batches(
     async def run() -> None:
         async with open_client(settings) as client:
             service = BatchService(client, settings)
-            worker = make_worker(settings, service, client)
+            stop = asyncio.Event()
+            for number in (signal.SIGINT, signal.SIGTERM):
+                asyncio.get_running_loop().add_signal_handler(number, stop.set)
             typer.echo("driving batches; Ctrl-C ends")
             try:
-                await worker.async_run()
-            except asyncio.CancelledError:
-                pass  # arq cancels its own task when it is told to stop
+                await run_until(stop, lambda: make_worker(settings, service, client))
             finally:
-                await worker.close()
                 await service.aclose()
 
     asyncio.run(run())

@@ -35,7 +35,7 @@ local refused = enqueue(f.id, {
   cost = whole('cost', f.cost), output_cost = whole('output_cost', f.output_cost),
   deadline_ms = whole('deadline_ms', f.deadline_ms),
   max_queue_ms = whole('max_queue_ms', f.max_queue_ms), epoch = whole('epoch', f.epoch),
-  answer = f.answer, on_disconnect = f.on_disconnect,
+  answer = f.answer, on_disconnect = f.on_disconnect, note = f.note,
 }, now_ms(), f.retention and whole('retention', f.retention) or retention_ms)
 if refused then return redis.error_reply(refused.err) end
 redis.call('XDEL', PREFIX .. 'dead_letters', entry)

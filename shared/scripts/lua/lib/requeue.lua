@@ -16,7 +16,7 @@
 local MAX_DEAD_LETTERS = 10000
 
 local function add_dead_letter(id, rec, reason, blames, retention)
-  local kept = redis.call('HMGET', PREFIX .. 'request:' .. id, 'payload', 'digest')
+  local kept = redis.call('HMGET', PREFIX .. 'request:' .. id, 'payload', 'digest', 'note')
   local max_queue_ms = 0
   if rec.queue_deadline > 0 then max_queue_ms = rec.queue_deadline - rec.accepted_at end
   redis.call('XADD', PREFIX .. 'dead_letters', 'MAXLEN', '~', MAX_DEAD_LETTERS, '*', 'id', id,
@@ -25,7 +25,7 @@ local function add_dead_letter(id, rec, reason, blames, retention)
     'on_disconnect', rec.on_disconnect or '', 'retention', retention_of(rec, retention),
     'cost', rec.cost, 'output_cost', rec.output_cost,
     'deadline_ms', rec.deadline - rec.accepted_at, 'max_queue_ms', max_queue_ms,
-    'digest', kept[2] or '', 'payload', kept[1] or '')
+    'digest', kept[2] or '', 'payload', kept[1] or '', 'note', kept[3] or '')
 end
 
 local function requeue(id, rec, loss, now, policy, retention)
