@@ -42,8 +42,10 @@ THIRD_PARTY = {
     "producer": {"redis", "rich", "typer"},
     "shared": {"msgpack", "pydantic", "redis"},
     # transformers' generate() is what several of them compare with.
+    # So is sentence-transformers' encode().
     "tools": {
-        "httpx", "matplotlib", "numpy", "redis", "rich", "torch", "transformers", "typer", "uvloop",
+        "httpx", "matplotlib", "numpy", "redis", "rich", "sentence_transformers", "tokenizers",
+        "torch", "transformers", "typer", "uvloop",
     },
 }  # fmt: skip
 SIBLINGS = {

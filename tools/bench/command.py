@@ -9,6 +9,7 @@ from ..report import Progress, Report
 from .options import (
     BatcherOptions,
     ChunkingOptions,
+    EmbedOptions,
     EngineOptions,
     GatewayOptions,
     ModesOptions,
@@ -103,6 +104,15 @@ def _batcher(options: BatcherOptions, progress: Progress) -> Report:
     from .batcher.batcher_modes import bench_batcher
 
     return bench_batcher(options, progress)
+
+
+@bench.command("embed")
+@measurement()
+def _embed(options: EmbedOptions, progress: Progress) -> Report:
+    """Embeddings a second: 64 clients with a text each, against sentence-transformers' encode."""
+    from .engine.embedding_rate import bench_embed
+
+    return bench_embed(options, progress)
 
 
 @bench.command("chunking")

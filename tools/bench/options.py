@@ -16,6 +16,7 @@ from ..measurement import MeasurementOptions, ModelFlag, PlotFlag, Range, Rounds
 __all__ = [
     "BatcherOptions",
     "ChunkingOptions",
+    "EmbedOptions",
     "EngineOptions",
     "GatewayOptions",
     "ModesOptions",
@@ -119,6 +120,20 @@ class BatcherOptions(MeasurementOptions):
     item_ms: Annotated[float, Option(help="Time of each item in it."), Range(0, 60_000)] = 0.5
     rounds: RoundsFlag = 1
     plot: PlotFlag = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbedOptions(MeasurementOptions):
+    """Options of ``bench embed``."""
+
+    model: Annotated[
+        str,
+        Option(help="Checkpoint directory, or `minilm`: its shape with random weights."),
+    ] = "minilm"
+    clients: Annotated[int, Option(help="Clients that send a text each at a time."), Range(1)] = 64
+    texts: Annotated[int, Option(help="Texts in a round."), Range(1)] = 512
+    rounds: RoundsFlag = 5
+    threads: ThreadsFlag = None
 
 
 @dataclass(frozen=True, kw_only=True)

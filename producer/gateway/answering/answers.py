@@ -341,4 +341,5 @@ class WholeAnswer(_Answer):
             choices=gather_choices(chunks, end),
             end=end,
             prompt_logprobs=chunks[0].prompt_logprobs if chunks else (),
+            packed_value=chunks[0].result if chunks else b"",
         )
