@@ -87,6 +87,18 @@ def test_tokens_published_together_are_told_apart() -> None:
 
 
 @pytest.mark.slow
+def test_embed() -> None:
+    facts = report("embed", "--texts", "16", "--clients", "4", "--rounds", "1", "--threads", "1")
+    figures = facts["figures"]
+    ours = figures["clients_per_s"]
+    assert math.isclose(
+        figures["times_one_call"], ours / figures["encode_one_call_per_s"], rel_tol=0.05
+    )
+    assert figures["clients_ms_p50"] <= figures["clients_ms_p99"]
+    assert [check["name"] for check in facts["checks"]] == ["times_one_by_one"]
+
+
+@pytest.mark.slow
 def test_engine() -> None:
     facts = report(
         "engine", "--batches", "1,2", "--tokens", "4", "--rounds", "1", "--requests", "4",

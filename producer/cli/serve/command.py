@@ -25,10 +25,12 @@ import typer
 from penstock.shared.distribution import install_command
 from penstock.shared.errors import ConfigurationError, PenstockError
 from penstock.shared.local.embedded import EmbeddedRedis, resolve_url
+from penstock.shared.protocol import ModelKind
 from penstock.shared.settings import Settings, environment_name, load_settings
 from penstock.shared.settings.model_name import with_model_name
 from penstock.shared.synthetic import SYNTHETIC
 
+from ...client import Producer
 from ..local.child import Child, stop_all
 from ..local.worker_child import WorkerChild, worker_command
 from ..options import ConfigOption, RedisOption
@@ -165,13 +167,19 @@ class _Deployment:
             if ready.done():
                 await ready
                 seconds, count = time.monotonic() - began, len(self._workers)
-                model = self._settings.queue.model
-                self._screen.ready(self._base_url, model, self._url, count, seconds)
+                model, kind = self._settings.queue.model, await self._kind()
+                self._screen.ready(self._base_url, model, kind, self._url, count, seconds)
             await watching
         finally:
             ready.cancel()
             watching.cancel()
             await asyncio.gather(ready, watching, return_exceptions=True)
+
+    async def _kind(self) -> ModelKind:
+        """What the model does with a request."""
+        name = self._settings.queue.model
+        async with Producer(self._url, model=name, settings=self._settings) as producer:
+            return (await producer.model_card(vocabulary=False)).kind
 
     async def _reach_gateway(self) -> None:
         """Wait until the gateway answers, and for our model.

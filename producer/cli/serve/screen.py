@@ -6,15 +6,29 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from rich.console import Console
 from rich.live import Live
 from rich.spinner import Spinner
 
+from penstock.shared.protocol import ModelKind
+
 from ..output import printable
 
 __all__ = ["Screen"]
+
+_QUESTIONS: Mapping[ModelKind, tuple[str, Mapping[str, object], str]] = {
+    ModelKind.GENERATE: (
+        "chat/completions",
+        {"messages": [{"role": "user", "content": "Hello"}]},
+        "penstock submit Hello",
+    ),
+    ModelKind.EMBED: ("embeddings", {"input": "Hello"}, "penstock embed Hello"),
+    ModelKind.RERANK: ("rerank", {"query": "A greeting?", "documents": ["Hello", "No"]}, ""),
+    ModelKind.CLASSIFY: ("classify", {"input": "Hello"}, ""),
+}
+"""For a kind of model: endpoint, body and command of a first request."""
 
 _GRAVE = ("warning", "error", "critical", "Traceback")
 
@@ -64,17 +78,24 @@ class Screen:
             self._loading = False
 
     def ready(
-        self, base_url: str, model: str, redis_url: str, workers: int, seconds: float
+        self,
+        base_url: str,
+        model: str,
+        kind: ModelKind,
+        redis_url: str,
+        workers: int,
+        seconds: float,
     ) -> None:
         """Say what to do now."""
-        body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hello"}]})
+        path, fields, command = _QUESTIONS.get(kind, _QUESTIONS[ModelKind.GENERATE])
+        body = json.dumps({"model": model, **fields})
         count = "1 worker" if workers == 1 else f"{workers} workers"
         lines = [
             f"{model} is served by {count}, ready after {seconds:.1f} s. Ask it:",
             "",
-            f"  curl {base_url}/chat/completions -H 'content-type: application/json' \\",
+            f"  curl {base_url}/{path} -H 'content-type: application/json' \\",
             f"    -d '{body}'",
-            f"  export REDIS_URL={redis_url}; penstock submit Hello --model {model}",
+            f"  export REDIS_URL={redis_url}" + (command and f"; {command} --model {model}"),
             "",
             "Ctrl-C ends it; what is not done by then goes on at the next start.",
         ]

@@ -139,7 +139,7 @@ def _random_minilm(folder: Path) -> Path:
     from tokenizers import processors
     from transformers import AutoTokenizer, BertConfig, BertModel, PreTrainedTokenizerFast
 
-    from penstock.gpu_worker.model.loading.checkpoint_folder import DEMO, find_checkpoint
+    from penstock.gpu_worker.model.loading.checkpoint import DEMO, find_checkpoint, quiet
 
     words = AutoTokenizer.from_pretrained(find_checkpoint(DEMO)).backend_tokenizer
     mark = words.id_to_token(0)
@@ -153,8 +153,10 @@ def _random_minilm(folder: Path) -> Path:
         num_attention_heads=12,
         intermediate_size=1536,
     )
-    BertModel(config).save_pretrained(folder)
-    PreTrainedTokenizerFast(
+    tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=words, pad_token=mark, model_max_length=512
-    ).save_pretrained(folder)
+    )
+    with quiet():
+        BertModel(config).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
     return folder
