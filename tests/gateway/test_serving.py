@@ -1,0 +1,144 @@
+"""How a gateway serves: TLS, CORS, several processes, keep-alives, Redis away."""
+
+from __future__ import annotations
+
+import os
+import signal
+import ssl
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+import redis
+from gateway.rig import Event, GatewayProcess, events
+from waiting import wait_until
+
+from penstock.shared.local.embedded import EmbeddedRedis
+
+pytestmark = pytest.mark.usefixtures("synthetic_worker")
+
+ORIGIN = "https://app.example"
+BODY = {"model": "letters", "prompt": "abc", "max_tokens": 4}
+
+
+@pytest.fixture(scope="module")
+def certificate(folder: Path) -> tuple[Path, Path]:
+    """A certificate of 127.0.0.1 that it signed itself, and its key."""
+    certificate, key = folder / "cert.pem", folder / "key.pem"
+    words = "req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=127.0.0.1"
+    alternative = ["-addext", "subjectAltName=IP:127.0.0.1"]
+    subprocess.run(
+        ["openssl", *words.split(), *alternative, "-keyout", str(key), "-out", str(certificate)],
+        check=True,
+        capture_output=True,
+    )
+    return certificate, key
+
+
+@pytest.fixture(scope="module")
+def guarded(
+    server: EmbeddedRedis, folder: Path, certificate: tuple[Path, Path]
+) -> Iterator[GatewayProcess]:
+    """Two processes behind one port, with TLS, CORS and short silences."""
+    process = GatewayProcess(
+        server.url,
+        folder / "guarded.log",
+        gateway__processes=2,
+        gateway__tls_certificate=certificate[0],
+        gateway__tls_key=certificate[1],
+        gateway__cors_origins=ORIGIN,
+        gateway__keep_alive_s=0.4,
+        gateway__extra_models="nobody",
+    )
+    yield process
+    process.kill()
+
+
+@pytest.fixture(scope="module")
+def trust(certificate: tuple[Path, Path]) -> ssl.SSLContext:
+    return ssl.create_default_context(cafile=str(certificate[0]))
+
+
+def children(gateway: GatewayProcess) -> set[int]:
+    pid = gateway.process.pid
+    listed = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    return {int(word) for word in listed.split()}
+
+
+def is_up(gateway: GatewayProcess, trust: ssl.SSLContext) -> bool:
+    try:
+        return httpx.get(f"{gateway.url}/health", verify=trust).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def test_tls_and_cors(guarded: GatewayProcess, trust: ssl.SSLContext) -> None:
+    assert guarded.url.startswith("https://")
+    url = f"{guarded.url}/v1/completions"
+    wait_until(lambda: is_up(guarded, trust), "an answer", 40)
+    with pytest.raises(httpx.ConnectError, match="CERTIFICATE"):
+        httpx.post(url, json=BODY)
+    asked = {"origin": ORIGIN, "access-control-request-method": "POST"}
+    allowed = httpx.options(url, headers=asked, verify=trust)
+    assert (allowed.status_code, allowed.headers["access-control-allow-origin"]) == (200, ORIGIN)
+    for body, status in ((BODY, 200), ({**BODY, "max_tokens": 0}, 400), ({}, 400)):
+        answer = httpx.post(url, json=body, headers={"origin": ORIGIN}, verify=trust)
+        assert answer.status_code == status
+        assert answer.headers["access-control-allow-origin"] == ORIGIN
+    other = httpx.options(url, headers={**asked, "origin": "https://evil.example"}, verify=trust)
+    assert "access-control-allow-origin" not in other.headers
+    with httpx.stream("POST", url, json={**BODY, "stream": True}, verify=trust) as response:
+        assert "".join(event.text for event in events(response)).isalpha()
+
+
+def test_a_comment_comes_in_every_silence(guarded: GatewayProcess, trust: ssl.SSLContext) -> None:
+    wait_until(lambda: is_up(guarded, trust), "an answer", 40)
+    body = {**BODY, "model": "nobody", "stream": True}
+    url = f"{guarded.url}/v1/completions"
+    with httpx.stream("POST", url, json=body, verify=trust, timeout=5) as response:
+        assert response.status_code == 200
+        lines = response.iter_lines()
+        assert [next(lines) for _ in range(6)] == [": keep-alive", ""] * 3
+
+
+def test_a_process_that_dies_is_replaced(guarded: GatewayProcess, trust: ssl.SSLContext) -> None:
+    wait_until(lambda: len(children(guarded)) == 2, "two processes")
+    wait_until(lambda: is_up(guarded, trust), "an answer", 40)
+    before = children(guarded)
+    victim = min(before)
+    os.kill(victim, signal.SIGKILL)
+    wait_until(lambda: len(children(guarded) - {victim}) == 2, "another process", 20)
+    assert len(children(guarded) & before) == 1
+    wait_until(lambda: is_up(guarded, trust), "an answer", 40)
+
+
+def test_streams_wait_for_redis_and_new_requests_are_told(
+    gateway: GatewayProcess, server: EmbeddedRedis, folder: Path
+) -> None:
+    impatient = GatewayProcess(
+        server.url, folder / "impatient.log", redis__socket_timeout_s=0.3, gateway__outage_s=0.5
+    )
+    found: list[Event] = []
+
+    def read() -> None:
+        body = {**BODY, "prompt": "outage", "max_tokens": 800, "stream": True}
+        with httpx.stream("POST", f"{gateway.url}/v1/completions", json=body) as response:
+            found.extend(events(response))
+
+    reader = threading.Thread(target=read)
+    with redis.Redis.from_url(server.url) as client:
+        assert httpx.post(f"{impatient.url}/v1/completions", json=BODY).status_code == 200
+        reader.start()
+        wait_until(lambda: client.zcard("ps:{letters.0}:deadlines"), "the request")
+        client.execute_command("CLIENT", "PAUSE", 2500, "ALL")
+    refused = httpx.post(f"{impatient.url}/v1/completions", json=BODY, timeout=10)
+    impatient.kill()
+    assert refused.status_code == 503
+    assert refused.json()["error"]["code"] == "queue_unavailable"
+    assert int(refused.headers["retry-after"]) >= 1
+    reader.join(60)
+    assert found[-1].data == "[DONE]"
+    assert len("".join(event.text for event in found)) == 800
