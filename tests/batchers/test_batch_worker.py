@@ -58,14 +58,14 @@ async def producer(shared: str) -> AsyncIterator[Producer]:
 
 
 async def test_one_result_for_one_payload(producer: Producer) -> None:
-    assert await producer.infer({"x": 21}, timeout=10) == {"y": 42, "batch": 1}
+    assert await producer.infer({"x": 21}, timeout=60) == {"y": 42, "batch": 1}
     card = await producer.model_card()
     assert card.kind is ModelKind.BATCH
 
 
 def test_without_an_event_loop(shared: str) -> None:
     with BlockingProducer(shared, model="doubler") as made:
-        assert made.infer({"x": 3}, timeout=10)["y"] == 6
+        assert made.infer({"x": 3}, timeout=60)["y"] == 6
 
 
 async def test_requests_share_batches(producer: Producer, tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ async def test_requests_share_batches(producer: Producer, tmp_path: Path) -> Non
 
     await wait_until_async(are_claimed, "claims")
     gate.touch()
-    results = [(await producer.result(name, timeout=10)).value for name in ids]
+    results = [(await producer.result(name, timeout=60)).value for name in ids]
     assert [result["y"] for result in results] == [2 * x for x in range(20)]
     assert max(result["batch"] for result in results) > 4
 
@@ -91,7 +91,7 @@ async def test_only_the_culprit_fails(producer: Producer) -> None:
     payloads[5]["raise"] = "value"
     payloads[7]["return"] = "object"
     outcomes = await asyncio.gather(
-        *(producer.infer(payload, timeout=20) for payload in payloads), return_exceptions=True
+        *(producer.infer(payload, timeout=60) for payload in payloads), return_exceptions=True
     )
     for index, outcome in enumerate(outcomes):
         if index in (3, 5, 7):
@@ -113,7 +113,7 @@ async def test_the_other_kind_of_work_is_refused(producer: Producer) -> None:
 
 async def test_an_id_is_computed_once(producer: Producer) -> None:
     for _ in range(2):
-        assert (await producer.infer({"x": 1}, id="once", timeout=10))["y"] == 2
+        assert (await producer.infer({"x": 1}, id="once", timeout=60))["y"] == 2
     status = await producer.status("once")
     assert (status.state, status.n) == (State.COMPLETED, 1)
     with pytest.raises(IdConflict):
@@ -123,7 +123,7 @@ async def test_an_id_is_computed_once(producer: Producer) -> None:
 async def test_a_late_reader_and_json(producer: Producer) -> None:
     submitted = await producer.submit(payload={"x": 4}, answer="json")
     for _ in range(2):
-        result = await producer.result(submitted.id, timeout=10)
+        result = await producer.result(submitted.id, timeout=60)
         assert result.value == {"y": 8, "batch": 1}
         assert result.usage is not None
         assert result.usage.prompt_tokens == 1
@@ -144,7 +144,7 @@ async def test_cancel_and_deadline_while_a_batch_runs(producer: Producer, tmp_pa
     assert [end.reason for end in ends] == [Reason.CLIENT, Reason.DEADLINE]
     gate.touch()
     assert (await holds)["y"] == 0
-    assert (await producer.infer({"x": 3}, timeout=10))["y"] == 6
+    assert (await producer.infer({"x": 3}, timeout=60))["y"] == 6
     assert "2" not in [line.split()[1] for line in log.read_text().splitlines()]
 
 
@@ -198,7 +198,7 @@ async def test_a_drain_hands_over(redis_url: str, workers: WorkerFactory, tmp_pa
 async def test_a_killed_worker_is_replaced(redis_url: str, workers: WorkerFactory) -> None:
     worker = start(workers, "killed", **QUICK)
     async with Producer(redis_url, model="killed") as producer:
-        assert (await producer.infer({"x": 1}, timeout=10))["y"] == 2
+        assert (await producer.infer({"x": 1}, timeout=60))["y"] == 2
         (edge,) = worker.children()
         os.kill(edge, signal.SIGKILL)
         assert (await producer.infer({"x": 2}, timeout=30))["y"] == 4
