@@ -45,7 +45,7 @@ def quantize(
     ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Write a quantised copy of a checkpoint, which penstock, transformers and vLLM read.
+    """Write a quantised copy of a checkpoint, in the format that transformers reads.
 
     The format is compressed-tensors. Linear layers are quantised, all but the head. Prints the
     relative error and the bytes of each layer.
