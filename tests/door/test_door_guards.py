@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 from delivery.mutation import check_compiles
 from delivery.test_denied_commands import deny, heal, refused
-from door import test_admission
+from door import test_admission, test_door_workers
 from door.plain import PlainDoor
 from redis.asyncio import Redis
 
@@ -62,12 +62,12 @@ MUTANTS: dict[str, tuple[str, str, Test]] = {
     "acts on what is gone": (
         "if not entry_exists(ingress, entry) then",
         "if false then",
-        test_admission.test_an_entry_is_acted_on_once,
+        test_door_workers.test_an_entry_is_acted_on_once,
     ),
     "refuses what is gone": (
         "if entry_exists(ingress, entry) then",
         "if true then",
-        test_admission.test_an_entry_is_acted_on_once,
+        test_door_workers.test_an_entry_is_acted_on_once,
     ),
     "stays in the stream": (
         "attempt(nil, 'XDEL', ingress, entry)",
@@ -107,7 +107,7 @@ MUTANTS: dict[str, tuple[str, str, Test]] = {
     "no bounds": (
         "whole('max_requests', max_requests)",
         "0",
-        test_admission.test_bounds_are_never_exceeded_by_one_with_two_workers,
+        test_door_workers.test_bounds_are_never_exceeded_by_one_with_two_workers,
     ),
     "refused at maxmemory": (
         "\nallow_oom()\n",
@@ -117,22 +117,22 @@ MUTANTS: dict[str, tuple[str, str, Test]] = {
     "the dead keep their entries": (
         "if reader ~= worker and not has_lease(reader) then",
         "if false then",
-        test_admission.test_a_worker_killed_between_reading_and_acting,
+        test_door_workers.test_a_worker_killed_between_reading_and_acting,
     ),
     "the living are robbed": (
         "return lease and tonumber(lease) > now",
         "return false",
-        test_admission.test_entries_of_a_living_worker_are_left_to_it,
+        test_door_workers.test_entries_of_a_living_worker_are_left_to_it,
     ),
     "lost replies stay lost": (
         "  take_over(tenant, ingress, worker)\n",
         "",
-        test_admission.test_entries_of_a_living_worker_are_left_to_it,
+        test_door_workers.test_entries_of_a_living_worker_are_left_to_it,
     ),
     "the dead stay consumers": (
         "      forget_consumer(ingress, reader)\n",
         "",
-        test_admission.test_a_worker_killed_between_reading_and_acting,
+        test_door_workers.test_a_worker_killed_between_reading_and_acting,
     ),
     "only what comes after the first worker": (
         "'CREATE', ingress, GROUP, '0', 'MKSTREAM'",
