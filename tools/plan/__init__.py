@@ -1,0 +1,1 @@
+"""``penstock plan``: what a model needs in memory, before anything is loaded."""
