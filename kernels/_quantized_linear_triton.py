@@ -12,8 +12,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .quantized_linear import PackedWeight
-
 _TILE_OUTPUTS = 64
 _MOST_ROWS = 64
 _MOST_INPUTS = 64
@@ -86,14 +84,22 @@ def constants(rows: int, group: int, inputs: int, *, bits: int, offsets: bool) -
     }
 
 
-def quantized_linear_triton(x: Tensor, weight: PackedWeight) -> Tensor:
-    """See ``quantized_linear.quantized_linear``; x is ``[rows, inputs]``, and no bias is added."""
-    rows, outputs = x.shape[0], weight.scales.shape[0]
+def quantized_linear_triton(
+    x: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    values: Tensor,
+    offsets: Tensor | None,
+    *,
+    bits: int,
+    group: int,
+) -> Tensor:
+    """``x @ weight.T`` for x ``[rows, inputs]``; the rest are fields of ``PackedWeight``."""
+    rows, inputs = x.shape
+    outputs = scales.shape[0]
     x = x if x.stride(1) == 1 else x.contiguous()
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
-    chosen = constants(
-        rows, weight.group, weight.inputs, bits=weight.bits, offsets=weight.offsets is not None
-    )
+    chosen = constants(rows, group, inputs, bits=bits, offsets=offsets is not None)
     if rows == 0:
         return out
     grid = (triton.cdiv(rows, chosen["TILE_ROWS"]), triton.cdiv(outputs, _TILE_OUTPUTS))
@@ -101,15 +107,15 @@ def quantized_linear_triton(x: Tensor, weight: PackedWeight) -> Tensor:
         quantized_linear_kernel[grid](
             out,
             x,
-            weight.codes,
-            weight.scales,
-            weight.scales if weight.offsets is None else weight.offsets,
-            weight.values,
+            codes,
+            scales,
+            scales if offsets is None else offsets,
+            values,
             rows,
             outputs,
-            weight.inputs,
-            weight.scales.shape[1],
-            weight.codes.shape[1],
+            inputs,
+            scales.shape[1],
+            codes.shape[1],
             x.stride(0),
             **chosen,
         )

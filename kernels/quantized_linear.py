@@ -83,7 +83,15 @@ def quantized_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None
     if x.is_cuda and HAS_TRITON:
         from ._quantized_linear_triton import quantized_linear_triton
 
-        out = quantized_linear_triton(x.reshape(-1, weight.inputs), weight)
+        out = quantized_linear_triton(
+            x.reshape(-1, weight.inputs),
+            weight.codes,
+            weight.scales,
+            weight.values,
+            weight.offsets,
+            bits=weight.bits,
+            group=weight.group,
+        )
         out = out.view(*x.shape[:-1], -1)
         return out if bias is None else out + bias
     return torch.nn.functional.linear(x, weight.dequantized(x.dtype), bias)
