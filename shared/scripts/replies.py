@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -30,6 +30,7 @@ __all__ = [
     "SweepReply",
     "Used",
     "accepted",
+    "field_pairs",
     "read_claims",
     "read_dead_letter",
     "read_statuses",
@@ -381,8 +382,20 @@ def _claim(row: Sequence[Any]) -> Claim:
     )
 
 
-def read_dead_letter(entry: bytes, fields: Mapping[bytes, bytes]) -> DeadLetter:
-    """The typed form of an entry of the stream of dead letters."""
+def field_pairs(reply: Mapping[bytes, bytes] | Sequence[bytes]) -> Iterable[tuple[bytes, bytes]]:
+    """Names and values of a hash or an entry.
+
+    Args:
+        reply: flat, as the server sends it, or the mapping that redis-py makes of it.
+    """
+    if isinstance(reply, Mapping):
+        return reply.items()
+    return zip(reply[0::2], reply[1::2], strict=True)
+
+
+def read_dead_letter(entry: bytes, reply: Mapping[bytes, bytes] | Sequence[bytes]) -> DeadLetter:
+    """The typed form of an entry of the stream of dead letters; see :func:`field_pairs`."""
+    fields = dict(field_pairs(reply))
     return DeadLetter(
         entry=entry.decode(),
         id=fields[b"id"].decode(),

@@ -6,12 +6,12 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from ..keys import Keys
 from ..redis.resp import Exchanger
-from .replies import accepted
+from .replies import accepted, field_pairs
 from .script_loader import Command, Pipelined, run_calls
 
 __all__ = [
@@ -103,14 +103,8 @@ async def read_ledger(
     rows: list[UsageRow] = []
     for day, reply in zip(wanted, replies, strict=True):
         accepted("HGETALL", reply)
-        rows += _rows(day, keys.model, _pairs(reply))
+        rows += _rows(day, keys.model, field_pairs(reply))
     return rows
-
-
-def _pairs(reply: Mapping[bytes, bytes] | Sequence[bytes]) -> Iterable[tuple[bytes, bytes]]:
-    if isinstance(reply, Mapping):
-        return reply.items()
-    return zip(reply[0::2], reply[1::2], strict=True)
 
 
 def _rows(

@@ -137,8 +137,8 @@ def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
 
 
 def test_a_file_instead_of_a_directory(tmp_path: Path) -> None:
-    file = tmp_path / "model.gguf"
-    file.write_bytes(b"GGUF")
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(b"weights")
     refuse(file, ModelNotFound, "is a file; give a directory")
 
 
