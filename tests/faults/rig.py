@@ -32,6 +32,7 @@ class Rig:
     options: StormOptions
     ledger: Ledger = field(default_factory=Ledger)
     number: int = 0
+    started: int = 0
 
     def cases(self, count: int, **changes: Any) -> list[Case]:
         """Cases that are to be completed; ``changes`` replace fields of each."""
@@ -52,6 +53,7 @@ class Rig:
             runner = CaseRunner(self.env, self.ledger, ends_by=lambda due_ms: due_ms + ON_TIME_MS)
             await asyncio.gather(*(runner.run(case) for case in cases))
 
+        self.started += len(cases)
         return asyncio.create_task(run())
 
     async def until(self, condition: Callable[[], Any], what: str) -> None:
