@@ -9,10 +9,10 @@ bytes.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-__all__ = ["Argument", "Exchanger", "KeyPair", "encode"]
+__all__ = ["Argument", "Exchanger", "KeyPair", "encode", "field_pairs"]
 
 Argument = str | bytes | int
 
@@ -24,6 +24,17 @@ def encode(words: Iterable[Argument]) -> bytes:
         data = word if isinstance(word, bytes) else str(word).encode()
         parts.append(b"$%d\r\n%b\r\n" % (len(data), data))
     return b"".join(parts)
+
+
+def field_pairs(reply: Mapping[bytes, bytes] | Sequence[bytes]) -> Iterable[tuple[bytes, bytes]]:
+    """Names and values of a hash or an entry.
+
+    Args:
+        reply: flat, as the server sends it, or the mapping that redis-py makes of it.
+    """
+    if isinstance(reply, Mapping):
+        return reply.items()
+    return zip(reply[0::2], reply[1::2], strict=True)
 
 
 class KeyPair(NamedTuple):

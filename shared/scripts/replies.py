@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -10,6 +10,7 @@ from redis.exceptions import ResponseError
 
 from ..errors import PenstockError, ProtocolError, RedisUnavailable
 from ..protocol import Chunk, Lane, Reason, State, unpack_event
+from ..redis.resp import field_pairs
 
 if TYPE_CHECKING:
     # Loading the settings would take the client longer than all the rest.
@@ -30,7 +31,6 @@ __all__ = [
     "SweepReply",
     "Used",
     "accepted",
-    "field_pairs",
     "read_claims",
     "read_dead_letter",
     "read_statuses",
@@ -380,17 +380,6 @@ def _claim(row: Sequence[Any]) -> Claim:
         chunks=tuple(event for event in events if isinstance(event, Chunk)),
         used=Used.unpack(row[11]),
     )
-
-
-def field_pairs(reply: Mapping[bytes, bytes] | Sequence[bytes]) -> Iterable[tuple[bytes, bytes]]:
-    """Names and values of a hash or an entry.
-
-    Args:
-        reply: flat, as the server sends it, or the mapping that redis-py makes of it.
-    """
-    if isinstance(reply, Mapping):
-        return reply.items()
-    return zip(reply[0::2], reply[1::2], strict=True)
 
 
 def read_dead_letter(entry: bytes, reply: Mapping[bytes, bytes] | Sequence[bytes]) -> DeadLetter:

@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from ..keys import Keys
-from ..redis.resp import Exchanger
-from .replies import accepted, field_pairs
+from ..redis.resp import Exchanger, field_pairs
+from .replies import accepted
 from .script_loader import Command, Pipelined, run_calls
 
 __all__ = [
