@@ -7,7 +7,7 @@ import os
 import signal
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from waiting import wait_until, wait_until_async
@@ -20,6 +20,13 @@ from penstock.shared.protocol import ModelKind, Reason, State
 
 TESTS = str(Path(__file__).resolve().parents[1])
 QUICK = {"PENSTOCK_WORKER__LEASE_MS": "500", "PENSTOCK_WORKER__HANG_TIMEOUT_S": "1"}
+
+
+class Faulty(NamedTuple):
+    """A worker and its log."""
+
+    worker: WorkerProcess
+    log: Path
 
 
 def start(workers: WorkerFactory, name: str, *flags: str, **environment: str) -> WorkerProcess:
@@ -48,6 +55,15 @@ def shared(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     factory = WorkerFactory(redis_url, tmp_path_factory.mktemp("batcher"))
     start(factory, "doubler")
     yield redis_url
+    factory.close()
+
+
+@pytest.fixture(scope="module")
+def faulty(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Faulty]:
+    """A worker that finds out soon when its processes hang or die, under the name ``faulty``."""
+    folder = tmp_path_factory.mktemp("faulty")
+    factory = WorkerFactory(redis_url, folder)
+    yield Faulty(start(factory, "faulty", **QUICK), workers_log(folder, "faulty"))
     factory.close()
 
 
@@ -161,16 +177,21 @@ async def test_a_dead_engine_costs_no_request(redis_url: str, workers: WorkerFac
         assert (end.state, end.reason) == (State.DEAD, Reason.POISON)
 
 
-async def test_a_hung_batch_is_replaced(
-    redis_url: str, workers: WorkerFactory, tmp_path: Path
-) -> None:
+async def test_a_killed_worker_is_replaced(redis_url: str, faulty: Faulty) -> None:
+    async with Producer(redis_url, model="faulty") as producer:
+        assert (await producer.infer({"x": 1}, timeout=60))["y"] == 2
+        (edge,) = faulty.worker.children()
+        os.kill(edge, signal.SIGKILL)
+        assert (await producer.infer({"x": 2}, timeout=30))["y"] == 4
+
+
+async def test_a_hung_batch_is_replaced(redis_url: str, faulty: Faulty, tmp_path: Path) -> None:
     gate = tmp_path / "gate"
-    start(workers, "hangs", **QUICK)
-    async with Producer(redis_url, model="hangs") as producer:
+    async with Producer(redis_url, model="faulty") as producer:
         hung = asyncio.create_task(producer.infer({"x": 5, "wait_for": str(gate)}, id="hung"))
         other = asyncio.create_task(producer.infer({"x": 6}))
-        log = workers_log(tmp_path, "hangs")
-        await asyncio.to_thread(wait_until, lambda: "stood still" in log.read_text(), "a hang", 30)
+        stood_still = lambda: "stood still" in faulty.log.read_text()  # noqa: E731
+        await asyncio.to_thread(wait_until, stood_still, "a hang", 30)
         gate.touch()
         assert (await asyncio.wait_for(hung, 30))["y"] == 10
         assert (await asyncio.wait_for(other, 30))["y"] == 12
@@ -185,23 +206,19 @@ async def test_a_drain_hands_over(redis_url: str, workers: WorkerFactory, tmp_pa
             producer.infer({"x": 1, "wait_for": str(gate), "log": str(log), "key": 1})
         )
         await asyncio.to_thread(wait_until, log.exists, "a batch")
-        waits = asyncio.create_task(producer.infer({"x": 2}))
+        waits = asyncio.create_task(producer.infer({"x": 2}, id="waits"))
+
+        async def is_claimed() -> bool:
+            return await producer.states(["waits"]) == [State.RUNNING]
+
+        await wait_until_async(is_claimed, "a claim")
+        workers.command(  # it loads while the first one drains
+            "next", "--batcher", "doubler:AsyncDoubler", "--name", "drains", PYTHONPATH=TESTS,
+            PENSTOCK_WORKER__MODEL_CHANGE="rolling", PENSTOCK_WORKER__METRICS_PORT="0",
+        )  # fmt: skip
         assert await asyncio.to_thread(first.terminate) == 0
         gate.touch()
-        workers.supervised(
-            "next", "--batcher", "doubler:AsyncDoubler", "--name", "drains", PYTHONPATH=TESTS,
-            PENSTOCK_WORKER__MODEL_CHANGE="rolling",
-        )  # fmt: skip
         assert [(await task)["y"] for task in (held, waits)] == [2, 4]
-
-
-async def test_a_killed_worker_is_replaced(redis_url: str, workers: WorkerFactory) -> None:
-    worker = start(workers, "killed", **QUICK)
-    async with Producer(redis_url, model="killed") as producer:
-        assert (await producer.infer({"x": 1}, timeout=60))["y"] == 2
-        (edge,) = worker.children()
-        os.kill(edge, signal.SIGKILL)
-        assert (await producer.infer({"x": 2}, timeout=30))["y"] == 4
 
 
 def workers_log(folder: Path, name: str) -> Path:

@@ -11,36 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from workers import WorkerFactory
+from module_server import fleet as fleet
+from module_server import folder as folder
+from module_server import server as server
+from module_server import synthetic_worker as synthetic_worker
+from waiting import wait_until_async
 
 from penstock.producer.batches.batch_service import BatchService
+from penstock.producer.batches.records import Batch
 from penstock.shared.keys import BatchKeys
 from penstock.shared.local.children import spawn_bound
 from penstock.shared.local.embedded import EmbeddedRedis
-from penstock.shared.local.server_binary import find_servers
 from penstock.shared.redis.retrying_client import RetryingClient
 from penstock.shared.settings import Settings, load_settings
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("batches")
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[EmbeddedRedis]:
-    server = EmbeddedRedis(find_servers()[0], password="").start()
-    yield server
-    server.stop()
-
-
-@pytest.fixture(scope="module")
-def letters(server: EmbeddedRedis, folder: Path) -> Iterator[WorkerFactory]:
-    """A worker whose tokens are letters by a hash, under the name ``letters``."""
-    factory = WorkerFactory(server.url, folder)
-    factory.supervised("letters", "--model", "synthetic", "--name", "letters")
-    yield factory
-    factory.close()
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +72,51 @@ def drivers(
     for process in started:
         process.kill()
         process.wait(10)
+
+
+async def upload(service: BatchService, data: bytes, tenant: str = "tests") -> str:
+    """Store a file of lines; returns its id."""
+
+    async def chunks() -> AsyncIterator[bytes]:
+        yield data
+
+    file = await service.files.upload(
+        chunks(), tenant=tenant, filename="input.jsonl", expires_after_s=None
+    )
+    return file.id
+
+
+async def start(service: BatchService, data: bytes, **options: Any) -> Batch:
+    """Begin a batch of these lines."""
+    options.setdefault("endpoint", "/v1/completions")
+    name = await upload(service, data)
+    return await service.create(input_file_id=name, tenant="tests", **options)
+
+
+async def drive(service: BatchService, batch: Batch) -> Batch:
+    """Drive a batch in this process until it has ended."""
+    driver = service.driver()
+    while await driver.tick(batch.id, budget_s=60):
+        pass
+    return await service.batches.get(batch.id)
+
+
+async def ended(service: BatchService, batch: Batch) -> Batch:
+    """Wait until a batch that others drive has ended."""
+
+    async def has_ended() -> bool:
+        return (await service.batches.get(batch.id)).ended
+
+    await wait_until_async(has_ended, "the batch has ended", 60)
+    return await service.batches.get(batch.id)
+
+
+async def read_lines(service: BatchService, file_id: str | None) -> list[dict[str, Any]]:
+    """The lines of an output file."""
+    assert file_id is not None
+    file = await service.files.get(file_id)
+    data = b"".join([chunk async for chunk in service.files.content(file)])
+    return [json.loads(line) for line in data.splitlines()]
 
 
 def completion_lines(count: int, **body: Any) -> bytes:

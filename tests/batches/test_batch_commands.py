@@ -3,39 +3,49 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from batches.conftest import completion_lines
-from workers import WorkerFactory
 
+from penstock.producer.cli.app import main
 from penstock.shared.settings import Settings
 
 Start = Callable[[], subprocess.Popen[bytes]]
-Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+class Done(NamedTuple):
+    """How a command ended."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+Run = Callable[..., Done]
 
 
 @pytest.fixture
-def run(settings: Settings) -> Run:
-    environment = {
-        **os.environ,
-        "REDIS_URL": str(settings.redis.url),
-        "PENSTOCK_BATCHES__STORAGE": settings.batches.storage,
-    }
+def run(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Run:
+    """Runs the program in this process; the commands' output is what a shell would get."""
+    monkeypatch.setenv("REDIS_URL", str(settings.redis.url))
+    monkeypatch.setenv("PENSTOCK_BATCHES__STORAGE", settings.batches.storage)
 
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "penstock.producer.cli", *arguments]
-        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90)
+    def run(*arguments: str) -> Done:
+        capfd.readouterr()
+        code = main(arguments)
+        return Done(code, *capfd.readouterr())
 
     return run
 
 
 def test_batch_by_its_commands(
-    letters: WorkerFactory, drivers: Start, run: Run, tmp_path: Path
+    synthetic_worker: None, drivers: Start, run: Run, tmp_path: Path
 ) -> None:
     drivers()
     file = tmp_path / "nightly.jsonl"

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from batches.conftest import completion_lines
-from batches.test_batches import chunks
+from batches.conftest import completion_lines, upload
 
 from penstock.producer.batches.batch_service import BatchService
 from penstock.producer.batches.schedules import Schedule, UnknownSchedule, next_firing
@@ -14,11 +13,9 @@ from penstock.shared.errors import InvalidRequest
 
 
 async def add(service: BatchService, name: str, cron: str = "0 2 * * *") -> Schedule:
-    file = await service.files.upload(
-        chunks(completion_lines(2)), tenant="clock", filename="x.jsonl", expires_after_s=None
-    )
+    name_of_file = await upload(service, completion_lines(2), "clock")
     return await service.schedule(
-        name, cron, file_id=file.id, endpoint="/v1/completions", tenant="clock"
+        name, cron, file_id=name_of_file, endpoint="/v1/completions", tenant="clock"
     )
 
 

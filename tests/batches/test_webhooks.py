@@ -11,8 +11,7 @@ from collections.abc import Iterator
 
 import openai
 import pytest
-from batches.conftest import completion_lines
-from batches.test_batches import start
+from batches.conftest import completion_lines, drive, start
 
 from penstock.producer.batches.batch_service import BatchService
 from penstock.producer.batches.webhooks.caller import CallFailed, WebhookCaller
@@ -34,7 +33,7 @@ class Receiver(http.server.ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.calls: list[tuple[dict[str, str], str]] = []
         self.status = 200
-        threading.Thread(target=self.serve_forever, daemon=True).start()
+        threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
 
     @property
     def url(self) -> str:
@@ -123,7 +122,7 @@ async def test_webhook_of_a_batch_that_failed_its_validation(
     service: BatchService, receiver: Receiver
 ) -> None:
     batch = await start(service, b"{}\n", webhook=receiver.url)
-    await service.driver().tick(batch.id, budget_s=10)
+    await drive(service, batch)
     caller = WebhookCaller((), allow_private=True)
     for name in await service.deliveries.due():
         await service.deliveries.attempt(name, caller)

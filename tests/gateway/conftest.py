@@ -8,42 +8,19 @@ from pathlib import Path
 import openai
 import pytest
 from gateway.rig import GatewayProcess
+from module_server import fleet as fleet
+from module_server import folder as folder
+from module_server import server as server
+from module_server import synthetic_worker as synthetic_worker
 from workers import WorkerFactory
 
 from penstock.shared.local.embedded import EmbeddedRedis
-from penstock.shared.local.server_binary import find_servers
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("gateway")
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[EmbeddedRedis]:
-    server = EmbeddedRedis(find_servers()[0], password="").start()
-    yield server
-    server.stop()
-
-
-@pytest.fixture(scope="module")
-def fleet(server: EmbeddedRedis, folder: Path) -> Iterator[WorkerFactory]:
-    """Starts workers of the module's server."""
-    factory = WorkerFactory(server.url, folder)
-    yield factory
-    factory.close()
 
 
 @pytest.fixture(scope="module")
 def demo_worker(fleet: WorkerFactory) -> None:
     """A worker with the demo model."""
     fleet.supervised("demo")
-
-
-@pytest.fixture(scope="module")
-def synthetic_worker(fleet: WorkerFactory) -> None:
-    """A worker whose tokens are letters by a hash, under the name ``letters``."""
-    fleet.supervised("letters", "--model", "synthetic", "--name", "letters")
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,61 @@
+"""What is decided before anything is computed: validation, and changes of the record."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from batches.conftest import completion_lines, drive, start
+
+from penstock.producer.batches.batch_service import BatchService
+from penstock.producer.batches.batch_store import BatchChanged
+from penstock.producer.batches.records import Batch, BatchState
+
+
+def line(**changes: Any) -> bytes:
+    """A line that is right but for the changes; body's fields are given by ``body``."""
+    body = {"model": "letters", "prompt": "x", **changes.pop("body", {})}
+    fields = {"custom_id": "x", "method": "POST", "url": "/v1/completions", "body": body}
+    return json.dumps({**fields, **changes}).encode()
+
+
+@pytest.mark.parametrize(
+    ("broken", "code"),
+    [
+        (b'{"custom_id"', "invalid_json_line"),
+        (b"\xff\xfe", "invalid_json_line"),
+        (b"[" * 5000, "invalid_json_line"),
+        (line(method="GET"), "invalid_method"),
+        (line(url="/v1/embeddings"), "mismatched_endpoint"),
+        (line(custom_id="line 1"), "duplicate_custom_id"),
+        (line(extra=1), "unknown_parameter"),
+        (line(body={"model": "other"}), "mismatched_model"),
+        (line(body={"stream": True}), "unsupported_parameter"),
+        (line(body={"temperature": 99}), "invalid_value"),
+    ],
+)
+async def test_malformed_line_is_named_and_nothing_is_computed(
+    service: BatchService, broken: bytes, code: str
+) -> None:
+    data = completion_lines(3) + broken + b"\n"
+    batch = await start(service, data)
+    batch = await drive(service, batch)
+    assert batch.state is BatchState.FAILED
+    assert [(error.line, error.code) for error in batch.errors] == [(4, code)]
+    assert batch.next_line == 0
+
+
+async def test_of_two_changes_of_one_version_one_is_refused(
+    service: BatchService,
+) -> None:
+    batch = await start(service, completion_lines(1))
+    changed = await service.batches.change(batch, batch.model_copy(update={"read_lines": 1}))
+    with pytest.raises(BatchChanged):
+        await service.batches.change(batch, batch)
+    assert await service.batches.get(batch.id) == changed
+    outcomes = await asyncio.gather(
+        *(service.batches.change(changed, changed) for _ in range(8)), return_exceptions=True
+    )
+    assert sum(isinstance(outcome, Batch) for outcome in outcomes) == 1
