@@ -121,6 +121,21 @@ def test_engine() -> None:
     assert any("1 CPU thread for the engine" in note for note in facts["notes"])
 
 
+@pytest.mark.slow
+def test_engine_in_number_formats() -> None:
+    facts = report(
+        "engine", "--quantization", "int8,int4", "--batches", "1,2", "--tokens", "8", "--rounds",
+        "1", "--threads", "1",
+    )  # fmt: skip
+    figures = facts["figures"]
+    assert figures["weights_mb_int4"] < figures["weights_mb_int8"] < figures["weights_mb_bfloat16"]
+    for name in ("int8_1", "int4_1", "int8_2", "int4_2"):
+        full = figures[f"tokens_per_s_bfloat16_{name[-1]}"]
+        assert math.isclose(figures[f"speedup_{name}"], figures[f"tokens_per_s_{name}"] / full)
+        assert figures[f"read_floor_percent_{name}"] > 0
+    assert len(facts["notes"]) == 5
+
+
 def test_chunking(tmp_path: Path) -> None:
     picture = tmp_path / "gaps.png"
     facts = report(
@@ -186,6 +201,7 @@ def test_prefix() -> None:
         (("preempt", "--contexts", "8"), "--contexts: got [8]; allowed: 16 or more"),
         (("preempt", "--pool-percent", "0"), "--pool-percent: got 0; allowed: 1 to 100"),
         (("engine", "--batches", "1,-1"), "--batches: got [1, -1]; allowed: 1 or more"),
+        (("engine", "--quantization", "int8,q4"), "--quantization: got 'q4'; allowed"),
     ],
 )
 def test_wrong_options_are_one_line_and_exit_code_2(arguments: tuple[str, ...], says: str) -> None:

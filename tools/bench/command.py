@@ -73,7 +73,14 @@ def _scheduler(options: SchedulerOptions, progress: Progress) -> Report:
 @bench.command("engine")
 @measurement()
 def _engine(options: EngineOptions, progress: Progress) -> Report:
-    """A real model on this CPU: against transformers' generate, and through Redis."""
+    """A real model on this CPU: against transformers' generate, and through Redis.
+
+    With --quantization: its number formats against each other.
+    """
+    if options.quantization:
+        from .formats.format_rates import bench_formats
+
+        return bench_formats(options, progress)
     from .engine.throughput import bench_engine
 
     return bench_engine(options, progress)

@@ -34,6 +34,9 @@ _Dtype = Annotated[
     Literal["auto", "float32", "bfloat16", "float16"],
     Option(help="float32, bfloat16, float16 or auto."),
 ]
+_FORMATS = ("int8", "int4", "nf4", "fp8")
+"""As the setting ``model.quantization`` has them."""
+
 _Slots = Annotated[int, Option(help="Sequences that run at the same time."), Range(1)]
 
 
@@ -68,6 +71,27 @@ class EngineOptions(MeasurementOptions):
         Option(help="CPU threads; by default each side has the number that suits it."),
         Range(1),
     ] = None
+    quantization: Annotated[
+        str | None,
+        Option(
+            metavar="FORMATS",
+            help=f"Compare number formats with bfloat16 instead: of {', '.join(_FORMATS)}.",
+            show_default=False,
+        ),
+    ] = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in self.formats:
+            if name not in _FORMATS:
+                raise ConfigurationError(
+                    f"--quantization: got {name!r}; allowed, with commas: {', '.join(_FORMATS)}"
+                )
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """The number formats to compare."""
+        return tuple(self.quantization.split(",")) if self.quantization else ()
 
 
 @dataclass(frozen=True, kw_only=True)

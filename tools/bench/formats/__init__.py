@@ -1,0 +1,1 @@
+"""Number formats of weights, compared in one process."""
