@@ -18,6 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from penstock.gpu_worker.model.loading import checkpoint as checkpoint_module
 from penstock.gpu_worker.model.loading import loader as loader_module
 from penstock.gpu_worker.model.loading.loader import LoadedModel, load_model
+from penstock.gpu_worker.model.loading.stored_sizes import loaded_bytes
 from penstock.shared.errors import (
     ConfigurationError,
     InsufficientMemory,
@@ -228,9 +229,11 @@ def test_settings_that_cannot_be_had(
 def test_weights_larger_than_memory_are_refused_before_they_are_read(
     copy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoint_module, "available_bytes", lambda device: 100_000)
-    (copy / "model.safetensors").write_bytes(b"x" * 200_000)
-    refuse(copy, InsufficientMemory, r"take 195.3 KiB as float32 .* has 97.7 KiB available")
+    needed = loaded_bytes(copy, torch.float32)
+    assert needed == 2 * loaded_bytes(copy, torch.bfloat16)
+    monkeypatch.setattr(checkpoint_module, "available_bytes", lambda device: needed)
+    refuse(copy, InsufficientMemory, r"take .* as float32 .* a tenth is kept free: .* are missing")
+    load_model(copy, dtype="bfloat16", device="cpu", native="off")
 
 
 LONGROPE = {

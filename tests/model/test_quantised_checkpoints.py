@@ -108,7 +108,10 @@ def expected_greedy(folder: Path) -> list[list[int]]:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_tokens_are_those_of_the_dequantised_model(
-    name: str, checkpoint: Callable[[str], Path], tmp_path: Path
+    name: str,
+    checkpoint: Callable[[str], Path],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     write, config = FORMATS[name]()
     # With biases, which stay as they are.
@@ -116,6 +119,8 @@ def test_tokens_are_those_of_the_dequantised_model(
     native = load_model(tmp_path / "coded", device="cpu")
     assert greedy(native) == expected_greedy(tmp_path / "dense")
     native.close()
+    dense_layers = "21 linear layers have permuted inputs (desc_act)" in caplog.text
+    assert dense_layers == bool(config.get("desc_act"))
     # What the native library packs is given up; so the weights are looked at without it.
     loaded = load_model(tmp_path / "coded", device="cpu", native="off")
     try:

@@ -76,4 +76,7 @@ def _show(found: MemoryPlan) -> None:
     if fit is None:
         console.print("it fits in none: take a smaller model, a shorter context or more memory")
     elif fit in ("int8", "int4"):
-        console.print(f"it fits quantised: penstock worker --quantization {fit}")
+        console.print(
+            f"it fits quantised: penstock quantize SRC DST --method {fit} makes a copy, one layer "
+            "in memory at a time"
+        )

@@ -16,6 +16,7 @@ from ..loading import load_gate
 from ..loading.checkpoint import load_config, one_line, quiet
 from ..loading.checkpoint_folder import find_checkpoint
 from ..loading.geometry import KVGeometry, probe_geometry
+from ..loading.stored_sizes import loaded_bytes, usable_bytes
 
 __all__ = ["FormatPlan", "MemoryPlan", "plan_memory"]
 
@@ -23,8 +24,6 @@ _FORMATS = ("float32", "bfloat16", "int8", "int4")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _INT4_GROUP = 64
 _SCALE_BYTES = 4
-_RESERVE = 0.1
-"""Of the memory: activations, tokenizer and the process itself need some, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +31,7 @@ class FormatPlan:
     """A model in one number format.
 
     Attributes:
-        name: ``float32``, ``bfloat16``, ``int8`` or ``int4``.
+        name: ``float32``, ``bfloat16``, ``int8`` or ``int4``; of a quantised checkpoint its method.
         weight_bytes: of all weights; about, where they are quantised.
         token_bytes: of one token's keys and values.
         sequences: of the context length that fit beside the weights; 0: none does. Layers with a
@@ -100,17 +99,30 @@ def plan_memory(
     length = context or int(getattr(text, "max_position_embeddings", 0) or 2048)
     memory = available_bytes(device) if memory_bytes is None else memory_bytes
     sizes = _Sizes.of(model, keeps_embedding=device.type == "cpu")
-    formats = []
-    for name in _FORMATS:
+    formats, method = [], _method(folder, config)
+    for name in _FORMATS if method is None else (method,):
         dtype = _DTYPES.get(name, torch.bfloat16)
-        weights, token = sizes.bytes(name), geometry.block_bytes(1, dtype)
-        room = int(memory * (1 - _RESERVE)) - weights
+        token = geometry.block_bytes(1, dtype)
+        weights = sizes.bytes(name) if method is None else loaded_bytes(folder, dtype)
+        room = usable_bytes(memory) - weights
         sequences = max(0, room) // (token * length)
         missing = max(0, token * length - room)
         formats.append(FormatPlan(name, weights, token, sequences, missing))
     files = [folder] if folder.is_file() else folder.glob("*.safetensors")
     stored = sum(file.stat().st_size for file in files)
     return MemoryPlan(sizes.parameters, stored, length, memory, tuple(formats))
+
+
+def _method(folder: Path, config: Any) -> str | None:
+    """How a checkpoint is quantised, which is then the only way to load it; None if it is not."""
+    if folder.is_file():
+        return "gguf"
+    found = getattr(config.get_text_config(decoder=True), "quantization_config", None)
+    found = getattr(config, "quantization_config", None) or found
+    if found is None:
+        return None
+    name = found.get("quant_method") if isinstance(found, dict) else found.quant_method
+    return str(getattr(name, "value", name) or "quantised")
 
 
 def _without_memory(config: Any) -> tuple[nn.Module, KVGeometry]:

@@ -34,6 +34,7 @@ from ..quantization.formats.quantized_source import QuantizedSource, Safetensors
 from ..quantization.formats.stored_tensors import StoredTensors
 from . import load_gate
 from .checkpoint_folder import DEMO, DEMO_DRAFT, REMEDY, find_checkpoint
+from .stored_sizes import loaded_bytes, usable_bytes
 
 __all__ = [
     "DEMO",
@@ -194,18 +195,19 @@ def _weights_error(folder: Path, error: Exception) -> ModelError:
 def _check_memory(
     folder: Path, dtype: torch.dtype | str, config: Any, device: torch.device
 ) -> None:
-    """Refuse before the system's out-of-memory killer acts, if the size is known."""
-    stored = getattr(config, "dtype", None)
-    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    if not isinstance(dtype, torch.dtype) or not isinstance(stored, torch.dtype):
+    """Refuse before the system's out-of-memory killer acts, by the arithmetic of penstock plan."""
+    stored = getattr(config, "dtype", None) if dtype == "auto" else dtype
+    if not isinstance(stored, torch.dtype):
         return
-    needed = size * dtype.itemsize // stored.itemsize
-    available = available_bytes(device)
-    if needed > available:
+    needed, available = loaded_bytes(folder, stored), available_bytes(device)
+    missing = needed - usable_bytes(available)
+    if missing > 0:
         raise InsufficientMemory(
             f"the weights in {folder} take {format_bytes(needed)} as "
-            f"{str(dtype).removeprefix('torch.')} and {device} has {format_bytes(available)} "
-            "available; use a smaller dtype (bfloat16), a smaller model or a larger machine"
+            f"{str(stored).removeprefix('torch.')} and {device} has {format_bytes(available)} "
+            f"available, of which a tenth is kept free: {format_bytes(missing)} are missing; use a "
+            "smaller dtype (bfloat16), a copy by penstock quantize, a smaller model or a larger "
+            "machine (penstock plan shows what fits)"
         )
 
 

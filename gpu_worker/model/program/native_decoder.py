@@ -24,7 +24,7 @@ from ..kv.kv_pool import KVPool
 from ..kv.memory_budget import available_bytes, format_bytes
 from ..loading.geometry import KVGeometry
 from ..loading.trial import Trial
-from ..quantization.coding import packed_bytes
+from ..quantization.coding import is_permuted, packed_bytes
 from ..quantization.quantized_modules import QuantizedLinear
 from ..sampling.gumbel_sampling import largest
 from .assembly import assemble
@@ -123,8 +123,9 @@ class NativeDecoder:
         runtime = NativeRuntime() if runtime is None else runtime
         try:
             decoder = describe(model, geometry, max(positions, len(trial.one)))
-            _check_memory(decoder)
+            _check_memory(decoder, model.dtype)
             program = assemble(decoder, runtime.library, model.dtype)
+            _report_permuted(decoder, model.dtype)
             record = record_decoder(decoder, _parameter_names(model))
             native = cls(program, runtime, decoder.head.out_features, record)
             difference = trial.difference(native.forward, geometry)
@@ -153,7 +154,7 @@ class NativeDecoder:
         Raises:
             NativeUnavailable: memory is short.
         """
-        _check_memory(decoder)
+        _check_memory(decoder, dtype)
         program = assemble(decoder, runtime.library, dtype)
         return cls(program, runtime, decoder.head.out_features)
 
@@ -206,8 +207,21 @@ def _parameter_names(model: Any) -> dict[int, str]:
     return {parameter.data_ptr(): name for name, parameter in model.named_parameters()}
 
 
-def _check_memory(decoder: Decoder) -> None:
-    needed = sum(map(packed_bytes, decoder.linears()))
+def _report_permuted(decoder: Decoder, dtype: torch.dtype) -> None:
+    layers = [layer for layer in decoder.linears() if is_permuted(layer)]
+    coded = sum(layer.quantized.num_bytes for layer in layers if isinstance(layer, QuantizedLinear))
+    if layers:
+        log.warning(
+            "%d linear layers have permuted inputs (desc_act) and are computed with dequantised "
+            "weights: %s instead of %s in memory; a checkpoint without desc_act stays in its codes",
+            len(layers),
+            format_bytes(sum(packed_bytes(layer, dtype) for layer in layers)),
+            format_bytes(coded),
+        )
+
+
+def _check_memory(decoder: Decoder, dtype: torch.dtype) -> None:
+    needed = sum(packed_bytes(layer, dtype) for layer in decoder.linears())
     spare = available_bytes(torch.device("cpu"))
     if needed > spare:
         raise NativeUnavailable(

@@ -13,7 +13,7 @@ from .form import QuantizedWeight
 from .quantized_modules import QuantizedLinear
 from .quantizers import FP8_VALUES
 
-__all__ = ["Linear", "matrix_parts", "packed_bytes"]
+__all__ = ["Linear", "is_permuted", "matrix_parts", "packed_bytes"]
 
 Linear = nn.Linear | QuantizedLinear
 
@@ -39,10 +39,17 @@ def matrix_parts(
     )
 
 
-def packed_bytes(layer: Linear) -> int:
-    """Memory that the weights of ``layer`` take when they are packed."""
+def is_permuted(layer: Linear) -> bool:
+    """Whether its inputs are permuted (``desc_act``), so that it is computed in full."""
+    return isinstance(layer, QuantizedLinear) and layer.quantized.permutation is not None
+
+
+def packed_bytes(layer: Linear, dtype: torch.dtype) -> int:
+    """Memory that the weights of ``layer`` take when they are packed to compute in ``dtype``."""
     if isinstance(layer, nn.Linear):
         return layer.weight.nbytes
+    if is_permuted(layer):
+        return layer.out_features * layer.in_features * dtype.itemsize
     return layer.quantized.num_bytes
 
 
