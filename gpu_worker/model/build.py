@@ -17,6 +17,7 @@ from penstock.shared.settings import EngineSettings, Settings
 
 from ..engine.config import EngineConfig
 from ..engine.kv.kv_cache_groups import KVCacheGroup
+from ..engine.text_stream import TextStream
 from ..engine_process.engine_settings import engine_config
 from ..engine_process.model_interface import ServingModel
 from .drafting.drafters import DraftModel
@@ -37,6 +38,7 @@ from .structured.constraint_compiler import ConstraintCompiler
 from .structured.mask_maker import MaskMaker
 from .structured.matcher import ConstraintError
 from .text.answer_format import AnswerFormat
+from .text.byte_level_detokenizer import ByteLevelDetokenizer, byte_level_words
 from .text.chat_prompt import ChatPrompt
 from .text.deferred_tokenizer import DeferredTokenizer
 from .text.detokenizer import IncrementalDetokenizer
@@ -118,6 +120,7 @@ def build_model(settings: Settings) -> ServingModel:
         f"{'computed by torch' if loaded.native is None else loaded.native.summary}"
     )
     answers = AnswerFormat(loaded.tokenizer, loaded.model_type)
+    vocabulary = token_bytes(loaded.tokenizer, loaded.vocab_size)
     return ServingModel(
         config=replace(config, speculation=speculation),
         runner=runner,
@@ -126,11 +129,20 @@ def build_model(settings: Settings) -> ServingModel:
         parser=answers.parser,
         constrain=answers.constrain,
         decode=answers.decode,
-        new_text_stream=functools.partial(IncrementalDetokenizer, decoder_of(loaded.tokenizer)),
+        new_text_stream=_text_streams(loaded, vocabulary),
         summary=summary.replace("torch.", ""),
         fingerprint=fingerprint_of(loaded.path, str(loaded.dtype), str(loaded.recipe)),
-        vocabulary=token_bytes(loaded.tokenizer, loaded.vocab_size),
+        vocabulary=vocabulary,
     )
+
+
+def _text_streams(
+    loaded: LoadedModel, vocabulary: tuple[bytes | None, ...]
+) -> Callable[[tuple[int, ...]], TextStream]:
+    words = byte_level_words(loaded.tokenizer, vocabulary)
+    if words is not None:
+        return functools.partial(ByteLevelDetokenizer, words)
+    return functools.partial(IncrementalDetokenizer, decoder_of(loaded.tokenizer))
 
 
 def _number_format(loaded: LoadedModel) -> str:

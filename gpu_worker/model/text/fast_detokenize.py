@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from .deferred_tokenizer import DeferredTokenizer
 from .detokenizer import Decoder
 
-__all__ = ["decoder_of", "is_plain"]
+__all__ = ["decoder_of", "decodes_by_library", "is_plain"]
 
 
 def decoder_of(tokenizer: Any) -> Decoder:
@@ -20,10 +20,15 @@ def decoder_of(tokenizer: Any) -> Decoder:
     than decoding a few ids. So this calls the library directly, unless the tokenizer's class
     overrides decoding.
     """
-    if isinstance(tokenizer, DeferredTokenizer) or not _overrides(tokenizer, _DECODING):
+    if decodes_by_library(tokenizer):
         return _Library(tokenizer)
     found: Decoder = tokenizer
     return found
+
+
+def decodes_by_library(tokenizer: Any) -> bool:
+    """Whether the tokenizers library alone decodes what ``tokenizer`` does."""
+    return isinstance(tokenizer, DeferredTokenizer) or not _overrides(tokenizer, _DECODING)
 
 
 def is_plain(tokenizer: Any, folder: Path) -> bool:

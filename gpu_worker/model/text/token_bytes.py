@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["token_bytes"]
+__all__ = ["byte_characters", "byte_level", "token_bytes"]
 
 
 def token_bytes(tokenizer: Any, vocab_size: int) -> tuple[bytes | None, ...]:
@@ -27,11 +27,11 @@ def token_bytes(tokenizer: Any, vocab_size: int) -> tuple[bytes | None, ...]:
     if backend is None:
         return ()
     is_byte_level = "ByteLevel" in _kinds(backend)
-    byte_of = _byte_characters()
+    byte_of = byte_characters()
     found: list[bytes | None] = [None] * vocab_size
     for text, index in tokenizer.get_vocab().items():
         if index < vocab_size:
-            found[index] = _byte_level(text, byte_of) if is_byte_level else _with_spaces(text)
+            found[index] = byte_level(text, byte_of) if is_byte_level else _with_spaces(text)
     for index, token in tokenizer.added_tokens_decoder.items():
         if index < vocab_size:
             found[index] = str(token).encode()
@@ -47,7 +47,7 @@ def _kinds(backend: Any) -> str:
     )
 
 
-def _byte_characters() -> Mapping[str, int]:
+def byte_characters() -> Mapping[str, int]:
     """Which byte a character of a byte-level vocabulary stands for.
 
     Printable characters of Latin-1 stand for themselves; the other bytes follow from U+0100 on.
@@ -58,7 +58,13 @@ def _byte_characters() -> Mapping[str, int]:
     return characters | {chr(0x100 + number): byte for number, byte in enumerate(others)}
 
 
-def _byte_level(text: str, byte_of: Mapping[str, int]) -> bytes:
+def byte_level(text: str, byte_of: Mapping[str, int]) -> bytes:
+    """The bytes of a byte-level vocabulary's entry; a text outside of its characters is itself.
+
+    Args:
+        text: the entry.
+        byte_of: see :func:`byte_characters`.
+    """
     try:
         return bytes(byte_of[character] for character in text)
     except KeyError:
