@@ -111,8 +111,12 @@ def serve_class(model: Any, kind: ModelKind, *, summary: str, fingerprint: str) 
         )
     # One loop for the life of the process: clients of asyncio belong to the loop they began in.
     runner = asyncio.Runner()
-    if (load := getattr(model, "load", None)) is not None:
-        _finished(load(), runner)
+    try:
+        if (load := getattr(model, "load", None)) is not None:
+            _finished(load(), runner)
+    except BaseException:
+        runner.close()
+        raise
 
     def infer(items: list[Any]) -> object:
         return _finished(model.infer(items), runner)

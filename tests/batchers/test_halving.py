@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -91,7 +93,21 @@ def test_a_class_is_loaded_by_its_name() -> None:
     served = load_batcher("doubler:Doubler")
     assert served.infer([{"x": 4}]) == [{"y": 8, "batch": 1}]
     assert (served.cost({}), served.key({"key": 3}), len(served.fingerprint)) == (1, 3, 16)
-    assert load_batcher("doubler:AsyncDoubler").fingerprint != served.fingerprint
+    with closing(load_batcher("doubler:AsyncDoubler")) as other:
+        assert other.fingerprint != served.fingerprint
+
+
+def test_a_batcher_that_does_not_load_leaves_no_loop_open() -> None:
+    made: list[asyncio.AbstractEventLoop] = []
+
+    class Broken(AsyncDoubler):
+        async def load(self) -> None:
+            made.append(asyncio.get_running_loop())
+            raise OSError("no weights")
+
+    with pytest.raises(OSError, match="no weights"):
+        serve_class(Broken(), ModelKind.BATCH, summary="", fingerprint="0" * 16)
+    assert [loop.is_closed() for loop in made] == [True]
 
 
 @pytest.mark.parametrize(
