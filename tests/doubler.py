@@ -62,5 +62,12 @@ class AsyncDoubler(Doubler):
             return super().infer(items)
 
 
+class Bytes:
+    """Turns bytes round."""
+
+    def infer(self, items: list[bytes]) -> list[bytes]:
+        return [item[::-1] for item in items]
+
+
 class Nothing:
     """No batcher."""

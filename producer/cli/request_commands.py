@@ -1,9 +1,10 @@
-"""``penstock submit | stream | result | cancel | embed``: requests from the command line."""
+"""``penstock submit | stream | result | cancel | embed | infer``: requests from a shell."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json as json_module
 import signal
 import sys
 from collections.abc import Coroutine, Iterator
@@ -12,8 +13,10 @@ from typing import Annotated, Any
 
 import typer
 
-from penstock.shared.errors import InvalidRequest, PenstockError, RequestFailed
-from penstock.shared.protocol import Chunk
+from penstock.shared.errors import InvalidRequest, PenstockError, ProtocolError, RequestFailed
+from penstock.shared.protocol import Chunk, Lane
+from penstock.shared.protocol.parsing import parse_json
+from penstock.shared.protocol.payload import json_form
 from penstock.shared.protocol.states import State
 from penstock.shared.settings import Settings
 
@@ -35,12 +38,14 @@ from .output import (
 from .pipe import while_read
 from .request_flags import read_request_options, with_request_options
 
-__all__ = ["cancel", "embed", "result", "stream", "submit"]
+__all__ = ["cancel", "embed", "infer", "result", "stream", "submit"]
 
 _NOTICE_AFTER_S = 1.0
 """How long the first token may take before a missing worker is reported."""
 
 _LINES_AT_ONCE = 2048
+_PAYLOADS_AT_ONCE = 256
+_PAYLOAD_DEPTH = 100
 
 IdArgument = Annotated[str, typer.Argument(help="Id of the request.", show_default=False)]
 TimeoutOption = Annotated[
@@ -210,6 +215,53 @@ def embed(
         return 0
 
     return asyncio.run(run())
+
+
+@with_client_settings
+def infer(
+    *,
+    payloads: Annotated[
+        list[str],
+        typer.Argument(
+            help="Payloads in JSON; - reads standard input, a payload a line.", show_default=False
+        ),
+    ],
+    lane: Annotated[Lane, typer.Option(help="How urgent they are.")] = Lane.NORMAL,
+    tenant: Annotated[str, typer.Option(metavar="NAME", help="Who pays.")] = "default",
+    timeout: TimeoutOption = None,
+    settings: Settings,
+) -> int:
+    """Have a batcher compute payloads: for each a line of JSON with its result, in their order.
+
+    Bytes in a result are written as base64.
+    """
+    source = enumerate(_lines() if payloads == ["-"] else payloads, start=1)
+
+    async def run() -> int:
+        async with Producer(settings=settings) as producer:
+            while part := [_payload(*given) for given in islice(source, _PAYLOADS_AT_ONCE)]:
+                found = await asyncio.gather(
+                    *(
+                        producer.infer(payload, lane=lane, tenant=tenant, timeout=timeout)
+                        for payload in part
+                    )
+                )
+                for value in found:
+                    typer.echo(_as_json(value))
+        return 0
+
+    return asyncio.run(run())
+
+
+def _payload(number: int, text: str) -> object:
+    return parse_json(f"payload {number}", text, "JSON", max_depth=_PAYLOAD_DEPTH)
+
+
+def _as_json(value: object) -> str:
+    try:
+        return json_module.dumps(json_form(value), ensure_ascii=False)
+    except ValueError:
+        raise ProtocolError("result", value, "a value without NaN and infinity") from None
 
 
 async def _show(producer: Producer, tokens: TokenStream, *, json: bool) -> int:

@@ -91,7 +91,7 @@ async def test_redis_killed_amid_a_batch_loses_no_line_and_repeats_none(tmp_path
         assert driver.poll() is None
         driver.terminate()
         assert await asyncio.to_thread(driver.wait, 20) == 0
-        assert "Traceback" not in (tmp_path / "driver.log").read_text()
+        assert "Traceback" not in (said := (tmp_path / "driver.log").read_text()), said
     finally:
         driver.kill()
         workers.close()

@@ -11,6 +11,10 @@ from waiting import wait_until_async
 
 from penstock.producer.batches.batch_service import BatchService
 from penstock.producer.batches.records import BatchState
+from penstock.shared.keys import BatchKeys
+from penstock.shared.local.embedded import EmbeddedRedis
+from penstock.shared.redis.retrying_client import RetryingClient
+from penstock.shared.settings import load_settings
 
 
 async def test_every_line_is_answered_once(synthetic_worker: None, service: BatchService) -> None:
@@ -56,6 +60,20 @@ async def test_lines_that_fail_go_to_the_error_file(
     assert line["custom_id"] == "long"
     assert line["response"]["status_code"] == 400
     assert line["response"]["body"]["error"]["code"] == "context_length_exceeded"
+
+
+async def test_storage_may_be_any_file_system(
+    synthetic_worker: None, server: EmbeddedRedis
+) -> None:
+    settings = load_settings({"redis.url": server.url, "batches.storage": "memory://batches/x"})
+    client = RetryingClient(server.url)
+    await client.connect(BatchKeys().active)
+    service = BatchService(client, settings)
+    batch = await drive(service, await start(service, completion_lines(5)))
+    assert (batch.state, batch.completed) == (BatchState.COMPLETED, 5)
+    assert len(await read_lines(service, batch.output_file_id)) == 5
+    await service.aclose()
+    await client.aclose()
 
 
 async def test_cancelled_batch_hands_out_what_has_ended(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -19,7 +18,7 @@ __all__ = ["batches"]
 
 def batches(
     storage: Annotated[
-        Path | None, typer.Option(help="Directory or fsspec URL of inputs and outputs.")
+        str | None, typer.Option(help="Directory or fsspec URL of inputs and outputs.")
     ] = None,
     redis: RedisOption = None,
     config: ConfigOption = None,
@@ -32,7 +31,7 @@ def batches(
     from ...batches.batch_service import BatchService  # its packages are an extra of their own
     from ...batches.job_worker import make_worker, run_until
 
-    flags = {"redis.url": redis, "batches.storage": None if storage is None else str(storage)}
+    flags = {"redis.url": redis, "batches.storage": storage}
     settings = load_settings(flags, config=config)
 
     async def run() -> None:

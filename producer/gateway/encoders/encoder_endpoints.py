@@ -1,4 +1,4 @@
-"""``POST /v1/embeddings``, ``/v1/rerank`` and ``/v1/classify``."""
+"""``POST /v1/embeddings``, ``/v1/rerank``, ``/v1/classify`` and ``/v1/infer``."""
 
 from __future__ import annotations
 
@@ -22,17 +22,21 @@ from ..openai.fields.field_table import FieldTable
 from .encoder_fields import (
     CLASSIFY_FIELDS,
     EMBEDDING_FIELDS,
+    INFER_FIELDS,
     RERANK_FIELDS,
     classify_payload,
     embedding_payload,
+    infer_payload,
     rerank_payload,
 )
 from .encoder_objects import (
     CLASSIFY_ANSWER,
     EMBEDDING_ANSWER,
+    INFER_ANSWER,
     RERANK_ANSWER,
     classify_object,
     embedding_object,
+    infer_object,
     rerank_object,
 )
 
@@ -43,7 +47,7 @@ Own = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class EncoderEndpoint:
-    """An endpoint that one kind of encoder answers.
+    """An endpoint that one kind of model answers at once.
 
     Attributes:
         kind: which.
@@ -58,11 +62,11 @@ class EncoderEndpoint:
     kind: ModelKind
     prefix: str
     table: FieldTable
-    payload: Callable[[Own], dict[str, Any]]
+    payload: Callable[[Own], Any]
     schema: Mapping[str, Any]
-    build: Callable[[str, str, Own, Own, object], bytes]
+    build: Callable[[str, str, Own, Any, object], bytes]
 
-    def answer(self, request_id: str, model: str, own: Own, payload: Own, result: Result) -> bytes:
+    def answer(self, request_id: str, model: str, own: Own, payload: Any, result: Result) -> bytes:
         """The body of an answer.
 
         Raises:
@@ -102,11 +106,19 @@ ENCODER_ENDPOINTS: Mapping[str, EncoderEndpoint] = {
         CLASSIFY_ANSWER,
         lambda request_id, model, _, __, value: classify_object(request_id, model, value),
     ),
+    "/v1/infer": EncoderEndpoint(
+        ModelKind.BATCH,
+        "infer-",
+        INFER_FIELDS,
+        infer_payload,
+        INFER_ANSWER,
+        lambda request_id, model, _, __, value: infer_object(request_id, model, value),
+    ),
 }
 
 
 def encoder_routes(gateway: Gateway) -> APIRouter:
-    """The routes of all three."""
+    """The routes of all of them."""
     router = APIRouter()
     for path, endpoint in ENCODER_ENDPOINTS.items():
         router.add_api_route(

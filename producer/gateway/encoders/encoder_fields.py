@@ -1,7 +1,8 @@
-"""Every field of ``/v1/embeddings``, ``/v1/rerank`` and ``/v1/classify``, and what they ask for."""
+"""Every field of ``/v1/embeddings``, ``/v1/rerank``, ``/v1/classify`` and ``/v1/infer``."""
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,9 +16,11 @@ from ..openai.fields.field_table import ApiField, FieldTable, Shape, no_effect, 
 __all__ = [
     "CLASSIFY_FIELDS",
     "EMBEDDING_FIELDS",
+    "INFER_FIELDS",
     "RERANK_FIELDS",
     "classify_payload",
     "embedding_payload",
+    "infer_payload",
     "rerank_payload",
 ]
 
@@ -43,11 +46,11 @@ _DOCUMENTS = Shape(
         "items": {"anyOf": [{"type": "string"}, {"type": "object", "required": ["text"]}]},
     },
 )
+_ANY = Shape("any JSON value", (object, bool), {})
 _FORMATS = ("float", "base64")
 
-_COMMON: tuple[ApiField, ...] = (
+_QUEUE: tuple[ApiField, ...] = (
     served("model", TEXT, "Which model; `GET /v1/models` lists those that are served."),
-    served("truncate", Flag(), "Cut what is longer than the model's limit; else it is refused."),
     served(
         "service_tier",
         TEXT,
@@ -59,6 +62,10 @@ _COMMON: tuple[ApiField, ...] = (
         "Below 0 uses the lane critical, above 0 the lane batch, unless `service_tier` is given.",
     ),
     no_effect("user", TEXT, "Who pays is decided by the API key."),
+)
+_COMMON: tuple[ApiField, ...] = (
+    *_QUEUE,
+    served("truncate", Flag(), "Cut what is longer than the model's limit; else it is refused."),
     refused("truncate_prompt_tokens", "is not served: see truncate"),
     refused("add_special_tokens", "is not served: the tokenizer decides", True),
 )
@@ -106,6 +113,15 @@ CLASSIFY_FIELDS = FieldTable(
     prompt="input",
 )
 
+INFER_FIELDS = FieldTable(
+    (
+        served("input", _ANY, "The payload, as the batcher's `infer` gets it."),
+        served("input_base64", TEXT, "In place of `input`: a payload of bytes, in base64."),
+        *_QUEUE,
+    ),
+    prompt="input",
+)
+
 
 def embedding_payload(own: Mapping[str, Any]) -> dict[str, Any]:
     """The payload for an embedder.
@@ -148,6 +164,22 @@ def classify_payload(own: Mapping[str, Any]) -> dict[str, Any]:
         ApiError: 400, with the name of the field at fault.
     """
     return without_defaults(input=_input(own), truncate=own.get("truncate"))
+
+
+def infer_payload(own: Mapping[str, Any]) -> Any:
+    """The payload for a batcher of a user's own.
+
+    Raises:
+        ApiError: 400, with the name of the field at fault.
+    """
+    if ("input" in own) == ("input_base64" in own):
+        raise invalid("input", "input: give either input or input_base64", "missing_value")
+    if "input" in own:
+        return own["input"]
+    try:
+        return base64.b64decode(own["input_base64"], validate=True)
+    except ValueError:
+        raise invalid("input_base64", "input_base64: is not base64") from None
 
 
 def _input(own: Mapping[str, Any]) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Answers of encoders as JSON: OpenAI's embeddings, rankings as Jina and Cohere have them."""
+"""Answers as JSON: OpenAI's embeddings, rankings as Jina and Cohere have them, any result."""
 
 from __future__ import annotations
 
@@ -7,14 +7,19 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from penstock.shared.errors import ProtocolError
+from penstock.shared.protocol.payload import json_form
+
 from ...encoder_answers import Classes, Embeddings, Ranking
 
 __all__ = [
     "CLASSIFY_ANSWER",
     "EMBEDDING_ANSWER",
+    "INFER_ANSWER",
     "RERANK_ANSWER",
     "classify_object",
     "embedding_object",
+    "infer_object",
     "rerank_object",
 ]
 
@@ -63,6 +68,16 @@ CLASSIFY_ANSWER: Mapping[str, Any] = _schema(
         "num_classes": _COUNT,
     },
 )
+INFER_ANSWER: Mapping[str, Any] = {
+    "type": "object",
+    "required": ["id", "object", "model", "output"],
+    "properties": {
+        "id": {"type": "string"},
+        "object": {"const": "inference"},
+        "model": {"type": "string"},
+        "output": {},
+    },
+}
 
 
 def embedding_object(model: str, own: Mapping[str, Any], value: object) -> bytes:
@@ -124,6 +139,19 @@ def classify_object(request_id: str, model: str, value: object) -> bytes:
             "usage": _usage(answer.tokens),
         }
     )
+
+
+def infer_object(request_id: str, model: str, value: object) -> bytes:
+    """The answer of ``/v1/infer``; bytes in it become text in base64.
+
+    Raises:
+        ProtocolError: it holds NaN or infinity, which JSON has not.
+    """
+    try:
+        shown = json_form(value)
+    except ValueError:
+        raise ProtocolError("result", value, "a value without NaN and infinity") from None
+    return _dump({"id": request_id, "object": "inference", "model": model, "output": shown})
 
 
 def _usage(tokens: int) -> dict[str, int]:

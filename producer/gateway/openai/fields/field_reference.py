@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from ...encoders.encoder_fields import CLASSIFY_FIELDS, EMBEDDING_FIELDS, RERANK_FIELDS
+from ...encoders.encoder_fields import (
+    CLASSIFY_FIELDS,
+    EMBEDDING_FIELDS,
+    INFER_FIELDS,
+    RERANK_FIELDS,
+)
 from ...responses.response_fields import RESPONSE_FIELDS
 from .chat_fields import CHAT_FIELDS
 from .completion_fields import COMPLETION_FIELDS
@@ -30,6 +35,7 @@ def render_fields() -> str:
         _table("POST /v1/embeddings", EMBEDDING_FIELDS),
         _table("POST /v1/rerank", RERANK_FIELDS),
         _table("POST /v1/classify", CLASSIFY_FIELDS),
+        _table("POST /v1/infer", INFER_FIELDS),
     )
     return "\n".join((_INTRODUCTION, chat, completions, responses, *encoders))
 

@@ -120,7 +120,7 @@ class FieldTable:
         self.fields = {field.name: field for field in fields}
         self.prompt = prompt
         self.names = {field.target: field.name for field in self.fields.values() if field.target}
-        self.names["prompt"] = prompt
+        self.names["prompt"] = self.names["payload"] = prompt
         self.names |= _FORM_NAMES
 
     def read(self, body: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
