@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from ._length_buckets import LengthBucket
+from .kv_layout import SCALE_BYTES, decode_kv
 from .ragged import RaggedBatch
 from .workspace import AttentionWorkspace
 
@@ -32,11 +33,13 @@ def paged_attention_torch(
     workspace: AttentionWorkspace,
 ) -> Tensor:
     """See ``paged_attention.paged_attention``, which has checked the arguments."""
-    num_tokens, num_heads, _ = query.shape
-    _, _, num_kv_heads, key_dim = key_cache.shape
-    value_dim = value_cache.shape[-1]
+    num_tokens, num_heads, key_dim = query.shape
+    _, _, num_kv_heads, key_width = key_cache.shape
+    value_width = value_cache.shape[-1]
+    in_8_bits = key_cache.dtype == torch.int8
+    value_dim = value_width - (SCALE_BYTES if in_8_bits else 0)
     fused = softcap is None and sinks is None and key_dim == value_dim
-    key_bytes = num_kv_heads * key_dim * key_cache.element_size()
+    key_bytes = num_kv_heads * key_width * key_cache.element_size()
 
     out: Tensor | None = None
     for bucket in workspace.buckets(batch, window, key_bytes):
@@ -59,11 +62,15 @@ def paged_attention_torch(
             slots = bucket.slots
             key = workspace.gather("key", key_cache.flatten(0, 1), slots)
             value = workspace.gather("value", value_cache.flatten(0, 1), slots)
-            attended = _fused(bucketed, key, value, bucket, scale)
         else:
             slots = bucket.head_slots(num_kv_heads)
-            key = workspace.gather("key", key_cache.view(-1, key_dim), slots)
-            value = workspace.gather("value", value_cache.view(-1, value_dim), slots)
+            key = workspace.gather("key", key_cache.view(-1, key_width), slots)
+            value = workspace.gather("value", value_cache.view(-1, value_width), slots)
+        if in_8_bits:
+            key, value = decode_kv(key, query.dtype), decode_kv(value, query.dtype)
+        if fused:
+            attended = _fused(bucketed, key, value, bucket, scale)
+        else:
             attended = _explicit(bucketed, key, value, bucket, scale, softcap, sinks)
         attended = attended.reshape(-1, num_heads, value_dim)
         if bucket.kept is not None:

@@ -16,10 +16,12 @@ online softmax follows FlashAttention (Dao et al. 2022, https://arxiv.org/abs/22
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from ._paged_attention_torch import paged_attention_torch
 from ._triton import HAS_TRITON
+from .kv_layout import SCALE_BYTES
 from .ragged import RaggedBatch
 from .workspace import AttentionWorkspace
 
@@ -45,7 +47,8 @@ def paged_attention(
         query: [T, Hq, Dk], float32, float16 or bfloat16; any strides on the CPU, the last dimension
             contiguous on a GPU.
         key_cache: [num_blocks, block_size, Hkv, Dk], contiguous, dtype of ``query``; ``Hkv``
-            divides ``Hq`` (1 is MQA, less than ``Hq`` GQA).
+            divides ``Hq`` (1 is MQA, less than ``Hq`` GQA). Or int8 with ``Dk + 2``, as
+            :mod:`.kv_layout` writes it, which the torch path alone reads.
         value_cache: [num_blocks, block_size, Hkv, Dv], likewise; ``Dv`` may differ from ``Dk``.
         batch: the packed layout; its ``block_size`` is the caches'.
         scale: factor on the scores, usually ``Dk ** -0.5``.
@@ -62,7 +65,7 @@ def paged_attention(
         ValueError: shapes, dtypes or layouts disagree, or an option is out of range.
     """
     _check(query, key_cache, value_cache, batch, window, softcap, sinks)
-    if query.is_cuda and HAS_TRITON:
+    if query.is_cuda and HAS_TRITON and key_cache.dtype != torch.int8:
         from ._paged_attention_triton import paged_attention_triton
 
         return paged_attention_triton(
@@ -110,7 +113,8 @@ def _check(
         raise ValueError(
             f"window is {window}, but the batch's tables are filled for {batch.window} tokens back"
         )
-    if key_dim != cache_dim or num_heads % num_kv_heads:
+    in_8_bits = key_cache.dtype == value_cache.dtype == torch.int8
+    if key_dim != cache_dim - (SCALE_BYTES if in_8_bits else 0) or num_heads % num_kv_heads:
         raise ValueError(
             f"query {list(query.shape)} does not fit the key cache {list(key_cache.shape)}: the "
             "last dimensions must be equal and the key/value heads divide the query heads"
@@ -120,7 +124,7 @@ def _check(
             f"value cache {list(value_cache.shape)} and key cache {list(key_cache.shape)} must "
             "agree in all but the last dimension"
         )
-    if not query.dtype == key_cache.dtype == value_cache.dtype:
+    if not in_8_bits and not query.dtype == key_cache.dtype == value_cache.dtype:
         raise ValueError(
             f"query, key cache and value cache must have one dtype, not {query.dtype}, "
             f"{key_cache.dtype} and {value_cache.dtype}"

@@ -110,7 +110,7 @@ class AttentionProgram:
 
     def __init__(
         self, table: Tensor, shape: HeadShape, dtype: torch.dtype, name: str = SETS[0],
-        block_size: int = 16, num_blocks: int = 64, **options: Any,
+        block_size: int = 16, num_blocks: int = 64, int8: bool = False, **options: Any,
     ) -> None:  # fmt: skip
         self.shape, self.block_size, self.name = shape, block_size, name
         rotate = {key: options.pop(key) for key in ("rotary", "query_norm", "key_norm")
@@ -127,13 +127,17 @@ class AttentionProgram:
         program.linear(program.matrix(torch.eye(self.width)), multiplied, LOGITS)
         self.program = program
         layout = KVLayout.GROUPS
+        if int8:
+            layout, dtype = layout.int8, torch.int8
+            program.keep_cache_in_int8()
         keys = layout.key_shape(block_size, shape.kv_heads, shape.key_dim, dtype)
         values = layout.value_shape(block_size, shape.kv_heads, shape.value_dim)
-        # Whatever is read that nobody wrote shows.
+        # Whatever is read that nobody wrote shows: bytes of -1 are scales that are no numbers.
+        unwritten = -1 if int8 else torch.nan
         self.caches = (
             (
-                torch.full((num_blocks, *keys), torch.nan, dtype=dtype),
-                torch.full((num_blocks, *values), torch.nan, dtype=dtype),
+                torch.full((num_blocks, *keys), unwritten, dtype=dtype),
+                torch.full((num_blocks, *values), unwritten, dtype=dtype),
             ),
         )
 

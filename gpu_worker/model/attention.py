@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from penstock.kernels.kv_layout import encode_kv
 from penstock.kernels.kv_write import write_kv
 from penstock.kernels.paged_attention import paged_attention
 
@@ -48,14 +50,15 @@ class PagedAttention:
         # A layer that reuses an earlier layer's KV is handed tensors that are already stored.
         if layer.writes:
             write_kv(
-                key[0].transpose(0, 1).to(layer.key.dtype),
-                value[0].transpose(0, 1).to(layer.value.dtype),
+                _stored(key[0].transpose(0, 1), layer.key.dtype),
+                _stored(value[0].transpose(0, 1), layer.value.dtype),
                 layer.key,
                 layer.value,
                 batch.slots,
             )
+        rows = query[0].transpose(0, 1)
         output = paged_attention(
-            query[0].transpose(0, 1).to(layer.key.dtype),
+            rows if layer.key.dtype == torch.int8 else rows.to(layer.key.dtype),
             layer.key,
             layer.value,
             batch,
@@ -66,3 +69,7 @@ class PagedAttention:
             workspace=step.workspace,
         )
         return output.to(query.dtype).unsqueeze(0), None
+
+
+def _stored(states: Tensor, dtype: torch.dtype) -> Tensor:
+    return encode_kv(states) if dtype == torch.int8 else states.to(dtype)

@@ -73,6 +73,7 @@ def build_model(settings: Settings) -> ServingModel:
         native=wanted.native,
         recipe=recipe_of(wanted),
         records=wanted.start_record == "on",
+        kv_cache_dtype=wanted.kv_cache_dtype,
     )
     loaded = opened.loaded
     constraints = ConstraintCompiler(
@@ -116,7 +117,8 @@ def build_model(settings: Settings) -> ServingModel:
     kv = " and ".join(_group_summary(group, config.block_size) for group in config.kv_cache_groups)
     summary = (
         f"{loaded.path.name} in {_number_format(loaded)} on {loaded.device}, "
-        f"context {loaded.max_model_len}, KV for {kv} ({format_bytes(pool.num_bytes)}), "
+        f"context {loaded.max_model_len}, KV for {kv} ({format_bytes(pool.num_bytes)}"
+        f"{' in int8' if pool.geometry.layout.in_8_bits else ''}), "
         f"{'computed by torch' if loaded.native is None else loaded.native.summary}"
     )
     answers = AnswerFormat(loaded.tokenizer, loaded.model_type)
@@ -131,7 +133,7 @@ def build_model(settings: Settings) -> ServingModel:
         decode=answers.decode,
         new_text_stream=_text_streams(loaded, vocabulary),
         summary=summary.replace("torch.", ""),
-        fingerprint=fingerprint_of(loaded.path, str(loaded.dtype), str(loaded.recipe)),
+        fingerprint=_fingerprint(loaded),
         vocabulary=vocabulary,
     )
 
@@ -143,6 +145,13 @@ def _text_streams(
     if words is not None:
         return functools.partial(ByteLevelDetokenizer, words)
     return functools.partial(IncrementalDetokenizer, decoder_of(loaded.tokenizer))
+
+
+def _fingerprint(loaded: LoadedModel) -> str:
+    rounding = str(loaded.recipe)
+    if loaded.geometry.layout.in_8_bits:
+        rounding = f"{rounding} kv=int8"
+    return fingerprint_of(loaded.path, str(loaded.dtype), rounding)
 
 
 def _number_format(loaded: LoadedModel) -> str:

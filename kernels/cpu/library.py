@@ -17,11 +17,15 @@ __all__ = [
 
 
 class Type(IntEnum):
-    """Of weights, activations and cached keys and values; SPLIT is of activations alone."""
+    """Of weights, activations and cached keys and values.
+
+    SPLIT is of activations alone, INT8 of the cache.
+    """
 
     FLOAT = 0
     BF16 = 1
     SPLIT = 2
+    INT8 = 3
 
 
 class RowKind(IntEnum):
@@ -123,6 +127,7 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "pool_destroy": (None, [c_void_p]),
     "create": (c_void_p, [c_int32]),
     "destroy": (None, [c_void_p]),
+    "cache_type": (c_int32, [c_void_p, c_int32, POINTER(Error)]),
     "buffer": (c_int32, [c_void_p, c_int64, c_int32, c_int32, POINTER(Error)]),
     "matrix": (c_int32, [c_void_p, c_int64, c_int64, c_int32, c_int32, POINTER(Error)]),
     "fill": (

@@ -58,6 +58,7 @@ class NativeProgram:
         self._library = library
         self._type = TYPES[dtype]
         self.dtype = dtype
+        self._cache_dtype = dtype
         self._handle = library.create(self._type)
         if not self._handle:
             raise MemoryError("no memory for a program")
@@ -265,17 +266,22 @@ class NativeProgram:
 
     # ---- running
 
+    def keep_cache_in_int8(self) -> None:
+        """Store keys and values in 8 bits from now on; caches bound before are of no use."""
+        self._library.checked("cache_type", self._handle, Type.INT8)
+        self._cache_dtype = torch.int8
+
     def bind(self, layers: Sequence[tuple[Tensor, Tensor]], layer_kinds: Sequence[int]) -> Cache:
         """Make a cache ready for :meth:`run`.
 
         Args:
-            layers: keys and values of each layer, in the layout
-                ``penstock.kernels.kv_layout.KVLayout.GROUPS``.
+            layers: keys and values of each layer, in the layout ``GROUPS`` of
+                ``penstock.kernels.kv_layout.KVLayout``, or in ``GROUPS_INT8``.
             layer_kinds: the KV kind of each layer.
         """
         for tensor in (tensor for pair in layers for tensor in pair):
-            if tensor.dtype != self.dtype or not tensor.is_contiguous():
-                raise ValueError(f"a cache of {tensor.dtype}, where {self.dtype} is stored")
+            if tensor.dtype != self._cache_dtype or not tensor.is_contiguous():
+                raise ValueError(f"a cache of {tensor.dtype}, where {self._cache_dtype} is stored")
         count = len(layers)
         keys, values = (
             (ctypes.c_void_p * count)(*(pair[i].data_ptr() for pair in layers)) for i in (0, 1)

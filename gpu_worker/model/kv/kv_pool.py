@@ -84,7 +84,7 @@ class KVPool:
             reads. A number makes one group for all layers, which keeps everything.
         block_size: tokens in a block.
         device: of the tensors.
-        dtype: of the tensors.
+        dtype: in which the model computes; of the tensors, too, unless the layout has its own.
 
     Raises:
         InsufficientMemory: the device cannot give the memory.
@@ -103,7 +103,7 @@ class KVPool:
         self.num_blocks = self.groups[0].num_blocks
         self.block_size = block_size
         self.device = device
-        self.dtype = dtype
+        self.dtype = geometry.layout.stored_dtype(dtype)
         self._group_of = groups_of_layers(geometry, self.groups)
         layers: list[LayerPool] = []
         try:

@@ -60,7 +60,7 @@ def groups_in_budget(
 
     Args:
         geometry: of the model.
-        dtype: of its KV.
+        dtype: in which it computes.
         budget_bytes: holds at least one block of every layer.
         config: limits of the engine; its KV cache groups are ignored.
         use_all: spend also what no running sequence can need, on more cached prefixes.
@@ -72,7 +72,7 @@ def groups_in_budget(
     block_bytes = [0] * len(windows)
     for layer, group in zip(geometry.layers, layers, strict=True):
         elements = geometry.layer_elements(layer, config.block_size, dtype)
-        block_bytes[group] += elements * dtype.itemsize
+        block_bytes[group] += elements * geometry.layout.stored_dtype(dtype).itemsize
     costs = list(block_bytes)
     if draft is not None:
         costs[0] += draft.block_bytes(config.block_size, dtype)

@@ -70,7 +70,7 @@ class KVGeometry:
     def block_bytes(self, block_size: int, dtype: torch.dtype) -> int:
         """Bytes of a block of so many tokens in all layers."""
         elements = (self.layer_elements(layer, block_size, dtype) for layer in self.layers)
-        return sum(elements) * dtype.itemsize
+        return sum(elements) * self.layout.stored_dtype(dtype).itemsize
 
     def kept_windows(self, context: int) -> tuple[int | None, ...]:
         """For each layer, how many tokens of what it reads must be kept; None: all of them.

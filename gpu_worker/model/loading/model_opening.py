@@ -59,6 +59,7 @@ def open_model(
     recipe: Recipe = AUTO,
     records: bool = True,
     cache: Path | None = None,
+    kv_cache_dtype: str = "auto",
 ) -> OpenedModel:
     """Open a checkpoint; other arguments, and errors, are those of :func:`.loader.load_model`.
 
@@ -72,6 +73,7 @@ def open_model(
         recipe: see ``dtype``.
         records: whether to use and make a record.
         cache: see :class:`.RecordStore`.
+        kv_cache_dtype: see ``dtype``.
     """
     begin = time.perf_counter()
     store: RecordStore | None = None
@@ -86,6 +88,7 @@ def open_model(
                 "length": max_model_len,
                 "library": library,
                 "quantization": f"{recipe.method} {recipe}",
+                "kv": kv_cache_dtype,
             }
             store = RecordStore(folder, parts, cache)
             known = _from_record(folder, store, runtime, recipe, begin)
@@ -103,6 +106,7 @@ def open_model(
         native=native,
         runtime=runtime,
         recipe=recipe,
+        kv_cache_dtype=kv_cache_dtype,
     )
     return OpenedModel(loaded, False, lambda: _save(store, loaded))
 
@@ -115,6 +119,8 @@ def _from_record(
         return None
     try:
         native = _decoder(folder, record, runtime, recipe)
+        if record.geometry.layout.in_8_bits:
+            native.keep_kv_in_int8()
         proof = _proof(native, record.geometry, record.dtype, record.vocab_size)
     except Exception as error:
         log.warning("the start-up record of %s does not fit it: %s", folder, error)

@@ -71,7 +71,7 @@ def _usable_cores() -> int:
 
 
 class NativeDecoder:
-    """Runs packed steps; its KV pool has the layout ``KVLayout.GROUPS``.
+    """Runs packed steps; its KV pool has the layout ``KVLayout.GROUPS``, or ``GROUPS_INT8``.
 
     Use :meth:`of`, which takes a model only if the program computes the same.
 
@@ -157,6 +157,11 @@ class NativeDecoder:
         _check_memory(decoder, dtype)
         program = assemble(decoder, runtime.library, dtype)
         return cls(program, runtime, decoder.head.out_features)
+
+    def keep_kv_in_int8(self) -> None:
+        """Take pools of the layout ``KVLayout.GROUPS_INT8`` from now on, and no other."""
+        self.program.keep_cache_in_int8()
+        self._caches.clear()
 
     def forward(self, step: PackedStep, pool: KVPool) -> Tensor:
         """Compute ``step``, storing its KV in ``pool``.

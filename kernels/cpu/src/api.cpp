@@ -114,6 +114,14 @@ Program* penstock_create(int cache_type) {
 }
 void penstock_destroy(Program* program) { delete program; }
 
+// Of steps from now on.
+int penstock_cache_type(Program* p, int type, Error* error) {
+  return guarded(error, [&] {
+    p->set_cache_type(static_cast<Type>(type));
+    return 0;
+  });
+}
+
 int penstock_buffer(Program* p, int64_t columns, int type, int rows, Error* error) {
   return guarded(error, [&] {
     return p->add_buffer(columns, static_cast<Type>(type), static_cast<Rows>(rows));

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cmath>
 
+#include "cached_keys.h"
+
 namespace penstock {
 namespace {
 
@@ -21,42 +23,6 @@ constexpr int64_t SCORE_STRIDE = SPAN * GROUP + LANES;  // floats; an odd number
 constexpr int AHEAD = 6;                                // groups fetched before they are needed
 constexpr int64_t ROWS_TOGETHER = 48;
 
-// ---- how sixteen keys meet a query, and one value its sixteen dims
-
-struct FloatKeys {
-  static constexpr int QUERY_BYTES = 4;
-  Vec keys;
-  explicit FloatKeys(const char* p) : keys(load(p)) {}
-  void multiply(const char* query, Vec& sum) const {
-    sum = fma(set1(*reinterpret_cast<const LooseFloat*>(query)), keys, sum);
-  }
-  static Vec values(const char* p) { return load(p); }
-  static constexpr int VALUE_BYTES = 4;
-};
-
-#if defined(__AVX512BF16__)
-struct HalfKeys {
-  static constexpr int QUERY_BYTES = 4;
-  Vec keys;
-  explicit HalfKeys(const char* p) : keys(load(p)) {}
-  void multiply(const char* query, Vec& sum) const {
-    const __m512bh x = (__m512bh)set1(*reinterpret_cast<const LooseFloat*>(query));
-    sum = _mm512_dpbf16_ps(sum, x, (__m512bh)keys);
-  }
-#else
-struct HalfKeys {
-  static constexpr int QUERY_BYTES = 8;
-  Vec even, odd;
-  explicit HalfKeys(const char* p) { load_pairs(p, even, odd); }
-  void multiply(const char* query, Vec& sum) const {
-    const auto* pair = reinterpret_cast<const LooseFloat*>(query);
-    sum = fma(set1(pair[1]), odd, fma(set1(pair[0]), even, sum));
-  }
-#endif
-  static Vec values(const char* p) { return load_bf16(reinterpret_cast<const bf16*>(p)); }
-  static constexpr int VALUE_BYTES = 2;
-};
-
 // Scores of ROWS queries with GROUPS groups of keys; group g is at groups[g], and groups[g + AHEAD]
 // is what to fetch meanwhile.
 template <class Keys, int ROWS, int GROUPS>
@@ -71,8 +37,8 @@ void score(const char* query, int64_t stride, const char* const* groups, int64_t
   for (int64_t w = 0; w < words; w++) {
 #pragma GCC unroll 4
     for (int g = 0; g < GROUPS; g++) {
-      const Keys keys(groups[g] + w * 64);
-      prefetch(groups[g + AHEAD] + w * 64);
+      const Keys keys(groups[g] + w * Keys::KEY_BYTES);
+      if (w * Keys::KEY_BYTES % 64 == 0) prefetch(groups[g + AHEAD] + w * Keys::KEY_BYTES);
 #pragma GCC unroll 12
       for (int r = 0; r < ROWS; r++) {
         const char* third = r < 3 ? a : r < 6 ? b : r < 9 ? c : d;
@@ -83,7 +49,10 @@ void score(const char* query, int64_t stride, const char* const* groups, int64_t
 #pragma GCC unroll 12
   for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 4
-    for (int g = 0; g < GROUPS; g++) store(scores + r * SCORE_STRIDE + g * GROUP, sums[r][g]);
+    for (int g = 0; g < GROUPS; g++) {
+      if (Keys::SCALED) sums[r][g] = sums[r][g] * scales(groups[g] + words * Keys::KEY_BYTES);
+      store(scores + r * SCORE_STRIDE + g * GROUP, sums[r][g]);
+    }
 }
 
 struct Span {            // of groups, one after another
@@ -329,6 +298,11 @@ void attend_as(const Attention& a, const KVLayout& layout, const StepInput& step
       if (factor != 1.f)
         for (int64_t d = 0; d < dims; d += LANES)
           store(sums + i * dims + d, load(sums + i * dims + d) * set1(factor));
+      if (Keys::SCALED)
+        for (int64_t g = 0; g < n; g++) {
+          float* weights = scores + i * SCORE_STRIDE + g * GROUP;
+          store(weights, load(weights) * scales(span.values[g] + GROUP * value_bytes));
+        }
     }
     for (int64_t t = 0; t < tiles; t++) {
       const int part = static_cast<int>(tile_begin(t + 1) - tile_begin(t));
@@ -389,7 +363,9 @@ void attend(const Attention& attention, const KVLayout& layout, const StepInput&
             const AttentionItem& item, const AttentionItem* next, const char* query,
             int64_t query_stride, char* output, int64_t output_stride, Type output_type,
             AttentionScratch& scratch) {
-  const auto run = layout.type == Type::BF16 ? attend_as<HalfKeys> : attend_as<FloatKeys>;
+  const auto run = layout.type == Type::BF16   ? attend_as<HalfKeys>
+                   : layout.type == Type::INT8 ? attend_as<ByteKeys>
+                                               : attend_as<FloatKeys>;
   run(attention, layout, step, item, next, query, query_stride, output, output_stride, output_type,
       scratch);
 }

@@ -17,8 +17,8 @@
 
 namespace penstock {
 
-// SPLIT: of rows alone, see split_rows.h.
-enum class Type : int32_t { FLOAT, BF16, SPLIT };
+// SPLIT: of rows alone, see split_rows.h; INT8: of the cache alone, see kv_layout.h.
+enum class Type : int32_t { FLOAT, BF16, SPLIT, INT8 };
 
 constexpr int PANEL = 2 * LANES;
 constexpr int STEP_BYTES = PANEL * 4;

@@ -30,7 +30,14 @@ int64_t divided_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // ---- building
 
+void Program::set_cache_type(Type type) {
+  require(type != Type::SPLIT, "no such cache");
+  cache_type_ = type;
+  scratch_.clear();  // which depends on it
+}
+
 int Program::add_buffer(int64_t columns, Type type, Rows rows) {
+  require(type != Type::INT8, "a buffer's rows are not in 8 bits");
   require(columns > 0, "a buffer needs columns");
   const int64_t stride = padded_row(row_bytes(columns, type));
   buffers_.push_back(Buffer{columns, type, rows, stride, 0, Memory()});
@@ -41,6 +48,7 @@ int Program::add_buffer(int64_t columns, Type type, Rows rows) {
 int Program::add_matrix(int64_t outputs, int64_t inputs, Type type, bool gated,
                         const Coding& coding) {
   require(outputs > 0 && inputs > 0, "a matrix needs outputs and inputs");
+  require(type == Type::FLOAT || type == Type::BF16, "a matrix is computed in float or bf16");
   matrices_.emplace_back(outputs, inputs, type, gated, coding);
   return static_cast<int>(matrices_.size()) - 1;
 }

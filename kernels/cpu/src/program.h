@@ -72,7 +72,7 @@ class Program final : private Work {
   void add(Op op);
   // Times both ways of computing with coded weights, once for each coding; see linear.h.
   void choose_ways();
-  void set_cache_type(Type type) { cache_type_ = type; }
+  void set_cache_type(Type type);
 
   // Throws std::invalid_argument if the step asks for anything outside its buffers or this model.
   void run(Pool& pool, const StepInput& step);

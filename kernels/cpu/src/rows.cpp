@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 
 namespace penstock {
 namespace {
@@ -39,7 +40,30 @@ void normalise_heads(const std::vector<Norm>& norms, float* heads, int64_t colum
   }
 }
 
+// Codes of one key or value, `step` bytes apart, and its scale; kv_layout.py has the formula.
+void store_int8(const float* x, int64_t count, int8_t* codes, int64_t step, bf16* scale) {
+  float most = 0.f;
+  bool finite = true;
+  for (int64_t d = 0; d < count; d++) {
+    const float size = std::fabs(x[d]);
+    most = size > most ? size : most;
+    finite &= size <= std::numeric_limits<float>::max();
+  }
+  most /= 127.f;
+  uint32_t bits;
+  std::memcpy(&bits, &most, 4);
+  *scale = finite ? static_cast<bf16>((bits + 0xffffu) >> 16) : bf16{0x7fc0};
+  const float factor = finite && most > 0.f ? to_float(*scale) : INFINITY;
+  for (int64_t d = 0; d < count; d++)
+    codes[d * step] = finite ? static_cast<int8_t>(std::nearbyint(x[d] / factor)) : int8_t{0};
+}
+
 void store_key(const KVLayout& layout, char* group, int64_t lane, const float* key) {
+  if (layout.type == Type::INT8) {
+    auto* scales = reinterpret_cast<bf16*>(group + layout.key_dim * GROUP);
+    return store_int8(key, layout.key_dim, reinterpret_cast<int8_t*>(group) + lane, GROUP,
+                      scales + lane);
+  }
   if (layout.type == Type::FLOAT) {
     auto* words = reinterpret_cast<float*>(group) + lane;
     for (int64_t d = 0; d < layout.key_dim; d++) words[d * GROUP] = key[d];
@@ -57,6 +81,10 @@ void store_key(const KVLayout& layout, char* group, int64_t lane, const float* k
 
 void store_value(const KVLayout& layout, char* group, int64_t lane, const float* value) {
   char* to = group + lane * layout.value_row() * layout.element();
+  if (layout.type == Type::INT8) {
+    auto* scales = reinterpret_cast<bf16*>(group + layout.value_row() * GROUP);
+    return store_int8(value, layout.value_dim, reinterpret_cast<int8_t*>(to), 1, scales + lane);
+  }
   for (int64_t d = 0; d < layout.value_dim; d += LANES) {
     const int count = static_cast<int>(std::min<int64_t>(LANES, layout.value_dim - d));
     const Vec v = load_first(value + d, count);  // with zeros behind the last dim

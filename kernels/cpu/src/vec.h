@@ -86,6 +86,18 @@ struct Make<Native> {
     const NativeHalves halves = *reinterpret_cast<const LooseHalves*>(p);
     return reinterpret_cast<Native>(__builtin_convertvector(halves, NativeBits) << 16);
   }
+  static Native load_int8(const int8_t* p) {
+#if defined(__AVX512F__)
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
+#elif defined(__AVX2__)
+    const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
+#else
+    return Native{static_cast<float>(p[0]), static_cast<float>(p[1]), static_cast<float>(p[2]),
+                  static_cast<float>(p[3])};
+#endif
+  }
   // The floats at even and odd places of 2 * WIDTH packed bf16 values.
   static void load_pairs(const void* p, Native& even, Native& odd) {
     const NativeBits bits = *static_cast<const LooseBits*>(p);
@@ -102,6 +114,9 @@ struct Make<Pair<Half>> {
   }
   static Pair<Half> load_bf16(const bf16* p) {
     return {Make<Half>::load_bf16(p), Make<Half>::load_bf16(p + HALF)};
+  }
+  static Pair<Half> load_int8(const int8_t* p) {
+    return {Make<Half>::load_int8(p), Make<Half>::load_int8(p + HALF)};
   }
   static void load_pairs(const void* p, Pair<Half>& even, Pair<Half>& odd) {
     Make<Half>::load_pairs(p, even.lo, odd.lo);
@@ -183,6 +198,7 @@ inline void store_bf16(bf16* p, Pair<H> v) {
 inline Vec set1(float x) { return Make<Vec>::set1(x); }
 inline Vec load(const void* p) { return Make<Vec>::load(p); }
 inline Vec load_bf16(const bf16* p) { return Make<Vec>::load_bf16(p); }
+inline Vec load_int8(const int8_t* p) { return Make<Vec>::load_int8(p); }
 inline void load_pairs(const void* p, Vec& even, Vec& odd) {
   Make<Vec>::load_pairs(p, even, odd);
 }

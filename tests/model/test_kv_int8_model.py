@@ -1,0 +1,122 @@
+"""Models that keep keys and values in 8 bits: near the full ones, the same in all modes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from model.engine_run import Bench
+from model.test_mode_matrix import CELLS, OUTPUT_TOKENS, SUBJECT, Cell, serve
+
+from penstock.gpu_worker.engine.config import EngineConfig
+from penstock.gpu_worker.engine.scheduling.scheduler_config import Chunking
+from penstock.gpu_worker.model.batch import Rows, SequenceChunk, pack
+from penstock.gpu_worker.model.kv.kv_pool import KVPool
+from penstock.gpu_worker.model.kv.layer_groups import groups_in_budget
+from penstock.gpu_worker.model.loading.loaded_model import LoadedModel
+from penstock.gpu_worker.model.loading.loader import load_model
+from penstock.gpu_worker.model.loading.model_opening import open_model
+from penstock.kernels.kv_layout import KVLayout
+from penstock.shared.errors import ConfigurationError
+
+Loaded = Callable[[str], LoadedModel]
+FAMILIES = ("gemma2", "deepseek_v3")
+"""Windows in every other layer, computed natively; heads of unequal sizes, by torch."""
+
+
+@pytest.fixture(scope="module")
+def in_8_bits(checkpoint: Callable[[str], Path]) -> Iterator[Loaded]:
+    models: dict[str, LoadedModel] = {}
+
+    def get(family: str) -> LoadedModel:
+        if family not in models:
+            models[family] = load_model(checkpoint(family), device="cpu", kv_cache_dtype="int8")
+        return models[family]
+
+    yield get
+    for model in models.values():
+        model.close()
+
+
+@torch.inference_mode()
+def logits(model: LoadedModel) -> torch.Tensor:
+    """Of all but the first chunk of a sequence, which sees keys and values of the cache alone."""
+    pool = KVPool(model.geometry, 40, 4, model.device, model.dtype)
+    ids, table = list(SUBJECT), list(range(20))
+    found = []
+    for start, end in ((0, 5), (5, 11), (11, len(ids))):
+        chunk = SequenceChunk(ids[start:end], start, [table] * len(pool.groups), Rows.ALL)
+        found.append(model.forward(pack([chunk], pool), pool))
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_near_the_full_ones(loaded: Loaded, in_8_bits: Loaded, family: str) -> None:
+    full, found = logits(loaded(family)), logits(in_8_bits(family))
+    difference = (found - full).norm(dim=-1) / full.norm(dim=-1)
+    assert 0 < float(difference.max()) < 0.1
+
+
+@pytest.mark.parametrize(
+    ("family", "cell"),
+    [
+        pytest.param(family, cell, id=f"{family}-{cell}")
+        for family in FAMILIES
+        for cell in CELLS
+        if cell.in_quarter
+        and cell.company
+        # By torch a cell takes seconds.
+        and (family == FAMILIES[0] or (cell.chunking is Chunking.ADAPTIVE and cell.choices == 1))
+    ],
+)
+def test_tokens_are_the_same_in_all_modes(in_8_bits: Loaded, family: str, cell: Cell) -> None:
+    model = in_8_bits(family)
+    alone = Bench(model)
+    alone.add("a", SUBJECT, temperature=0.0, max_tokens=OUTPUT_TOKENS)
+    expected = tuple(alone.run()["a"].token_ids)
+    found, stats = serve(model, cell)
+    assert found == [expected] * cell.choices
+    assert sum(stats.preemptions.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("layout", [KVLayout.TOKENS, KVLayout.GROUPS])
+def test_as_many_more_blocks_fit(loaded: Loaded, dtype: torch.dtype, layout: KVLayout) -> None:
+    geometry = replace(loaded("llama").geometry, layout=layout)
+    config = EngineConfig(
+        block_size=16, num_blocks=1, max_batch_tokens=32, max_sequences=4, chunk_size=32,
+        max_model_len=512, eos_token_ids=frozenset({1}), vocab_size=8,
+    )  # fmt: skip
+    full, small = (
+        groups_in_budget(g, dtype, 1 << 20, config, use_all=True)[0].num_blocks
+        for g in (geometry, replace(geometry, layout=layout.int8))
+    )
+    dim = geometry.layers[0].key_dim
+    assert small / full == pytest.approx(dtype.itemsize * dim / (dim + 2), rel=0.01)
+
+
+def test_the_record_of_a_start_holds_for_8_bits(
+    checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    def start(kv_cache_dtype: str) -> tuple[bool, torch.Tensor, KVLayout]:
+        opened = open_model(
+            checkpoint("llama"), device="cpu", cache=tmp_path, kv_cache_dtype=kv_cache_dtype
+        )
+        opened.remember()
+        return opened.is_known, logits(opened.loaded), opened.loaded.geometry.layout
+
+    first, full, second = start("int8"), start("auto"), start("int8")
+    if first[2] is KVLayout.TOKENS_INT8:
+        pytest.skip("no native library here")
+    assert (first[0], full[0], second[0]) == (False, False, True)
+    assert second[2] is KVLayout.GROUPS_INT8
+    assert torch.equal(first[1], second[1])
+    assert not torch.equal(first[1], full[1])
+
+
+def test_other_formats_are_refused(checkpoint: Callable[[str], Path]) -> None:
+    with pytest.raises(ConfigurationError, match="kv_cache_dtype: got fp8 on cpu; allowed: auto"):
+        load_model(checkpoint("llama"), device="cpu", kv_cache_dtype="fp8")
