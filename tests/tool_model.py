@@ -1,7 +1,8 @@
 """A tiny checkpoint that knows chat, reasoning and tools: random weights and an own tokenizer.
 
 Its vocabulary is that of bytes and some marks, its chat template and response template those of a
-family that writes ``<think>`` and ``<tool_call>``. A grammar makes it call.
+family that writes ``<think>`` and ``<tool_call>``. A grammar makes it call. The message ``count``
+makes the template count for minutes.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 
 CHAT_TEMPLATE = """\
+{%- if messages[0].content == "count" %}{% for a in range(90000) %}{% for b in range(90000) %}
+{%- endfor %}{% endfor %}{% endif %}
 {%- if tools %}<|im_start|>system
 {% for tool in tools %}{{ tool | tojson }}
 {% endfor %}<|im_end|>

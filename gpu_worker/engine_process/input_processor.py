@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -29,6 +29,9 @@ _IDS_CHECKED_AT_ONCE = 2048
 """Token ids are only checked: for up to this many, that takes less time than to wake a thread."""
 
 _THREADS = 2
+
+_CHAT_THREADS = 4
+"""They mostly wait for a chat template, which is rendered in another process."""
 
 
 class InputProcessor:
@@ -82,8 +85,9 @@ class InputProcessor:
         self._decode = decode
         self._compile_timeout_s = compile_timeout_s
         self._timer = timer
-        # Two pools: prompts are not held up by grammars.
+        # Several pools: prompts are not held up by chat templates, nor both by grammars.
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="prepare")
+        self._chats = ThreadPoolExecutor(_CHAT_THREADS, thread_name_prefix="chat")
         self._compilers = ThreadPoolExecutor(_THREADS, thread_name_prefix="compile")
         self._wanted: set[str] = set()  # runs in the pools that have not been cancelled
         self._done: deque[EngineRequest | Update] = deque()
@@ -98,7 +102,8 @@ class InputProcessor:
         if are_few_ids and not needs_pool:
             self._done.append(self._attempt(order, lambda: self._read(order)))
         else:
-            self._pool.submit(self._work, order)
+            pool = self._chats if isinstance(prompt[0], Mapping) else self._pool
+            pool.submit(self._work, order)
 
     def deliver(self) -> None:
         """Hand on what is prepared and still wanted."""
@@ -122,11 +127,11 @@ class InputProcessor:
     def close(self) -> None:
         """Give up all that is being prepared; does not wait."""
         self._wanted.clear()
-        self._pool.shutdown(wait=False, cancel_futures=True)
-        self._compilers.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._chats, self._compilers):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     def _work(self, order: Add) -> None:
-        """In a thread of the first pool."""
+        """In a thread of a pool for prompts."""
         if order.run not in self._wanted:
             self._wake()
             return
@@ -137,7 +142,7 @@ class InputProcessor:
             self._compilers.submit(self._follow, order, item)
 
     def _follow(self, order: Add, request: EngineRequest) -> None:
-        """In a thread of the second pool: its time runs from here on."""
+        """In a thread of the pool for grammars: its time runs from here on."""
         if order.run not in self._wanted:
             self._wake()
             return

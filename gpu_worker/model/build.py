@@ -37,6 +37,7 @@ from .structured.compile_sandbox import CompileSandbox, UnsafeConstraint
 from .structured.constraint_compiler import ConstraintCompiler
 from .structured.mask_maker import MaskMaker
 from .structured.matcher import ConstraintError
+from .structured.template_renderer import TemplateRenderer
 from .text.answer_format import AnswerFormat
 from .text.byte_level_detokenizer import ByteLevelDetokenizer, byte_level_words
 from .text.chat_prompt import ChatPrompt
@@ -126,7 +127,7 @@ def build_model(settings: Settings) -> ServingModel:
     return ServingModel(
         config=replace(config, speculation=speculation),
         runner=runner,
-        encode=_encoder(loaded),
+        encode=_encoder(loaded, constraints.sandbox),
         compile=constraints.compile,
         parser=answers.parser,
         constrain=answers.constrain,
@@ -160,9 +161,9 @@ def _number_format(loaded: LoadedModel) -> str:
     return f"{loaded.recipe.method} ({loaded.dtype} beside it)"
 
 
-def _encoder(loaded: LoadedModel) -> Callable[[Request], Sequence[int]]:
+def _encoder(loaded: LoadedModel, sandbox: CompileSandbox) -> Callable[[Request], Sequence[int]]:
     """Encodes the prompts of requests."""
-    chat_prompt = ChatPrompt(loaded.tokenizer)
+    chat_prompt = ChatPrompt(loaded.tokenizer, TemplateRenderer(sandbox))
 
     def encode(request: Request) -> Sequence[int]:
         return encode_prompt(

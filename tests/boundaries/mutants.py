@@ -5,6 +5,7 @@ from __future__ import annotations
 from boundaries import cases
 from boundaries.mutation import Bound, Code, Mutant
 
+from penstock.gpu_worker.model.structured import chat_template, compile_server, render_loop
 from penstock.producer.gateway import request_body
 from penstock.producer.gateway.access import key_access
 from penstock.producer.reading.merge import Merger
@@ -199,6 +200,25 @@ MUTANTS = (
     Mutant(
         "texts of any length", Code(field_types.Text.check, "> self.max_bytes", "> 10**9"),
         cases.payload("regex", regex="a" * 10_000),
+    ),
+    # chat templates
+    Mutant(
+        "templates that compute for ever",
+        Code(render_loop.serve_renders, "setitimer(signal.ITIMER_PROF, RENDER_CPU_S)",
+             "setitimer(signal.ITIMER_PROF, 0)"),
+        cases.long_loop,
+    ),
+    Mutant(
+        "templates of any memory", Code(compile_server._limit_memory, "setup.memory_bytes",
+        "2**40"), cases.wide_text,
+    ),
+    Mutant(
+        "texts of any length from templates", Bound(render_loop, "MAX_RENDERED_CHARS", 10**9),
+        cases.long_text,
+    ),
+    Mutant(
+        "private names in templates",
+        Code(chat_template._check_public, 'name.startswith("_")', "False"), cases.private_name,
     ),
     # settings
     Mutant(

@@ -68,6 +68,21 @@ async def answer(producer: Producer, **fields: Any) -> Result:
     return await asyncio.wait_for(stream.collect(), 60)
 
 
+async def test_messages_that_keep_the_template_busy_fail_alone(producer: Producer) -> None:
+    busy = asyncio.create_task(
+        answer(producer, prompt=[{"role": "user", "content": "count"}], max_tokens=2)
+    )
+    others = await asyncio.gather(
+        *(answer(producer, max_tokens=2, seed=seed) for seed in range(6)),
+        answer(producer, prompt="text", parse_response=False, max_tokens=2),
+    )
+    assert {other.reason for other in others} <= {Reason.LENGTH, Reason.STOP}
+    refused = await busy
+    assert refused.reason is Reason.INVALID
+    assert refused.end is not None
+    assert "1 s of computing" in refused.end.message
+
+
 async def test_reasoning_content_and_calls_are_told_apart(producer: Producer) -> None:
     plain, n, as_json, of_none = await asyncio.gather(
         answer(producer, tools=TOOLS, grammar=FORMS["answer"], seed=1),

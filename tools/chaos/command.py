@@ -69,6 +69,9 @@ def chaos(
     seed: Annotated[
         int | None, typer.Option(min=0, help="Of requests and faults; default: a new one.")
     ] = None,
+    pace: Annotated[
+        float, typer.Option(min=0.1, max=20, help="Factor on the rate of faults.")
+    ] = 1.0,
     model: Annotated[
         str,
         typer.Option(help="synthetic, demo, or a checkpoint's directory.", metavar="MODEL"),
@@ -141,6 +144,7 @@ def chaos(
                 model=model if model in ("synthetic", "demo") else str(Path(model).resolve()),
                 redis=redis,
                 lease_ms=lease_ms,
+                pace=pace,
                 logs=None if logs is None else logs.resolve(),
             )
             report = report_storm(_run(Storm(options, show).run()))

@@ -18,20 +18,21 @@ from .compile_server import (
     CHAT_TEMPLATE,
     COMPILED,
     CONSTRAINT_JOB,
+    RENDER_JOB,
     TEMPLATE_JOB,
     TIMED_OUT,
     Setup,
 )
 from .matcher import ConstraintError
 
-__all__ = ["STACK_BYTES", "CompileSandbox", "UnsafeConstraint"]
+__all__ = ["MEMORY_BYTES", "STACK_BYTES", "CompileSandbox", "UnsafeConstraint"]
 
 _SERVER_PROGRAM = "penstock.gpu_worker.model.structured.compile_server"
 
 STACK_BYTES = 4 << 20
 """Enough for some 1,000 rules, or 400 definitions of a schema, that each name the next."""
 
-_MEMORY_BYTES = 512 << 20
+MEMORY_BYTES = 512 << 20
 
 _READ_BYTES = 1 << 16
 _ANSWER_S = 60.0
@@ -65,7 +66,7 @@ class CompileSandbox:
         *,
         limit_s: float,
         stack_bytes: int = STACK_BYTES,
-        memory_bytes: int = _MEMORY_BYTES,
+        memory_bytes: int = MEMORY_BYTES,
     ) -> None:
         self._setup = Setup(
             tokenizer, vocab_size, list(eos_token_ids), limit_s, stack_bytes, memory_bytes
@@ -112,6 +113,23 @@ class CompileSandbox:
         """Compile a chat template, and throw the result away; see :meth:`check`."""
         self.check(CHAT_TEMPLATE, template)
 
+    def open_renderer(self) -> socket.socket:
+        """The connection to a new process as in :mod:`.render_loop`, which ends with it.
+
+        Raises:
+            RuntimeError: the compile server cannot be started.
+        """
+        for _ in range(2):  # the server may have ended, which is noticed by the first
+            ours, theirs = socket.socketpair()
+            try:
+                with theirs:
+                    self._send(RENDER_JOB, theirs)
+                return ours
+            except OSError:
+                ours.close()
+                self.close()
+        raise RuntimeError("the compile server does not run; its error is in the log")
+
     def start(self) -> None:
         """Start the server if it does not run; does not wait until it is ready."""
         with self._lock:
@@ -129,14 +147,18 @@ class CompileSandbox:
         ours, theirs = socket.socketpair()
         answer = b""
         with ours, suppress(OSError):  # it died while it read, or does not answer at all
-            with theirs, self._lock:
-                socket.send_fds(self._running_server().jobs, [kind], [theirs.fileno()])
+            with theirs:
+                self._send(kind, theirs)
             ours.settimeout(self._setup.limit_s + _ANSWER_S)
             ours.sendall(order)
             ours.shutdown(socket.SHUT_WR)
             while part := ours.recv(_READ_BYTES):
                 answer += part
         return answer
+
+    def _send(self, kind: bytes, job: socket.socket) -> None:
+        with self._lock:
+            socket.send_fds(self._running_server().jobs, [kind], [job.fileno()])
 
     def _running_server(self) -> _Server:
         if self._server is None or not self._server.runs():

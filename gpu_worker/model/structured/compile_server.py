@@ -11,9 +11,9 @@ The argument is the descriptor of a Unix socket. Standard input brings one JSON 
 socket of that job. The first constraint makes the words; some vocabularies take a minute, and most
 workers never need them.
 
-A job is a JSON object of ``field`` and ``source`` up to the end of file. The answer is a newline
-when the job has a process, and then a JSON object of ``outcome`` and ``message``; a process that
-crashes sends the newline alone.
+A rendering job is a conversation: see :mod:`.render_loop`. Any other is a JSON object of ``field``
+and ``source`` up to the end of file. The answer is a newline when the job has a process, and then a
+JSON object of ``outcome`` and ``message``; a process that crashes sends the newline alone.
 """
 
 from __future__ import annotations
@@ -35,12 +35,14 @@ from llguidance import LLTokenizer
 
 from .chat_template import compile_chat_template
 from .matcher import ConstraintError, compile_matcher, word_list
+from .render_loop import serve_renders
 
 __all__ = [
     "CHAT_TEMPLATE",
     "COMPILED",
     "CONSTRAINT_JOB",
     "REFUSED",
+    "RENDER_JOB",
     "TEMPLATE_JOB",
     "TIMED_OUT",
     "Setup",
@@ -50,7 +52,7 @@ __all__ = [
 COMPILED, REFUSED, TIMED_OUT = "compiled", "refused", "timed out"
 CHAT_TEMPLATE = "chat_template"
 """The ``field`` of a job that is no constraint."""
-CONSTRAINT_JOB, TEMPLATE_JOB = b"c", b"t"
+CONSTRAINT_JOB, TEMPLATE_JOB, RENDER_JOB = b"c", b"t", b"r"
 
 _PR_SET_PDEATHSIG = 1
 _READ_BYTES = 1 << 16
@@ -107,15 +109,20 @@ def main() -> int:
                 prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
             if os.getppid() == server:
                 jobs.close()
-                _compile(job, words, setup)
+                os.dup2(os.open(os.devnull, os.O_RDWR), 2)  # crashes are told to the client
+                if data == RENDER_JOB:
+                    _limit_memory(setup)
+                    serve_renders(job)
+                else:
+                    _compile(job, words, setup)
             os._exit(0)
         job.close()
 
 
 def _compile(job: socket.socket, words: LLTokenizer | None, setup: Setup) -> None:
     """In a process of its own."""
-    os.dup2(os.open(os.devnull, os.O_RDWR), 2)  # a crash is reported to the client, in words
-    _limit(setup)
+    _limit_time(setup)
+    _limit_memory(setup)
     data = b""
     while part := job.recv(_READ_BYTES):
         data += part
@@ -143,20 +150,22 @@ def _compile(job: socket.socket, words: LLTokenizer | None, setup: Setup) -> Non
         job.sendall(json.dumps(answer).encode())
 
 
-def _limit(setup: Setup) -> None:
+def _limit_time(setup: Setup) -> None:
     # The thread is waited for no longer than `limit_s`. Should it hold the interpreter lock, then
     # the kernel ends the process a second later.
     signal.setitimer(signal.ITIMER_REAL, setup.limit_s + 1)
-    seconds = int(setup.limit_s) + 1
-    memory = _address_space() + setup.memory_bytes
-    for kind, limit in (
-        (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_FSIZE, 0),
-        (resource.RLIMIT_CPU, seconds),
-        (resource.RLIMIT_AS, memory),
-    ):
-        with suppress(ValueError, OSError):  # a lower limit is set already, or the system has none
-            resource.setrlimit(kind, (limit, limit))
+    _limit(resource.RLIMIT_CPU, int(setup.limit_s) + 1)
+
+
+def _limit_memory(setup: Setup) -> None:
+    _limit(resource.RLIMIT_CORE, 0)
+    _limit(resource.RLIMIT_FSIZE, 0)
+    _limit(resource.RLIMIT_AS, _address_space() + setup.memory_bytes)
+
+
+def _limit(kind: int, value: int) -> None:
+    with suppress(ValueError, OSError):  # a lower limit is set already, or the system has none
+        resource.setrlimit(kind, (value, value))
 
 
 def _address_space() -> int:

@@ -9,13 +9,19 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from transformers.utils.chat_template_utils import mark_control_tokens
+
 from penstock.shared.errors import InvalidRequest
 from penstock.shared.protocol import ChatOptions
 from penstock.shared.protocol.chat.chat_options import ReasoningEffort
 
 from ..structured.chat_template import template_variables
+from ..structured.compile_sandbox import CompileSandbox
+from ..structured.template_renderer import TemplateRefusal, TemplateRenderer
 
 __all__ = ["ChatPrompt"]
+
+_COMPILE_S = 10.0
 
 _OWN_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 """What the renderer itself passes to a template."""
@@ -28,10 +34,12 @@ class ChatPrompt:
 
     Args:
         tokenizer: of transformers.
+        renderer: of templates; None makes one.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, renderer: TemplateRenderer | None = None) -> None:
         self._tokenizer = tokenizer
+        self._renderer = renderer or TemplateRenderer(CompileSandbox("", 0, [], limit_s=_COMPILE_S))
         added = getattr(tokenizer, "added_tokens_encoder", None) or {}
         names = sorted((name for name in added if not name.isspace()), key=len, reverse=True)
         self._control = re.compile("|".join(map(re.escape, names)) or "(?!)")
@@ -57,18 +65,17 @@ class ChatPrompt:
             allowed = "nothing: this model's chat template knows no tools"
             raise InvalidRequest("tools", chat.tools, allowed)
         arguments: dict[str, Any] = {
-            "conversation": [_for_template(m, "developer" in source) for m in messages],
+            "messages": [_for_template(m, "developer" in source) for m in messages],
             "tools": tools,
+            "documents": None,
             **_template_arguments(chat, variables),
         }
         self._check_keys(arguments)
         try:
-            return list(self._render(arguments))
-        except ImportError:
-            raise  # the installation lacks the template engine; no request is at fault
-        except Exception as error:
-            # A template is a program of the checkpoint's: it may raise anything for messages it
-            # does not like, roles that do not alternate being the usual case.
+            return self._render(source, arguments)
+        except (TemplateRefusal, ValueError, TypeError) as error:
+            # Roles that do not alternate are the usual case. The tokenizers library takes only
+            # what has a UTF-8 form.
             text = " ".join(str(error).split()) or type(error).__name__
             allowed = f"messages that the model's chat template accepts; it says: {text[:200]}"
             raise InvalidRequest("prompt", messages, allowed) from error
@@ -91,19 +98,22 @@ class ChatPrompt:
             raise InvalidRequest("prompt", messages, allowed) from error
         return source
 
-    def _render(self, arguments: dict[str, Any]) -> Sequence[int]:
-        plain = {"add_generation_prompt": True, "tokenize": True, "return_dict": False}
-        if not any(map(self._control.search, _texts(arguments))):
-            ids: Sequence[int] = self._tokenizer.apply_chat_template(**arguments, **plain)
-            return ids
+    def _render(self, source: str, arguments: dict[str, Any]) -> list[int]:
+        has_control = any(map(self._control.search, _texts(arguments)))
+        if has_control:
+            arguments = mark_control_tokens(arguments, self._control)
+        own = {name: _as_text(value) for name, value in self._tokenizer.special_tokens_map.items()}
+        text = self._renderer.render(source, {**own, "add_generation_prompt": True, **arguments})
+        if not has_control:
+            return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
         # It switches special tokens off and on in the tokenizer, which others use meanwhile.
         with self._lock:
             if self._sanitizer is None:
                 self._sanitizer = copy.deepcopy(self._tokenizer)
-            ids = self._sanitizer.apply_chat_template(
-                **arguments, **plain, sanitize_control_tokens=True
-            )
-            return ids
+            ids = self._sanitizer(
+                text, add_special_tokens=False, verbose=False, sanitize_control_tokens=True
+            )["input_ids"]
+            return list(ids)
 
     def _check_keys(self, arguments: Mapping[str, Any]) -> None:
         """Refuse control tokens in keys of maps, which transformers does not make text."""
@@ -138,7 +148,7 @@ def _template_arguments(chat: ChatOptions, variables: frozenset[str]) -> dict[st
 
 def _for_template(message: Mapping[str, Any], knows_developer: bool) -> dict[str, Any]:
     """A message as templates expect it: arguments are maps, and reasoning has all its names."""
-    shaped = dict(message)
+    shaped = {name: value for name, value in message.items() if value is not None}
     if shaped["role"] == "developer" and not knows_developer:
         shaped["role"] = "system"
     if "reasoning_content" in shaped:
@@ -149,6 +159,11 @@ def _for_template(message: Mapping[str, Any], knows_developer: bool) -> dict[str
             for call in shaped["tool_calls"]
         ]
     return shaped
+
+
+def _as_text(value: object) -> object:
+    """A special token as a template sees it."""
+    return [str(item) for item in value] if isinstance(value, list | tuple) else str(value)
 
 
 def _arguments(function: Mapping[str, Any]) -> Any:
