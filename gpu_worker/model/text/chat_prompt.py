@@ -9,8 +9,6 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from transformers.utils.chat_template_utils import mark_control_tokens
-
 from penstock.shared.errors import InvalidRequest
 from penstock.shared.protocol import ChatOptions
 from penstock.shared.protocol.chat.chat_options import ReasoningEffort
@@ -73,9 +71,8 @@ class ChatPrompt:
         self._check_keys(arguments)
         try:
             return self._render(source, arguments)
-        except (TemplateRefusal, ValueError, TypeError) as error:
-            # Roles that do not alternate are the usual case. The tokenizers library takes only
-            # what has a UTF-8 form.
+        except (TemplateRefusal, UnicodeEncodeError, RecursionError) as error:
+            # Roles that do not alternate are the usual case.
             text = " ".join(str(error).split()) or type(error).__name__
             allowed = f"messages that the model's chat template accepts; it says: {text[:200]}"
             raise InvalidRequest("prompt", messages, allowed) from error
@@ -101,9 +98,13 @@ class ChatPrompt:
     def _render(self, source: str, arguments: dict[str, Any]) -> list[int]:
         has_control = any(map(self._control.search, _texts(arguments)))
         if has_control:
+            # A known model starts without this import, which takes seconds.
+            from transformers.utils.chat_template_utils import mark_control_tokens
+
             arguments = mark_control_tokens(arguments, self._control)
         own = {name: _as_text(value) for name, value in self._tokenizer.special_tokens_map.items()}
         text = self._renderer.render(source, {**own, "add_generation_prompt": True, **arguments})
+        text.encode()  # the tokenizers library takes only what has a UTF-8 form
         if not has_control:
             return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
         # It switches special tokens off and on in the tokenizer, which others use meanwhile.

@@ -37,10 +37,13 @@ class DeferredTokenizer:
         self._lock = threading.Lock()
         self._rest: Any = None
 
-    def __call__(self, text: str, *, verbose: bool = False) -> dict[str, list[int]]:
-        """``input_ids`` of a text, with the special tokens that are put around text."""
+    def __call__(
+        self, text: str, *, add_special_tokens: bool = True, verbose: bool = False
+    ) -> dict[str, list[int]]:
+        """``input_ids`` of a text, with or without the special tokens that are put around text."""
         del verbose
-        return {"input_ids": self.backend_tokenizer.encode(text).ids}
+        encoding = self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return {"input_ids": encoding.ids}
 
     def __len__(self) -> int:
         """Words of the vocabulary, added ones included."""
