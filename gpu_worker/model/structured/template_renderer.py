@@ -8,7 +8,8 @@ import threading
 import weakref
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any, BinaryIO
+from io import IOBase
+from typing import Any
 
 from .compile_sandbox import MEMORY_BYTES, CompileSandbox
 from .render_loop import RENDER_CPU_S
@@ -162,6 +163,6 @@ class _RenderProcess:
         return found
 
 
-def _close(lines: BinaryIO, connection: socket.socket) -> None:
+def _close(lines: IOBase, connection: socket.socket) -> None:
     with connection, suppress(OSError):  # what was not sent has no reader any more
         lines.close()
