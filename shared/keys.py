@@ -210,6 +210,11 @@ class BatchKeys:
         return f"{self.prefix}dead_deliveries"
 
     @property
+    def watched(self) -> str:
+        """Hash: URLs to call at the ends of single requests, by model, shard and id."""
+        return f"{self.prefix}watched"
+
+    @property
     def schedules(self) -> str:
         """Hash: schedules by name, JSON."""
         return f"{self.prefix}schedules"

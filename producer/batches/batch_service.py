@@ -19,6 +19,7 @@ from .records import Batch, BatchState, FilePurpose, new_batch_id
 from .schedules import Schedule, ScheduleStore, check_cron, check_schedule_name, next_firing
 from .storage import Storage
 from .webhooks.delivery_store import DeliveryStore
+from .webhooks.request_ends import RequestEnds
 from .webhooks.webhook_url import check_webhook_url
 
 __all__ = ["BatchService"]
@@ -49,6 +50,7 @@ class BatchService:
         self.batches = BatchStore(client, keep_s=own.file_expiry_s)
         self.schedules = ScheduleStore(client)
         self.deliveries = DeliveryStore(client)
+        self.request_ends = RequestEnds(client, self._clients)
 
     def driver(self) -> Driver:
         """What moves these batches on."""
@@ -96,6 +98,8 @@ class BatchService:
         low, high = _WINDOW_S
         if not low <= window_s <= high:
             raise InvalidRequest("window", window_s, f"{low} to {high} seconds")
+        if webhook is not None:
+            check_webhook_url(webhook)
         file = await self.files.get(input_file_id, tenant)
         if file.purpose is not FilePurpose.BATCH:
             raise InvalidRequest("input_file_id", input_file_id, "a file of purpose batch")
@@ -108,7 +112,7 @@ class BatchService:
             lane=lane,
             window_s=window_s,
             metadata=_check_metadata(metadata),
-            webhook=None if webhook is None else check_webhook_url(webhook),
+            webhook=webhook,
             output_expires_after_s=output_expires_after_s,
             models=None if models is None else tuple(sorted(models)),
             times={BatchState.VALIDATING: now},

@@ -141,6 +141,7 @@ class _Jobs:
         for batch_id in await self._service.batches.active():
             if not await self._service.batches.driven(batch_id):
                 await self._queue_tick(ctx["redis"], batch_id)
+        await self._service.request_ends.queue_calls()
         await self._queue_due(ctx["redis"])
         await self._service.files.delete_expired()
 

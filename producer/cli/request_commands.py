@@ -22,6 +22,7 @@ from penstock.shared.settings import Settings
 
 from ..client import Producer
 from ..stream import TokenStream
+from .batches.session import open_watch
 from .options import JsonOption, read_prompt, with_client_settings
 from .output import (
     ChoiceWriter,
@@ -66,6 +67,14 @@ def submit(
     chat: Annotated[
         bool, typer.Option("--chat", help="The prompt is a user's chat message.")
     ] = False,
+    webhook: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Have `penstock batches` call this URL at its end.",
+            show_default=False,
+        ),
+    ] = None,
     stream: Annotated[
         bool, typer.Option("--stream/--no-stream", help="Show the output, or print the id only.")
     ] = True,
@@ -84,7 +93,10 @@ def submit(
 
     async def run() -> int:
         async with Producer(settings=settings) as producer:
-            submitted = await producer.submit(request, id=id, **fields)
+            async with open_watch(settings, webhook) as watch:
+                submitted = await producer.submit(request, id=id, **fields)
+                if watch is not None and webhook is not None:
+                    await watch.watch(producer.keys, submitted.id, webhook)
             facts = submitted_facts(submitted)
             try:
                 if json:

@@ -23,6 +23,7 @@ from penstock.shared.redis.retrying_client import RetryingClient
 from penstock.shared.settings import Settings
 
 from ..batches.batch_service import BatchService
+from ..batches.webhooks.request_ends import RequestWatch
 from .access.key_access import door_of
 from .answering.answers import CLIENT_LEFT
 from .answering.stored_answers import stream_routes
@@ -75,7 +76,7 @@ def create_app(settings: Settings, access: Access | None = None) -> GatewayApp:
         require_url(settings.redis), socket_timeout_s=settings.redis.socket_timeout_s
     )
     batches = BatchService(client, settings)
-    gateway = Gateway(settings, door, directory)
+    gateway = Gateway(settings, door, directory, RequestWatch(client))
 
     @contextlib.asynccontextmanager
     async def live(_: FastAPI) -> AsyncIterator[None]:

@@ -19,6 +19,7 @@ from penstock.shared.protocol import Lane, ModelKind, OnDisconnect, Reason
 from penstock.shared.protocol import Request as QueueRequest
 from penstock.shared.settings import BatchesSettings, GatewaySettings, Settings
 
+from ..batches.webhooks.request_ends import RequestWatch
 from ..client import Producer
 from ..results import Result
 from .answering.answers import EventWriter, StreamedAnswer, WholeAnswer
@@ -30,7 +31,10 @@ from .gateway_metrics import GatewayMetrics
 from .model_directory import ModelDirectory, Shard, check_kind, check_model
 from .request_body import read_object
 
-__all__ = ["Gateway", "Submission", "last_event_id", "read_index"]
+__all__ = ["WEBHOOK_HEADER", "Gateway", "Submission", "last_event_id", "read_index"]
+
+WEBHOOK_HEADER = "x-penstock-webhook"
+"""URL to call when the request, or the batch, has ended."""
 
 _MAX_KEY_CHARS = 256
 _MAX_INDEX = 2**31 - 1
@@ -76,15 +80,19 @@ class Gateway:
         settings: the whole tree.
         access: the door.
         directory: the models.
+        watch: keeps what is to be called at a request's end.
     """
 
-    def __init__(self, settings: Settings, access: Access, directory: ModelDirectory) -> None:
+    def __init__(
+        self, settings: Settings, access: Access, directory: ModelDirectory, watch: RequestWatch
+    ) -> None:
         self.settings: GatewaySettings = settings.gateway
         self.batch_settings: BatchesSettings = settings.batches
         self.metrics = GatewayMetrics()
         self.answers = OpenAnswers(self.metrics, self.settings.keep_alive_s)
         self.access = access
         self.directory = directory
+        self._watch = watch
 
     def end_streams(self) -> None:
         """Tell all clients that still wait to come back elsewhere."""
@@ -131,7 +139,8 @@ class Gateway:
         key, start = request.headers.get("idempotency-key"), last_event_id(request)
         if start and key is None:
             raise invalid(None, "Last-Event-ID: needs the Idempotency-Key of the first request")
-        keep = keep or key is not None or _wants_to_stay(request)
+        webhook = request.headers.get(WEBHOOK_HEADER)
+        keep = keep or key is not None or webhook is not None or _wants_to_stay(request)
         request_id = prefix + (uuid.uuid4().hex if key is None else _key_id(caller, key))
         on_disconnect = OnDisconnect.CONTINUE if keep else OnDisconnect.CANCEL
         values = {
@@ -141,12 +150,16 @@ class Gateway:
             built = QueueRequest.build(id=request_id, **values)
             shard = await self._shard(name, request_id, key)
             check_kind(shard, kind)
+            if webhook is not None:
+                await self._watch.check(webhook)
             admission = await self.access.admit(caller, built.cost_estimate)
             producer, feed = shard.producer, shard.producer.feeds.open(request_id)
             try:
                 submitted = await producer.send(
                     built, note=_pack_note(note, body if key else None), attend=not keep
                 )
+                if webhook is not None:
+                    await self._watch.watch(producer.keys, request_id, webhook)
             except BaseException:
                 feed.close()
                 await admission.release()

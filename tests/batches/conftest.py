@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from batches.receiver import Receiver
 from module_server import fleet as fleet
 from module_server import folder as folder
 from module_server import server as server
@@ -38,14 +39,27 @@ def settings(server: EmbeddedRedis, folder: Path) -> Settings:
 
 
 @pytest.fixture
-async def service(settings: Settings) -> AsyncIterator[BatchService]:
+def receiver() -> Iterator[Receiver]:
+    receiver = Receiver()
+    yield receiver
+    receiver.shutdown()
+    receiver.server_close()
+
+
+@pytest.fixture
+async def client(settings: Settings) -> AsyncIterator[RetryingClient]:
     assert settings.redis.url is not None
     client = RetryingClient(settings.redis.url)
     await client.connect(BatchKeys().active)
+    yield client
+    await client.aclose()
+
+
+@pytest.fixture
+async def service(client: RetryingClient, settings: Settings) -> AsyncIterator[BatchService]:
     service = BatchService(client, settings)
     yield service
     await service.aclose()
-    await client.aclose()
 
 
 @pytest.fixture

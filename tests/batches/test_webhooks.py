@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import base64
-import http.server
 import json
-import threading
 import time
-from collections.abc import Iterator
 
 import openai
 import pytest
 from batches.conftest import completion_lines, drive, start
+from batches.receiver import Receiver
 
 from penstock.producer.batches.batch_service import BatchService
 from penstock.producer.batches.webhooks.caller import CallFailed, WebhookCaller
@@ -24,44 +22,6 @@ from penstock.producer.batches.webhooks.webhook_url import check_webhook_url
 from penstock.shared.errors import ConfigurationError, InvalidRequest
 
 SECRETS = ["whsec_" + base64.b64encode(bytes([i]) * 32).decode() for i in (1, 2)]
-
-
-class Receiver(http.server.ThreadingHTTPServer):
-    """Keeps the calls it gets; answers with ``status``."""
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.calls: list[tuple[dict[str, str], str]] = []
-        self.status = 200
-        threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}/hook"
-
-
-class _Handler(http.server.BaseHTTPRequestHandler):
-    server: Receiver
-
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["content-length"])).decode()
-        self.server.calls.append((dict(self.headers), body))
-        self.send_response(self.server.status)
-        if self.server.status == 302:
-            self.send_header("location", self.server.url)
-        self.send_header("content-length", "0")
-        self.end_headers()
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
-
-
-@pytest.fixture
-def receiver() -> Iterator[Receiver]:
-    receiver = Receiver()
-    yield receiver
-    receiver.shutdown()
-    receiver.server_close()
 
 
 def delivery(url: str) -> Delivery:

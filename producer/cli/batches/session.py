@@ -15,8 +15,9 @@ from penstock.shared.settings import Settings
 if TYPE_CHECKING:
     from ...batches.batch_service import BatchService
     from ...batches.records import Batch
+    from ...batches.webhooks.request_ends import RequestWatch
 
-__all__ = ["batch_facts", "open_client", "open_service", "when"]
+__all__ = ["batch_facts", "open_client", "open_service", "open_watch", "when"]
 
 
 @contextlib.asynccontextmanager
@@ -52,6 +53,26 @@ async def open_service(settings: Settings) -> AsyncIterator[BatchService]:
             yield service
         finally:
             await service.aclose()
+
+
+@contextlib.asynccontextmanager
+async def open_watch(settings: Settings, url: str | None) -> AsyncIterator[RequestWatch | None]:
+    """What keeps the webhook of a request that is about to be submitted; None without a URL.
+
+    Raises:
+        InvalidRequest: the URL is wrong.
+        QueueFull: too many requests are watched.
+        RedisUnavailable: the server cannot be reached.
+    """
+    if url is None:
+        yield None
+        return
+    from ...batches.webhooks.request_ends import RequestWatch  # loads what few requests need
+
+    async with open_client(settings) as client:
+        watch = RequestWatch(client)
+        await watch.check(url)
+        yield watch
 
 
 def batch_facts(batch: Batch) -> dict[str, Any]:

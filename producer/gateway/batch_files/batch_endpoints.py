@@ -17,7 +17,7 @@ from ...batches.file_store import UnknownFile
 from ...batches.records import Batch, BatchState
 from ..api_errors import ApiError, error_of, invalid
 from ..documented import json_answer, json_body, with_errors
-from ..gateway import Gateway
+from ..gateway import WEBHOOK_HEADER, Gateway
 from ..openai.fields.common_fields import OBJECT, TEXT
 from ..openai.fields.field_schema import body_schema
 from ..openai.fields.field_table import FieldTable, served
@@ -70,6 +70,7 @@ def batch_routes(gateway: Gateway, service: BatchService) -> APIRouter:
                 tenant=caller.tenant,
                 window_s=_WINDOW_S,
                 metadata=own.get("metadata"),
+                webhook=request.headers.get(WEBHOOK_HEADER),
                 models=caller.models,
                 output_expires_after_s=expiry_of(
                     "output_expires_after", own.get("output_expires_after")
