@@ -24,6 +24,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from penstock.gpu_worker.model.loading.loader import LoadedModel, load_model
+from penstock.gpu_worker.model.loading.model_opening import open_model
 from penstock.gpu_worker.model.quantization.quantized_modules import QuantizedLinear, QuantizedStack
 from penstock.shared.errors import ModelError, ModelNotFound, UnsupportedModel
 
@@ -135,6 +136,24 @@ def test_tokens_are_those_of_the_dequantised_model(
         assert found == 3 * 7
     finally:
         loaded.close()
+
+
+@pytest.mark.parametrize("name", ["gptq", "gptq-act-order", "awq", "bnb-nf4", "ct-int4-asym"])
+def test_a_later_start_reads_the_codes_by_the_record_of_the_first(
+    name: str, checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    write, config = FORMATS[name]()
+    rewrite(checkpoint("qwen2"), tmp_path / "coded", write, config)
+    outputs = []
+    for start in range(2):
+        opened = open_model(tmp_path / "coded", device="cpu", cache=tmp_path / "cache")
+        if opened.loaded.native is None:
+            pytest.skip("no native library here")
+        opened.remember()
+        assert opened.is_known == bool(start)
+        outputs.append(greedy(opened.loaded))
+        opened.loaded.close()
+    assert outputs[0] == outputs[1]
 
 
 def test_experts_in_mxfp4(tmp_path: Path) -> None:

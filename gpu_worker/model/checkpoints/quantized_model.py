@@ -79,7 +79,10 @@ def build_quantized(
     model.__class__ = base
     for name, vacant in vacancies.items():
         weight = source.weight(name, vacant.shape)
-        model.set_submodule(name, _module(weight, vacant, model.dtype, dequantised))
+        module = _module(weight, vacant, model.dtype, dequantised)
+        if isinstance(module, QuantizedLinear):
+            module.source = (name, "stored")
+        model.set_submodule(name, module)
     for name, shape in stacks.items():
         parent, attribute = _parent(model, name)
         experts = source.stack(name, shape)

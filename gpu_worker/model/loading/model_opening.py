@@ -18,6 +18,7 @@ from ..batch import Rows, SequenceChunk, pack
 from ..forward_context import ForwardContext
 from ..kv.kv_pool import KVPool
 from ..program.native_decoder import NativeDecoder, NativeRuntime
+from ..quantization.form import QuantizedWeight
 from ..quantization.recipe import AUTO, Recipe
 from ..text.deferred_tokenizer import DeferredTokenizer
 from ..text.fast_detokenize import is_plain
@@ -155,7 +156,14 @@ def _decoder(
     folder: Path, record: ModelRecord, runtime: NativeRuntime, recipe: Recipe
 ) -> NativeDecoder:
     weights = CheckpointWeights(folder, record.dtype)
-    decoder = record.decoder.decoder(weights.read, recipe.quantize)
+    source = weights.quantized()
+
+    def stored(module: str, shape: tuple[int, int]) -> QuantizedWeight:
+        if source is None:
+            raise KeyError(module)
+        return source.weight(module, shape)
+
+    decoder = record.decoder.decoder(weights.read, recipe.quantize, stored)
     # The program keeps the embedding, which must not keep the files mapped.
     decoder = replace(decoder, embedding=decoder.embedding.clone())
     return NativeDecoder.of_description(decoder, record.dtype, runtime)
@@ -180,6 +188,10 @@ def _save(store: RecordStore | None, loaded: LoadedModel) -> None:
     weights = CheckpointWeights(loaded.path, loaded.dtype)
     if any(name not in weights for name in loaded.native.record.weight_names()):
         return  # converted or renamed when it was loaded
+    modules = loaded.native.record.stored_modules()
+    source = weights.quantized() if modules else None
+    if modules and (source is None or not modules <= source.modules):
+        return
     store.save(
         ModelRecord(
             model_type=loaded.model_type,

@@ -29,6 +29,9 @@ from penstock.kernels.cpu.compiler import cache_folder
 from penstock.kernels.kv_layout import KVLayout
 
 from ..program.decoder_record import DecoderRecord
+from ..quantization.formats.checkpoint_formats import format_of
+from ..quantization.formats.quantized_source import QuantizedSource, SafetensorsSource
+from ..quantization.formats.stored_tensors import StoredTensors
 from .checkpoint_folder import checkpoint_files
 from .geometry import KVGeometry, LayerGeometry
 
@@ -39,7 +42,12 @@ log = logging.getLogger(__name__)
 _MOST_HASHED_BYTES = 64 << 20
 _MOST_RECORDS = 16
 _PROOF = "proof"
-_SOURCES = ("gpu_worker/model/loading", "gpu_worker/model/program", "kernels/cpu")
+_SOURCES = (
+    "gpu_worker/model/loading",
+    "gpu_worker/model/program",
+    "gpu_worker/model/quantization",
+    "kernels/cpu",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +86,7 @@ class CheckpointWeights:
     """
 
     def __init__(self, folder: Path, dtype: torch.dtype) -> None:
-        self._dtype = dtype
+        self._folder, self._dtype = folder, dtype
         self._file_of: dict[str, Any] = {}
         for path in sorted(folder.glob("*.safetensors")):
             file = safe_open(path, framework="pt")
@@ -102,6 +110,20 @@ class CheckpointWeights:
         """
         tensor: Tensor = self._file_of[name].get_tensor(name)
         return tensor.to(self._dtype)
+
+    def quantized(self) -> QuantizedSource | None:
+        """Its quantised weights; None: it has none that a record can name.
+
+        Raises:
+            ModelError: they are damaged, or in a format that is not served.
+        """
+        path = self._folder / "config.json"
+        if not self._file_of or not path.is_file():
+            return None
+        described = json.loads(path.read_text(encoding="utf-8")).get("quantization_config")
+        if described is None:
+            return None
+        return SafetensorsSource(StoredTensors(self._folder), format_of(described))
 
 
 class RecordStore:

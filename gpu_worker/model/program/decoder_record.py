@@ -36,7 +36,8 @@ class DecoderRecord:
     """A description without its big weights.
 
     Attributes:
-        tree: JSON; a tensor is ``{"weight": name}`` or ``{"kept": name}``.
+        tree: JSON; a tensor is ``{"weight": name}`` or ``{"kept": name}``, the weight of a layer
+            that came quantised ``{"stored": module, "shape": [outputs, inputs]}``.
         kept: the tensors with names of the second kind.
     """
 
@@ -47,19 +48,28 @@ class DecoderRecord:
         """Names of the checkpoint's tensors that it needs."""
         return frozenset(_names(self.tree))
 
+    def stored_modules(self) -> frozenset[str]:
+        """Names of the layers whose weights the checkpoint must have in codes."""
+        return frozenset(_names(self.tree, "stored"))
+
     def decoder(
-        self, weight: Callable[[str], Tensor], quantize: Callable[[Tensor, str], QuantizedWeight]
+        self,
+        weight: Callable[[str], Tensor],
+        quantize: Callable[[Tensor, str], QuantizedWeight],
+        stored: Callable[[str, tuple[int, int]], QuantizedWeight],
     ) -> Decoder:
         """The description again.
 
         Args:
             weight: gives the checkpoint's tensor of a name, in the model's dtype.
             quantize: makes of it the weight of a quantised layer, which is that part of a model.
+            stored: gives the codes of a module's weight of a shape.
 
         Raises:
-            LookupError, TypeError, ValueError: this is no description, or ``weight`` raised it.
+            LookupError, TypeError, ValueError: this is no description, or ``weight`` or ``stored``
+                raised it.
         """
-        found = _Reader(self.kept, weight, quantize).read(self.tree)
+        found = _Reader(self.kept, weight, quantize, stored).read(self.tree)
         if not isinstance(found, Decoder):
             raise ValueError("no description of a decoder")
         return found
@@ -79,14 +89,14 @@ def record_decoder(decoder: Decoder, names: Mapping[int, str]) -> DecoderRecord 
         return None
 
 
-def _names(tree: Any) -> Iterator[str]:
+def _names(tree: Any, key: str = "weight") -> Iterator[str]:
     if isinstance(tree, dict):
-        if tree.keys() == {"weight"}:
-            yield tree["weight"]
+        if isinstance(tree.get(key), str):
+            yield tree[key]
         tree = list(tree.values())
     if isinstance(tree, list):
         for part in tree:
-            yield from _names(part)
+            yield from _names(part, key)
 
 
 class _Writer:
@@ -103,12 +113,18 @@ class _Writer:
             return {"kind": "Linear", "weight": self.write(value.weight), "bias": self.write(bias)}
         if isinstance(value, QuantizedLinear):
             if value.source is None:
-                raise ValueError("a weight that came quantised")
+                raise ValueError("a quantised weight of unknown origin")
             name, part = value.source
+            bias = self.write(value.bias)
+            if part == "stored":
+                shape = [value.out_features, value.in_features]
+                return {"kind": "StoredLinear", "stored": name, "shape": shape, "bias": bias}
             return {
-                "kind": "QuantizedLinear", "weight": {"weight": name}, "part": part,
-                "bias": self.write(value.bias),
-            }  # fmt: skip
+                "kind": "QuantizedLinear",
+                "weight": {"weight": name},
+                "part": part,
+                "bias": bias,
+            }
         if isinstance(value, tuple):
             return [self.write(item) for item in value]
         if isinstance(value, IntEnum):
@@ -136,8 +152,9 @@ class _Reader:
         kept: Mapping[str, Tensor],
         weight: Callable[[str], Tensor],
         quantize: Callable[[Tensor, str], QuantizedWeight],
+        stored: Callable[[str, tuple[int, int]], QuantizedWeight],
     ) -> None:
-        self._kept, self._weight, self._quantize = kept, weight, quantize
+        self._kept, self._weight, self._quantize, self._stored = kept, weight, quantize, stored
         self._read: dict[str, Tensor] = {}
 
     def read(self, value: Any) -> Any:
@@ -158,6 +175,10 @@ class _Reader:
         if kind == "QuantizedLinear":
             # Not kept as it was: only an embedding tied to it is needed in full.
             weight = self._quantize(self._weight(value["weight"]["weight"]), value["part"])
+            return QuantizedLinear(weight, self.read(value["bias"])).eval()
+        if kind == "StoredLinear":
+            outputs, inputs = value["shape"]
+            weight = self._stored(value["stored"], (outputs, inputs))
             return QuantizedLinear(weight, self.read(value["bias"])).eval()
         parts = {key: self.read(part) for key, part in value.items() if key != "kind"}
         return _linear(**parts) if kind == "Linear" else _KINDS[kind](**parts)

@@ -28,7 +28,7 @@ class QuantizedLinear(nn.Module):
 
     Attributes:
         source: the checkpoint's tensor that was quantised at load, and as what part of the model;
-            None: it came quantised.
+            or the module that came quantised, and ``"stored"``; None: it is not known.
     """
 
     def __init__(self, quantized: QuantizedWeight, bias: Tensor | None = None) -> None:
