@@ -150,6 +150,15 @@ def test_tests_that_are_named_exist(page: Path) -> None:
         assert re.search(rf"^\s*(async )?def {name}\b", source, re.MULTILINE), f"{name} in {target}"
 
 
+def test_every_message_that_once_did_harm_has_a_test() -> None:
+    page = (DOCS / "hostile-messages.md").read_text("utf-8")
+    heads = [table[0] for table in tables(page)]
+    assert {tuple(head[1:]) for head in heads} == {("Before", "Now", "Shown by")}
+    for row in (row for table in tables(page) for row in table[1:]):
+        assert len(row) == 4, row
+        assert re.search(r"\]\(\.\./tests/[^)]+\.py\)", row[3]), row[0]
+
+
 def _program() -> dict[str, Any]:
     """The program's commands by name, those that entry points add included."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
