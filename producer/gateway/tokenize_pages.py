@@ -15,26 +15,24 @@ from ..results import Result
 from .api_errors import end_error, invalid
 from .documented import json_answer, json_body, with_errors
 from .gateway import Gateway
-from .openai.fields.common_fields import TEXT
+from .openai.fields.common_fields import LIST, TEXT
 from .openai.fields.field_schema import body_schema
-from .openai.fields.field_table import FieldTable, Shape, served
+from .openai.fields.field_table import FieldTable, served
 
 __all__ = ["tokenize_routes"]
-
-_LIST = Shape("a list", (list,), {"type": "array"})
 
 _TOKENIZE = FieldTable(
     (
         served("model", TEXT, "Which model."),
         served("prompt", TEXT, "A text; or give `messages`."),
-        served("messages", _LIST, "A conversation, which the chat template renders."),
+        served("messages", LIST, "A conversation, which the chat template renders."),
     ),
     prompt="prompt",
 )
 _DETOKENIZE = FieldTable(
     (
         served("model", TEXT, "Which model."),
-        served("tokens", _LIST, "Token ids."),
+        served("tokens", LIST, "Token ids."),
     ),
     prompt="tokens",
 )

@@ -55,7 +55,7 @@ __all__ = [
 ]
 
 
-_RETRY_AFTER_MS = 1000
+_LEAST_RETRY_MS = 1000
 _IDS_PER_CALL = 256
 
 DAY_MS = 86_400_000
@@ -148,7 +148,8 @@ class Operations(OperatorOperations):
             return SubmitReply(True, State(reply[1].decode()), reply[2], None, reply[3])
         if verdict == b"conflict":
             raise IdConflict(request.id)
-        raise QueueFull(reply[1].decode(), reply[2], retry_after_ms=_RETRY_AFTER_MS)
+        wait_ms = max(_LEAST_RETRY_MS, reply[3])
+        raise QueueFull(reply[1].decode(), reply[2], retry_after_ms=wait_ms)
 
     async def cancel(self, request_id: str, reason: Reason = Reason.CLIENT) -> CancelReply:
         """End a request at once, queued or running; harmless if it has ended.

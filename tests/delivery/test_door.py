@@ -124,6 +124,42 @@ async def test_bounds_are_never_exceeded_by_one(crowd: Shard, bound: str) -> Non
     await crowd.check()
 
 
+async def wait_for(shard: Shard, tenant: str, ms: int) -> None:
+    """As if a tenant's waiting entries had been accepted so long ago."""
+    queue = shard.keys.queue(Lane.NORMAL, tenant)
+    entries = await shard.redis.xrange(queue)
+    await shard.redis.delete(queue)
+    await shard.redis.xgroup_create(queue, "workers", "0", mkstream=True)
+    for entry, values in entries:
+        at, _, number = entry.decode().partition("-")
+        moved = f"{int(at) - ms}-{number}"
+        await shard.redis.xadd(queue, values, id=moved)
+        await shard.redis.hset(shard.keys.request(values[b"id"].decode()), "entry", moved)
+
+
+async def test_a_refusal_says_when_there_may_be_room(shard: Shard) -> None:
+    """Ten requests have waited for 50 s: one place is free after 5 s, all that one tenant holds
+    after as long as it has waited."""
+    bounds = Bounds(requests=10)
+
+    async def refusal(bounds: Bounds, tenant: str = "other") -> int:
+        with pytest.raises(QueueFull) as refused:
+            await shard.submit("late", tenant=tenant, bounds=bounds)
+        return refused.value.retry_after_ms
+
+    for i in range(10):
+        await shard.submit(f"r{i}", bounds=bounds)
+    assert await refusal(bounds) == 1000, "nothing has waited for long"
+    await wait_for(shard, "default", 50_000)
+    assert 5000 <= await refusal(bounds) < 7000
+    assert 10_000 <= await refusal(Bounds(tokens=9 * COST)) < 12_000
+    assert 50_000 <= await refusal(Bounds(tenant_requests=1), "default") < 52_000
+    assert len(await shard.worker("a").claim(10)) == 10
+    for i in range(10):
+        await shard.submit(f"s{i}", bounds=bounds)
+    assert await refusal(bounds) == 1000, "those that run do not wait"
+
+
 async def test_the_bound_per_tenant_is_each_tenants_own(shard: Shard) -> None:
     bounds = Bounds(tenant_requests=2)
     for i in range(2):

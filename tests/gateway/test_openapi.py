@@ -1,7 +1,7 @@
 """The documented API, tried by schemathesis: no answer is a server error or undocumented.
 
 A short run; ``make api-fuzz`` sends 20,000 cases. Set ``API_FUZZ_EXAMPLES`` for another number per
-operation.
+operation, and ``API_FUZZ_SEED`` for other cases.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ def document(gateway: GatewayProcess, folder: Path) -> Path:
 def run_schemathesis(gateway: GatewayProcess, document: Path, examples: int, *flags: str) -> str:
     command = [
         sys.executable, "-m", "schemathesis.cli", "run", str(document), "--url", gateway.url,
-        "--checks", CHECKS, "--max-examples", str(examples), "--seed", "1", "--no-color",
-        "--request-timeout", "20", "--continue-on-failure", *flags,
+        "--checks", CHECKS, "--max-examples", str(examples), "--no-color",
+        "--seed", os.environ.get("API_FUZZ_SEED", "1"), "--request-timeout", "20",
+        "--continue-on-failure", *flags,
     ]  # fmt: skip
     run = subprocess.run(command, capture_output=True, text=True, cwd=document.parent)
     assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]

@@ -138,7 +138,7 @@ def test_structured_output(client: openai.OpenAI) -> None:
         ({"input": []}, "input"),
         ({"input": [{"role": "user", "content": 7}]}, "input[0].content"),
         ({"input": [{"type": "image_generation_call"}]}, "input[0].type"),
-        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"truncation": "auto"}, "truncation"),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
         ({"metadata": {str(i): "x" for i in range(17)}}, "metadata"),

@@ -98,3 +98,72 @@ def test_refusals_name_the_field(client: openai.OpenAI) -> None:
         with pytest.raises(openai.BadRequestError) as refused:
             client.chat.completions.create(**{**ASK, **change})
         assert str(refused.value.param).startswith(param)
+
+
+FLAT_TOOLS: list[Any] = [{"type": "function", **tool["function"]} for tool in TOOLS]
+RESPOND: dict[str, Any] = {
+    "model": "caller",
+    "input": "What is the weather in Bonn?",
+    "tools": FLAT_TOOLS,
+    "tool_choice": {"type": "function", "name": "weather"},
+    "max_output_tokens": 300,
+}
+
+
+def test_a_response_calls_and_goes_on_with_the_result(client: openai.OpenAI) -> None:
+    live = list(client.responses.create(**RESPOND, stream=True))
+    whole = live[-1].response
+    (call,) = [item for item in whole.output if item.type == "function_call"]
+    assert call.name == "weather"
+    assert set(json.loads(call.arguments)) == {"city", "days"}
+    kinds = [event.type for event in live if event.type.startswith("response.function_call")]
+    assert set(kinds[:-1]) == {"response.function_call_arguments.delta"}
+    (done,) = [e for e in live if e.type == "response.function_call_arguments.done"]
+    deltas = [e.delta for e in live if e.type == "response.function_call_arguments.delta"]
+    assert (done.name, done.arguments, "".join(deltas)) == (
+        call.name,
+        call.arguments,
+        done.arguments,
+    )
+    assert client.responses.retrieve(whole.id).to_dict() == whole.to_dict()
+    assert [event.sequence_number for event in live] == list(range(len(live)))
+    for after in (0, 2, len(live) // 2, len(live) - 3):
+        replayed = list(client.responses.retrieve(whole.id, stream=True, starting_after=after))
+        assert [e.to_dict() for e in replayed] == [e.to_dict() for e in live[after + 1 :]]
+
+    output: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
+    again = client.responses.create(**{**RESPOND, "input": [output]}, previous_response_id=whole.id)
+    items = client.responses.input_items.list(again.id, order="asc").data
+    assert [item.type for item in items] == ["message", "function_call", "function_call_output"]
+    given: list[Any] = [
+        {"role": "user", "content": RESPOND["input"]},
+        *(item.to_dict() for item in whole.output),
+        output,
+    ]
+    same = client.responses.create(**{**RESPOND, "input": given})
+    assert same.usage is not None
+    assert again.usage is not None
+    assert same.usage.input_tokens == again.usage.input_tokens
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "function"}]}, "tools[0].name"),
+        ({"tools": [{"type": "function", "name": "f", "more": 1}]}, "tools[0].more"),
+        ({"tool_choice": {"type": "file_search"}}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "name": "unknown"}}, "tool_choice"),
+        ({"reasoning": {"effort": "great"}}, "reasoning.effort"),
+        ({"reasoning": {"summary": "auto"}}, "reasoning.summary"),
+        ({"input": [{"type": "function_call_output", "call_id": "x", "output": "y"}]}, "input"),
+        ({"input": [{"type": "function_call", "call_id": "x"}]}, "input[0].name"),
+        ({"input": [{"type": "reasoning", "content": "text"}]}, "input[0].content"),
+    ],
+)
+def test_refusals_of_responses_name_the_place(
+    client: openai.OpenAI, changes: dict[str, Any], param: str
+) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.post("/responses", body={**RESPOND, **changes}, cast_to=object)
+    assert refused.value.param == param

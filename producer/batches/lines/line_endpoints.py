@@ -27,13 +27,13 @@ from ...gateway.openai.fields.completion_fields import (
 )
 from ...gateway.openai.fields.field_table import FieldTable
 from ...gateway.openai.token_logprobs import TokenNames
-from ...gateway.responses.input_items import read_input
+from ...gateway.responses.input_items import check_calls, read_input
 from ...gateway.responses.response_fields import (
     RESPONSE_FIELDS,
     echoed_fields,
     response_request,
 )
-from ...gateway.responses.response_object import ResponseHead, response_object
+from ...gateway.responses.response_object import ResponseHead, ended_object
 from ...results import Result
 
 __all__ = ["LineEndpoint", "LineRefused", "Translation", "line_endpoint"]
@@ -163,6 +163,7 @@ def _generation(
 
 def _plan_response(model: str, own: _Fields, values: _Fields) -> tuple[dict[str, Any], Respond]:
     messages = read_input(own.get("input"))
+    check_calls(messages)
     fields = response_request(own, values, messages, _DEFAULT_MAX_TOKENS)
     # Nobody can ask the gateway for it: the file holds it.
     echoed = {**echoed_fields(own, values), "store": False}
@@ -173,8 +174,7 @@ def _plan_response(model: str, own: _Fields, values: _Fields) -> tuple[dict[str,
         if error is not None:
             raise error
         head = ResponseHead(request_id, int(time.time()), model, _TIER, echoed)
-        whole = response_object(head, result.state, result.end, result.text)
-        return json.dumps(whole, ensure_ascii=False).encode()
+        return json.dumps(ended_object(head, result), ensure_ascii=False).encode()
 
     return fields, respond
 

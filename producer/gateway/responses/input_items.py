@@ -2,49 +2,119 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+from ...choices import Choice
 from ..api_errors import ApiError, invalid
+from ..openai.chat_deltas import call_id
 
-__all__ = ["assistant_message", "input_items", "read_input"]
+__all__ = ["assistant_message", "check_calls", "input_items", "read_input"]
+
+Message = dict[str, Any]
 
 _ROLES = ("user", "assistant", "system", "developer")
 _TEXT_TYPES = ("input_text", "output_text", "text")
-_MESSAGE_KEYS = frozenset({"type", "role", "content", "id", "status", "phase"})
+_KEYS = {
+    "message": frozenset({"type", "role", "content", "id", "status", "phase"}),
+    "reasoning": frozenset({"type", "id", "status", "summary", "content"}),
+    "function_call": frozenset({"type", "id", "status", "call_id", "name", "arguments"}),
+    "function_call_output": frozenset({"type", "id", "status", "call_id", "output"}),
+}
 
 
-def read_input(value: object) -> list[dict[str, str]]:
+def read_input(value: object) -> list[Message]:
     """The chat messages of an ``input``.
+
+    Reasoning and calls that follow each other are one message of the assistant, together with the
+    text between them.
 
     Raises:
         ApiError: 400, with the place at fault.
     """
-    if isinstance(value, str):
-        if not value:
-            raise invalid("input", "input: give text or a list of items", "missing_value")
+    if isinstance(value, str) and value:
         return [{"role": "user", "content": value}]
     if not isinstance(value, list) or not value:
         raise invalid("input", "input: give text or a list of items", "missing_value")
-    return [_message(f"input[{i}]", item) for i, item in enumerate(value)]
+    messages: list[Message] = []
+    for i, item in enumerate(value):
+        _add_item(messages, f"input[{i}]", item)
+    return messages
 
 
-def _message(where: str, item: object) -> dict[str, str]:
+def check_calls(messages: Sequence[Message]) -> None:
+    """See that every output of a function belongs to a call before it.
+
+    Raises:
+        ApiError: 400, there is no such call.
+    """
+    known = set()
+    for message in messages:
+        known |= {call["id"] for call in message.get("tool_calls", ())}
+        if message["role"] == "tool" and message["tool_call_id"] not in known:
+            shown = message["tool_call_id"][:64]
+            raise invalid("input", f"input: there is no function call {shown!r} before its output")
+
+
+def _add_item(messages: list[Message], where: str, item: object) -> None:
     if not isinstance(item, dict):
         raise invalid(where, f"{where}: an item is an object")
     kind = item.get("type", "message")
-    if kind != "message":
+    if not isinstance(kind, str) or kind not in _KEYS:
         shown = kind[:64] if isinstance(kind, str) else "no text"
-        message = f"{where}.type: allowed is message; items of type {shown} are not served"
+        message = (
+            f"{where}.type: allowed are {', '.join(_KEYS)}; items of type {shown} are not served"
+        )
         raise invalid(f"{where}.type", message, "unsupported_value")
-    for key in item:
-        if key not in _MESSAGE_KEYS:
+    for key, value in item.items():
+        if key not in _KEYS[kind] and value is not None:
             path = f"{where}.{key[:64]}"
             raise invalid(path, f"{path}: is not served", "unsupported_parameter")
+    if kind == "message":
+        _add_message(messages, where, item)
+    elif kind == "function_call_output":
+        name = _text(f"{where}.call_id", item.get("call_id"))
+        content = _content(f"{where}.output", item.get("output"))
+        messages.append({"role": "tool", "tool_call_id": name, "content": content})
+    elif kind == "function_call":
+        texts = [_text(f"{where}.{key}", item.get(key)) for key in ("call_id", "name", "arguments")]
+        function = {"name": texts[1], "arguments": texts[2]}
+        call = {"id": texts[0], "type": "function", "function": function}
+        _assistant(messages).setdefault("tool_calls", []).append(call)
+    else:
+        text = _reasoning(f"{where}.content", item.get("content"))
+        if text:
+            thought = _assistant(messages, begins=True)
+            thought["reasoning_content"] = thought.get("reasoning_content", "") + text
+
+
+def _add_message(messages: list[Message], where: str, item: dict[str, Any]) -> None:
     role = item.get("role")
     if role not in _ROLES:
-        message = f"{where}.role: allowed are {', '.join(_ROLES)}"
-        raise invalid(f"{where}.role", message)
-    return {"role": role, "content": _content(f"{where}.content", item.get("content"))}
+        raise invalid(f"{where}.role", f"{where}.role: allowed are {', '.join(_ROLES)}")
+    content = _content(f"{where}.content", item.get("content"))
+    last = messages[-1] if messages else {}
+    if role == "assistant" and set(last) == {"role", "content", "reasoning_content"}:
+        last["content"] += content
+        return
+    messages.append({"role": role, "content": content})
+
+
+def _assistant(messages: list[Message], *, begins: bool = False) -> Message:
+    """The assistant's message that goes on, or a new one; reasoning ``begins`` it."""
+    last = messages[-1] if messages else {}
+    goes_on = last.get("role") == "assistant"
+    if begins and goes_on:
+        goes_on = not last["content"] and "tool_calls" not in last
+    if not goes_on:
+        messages.append({"role": "assistant", "content": ""})
+    return messages[-1]
+
+
+def _text(where: str, value: object) -> str:
+    if isinstance(value, str) and value:
+        return value
+    raise invalid(where, f"{where}: give text")
 
 
 def _content(where: str, content: object) -> str:
@@ -52,44 +122,73 @@ def _content(where: str, content: object) -> str:
         return content
     if not isinstance(content, list):
         raise invalid(where, f"{where}: give text, or a list of parts")
-    return "".join(_part(f"{where}[{i}]", part) for i, part in enumerate(content))
+    return "".join(_part(f"{where}[{i}]", part, _TEXT_TYPES) for i, part in enumerate(content))
 
 
-def _part(where: str, part: object) -> str:
-    if isinstance(part, dict) and part.get("type") in _TEXT_TYPES:
+def _reasoning(where: str, content: object) -> str:
+    if not isinstance(content, list | None):
+        raise invalid(where, f"{where}: give a list of parts")
+    parts = enumerate(content or ())
+    return "".join(_part(f"{where}[{i}]", part, ("reasoning_text",)) for i, part in parts)
+
+
+def _part(where: str, part: object, allowed: tuple[str, ...]) -> str:
+    if isinstance(part, dict) and part.get("type") in allowed:
         text = part.get("text")
         if isinstance(text, str):
             return text
-    raise _not_text(where)
+    raise _not_text(where, allowed)
 
 
-def _not_text(where: str) -> ApiError:
-    message = f"{where}: allowed are parts of type input_text and output_text, with text"
+def _not_text(where: str, allowed: tuple[str, ...]) -> ApiError:
+    message = f"{where}: allowed are parts of type {' and '.join(allowed)}, with text"
     return invalid(where, message, "unsupported_content")
 
 
-def assistant_message(text: str) -> dict[str, str]:
+def assistant_message(response_id: str, choice: Choice) -> Message:
     """An output as a message of the conversation that goes on."""
-    return {"role": "assistant", "content": text}
+    message: Message = {"role": "assistant", "content": choice.content}
+    if choice.reasoning:
+        message["reasoning_content"] = choice.reasoning
+    calls = [
+        {
+            "id": call_id(response_id, choice.index, index),
+            "type": "function",
+            "function": {"name": name, "arguments": arguments},
+        }
+        for index, (name, arguments) in enumerate(choice.tool_calls)
+    ]
+    if calls:
+        message["tool_calls"] = calls
+    return message
 
 
-def input_items(response_id: str, messages: list[dict[str, str]]) -> list[dict[str, Any]]:
+def input_items(response_id: str, messages: Iterable[Message]) -> list[dict[str, Any]]:
     """Messages as ``GET /v1/responses/{id}/input_items`` lists them, in their order."""
-    kinds = {"assistant": "output_text"}
-    items = []
-    for number, message in enumerate(messages):
-        part: dict[str, Any] = {
-            "type": kinds.get(message["role"], "input_text"), "text": message["content"],
-        }  # fmt: skip
-        if part["type"] == "output_text":
-            part["annotations"] = []
-        items.append(
-            {
-                "id": f"msg_{response_id.removeprefix('resp_')}_in{number}",
-                "type": "message",
-                "role": message["role"],
-                "status": "completed",
-                "content": [part],
-            }
-        )
+    items = [item for message in messages for item in _items(message)]
+    name = response_id.removeprefix("resp_")
+    return [
+        {"id": f"item_{name}_in{number}", **item, "status": "completed"}
+        for number, item in enumerate(items)
+    ]
+
+
+def _items(message: Message) -> list[dict[str, Any]]:
+    role, content = message["role"], message["content"]
+    if role == "tool":
+        output = {"call_id": message["tool_call_id"], "output": content}
+        return [{"type": "function_call_output", **output}]
+    items: list[dict[str, Any]] = []
+    if reasoning := message.get("reasoning_content"):
+        part = {"type": "reasoning_text", "text": reasoning}
+        items.append({"type": "reasoning", "summary": [], "content": [part]})
+    calls = message.get("tool_calls", ())
+    if content or not calls:
+        text: dict[str, Any] = {"type": "input_text", "text": content}
+        if role == "assistant":
+            text = {"type": "output_text", "text": content, "annotations": []}
+        items.append({"type": "message", "role": role, "content": [text]})
+    for call in calls:
+        function = call["function"]
+        items.append({"type": "function_call", "call_id": call["id"], **function})
     return items

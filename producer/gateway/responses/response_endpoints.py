@@ -23,10 +23,10 @@ from ..gateway import Gateway, read_index
 from ..model_directory import Shard
 from ..openai.fields.common_fields import service_tier
 from ..openai.fields.field_schema import body_schema
-from .input_items import assistant_message, input_items, read_input
+from .input_items import assistant_message, check_calls, input_items, read_input
 from .response_events import ResponseWriter
 from .response_fields import RESPONSE_FIELDS, echoed_fields, response_request
-from .response_object import ResponseHead, response_object
+from .response_object import ResponseHead, ended_object, response_object
 
 __all__ = ["response_routes", "response_writers"]
 
@@ -103,9 +103,9 @@ class _Responses:
         own, values = RESPONSE_FIELDS.read(body)
         new = read_input(own.get("input"))
         history = await self._history(request, own.get("previous_response_id"))
-        fields = response_request(
-            own, values, [*history, *new], gateway.settings.default_max_tokens
-        )
+        messages = [*history, *new]
+        check_calls(messages)
+        fields = response_request(own, values, messages, gateway.settings.default_max_tokens)
         stored, background = own.get("store", True), bool(own.get("background"))
         if stored:
             fields["retention_ms"] = gateway.settings.response_retention_s * 1000
@@ -137,8 +137,7 @@ class _Responses:
             )
 
         def build(result: Result) -> bytes:
-            whole = response_object(head, result.state, result.end, result.text)
-            return JSONResponse(whole).body  # type: ignore[return-value]
+            return bytes(JSONResponse(ended_object(head, result)).body)
 
         return gateway.whole(submission, build)
 
@@ -199,7 +198,7 @@ class _Responses:
             }
         )
 
-    async def _history(self, request: Request, previous: str | None) -> list[dict[str, str]]:
+    async def _history(self, request: Request, previous: str | None) -> list[dict[str, Any]]:
         """The conversation up to the end of an earlier response."""
         if previous is None:
             return []
@@ -216,8 +215,7 @@ class _Responses:
             message = f"previous_response_id: that response is {status.state.value}"
             raise invalid("previous_response_id", message)
         result = await shard.producer.result(status.id)
-        messages: list[dict[str, str]] = [*note["history"], *note["input"]]
-        return [*messages, assistant_message(result.text)]
+        return [*note["history"], *note["input"], assistant_message(status.id, result.choices[0])]
 
     async def _find(
         self, request: Request, response_id: str
@@ -250,5 +248,4 @@ def _head_of(shard: Shard, status: Status, note: Mapping[str, Any]) -> ResponseH
 async def _object(shard: Shard, status: Status, head: ResponseHead) -> dict[str, Any]:
     if status.state not in TERMINAL_STATES:
         return response_object(head, status.state)
-    result = await shard.producer.result(status.id, check=False)
-    return response_object(head, result.state, result.end, result.text)
+    return ended_object(head, await shard.producer.result(status.id, check=False))

@@ -9,12 +9,12 @@ from typing import Any
 from penstock.shared.protocol.field_types import Flag
 
 from ..api_errors import invalid
-from ..openai.fields.common_fields import OBJECT, TEXT
+from ..openai.fields.common_fields import LIST, OBJECT, TEXT
 from ..openai.fields.field_table import FieldTable, Shape, no_effect, option, refused, served
+from .response_tools import echoed_tools, tool_options
 
 __all__ = ["RESPONSE_FIELDS", "echoed_fields", "response_request"]
 
-_TOOLS = "is not served here; /v1/chat/completions serves what this gateway knows of tools"
 _MAX_METADATA = 16
 
 RESPONSE_FIELDS = FieldTable(
@@ -26,7 +26,8 @@ RESPONSE_FIELDS = FieldTable(
                 (str, list),
                 {"oneOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]},
             ),
-            "Text, or items of type `message` with text.",
+            "Text, or items: `message` with text, `reasoning`, `function_call`, "
+            "`function_call_output`.",
         ),
         served("model", TEXT, "Which model; `GET /v1/models` lists those that are served."),
         served("instructions", TEXT, "A system message before the conversation, this time only."),
@@ -42,6 +43,14 @@ RESPONSE_FIELDS = FieldTable(
             TEXT,
             "`priority` and `fast` use the lane critical, `flex` the lane batch, others normal.",
         ),
+        served("tools", LIST, "Functions that the model may call; others are refused."),
+        served(
+            "tool_choice",
+            Shape("a word or an object", (str, dict), {"type": ["string", "object"]}),
+            "`auto`, `none`, `required`, or a function by its name.",
+        ),
+        served("parallel_tool_calls", Flag(), "Whether a response may call several functions."),
+        served("reasoning", OBJECT, "`effort`: as `reasoning_effort` of chat."),
         option("max_output_tokens", "max_tokens"),
         option("temperature"),
         option("top_p"),
@@ -50,11 +59,7 @@ RESPONSE_FIELDS = FieldTable(
         no_effect("prompt_cache_key", TEXT, "Prefixes are cached by their content."),
         no_effect("prompt_cache_retention", TEXT, "Prefixes are cached by their content."),
         refused("truncation", "allowed is disabled: no conversation is cut", "disabled"),
-        refused("tools", _TOOLS, []),
-        refused("tool_choice", _TOOLS, "none", "auto"),
-        refused("parallel_tool_calls", _TOOLS, True, False),
-        refused("max_tool_calls", _TOOLS),
-        refused("reasoning", "is not served", {}),
+        refused("max_tool_calls", "is not served: no tool runs here"),
         refused("include", "is not served", []),
         refused("top_logprobs", "is not served here; /v1/chat/completions serves it", 0),
         refused("conversation", "is not served: use previous_response_id"),
@@ -71,7 +76,7 @@ _FORMATS = ("text", "json_object", "json_schema")
 def response_request(
     own: Mapping[str, Any],
     values: Mapping[str, Any],
-    messages: list[dict[str, str]],
+    messages: list[dict[str, Any]],
     default_max_tokens: int,
 ) -> dict[str, Any]:
     """The fields of the queue's request, prompt included.
@@ -89,7 +94,9 @@ def response_request(
     instructions = own.get("instructions")
     system = [{"role": "system", "content": instructions}] if instructions else []
     fields["prompt"] = [*system, *messages]
+    fields["parse_response"] = True
     fields.setdefault("max_tokens", default_max_tokens)
+    fields.update(tool_options(own))
     _check_metadata(own.get("metadata"))
     _check_stream_options(own)
     if own.get("background") and own.get("store") is False:
@@ -104,6 +111,7 @@ def echoed_fields(own: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str
     """What a response object says of its request, without what was not given."""
     names = ("instructions", "previous_response_id", "metadata", "text", "background", "store")
     echoed = {name: own[name] for name in names if own.get(name) is not None}
+    echoed |= echoed_tools(own)
     for name, target in (
         ("max_output_tokens", "max_tokens"), ("temperature", "temperature"), ("top_p", "top_p"),
     ):  # fmt: skip

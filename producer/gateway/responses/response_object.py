@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from penstock.shared.protocol import End, Reason, State, Usage
 
+from ...results import Result
 from ..api_errors import end_error
+from .output_items import OutputItems
 
-__all__ = ["ResponseHead", "message_item", "response_object"]
+__all__ = ["ResponseHead", "ended_object", "response_object"]
 
 _STATUS = {
     State.QUEUED: "queued",
@@ -40,7 +43,10 @@ class ResponseHead:
 
 
 def response_object(
-    head: ResponseHead, state: State, end: End | None = None, text: str = ""
+    head: ResponseHead,
+    state: State,
+    end: End | None = None,
+    items: Iterable[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
     """The object of a response.
 
@@ -48,10 +54,9 @@ def response_object(
         head: what never changes.
         state: the request's state.
         end: its end, once it has one.
-        text: its output, once it has ended.
+        items: its output, once it has ended.
     """
     status, details, error = _outcome(state, end)
-    item = message_item(head.id, text, "completed" if status == "completed" else "incomplete")
     echoed = head.echoed
     return {
         "id": head.id,
@@ -65,36 +70,26 @@ def response_object(
         "max_output_tokens": echoed.get("max_output_tokens"),
         "metadata": echoed.get("metadata") or {},
         "model": head.model,
-        "output": [item] if end is not None and (text or status == "completed") else [],
-        "parallel_tool_calls": False,
+        "output": list(items),
+        "parallel_tool_calls": echoed.get("parallel_tool_calls", True),
         "previous_response_id": echoed.get("previous_response_id"),
+        "reasoning": echoed.get("reasoning"),
         "service_tier": head.tier,
         "store": echoed.get("store", True),
         "temperature": echoed.get("temperature", 1.0),
         "text": echoed.get("text") or {"format": {"type": "text"}},
-        "tool_choice": "auto",
-        "tools": [],
+        "tool_choice": echoed.get("tool_choice", "auto"),
+        "tools": echoed.get("tools", []),
         "top_p": echoed.get("top_p", 1.0),
         "truncation": "disabled",
         "usage": None if end is None or end.usage is None else _usage(end.usage),
     }
 
 
-def message_item(response_id: str, text: str, status: str) -> dict[str, Any]:
-    """The one item of the output."""
-    content = [] if status == "in_progress" else [text_part(text)]
-    return {
-        "id": f"msg_{response_id.removeprefix('resp_')}",
-        "type": "message",
-        "role": "assistant",
-        "status": status,
-        "content": content,
-    }
-
-
-def text_part(text: str) -> dict[str, Any]:
-    """The one part of the item."""
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def ended_object(head: ResponseHead, result: Result) -> dict[str, Any]:
+    """The object of a response that has ended."""
+    items = OutputItems.of(head.id, result.choices[0].deltas, result.end)
+    return response_object(head, result.state, result.end, items)
 
 
 def _outcome(

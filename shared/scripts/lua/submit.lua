@@ -38,7 +38,7 @@
 -- Reply {'ok', waiting requests, accepted_at}
 --       {'dup', state, tokens, accepted_at}  same id, same digest: nothing was changed
 --       {'conflict'}               same id, other digest: nothing was stored
---       {'full', bound, limit}     nothing was stored
+--       {'full', bound, limit, ms until there may be room}  nothing was stored
 local id, lane, tenant, payload, digest, cost, output_cost, deadline_ms, max_queue_ms, retention_ms,
   max_requests, max_tokens, max_bytes, max_tenant_requests, tenant_share, answer, on_disconnect,
   inbox, note = arguments(9, 19)

@@ -16,6 +16,7 @@ __all__ = ["COMMON_FIELDS", "STREAM_OPTIONS", "output_form", "service_tier"]
 _MAX_SEED = 2**63 - 1
 
 OBJECT = Shape("an object", (dict,), {"type": "object"})
+LIST = Shape("a list", (list,), {"type": "array"})
 TEXT = Shape("text", (str,), {"type": "string"})
 _TEXT_OR_LIST = Shape(
     "text or a list of texts",

@@ -62,13 +62,43 @@ local function exceeded_share(lane, limit, share, used, held, add)
   return nil
 end
 
+-- Since when the oldest entry of a queue waits that no worker has read; nil without one.
+local function waits_since(queue)
+  local groups = attempt('no such key', 'XINFO', 'GROUPS', queue)
+  if not groups or not groups[1] then return nil end
+  local last = '0-0'
+  for i = 1, #groups[1], 2 do
+    if groups[1][i] == 'last-delivered-id' then last = groups[1][i + 1] end
+  end
+  local next_one = redis.call('XRANGE', queue, '(' .. last, '+', 'COUNT', '1')[1]
+  return next_one and tonumber(string.match(next_one[1], '^%d+'))
+end
+
+-- How many tenants of a lane are asked: those that are served next.
+local NEXT_TENANTS = 3
+
+-- When `need` of what waits will have left the queue: Little's law, where `held` is what waits, and
+-- whoever is served next has waited for as long as it takes to serve that.
+local function room_in(now, need, held)
+  local oldest = now
+  for lane in pairs(WEIGHT) do
+    local tenants = attempt(nil, 'ZRANGE', PREFIX .. 'tenants:' .. lane, '0', NEXT_TENANTS - 1)
+    for _, tenant in ipairs(tenants or {}) do
+      local since = waits_since(PREFIX .. 'queue:' .. lane .. ':' .. tenant)
+      oldest = math.min(oldest, since or now)
+    end
+  end
+  return math.ceil((now - oldest) * math.min(1, need / math.max(1, held)))
+end
+
 -- The verdict on a new request, and if it is 'ok' its place in the queue. A request that is known
 -- already changes nothing: same payload, one run.
 --
 --   bounds  most requests, tokens, bytes, requests of this tenant that may wait, and its share in
 --           percent; 0: no bound
 -- Returns {'ok', waiting requests, now} | {'dup', state, tokens, accepted_at} | {'conflict'} |
--- {'full', bound, limit}, or an error reply; unless it is 'ok', nothing was stored.
+-- {'full', bound, limit, ms until there may be room}, or an error reply; unless it is 'ok', nothing
+-- was stored.
 local function accept(id, request, bounds, now, retention)
   local known = redis.pcall('HMGET', PREFIX .. 'request:' .. id, 'digest', 'state', 'tokens',
     'accepted_at')
@@ -85,11 +115,16 @@ local function accept(id, request, bounds, now, retention)
   for i = 1, 4 do
     local limit, all = bounds[i], tonumber(used[i]) or 0
     if limit > 0 then
-      if all + adds[i] > limit then return {'full', names[i], limit} end
+      if all + adds[i] > limit then
+        return {'full', names[i], limit, room_in(now, all + adds[i] - limit, all)}
+      end
       if i < 4 then
         local held = tonumber(used[i + 3]) or 0
         local whose, most = exceeded_share(request.lane, limit, bounds[5], all, held, adds[i])
-        if whose then return {'full', whose .. names[i], most} end
+        if whose then
+          local known = whose == '' and all or held
+          return {'full', whose .. names[i], most, room_in(now, known + adds[i] - most, known)}
+        end
       end
     end
   end
