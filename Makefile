@@ -69,6 +69,7 @@ check-native: install ## Test the native library under address and undefined-beh
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
 	$(BIN)/python -m pytest -n 0 tests/kernels/test_native_largest.py \
 	  tests/kernels/test_native_linear.py tests/kernels/test_native_coded.py \
+	  tests/kernels/test_native_experts.py \
 	  tests/kernels/test_native_attention.py \
 	  tests/kernels/test_native_steps.py $(ARGS)
 

@@ -71,7 +71,13 @@ TOOLS: list[dict[str, Any]] = [
             },
         },
     },
-    {"type": "function", "function": {"name": "now"}},
+    {
+        "type": "function",
+        "function": {
+            "name": "now",
+            "parameters": {"type": "object", "properties": {}, "additionalProperties": False},
+        },
+    },
 ]
 
 

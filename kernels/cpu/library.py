@@ -43,6 +43,7 @@ class Activation(IntEnum):
     GELU_TANH = 2
     GELU_ERF = 3
     RELU = 4
+    CLAMPED_SWIGLU = 5
 
 
 class Codes(IntEnum):
@@ -74,7 +75,8 @@ class LinearSpec(ctypes.Structure):
 
     _fields_: ClassVar = [
         ("matrix", c_int32), ("input", c_int32), ("output", c_int32), ("activation", c_int32),
-        ("scale", c_float), ("softcap", c_float), ("add", c_int32), ("bias", c_void_p),
+        ("scale", c_float), ("softcap", c_float), ("slope", c_float), ("limit", c_float),
+        ("add", c_int32), ("bias", c_void_p),
     ]  # fmt: skip
 
 
@@ -128,7 +130,7 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "create": (c_void_p, [c_int32]),
     "destroy": (None, [c_void_p]),
     "cache_type": (c_int32, [c_void_p, c_int32, POINTER(Error)]),
-    "buffer": (c_int32, [c_void_p, c_int64, c_int32, c_int32, POINTER(Error)]),
+    "buffer": (c_int32, [c_void_p, c_int64, c_int32, c_int32, c_int64, POINTER(Error)]),
     "matrix": (c_int32, [c_void_p, c_int64, c_int64, c_int32, c_int32, POINTER(Error)]),
     "fill": (
         c_int32,
@@ -178,6 +180,10 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "rotate": (c_int32, [c_void_p, POINTER(RotateSpec), POINTER(Error)]),
     "attend": (c_int32, [c_void_p, POINTER(AttendSpec), POINTER(Error)]),
     "copy": (c_int32, [c_void_p, c_int32, c_int32, POINTER(Error)]),
+    "route": (c_int32, [c_void_p, c_int32, c_int64, c_int64, c_int32, POINTER(Error)]),
+    "gather": (c_int32, [c_void_p, c_int32, c_int32, POINTER(Error)]),
+    "experts": (c_int32, [c_void_p, POINTER(LinearSpec), c_int64, c_int32, POINTER(Error)]),
+    "combine": (c_int32, [c_void_p, c_int32, c_int32, c_int32, c_float, POINTER(Error)]),
     "run": (c_int32, [c_void_p, c_void_p, POINTER(StepInput), POINTER(Error)]),
     "largest": (
         c_int32,

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["Cache", "HeadShape", "NormWeights", "Rotary"]
+__all__ = ["Cache", "Clamp", "HeadShape", "NormWeights", "Rotary"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +42,19 @@ class Rotary:
     cosines: Tensor
     sines: Tensor
     interleaved: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Clamp:
+    """Of a clamped SwiGLU: ``(up + 1) * gate * sigmoid(slope * gate)``.
+
+    Attributes:
+        slope: factor within the sigmoid.
+        limit: ``gate`` is at most that, ``up`` between it and its negative.
+    """
+
+    slope: float
+    limit: float
 
 
 @dataclass(frozen=True, slots=True)

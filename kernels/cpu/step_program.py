@@ -6,7 +6,6 @@ import ctypes
 import weakref
 from array import array
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -27,17 +26,19 @@ from .library import (
     StepInput,
     Type,
 )
-from .operands import Cache, HeadShape, NormWeights, Rotary
+from .operands import Cache, Clamp, HeadShape, NormWeights, Rotary
 from .thread_pool import ThreadPool
+from .weight_matrices import TYPES, WeightMatrices
 
 __all__ = ["LOGITS", "NativeProgram"]
 
 LOGITS = -1
 """A destination: the step's logits."""
 
-OP_NAMES = ("embedding", "norm", "linear", "rotary", "attention", "copy")
-
-TYPES = {torch.float32: Type.FLOAT, torch.bfloat16: Type.BF16}
+OP_NAMES = (
+    "embedding", "norm", "linear", "rotary", "attention", "copy", "routing", "gathering", "experts",
+    "combination",
+)  # fmt: skip
 
 
 class NativeProgram:
@@ -65,7 +66,7 @@ class NativeProgram:
         weakref.finalize(self, library.destroy, self._handle)
         self.multiplied = Type(library.activation_type(self._type))
         self._kept: list[Any] = []
-        self._unpacked: list[tuple[int, Tensor, int, int]] = []
+        self._weights = WeightMatrices(library, self._handle, self._type)
         self._types: list[Type] = []
         self._error = Error()
 
@@ -73,7 +74,7 @@ class NativeProgram:
 
     def buffer(
         self, columns: int, *, multiplied: bool = False, kind: Type | None = None,
-        outputs: bool = False,
+        outputs: bool = False, copies: int = 1,
     ) -> int:  # fmt: skip
         """A new buffer's number.
 
@@ -83,11 +84,12 @@ class NativeProgram:
                 weights are coded.
             kind: its type; None: that, or else floats.
             outputs: whether its rows are the wanted ones alone.
+            copies: of each row; as many as a row has experts, if they compute it.
         """
         if kind is None:
             kind = self.multiplied if multiplied else Type.FLOAT
         rows = RowKind.OUTPUTS if outputs else RowKind.TOKENS
-        number = self._library.checked("buffer", self._handle, columns, kind, rows)
+        number = self._library.checked("buffer", self._handle, columns, kind, rows, copies)
         self._types.append(kind)
         return number
 
@@ -101,29 +103,7 @@ class NativeProgram:
                 and what it gates.
             gated: whether the output is ``activation(gate(x)) * up(x)``.
         """
-        first = weights[0]
-        inputs = first.shape[1]
-        outputs = first.shape[0] if gated else sum(w.shape[0] for w in weights)
-        if isinstance(first, CodedWeight):
-            if not all(isinstance(w, CodedWeight) and w.goes_with(first) for w in weights):
-                raise ValueError("the parts of a matrix are coded differently")
-            number = self._library.checked(
-                "coded_matrix", self._handle, outputs, inputs, self._type, int(gated), first.kind,
-                first.group, int(first.offsets is not None), _address(first.values),
-            )  # fmt: skip
-        else:
-            number = self._library.checked(
-                "matrix", self._handle, outputs, inputs, self._type, int(gated)
-            )
-        place = 0
-        for part, weight in enumerate(weights):
-            at = (0, part) if gated else (place, 0)
-            if isinstance(weight, CodedWeight):
-                self._fill_codes(number, weight, *at)
-            else:
-                self._unpacked.append((number, weight.detach(), *at))
-            place += weight.shape[0]
-        return number
+        return self._weights.add(weights, gated)
 
     def input_type(self, matrix: int) -> Type:
         """The type of the rows that are multiplied with that matrix."""
@@ -136,29 +116,7 @@ class NativeProgram:
 
     def pack(self) -> None:
         """Copy the weights of all matrices, by as many threads as torch computes with."""
-        unpacked, self._unpacked = self._unpacked, []
-        with ThreadPoolExecutor(torch.get_num_threads()) as threads:
-            list(threads.map(self._fill, unpacked))
-        self._library.checked("choose_ways", self._handle)
-
-    def _fill_codes(self, number: int, weight: CodedWeight, first: int, part: int) -> None:
-        # One after the other: two outputs may share a byte.
-        codes, scales = weight.codes.contiguous(), weight.scales.contiguous()
-        offsets = None if weight.offsets is None else weight.offsets.contiguous()
-        self._library.checked(
-            "fill_codes", self._handle, number, codes.data_ptr(), scales.data_ptr(),
-            _address(offsets), first, weight.shape[0], part,
-        )  # fmt: skip
-
-    def _fill(self, unpacked: tuple[int, Tensor, int, int]) -> None:
-        number, weight, first, part = unpacked
-        source = weight.contiguous()
-        if source.dtype not in TYPES:
-            source = source.float()
-        self._library.checked(
-            "fill", self._handle, number, source.data_ptr(), TYPES[source.dtype], first,
-            source.shape[0], part,
-        )  # fmt: skip
+        self._weights.pack()
 
     def embed(self, table: Tensor, output: int, *, scale: float = 1.0) -> None:
         """Row ``token`` of ``table`` ``[vocabulary, columns]``, times ``scale``."""
@@ -208,10 +166,70 @@ class NativeProgram:
         """
         values = None if bias is None else bias.detach().float().contiguous()
         spec = LinearSpec(
-            matrix, source, output, activation, scale, softcap, int(add), _address(values)
+            matrix, source, output, activation, scale, softcap, 1.0, 0.0, int(add), _address(values)
         )
         kind = Type.FLOAT if output == LOGITS else self._types[output]
         self._library.checked("linear", self._handle, ctypes.byref(spec), kind)
+
+    def route(self, source: int, experts: int, chosen: int, *, normalised: bool) -> None:
+        """Choose each row's experts: those with the largest of its ``experts`` numbers.
+
+        The next operations on experts are about this choice. Of equal numbers the first counts.
+
+        Args:
+            source: the router's outputs, floats.
+            experts: how many there are.
+            chosen: by how many each row is computed.
+            normalised: whether their weights are a softmax over the chosen, or over all.
+        """
+        self._library.checked("route", self._handle, source, experts, chosen, int(normalised))
+
+    def gather(self, source: int, output: int) -> None:
+        """Each row once for each of its experts, in the order of the experts."""
+        self._library.checked("gather", self._handle, source, output)
+
+    def experts(
+        self,
+        matrices: Sequence[int],
+        source: int,
+        output: int,
+        *,
+        bias: Tensor | None = None,
+        activation: Activation = Activation.NONE,
+        clamp: Clamp | None = None,
+    ) -> None:
+        """A linear layer of each expert over its gathered rows; see :meth:`linear`.
+
+        Args:
+            matrices: of all experts, in their order, made one after the other.
+            source: a buffer of gathered rows.
+            output: a buffer of as many.
+            bias: ``[experts, outputs]``; of gated layers the gate's outputs, then the others.
+            activation: of the output, or of the gate.
+            clamp: of ``Activation.CLAMPED_SWIGLU``.
+        """
+        if list(matrices) != list(range(matrices[0], matrices[0] + len(matrices))):
+            raise ValueError("the matrices of experts follow one another")
+        values = None if bias is None else bias.detach().float().contiguous()
+        clamp = clamp or Clamp(1.0, 0.0)
+        spec = LinearSpec(
+            matrices[0], source, output, activation, 1.0, 0.0, clamp.slope, clamp.limit, 0,
+            _address(values),
+        )  # fmt: skip
+        self._library.checked(
+            "experts", self._handle, ctypes.byref(spec), len(matrices), self._types[output]
+        )
+
+    def combine(self, source: int, output: int, *, add: bool = False, scale: float = 1.0) -> None:
+        """Of each row, ``scale`` times the sum of its experts' outputs by weight; floats.
+
+        Args:
+            source: a buffer of gathered rows.
+            output: a buffer of rows.
+            add: to what the output holds.
+            scale: factor.
+        """
+        self._library.checked("combine", self._handle, source, output, int(add), scale)
 
     def rotate(
         self,
@@ -314,8 +332,7 @@ class NativeProgram:
         Raises:
             ValueError: the step asks for a token, position or block that there is not.
         """
-        if self._unpacked:
-            self.pack()
+        self.pack()
         first = batches[0]
         kinds = (KVKind * len(batches))()
         for kind, batch, num_blocks in zip(kinds, batches, cache.num_blocks, strict=False):

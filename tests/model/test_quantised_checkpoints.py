@@ -160,9 +160,15 @@ def test_experts_in_mxfp4(tmp_path: Path) -> None:
     # Rows that blocks of 32 divide, as gpt-oss has them.
     source = save_family("gpt_oss", tmp_path)
     rewrite_experts(source, tmp_path / "coded", tmp_path / "dense")
-    loaded = load_model(tmp_path / "coded", device="cpu")
+    expected = expected_greedy(tmp_path / "dense")
+    native = load_model(tmp_path / "coded", device="cpu", native="on")
     try:
-        assert greedy(loaded) == expected_greedy(tmp_path / "dense")
+        assert greedy(native) == expected
+    finally:
+        native.close()
+    loaded = load_model(tmp_path / "coded", device="cpu", native="off")
+    try:
+        assert greedy(loaded) == expected
         experts = loaded.model.model.layers[0].mlp.experts
         dense = load_file(tmp_path / "dense" / "model.safetensors")
         for name in ("gate_up_proj", "down_proj"):

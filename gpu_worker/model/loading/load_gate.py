@@ -24,7 +24,7 @@ from ..batch import Rows, SequenceChunk, forward_logits, pack
 from ..forward_context import ForwardContext
 from ..kv.kv_pool import KVPool
 from .geometry import KVGeometry, ProbeResult
-from .trial import BLOCK_SIZE, Trial
+from .trial import BLOCK_SIZE, ROUTED_SHARE, Trial, are_within
 
 __all__ = [
     "check_attention",
@@ -51,12 +51,6 @@ TOLERANCE = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
 
 Two correct ways of computing attention differ by the dtype's rounding, some 1e-6, 1e-3 and 1e-2. A
 wrong mask or a lost state gives 1e-1 and more.
-"""
-
-ROUTED_SHARE = 0.25
-"""Share of the tokens that may differ by more in half precision.
-
-Rounding moves a token to another expert when its router scores the two nearly alike.
 """
 
 ATTEMPTS = 4
@@ -200,10 +194,7 @@ def check_numbers(
         trial = Trial(one, two, _own_logits(model, attention, one, two), model.device, model.dtype)
         differences = trial.differences(forward, geometry)
         worst = max(float(difference.max()) for difference in differences)
-        # The last tokens apart too: only they may lie past a window.
-        groups = [*differences, *(difference[-BLOCK_SIZE:] for difference in differences)]
-        # Not within, rather than above, the tolerance: NaN is neither.
-        if all(float((~(group <= tolerance)).float().mean()) <= allowed_share for group in groups):
+        if are_within(differences, tolerance, allowed_share):
             log.info(
                 "load gate: logits of %d tokens agree with transformers' own forward "
                 "(relative difference at most %.2g)",

@@ -12,10 +12,16 @@ from ..batch import PackedStep, Rows, SequenceChunk, pack
 from ..kv.kv_pool import KVPool
 from .geometry import KVGeometry
 
-__all__ = ["BLOCK_SIZE", "Trial"]
+__all__ = ["BLOCK_SIZE", "ROUTED_SHARE", "Trial", "are_within"]
 
 BLOCK_SIZE = 8
 _SELECTED = 24
+
+ROUTED_SHARE = 0.25
+"""Share of the tokens that may differ by more in half precision, where a model has experts.
+
+Rounding moves a token to another expert when its router scores the two nearly alike.
+"""
 
 Forward = Callable[[PackedStep, KVPool], Tensor]
 """Computes a packed step over a paged pool; returns the wanted rows' logits."""
@@ -55,10 +61,6 @@ class Trial:
         """
         found = self._paged_logits(forward, geometry)
         return [_relative_difference(*pair) for pair in zip(found, self.expected, strict=True)]
-
-    def difference(self, forward: Forward, geometry: KVGeometry) -> float:
-        """The largest of :meth:`differences`; NaN if one is."""
-        return float(torch.cat(self.differences(forward, geometry)).max())
 
     @torch.inference_mode()
     def selection_difference(self, forward: Forward, geometry: KVGeometry) -> float:
@@ -105,6 +107,21 @@ class Trial:
             torch.cat([begin[: len(one) - 1], end[1:]]),
             torch.cat([begin[len(one) :], middle, end[:1]]),
         )
+
+
+def are_within(differences: Sequence[Tensor], tolerance: float, share: float) -> bool:
+    """Whether tokens differ by at most ``tolerance``, but for a ``share`` of them.
+
+    NaN is not within. The share holds for the last tokens apart, too: only they may lie past a
+    window.
+
+    Args:
+        differences: from :meth:`Trial.differences`.
+        tolerance: relative.
+        share: of the tokens of a sequence, 0 to 1.
+    """
+    groups = [*differences, *(difference[-BLOCK_SIZE:] for difference in differences)]
+    return all(float((~(group <= tolerance)).float().mean()) <= share for group in groups)
 
 
 def _relative_difference(found: Tensor, expected: Tensor) -> Tensor:

@@ -10,7 +10,8 @@ from torch import Tensor
 from penstock.kernels.cpu import LOGITS, Activation, Library, NativeProgram, NormWeights, Type
 
 from ..quantization.coding import Linear, matrix_parts
-from .description import MLP, Decoder, Layer
+from .description import Decoder, Layer
+from .feed_forward import MLP, Experts
 
 __all__ = ["assemble"]
 
@@ -36,7 +37,10 @@ def assemble(decoder: Decoder, library: Library, dtype: torch.dtype) -> NativePr
             rows = outputs
             _go_on(program, tokens, outputs, layer, matrices, hidden)
         _add_attention(program, rows, layer, matrices, hidden)
-        _add_mlp(program, rows, layer, matrices, hidden)
+        if isinstance(layer.feed_forward, Experts):
+            _add_experts(program, rows, layer, layer.feed_forward, matrices, hidden)
+        else:
+            _add_mlp(program, rows, layer, layer.feed_forward, matrices, hidden)
     head = program.matrix(*matrix_parts([decoder.head], dtype))
     program.linear(
         head,
@@ -52,23 +56,35 @@ def assemble(decoder: Decoder, library: Library, dtype: torch.dtype) -> NativePr
 
 @dataclass(frozen=True, slots=True)
 class _Matrices:
-    """Of one layer."""
+    """Of one layer.
+
+    Attributes:
+        projections: of queries, keys and values.
+        output: behind attention.
+        router: of experts; None: there is one MLP.
+        inner: of the MLP, or of each expert.
+        down: likewise.
+    """
 
     projections: int
     output: int
-    inner: int
-    down: int
+    router: int | None
+    inner: tuple[int, ...]
+    down: tuple[int, ...]
 
 
 def _matrices(program: NativeProgram, layer: Layer) -> _Matrices:
     def matrix(*layers: Linear) -> int:
         return program.matrix(*matrix_parts(layers, program.dtype))
 
+    branch = layer.feed_forward
+    mlps = branch.experts if isinstance(branch, Experts) else (branch,)
     return _Matrices(
         matrix(*layer.attention.projections),
         matrix(layer.attention.output),
-        _inner_matrix(program, layer.mlp),
-        matrix(layer.mlp.down),
+        matrix(branch.router) if isinstance(branch, Experts) else None,
+        tuple(_inner_matrix(program, mlp) for mlp in mlps),
+        tuple(matrix(mlp.down) for mlp in mlps),
     )
 
 
@@ -79,28 +95,30 @@ class _Buffers:
         self._program, self._outputs = program, outputs
         self._made: dict[tuple[str, int, Type], int] = {}
 
-    def floats(self, name: str, columns: int) -> int:
-        return self.of_type(name, columns, Type.FLOAT)
+    def floats(self, name: str, columns: int, copies: int = 1) -> int:
+        return self.of_type(name, columns, Type.FLOAT, copies)
 
-    def of_type(self, name: str, columns: int, kind: Type) -> int:
+    def of_type(self, name: str, columns: int, kind: Type, copies: int = 1) -> int:
+        """``copies``: of each row; a name always has as many."""
         made = self._made.get((name, columns, kind))
         if made is None:
-            made = self._program.buffer(columns, kind=kind, outputs=self._outputs)
+            made = self._program.buffer(columns, kind=kind, outputs=self._outputs, copies=copies)
             self._made[name, columns, kind] = made
         return made
 
-    def read_by(self, matrix: int, name: str, columns: int) -> int:
+    def read_by(self, matrix: int, name: str, columns: int, copies: int = 1) -> int:
         """What ``matrix`` is multiplied with."""
-        return self.of_type(name, columns, self._program.input_type(matrix))
+        return self.of_type(name, columns, self._program.input_type(matrix), copies)
 
-    def before(self, matrix: int, name: str, columns: int) -> int:
+    def before(self, matrix: int, name: str, columns: int, copies: int = 1) -> int:
         """Where what ``matrix`` reads is written in parts: whole rows alone can be split."""
         kind = self._program.input_type(matrix)
-        return self.of_type(name, columns, Type.FLOAT if kind is Type.SPLIT else kind)
+        return self.of_type(name, columns, Type.FLOAT if kind is Type.SPLIT else kind, copies)
 
-    def split(self, matrix: int, name: str, columns: int) -> int:
+    def split(self, matrix: int, name: str, columns: int, copies: int = 1) -> int:
         """What :meth:`before` was written to, as ``matrix`` reads it."""
-        source, wanted = self.before(matrix, name, columns), self.read_by(matrix, name, columns)
+        source = self.before(matrix, name, columns, copies)
+        wanted = self.read_by(matrix, name, columns, copies)
         if source != wanted:
             self._program.copy(source, wanted)
         return wanted
@@ -112,10 +130,10 @@ def _attend(
 ) -> None:  # fmt: skip
     attention, shape = layer.attention, layer.attention.shape
     normed = _normed(program, rows, layer.before_attention, matrices.projections, hidden)
-    if layer.parallel and program.input_type(matrices.inner) != program.input_type(
+    if layer.parallel and program.input_type(matrices.inner[0]) != program.input_type(
         matrices.projections
     ):
-        _normed(program, rows, layer.before_attention, matrices.inner, hidden)
+        _normed(program, rows, layer.before_attention, matrices.inner[0], hidden)
     projected = rows.floats("projected", shape.columns)
     program.linear(matrices.projections, normed, projected, bias=_biases(attention.projections))
     program.rotate(
@@ -146,7 +164,7 @@ def _go_on(
     mixed = "mixed", _mixed_columns(layer)
     program.copy(tokens.before(matrices.output, *mixed), outputs.before(matrices.output, *mixed))
     if layer.parallel:
-        normed = matrices.inner, "normed", hidden
+        normed = matrices.inner[0], "normed", hidden
         program.copy(tokens.read_by(*normed), outputs.read_by(*normed))
 
 
@@ -161,25 +179,72 @@ def _add_attention(
 
 
 def _add_mlp(
-    program: NativeProgram, rows: _Buffers, layer: Layer, matrices: _Matrices, hidden: int
+    program: NativeProgram, rows: _Buffers, layer: Layer, mlp: MLP, matrices: _Matrices, hidden: int
 ) -> None:
+    inner, down = matrices.inner[0], matrices.down[0]
     if layer.parallel:
-        normed = rows.read_by(matrices.inner, "normed", hidden)
+        normed = rows.read_by(inner, "normed", hidden)
     else:
-        normed = _normed(program, rows, layer.before_mlp, matrices.inner, hidden)
-    mlp = layer.mlp
-    inner = matrices.down, "inner", mlp.down.in_features
+        normed = _normed(program, rows, layer.before_mlp, inner, hidden)
+    between = down, "inner", mlp.down.in_features
     program.linear(
-        matrices.inner,
+        inner,
         normed,
-        rows.before(*inner),
+        rows.before(*between),
         bias=_biases(mlp.inner),
         activation=mlp.activation,
     )
     _add_branch(
-        program, rows, matrices.down, mlp.down.bias, rows.split(*inner), layer.after_mlp,
+        program, rows, down, mlp.down.bias, rows.split(*between), layer.after_mlp,
         layer.residual_factor, hidden,
     )  # fmt: skip
+
+
+def _add_experts(
+    program: NativeProgram, rows: _Buffers, layer: Layer, mixture: Experts, matrices: _Matrices,
+    hidden: int,
+) -> None:  # fmt: skip
+    assert matrices.router is not None
+    count, copies = len(mixture.experts), mixture.chosen
+    numbers = rows.floats("routed", count)
+    normed = _normed(program, rows, layer.before_mlp, matrices.router, hidden)
+    program.linear(matrices.router, normed, numbers, bias=mixture.router.bias)
+    program.route(numbers, count, copies, normalised=mixture.normalised)
+
+    inner, down = matrices.inner[0], matrices.down[0]
+    if program.input_type(inner) != program.input_type(matrices.router):
+        normed = _normed(program, rows, layer.before_mlp, inner, hidden)
+    gathered = rows.read_by(inner, "gathered", hidden, copies)
+    program.gather(normed, gathered)
+    first = mixture.experts[0]
+    between = down, "inner of experts", first.down.in_features, copies
+    program.experts(
+        matrices.inner,
+        gathered,
+        rows.before(*between),
+        bias=_stacked([_biases(expert.inner) for expert in mixture.experts]),
+        activation=first.activation,
+        clamp=mixture.clamp,
+    )
+    computed = rows.floats("computed", hidden, copies)
+    program.experts(
+        matrices.down,
+        rows.split(*between),
+        computed,
+        bias=_stacked([_biases((expert.down,)) for expert in mixture.experts]),
+    )
+    stream = rows.floats("stream", hidden)
+    if layer.after_mlp is None:
+        program.combine(computed, stream, add=True, scale=layer.residual_factor)
+        return
+    branch = rows.floats("branch", hidden)
+    program.combine(computed, branch)
+    program.norm(layer.after_mlp, branch, stream, add=True, scale=layer.residual_factor)
+
+
+def _stacked(biases: list[Tensor | None]) -> Tensor | None:
+    found = [bias for bias in biases if bias is not None]
+    return torch.stack(found) if len(found) == len(biases) else None
 
 
 def _add_branch(

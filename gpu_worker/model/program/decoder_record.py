@@ -18,7 +18,9 @@ from penstock.kernels.cpu import Activation, NormWeights, Rotary
 from ..loading.geometry import LayerGeometry
 from ..quantization.form import QuantizedWeight
 from ..quantization.quantized_modules import QuantizedLinear
-from .description import MLP, Attention, Decoder, Layer
+from .description import Attention, Decoder, Layer
+from .feed_forward import MLP, Experts
+from .modules import linear_of
 
 __all__ = ["DecoderRecord", "record_decoder"]
 
@@ -125,6 +127,8 @@ class _Writer:
                 "part": part,
                 "bias": bias,
             }
+        if isinstance(value, Experts):
+            raise ValueError("weights that are slices of a parameter")
         if isinstance(value, tuple):
             return [self.write(item) for item in value]
         if isinstance(value, IntEnum):
@@ -181,13 +185,4 @@ class _Reader:
             weight = self._stored(value["stored"], (outputs, inputs))
             return QuantizedLinear(weight, self.read(value["bias"])).eval()
         parts = {key: self.read(part) for key, part in value.items() if key != "kind"}
-        return _linear(**parts) if kind == "Linear" else _KINDS[kind](**parts)
-
-
-def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
-    outputs, inputs = weight.shape
-    layer = nn.Linear(inputs, outputs, bias=False, device="meta", dtype=weight.dtype)
-    layer.weight = nn.Parameter(weight, requires_grad=False)
-    if bias is not None:
-        layer.bias = nn.Parameter(bias, requires_grad=False)
-    return layer.eval()
+        return linear_of(**parts) if kind == "Linear" else _KINDS[kind](**parts)

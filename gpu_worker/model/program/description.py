@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.kernels.cpu import Activation, HeadShape, NormWeights, Rotary
+from penstock.kernels.cpu import HeadShape, NormWeights, Rotary
 
 from ..loading.geometry import KVGeometry, LayerGeometry
 from ..quantization.coding import Linear
-from .modules import Unrecognised, read_activation, read_linear, read_norm, read_rotary
+from .feed_forward import MLP, Experts, read_feed_forward
+from .modules import Unrecognised, first_of, only, read_linear, read_norm, read_rotary
 
-__all__ = ["MLP", "Attention", "Decoder", "Layer", "describe"]
+__all__ = ["Attention", "Decoder", "Layer", "describe"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,16 +56,6 @@ class Attention:
 
 
 @dataclass(frozen=True, slots=True)
-class MLP:
-    """A gated MLP, if ``gated``: of one fused layer or two; or a plain one."""
-
-    inner: tuple[Linear, ...]
-    down: Linear
-    activation: Activation
-    gated: bool
-
-
-@dataclass(frozen=True, slots=True)
 class Layer:
     """One layer: ``x += factor * after(branch(before(x)))``, twice, or both branches of one norm.
 
@@ -74,7 +65,7 @@ class Layer:
     """
 
     attention: Attention
-    mlp: MLP
+    feed_forward: MLP | Experts
     before_attention: NormWeights | None
     after_attention: NormWeights | None
     before_mlp: NormWeights | None
@@ -100,9 +91,14 @@ class Decoder:
         for layer in self.layers:
             yield from layer.attention.projections
             yield layer.attention.output
-            yield from layer.mlp.inner
-            yield layer.mlp.down
+            yield from layer.feed_forward.linears()
         yield self.head
+
+    def mixtures(self) -> Iterator[Experts]:
+        """The mixtures of experts among its layers."""
+        for layer in self.layers:
+            if isinstance(layer.feed_forward, Experts):
+                yield layer.feed_forward
 
 
 # Before and after attention, before and after the MLP, by the names of a layer's norms.
@@ -132,9 +128,6 @@ _PLACES: dict[frozenset[str], tuple[str | None, str | None, str | None, str | No
 
 _OUTPUTS = ("o_proj", "dense")
 _PROJECTIONS = (("qkv_proj",), ("q_proj", "k_proj", "v_proj"))
-_GATED = (("gate_up_proj",), ("gate_proj", "up_proj"))
-_PLAIN = (("fc1", "fc2"), ("c_fc", "c_proj"))
-_ACTIVATIONS = ("act_fn", "activation_fn", "act")
 
 
 def describe(model: Any, geometry: KVGeometry, positions: int) -> Decoder:
@@ -149,9 +142,9 @@ def describe(model: Any, geometry: KVGeometry, positions: int) -> Decoder:
         Unrecognised: something in it is not known.
     """
     config = model.config.get_text_config(decoder=True)
-    _only(model, {"model", "lm_head"})
+    only(model, {"model", "lm_head"})
     base = model.model
-    _only(base, {"embed_tokens", "layers", "norm", "final_layernorm", "rotary_emb"})
+    only(base, {"embed_tokens", "layers", "norm", "final_layernorm", "rotary_emb"})
     kinds = getattr(config, "layer_types", None) or [None] * len(base.layers)
     tables: dict[str | None, Rotary] = {}
     layers = []
@@ -180,26 +173,30 @@ def _layer(module: Any, geometry: LayerGeometry, rotary: Rotary) -> Layer:
     places = _PLACES.get(frozenset(names - {"self_attn", "mlp"}))
     if places is None or not names.issuperset({"self_attn", "mlp"}):
         raise Unrecognised(f"{type(module).__name__} of {', '.join(sorted(names))}")
-    attention, mlp = _attention(module.self_attn, geometry, rotary), _mlp(module.mlp)
+    attention = _attention(module.self_attn, geometry, rotary)
+    feed_forward = read_feed_forward(module.mlp)
+    parallel = not any(places[1:])
+    if parallel and isinstance(feed_forward, Experts):
+        raise Unrecognised("experts beside attention")
     columns = attention.output.out_features
     norms = [None if name is None else read_norm(getattr(module, name), columns) for name in places]
     before_attention, after_attention, before_mlp, after_mlp = norms
     return Layer(
         attention,
-        mlp,
+        feed_forward,
         before_attention,
         after_attention,
         before_mlp,
         after_mlp,
-        parallel=not any(places[1:]),
+        parallel=parallel,
         residual_factor=float(getattr(module, "residual_multiplier", 1.0)),
     )
 
 
 def _attention(module: Any, geometry: LayerGeometry, rotary: Rotary) -> Attention:
-    names = _first_of(module, _PROJECTIONS)
-    (output,) = _first_of(module, tuple((name,) for name in _OUTPUTS))
-    _only(module, {*names, output, "q_norm", "k_norm"})
+    names = first_of(module, _PROJECTIONS)
+    (output,) = first_of(module, tuple((name,) for name in _OUTPUTS))
+    only(module, {*names, output, "q_norm", "k_norm"})
     sinks = getattr(module, "sinks", None)
     norms = [
         _head_norm(getattr(module, name, None), heads, geometry.key_dim)
@@ -231,41 +228,6 @@ def _head_norm(module: Any, heads: int, dim: int) -> NormWeights | None:
     weight = getattr(module, "weight", None)
     whole = weight is not None and weight.dim() == 1 and weight.numel() == heads * dim
     return read_norm(module, heads * dim if whole else dim)
-
-
-def _mlp(module: Any) -> MLP:
-    (name,) = _first_of(module, tuple((name,) for name in _ACTIVATIONS))
-    activation = read_activation(getattr(module, name))
-    for gated, choices in ((True, _GATED), (False, _PLAIN)):
-        names = next((c for c in choices if all(hasattr(module, n) for n in c)), None)
-        if names is None:
-            continue
-        *inner, down = (*names, "down_proj") if gated else names
-        _only(module, {*inner, down, name})
-        return MLP(
-            tuple(read_linear(getattr(module, n)) for n in inner),
-            read_linear(getattr(module, down)),
-            activation,
-            gated,
-        )
-    raise Unrecognised(f"MLP {type(module).__name__}")
-
-
-def _first_of(module: Any, choices: tuple[tuple[str, ...], ...]) -> tuple[str, ...]:
-    for names in choices:
-        if all(hasattr(module, name) for name in names):
-            return names
-    raise Unrecognised(f"{type(module).__name__} without {' or '.join(map('/'.join, choices))}")
-
-
-def _only(module: nn.Module, known: set[str]) -> None:
-    others = [
-        name
-        for name, child in module.named_children()
-        if name not in known and not isinstance(child, nn.Dropout)
-    ]
-    if others:
-        raise Unrecognised(f"{', '.join(others)} in {type(module).__name__}")
 
 
 def _factor(embedding: nn.Module) -> float:

@@ -20,9 +20,14 @@ from penstock.kernels.cpu import Activation, NormWeights, Rotary
 from ..quantization.coding import Linear
 from ..quantization.quantized_modules import QuantizedLinear
 
-__all__ = ["Unrecognised", "read_activation", "read_linear", "read_norm", "read_rotary"]
+__all__ = [
+    "CLOSE", "Unrecognised", "first_of", "linear_of", "only", "read_activation", "read_linear",
+    "read_norm", "read_rotary",
+]  # fmt: skip
 
-_CLOSE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+CLOSE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+"""How far a module's numbers may be from what is expected of it, relatively."""
+
 _ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn", "longrope"})
 """Whose frequencies depend on nothing but the configuration, up to the served context."""
 
@@ -37,6 +42,43 @@ _ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
 
 class Unrecognised(Exception):
     """The model has something that a program cannot compute; says what."""
+
+
+def first_of(module: Any, choices: tuple[tuple[str, ...], ...]) -> tuple[str, ...]:
+    """The first names that ``module`` has all of.
+
+    Raises:
+        Unrecognised: there are none.
+    """
+    for names in choices:
+        if all(hasattr(module, name) for name in names):
+            return names
+    raise Unrecognised(f"{type(module).__name__} without {' or '.join(map('/'.join, choices))}")
+
+
+def only(module: nn.Module, known: set[str]) -> None:
+    """Refuse modules within ``module`` of other names.
+
+    Raises:
+        Unrecognised: there is one.
+    """
+    others = [
+        name
+        for name, child in module.named_children()
+        if name not in known and not isinstance(child, nn.Dropout)
+    ]
+    if others:
+        raise Unrecognised(f"{', '.join(others)} in {type(module).__name__}")
+
+
+def linear_of(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+    """A linear layer over ``weight`` ``[outputs, inputs]`` itself, not a copy."""
+    outputs, inputs = weight.shape
+    layer = nn.Linear(inputs, outputs, bias=False, device="meta", dtype=weight.dtype)
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    if bias is not None:
+        layer.bias = nn.Parameter(bias, requires_grad=False)
+    return layer.eval()
 
 
 def read_linear(module: Any) -> Linear:
@@ -64,7 +106,7 @@ def read_norm(module: nn.Module, columns: int) -> NormWeights:
         None,
     )
     dtype = torch.float32 if weight is None else weight.dtype
-    if epsilon is None or dtype not in _CLOSE:
+    if epsilon is None or dtype not in CLOSE:
         raise Unrecognised(f"norm {type(module).__name__}")
     heads = weight.shape[0] if weight is not None and weight.dim() == 2 else 1
     x = torch.randn(5, heads, columns, generator=torch.Generator().manual_seed(0)).to(dtype)
@@ -132,10 +174,12 @@ def read_rotary(
     where = torch.arange(positions).unsqueeze(0)
     extra = {"layer_type": layer_type} if _takes_layer_type(embedding) else {}
     cosines, sines = (t[0].float() for t in embedding(torch.zeros(1), where, **extra))
-    half = cosines.shape[-1] // 2
-    by_halves = torch.equal(cosines[:, :half], cosines[:, half:])
+    # Most families give each pair's numbers twice, gpt-oss once.
+    once = len(getattr(embedding, "inv_freq", ())) == cosines.shape[-1]
+    half = cosines.shape[-1] if once else cosines.shape[-1] // 2
+    by_halves = once or torch.equal(cosines[:, :half], cosines[:, half:])
     picked = slice(half) if by_halves else slice(0, None, 2)
-    interleaved = _turns_neighbours(attention, cosines, sines)
+    interleaved = _turns_neighbours(attention, cosines, sines, 2 * half)
     if interleaved is None:
         interleaved = not by_halves
     return Rotary(cosines[:, picked].contiguous(), sines[:, picked].contiguous(), interleaved)
@@ -145,12 +189,14 @@ def _takes_layer_type(embedding: nn.Module) -> bool:
     return "layer_type" in inspect.signature(embedding.forward).parameters
 
 
-def _turns_neighbours(attention: nn.Module, cosines: Tensor, sines: Tensor) -> bool | None:
+def _turns_neighbours(
+    attention: nn.Module, cosines: Tensor, sines: Tensor, dims: int
+) -> bool | None:
     """Whether pairs are neighbours in the family's own function; None if it has none."""
     function = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
     if function is None or len(cosines) < 2:
         return None
-    x = torch.zeros(1, 1, 2, cosines.shape[-1])
+    x = torch.zeros(1, 1, 2, dims)
     x[..., 0] = 1.0
     turned = function(x, x, cosines[None, :2], sines[None, :2])[0][0, 0, 1]
     # What the first number gives to others goes to its pair alone.
@@ -158,4 +204,4 @@ def _turns_neighbours(attention: nn.Module, cosines: Tensor, sines: Tensor) -> b
 
 
 def _close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
-    return bool((found - expected).abs().max() <= _CLOSE[dtype] * expected.abs().max())
+    return bool((found - expected).abs().max() <= CLOSE[dtype] * expected.abs().max())

@@ -23,7 +23,7 @@ from ..batch import PackedStep
 from ..kv.kv_pool import KVPool
 from ..kv.memory_budget import available_bytes, format_bytes
 from ..loading.geometry import KVGeometry
-from ..loading.trial import Trial
+from ..loading.trial import ROUTED_SHARE, Trial, are_within
 from ..quantization.coding import is_permuted, packed_bytes
 from ..quantization.quantized_modules import QuantizedLinear
 from ..sampling.gumbel_sampling import largest
@@ -128,7 +128,7 @@ class NativeDecoder:
             _report_permuted(decoder, model.dtype)
             record = record_decoder(decoder, _parameter_names(model))
             native = cls(program, runtime, decoder.head.out_features, record)
-            difference = trial.difference(native.forward, geometry)
+            differences = trial.differences(native.forward, geometry)
             selection = trial.selection_difference(native.forward, geometry)
         except Unrecognised as error:
             raise NativeUnavailable(f"a program cannot compute {error}") from error
@@ -138,8 +138,11 @@ class NativeDecoder:
             # Whatever a family keeps elsewhere than the others: the model runs all the same.
             log.debug("no native program", exc_info=True)
             raise NativeUnavailable(f"its modules are not as expected ({error})") from error
+        routed = model.dtype != torch.float32 and any(decoder.mixtures())
+        agree = are_within(differences, TOLERANCE[model.dtype], ROUTED_SHARE if routed else 0.0)
+        difference = float(torch.cat(differences).max())
         # Not within, rather than above: NaN is neither.
-        if not (difference <= TOLERANCE[model.dtype] and selection <= TOLERANCE[torch.float32]):
+        if not (agree and selection <= TOLERANCE[torch.float32]):
             raise NativeUnavailable(f"the program's logits differ by {difference:.2g}")
         log.info("native program: logits differ from transformers' own by %.2g", difference)
         _give_up_weights(decoder)
@@ -242,3 +245,5 @@ def _give_up_weights(decoder: Decoder) -> None:
             linear.give_up_weight()
         elif linear.weight.data_ptr() != kept:
             linear.weight = nn.Parameter(linear.weight.new_empty(0), requires_grad=False)
+    for mixture in decoder.mixtures():
+        mixture.give_up_weights()

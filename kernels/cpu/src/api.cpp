@@ -43,6 +43,19 @@ struct NormSpec {
   int32_t centred;
 };
 
+// In the order of the packed outputs.
+static void pack_bias(const Matrix& m, const float* bias, float* packed) {
+  for (int64_t n = 0; n < m.outputs; n++) {
+    if (!m.gated) {
+      packed[n] = bias[n];
+      continue;
+    }
+    const int64_t at = n / LANES * PANEL + n % LANES;
+    packed[at] = bias[n];
+    packed[at + LANES] = bias[m.outputs + n];
+  }
+}
+
 static std::vector<Norm> norms_of(const NormSpec& spec) {
   std::vector<Norm> norms;
   for (int64_t i = 0; i < spec.count; i++) {
@@ -55,7 +68,7 @@ static std::vector<Norm> norms_of(const NormSpec& spec) {
 
 struct LinearSpec {
   int32_t matrix, input, output, activation;
-  float scale, softcap;
+  float scale, softcap, slope, limit;  // the last two of CLAMPED_SWIGLU
   int32_t add;
   const float* bias;  // of each output; a gated layer's: those of the gate, then the others
 };
@@ -122,9 +135,10 @@ int penstock_cache_type(Program* p, int type, Error* error) {
   });
 }
 
-int penstock_buffer(Program* p, int64_t columns, int type, int rows, Error* error) {
+int penstock_buffer(Program* p, int64_t columns, int type, int rows, int64_t copies,
+                    Error* error) {
   return guarded(error, [&] {
-    return p->add_buffer(columns, static_cast<Type>(type), static_cast<Rows>(rows));
+    return p->add_buffer(columns, static_cast<Type>(type), static_cast<Rows>(rows), copies);
   });
 }
 
@@ -204,28 +218,26 @@ int penstock_norm(Program* p, const NormSpec* spec, int input, int output, int t
   });
 }
 
+static Epilogue epilogue_of(const LinearSpec& s, int type) {
+  if (s.activation < 0 || s.activation >= static_cast<int32_t>(Activation::COUNT))
+    throw std::invalid_argument("no such activation");
+  Epilogue epilogue;
+  epilogue.activation = static_cast<Activation>(s.activation);
+  epilogue.clamp = {s.slope, s.limit};
+  epilogue.scale = s.scale;
+  epilogue.softcap = s.softcap;
+  epilogue.add = s.add != 0;
+  epilogue.type = static_cast<Type>(type);
+  return epilogue;
+}
+
 int penstock_linear(Program* p, const LinearSpec* s, int type, Error* error) {
   return guarded(error, [&] {
     const Matrix& m = p->matrix(s->matrix);
-    LinearOp op{s->matrix, {}, {}, s->input, s->output};
-    if (s->activation < 0 || s->activation >= static_cast<int32_t>(Activation::COUNT))
-      throw std::invalid_argument("no such activation");
-    op.epilogue.activation = static_cast<Activation>(s->activation);
-    op.epilogue.scale = s->scale;
-    op.epilogue.softcap = s->softcap;
-    op.epilogue.add = s->add != 0;
-    op.epilogue.type = static_cast<Type>(type);
+    LinearOp op{s->matrix, epilogue_of(*s, type), {}, s->input, s->output};
     if (s->bias) {
       op.bias.assign(static_cast<size_t>(m.panels * PANEL), 0.f);
-      for (int64_t n = 0; n < m.outputs; n++) {
-        if (!m.gated) {
-          op.bias[static_cast<size_t>(n)] = s->bias[n];
-          continue;
-        }
-        const auto at = static_cast<size_t>(n / LANES * PANEL + n % LANES);
-        op.bias[at] = s->bias[n];
-        op.bias[at + LANES] = s->bias[m.outputs + n];
-      }
+      pack_bias(m, s->bias, op.bias.data());
     }
     p->add(std::move(op));
     return 0;
@@ -255,6 +267,44 @@ int penstock_attend(Program* p, const AttendSpec* s, Error* error) {
 int penstock_copy(Program* p, int input, int output, Error* error) {
   return guarded(error, [&] {
     p->add(CopyOp{input, output});
+    return 0;
+  });
+}
+
+int penstock_route(Program* p, int input, int64_t experts, int64_t chosen, int normalised,
+                   Error* error) {
+  return guarded(error, [&] {
+    p->add(RouteOp{{experts, chosen, normalised != 0}, input});
+    return 0;
+  });
+}
+
+int penstock_gather(Program* p, int input, int output, Error* error) {
+  return guarded(error, [&] {
+    p->add(GatherOp{input, output});
+    return 0;
+  });
+}
+
+// `s->matrix` is the first expert's; `s->bias` has those of all experts, one after the other.
+int penstock_experts(Program* p, const LinearSpec* s, int64_t experts, int type, Error* error) {
+  return guarded(error, [&] {
+    const Matrix& m = p->matrix(s->matrix);
+    ExpertsOp op{s->matrix, experts, epilogue_of(*s, type), {}, s->input, s->output};
+    if (s->bias && experts > 0) {
+      op.biases.assign(static_cast<size_t>(experts * m.panels * PANEL), 0.f);
+      for (int64_t e = 0; e < experts; e++)
+        pack_bias(m, s->bias + e * m.outputs * (m.gated ? 2 : 1),
+                  op.biases.data() + e * m.panels * PANEL);
+    }
+    p->add(std::move(op));
+    return 0;
+  });
+}
+
+int penstock_combine(Program* p, int input, int output, int add, float scale, Error* error) {
+  return guarded(error, [&] {
+    p->add(CombineOp{input, output, add != 0, scale});
     return 0;
   });
 }

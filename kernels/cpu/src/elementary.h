@@ -5,7 +5,12 @@
 
 namespace penstock {
 
-enum class Activation : int32_t { NONE, SILU, GELU_TANH, GELU_ERF, RELU, COUNT };
+enum class Activation : int32_t { NONE, SILU, GELU_TANH, GELU_ERF, RELU, CLAMPED_SWIGLU, COUNT };
+
+// Of CLAMPED_SWIGLU: (up + 1) * gate * sigmoid(slope * gate), both within the limit, gate above alone.
+struct Clamp {
+  float slope = 1.f, limit = 0.f;
+};
 
 // Within about one unit in the last place (polynomial of the Cephes library, Moshier 1984); clamps
 // at the ends of the range, so -inf gives almost nothing instead of zero.
@@ -62,6 +67,15 @@ inline Vec activate(Activation activation, Vec x) {
     default:
       return x;
   }
+}
+
+// activation(gate) * up. Where an operand of min and max is no number they give the second.
+inline Vec gated(Activation activation, const Clamp& clamp, Vec gate, Vec up) {
+  if (activation != Activation::CLAMPED_SWIGLU) return activate(activation, gate) * up;
+  const Vec one = set1(1.f), limit = set1(clamp.limit);
+  gate = min(limit, gate);
+  up = max(set1(-clamp.limit), min(limit, up));
+  return (up + one) * (gate / (one + exp(set1(-clamp.slope) * gate)));
 }
 
 }  // namespace penstock

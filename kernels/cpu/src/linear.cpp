@@ -156,7 +156,7 @@ void finish(const Matrix& matrix, const Epilogue& epilogue, const RowBlock& bloc
     const Vec lo = load(sums) + bias_lo, hi = load(sums + LANES) + bias_hi;
     char* row = block.output + r * block.output_stride;
     if (GATED) {
-      put<PLAIN>(epilogue, activate(epilogue.activation, lo) * hi, row, column, count);
+      put<PLAIN>(epilogue, gated(epilogue.activation, epilogue.clamp, lo, hi), row, column, count);
       continue;
     }
     put<PLAIN>(epilogue, activate(epilogue.activation, lo), row, column, count);

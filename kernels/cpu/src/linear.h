@@ -65,6 +65,7 @@ constexpr int64_t row_bytes(int64_t columns, Type type) {
 struct Epilogue {
   const float* bias = nullptr;  // [panels * 32], in the order of the packed outputs; or none
   Activation activation = Activation::NONE;
+  Clamp clamp;
   float scale = 1.f;
   float softcap = 0.f;  // 0: none
   bool add = false;     // to what the destination (float) holds

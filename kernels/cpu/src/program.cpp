@@ -26,6 +26,8 @@ void require(bool holds, const char* what) {
 
 int64_t divided_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+bool same_rows(const Buffer& a, const Buffer& b) { return a.rows == b.rows && a.copies == b.copies; }
+
 }  // namespace
 
 // ---- building
@@ -36,11 +38,12 @@ void Program::set_cache_type(Type type) {
   scratch_.clear();  // which depends on it
 }
 
-int Program::add_buffer(int64_t columns, Type type, Rows rows) {
+int Program::add_buffer(int64_t columns, Type type, Rows rows, int64_t copies) {
   require(type != Type::INT8, "a buffer's rows are not in 8 bits");
-  require(columns > 0, "a buffer needs columns");
+  require(columns > 0 && copies > 0, "a buffer needs columns and rows");
   const int64_t stride = padded_row(row_bytes(columns, type));
-  buffers_.push_back(Buffer{columns, type, rows, stride, 0, Memory()});
+  buffers_.push_back(Buffer{columns, type, rows, copies, stride, 0, Memory()});
+  most_copies_ = std::max(most_copies_, copies);
   widest_ = std::max(widest_, columns);
   return static_cast<int>(buffers_.size()) - 1;
 }
@@ -82,7 +85,7 @@ void Program::add(Op op) {
   } else if (auto* n = std::get_if<NormOp>(&op)) {
     expect(n->input, n->norm.columns, Type::FLOAT);
     expect(n->output, n->norm.columns, n->to.type);
-    require(buffer(n->input).rows == buffer(n->output).rows, "a norm keeps its rows");
+    require(same_rows(buffer(n->input), buffer(n->output)), "a norm keeps its rows");
     require(!n->to.add || n->to.type == Type::FLOAT, "only floats are added to");
   } else if (auto* l = std::get_if<LinearOp>(&op)) {
     const Matrix& m = matrix(l->matrix);
@@ -91,18 +94,18 @@ void Program::add(Op op) {
     require(l->bias.empty() || static_cast<int64_t>(l->bias.size()) == m.panels * PANEL,
             "a bias has a value for each packed output");
     if (l->output == LOGITS) {
-      require(buffer(l->input).rows == Rows::OUTPUTS, "logits are made of the wanted rows alone");
+      require(buffer(l->input).rows == Rows::OUTPUTS && buffer(l->input).copies == 1, "logits are made of the wanted rows alone");
       require(!l->epilogue.add && l->epilogue.type == Type::FLOAT, "logits are floats");
       logit_columns_ = m.outputs;
     } else {
       expect(l->output, m.outputs, l->epilogue.type);
-      require(buffer(l->input).rows == buffer(l->output).rows, "a linear layer keeps its rows");
+      require(same_rows(buffer(l->input), buffer(l->output)), "a linear layer keeps its rows");
       require(!l->epilogue.add || l->epilogue.type == Type::FLOAT, "only floats are added to");
     }
   } else if (auto* r = std::get_if<RotateOp>(&op)) {
     const Rotate& o = r->rotate;
     expect(r->buffer, o.input_columns(), Type::FLOAT);
-    require(buffer(r->buffer).rows == Rows::TOKENS, "every token's key is stored");
+    require(buffer(r->buffer).rows == Rows::TOKENS && buffer(r->buffer).copies == 1, "every token's key is stored");
     require(o.rotary.dims <= o.key_dim && o.rotary.dims % 2 == 0, "too many dims turn");
     for (const auto* norms : {&o.query_norm, &o.key_norm}) {
       const int64_t all = (norms == &o.query_norm ? o.heads : o.kv_heads) * o.key_dim;
@@ -118,7 +121,7 @@ void Program::add(Op op) {
     expect(a->input, (o.heads + o.kv_heads) * o.key_dim + o.kv_heads * o.value_dim, Type::FLOAT);
     expect(a->output, o.heads * o.value_dim, buffer(a->output).type);
     require(buffer(a->output).type != Type::SPLIT, "a head is no whole row, which could be split");
-    require(buffer(a->output).rows == Rows::TOKENS, "attention keeps its rows");
+    require(buffer(a->output).rows == Rows::TOKENS && buffer(a->output).copies == 1, "attention keeps its rows");
     require(o.sinks.empty() || static_cast<int64_t>(o.sinks.size()) == o.heads, "a sink per head");
     layers_ = std::max(layers_, o.layer + 1);
   } else if (auto* c = std::get_if<CopyOp>(&op)) {
@@ -128,6 +131,9 @@ void Program::add(Op op) {
             "copies are of floats, or of the same type");
     require(buffer(c->input).rows == Rows::TOKENS || to.rows == Rows::OUTPUTS,
             "a copy takes rows away, and adds none");
+    require(buffer(c->input).copies == to.copies, "a copy keeps what is there once for each expert");
+  } else {
+    check_experts(op);
   }
   ops_.push_back(std::move(op));
 }
@@ -215,11 +221,12 @@ void Program::make_tiles(const StepInput& s) {
 
 void Program::fit(const StepInput& s, int threads) {
   for (Buffer& b : buffers_) {
-    const int64_t rows = b.rows == Rows::TOKENS ? s.rows : s.outputs;
+    const int64_t rows = (b.rows == Rows::TOKENS ? s.rows : s.outputs) * b.copies;
     if (rows <= b.capacity) continue;
     b.capacity = std::max(rows, 2 * b.capacity);
     b.memory = Memory(static_cast<size_t>(b.capacity * b.stride));
   }
+  routing_.fit(most_experts_, s.rows * most_copies_);
   if (scratch_.size() < static_cast<size_t>(threads)) {
     scratch_.resize(static_cast<size_t>(threads));
     for (Scratch& scratch : scratch_) {
@@ -234,14 +241,14 @@ void Program::fit(const StepInput& s, int threads) {
 
 uint32_t Program::cut(const Op& op, int threads, Cut& cut) {
   cut = Cut{};
-  const auto by_rows = [&](Rows rows) {
-    cut.rows = rows_of(rows);
+  const auto by_rows = [&](const Buffer& b) {
+    cut.rows = rows_of(b);
     cut.rows_per_item = std::max<int64_t>(1, cut.rows / (ITEMS_PER_THREAD * threads));
     return static_cast<uint32_t>(divided_up(cut.rows, cut.rows_per_item));
   };
   if (const auto* l = std::get_if<LinearOp>(&op)) {
     const Matrix& m = matrices_[static_cast<size_t>(l->matrix)];
-    cut.rows = rows_of(buffer(l->input).rows);
+    cut.rows = rows_of(buffer(l->input));
     // Even blocks, none of them much smaller than another.
     const int64_t blocks = divided_up(cut.rows, block_rows(m));
     cut.rows_per_item = blocks ? divided_up(cut.rows, blocks) : 1;
@@ -256,10 +263,14 @@ uint32_t Program::cut(const Op& op, int threads, Cut& cut) {
     cut.by_head = tiles * o.kv_heads < FEW_ITEMS * threads;
     return static_cast<uint32_t>(tiles * (cut.by_head ? o.heads : o.kv_heads));
   }
-  if (const auto* e = std::get_if<EmbedOp>(&op)) return by_rows(buffer(e->output).rows);
-  if (const auto* n = std::get_if<NormOp>(&op)) return by_rows(buffer(n->input).rows);
-  if (const auto* c = std::get_if<CopyOp>(&op)) return by_rows(buffer(c->output).rows);
-  return by_rows(Rows::TOKENS);
+  if (const auto* x = std::get_if<ExpertsOp>(&op)) return cut_experts(*x, threads, cut);
+  if (const auto* e = std::get_if<EmbedOp>(&op)) return by_rows(buffer(e->output));
+  if (const auto* n = std::get_if<NormOp>(&op)) return by_rows(buffer(n->input));
+  if (const auto* c = std::get_if<CopyOp>(&op)) return by_rows(buffer(c->output));
+  if (const auto* g = std::get_if<GatherOp>(&op)) return by_rows(buffer(g->output));
+  if (const auto* m = std::get_if<CombineOp>(&op)) return by_rows(buffer(m->output));
+  if (const auto* t = std::get_if<RouteOp>(&op)) return rows_of(buffer(t->input)) ? 1 : 0;
+  return by_rows(buffer(std::get<RotateOp>(op).buffer));
 }
 
 void Program::run(Pool& pool, const StepInput& step) {

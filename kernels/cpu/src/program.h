@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "experts.h"
 #include "pool.h"
 #include "rows.h"
 
@@ -21,6 +22,7 @@ struct Buffer {
   int64_t columns;
   Type type;
   Rows rows;
+  int64_t copies;    // of each row: one for each expert that computes it
   int64_t stride;    // bytes
   int64_t capacity;  // rows that `memory` holds
   Memory memory;
@@ -55,14 +57,36 @@ struct AttendOp {
 struct CopyOp {
   int input, output;
 };
-using Op = std::variant<EmbedOp, NormOp, LinearOp, RotateOp, AttendOp, CopyOp>;
+// Chooses each row's experts. What follows until the next one is about this choice: rows are
+// gathered in the order of their experts, computed by two linear layers, and summed by weight.
+struct RouteOp {
+  Router router;
+  int input;
+};
+struct GatherOp {
+  int input, output;
+};
+struct ExpertsOp {
+  int first_matrix;  // of the first expert; the others' follow
+  int64_t experts;
+  Epilogue epilogue;
+  std::vector<float> biases;  // of all experts, one after the other, as in LinearOp
+  int input, output;
+};
+struct CombineOp {
+  int input, output;
+  bool add;  // to what the output holds, times scale
+  float scale;
+};
+using Op = std::variant<EmbedOp, NormOp, LinearOp, RotateOp, AttendOp, CopyOp, RouteOp, GatherOp,
+                        ExpertsOp, CombineOp>;
 constexpr size_t OP_KINDS = std::variant_size_v<Op>;
 
 class Program final : private Work {
  public:
   Program() = default;
 
-  int add_buffer(int64_t columns, Type type, Rows rows);
+  int add_buffer(int64_t columns, Type type, Rows rows, int64_t copies = 1);
   int add_matrix(int64_t outputs, int64_t inputs, Type type, bool gated,
                  const Coding& coding = Coding());
   // Of all packed weights.
@@ -101,7 +125,14 @@ class Program final : private Work {
   void item(const RotateOp& op, const Cut& cut, int64_t index, Scratch& scratch);
   void item(const AttendOp& op, const Cut& cut, int64_t index, Scratch& scratch);
   void item(const CopyOp& op, const Cut& cut, int64_t index, Scratch& scratch);
+  void item(const RouteOp& op, const Cut& cut, int64_t index, Scratch& scratch);
+  void item(const GatherOp& op, const Cut& cut, int64_t index, Scratch& scratch);
+  void item(const ExpertsOp& op, const Cut& cut, int64_t index, Scratch& scratch);
+  void item(const CombineOp& op, const Cut& cut, int64_t index, Scratch& scratch);
 
+  // Of what experts.h is about.
+  void check_experts(const Op& op);
+  uint32_t cut_experts(const ExpertsOp& op, int threads, Cut& cut) const;
   uint32_t cut(const Op& op, int threads, Cut& cut);
   const Buffer& buffer(int index) const;
   void expect(int index, int64_t columns, Type type) const;
@@ -109,6 +140,7 @@ class Program final : private Work {
   void fit(const StepInput& step, int threads);
   void make_tiles(const StepInput& step);
   int64_t rows_of(Rows rows) const { return rows == Rows::TOKENS ? step_.rows : step_.outputs; }
+  int64_t rows_of(const Buffer& b) const { return rows_of(b.rows) * b.copies; }
   char* row(int index, int64_t row) const {
     const Buffer& b = buffers_[static_cast<size_t>(index)];
     return b.memory.data() + row * b.stride;
@@ -123,12 +155,15 @@ class Program final : private Work {
   Type cache_type_ = Type::FLOAT;
   int64_t vocabulary_ = 0, positions_ = INT64_MAX, layers_ = 0, widest_ = 0;
   int64_t logit_columns_ = 0;
+  int64_t most_experts_ = 0, most_copies_ = 1;
+  int64_t chosen_ = 0;  // by the last RouteOp added
 
   // Of the step that runs.
   StepInput step_{};
   std::vector<Cut> cuts_;
   std::vector<uint32_t> items_;
   std::vector<Scratch> scratch_;
+  Routing routing_;
   std::vector<std::vector<QueryTile>> tiles_;  // by how many rows a tile may have
   int64_t times_[OP_KINDS] = {};
   int64_t last_time_ = 0;
