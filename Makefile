@@ -78,7 +78,7 @@ faults: install ## Run fault storms and the long form of the fault tests: twenty
 	$(BIN)/penstock chaos --seconds 60 --all --model demo --workers 3 --in-flight 16 --tokens 80
 	$(BIN)/penstock chaos --stall
 	$(BIN)/pytest tests/faults -m "" --timeout 3600 $(ARGS)
-	$(BIN)/pytest tests/batchers tests/delivery tests/integration -m slow --timeout 3600 $(ARGS)
+	$(BIN)/pytest tests/batchers tests/batches tests/delivery tests/integration -m slow --timeout 3600 $(ARGS)
 
 deploy-test: install ## Build the images, run the compose file, kill, scale and restart: needs Docker
 	$(BIN)/pytest tests/deploy -m "" -s --timeout 900 $(ARGS)

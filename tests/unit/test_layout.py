@@ -42,10 +42,10 @@ THIRD_PARTY = {
     "producer": {"redis", "rich", "typer"},
     "shared": {"msgpack", "pydantic", "redis"},
     # transformers' generate() is what several of them compare with.
-    # So is sentence-transformers' encode().
+    # So is sentence-transformers' encode(). A load by openai's client is what its users send.
     "tools": {
-        "httpx", "matplotlib", "numpy", "redis", "rich", "sentence_transformers", "tokenizers",
-        "torch", "transformers", "typer", "uvloop",
+        "httpx", "matplotlib", "numpy", "openai", "redis", "rich", "sentence_transformers",
+        "tokenizers", "torch", "transformers", "typer", "uvloop",
     },
 }  # fmt: skip
 SIBLINGS = {

@@ -6,6 +6,7 @@ import typer
 
 from ..measurement import measurement
 from ..report import Progress, Report
+from .batches.load_options import BatchesOptions
 from .options import (
     BatcherOptions,
     ChunkingOptions,
@@ -111,6 +112,15 @@ def _batcher(options: BatcherOptions, progress: Progress) -> Report:
     from .batcher.batcher_modes import bench_batcher
 
     return bench_batcher(options, progress)
+
+
+@bench.command("batches")
+@measurement()
+def _batches(options: BatchesOptions, progress: Progress) -> Report:
+    """A batch file by OpenAI's client with chat beside it: first tokens, and tokens a second."""
+    from .batches.batch_load import bench_batches
+
+    return bench_batches(options, progress)
 
 
 @bench.command("embed")

@@ -10,7 +10,7 @@ import resource
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,15 +41,24 @@ class RunningGateway:
 
 
 @contextlib.asynccontextmanager
-async def start_gateway(url: str) -> AsyncIterator[RunningGateway]:
+async def start_gateway(
+    url: str, environment: Mapping[str, str] | None = None
+) -> AsyncIterator[RunningGateway]:
     """A gateway on a free port.
+
+    Args:
+        url: of its Redis server.
+        environment: further variables of its environment.
 
     Raises:
         PenstockError: it does not start.
     """
     command = [sys.executable, "-m", "penstock.producer.cli", "gateway", "--port", "0"]
     process = spawn_bound(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env=_environment(url)
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        env=_environment(url) | dict(environment or {}),
     )
     try:
         assert process.stdout is not None

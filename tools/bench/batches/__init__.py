@@ -1,0 +1,1 @@
+"""``penstock bench batches``: a batch file beside chat, and the same lines offline."""
