@@ -45,6 +45,9 @@ def worker(
     quantization: Annotated[
         str | None, typer.Option(help="Of weights: auto, none, int8, int4, nf4 or fp8.")
     ] = None,
+    profile: Annotated[
+        str | None, typer.Option(help="Settings for throughput, latency or memory.")
+    ] = None,
     max_sequences: Annotated[
         int | None, typer.Option(help="Sequences that run at the same time.")
     ] = None,
@@ -78,6 +81,7 @@ def worker(
             "model.device": device,
             "model.dtype": dtype,
             "model.quantization": quantization,
+            "worker.profile": profile,
             "engine.max_sequences": max_sequences,
             "engine.kv_memory": kv_memory,
             "engine.threads": threads,

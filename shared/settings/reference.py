@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ByteSize
 from pydantic.fields import FieldInfo
 
+from .profiles import PROFILES
 from .sources import environment_name
 from .tree import Settings
 
@@ -19,14 +21,15 @@ _INTRODUCTION = """\
 
 Written by `python -m penstock.shared.settings > docs/settings.md`; do not edit by hand.
 
-Every setting can be given in four ways. The first that gives it wins:
+Every setting can be given in five ways. The first that gives it wins:
 
 1. a flag of the command (each command's `--help` lists its own);
 2. the environment variable shown here (an empty one counts as not set), and for the server's
    address also `REDIS_URL`;
 3. a TOML file: the one named by `--config`, or by `PENSTOCK_CONFIG`, or `penstock.toml` in the
    current directory;
-4. the default.
+4. the profile that `worker.profile` names;
+5. the default.
 
 An unknown name, in the file or among the variables that begin with `PENSTOCK_`, is an error, and so
 is a value out of range: nothing is ignored or clamped. (Variables that Kubernetes sets for a
@@ -40,12 +43,17 @@ url = "redis://localhost:6379/0"
 max_sequences = 32
 kv_memory = "512MiB"
 ```
+
+## Profiles
+
+| profile | sets |
+|---|---|
 """
 
 
 def render_reference() -> str:
     """Return the reference in Markdown."""
-    parts = [_INTRODUCTION]
+    parts = [_INTRODUCTION + "\n".join(_profile(*profile) for profile in PROFILES.items()) + "\n"]
     for section, field in Settings.model_fields.items():
         model = field.annotation
         assert isinstance(model, type)
@@ -53,6 +61,11 @@ def render_reference() -> str:
         parts.append(f"## `[{section}]`\n\n{inspect.getdoc(model)}\n")
         parts += [_entry(section, name, item) for name, item in model.model_fields.items()]
     return "\n".join(parts)
+
+
+def _profile(name: str, settings: Mapping[str, object]) -> str:
+    values = ", ".join(f"`{setting} = {_literal(value)}`" for setting, value in settings.items())
+    return f"| `{name}` | {values or 'nothing: all defaults'} |"
 
 
 def _entry(section: str, name: str, field: FieldInfo) -> str:

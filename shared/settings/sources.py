@@ -1,4 +1,4 @@
-"""Where settings come from: the command line, the environment, a file, the defaults.
+"""Where settings come from: the command line, the environment, a file, a profile, the defaults.
 
 An unknown name is an error like a wrong value: otherwise a default would apply unnoticed. Every
 error is one line: the source, the setting, the value and what is allowed.
@@ -20,6 +20,7 @@ from pydantic import BaseModel, ValidationError
 from ..errors import ConfigurationError
 from ..quoting import one_line
 from ..redis.address import redact_url
+from .profiles import PROFILES
 from .tree import Settings
 
 __all__ = ["CONFIG_VARIABLE", "environment_name", "load_settings", "setting_names"]
@@ -54,7 +55,8 @@ def load_settings(
 
     In order of priority: ``flags``; ``PENSTOCK_<SECTION>__<NAME>`` (an empty one counts as not
     set); ``REDIS_URL``; the file named by ``config``, by ``PENSTOCK_CONFIG``, or ``penstock.toml``
-    in the current directory if there is one; the defaults.
+    in the current directory if there is one; the profile that ``worker.profile`` names; the
+    defaults.
 
     Args:
         flags: dotted names, such as ``redis.url``, with values from the command line; None values
@@ -79,6 +81,7 @@ def load_settings(
         given |= _from_file(Path(_DEFAULT_FILE))
     given |= _from_environment(environment)
     given |= _from_flags(flags or {})
+    given = _from_profile(given) | given
     nested: dict[str, dict[str, object]] = {}
     for name, item in given.items():
         section, _, key = name.partition(".")
@@ -149,6 +152,16 @@ def _from_flags(flags: Mapping[str, object]) -> dict[str, _Given]:
         if value is not None:
             found[name] = _Given(value, "the command line")
     return found
+
+
+def _from_profile(given: Mapping[str, _Given]) -> dict[str, _Given]:
+    """The settings of the profile that is chosen; what is no profile, the tree refuses."""
+    chosen = given.get("worker.profile")
+    if chosen is None or not isinstance(chosen.value, str):
+        return {}
+    settings = PROFILES.get(chosen.value, {})
+    source = f"the profile {chosen.value}"
+    return {name: _Given(value, source) for name, value in settings.items()}
 
 
 def _is_from_kubernetes(variable: str, value: str) -> bool:

@@ -228,6 +228,11 @@ class WorkerSettings(Section):
         "worker that took over the id of a dead one would keep its lease alive.",
         none="auto",
     )
+    profile: Literal["balanced", "throughput", "latency", "memory"] = setting(
+        "balanced",
+        "A set of settings for one aim; a setting that is given, in whatever way, overrules it. "
+        "See [performance.md](performance.md#profiles).",
+    )
     lease_ms: int = setting(
         2_000,
         "How long a silent worker still counts as alive. After that others take over its "

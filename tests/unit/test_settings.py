@@ -15,6 +15,7 @@ from penstock.shared.settings import (
     load_settings,
     setting_names,
 )
+from penstock.shared.settings.profiles import PROFILES
 from penstock.shared.settings.reference import render_reference
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -249,3 +250,25 @@ def test_reference_states_default_and_effect_of_every_setting() -> None:
         for field in section.default.__class__.model_fields.values():
             assert field.description
             assert field.description in page
+
+
+def test_a_profile_is_overruled_by_whatever_is_given() -> None:
+    found = load_settings({"worker.profile": "latency"}, environment={})
+    assert (found.engine.chunking, found.engine.max_sequences) == ("adaptive", 8)
+    environment = {"PENSTOCK_WORKER__PROFILE": "latency", "PENSTOCK_ENGINE__MAX_SEQUENCES": "5"}
+    found = load_settings({"engine.chunking": "fixed"}, environment=environment)
+    assert (found.engine.chunking, found.engine.max_sequences) == ("fixed", 5)
+    assert found.engine.target_itl_ms == 25.0
+
+
+@pytest.mark.parametrize("name", PROFILES)
+def test_every_profile_is_a_value_of_the_setting_and_valid(name: str) -> None:
+    found = load_settings({"worker.profile": name}, environment={})
+    assert found.worker.profile == name
+    unset = load_settings({}, environment={})
+    assert (found == unset) == (name == "balanced")
+
+
+def test_what_is_no_profile_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"worker.profile = 'fast'.*'throughput'"):
+        load_settings({"worker.profile": "fast"}, environment={})

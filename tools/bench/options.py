@@ -226,6 +226,9 @@ class TraceOptions(MeasurementOptions):
         Literal["none", "auto", "int8", "int4", "nf4", "fp8"],
         Option(help="As the setting model.quantization."),
     ] = "auto"
+    profile: Annotated[
+        str | None, Option(help="As the setting worker.profile; its places instead of --slots.")
+    ] = None
     in_process: Annotated[
         bool, Option("--in-process", help="The engine alone, without Redis and worker.")
     ] = False

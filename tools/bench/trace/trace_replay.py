@@ -61,9 +61,8 @@ def trace_settings(options: TraceOptions) -> Settings:
             "model.path": options.model,
             "model.device": "cpu",
             "model.dtype": options.dtype,
-            "model.quantization": options.quantization,
             "queue.model": "bench",
-            "engine.max_sequences": options.slots,
+            **_in_profile(options),
             "engine.threads": options.threads,
             "engine.prefix_cache": False,
             "speculation.source": "off",
@@ -72,6 +71,16 @@ def trace_settings(options: TraceOptions) -> Settings:
             **({"engine.kv_memory": options.kv_memory} if options.kv_memory else {}),
         }
     )
+
+
+def _in_profile(options: TraceOptions) -> dict[str, object]:
+    """What a profile decides, unless there is none."""
+    given: dict[str, object] = {"worker.profile": options.profile}
+    if options.profile is None:
+        given["engine.max_sequences"] = options.slots
+    if options.profile is None or options.quantization != "auto":
+        given["model.quantization"] = options.quantization
+    return given
 
 
 def sampling(tokens: int) -> SamplingOptions:
