@@ -7,7 +7,7 @@ import functools
 import hashlib
 import json
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -115,6 +115,7 @@ class Gateway:
         body: Mapping[str, Any],
         keep: bool = False,
         kind: ModelKind = ModelKind.GENERATE,
+        number: int = 0,
     ) -> Submission:
         """Submit a request once its client is known, its fields are right and there is room.
 
@@ -129,6 +130,7 @@ class Gateway:
             body: the whole body, which must be the same for the same Idempotency-Key.
             keep: it goes on when its client leaves, whatever the headers say.
             kind: what the model must do.
+            number: of the request among those of one call.
 
         Raises:
             ApiError: it was refused; nothing was stored.
@@ -142,6 +144,7 @@ class Gateway:
         webhook = request.headers.get(WEBHOOK_HEADER)
         keep = keep or key is not None or webhook is not None or _wants_to_stay(request)
         request_id = prefix + (uuid.uuid4().hex if key is None else _key_id(caller, key))
+        request_id += f"-{number}" if number else ""
         on_disconnect = OnDisconnect.CONTINUE if keep else OnDisconnect.CANCEL
         values = {
             **fields, "lane": lane, "tenant": caller.tenant, "on_disconnect": on_disconnect,
@@ -232,15 +235,59 @@ class Gateway:
 
     def whole(self, submission: Submission, build: Callable[[Result], bytes]) -> Response:
         """The answer as one object."""
-        submission.output.index = 0
+        return self.joined([submission], lambda results: build(results[0]))
+
+    def joined(
+        self, submissions: Sequence[Submission], build: Callable[[Sequence[Result]], bytes]
+    ) -> Response:
+        """The answer of several requests as one object.
+
+        Args:
+            submissions: the requests.
+            build: makes the body of their results; raises ApiError if one was not completed.
+        """
+        for submission in submissions:
+            submission.output.index = 0
         return WholeAnswer(
-            submission.output,
+            [submission.output for submission in submissions],
             build,
             answers=self.answers,
-            on_leave=functools.partial(_leave, submission),
-            on_done=submission.admission.release,
-            headers=_headers(submission),
+            on_leave=functools.partial(_for_each, submissions, _leave),
+            on_done=functools.partial(_for_each, submissions, _release),
+            headers={**_headers(submissions[-1]), "x-request-id": submissions[0].id},
         )
+
+    async def result(self, submission: Submission) -> Result:
+        """Wait for the result of a request that is a part of answering another one.
+
+        Raises:
+            ApiError: it cannot be read.
+        """
+        submission.output.feed.close()
+        try:
+            return await submission.shard.producer.result(submission.id, check=False)
+        except PenstockError as error:
+            raise error_of(error) from None
+        finally:
+            await submission.admission.release()
+
+    async def give_up(self, submissions: Sequence[Submission]) -> None:
+        """End requests whose answer cannot be given, unless they are kept."""
+        for submission in submissions:
+            submission.output.feed.close()
+        await _for_each(submissions, _leave)
+        await _for_each(submissions, _release)
+
+
+async def _for_each(
+    submissions: Sequence[Submission], do: Callable[[Submission], Awaitable[None]]
+) -> None:
+    for submission in submissions:
+        await do(submission)
+
+
+async def _release(submission: Submission) -> None:
+    await submission.admission.release()
 
 
 async def _nothing() -> None:

@@ -184,7 +184,7 @@ class Request:
     def _check_chat(self) -> None:
         """Check what chat options ask of the other fields."""
         chat, options = self.chat, self.options
-        if self.tokenize and (options.num_sequences > 1 or options.constraint or chat.constraint):
+        if self.tokenize and (options.num_sequences > 1 or options.constraint):
             raise InvalidRequest("tokenize", True, "false beside several choices or a form")
         if (field := chat.constraint) is not None:
             allowed = f"nothing beside {field}, which makes calls certain"

@@ -65,7 +65,7 @@ def test_a_wrong_field_is_named(
 
 
 @pytest.mark.parametrize(
-    "prompt", [None, "", [], [[]], ["a", "b"], [1, "a"], [-1], [[1, "a"]], {"a": 1}, 7]
+    "prompt", [None, "", [], [[]], ["a", ""], ["a", 1], [1, "a"], [-1], [[1, "a"]], {"a": 1}, 7]
 )
 def test_a_wrong_prompt_is_named(gateway: GatewayProcess, prompt: object) -> None:
     reply = post(gateway, "/v1/completions", json.dumps({**TEXT, "prompt": prompt}))

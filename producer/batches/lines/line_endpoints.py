@@ -12,12 +12,16 @@ from typing import Any
 from penstock.shared.errors import InvalidRequest
 from penstock.shared.protocol import Request
 
-from ...choices import Choice
 from ...gateway.api_errors import ApiError, end_error, error_of
 from ...gateway.encoders.encoder_endpoints import ENCODER_ENDPOINTS, EncoderEndpoint
 from ...gateway.model_directory import check_model
 from ...gateway.openai.answer_form import AnswerForm
-from ...gateway.openai.answer_objects import answer_object, chat_choice, completion_choice
+from ...gateway.openai.answer_objects import (
+    MakeChoice,
+    answer_object,
+    chat_choice,
+    completion_choice,
+)
 from ...gateway.openai.event_writers import AnswerHead
 from ...gateway.openai.fields.chat_fields import CHAT_FIELDS, chat_request
 from ...gateway.openai.fields.completion_fields import (
@@ -143,7 +147,7 @@ def _generation(
     object_name: str,
     table: FieldTable,
     build: Callable[[_Fields, _Fields], dict[str, Any]],
-    choice: Callable[[AnswerHead, AnswerForm, Choice, TokenNames], dict[str, Any]],
+    choice: MakeChoice,
 ) -> LineEndpoint:
     """Chat and completions."""
 
@@ -154,7 +158,7 @@ def _generation(
 
         def respond(request_id: str, result: Result, names: TokenNames) -> bytes:
             head = AnswerHead(request_id, int(time.time()), model)
-            return answer_object(head, form, object_name, result, table, choice, names)
+            return answer_object(head, [form], object_name, [result], table, choice, names)
 
         return fields, respond
 

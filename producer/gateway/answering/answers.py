@@ -14,14 +14,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Protocol
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from penstock.shared.errors import PenstockError
-from penstock.shared.protocol import Chunk, End
+from penstock.shared.protocol import Chunk, End, State
 
 from ...choices import gather_choices
 from ...results import Result
@@ -64,7 +64,7 @@ class _Answer(Response, ABC):
     """What both kinds of answers share.
 
     Args:
-        output: the request's output.
+        outputs: of its requests; nearly always one.
         answers: the open answers of the process.
         on_leave: what to do when the client left before the end.
         on_done: what to do in any case, at the end; repeating it is harmless.
@@ -73,7 +73,7 @@ class _Answer(Response, ABC):
 
     def __init__(
         self,
-        output: Output,
+        outputs: Sequence[Output],
         *,
         answers: OpenAnswers,
         on_leave: _Leave,
@@ -81,7 +81,8 @@ class _Answer(Response, ABC):
         headers: Mapping[str, str],
     ) -> None:
         super().__init__()
-        self._output = output
+        self._output = outputs[0]
+        self._outputs = outputs
         self._answers = answers
         self._on_leave = on_leave
         self._on_done = on_done
@@ -97,7 +98,7 @@ class _Answer(Response, ABC):
         connection.listen(self)
         try:
             if not self._is_over():
-                self._output.start(self)
+                self._start()
             await self._answer(scope, receive, send)
             if self._left:
                 scope[CLIENT_LEFT] = True
@@ -107,7 +108,7 @@ class _Answer(Response, ABC):
         finally:
             connection.listen(None)
             self._answers.remove(self)
-            self._output.feed.close()
+            self._close_feeds()
             await self._on_done()
 
     @abstractmethod
@@ -115,8 +116,12 @@ class _Answer(Response, ABC):
         """Send the answer."""
 
     @abstractmethod
-    def on_chunk(self, chunk: Chunk) -> None:
-        """See :class:`...reading.feed.FeedReader`."""
+    def _start(self) -> None:
+        """Have the outputs read."""
+
+    def _close_feeds(self) -> None:
+        for output in self._outputs:
+            output.feed.close()
 
     def on_end(self, end: End) -> None:
         """See :class:`...reading.feed.FeedReader`."""
@@ -131,16 +136,18 @@ class _Answer(Response, ABC):
     def on_lost(self) -> None:
         """See :class:`.connection.ConnectionListener`."""
         self._left = True
-        self._output.feed.close()
+        self._close_feeds()
         self._wake()
 
     def on_full(self) -> None:
         """See :class:`.connection.ConnectionListener`."""
-        self._output.feed.pause()
+        for output in self._outputs:
+            output.feed.pause()
 
     def on_free(self) -> None:
         """See :class:`.connection.ConnectionListener`."""
-        self._output.feed.resume()
+        for output in self._outputs:
+            output.feed.resume()
 
     def end_early(self) -> None:
         """See :class:`.open_answers.OpenAnswer`."""
@@ -151,7 +158,7 @@ class _Answer(Response, ABC):
                 f"?from={feed.index} at another one"
             )
             self._failure = ApiError(503, message, "gateway_shutdown", retry_after_s=1)
-            feed.close()
+            self._close_feeds()
             self._wake()
 
     def tick(self, keep_alive_after: int) -> None:
@@ -206,12 +213,15 @@ class StreamedAnswer(_Answer):
         headers: Mapping[str, str],
     ) -> None:
         super().__init__(
-            output, answers=answers, on_leave=on_leave, on_done=on_done, headers=headers
+            [output], answers=answers, on_leave=on_leave, on_done=on_done, headers=headers
         )
         self._writer = writer
         self._pending: list[bytes] = []
         self._connection: Connection | None = None  # once the head is sent
         self._silent_ticks = 0
+
+    def _start(self) -> None:
+        self._output.start(self)
 
     def on_chunk(self, chunk: Chunk) -> None:
         """Write its events."""
@@ -288,18 +298,20 @@ class StreamedAnswer(_Answer):
 
 
 class WholeAnswer(_Answer):
-    """The output as one JSON object, after the request's end.
+    """The outputs as one JSON object, after the end of every request.
+
+    Where one request fails, the others are given up.
 
     Args:
-        output: the request's output.
-        build: makes the body of a completed request; raises ApiError for any other.
+        outputs: of the requests.
+        build: makes the body of completed requests; raises ApiError for any other.
         answers, on_leave, on_done, headers: see :class:`_Answer`.
     """
 
     def __init__(
         self,
-        output: Output,
-        build: Callable[[Result], bytes],
+        outputs: Sequence[Output],
+        build: Callable[[Sequence[Result]], bytes],
         *,
         answers: OpenAnswers,
         on_leave: _Leave,
@@ -307,14 +319,20 @@ class WholeAnswer(_Answer):
         headers: Mapping[str, str],
     ) -> None:
         super().__init__(
-            output, answers=answers, on_leave=on_leave, on_done=on_done, headers=headers
+            outputs, answers=answers, on_leave=on_leave, on_done=on_done, headers=headers
         )
         self._build = build
-        self._chunks: list[Chunk] = []
+        self._parts = [_Part(output.feed.id, self) for output in outputs]
 
-    def on_chunk(self, chunk: Chunk) -> None:
-        """Keep it."""
-        self._chunks.append(chunk)
+    def _start(self) -> None:
+        for output, part in zip(self._outputs, self._parts, strict=True):
+            output.start(part)
+
+    def on_end(self, end: End) -> None:
+        """One request has ended."""
+        failed = end.state is not State.COMPLETED
+        if failed or all(part.end is not None for part in self._parts):
+            super().on_end(end)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         if not self._is_over():
@@ -323,21 +341,46 @@ class WholeAnswer(_Answer):
         if self._left:
             return
         try:
-            body = self._build(self._result())
+            body = self._body()
         except ApiError as error:
+            if len(self._outputs) > 1:
+                await self._on_leave()
             await self._fail(error, scope, receive, send)
         else:
             response = Response(body, headers=dict(self._extra), media_type="application/json")
             await response(scope, receive, send)
 
-    def _result(self) -> Result:
+    def _body(self) -> bytes:
         error = self._error()
         if error is not None:
             raise error
-        chunks, end = self._chunks, self._end
+        return self._build([part.result() for part in self._parts if part.end is not None])
+
+
+class _Part:
+    """Gathers one of the outputs of a whole answer."""
+
+    def __init__(self, request_id: str, answer: WholeAnswer) -> None:
+        self.end: End | None = None
+        self._id = request_id
+        self._answer = answer
+        self._chunks: list[Chunk] = []
+
+    def on_chunk(self, chunk: Chunk) -> None:
+        self._chunks.append(chunk)
+
+    def on_end(self, end: End) -> None:
+        self.end = end
+        self._answer.on_end(end)
+
+    def on_failure(self, error: Exception) -> None:
+        self._answer.on_failure(error)
+
+    def result(self) -> Result:
+        chunks, end = self._chunks, self.end
         assert end is not None
         return Result(
-            id=self._output.feed.id,
+            id=self._id,
             choices=gather_choices(chunks, end),
             end=end,
             prompt_logprobs=chunks[0].prompt_logprobs if chunks else (),

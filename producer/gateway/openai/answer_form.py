@@ -5,6 +5,7 @@ It stands in the request's note, so that any gateway gives the same events again
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -21,6 +22,9 @@ class AnswerForm:
         token_ids: choices name their tokens' ids.
         reasoning_field: name of the field for reasoning.
         echo: text that stands before a completion.
+        echo_ids: its tokens, whose log-probabilities are shown, too.
+        prompt_tokens: how many tokens the prompt has, if every event shows the token counts so
+            far; else 0.
         reads_all: events depend on all tokens before them, so that the log is read from its
             beginning wherever the reader goes on.
     """
@@ -30,6 +34,8 @@ class AnswerForm:
     token_ids: bool = False
     reasoning_field: str = "reasoning_content"
     echo: str = ""
+    echo_ids: Sequence[int] = ()
+    prompt_tokens: int = 0
     reads_all: bool = False
 
     def to_note(self) -> dict[str, Any]:

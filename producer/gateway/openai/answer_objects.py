@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+from penstock.shared.protocol import TokenLogprobs
 
 from ...choices import Choice
 from ...results import Result
@@ -14,44 +16,64 @@ from .chat_deltas import chat_message, has_call
 from .event_writers import FINISH_REASONS, AnswerHead
 from .fields.field_table import FieldTable
 from .token_logprobs import TokenNames
-from .usage_object import usage_object
+from .usage_object import sum_of_usages
 
-__all__ = ["answer_object", "chat_choice", "completion_choice"]
+__all__ = ["MakeChoice", "answer_object", "chat_choice", "completion_choice"]
+
+OfPrompt = Sequence[TokenLogprobs | None]
+MakeChoice = Callable[[AnswerHead, AnswerForm, Choice, TokenNames, OfPrompt], dict[str, Any]]
+"""Makes one of ``choices``, given the log-probabilities of the prompt's tokens."""
 
 
 def answer_object(
     head: AnswerHead,
-    form: AnswerForm,
+    forms: Sequence[AnswerForm],
     object_name: str,
-    result: Result,
+    results: Sequence[Result],
     fields: FieldTable,
-    choice: Callable[[AnswerHead, AnswerForm, Choice, TokenNames], dict[str, Any]],
+    choice: MakeChoice,
     names: TokenNames,
 ) -> bytes:
     """The body of an answer.
 
+    Args:
+        head: what stands in every answer.
+        forms: what the client asked to see, for each prompt.
+        object_name: of the endpoint.
+        results: for each prompt; choices are counted through all of them.
+        fields: of the endpoint, for names in errors.
+        choice: makes one of ``choices``.
+        names: of the model's tokens.
+
     Raises:
-        ApiError: the request was not completed.
+        ApiError: a request was not completed.
     """
-    error = end_error(result.end, fields.names, fields.prompt)
-    if error is not None:
-        raise error
+    choices: list[dict[str, Any]] = []
+    for form, result in zip(forms, results, strict=False):
+        error = end_error(result.end, fields.names, fields.prompt)
+        if error is not None:
+            raise error
+        first = len(choices)
+        for item in result.choices:
+            made = choice(head, form, item, names, result.prompt_logprobs)
+            choices.append({**made, "index": first + item.index})
     answer = {
         "id": head.id,
         "object": object_name,
         "created": head.created,
         "model": head.model,
-        "service_tier": form.tier,
-        "choices": [choice(head, form, item, names) for item in result.choices],
-        "usage": None if result.usage is None else usage_object(result.usage),
+        "service_tier": forms[0].tier,
+        "choices": choices,
+        "usage": sum_of_usages([result.usage for result in results]),
     }
     return json.dumps(answer, ensure_ascii=False, separators=(",", ":")).encode()
 
 
 def chat_choice(
-    head: AnswerHead, form: AnswerForm, choice: Choice, names: TokenNames
+    head: AnswerHead, form: AnswerForm, choice: Choice, names: TokenNames, of_prompt: OfPrompt
 ) -> dict[str, Any]:
     """One of ``choices`` of a chat completion."""
+    del of_prompt
     logprobs = names.chat(choice.token_ids, choice.logprobs)
     common = _common(form, choice, logprobs)
     if has_call(choice.deltas) and common["finish_reason"] == "stop":
@@ -61,11 +83,14 @@ def chat_choice(
 
 
 def completion_choice(
-    head: AnswerHead, form: AnswerForm, choice: Choice, names: TokenNames
+    head: AnswerHead, form: AnswerForm, choice: Choice, names: TokenNames, of_prompt: OfPrompt
 ) -> dict[str, Any]:
     """One of ``choices`` of a completion, behind the prompt if that is echoed."""
     del head
-    logprobs = names.completion(choice.token_ids, choice.logprobs, len(form.echo))
+    ids, reports = choice.token_ids, cast(OfPrompt, choice.logprobs)
+    if form.echo_ids:
+        ids, reports = (*form.echo_ids, *ids), (*of_prompt, *reports)
+    logprobs = names.completion(ids, reports, 0)
     text = form.echo + choice.text
     return {"index": choice.index, "text": text, **_common(form, choice, logprobs)}
 

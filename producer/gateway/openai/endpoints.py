@@ -3,29 +3,35 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...choices import Choice
 from ...results import Result, Status
 from ..answering.answers import EventWriter
 from ..answering.stored_answers import MakeWriter
 from ..documented import json_answer, json_body, with_errors
-from ..gateway import Gateway
+from ..gateway import Gateway, Submission
 from ..model_directory import Shard
 from .answer_form import AnswerForm
-from .answer_objects import answer_object, chat_choice, completion_choice
+from .answer_objects import MakeChoice, answer_object, chat_choice, completion_choice
 from .answer_schemas import CHAT_ANSWER, COMPLETION_ANSWER
 from .event_writers import AnswerHead, ChatWriter, CompletionWriter
 from .fields.chat_fields import CHAT_FIELDS, chat_request
 from .fields.common_fields import service_tier, wants_usage
-from .fields.completion_fields import COMPLETION_FIELDS, completion_request, echoed_text
+from .fields.completion_fields import (
+    COMPLETION_FIELDS,
+    completion_requests,
+    echoed_text,
+    needs_prompt_tokens,
+)
 from .fields.field_schema import body_schema
 from .fields.field_table import FieldTable
+from .prompt_tokens import prompt_tokens
 from .token_logprobs import TokenNames
 
 __all__ = ["openai_routes", "openai_writers"]
@@ -45,7 +51,7 @@ def openai_routes(gateway: Gateway) -> APIRouter:
         own, values = CHAT_FIELDS.read(body)
         default = gateway.settings.default_max_tokens
         fields = chat_request(own, values, default)
-        return await _answer(gateway, request, _CHAT, body, own, fields)
+        return await _answer(gateway, request, _CHAT, body, own, [fields])
 
     @router.post(
         "/v1/completions",
@@ -57,8 +63,8 @@ def openai_routes(gateway: Gateway) -> APIRouter:
     async def create_completion(request: Request) -> Response:
         body = await gateway.read_object(request)
         own, values = COMPLETION_FIELDS.read(body)
-        fields = completion_request(own, values)
-        return await _answer(gateway, request, _COMPLETION, body, own, fields)
+        prompts = completion_requests(own, values)
+        return await _answer(gateway, request, _COMPLETION, body, own, prompts)
 
     return router
 
@@ -82,7 +88,7 @@ class _Endpoint:
         object_name: str,
         fields: FieldTable,
         writer: Callable[..., ChatWriter | CompletionWriter],
-        choice: Callable[[AnswerHead, AnswerForm, Choice, TokenNames], dict[str, Any]],
+        choice: MakeChoice,
     ) -> None:
         self.name = name
         self.prefix = prefix
@@ -109,19 +115,80 @@ async def _answer(
     endpoint: _Endpoint,
     body: Mapping[str, Any],
     own: Mapping[str, Any],
-    fields: dict[str, Any],
+    prompts: Sequence[dict[str, Any]],
 ) -> Response:
-    """Submit the request and answer with its output."""
-    lane, tier = service_tier(own)
+    """Submit a request for each prompt and answer with their output."""
+    submissions: list[Submission] = []
+    forms: list[AnswerForm] = []
+    try:
+        for number, fields in enumerate(prompts):
+            form = await _form(gateway, request, endpoint, own, fields, number)
+            forms.append(form)
+            submissions.append(
+                await _submit(gateway, request, endpoint, body, own, fields, form, number)
+            )
+    except BaseException:
+        await gateway.give_up(submissions)
+        raise
+    submission, form = submissions[0], forms[0]
+    head = AnswerHead(submission.id, submission.accepted_at // 1000, submission.model)
+    has_logprobs = "logprobs" in prompts[0]
+    names = TokenNames(await submission.shard.vocabulary() if has_logprobs else ())
+    if own.get("stream"):
+        writer = endpoint.writer(head, form, endpoint.fields, names, submission.start)
+        return gateway.stream(submission, writer, reads_all=form.reads_all)
+
+    def build(results: Sequence[Result]) -> bytes:
+        kind, table = endpoint.object_name, endpoint.fields
+        return answer_object(head, forms, kind, results, table, endpoint.choice, names)
+
+    return gateway.joined(submissions, build)
+
+
+async def _form(
+    gateway: Gateway,
+    request: Request,
+    endpoint: _Endpoint,
+    own: Mapping[str, Any],
+    fields: dict[str, Any],
+    number: int,
+) -> AnswerForm:
+    """What the client asked to see; a prompt whose tokens must be known becomes these tokens."""
+    _, tier = service_tier(own)
+    usage, continuous = wants_usage(own)
     form = AnswerForm(
         tier=tier,
-        usage=wants_usage(own),
+        usage=usage,
         token_ids=bool(own.get("return_token_ids")),
         reasoning_field=gateway.settings.reasoning_field,
-        echo=echoed_text(own, fields),
         reads_all="tools" in fields or (endpoint is _COMPLETION and "logprobs" in fields),
     )
-    submission = await gateway.submit(
+    echoes = endpoint is _COMPLETION and needs_prompt_tokens(own, fields)
+    if not echoes and not continuous:
+        return replace(form, echo=echoed_text(own, fields))
+    prompt = await prompt_tokens(gateway, request, endpoint.fields, own, fields, number)
+    if continuous:
+        form = replace(form, prompt_tokens=len(prompt.token_ids))
+    if not echoes:
+        return replace(form, echo=echoed_text(own, fields))
+    given = fields["prompt"]
+    fields["prompt"] = prompt.token_ids
+    text = given if isinstance(given, str) else prompt.text
+    return replace(form, echo=text, echo_ids=prompt.token_ids if "logprobs" in fields else ())
+
+
+async def _submit(
+    gateway: Gateway,
+    request: Request,
+    endpoint: _Endpoint,
+    body: Mapping[str, Any],
+    own: Mapping[str, Any],
+    fields: Mapping[str, Any],
+    form: AnswerForm,
+    number: int,
+) -> Submission:
+    lane, _ = service_tier(own)
+    return await gateway.submit(
         request,
         endpoint.fields,
         prefix=endpoint.prefix,
@@ -130,18 +197,8 @@ async def _answer(
         fields=fields,
         note={"endpoint": endpoint.name, "logprobs": "logprobs" in fields, **form.to_note()},
         body=body,
+        number=number,
     )
-    head = AnswerHead(submission.id, submission.accepted_at // 1000, submission.model)
-    names = TokenNames(await submission.shard.vocabulary() if "logprobs" in fields else ())
-    if own.get("stream"):
-        writer = endpoint.writer(head, form, endpoint.fields, names, submission.start)
-        return gateway.stream(submission, writer, reads_all=form.reads_all)
-
-    def build(result: Result) -> bytes:
-        kind, table = endpoint.object_name, endpoint.fields
-        return answer_object(head, form, kind, result, table, endpoint.choice, names)
-
-    return gateway.whole(submission, build)
 
 
 async def _writer_of(

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from penstock.shared.protocol import Chunk, End, Reason
+from penstock.shared.protocol import Chunk, End, Reason, TokenLogprobs
 from penstock.shared.protocol.chat.deltas import TOOL_CALL
 from penstock.shared.protocol.events import Run
 
@@ -78,6 +79,7 @@ class _Writer(ABC):
         self._fields = fields
         self._names = names
         self._start = start
+        self._of_prompt: Sequence[TokenLogprobs | None] = ()
         self._parted = False
         self._calling: set[int] = set()  # choices that call tools
         self._offsets: dict[int, int] = {}  # characters of each choice, where they are shown
@@ -85,6 +87,7 @@ class _Writer(ABC):
     def chunk(self, chunk: Chunk) -> bytes:
         """One event for each run of tokens; none for tokens that add nothing to be shown."""
         self._parted = self._parted or bool(chunk.parts)
+        self._of_prompt = chunk.prompt_logprobs or self._of_prompt
         if chunk.start < self._start:
             skipped = min(chunk.stop, self._start) - chunk.start
             self._skip(chunk, skipped)
@@ -97,7 +100,7 @@ class _Writer(ABC):
             index += len(run.token_ids)
             choice = self._choice(run)
             if choice:
-                events.append(f"id: {index}{self._head}{choice}{self._tail}")
+                events.append(self._event(index, choice))
         return "".join(events).encode()
 
     def end(self, end: End) -> bytes:
@@ -112,11 +115,21 @@ class _Writer(ABC):
         events = ""
         if not self._parted:
             choice = self._last_choice(FINISH_REASONS[end.reason])
-            events = f"id: {end.n}{self._head}{choice}{self._tail}"
+            events = self._event(end.n, choice)
         if self._form.usage and end.usage is not None:
             usage = json.dumps(usage_object(end.usage), separators=(",", ":"))
             events += f'id: {end.n}{self._head}],"usage":{usage}}}\n\n'
         return events.encode() + DONE
+
+    def _event(self, index: int, choice: str) -> str:
+        prompt = self._form.prompt_tokens
+        if not prompt:
+            return f"id: {index}{self._head}{choice}{self._tail}"
+        usage = (
+            f'{{"prompt_tokens":{prompt},"completion_tokens":{index}'
+            f',"total_tokens":{prompt + index}}}'
+        )
+        return f'id: {index}{self._head}{choice}],"usage":{usage}}}\n\n'
 
     def error(self, error: ApiError) -> bytes:
         """The event that ends a stream without success."""
@@ -218,12 +231,17 @@ class CompletionWriter(_Writer):
         if not run.logprobs:
             return "null"
         offset = self._offsets.get(run.choice, 0)
-        found = self._names.completion(run.token_ids, run.logprobs, offset)
+        ids: Sequence[int] = run.token_ids
+        logprobs: Sequence[TokenLogprobs | None] = run.logprobs
+        if run.start == 0 and self._form.echo_ids:
+            ids, logprobs = (*self._form.echo_ids, *ids), (*self._of_prompt, *logprobs)
+        found = self._names.completion(ids, logprobs, offset)
         self._advance(run)
         return json.dumps(found, separators=(",", ":"))
 
     def _advance(self, run: Run) -> None:
-        length = sum(len(self._names.text(token_id)) for token_id in run.token_ids)
+        echoed = self._form.echo_ids if run.start == 0 else ()
+        length = sum(len(self._names.text(token_id)) for token_id in (*echoed, *run.token_ids))
         self._offsets[run.choice] = self._offsets.get(run.choice, 0) + length
 
     def _skip(self, chunk: Chunk, count: int) -> None:

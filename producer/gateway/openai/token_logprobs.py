@@ -40,13 +40,13 @@ class TokenNames:
         return {"content": content, "refusal": None}
 
     def completion(
-        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], offset: int
+        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None], offset: int
     ) -> dict[str, Any] | None:
         """The ``logprobs`` of a completion; None if none were asked for.
 
         Args:
             token_ids: the tokens.
-            logprobs: one for each.
+            logprobs: one for each; None for a prompt's first token, which nothing comes before.
             offset: characters of the choice's text before them.
         """
         if not logprobs:
@@ -58,9 +58,9 @@ class TokenNames:
             offset += len(text)
         return {
             "tokens": texts,
-            "token_logprobs": [max(_LEAST, report.logprob) for report in logprobs],
+            "token_logprobs": [report and max(_LEAST, report.logprob) for report in logprobs],
             "top_logprobs": [
-                {self.text(other): max(_LEAST, logprob) for other, logprob in report.top}
+                report and {self.text(other): max(_LEAST, logprob) for other, logprob in report.top}
                 for report in logprobs
             ],
             "text_offset": offsets,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from penstock.shared.protocol import Usage
 
-__all__ = ["usage_object"]
+__all__ = ["sum_of_usages", "usage_object"]
 
 
 def usage_object(usage: Usage) -> dict[str, Any]:
@@ -17,3 +18,17 @@ def usage_object(usage: Usage) -> dict[str, Any]:
         "total_tokens": usage.prompt_tokens + usage.output_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
     }
+
+
+def sum_of_usages(usages: Sequence[Usage | None]) -> dict[str, Any] | None:
+    """The ``usage`` of an answer to several prompts; None if one is not known."""
+    known = [usage for usage in usages if usage is not None]
+    if len(known) < len(usages):
+        return None
+    return usage_object(
+        Usage(
+            prompt_tokens=sum(usage.prompt_tokens for usage in known),
+            output_tokens=sum(usage.output_tokens for usage in known),
+            cached_tokens=sum(usage.cached_tokens for usage in known),
+        )
+    )

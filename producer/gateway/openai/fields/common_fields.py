@@ -43,7 +43,8 @@ COMMON_FIELDS: tuple[ApiField, ...] = (
     served(
         "stream_options",
         OBJECT,
-        "`include_usage`: a last event with the token counts. `include_obfuscation` has no effect.",
+        "`include_usage`: a last event with the token counts; with `continuous_usage_stats` every "
+        "event has those so far. `include_obfuscation` has no effect.",
     ),
     option("temperature"),
     option("top_p"),
@@ -130,15 +131,15 @@ def service_tier(own: Mapping[str, Any]) -> tuple[Lane, str]:
     return _TIERS[tier]
 
 
-def wants_usage(own: Mapping[str, Any]) -> bool:
-    """Whether the stream ends with an event of token counts.
+def wants_usage(own: Mapping[str, Any]) -> tuple[bool, bool]:
+    """Whether the stream ends with an event of token counts, and whether all events have them.
 
     Raises:
         ApiError: 400, options of a stream without a stream, or unknown ones.
     """
     options = own.get("stream_options")
     if options is None:
-        return False
+        return False, False
     if not own.get("stream"):
         raise invalid("stream_options", "stream_options: allowed only with stream true")
     for name, value in options.items():
@@ -147,10 +148,8 @@ def wants_usage(own: Mapping[str, Any]) -> bool:
             raise invalid(where, f"there is no parameter {where!r}", "unknown_parameter")
         if not isinstance(value, bool | None):
             raise invalid(f"stream_options.{name}", f"stream_options.{name}: true or false")
-    if options.get("continuous_usage_stats"):
-        name = "stream_options.continuous_usage_stats"
-        raise invalid(name, f"{name}: is not served; see include_usage", "unsupported_parameter")
-    return bool(options.get("include_usage"))
+    usage = bool(options.get("include_usage"))
+    return usage, usage and bool(options.get("continuous_usage_stats"))
 
 
 _FORMS = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}

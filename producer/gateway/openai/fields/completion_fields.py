@@ -11,9 +11,16 @@ from ...api_errors import invalid
 from .common_fields import COMMON_FIELDS, OBJECT, output_form
 from .field_table import FieldTable, Shape, option, refused, served
 
-__all__ = ["COMPLETION_FIELDS", "completion_request", "echoed_text"]
+__all__ = [
+    "COMPLETION_FIELDS",
+    "completion_request",
+    "completion_requests",
+    "echoed_text",
+    "needs_prompt_tokens",
+]
 
 _DEFAULT_MAX_TOKENS = 16
+MAX_PROMPTS = 256
 
 COMPLETION_FIELDS = FieldTable(
     (
@@ -24,12 +31,17 @@ COMPLETION_FIELDS = FieldTable(
                 (str, list),
                 {"oneOf": [{"type": "string"}, {"type": "array"}]},
             ),
-            "Text, a list of texts, token ids, or a list of lists of token ids.",
+            f"Text, token ids, or a list of up to {MAX_PROMPTS} of one of them; a stream has one.",
         ),
         *COMMON_FIELDS,
         option("max_tokens", effect="Most output tokens; the default is 16."),
         option("best_of"),
-        served("echo", Flag(), "Begin the answer with the prompt's text."),
+        served(
+            "echo",
+            Flag(),
+            "Begin the answer with the prompt's text, and its tokens' log-probabilities if "
+            "`logprobs` asks for them.",
+        ),
         served(
             "logprobs",
             Integer(0, 20),
@@ -55,34 +67,55 @@ def completion_request(own: Mapping[str, Any], values: Mapping[str, Any]) -> dic
     Raises:
         ApiError: 400, with the name of the field at fault.
     """
-    fields = {"max_tokens": _DEFAULT_MAX_TOKENS, **values, **output_form(own)}
-    fields["prompt"] = _prompt(own.get("prompt"))
-    if own.get("logprobs") is not None:
-        fields["logprobs"] = own["logprobs"]
+    (fields,) = completion_requests(own, values, 1)
     return fields
 
 
-def _prompt(prompt: Any) -> Any:
-    if not prompt:
+def completion_requests(
+    own: Mapping[str, Any], values: Mapping[str, Any], most: int = MAX_PROMPTS
+) -> list[dict[str, Any]]:
+    """The same for a body with up to ``most`` prompts: one request for each.
+
+    Raises:
+        ApiError: 400, with the name of the field at fault.
+    """
+    fields = {"max_tokens": _DEFAULT_MAX_TOKENS, **values, **output_form(own)}
+    if own.get("logprobs") is not None:
+        fields["logprobs"] = own["logprobs"]
+        if own.get("echo"):
+            fields["prompt_logprobs"] = own["logprobs"]
+    prompts = _prompts(own.get("prompt"))
+    if len(prompts) > most:
+        wanted = "one prompt" if most == 1 else f"at most {most} prompts"
+        raise invalid("prompt", f"prompt: {wanted} a request", "unsupported_value")
+    if len(prompts) > 1 and own.get("stream"):
+        message = "stream: a stream has one prompt; ask for several without stream"
+        raise invalid("stream", message, "unsupported_value")
+    return [{**fields, "prompt": prompt} for prompt in prompts]
+
+
+def _prompts(prompt: Any) -> list[Any]:
+    several = isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list)
+    prompts = prompt if several else [prompt]
+    if not all(isinstance(one, str | list) and one for one in prompts):
         raise invalid("prompt", "prompt: give text or token ids", "missing_value")
-    if isinstance(prompt, list) and isinstance(prompt[0], str | list):
-        if len(prompt) > 1:
-            raise invalid("prompt", "prompt: one prompt a request", "unsupported_value")
-        return prompt[0]
-    return prompt
+    return prompts
+
+
+def needs_prompt_tokens(own: Mapping[str, Any], fields: Mapping[str, Any]) -> bool:
+    """Whether the echo of a prompt shows what only the tokenizer knows."""
+    return bool(own.get("echo")) and ("logprobs" in fields or not isinstance(fields["prompt"], str))
 
 
 def echoed_text(own: Mapping[str, Any], fields: Mapping[str, Any]) -> str:
-    """The text that stands before a completion.
+    """The text that stands before a completion, where it needs no tokenizer.
 
     Raises:
-        ApiError: 400, the prompt's text is not known, or its log-probabilities are asked for.
+        ApiError: 400, it does.
     """
     if not own.get("echo"):
         return ""
-    prompt = fields["prompt"]
-    if not isinstance(prompt, str):
-        raise invalid("echo", "echo: needs a prompt given as text", "unsupported_value")
-    if "logprobs" in fields:
-        raise invalid("echo", "echo: is not served together with logprobs", "unsupported_value")
-    return prompt
+    if needs_prompt_tokens(own, fields):
+        message = "echo: needs a prompt given as text here, and no logprobs"
+        raise invalid("echo", message, "unsupported_value")
+    return str(fields["prompt"])
