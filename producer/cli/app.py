@@ -23,6 +23,7 @@ from . import request_commands as requests
 from .api_keys import keys
 from .batches.batch_commands import batch
 from .batches.schedule_commands import schedule
+from .batches.webhook_commands import webhook
 from .batches.worker_command import batches
 from .demo.command import demo
 from .dlq import dlq
@@ -142,6 +143,7 @@ app.command()(requests.infer)
 app.command()(usage)
 app.add_typer(batch, name="batch")
 app.add_typer(schedule, name="schedule")
+app.add_typer(webhook, name="webhook")
 app.add_typer(dlq, name="dlq")
 app.add_typer(door, name="door")
 app.add_typer(keys, name="keys")

@@ -74,6 +74,7 @@ def test_bad_input_is_one_line(run: Run, tmp_path: Path) -> None:
         (("batch", "submit", str(file), "--endpoint", "/v1/x"), "/v1/chat/completions"),
         (("schedule", "add", "x", "--batch", str(file)), "cron"),
         (("schedule", "remove", "none"), "no schedule 'none'"),
+        (("webhook", "retry", "none"), "webhook list"),
     ]:
         done = run(*arguments)
         assert done.returncode == 2, (arguments, done.stderr)
@@ -89,3 +90,8 @@ def test_schedule_by_its_commands(run: Run, tmp_path: Path) -> None:
     listed = json.loads(run("schedule", "list", "--json").stdout)["schedules"]
     assert [item["cron"] for item in listed] == ["0 2 * * *"]
     assert run("schedule", "remove", "nightly").returncode == 0
+
+
+def test_webhooks_that_were_given_up(run: Run) -> None:
+    assert json.loads(run("webhook", "list", "--json").stdout) == {"webhooks": []}
+    assert "last attempt due" in run("webhook", "list").stdout

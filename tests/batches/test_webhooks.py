@@ -76,6 +76,13 @@ async def test_call_is_repeated_with_growing_pauses_and_then_given_up(
         assert len(receiver.calls) == number + 1
     assert call.id not in await service.deliveries.due()
     assert call.id in [dead.id for dead in await service.deliveries.dead()]
+    await service.deliveries.retry(call.id)
+    assert call.id in await service.deliveries.due()
+    assert call.id not in [dead.id for dead in await service.deliveries.dead()]
+    receiver.status = 200
+    assert await service.deliveries.attempt(call.id, caller)
+    with pytest.raises(InvalidRequest, match="webhook list"):
+        await service.deliveries.retry(call.id)
 
 
 async def test_webhook_of_a_batch_that_failed_its_validation(

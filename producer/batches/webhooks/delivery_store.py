@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from penstock.shared.errors import InvalidRequest
 from penstock.shared.keys import BatchKeys
 from penstock.shared.redis.retrying_client import RetryingClient
 
@@ -75,6 +76,30 @@ class DeliveryStore:
         names = [self._keys.delivery(name.decode()) for name in ids]
         found = await self._client.call(lambda: self._redis.mget(names)) if names else []
         return [Delivery.model_validate_json(data) for data in found if data is not None]
+
+    async def retry(self, delivery_id: str) -> None:
+        """Queue a call again that was given up, with all its attempts.
+
+        Raises:
+            InvalidRequest: no such call was given up.
+        """
+        keys, now = self._keys, int(time.time())
+        score = await self._client.call(
+            lambda: self._redis.zscore(keys.dead_deliveries, delivery_id)
+        )
+        data = await self._client.call(lambda: self._redis.get(keys.delivery(delivery_id)))
+        if score is None or data is None:
+            raise InvalidRequest("id", delivery_id, "a call that `penstock webhook list` shows")
+        again = Delivery.model_validate_json(data).model_copy(update={"attempts": 0, "due_at": now})
+
+        async def send() -> None:
+            async with self._redis.pipeline(transaction=True) as pipe:
+                pipe.set(keys.delivery(delivery_id), again.model_dump_json())
+                pipe.zrem(keys.dead_deliveries, delivery_id)
+                pipe.zadd(keys.deliveries, {delivery_id: now})
+                await pipe.execute()
+
+        await self._client.call(send)
 
     async def _forget(self, delivery_id: str) -> None:
         async def send() -> None:
