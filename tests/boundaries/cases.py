@@ -4,20 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import signal
-import socket
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import msgpack
 import pytest
-from boundaries.mutation import Bound
 from starlette.requests import Request as HttpRequest
 
-from penstock.gpu_worker.model.structured import compile_server, render_loop
-from penstock.gpu_worker.model.structured.compile_server import Setup
 from penstock.producer.gateway import request_body
 from penstock.producer.gateway.access import key_access
 from penstock.producer.gateway.api_errors import ApiError
@@ -246,49 +239,5 @@ def deep_body() -> None:
         parse_json("body", text.decode(), "a JSON object", max_depth=request_body._MAX_DEPTH)
 
 
-def rendered(variables: dict[str, Any], source: str, memory_bytes: int | None = None) -> bytes:
-    """The answer of a render process of this program, mutated or not; empty if it ended itself."""
-    ours, theirs = socket.socketpair()
-    pid = os.fork()
-    if pid == 0:
-        with suppress(BaseException):
-            ours.close()
-            if memory_bytes is not None:
-                compile_server._limit_memory(Setup("", 0, [], 1.0, 1 << 20, memory_bytes))
-            render_loop.serve_renders(theirs)
-        os._exit(0)
-    theirs.close()
-    with ours, ours.makefile("rwb") as lines:
-        try:
-            for order in (source, variables):
-                lines.write(json.dumps(order).encode() + b"\n")
-                lines.flush()
-                assert lines.readline() == b"\n"
-                answer = lines.readline()
-            return answer
-        finally:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-
-
-def long_loop() -> None:
-    """It ends by itself after a second or so; the limit is shorter here."""
-    restore = Bound(render_loop, "RENDER_CPU_S", 0.05).apply()
-    try:
-        loop = "{% for a in range(1500) %}{% for b in range(1500) %}{% endfor %}{% endfor %}"
-        assert rendered({}, loop) == b""
-    finally:
-        restore()
-
-
-def wide_text() -> None:
-    assert rendered({"a": "x"}, "{{ (a * 200000000)|length }}", memory_bytes=32 << 20) == b""
-
-
-def long_text() -> None:
-    assert b"longer than" in rendered({"a": "x"}, "{{ a * 5000000 }}")
-
-
-def private_name() -> None:
-    assert b"underscore" in rendered({}, "{% set ns = namespace(__class__=1) %}")
-    assert b"underscore" in rendered({}, "{% set ns = namespace() %}{% set ns._a = 1 %}")
+def many_biases() -> None:
+    refuses(wire(logit_bias={str(number): 1 for number in range(1000)}), "logit_bias")

@@ -1,11 +1,10 @@
-"""The guards of the trust boundaries, taken out one by one, in the order of docs/security.md."""
+"""The guards around messages, taken out one by one, in the order of docs/security.md."""
 
 from __future__ import annotations
 
 from boundaries import cases
 from boundaries.mutation import Bound, Code, Mutant
 
-from penstock.gpu_worker.model.structured import chat_template, compile_server, render_loop
 from penstock.producer.gateway import request_body
 from penstock.producer.gateway.access import key_access
 from penstock.producer.reading.merge import Merger
@@ -187,7 +186,12 @@ MUTANTS = (
         "letters of half a pair", Code(event_reader.unpack_letter, "len(parts) % 2", "False"),
         cases.letter_of_half_a_pair,
     ),
-    # constraints; tests/model/test_compile_sandbox.py has the limits of their process
+    # constraints; process_mutants.py has the limits of their process
+    Mutant(
+        "as many biases as fit",
+        Code(collection_types.Biases.check, "or len(value) > self.max_items", ""),
+        cases.many_biases,
+    ),
     Mutant(
         "schemas of any depth", Bound(collection_types, "MAX_SCHEMA_DEPTH", 10**6),
         cases.schema_too_deep,
@@ -200,25 +204,6 @@ MUTANTS = (
     Mutant(
         "texts of any length", Code(field_types.Text.check, "> self.max_bytes", "> 10**9"),
         cases.payload("regex", regex="a" * 10_000),
-    ),
-    # chat templates
-    Mutant(
-        "templates that compute for ever",
-        Code(render_loop.serve_renders, "setitimer(signal.ITIMER_PROF, RENDER_CPU_S)",
-             "setitimer(signal.ITIMER_PROF, 0)"),
-        cases.long_loop,
-    ),
-    Mutant(
-        "templates of any memory", Code(compile_server._limit_memory, "setup.memory_bytes",
-        "2**40"), cases.wide_text,
-    ),
-    Mutant(
-        "texts of any length from templates", Bound(render_loop, "MAX_RENDERED_CHARS", 10**9),
-        cases.long_text,
-    ),
-    Mutant(
-        "private names in templates",
-        Code(chat_template._check_public, 'name.startswith("_")', "False"), cases.private_name,
     ),
     # settings
     Mutant(

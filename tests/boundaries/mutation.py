@@ -63,6 +63,16 @@ class Bound:
 
 
 @dataclass(frozen=True)
+class Later:
+    """A change to modules that take seconds to import: only its own test does."""
+
+    make: Callable[[], Change]
+
+    def apply(self) -> Callable[[], None]:
+        return self.make().apply()
+
+
+@dataclass(frozen=True)
 class Mutant:
     """A program without one guard.
 

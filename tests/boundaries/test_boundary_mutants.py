@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 from boundaries.mutants import MUTANTS
 from boundaries.mutation import Mutant
+from boundaries.process_mutants import PROCESS_MUTANTS
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name.replace(" ", "-"))
+@pytest.mark.parametrize(
+    "mutant", [*MUTANTS, *PROCESS_MUTANTS], ids=lambda mutant: mutant.name.replace(" ", "-")
+)
 def test_mutant_is_noticed(mutant: Mutant) -> None:
     mutant.test()
     with mutant.planted():

@@ -14,7 +14,7 @@ from faults.rig import Rig, open_rig
 
 from penstock.tools.chaos.checks.final_checks import drain_workers
 
-SECONDS = 150
+SECONDS = int(os.environ.get("SOAK_SECONDS", "150"))
 RETENTION_S = 5
 CONSTANT_KEYS = 40
 """More than lanes, tenants and doors of these tests have lasting keys."""

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -119,6 +123,74 @@ def test_a_supervisor_replaces_what_is_stopped(
 
 def children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_a_stream_goes_on_elsewhere_when_its_engine_is_stopped(
+    workers: WorkerFactory, server: EmbeddedRedis
+) -> None:
+    settings = {**FAST, **SYNTHETIC, "model__synthetic_step_ms": 10, "worker__lease_ms": 600}
+    first = workers.engine("first", **settings)
+    with BlockingProducer(server.url) as producer:
+        producer.submit([7], id="long", seed=1, max_tokens=200, ignore_eos=True)
+        next(iter(producer.stream("long")))
+        (engine,) = children(first.process.pid)
+        os.kill(engine, signal.SIGSTOP)
+        second = workers.engine("second", **settings)
+        tokens = producer.result("long", timeout=60).token_ids
+        assert tokens == tuple(synthetic_tokens(1, [7], 200))
+    assert first.process.wait(60) == 70
+    assert "the engine's step loop has stood still" in first.log.read_text()
+    assert second.metric("redeliveries_total") == 1
+
+
+LOAD = "    if settings.model.path == SYNTHETIC:\n"
+SLOW_LOAD = """\
+    import time
+    while not os.path.exists(os.environ["LOADED"]):
+        time.sleep(0.01)
+"""
+
+
+@pytest.mark.slow
+def test_a_worker_that_loads_is_healthy_and_replaced_if_it_is_stopped_meanwhile(
+    workers: WorkerFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A load may take minutes. It is the edge whose heartbeat shows life meanwhile."""
+    site = mutated(tmp_path, "gpu_worker/engine_process/main.py", LOAD, SLOW_LOAD + LOAD)
+    monkeypatch.setenv("PYTHONPATH", site)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    loaded = tmp_path / "loaded"
+    process = workers.command(
+        "loading", "--model", "synthetic", "--metrics-port", str(port), LOADED=str(loaded),
+        PENSTOCK_WORKER__HANG_TIMEOUT_S="1", PENSTOCK_QUEUE__MODEL="demo",
+    )  # fmt: skip
+
+    def is_loading() -> bool:
+        return page(port, "readyz") == (503, "loading the model\n")
+
+    wait_until(is_loading, "the worker loads", 60)
+    began = time.monotonic()
+    while time.monotonic() - began < 1.5:  # longer than a loop may stand still
+        assert page(port, "healthz") == (200, "ok\n")
+    (edge,) = children(process.pid)
+    os.kill(edge, signal.SIGSTOP)
+    wait_until(lambda: not is_running(edge), "the supervisor has ended it", 60)
+    wait_until(is_loading, "another one loads", 60)
+    loaded.touch()
+    wait_until(lambda: page(port, "readyz")[0] == 200, "it serves", 60)
+
+
+def page(port: int, name: str) -> tuple[int, str]:
+    """Status and text of a page; 0 while nobody listens."""
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/{name}", timeout=5) as reply:
+            return reply.status, reply.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+    except OSError:
+        return 0, ""
 
 
 CLAIM = "            self._open(claim, Request.unpack(claim.payload))\n"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import ssl
-import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 import redis
+from certificates import self_signed
 from gateway.rig import Event, GatewayProcess, events
 from waiting import wait_until
 
@@ -26,16 +26,7 @@ BODY = {"model": "letters", "prompt": "abc", "max_tokens": 4}
 
 @pytest.fixture(scope="module")
 def certificate(folder: Path) -> tuple[Path, Path]:
-    """A certificate of 127.0.0.1 that it signed itself, and its key."""
-    certificate, key = folder / "cert.pem", folder / "key.pem"
-    words = "req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=127.0.0.1"
-    alternative = ["-addext", "subjectAltName=IP:127.0.0.1"]
-    subprocess.run(
-        ["openssl", *words.split(), *alternative, "-keyout", str(key), "-out", str(certificate)],
-        check=True,
-        capture_output=True,
-    )
-    return certificate, key
+    return self_signed(folder)
 
 
 @pytest.fixture(scope="module")

@@ -125,7 +125,8 @@ class Fleet:
         self._environment = {**inherited, **environment}
         self._folder = folder
         self._started = 0
-        self._early_ends = 0
+        self._early_ends = 0  # since a machine became ready for the first time
+        self._have_served: set[str] = set()
         self._all: list[Machine] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self.machines: list[Machine] = []
@@ -176,8 +177,10 @@ class Fleet:
             if self._early_ends > _EARLY_ENDS:
                 raise PenstockError(f"workers end by themselves; the last: {_tail(machine.log)}")
             self._replace(machine)
-        if all(machine.ready for machine in self.machines):
+        ready = {machine.name for machine in self.machines if machine.ready}
+        if ready - self._have_served:
             self._early_ends = 0
+        self._have_served |= ready
 
     def pick(self, rng: random.Random, *, leave: int = 1) -> Machine | None:
         """A ready machine; None if at most ``leave`` are ready."""
