@@ -116,7 +116,8 @@ def test_engine() -> None:
     assert figures["redis_cost_cpu_percent"] > -100
     assert figures["cores_beside_worker"] > 0
     assert [(check["name"], check["limit"]) for check in facts["checks"]] == [
-        ("redis_cost_percent", 3)
+        ("redis_cost_percent", 3),
+        ("speedup_mixed", 2),
     ]
     assert any("1 CPU thread for the engine" in note for note in facts["notes"])
 

@@ -97,7 +97,13 @@ async def _bench(options: EngineOptions, progress: Progress) -> Report:
         f"{_threads(ours.threads)} for the engine, {_threads(theirs.threads)} for transformers"
         + ("" if options.threads else ", each the faster of 1 and all cores"),
     )
-    return rounds.report("engine", machine, at_most=[("redis_cost_percent", 3)], notes=notes)
+    return rounds.report(
+        "engine",
+        machine,
+        at_most=[("redis_cost_percent", 3)],
+        at_least=[("speedup_mixed", 2)],
+        notes=notes,
+    )
 
 
 def _threads(count: int) -> str:
