@@ -104,10 +104,13 @@ def test_verify_compares_with_the_full_model(
     quantize_checkpoint(checkpoint("llama"), target, OPTIONS["int8"], silent)
     options = VerifyOptions(
         model=str(target), full=checkpoint("llama"), prompts_count=2, max_tokens=4, context=32,
-        text_file=text, device="cpu",
+        text_file=text, device="cpu", kv_int8=True,
     )  # fmt: skip
     report = verify_model(options)
     assert report.ok, report.failed
+    assert report.figures["kv_int8_token_agreement"] > 0.8
+    assert abs(report.figures["kv_int8_perplexity_ratio"] - 1) < 0.1
+    assert report.figures["kv_int8_median_rel_logit_diff"] > report.figures["max_rel_logit_diff"]
     assert report.figures["token_agreement_with_full"] > 0.8
     assert abs(report.figures["perplexity_ratio_to_full"] - 1) < 0.2
     assert report.figures["perplexity_full"] != report.figures["perplexity"]

@@ -62,6 +62,14 @@ class VerifyOptions(MeasurementOptions):
             show_default=False,
         ),
     ] = None
+    kv_int8: Annotated[
+        bool,
+        Option(
+            "--kv-int8",
+            help="Load the model once more with its KV cache in 8 bits, on a CPU: reports the "
+            "perplexity, and how often the next token of the text is the same.",
+        ),
+    ] = False
     dtype: Annotated[
         str, Option(help="float32, float16, bfloat16, or auto as the worker chooses.")
     ] = "float32"

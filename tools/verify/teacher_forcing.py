@@ -50,6 +50,7 @@ class Comparison:
         scored: tokens whose likelihood was summed.
         nll: sum of their negative log-likelihoods by our path, in nats.
         nll_reference: the same by transformers.
+        agreed: of the scored tokens, those before which both gave the same token the largest logit.
     """
 
     differences: list[float] = field(default_factory=list)
@@ -58,6 +59,7 @@ class Comparison:
     scored: int = 0
     nll: float = 0.0
     nll_reference: float = 0.0
+    agreed: int = 0
 
     def add(self, other: Comparison) -> None:
         """Count also what ``other`` has compared."""
@@ -67,6 +69,7 @@ class Comparison:
         self.scored += other.scored
         self.nll += other.nll
         self.nll_reference += other.nll_reference
+        self.agreed += other.agreed
 
 
 def compare_logits(
@@ -164,6 +167,7 @@ def _compare(ours: Tensor, one: _Running, result: Comparison) -> None:
     result.scored += last - first
     result.nll += _nll(ours[part], targets)
     result.nll_reference += _nll(theirs[part], targets)
+    result.agreed += int((ours[part].argmax(-1) == theirs[part].argmax(-1)).sum())
 
 
 def _differences(found: Tensor, expected: Tensor) -> list[float]:

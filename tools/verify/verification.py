@@ -15,7 +15,7 @@ from penstock.gpu_worker.model.loading.loader import LoadedModel, load_model
 from ..report import Check, Number, Progress, Report
 from .full_model import compare_with_full
 from .greedy import Greedy, compare_greedy
-from .hf_reference import load_reference
+from .hf_reference import Reference, load_reference
 from .inputs import Inputs, gather_inputs, text_windows
 from .options import VerifyOptions
 from .teacher_forcing import Comparison, Passage, compare_logits
@@ -125,8 +125,34 @@ def _verify(
     against: dict[str, Number] = {}
     if options.full is not None:
         against = compare_with_full(options.full, loaded, reference, windows, progress)
+    if options.kv_int8:
+        against |= _in_kv_int8(loaded, reference, windows, rng, options, progress)
     seconds = time.perf_counter() - begin
     return _report(loaded, inputs, greedy, found, longest, seconds, against)
+
+
+def _in_kv_int8(
+    loaded: LoadedModel,
+    reference: Reference,
+    windows: list[Passage],
+    rng: random.Random,
+    options: VerifyOptions,
+    progress: Progress,
+) -> dict[str, Number]:
+    """What the KV cache in 8 bits changes along the text, against transformers' full one."""
+    small = load_model(loaded.path, dtype=options.dtype, device="cpu", kv_cache_dtype="int8")
+    try:
+        step = _steps("KV in 8 bits", windows, progress)
+        found = compare_logits(
+            small, reference, None, windows, rng, longest_chunk=96, progress=step
+        )
+    finally:
+        small.close()
+    return {
+        "kv_int8_perplexity_ratio": _exp((found.nll - found.nll_reference) / found.scored),
+        "kv_int8_token_agreement": found.agreed / found.scored,
+        "kv_int8_median_rel_logit_diff": statistics.median(found.differences),
+    }
 
 
 def _windows(inputs: Inputs, length: int) -> list[Passage]:

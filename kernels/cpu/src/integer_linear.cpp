@@ -164,6 +164,8 @@ void sum(const Matrix& matrix, const RowBlock& block, int64_t panel, float* sums
     const int64_t end = std::min(matrix.inputs, (g + 1) * matrix.group_units * 4);
     part.header = group;
     part.weights = group + matrix.header_bytes;
+    // Units are fetched ahead by tiles; what lies between two groups is not among them.
+    for (int64_t i = 0; i < matrix.header_bytes; i += 64) prefetch(group + ahead + i);
     for (int64_t k = g * matrix.group_units * 4; k < end;) {
       // Up to the end of the group, or of the activations' piece.
       const int64_t stop = std::min(end, k / SPLIT_PIECE * SPLIT_PIECE + SPLIT_PIECE);
