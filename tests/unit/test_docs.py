@@ -210,7 +210,7 @@ def test_commands_and_flags_exist(page: Path) -> None:
     shown = re.findall(r"\bpenstock ([a-z]+)((?: [^\n`|;)]*)?)", "\n".join(_code_of(text)))
     for name, rest in shown:
         assert name in commands, f"penstock {name}"
-        for flag in re.findall(r"(?<!\S)--[a-z][a-z-]*", re.sub(r'"[^"]*"', "", rest)):
+        for flag in re.findall(r"(?<!\S)--[a-z][a-z0-9-]*", re.sub(r'"[^"]*"', "", rest)):
             assert flag in commands[name], f"penstock {name} {flag}"
 
 
