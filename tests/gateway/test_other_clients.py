@@ -56,6 +56,7 @@ def test_langchain_whole_and_streamed_are_the_same(chat: ChatOpenAI) -> None:
 
 async def test_langchain_batches_and_runs_in_a_loop(chat: ChatOpenAI) -> None:
     answers = await chat.abatch(["one", "two", "three"])
+    await chat.root_async_client.close()  # before its loop
     assert all(answer.content for answer in answers)
 
 

@@ -236,3 +236,16 @@ def test_operations_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="copy keeps"):
         program.copy(twice, once)
     assert program.input_type(matrices[0]) is Type.FLOAT
+
+
+def test_a_clamped_gate_is_of_gated_experts_alone() -> None:
+    program = NativeProgram(library(), torch.float32)
+    rows, routed = program.buffer(8, multiplied=True), program.buffer(8, copies=2)
+    with pytest.raises(ValueError, match="of experts"):
+        program.linear(
+            program.matrix(torch.zeros(8, 8)), rows, rows, activation=Activation.CLAMPED_SWIGLU
+        )
+    program.route(program.buffer(4), 4, 2, normalised=True)
+    plain = [program.matrix(torch.zeros(8, 8))]
+    with pytest.raises(ValueError, match="of gated layers"):
+        program.experts(plain, routed, routed, activation=Activation.CLAMPED_SWIGLU)

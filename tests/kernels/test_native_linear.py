@@ -54,7 +54,7 @@ def test_shapes(name: str, dtype: torch.dtype) -> None:
         close(linear(name, x, w, bias=bias), expected, dtype)
 
 
-@pytest.mark.parametrize("activation", list(Activation))
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("name", SETS)
 def test_activations(name: str, activation: Activation) -> None:
     x, w, up = random(7, 24), random(37, 24, seed=1), random(37, 24, seed=2)

@@ -90,6 +90,7 @@ void Program::add(Op op) {
   } else if (auto* l = std::get_if<LinearOp>(&op)) {
     const Matrix& m = matrix(l->matrix);
     expect(l->input, m.inputs, input_type(m));
+    require(l->epilogue.activation != Activation::CLAMPED_SWIGLU, "a clamped gate is of experts");
     require(l->epilogue.type != Type::SPLIT, "a panel is no whole row, which could be split");
     require(l->bias.empty() || static_cast<int64_t>(l->bias.size()) == m.panels * PANEL,
             "a bias has a value for each packed output");

@@ -36,6 +36,8 @@ void Program::check_experts(const Op& op) {
     const Matrix& first = matrix(x->first_matrix);
     require(x->experts > 0, "no experts");
     require(x->epilogue.type != Type::SPLIT, "a panel is no whole row, which could be split");
+    require(first.gated || x->epilogue.activation != Activation::CLAMPED_SWIGLU,
+            "a clamped gate is of gated layers");
     require(!x->epilogue.add, "an expert's output is summed by weight");
     require(x->biases.empty() ||
                 static_cast<int64_t>(x->biases.size()) == x->experts * first.panels * PANEL,
