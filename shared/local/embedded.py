@@ -201,11 +201,13 @@ class EmbeddedRedis:
         with _connection(self.url) as client:
             while time.monotonic() < deadline:
                 try:
-                    facts: Any = client.info("server")
+                    facts: Any = client.info()
                     # Another process id belongs to another server, which took the port first.
-                    return int(facts["process_id"]) == self._process.pid
-                except redis.BusyLoadingError:
-                    # Loading a large append-only file may take long.
+                    if int(facts["process_id"]) != self._process.pid:
+                        return False
+                    if not facts["loading"]:
+                        return True
+                    # INFO answers while a large append-only file loads, which may take long.
                     deadline = max(deadline, time.monotonic() + 1)
                 except redis.RedisError as error:
                     reason = str(error)

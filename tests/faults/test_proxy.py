@@ -160,6 +160,14 @@ async def test_killed_server_has_what_it_acknowledged(wired: Wired) -> None:
     await client.aclose()
 
 
+async def test_a_restarted_server_has_loaded_its_file(tmp_path: Path) -> None:
+    """INFO answers while it loads; a command of the storm would be refused then."""
+    incr = b"*2\r\n$4\r\nINCR\r\n$3\r\nkey\r\n"
+    (tmp_path / "appendonly.aof").write_bytes(incr * 150_000)
+    async with OwnServer(tmp_path) as server:
+        assert await server.command("GET", "key") == b"150000"
+
+
 async def test_connections_that_just_came_are_closed_with_the_proxy(tmp_path: Path) -> None:
     """In whatever state they are: not taken up yet, being connected, or forwarded."""
     async with OwnServer(tmp_path) as server:

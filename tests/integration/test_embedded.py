@@ -176,6 +176,18 @@ def test_memory_bound_refuses_writes_and_evicts_nothing(start_redis: Starter) ->
         assert client.info("stats")["evicted_keys"] == 0
 
 
+def test_it_is_ready_once_its_file_is_loaded(start_redis: Starter, tmp_path: Path) -> None:
+    """INFO answers while a server loads its file; most other commands do not."""
+    _write_append_only_file(tmp_path, writes=150_000)
+    with redis.Redis.from_url(start_redis(data_dir=tmp_path).url) as client:
+        assert client.get("key") == b"150000"
+
+
+def _write_append_only_file(folder: Path, *, writes: int) -> None:
+    incr = b"*2\r\n$4\r\nINCR\r\n$3\r\nkey\r\n"
+    (folder / "appendonly.aof").write_bytes(incr * writes)
+
+
 def test_a_port_taken_in_the_meantime_is_given_up(
     start_redis: Starter, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -214,11 +214,13 @@ class OwnServer(Server):
         try:
             while time.monotonic() < deadline and process.poll() is None:
                 try:
-                    facts: dict[str, Any] = await client.info("server")
-                    if int(facts["process_id"]) == process.pid:
+                    facts: dict[str, Any] = await client.info()
+                    # INFO answers while the server still reads its file; most commands do not.
+                    if int(facts["process_id"]) == process.pid and not facts["loading"]:
                         return
                 except (RedisError, OSError):
-                    await asyncio.sleep(0.01)  # not up yet, or still reading its file
+                    pass  # not up yet
+                await asyncio.sleep(0.01)
         finally:
             await client.aclose()
         tail = (self._folder / "redis.log").read_text(errors="replace").splitlines()[-5:]
