@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from redis.exceptions import ResponseError
+
 from penstock.shared.errors import UnknownRequest
 from penstock.shared.keys import Keys
 from penstock.shared.protocol import End, Lane, State, unpack_event
+from penstock.shared.redis.resp import encode
 from penstock.shared.redis.retrying_client import RetryingClient
 
 from .results import Status
@@ -20,15 +23,18 @@ async def find_states(client: RetryingClient, keys: Keys, ids: Sequence[str]) ->
     Raises:
         RedisUnavailable: see :meth:`RetryingClient.call`.
     """
+    commands = [
+        b"*3\r\n" + encode(("HGET", keys.request(request_id), "state")) for request_id in ids
+    ]
 
     async def send() -> list[bytes | None]:
-        async with client.redis.pipeline(transaction=False) as pipe:
-            for request_id in ids:
-                pipe.hget(keys.request(request_id), "state")
-            found: list[bytes | None] = await pipe.execute()
-            return found
+        found = await client.shared.exchange(commands)
+        for reply in found:
+            if isinstance(reply, ResponseError):
+                raise reply
+        return found
 
-    states = await client.call(send) if ids else []
+    states = await client.call(send)
     return [None if state is None else State(state.decode()) for state in states]
 
 

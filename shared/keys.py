@@ -182,6 +182,10 @@ class BatchKeys:
         """String with expiry: who drives a batch now."""
         return f"{self.prefix}tick:{batch_id}"
 
+    def queued(self, batch_id: str) -> str:
+        """String with expiry: a job that drives a batch waits for its turn."""
+        return f"{self.prefix}queued:{batch_id}"
+
     def file(self, file_id: str) -> str:
         """String: a file's record, JSON."""
         return f"{self.prefix}file:{file_id}"

@@ -20,6 +20,7 @@ from .webhooks.deliveries import Delivery
 __all__ = ["BatchChanged", "BatchStore", "UnknownBatch"]
 
 _LEASE_S = 6
+_QUEUED_S = 60
 
 
 class UnknownBatch(PenstockError):
@@ -159,6 +160,7 @@ class BatchStore:
         would be for nothing.
         """
         key, mark = self._keys.tick(batch_id), secrets.token_hex(8)
+        await self._client.call(lambda: self._redis.delete(self._keys.queued(batch_id)))
         held = await self._client.call(lambda: self._redis.set(key, mark, nx=True, ex=_LEASE_S))
         renewal = asyncio.create_task(self._renew(key)) if held else None
         try:
@@ -170,10 +172,22 @@ class BatchStore:
                     await renewal
                 await self._client.call(lambda: self._redis.delete(key))
 
-    async def driven(self, batch_id: str) -> bool:
-        """Whether somebody drives the batch now."""
-        key = self._keys.tick(batch_id)
-        return bool(await self._client.call(lambda: self._redis.exists(key)))
+    async def undriven(self) -> list[str]:
+        """Ids of the batches that have not ended and that nobody drives now, oldest first."""
+        ids = await self.active()
+        names = [self._keys.tick(batch_id) for batch_id in ids]
+        held = await self._client.call(lambda: self._redis.mget(names)) if names else []
+        return [batch_id for batch_id, mark in zip(ids, held, strict=True) if mark is None]
+
+    async def may_queue(self, batch_id: str) -> bool:
+        """Whether the caller is to queue a job for the batch: not if one waits already.
+
+        That one is believed to wait for a minute, or until :meth:`drive`. If it is lost, or waits
+        longer, the batch gets another.
+        """
+        key = self._keys.queued(batch_id)
+        queued = self._client.call(lambda: self._redis.set(key, b"1", nx=True, ex=_QUEUED_S))
+        return bool(await queued)
 
     async def _renew(self, key: str) -> None:
         while True:

@@ -20,7 +20,8 @@ from .file_store import FileStore, UnknownFile
 from .lines.input_lines import Slice, read_slice
 from .lines.line_endpoints import line_endpoint
 from .lines.line_order import Plan, make_plan
-from .lines.line_requests import LineRequests, groups, plan_name
+from .lines.line_requests import LineRequests, groups
+from .lines.open_lines import plan_name
 from .lines.parts import FinishedLines, write_parts
 from .records import Batch, BatchState, FilePurpose, LineError, StoredFile
 from .storage import Storage
@@ -196,9 +197,10 @@ class Driver:
         await self._requests.collect(batch, await self._requests.ended(batch), ended)
         code, message = _GIVEN_UP[batch.outcome]
         open_places = [p for p in batch.in_flight if p not in ended.places]
-        plan = await self._requests.plan(batch)
+        lines = self._requests.lines
+        plan = await lines.plan(batch)
         for group in groups([*open_places, *range(batch.next_line, batch.total)]):
-            for place, line in zip(group, await self._requests.read(batch, group), strict=True):
+            for place, line in zip(group, await lines.read(batch, group), strict=True):
                 output = {
                     "id": f"batch_req_{batch.request_id(plan[place].number)}",
                     "custom_id": line.custom_id,

@@ -17,6 +17,7 @@ from typing import Any, cast
 import msgpack
 from arq import Worker, cron, func
 from arq.connections import ArqRedis
+from arq.cron import CronJob
 from arq.typing import WorkerCoroutine
 from arq.worker import Function
 from redis.asyncio import ConnectionPool
@@ -40,6 +41,7 @@ QUEUE = "ps:{batches}:arq"
 _TICK_S = 20.0
 _RETRY_S = 1.0
 _JOB_TIMEOUT_S = 60
+_RESUME_SECONDS = set(range(60))
 _SWEEP_SECONDS = set(range(0, 60, 5))
 _JOBS_AT_ONCE = 16
 _TRIES = 1_000_000
@@ -62,11 +64,12 @@ def make_worker(settings: Settings, service: BatchService, client: RetryingClien
     keys = signing_keys(service.webhook_secrets())
     caller = WebhookCaller(keys, allow_private=settings.batches.webhook_private)
     jobs = _Jobs(service, service.driver(), caller)
-    run = cast(WorkerCoroutine, jobs.sweep)
-    sweep = cron(run, name="sweep", second=_SWEEP_SECONDS, run_at_startup=True, timeout=30)
     return Worker(
         functions=[_function("tick", jobs.tick), _function("deliver", jobs.deliver)],
-        cron_jobs=[sweep],
+        cron_jobs=[
+            _cron("resume", jobs.resume, _RESUME_SECONDS),
+            _cron("sweep", jobs.sweep, _SWEEP_SECONDS),
+        ],
         redis_pool=_pool(client),
         queue_name=QUEUE,
         max_jobs=_JOBS_AT_ONCE,
@@ -135,17 +138,21 @@ class _Jobs:
         del ctx  # arq gives it to every function
         await self._service.deliveries.attempt(delivery_id, self._caller)
 
+    async def resume(self, ctx: dict[Any, Any]) -> None:
+        """Queue ticks for new batches, and for those whose driver has died."""
+        for batch_id in await self._service.batches.undriven():
+            await self._queue_tick(ctx["redis"], batch_id)
+
     async def sweep(self, ctx: dict[Any, Any]) -> None:
-        """Start what should run: schedules, batches that nobody drives, webhook calls."""
+        """Fire schedules, queue webhook calls, and delete files that have expired."""
         await self._service.fire_schedules()
-        for batch_id in await self._service.batches.active():
-            if not await self._service.batches.driven(batch_id):
-                await self._queue_tick(ctx["redis"], batch_id)
         await self._service.request_ends.queue_calls()
         await self._queue_due(ctx["redis"])
         await self._service.files.delete_expired()
 
     async def _queue_tick(self, pool: ArqRedis, batch_id: str) -> None:
+        if not await self._service.batches.may_queue(batch_id):
+            return
         # A name of its own each time: arq refuses that of a job which was killed for a minute.
         name = f"tick:{batch_id}:{time.time_ns()}"
         await pool.enqueue_job("tick", batch_id, _job_id=name, _queue_name=QUEUE)
@@ -171,6 +178,11 @@ def _pool(client: RetryingClient) -> ArqRedis:
 
 def _function(name: str, run: Callable[..., Awaitable[None]]) -> Function:
     return func(cast(WorkerCoroutine, run), name=name)
+
+
+def _cron(name: str, run: Callable[..., Awaitable[None]], seconds: set[int]) -> CronJob:
+    coroutine = cast(WorkerCoroutine, run)
+    return cron(coroutine, name=name, second=seconds, run_at_startup=True, timeout=30)
 
 
 def _unpack(data: bytes) -> dict[str, Any]:

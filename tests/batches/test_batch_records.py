@@ -59,3 +59,17 @@ async def test_of_two_changes_of_one_version_one_is_refused(
         *(service.batches.change(changed, changed) for _ in range(8)), return_exceptions=True
     )
     assert sum(isinstance(outcome, Batch) for outcome in outcomes) == 1
+
+
+async def test_one_job_at_a_time_waits_for_a_batch(service: BatchService) -> None:
+    """Whoever looks each second would else queue a job each second, while all slots are taken."""
+    batches, batch = service.batches, await start(service, completion_lines(1))
+    assert batch.id in await batches.undriven()
+    assert [await batches.may_queue(batch.id) for _ in range(3)] == [True, False, False]
+    async with batches.drive(batch.id) as held:
+        assert held
+        assert batch.id not in await batches.undriven()
+        async with batches.drive(batch.id) as held_twice:
+            assert not held_twice
+    assert batch.id in await batches.undriven()
+    assert await batches.may_queue(batch.id)
