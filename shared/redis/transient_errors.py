@@ -62,6 +62,18 @@ def is_transient(error: ResponseError) -> bool:
 class RetryableConnection(AbstractConnection):
     """A connection that breaks on a transient refusal, so that callers simply retry."""
 
+    async def disconnect(self, nowait: bool = False) -> None:
+        """Close the connection.
+
+        Args:
+            nowait: drop what is not sent yet, and take no leave of a server that speaks TLS.
+                Without this a socket stays open for up to 30 s, or for ever if the loop ends.
+        """
+        writer = self._writer
+        await super().disconnect(nowait)
+        if nowait and writer is not None:
+            writer.transport.abort()
+
     async def read_response(self, *args: Any, **options: Any) -> Any:
         """Read a reply.
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import socket
 import subprocess
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +16,7 @@ from certificates import self_signed
 from waiting import wait_until
 from workers import WorkerFactory
 
-from penstock.producer import BlockingProducer
+from penstock.producer import BlockingProducer, Producer
 from penstock.shared.errors import RedisUnavailable
 from penstock.shared.keys import Keys
 from penstock.shared.local.children import spawn_bound
@@ -85,8 +88,8 @@ def test_a_stream_survives_its_worker_and_its_connections(place: str, tmp_path: 
                 for id in ("a", "b"):
                     producer.submit([7], id=id, seed=1, max_tokens=200, ignore_eos=True)
                 wait_until(lambda: int(boss.hget(Keys("demo").request("a"), "tokens") or 0), "runs")
-                second = workers.engine("second", **settings)
                 first.kill()
+                second = workers.engine("second", **settings)
                 for kind in ("normal", "pubsub"):
                     boss.execute_command("CLIENT", "KILL", "TYPE", kind, "SKIPME", "yes")
                 for id in ("a", "b"):
@@ -95,6 +98,27 @@ def test_a_stream_survives_its_worker_and_its_connections(place: str, tmp_path: 
                 assert second.metric("redeliveries_total") == 2
     finally:
         workers.close()
+
+
+@pytest.mark.skipif(not SERVERS, reason="no Redis server of this machine was built with TLS")
+def test_a_closed_producer_leaves_no_socket_open(place: str) -> None:
+    """TLS would take leave of the server first, for which the event loop no longer runs."""
+
+    async def subscribe() -> None:
+        async with Producer(f"rediss://worker:worker-pw@{place}") as producer:
+            submitted = await producer.submit("x")
+            stream = producer.stream(submitted.id)
+            reading = asyncio.create_task(stream.collect())
+            await producer.cancel(submitted.id)
+            await reading
+
+    gc.collect()  # what others have left
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            asyncio.run(subscribe())
+        gc.collect()
+    assert [str(warning.message) for warning in caught] == []
 
 
 @pytest.mark.skipif(not SERVERS, reason="no Redis server of this machine was built with TLS")
