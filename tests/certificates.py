@@ -1,9 +1,17 @@
-"""Certificates for servers of tests."""
+"""Certificates and users for servers of tests."""
 
 from __future__ import annotations
 
 import subprocess
 from pathlib import Path
+
+RENDER = Path(__file__).resolve().parents[1] / "deploy/acl/render"
+
+
+def acl_rules(*arguments: str) -> str:
+    """A line of an ACL file, from a template."""
+    rendered = subprocess.run([RENDER, *arguments], capture_output=True, text=True, check=True)
+    return f"user {' '.join(rendered.stdout.split())}\n"
 
 
 def self_signed(folder: Path) -> tuple[Path, Path]:

@@ -11,10 +11,14 @@ from typing import Any
 
 import pytest
 import redis
+from durable_redis import free_port
 from redis.exceptions import AuthenticationError, NoPermissionError, ResponseError
+from waiting import wait_until
 from workers import WorkerFactory
 
 from penstock.shared.keys import Keys
+from penstock.shared.local.children import spawn_bound
+from penstock.shared.local.server_binary import ServerBinary, find_servers
 from penstock.shared.scripts.script_loader import load_script, script_names
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -244,6 +248,43 @@ def test_a_default_user_switched_off(guarded: Server, acme: redis.Redis) -> None
         acme.execute_command("KEYS", "*")
     with redis.Redis.from_url(guarded.url) as nobody, pytest.raises(AuthenticationError):
         nobody.ping()
+
+
+@pytest.mark.parametrize("binary", find_servers(), ids=lambda b: f"{b.kind}-{b.version}")
+def test_a_restart_keeps_what_scripts_wrote(binary: ServerBinary, tmp_path: Path) -> None:
+    """Redis loads its append-only file as the user ``default``, whose rights every EXEC checks."""
+    users = tmp_path / "users.acl"
+    lines = (
+        render("operator.acl", "boss", "boss-pw", "-"),
+        render("worker.acl", "worker", "pw", "-"),
+        render("default.acl"),
+    )
+    users.write_text("".join(f"user {' '.join(words)}\n" for words in lines))
+    options = f"--bind 127.0.0.1 --appendonly yes --appendfsync always --aclfile {users}".split()
+    port = free_port()
+    argv = [binary.path, "--port", str(port), "--dir", str(tmp_path), "--save", "", *options]
+    place = f"127.0.0.1:{port}/0"
+    with (
+        redis.Redis.from_url(f"redis://boss:boss-pw@{place}") as boss,
+        redis.Redis.from_url(f"redis://worker:pw@{place}") as worker,
+    ):
+        for keys_before in (0, 2):
+            server = spawn_bound(argv, stdout=subprocess.DEVNULL)
+            try:
+                wait_until(lambda: answers(boss), "the server answers", 30)
+                assert boss.dbsize() == keys_before
+                script = "for _, k in ipairs(KEYS) do redis.call('HSET', k, 'n', 1) end"
+                worker.eval(script, 2, KEYS.counters, KEYS.sweep)
+            finally:
+                server.kill()
+                server.wait(10)
+
+
+def answers(client: redis.Redis) -> bool:
+    try:
+        return bool(client.ping())
+    except redis.ConnectionError:  # not up, or still loading
+        return False
 
 
 def test_the_workers_rules_have_every_command_of_every_script() -> None:

@@ -226,10 +226,16 @@ async def test_a_default_user_that_lets_anyone_in(client: Redis, any_redis_url: 
     assert find(await examine(settings(other)), "default_user").level is Level.WARNING
     await limited(client, any_redis_url, "~*", "&*", "+@all")
     async with Redis.from_url(url) as operator:
-        for closed in (("off",), ("on", "resetpass", ">secret"), ("nopass", "-@all")):
+        for closed in (("off",), ("on", "resetpass", ">secret")):
             await operator.execute_command("ACL", "SETUSER", "default", *closed)
             finding = find(await examine(settings(url)), "default_user")
             assert finding.level is Level.OK, closed
+        for poor in (("resetkeys",), ("~*", "-@all"), ("+@all", "-del")):
+            await operator.execute_command("ACL", "SETUSER", "default", *poor)
+            finding = find(await examine(settings(url)), "default_user")
+            assert finding.level is Level.WARNING, poor
+            assert "append-only" in finding.meaning
+        await operator.execute_command("ACL", "SETUSER", "default", "nopass")
         await operator.execute_command("ACL", "SETUSER", "default", "on", "nopass", "+@all")
         await operator.execute_command("ACL", "DELUSER", "limited")
     assert find(await examine(settings(any_redis_url)), "default_user").level is Level.OK

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import redis
-from certificates import self_signed
+from certificates import acl_rules, self_signed
 from waiting import wait_until
 from workers import WorkerFactory
 
@@ -22,8 +22,6 @@ from penstock.shared.keys import Keys
 from penstock.shared.local.children import spawn_bound
 from penstock.shared.local.server_binary import ServerBinary, find_servers
 from penstock.shared.synthetic import synthetic_tokens
-
-RENDER = Path(__file__).resolve().parents[2] / "deploy/acl/render"
 
 
 def speaks_tls(binary: ServerBinary) -> bool:
@@ -36,18 +34,13 @@ def speaks_tls(binary: ServerBinary) -> bool:
 SERVERS = [binary for binary in find_servers() if speaks_tls(binary)]
 
 
-def rules(*arguments: str) -> str:
-    rendered = subprocess.run([RENDER, *arguments], capture_output=True, text=True, check=True)
-    return f"user {' '.join(rendered.stdout.split())}\n"
-
-
 @pytest.fixture
 def place(tmp_path: Path) -> Iterator[str]:
     """``127.0.0.1:port?trust`` of a server that speaks TLS alone and knows two users."""
     certificate, key = self_signed(tmp_path)
     (tmp_path / "users.acl").write_text(
-        rules("default.acl") + rules("operator.acl", "boss", "boss-pw", "-")
-        + rules("worker.acl", "worker", "worker-pw", "-")
+        acl_rules("default.acl") + acl_rules("operator.acl", "boss", "boss-pw", "-")
+        + acl_rules("worker.acl", "worker", "worker-pw", "-")
     )  # fmt: skip
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

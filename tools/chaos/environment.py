@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +17,9 @@ from .faults.tcp_proxy import Proxy
 from .faults.worker_fleet import Fleet
 from .options import StormOptions, storm_settings, worker_arguments, worker_environment
 
-__all__ = ["Environment", "open_environment"]
+__all__ = ["Environment", "OpenServer", "open_environment"]
+
+OpenServer = Callable[[Path], contextlib.AbstractAsyncContextManager[Server]]
 
 _OUTAGE_S = 60.0
 
@@ -50,12 +52,15 @@ class Environment:
 
 
 @contextlib.asynccontextmanager
-async def open_environment(options: StormOptions, folder: Path) -> AsyncIterator[Environment]:
+async def open_environment(
+    options: StormOptions, folder: Path, open_server: OpenServer = OwnServer
+) -> AsyncIterator[Environment]:
     """Start everything; yield once all workers are ready.
 
     Args:
         options: of the storm.
         folder: for data and logs; the caller removes it.
+        open_server: makes the storm's own server in a folder, if no server is given.
 
     Raises:
         ConfigurationError: the server is not on loopback.
@@ -68,7 +73,7 @@ async def open_environment(options: StormOptions, folder: Path) -> AsyncIterator
         enter = stack.enter_async_context
         server: Server
         if options.redis is None:
-            server = await enter(OwnServer(folder / "redis"))
+            server = await enter(open_server(folder / "redis"))
         else:
             server = await enter(given_server(options.redis))
         if Fault.SLOW_READERS in options.faults:
@@ -85,12 +90,12 @@ async def open_environment(options: StormOptions, folder: Path) -> AsyncIterator
             Fleet(
                 options.workers,
                 worker_arguments(settings),
-                worker_environment(settings, through(server.url, workers_proxy.port)),
+                worker_environment(settings, through(server.storm_url, workers_proxy.port)),
                 options.logs or folder / "workers",
             )
         )
         client, slow_client = [
-            Producer(through(server.url, proxy.port), settings=settings, outage_s=_OUTAGE_S)
+            Producer(through(server.storm_url, proxy.port), settings=settings, outage_s=_OUTAGE_S)
             for proxy in (clients_proxy, slow_proxy)
         ]
         stack.push_async_callback(client.aclose)

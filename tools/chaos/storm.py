@@ -19,9 +19,10 @@ from penstock.shared.scripts.operations import Operations
 from .checks.final_checks import check_end_state, drain_workers
 from .checks.storm_counts import Invariant, Ledger
 from .checks.sweep_times import SweepWatch
-from .environment import Environment, open_environment
+from .environment import Environment, OpenServer, open_environment
 from .faults.fault_schedule import Fault, draw_schedule
 from .faults.injector import FaultInjector
+from .faults.storm_server import OwnServer
 from .faults.worker_fleet import Fleet
 from .options import StormOptions
 from .run_case import CaseRunner
@@ -59,14 +60,17 @@ class Storm:
     Args:
         options: of the storm.
         show: called a few times per second with words, seconds passed and seconds in all.
+        open_server: makes the storm's own server in a folder, if no server is given.
     """
 
     def __init__(
         self,
         options: StormOptions,
         show: Callable[[str, int, int], None] = lambda words, done, total: None,  # noqa: ARG005
+        open_server: OpenServer = OwnServer,
     ) -> None:
         self._options = options
+        self._open_server = open_server
         self._show = show
         self._ledger = Ledger()
         self._sweeps = SweepWatch()
@@ -84,7 +88,7 @@ class Storm:
         """
         began = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="penstock-chaos-") as name:
-            async with open_environment(self._options, Path(name)) as env:
+            async with open_environment(self._options, Path(name), self._open_server) as env:
                 oracle = await self._prepare(env)
                 injector = FaultInjector(
                     env.server,

@@ -93,6 +93,18 @@ class Patient:
         (users,) = await self.commands(("ACL", "USERS"))
         return None if isinstance(users, ResponseError) else len(users) > 1
 
+    async def default_may_replay(self) -> bool | None:
+        """Whether ``default``, as whom Redis loads its append-only file, may run every command.
+
+        None if this user may not see that.
+        """
+        (users,) = await self.commands(("ACL", "LIST"))
+        if isinstance(users, ResponseError):
+            return None
+        rules = [bytes(line).split() for line in users]
+        (own,) = [words for words in rules if words[1] == b"default"]
+        return b"~*" in own and own[-1] == b"+@all"
+
     async def commands(self, *commands: tuple[Argument, ...]) -> list[Any]:
         """Replies, raw, of commands sent together; refused ones answer with their error."""
         return await self._link.call(lambda: run_commands(self.redis, commands))

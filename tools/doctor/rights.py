@@ -185,11 +185,19 @@ async def look_at_rights(patient: Patient, keys: Keys, roles: Iterable[str]) -> 
 
 
 async def look_at_default_user(patient: Patient) -> Finding:
-    """Whether any client can become the user ``default``, which may do everything.
+    """Whether any client can become the user ``default``, and whether Redis can load as that user.
 
     Raises:
         RedisUnavailable: the server cannot be reached.
     """
+    if await patient.default_may_replay() is False:
+        return Finding(
+            "default_user", Level.WARNING, "it lacks rights",
+            "Redis loads its append-only file as this user, and most versions drop every "
+            "transaction that it may not run: a restart loses all requests",
+            "ACL SETUSER default ~* &* +@all; switched off and without a password, as "
+            "deploy/acl/default.acl has it, nobody can become that user",
+        )  # fmt: skip
     if not await patient.lets_anyone_in():
         return Finding("default_user", Level.OK, "switched off, or has a password")
     if await patient.confines() is False:

@@ -12,7 +12,7 @@ from penstock.shared.scripts.script_loader import load_script
 
 from ..tasks import end_tasks
 from .fault_schedule import Fault
-from .storm_server import OwnServer, Server
+from .storm_server import KillableServer, Server
 from .tcp_proxy import Proxy
 from .worker_fleet import Fleet
 
@@ -60,7 +60,12 @@ class FaultInjector:
         self._clients = clients_proxy
         self._slow = slow_proxy
         self._lease_s = lease_s
-        self._digests = [load_script(name).digest.encode() for name in _CUT_SCRIPTS]
+        # Over TLS a reply to anything is cut.
+        self._digests = (
+            [b""]
+            if server.encrypted
+            else [load_script(name).digest.encode() for name in _CUT_SCRIPTS]
+        )
         self._restart: asyncio.Task[None] | None = None
         self._waiting: set[asyncio.Task[None]] = set()
         self._done: Counter[str] = Counter()
@@ -113,9 +118,9 @@ class FaultInjector:
             "worker_drains": counts.drains,
             "worker_restarts": counts.restarts,
             "slowest_drain_s": round(counts.slowest_drain_s, 3),
-            "redis_kills": self._server.kills if isinstance(self._server, OwnServer) else 0,
+            "redis_kills": self._server.kills if isinstance(self._server, KillableServer) else 0,
             "redis_down_s": (
-                round(self._server.down_s, 3) if isinstance(self._server, OwnServer) else 0
+                round(self._server.down_s, 3) if isinstance(self._server, KillableServer) else 0
             ),
             "connection_resets": sum(proxy.resets for proxy in proxies),
             "replies_cut": sum(proxy.cuts for proxy in proxies),
@@ -151,7 +156,7 @@ class FaultInjector:
         return self._fleet.kill(machine)
 
     def _kill_server(self, rng: random.Random) -> bool:
-        assert isinstance(self._server, OwnServer)
+        assert isinstance(self._server, KillableServer)
         if self._restart is not None and not self._restart.done():
             return False
         pause_s = rng.uniform(*_RESTART_PAUSE_S)

@@ -14,9 +14,10 @@ import secrets
 import socket
 import subprocess
 import time
-from collections.abc import AsyncIterator
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 from urllib.parse import urlsplit, urlunsplit
 
 from redis.asyncio import Redis
@@ -28,7 +29,7 @@ from penstock.shared.local.server_binary import find_server
 from penstock.shared.redis.address import redact_url
 from penstock.shared.redis.opening import open_client
 
-__all__ = ["OwnServer", "Server", "given_server", "through"]
+__all__ = ["KillableServer", "OwnServer", "Server", "free_port", "given_server", "through"]
 
 _START_TIMEOUT_S = 60.0
 _PUBSUB_LIMIT = "pubsub 32768 16384 1"
@@ -39,14 +40,17 @@ class Server:
     """A server that the storm uses and does not kill.
 
     Args:
-        url: its address.
+        url: its address, with a user who may do everything.
+        storm_url: its address with the user of workers and clients; None: the same.
 
     Attributes:
-        url: the same.
+        url: the first one.
+        storm_url: the second one.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, storm_url: str | None = None) -> None:
         self.url = url
+        self.storm_url = storm_url or url
         self._before: list[tuple[str, str]] = []
 
     @property
@@ -58,6 +62,11 @@ class Server:
     def port(self) -> int:
         """Port of the address."""
         return urlsplit(self.url).port or 6379
+
+    @property
+    def encrypted(self) -> bool:
+        """Whether a proxy cannot read what passes."""
+        return urlsplit(self.url).scheme == "rediss"
 
     def client(self, timeout_s: float = 2.0) -> Redis:
         """A client without proxy and without retries."""
@@ -134,11 +143,8 @@ def _check_loopback(url: str) -> None:
     )
 
 
-class OwnServer(Server):
+class KillableServer(Server, ABC):
     """A server that the storm starts and may kill.
-
-    Args:
-        folder: of its data; the caller removes it.
 
     Attributes:
         kills: number of kills.
@@ -146,27 +152,63 @@ class OwnServer(Server):
         longest_down_s: longest downtime in seconds.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._password = secrets.token_urlsafe(18)
-        super().__init__(f"redis://:{self._password}@127.0.0.1:{_free_port()}/0")
-        self._binary = find_server()
-        self._folder = folder
-        self._process: subprocess.Popen[bytes] | None = None
+    def __init__(self, url: str, storm_url: str | None = None) -> None:
+        super().__init__(url, storm_url)
         self.kills = 0
         self.down_s = 0.0
         self.longest_down_s = 0.0
 
-    async def __aenter__(self) -> OwnServer:
+    @abstractmethod
+    async def kill_and_restart(self, pause_s: float) -> None:
+        """Kill it, and start it again after a pause.
+
+        Raises:
+            RedisUnavailable: it does not restart.
+        """
+
+    def note_outage(self, seconds: float) -> None:
+        """Count a kill after which nothing answered for so long."""
+        self.kills += 1
+        self.down_s += seconds
+        self.longest_down_s = max(self.longest_down_s, seconds)
+
+    async def limit_subscribers(self) -> None:
+        """Do nothing: its configuration has these limits."""
+
+
+class OwnServer(KillableServer):
+    """One server of the storm's own.
+
+    Args:
+        folder: of its data; the caller removes it.
+        lines: of its configuration, after its own.
+        password: of its user ``default``; None: a new one.
+
+    Attributes:
+        lines: the same.
+    """
+
+    def __init__(
+        self, folder: Path, lines: Iterable[str] = (), password: str | None = None
+    ) -> None:
+        self._password = password or secrets.token_urlsafe(18)
+        super().__init__(f"redis://:{self._password}@127.0.0.1:{free_port()}/0")
+        self._binary = find_server()
+        self._folder = folder
+        self.lines = list(lines)
+        self._process: subprocess.Popen[bytes] | None = None
+
+    async def __aenter__(self) -> Self:
         self._folder.mkdir(parents=True, exist_ok=True)
         try:
-            await self._start()
+            await self.start()
         except BaseException:
-            self._end()
+            self.kill()
             raise
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self._end()
+        self.kill()
 
     async def kill_and_restart(self, pause_s: float) -> None:
         """Kill it; after a pause restart it on its port with its data.
@@ -175,28 +217,34 @@ class OwnServer(Server):
             RedisUnavailable: it does not restart.
         """
         began = time.monotonic()
-        self.kills += 1
-        self._end()
+        self.kill()
         try:
             await asyncio.sleep(pause_s)
         finally:
-            await self._start()
-        gone = time.monotonic() - began
-        self.down_s += gone
-        self.longest_down_s = max(self.longest_down_s, gone)
+            await self.start()
+        self.note_outage(time.monotonic() - began)
 
     @property
     def running(self) -> bool:
         """Whether its process runs."""
         return self._process is not None and self._process.poll() is None
 
-    def _end(self) -> None:
+    def kill(self) -> None:
+        """Kill it, and leave it dead."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
             self._process = None
 
-    async def _start(self) -> None:
+    async def start(self, *lines: str) -> None:
+        """Start it with its data.
+
+        Args:
+            *lines: of its configuration, for this time.
+
+        Raises:
+            RedisUnavailable: it does not start.
+        """
         with (self._folder / "redis.log").open("ab") as log:
             self._process = process = spawn_bound(
                 [self._binary.path, "-"],
@@ -208,7 +256,7 @@ class OwnServer(Server):
             )
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError), process.stdin as pipe:
-            pipe.write(self._configuration().encode())
+            pipe.write("\n".join([*self._configuration(), *self.lines, *lines, ""]).encode())
         client = self.client(timeout_s=1.0)
         deadline = time.monotonic() + _START_TIMEOUT_S
         try:
@@ -226,25 +274,19 @@ class OwnServer(Server):
         tail = (self._folder / "redis.log").read_text(errors="replace").splitlines()[-5:]
         raise RedisUnavailable(f"the storm's Redis server did not start: {' | '.join(tail)}")
 
-    def _configuration(self) -> str:
-        return "\n".join(
-            [
-                "bind 127.0.0.1",
-                "protected-mode yes",
-                f"port {self.port}",
-                "daemonize no",
-                'save ""',
-                "maxmemory-policy noeviction",
-                "appendonly yes",
-                "appendfsync always",
-                f"client-output-buffer-limit {_PUBSUB_LIMIT}",
-                f"requirepass {self._password}",
-                "",
-            ]
-        )
-
-    async def limit_subscribers(self) -> None:
-        """Do nothing: its configuration has these limits."""
+    def _configuration(self) -> list[str]:
+        return [
+            "bind 127.0.0.1",
+            "protected-mode yes",
+            f"port {self.port}",
+            "daemonize no",
+            'save ""',
+            "maxmemory-policy noeviction",
+            "appendonly yes",
+            "appendfsync always",
+            f"client-output-buffer-limit {_PUBSUB_LIMIT}",
+            f"requirepass {self._password}",
+        ]
 
 
 def through(url: str, port: int) -> str:
@@ -254,7 +296,8 @@ def through(url: str, port: int) -> str:
     return urlunsplit(parts._replace(netloc=f"{user}{at}127.0.0.1:{port}"))
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port on loopback that nobody has taken."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

@@ -110,6 +110,10 @@ class Proxy:
             *(writer.wait_closed() for writer in handlers.values()), return_exceptions=True
         )
 
+    def lead_to(self, host: str, port: int) -> None:
+        """Send later connections to another server."""
+        self._upstream = (host, port)
+
     @property
     def open(self) -> int:
         """Number of open connections."""
