@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -11,18 +10,19 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from penstock.shared.errors import InvalidRequest, ModelError, PenstockError
+from penstock.shared.errors import InvalidRequest, ModelError
 from penstock.shared.protocol import ModelKind
 from penstock.shared.protocol.payload import MAX_RESULT_BYTES
 
-from .encoder import Encoder, Group, Row, load_encoder
-from .encoder_items import Work, estimate_tokens, read_flag, read_texts, run_items
+from .encoder import Group, Row
+from .encoder_batcher import EncoderBatcher, check_fields
+from .encoder_items import Work, estimate_tokens, read_flag, read_texts
 from .encoder_recipe import DenseStep
 from .pooling import pool
 
 __all__ = ["Embedder"]
 
-_FIELDS = frozenset({"dimensions", "input", "normalize", "prompt_name", "truncate"})
+_FIELDS = ("dimensions", "input", "normalize", "prompt_name", "truncate")
 _USUAL_PROMPTS = frozenset({"document", "query"})
 
 
@@ -34,7 +34,7 @@ class _Options(NamedTuple):
     prompt: str
 
 
-class Embedder:
+class Embedder(EncoderBatcher):
     """Turns texts into vectors.
 
     An item is a map: ``input``, a list of texts and lists of token ids; ``dimensions``, how many
@@ -46,18 +46,7 @@ class Embedder:
         path, dtype, device, max_tokens: see :func:`.encoder.load_encoder`.
     """
 
-    def __init__(
-        self,
-        path: str | Path,
-        *,
-        dtype: str = "auto",
-        device: str = "auto",
-        max_tokens: int | None = None,
-    ) -> None:
-        self._path = path
-        self._options: dict[str, Any] = {
-            "dtype": dtype, "device": device, "max_tokens": max_tokens,
-        }  # fmt: skip
+    kind = ModelKind.EMBED
 
     def load(self) -> None:
         """Load the checkpoint.
@@ -65,7 +54,7 @@ class Embedder:
         Raises:
             ConfigurationError, ModelError: see :func:`.encoder.load_encoder`.
         """
-        self.encoder: Encoder = load_encoder(self._path, kind=ModelKind.EMBED, **self._options)
+        super().load()
         recipe = self.encoder.recipe
         self._dense = [_load_dense(step, self.encoder.model) for step in recipe.dense]
         trial = self.encoder.run([Row([5 % self.encoder.vocab_size] * 4)])
@@ -76,14 +65,8 @@ class Embedder:
         """About how many tokens an item has."""
         return estimate_tokens(item.get("input")) if isinstance(item, Mapping) else 1
 
-    def infer(self, items: Sequence[object]) -> list[dict[str, Any] | PenstockError]:
-        """Answer items; see the class."""
-        return run_items(self.encoder, items, self._read, self._compute, self._answer)
-
     def _read(self, item: Mapping[str, Any]) -> Work:
-        for name in item:
-            if name not in _FIELDS:
-                raise InvalidRequest(name, item[name], f"fields {', '.join(sorted(_FIELDS))}")
+        check_fields(item, *_FIELDS)
         texts = read_texts(item.get("input"), "input")
         prompt = self._prompt(item.get("prompt_name"))
         if prompt:
@@ -135,16 +118,16 @@ class Embedder:
             vectors = layer(vectors)
         return normalize(vectors, dim=-1) if recipe.normalized else vectors
 
-    def _answer(self, work: Work, vectors: Tensor, num_tokens: int) -> dict[str, Any]:
+    def _answer(self, work: Work, values: Tensor, num_tokens: int) -> dict[str, Any]:
         options: _Options = work.options
         default = self.encoder.recipe.dimensions
         if options.dimensions is not None or default is not None:
-            vectors = vectors[:, : options.dimensions or default]
+            values = values[:, : options.dimensions or default]
         shortened = options.dimensions is not None and self.encoder.recipe.normalized
         if options.normalize or shortened:
-            vectors = normalize(vectors, dim=-1)
+            values = normalize(values, dim=-1)
         # numpy's arrays give their bytes at once; the wire is little-endian, like all machines here
-        packed = [vector.tobytes() for vector in vectors.numpy().astype("<f4")]
+        packed = [vector.tobytes() for vector in values.numpy().astype("<f4")]
         return {"embeddings": packed, "tokens": num_tokens}
 
 

@@ -3,55 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from penstock.shared.errors import InvalidRequest, PenstockError
 from penstock.shared.protocol import ModelKind
 
-from .encoder import Encoder, Row, load_encoder
-from .encoder_items import Work, estimate_tokens, read_flag, read_text, read_texts, run_items
+from .encoder import Row
+from .encoder_batcher import EncoderBatcher, check_fields
+from .encoder_items import Work, estimate_tokens, read_flag, read_text, read_texts
 
 __all__ = ["Classifier", "Reranker"]
 
 
-class _Scorer:
-    """What both share.
-
-    Args:
-        path, dtype, device, max_tokens: see :func:`.encoder.load_encoder`.
-    """
-
-    kind: ModelKind
-
-    def __init__(
-        self,
-        path: str | Path,
-        *,
-        dtype: str = "auto",
-        device: str = "auto",
-        max_tokens: int | None = None,
-    ) -> None:
-        self._path = path
-        self._options: dict[str, Any] = {
-            "dtype": dtype, "device": device, "max_tokens": max_tokens,
-        }  # fmt: skip
-
-    def load(self) -> None:
-        """Load the checkpoint.
-
-        Raises:
-            ConfigurationError, ModelError: see :func:`.encoder.load_encoder`.
-        """
-        self.encoder: Encoder = load_encoder(self._path, kind=self.kind, **self._options)
-
-    def infer(self, items: Sequence[object]) -> list[dict[str, Any] | PenstockError]:
-        """Answer items; see the class."""
-        return run_items(self.encoder, items, self._read, self._compute, self._answer)
-
+class _Scorer(EncoderBatcher):
     def _compute(self, rows: Sequence[Row], works: Sequence[Work]) -> Tensor:
         """Logits on the CPU ``[rows, labels]``, float32."""
         del works
@@ -59,12 +25,6 @@ class _Scorer:
         for group in self.encoder.run(rows):
             result[group.indexes] = group.output.float().cpu()
         return result
-
-    def _read(self, item: Mapping[str, Any]) -> Work:
-        raise NotImplementedError
-
-    def _answer(self, work: Work, logits: Tensor, num_tokens: int) -> dict[str, Any]:
-        raise NotImplementedError
 
 
 class Reranker(_Scorer):
@@ -87,17 +47,17 @@ class Reranker(_Scorer):
         return estimate_tokens(documents) + count * estimate_tokens(item.get("query"))
 
     def _read(self, item: Mapping[str, Any]) -> Work:
-        _check_fields(item, "documents", "query", "truncate")
+        check_fields(item, "documents", "query", "truncate")
         query = read_text(item.get("query"), "query")
         documents = read_texts(item.get("documents"), "documents", ids=False)
         fields = [f"documents[{number}]" for number in range(len(documents))]
         pairs = [(query, str(document)) for document in documents]
         return Work(pairs, fields, read_flag(item, "truncate"))
 
-    def _answer(self, work: Work, logits: Tensor, num_tokens: int) -> dict[str, Any]:
+    def _answer(self, work: Work, values: Tensor, num_tokens: int) -> dict[str, Any]:
         del work
         activation = getattr(nn, self.encoder.recipe.activation or "Sigmoid")()
-        return {"scores": activation(logits[:, 0]).tolist(), "tokens": num_tokens}
+        return {"scores": activation(values[:, 0]).tolist(), "tokens": num_tokens}
 
 
 class Classifier(_Scorer):
@@ -117,21 +77,15 @@ class Classifier(_Scorer):
         return estimate_tokens(item.get("input")) if isinstance(item, Mapping) else 1
 
     def _read(self, item: Mapping[str, Any]) -> Work:
-        _check_fields(item, "input", "truncate")
+        check_fields(item, "input", "truncate")
         texts = read_texts(item.get("input"), "input", pairs=True)
         fields = [f"input[{number}]" for number in range(len(texts))]
         return Work(texts, fields, read_flag(item, "truncate"))
 
-    def _answer(self, work: Work, logits: Tensor, num_tokens: int) -> dict[str, Any]:
+    def _answer(self, work: Work, values: Tensor, num_tokens: int) -> dict[str, Any]:
         del work
         config = self.encoder.model.config
         several = config.problem_type == "multi_label_classification"
-        probs = logits.sigmoid() if several else logits.softmax(-1)
+        probs = values.sigmoid() if several else values.softmax(-1)
         labels = [str(config.id2label[number]) for number in range(config.num_labels)]
         return {"labels": labels, "probs": probs.tolist(), "tokens": num_tokens}
-
-
-def _check_fields(item: Mapping[str, Any], *known: str) -> None:
-    for name in item:
-        if name not in known:
-            raise InvalidRequest(name, item[name], f"fields {', '.join(known)}")
