@@ -32,7 +32,7 @@ GENERIC = {"__init__", "__main__", "command", "main", "options"}
 THIRD_PARTY = {
     "gpu_worker.engine": set(),
     "gpu_worker.model": {
-        "gguf", "jinja2", "llguidance", "numpy", "safetensors", "tokenizers", "torch",
+        "gguf", "jinja2", "llguidance", "numpy", "onnx", "safetensors", "tokenizers", "torch",
         "transformers",
     },
     "gpu_worker": {"hiredis", "prometheus_client", "redis", "rich", "typer"},

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from ..kv.memory_budget import available_bytes
 from ..loading import load_gate
 from ..loading.checkpoint import load_config, one_line, quiet
-from ..loading.checkpoint_folder import find_checkpoint
+from ..loading.checkpoint_folder import find_checkpoint, weight_files
 from ..loading.geometry import KVGeometry, probe_geometry
 from ..loading.stored_sizes import loaded_bytes, usable_bytes
 
@@ -108,8 +108,7 @@ def plan_memory(
         sequences = max(0, room) // (token * length)
         missing = max(0, token * length - room)
         formats.append(FormatPlan(name, weights, token, sequences, missing))
-    files = [folder] if folder.is_file() else folder.glob("*.safetensors")
-    stored = sum(file.stat().st_size for file in files)
+    stored = sum(file.stat().st_size for file in weight_files(folder))
     return MemoryPlan(sizes.parameters, stored, length, memory, tuple(formats))
 
 

@@ -7,14 +7,20 @@ every fault becomes one of the errors in ``penstock.shared.errors``.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from safetensors import SafetensorError, safe_open
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+)
 from transformers.utils import logging as transformers_logging
 
 from penstock.shared import quoting
@@ -27,13 +33,16 @@ from penstock.shared.errors import (
 )
 
 from ..checkpoints.gguf_file import GGUFSource
+from ..checkpoints.named_weights import build_named, listed, parameter_bytes
+from ..checkpoints.onnx_file import onnx_weights
 from ..checkpoints.quantized_model import build_quantized, move_quantized
+from ..checkpoints.torch_file import torch_weights
 from ..kv.memory_budget import available_bytes, format_bytes
 from ..quantization.formats.checkpoint_formats import format_of
 from ..quantization.formats.quantized_source import QuantizedSource, SafetensorsSource
 from ..quantization.formats.stored_tensors import StoredTensors
 from . import load_gate
-from .checkpoint_folder import DEMO, DEMO_DRAFT, REMEDY, find_checkpoint
+from .checkpoint_folder import DEMO, DEMO_DRAFT, REMEDY, find_checkpoint, single_file, weight_files
 from .stored_sizes import loaded_bytes, usable_bytes
 
 __all__ = [
@@ -51,6 +60,13 @@ __all__ = [
 LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 """Nothing is downloaded, and no code of a checkpoint runs. Without the second option transformers
 would ask on standard input whether to run such code."""
+
+
+_EXPORT_REMEDY = (
+    "export the model for text generation anew, by torch.onnx.export or optimum, and keep the "
+    "nodes' names: optimising the graph may lose them; or convert the original to safetensors"
+)
+_RENAME_REMEDY = "save model.state_dict() of transformers' own model, best with safetensors"
 
 
 def _where(checkpoint: Path) -> dict[str, Any]:
@@ -127,19 +143,9 @@ def load_weights(
         ModelError: they are damaged, incomplete or of other shapes than the configuration says.
         InsufficientMemory: they do not fit.
     """
-    _check_memory(folder, dtype, config, device)
-    model: Any
-    report: Any
     try:
-        source = quantized_source(folder, config) if head is AutoModelForCausalLM else None
-        if source is not None:
-            model, report = build_quantized(source, config, dtype)
-            if (folder / "generation_config.json").is_file():
-                model.generation_config = GenerationConfig.from_pretrained(folder, **LOCAL)
-        else:
-            model, report = head.from_pretrained(
-                folder, config=config, dtype=dtype, output_loading_info=True, **LOCAL
-            )
+        _check_memory(folder, dtype, config, device)
+        model, report = _read_weights(folder, config, dtype, head)
         move_quantized(model.to(device))
     except PenstockError:
         raise
@@ -150,15 +156,56 @@ def load_weights(
         ) from error
     except Exception as error:
         raise _weights_error(folder, error) from error
-    missing = sorted(key for key in report["missing_keys"] if not key.startswith(unused))
-    if missing:
-        shown = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
-        raise ModelError(
-            f"the checkpoint in {folder} lacks {len(missing)} weights ({shown}); copy it again, "
-            "all its files"
-        )
+    _check_report(folder, report, unused)
     model.eval().requires_grad_(False)
     return model
+
+
+def _read_weights(
+    folder: Path, config: Any, dtype: torch.dtype | str, head: Any
+) -> tuple[Any, Mapping[str, Any]]:
+    """The model with its weights on the CPU, and transformers' report of what did not fit."""
+    is_decoder = head is AutoModelForCausalLM
+    source = quantized_source(folder, config) if is_decoder else None
+    single = single_file(folder) if is_decoder else None
+    if source is not None:
+        model, report = build_quantized(source, config, dtype)
+    elif single is not None:
+        is_onnx = single.suffix == ".onnx"
+        weights = onnx_weights(single) if is_onnx else torch_weights(single)
+        remedy = _EXPORT_REMEDY if is_onnx else _RENAME_REMEDY
+        model, report = build_named(single, weights, config, dtype, remedy)
+    else:
+        return head.from_pretrained(  # type: ignore[no-any-return]
+            folder,
+            config=config,
+            dtype=dtype,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are reported, and refused here by name
+            **LOCAL,
+        )
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder, **LOCAL)
+    return model, report
+
+
+def _check_report(folder: Path, report: Mapping[str, Any], unused: tuple[str, ...]) -> None:
+    """Refuse weights that are missing or of another shape; those of other names may be why."""
+    mismatched = sorted(report.get("mismatched_keys", ()))
+    if mismatched:
+        name, found, expected = mismatched[0]
+        raise ModelError(
+            f"{len(mismatched)} weights in {folder} have other shapes than config.json says, such "
+            f"as {name!r} with {list(found)} instead of {list(expected)}; copy both again"
+        )
+    missing = sorted(key for key in report["missing_keys"] if not key.startswith(unused))
+    if missing:
+        unknown = sorted(report.get("unexpected_keys", ()))
+        others = f" and has {len(unknown)} of unknown names ({listed(unknown)})" if unknown else ""
+        raise ModelError(
+            f"the checkpoint in {folder} lacks {len(missing)} weights ({listed(missing)}){others}; "
+            "copy it again, all its files"
+        )
 
 
 def quantized_source(folder: Path, config: Any) -> QuantizedSource | None:
@@ -182,14 +229,25 @@ def quantized_source(folder: Path, config: Any) -> QuantizedSource | None:
 def _weights_error(folder: Path, error: Exception) -> ModelError:
     text = one_line(error)
     if isinstance(error, SafetensorError):
-        return ModelError(f"a weights file in {folder} is damaged ({text}); copy it again")
+        return ModelError(
+            f"a weights file in {folder} is damaged ({_damaged(folder)}{text}); copy it again"
+        )
     if isinstance(error, OSError):
         return ModelNotFound(f"no weights in {folder}: {text}; {REMEDY}")
     if isinstance(error, ImportError):
         return ModelError(f"the model in {folder} needs a package that is not installed: {text}")
-    if "ignore_mismatched_sizes" in text:
-        text = "weights have other shapes than config.json says"
     return ModelError(f"the checkpoint in {folder} cannot be loaded: {text}; copy it again")
+
+
+def _damaged(folder: Path) -> str:
+    """Names the first safetensors file that cannot be opened."""
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(path, framework="pt"):
+                pass
+        except (SafetensorError, OSError):
+            return f"{path.name}: "
+    return ""
 
 
 def _check_memory(
@@ -200,6 +258,9 @@ def _check_memory(
     if not isinstance(stored, torch.dtype):
         return
     needed, available = loaded_bytes(folder, stored), available_bytes(device)
+    by_config = needed == 0 and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    if by_config and not any(folder.glob("*.safetensors")) and weight_files(folder):
+        needed = parameter_bytes(config, stored)
     missing = needed - usable_bytes(available)
     if missing > 0:
         raise InsufficientMemory(

@@ -5,9 +5,17 @@ from __future__ import annotations
 from importlib.resources import files
 from pathlib import Path
 
-from penstock.shared.errors import ModelNotFound
+from penstock.shared.errors import ModelError, ModelNotFound
 
-__all__ = ["DEMO", "DEMO_DRAFT", "REMEDY", "checkpoint_files", "find_checkpoint"]
+__all__ = [
+    "DEMO",
+    "DEMO_DRAFT",
+    "REMEDY",
+    "checkpoint_files",
+    "find_checkpoint",
+    "single_file",
+    "weight_files",
+]
 
 DEMO = "demo"
 """Names the model that is shipped with penstock."""
@@ -16,8 +24,13 @@ DEMO_DRAFT = "demo-draft"
 """Names the draft model that is shipped with it."""
 
 REMEDY = (
-    "give a directory with config.json, *.safetensors and tokenizer files, a .gguf file, or 'demo'"
+    "give a directory with config.json, tokenizer files and weights (*.safetensors, "
+    "pytorch_model.bin, model.onnx or a state dict *.pt), a .gguf file, or 'demo'"
 )
+
+
+_ONNX = ("model.onnx", "decoder_model_merged.onnx", "decoder_model.onnx")
+"""As exporters call a decoder's file; each of them has all weights."""
 
 
 def find_checkpoint(path: str | Path) -> Path:
@@ -58,3 +71,56 @@ def checkpoint_files(checkpoint: Path) -> list[Path]:
     if checkpoint.is_file():
         return [checkpoint]
     return sorted(path for path in checkpoint.iterdir() if path.is_file())
+
+
+def single_file(folder: Path) -> Path | None:
+    """The ``.onnx``, ``.pt`` or ``.pth`` file that weights are read from.
+
+    Returns:
+        None if the folder has weights as transformers itself writes and reads them, or none at all.
+
+    Raises:
+        ModelError: there are several, and no name tells which.
+    """
+    if folder.is_file() or _own_files(folder):
+        return None
+    found = sorted(path for path in folder.glob("*.onnx") if path.is_file())
+    known = [folder / name for name in _ONNX if folder / name in found]
+    found = known[:1] or found
+    if not found:
+        found = sorted(path for end in ("pt", "pth") for path in folder.glob(f"*.{end}"))
+    if len(found) > 1:
+        names = ", ".join(path.name for path in found[:4])
+        raise ModelError(
+            f"{folder} has {len(found)} files of weights ({names}); keep the one to be loaded"
+        )
+    return found[0] if found else None
+
+
+def weight_files(checkpoint: Path) -> list[Path]:
+    """The files that a checkpoint's weights are read from; sorted.
+
+    Beside an ONNX file other names than those of a model's other files are its external data.
+    """
+    if checkpoint.is_file():
+        return [checkpoint]
+    single = single_file(checkpoint)
+    if single is None:
+        return _own_files(checkpoint)
+    if single.suffix != ".onnx":
+        return [single]
+    beside = (
+        path
+        for path in checkpoint.rglob("*")
+        if path.is_file() and path.suffix not in (".onnx", *_OTHERS)
+    )
+    return sorted((single, *beside))
+
+
+_OTHERS = (".jinja", ".json", ".md", ".model", ".py", ".txt")
+
+
+def _own_files(folder: Path) -> list[Path]:
+    """Weights in the layout of transformers, safetensors first, as it chooses."""
+    names = ("*.safetensors", "pytorch_model*.bin")
+    return next((found for name in names if (found := sorted(folder.glob(name)))), [])

@@ -16,7 +16,7 @@ import os
 import struct
 from pathlib import Path
 
-from .checkpoint_folder import checkpoint_files
+from .checkpoint_folder import checkpoint_files, weight_files
 
 __all__ = ["fingerprint_of"]
 
@@ -51,8 +51,9 @@ def fingerprint_of(folder: Path, dtype: str, quantization: str = "auto") -> str:
         whole.update(f"\n{quantization}".encode())
     templates = folder.glob("additional_chat_templates/*")
     modules = folder.glob("[0-9]*_*/*")  # of sentence-transformers
-    for file in sorted((*checkpoint_files(folder), *templates, *modules)):
-        if file.suffix in _SUFFIXES and file.is_file():
+    weights = set(weight_files(folder))  # external data of ONNX may have any name
+    for file in sorted({*checkpoint_files(folder), *templates, *modules, *weights}):
+        if (file.suffix in _SUFFIXES or file in weights) and file.is_file():
             name = file.name if file == folder else file.relative_to(folder).as_posix()
             whole.update(f"\n{name} {_digest(file)}".encode())
     return whole.hexdigest()[:16]
