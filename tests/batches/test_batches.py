@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 
 from batches.conftest import completion_lines, drive, read_lines, start
 from openai.types.responses import Response
 from waiting import wait_until_async
 
+from penstock.producer import Producer
 from penstock.producer.batches.batch_service import BatchService
-from penstock.producer.batches.records import BatchState
+from penstock.producer.batches.batch_store import BatchChanged
+from penstock.producer.batches.records import Batch, BatchState
 from penstock.shared.keys import BatchKeys
 from penstock.shared.local.embedded import EmbeddedRedis
+from penstock.shared.protocol import State
 from penstock.shared.redis.retrying_client import RetryingClient
-from penstock.shared.settings import load_settings
+from penstock.shared.settings import Settings, load_settings
 
 
 async def test_every_line_is_answered_once(synthetic_worker: None, service: BatchService) -> None:
@@ -94,3 +98,48 @@ async def test_cancelled_batch_hands_out_what_has_ended(
     assert len(await read_lines(service, batch.output_file_id)) == batch.completed
     errors = await read_lines(service, batch.error_file_id)
     assert {line["error"]["code"] for line in errors if line["error"]} == {"batch_cancelled"}
+
+
+async def test_expired_batch_hands_out_what_has_ended_and_cancels_the_rest(
+    synthetic_worker: None, service: BatchService, settings: Settings
+) -> None:
+    """More lines than may be in flight, and none of the long ones ends for minutes."""
+    short = completion_lines(20, max_tokens=2)
+    long = completion_lines(300, prompt="to be continued", max_tokens=60_000)
+    long = long.replace(b'"custom_id": "line', b'"custom_id": "long')
+    batch = await start(service, short + long)
+
+    async def shorts_have_ended() -> bool:
+        return (await service.batches.get(batch.id)).completed == 20
+
+    driving = asyncio.create_task(drive(service, batch))
+    await wait_until_async(shorts_have_ended, "the short lines have ended", 60)
+    await expire_soon(service, batch)
+    batch = await driving
+    assert batch.state is BatchState.EXPIRED
+    assert batch.times[BatchState.FINALIZING] >= batch.expires_at
+    assert (batch.completed, batch.failed) == (20, 300)
+    answers = await read_lines(service, batch.output_file_id)
+    assert {line["custom_id"] for line in answers} == {f"line {i}" for i in range(20)}
+    errors = await read_lines(service, batch.error_file_id)
+    assert {line["custom_id"] for line in errors} == {f"long {i}" for i in range(300)}
+    assert {line["error"]["code"] for line in errors} == {"batch_expired"}
+    assert all(line["response"] is None for line in errors)
+    async with Producer(model="letters", settings=settings) as producer:
+        states = await producer.states([batch.request_id(number) for number in range(1, 321)])
+    assert states[:20] == [State.COMPLETED] * 20
+    submitted = [state for state in states[20:] if state is not None]
+    assert set(submitted) == {State.CANCELLED}
+    assert 0 < len(submitted) <= settings.batches.in_flight
+
+
+async def expire_soon(service: BatchService, batch: Batch) -> None:
+    """Let a batch's window end in a second."""
+    while True:
+        now = await service.batches.get(batch.id)
+        soon = now.model_copy(update={"expires_at": int(time.time()) + 1})
+        try:
+            await service.batches.change(now, soon)
+            return
+        except BatchChanged:
+            continue  # by its driver
