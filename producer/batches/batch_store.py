@@ -141,14 +141,13 @@ class BatchStore:
                     return stored is not None and stored.change == mark
                 pipe.multi()  # type: ignore[no-untyped-call]
                 self._queue_change(pipe, after, delivery)
-                await pipe.execute()
+                try:
+                    await pipe.execute()
+                except WatchError:
+                    return False
                 return True
 
-        try:
-            changed = await self._client.call(send)
-        except WatchError:
-            changed = False
-        if not changed:
+        if not await self._client.call(send):
             raise BatchChanged(f"batch {before.id} was changed by somebody else")
         return after
 

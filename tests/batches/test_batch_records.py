@@ -55,10 +55,13 @@ async def test_of_two_changes_of_one_version_one_is_refused(
     with pytest.raises(BatchChanged):
         await service.batches.change(batch, batch)
     assert await service.batches.get(batch.id) == changed
+    await asyncio.gather(*(service.batches.get(batch.id) for _ in range(8)))  # opens connections
     outcomes = await asyncio.gather(
         *(service.batches.change(changed, changed) for _ in range(8)), return_exceptions=True
     )
     assert sum(isinstance(outcome, Batch) for outcome in outcomes) == 1
+    refused = [outcome for outcome in outcomes if not isinstance(outcome, Batch)]
+    assert {type(outcome) for outcome in refused} == {BatchChanged}
 
 
 async def test_one_job_at_a_time_waits_for_a_batch(service: BatchService) -> None:
