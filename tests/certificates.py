@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
+from penstock.shared.local.server_binary import ServerBinary
+
 RENDER = Path(__file__).resolve().parents[1] / "deploy/acl/render"
 
 
@@ -25,3 +27,10 @@ def self_signed(folder: Path) -> tuple[Path, Path]:
         capture_output=True,
     )
     return certificate, key
+
+
+def speaks_tls(binary: ServerBinary) -> bool:
+    """Whether it was built with TLS: the server that a wheel brings was not."""
+    words = [binary.path, "--port", "0", "--tls-port", "1", "--tls-cert-file", "/nowhere"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=10)
+    return "Failed to configure TLS" in done.stdout or "/nowhere" in done.stdout

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import gc
 import socket
-import subprocess
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import redis
-from certificates import acl_rules, self_signed
+from certificates import acl_rules, self_signed, speaks_tls
 from waiting import wait_until
 from workers import WorkerFactory
 
@@ -20,16 +19,8 @@ from penstock.producer import BlockingProducer, Producer
 from penstock.shared.errors import RedisUnavailable
 from penstock.shared.keys import Keys
 from penstock.shared.local.children import spawn_bound
-from penstock.shared.local.server_binary import ServerBinary, find_servers
+from penstock.shared.local.server_binary import find_servers
 from penstock.shared.synthetic import synthetic_tokens
-
-
-def speaks_tls(binary: ServerBinary) -> bool:
-    """Whether it was built with TLS: the server that a wheel brings was not."""
-    words = [binary.path, "--port", "0", "--tls-port", "1", "--tls-cert-file", "/nowhere"]
-    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=10)
-    return "Failed to configure TLS" in done.stdout or "/nowhere" in done.stdout
-
 
 SERVERS = [binary for binary in find_servers() if speaks_tls(binary)]
 
