@@ -70,7 +70,8 @@ def json_answer(description: str, schema: Mapping[str, Any], *, events: bool = F
     """A response with status 200: an object, or events where the request asks for them."""
     content: dict[str, Any] = {"application/json": {"schema": dict(schema)}}
     if events:
-        content["text/event-stream"] = {"schema": {"type": "string"}}
+        # Without a schema: some tools take it for that of each event, others for that of all.
+        content["text/event-stream"] = {}
     return {"description": description, "content": content}
 
 
