@@ -126,7 +126,7 @@ def test_engine() -> None:
 def test_engine_in_number_formats() -> None:
     facts = report(
         "engine", "--quantization", "int8,int4", "--batches", "1,2", "--tokens", "8", "--rounds",
-        "1", "--threads", "1",
+        "1", "--threads", "1", "--exactness",
     )  # fmt: skip
     figures = facts["figures"]
     assert figures["weights_mb_int4"] < figures["weights_mb_int8"] < figures["weights_mb_bfloat16"]
@@ -134,6 +134,10 @@ def test_engine_in_number_formats() -> None:
         full = figures[f"tokens_per_s_bfloat16_{name[-1]}"]
         assert math.isclose(figures[f"speedup_{name}"], figures[f"tokens_per_s_{name}"] / full)
         assert figures[f"read_floor_percent_{name}"] > 0
+    for name in ("int8", "int4"):
+        assert figures[f"tokens_equal_percent_{name}"] > 99
+        assert 0.9 < figures[f"perplexity_ratio_{name}"] < 1.1
+    assert figures["tokens_as_full_percent_int4"] < figures["tokens_as_full_percent_int8"] <= 100
     assert len(facts["notes"]) == 5
 
 
@@ -203,6 +207,7 @@ def test_prefix() -> None:
         (("preempt", "--pool-percent", "0"), "--pool-percent: got 0; allowed: 1 to 100"),
         (("engine", "--batches", "1,-1"), "--batches: got [1, -1]; allowed: 1 or more"),
         (("engine", "--quantization", "int8,q4"), "--quantization: got 'q4'; allowed"),
+        (("engine", "--exactness"), "--exactness: it needs --quantization"),
     ],
 )
 def test_wrong_options_are_one_line_and_exit_code_2(arguments: tuple[str, ...], says: str) -> None:

@@ -98,6 +98,41 @@ def test_as_many_more_blocks_fit(loaded: Loaded, dtype: torch.dtype, layout: KVL
     assert small / full == pytest.approx(dtype.itemsize * dim / (dim + 2), rel=0.01)
 
 
+def most_without_preemption(model: LoadedModel, budget: int) -> int:
+    """Sequences of 8 + 24 tokens that run together in ``budget`` bytes of KV and none is evicted.
+
+    One more than those has one preempted.
+    """
+    config = EngineConfig(
+        block_size=4, num_blocks=1, max_batch_tokens=512, max_sequences=64, chunk_size=8,
+        max_model_len=64, eos_token_ids=frozenset(), vocab_size=8, prefix_cache=False,
+    )  # fmt: skip
+    blocks = groups_in_budget(model.geometry, model.dtype, budget, config, use_all=True)
+    preempted: list[bool] = []
+    while not any(preempted):
+        bench = Bench(
+            model, num_blocks=blocks[0].num_blocks, prefix_cache=False, max_batch_tokens=512
+        )
+        for number in range(len(preempted) + 1):
+            prompt = [number + 1, *range(60, 67)]
+            bench.add(f"{number}", prompt, temperature=0.0, max_tokens=24, ignore_eos=True)
+        answers = bench.run()
+        assert all(len(answer.token_ids) == 24 for answer in answers.values())
+        preempted.append(sum(bench.engine.stats().preemptions.values()) > 0)
+    return len(preempted) - 1
+
+
+def test_more_sequences_run_before_one_is_preempted(checkpoint: Callable[[str], Path]) -> None:
+    counts = {}
+    for kind in ("auto", "int8"):
+        model = load_model(checkpoint("llama"), device="cpu", dtype="bfloat16", kv_cache_dtype=kind)
+        # In bfloat16 five sequences of 8 blocks, and half a sixth.
+        counts[kind] = most_without_preemption(model, 44 * 6144)
+        model.close()
+    # 16 numbers take 32 bytes or, with their scale, 18: 78 blocks of 3,456 bytes.
+    assert counts == {"auto": 5, "int8": 9}
+
+
 def test_the_record_of_a_start_holds_for_8_bits(
     checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:

@@ -79,9 +79,15 @@ class EngineOptions(MeasurementOptions):
             show_default=False,
         ),
     ] = None
+    exactness: Annotated[
+        bool,
+        Option("--exactness", help="With --quantization: compare tokens and perplexity, too."),
+    ] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.exactness and not self.formats:
+            raise ConfigurationError("--exactness: it needs --quantization; give both, or neither")
         for name in self.formats:
             if name not in _FORMATS:
                 raise ConfigurationError(

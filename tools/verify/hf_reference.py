@@ -9,13 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
 from penstock.gpu_worker.model.checkpoints.quantized_model import build_quantized
 from penstock.gpu_worker.model.loading.checkpoint import load_config, quantized_source
 from penstock.gpu_worker.model.loading.loader import LoadedModel
+from penstock.gpu_worker.model.quantization.quantized_modules import QuantizedLinear
+from penstock.gpu_worker.model.quantization.recipe import AUTO, Recipe, quantize_model
 
 __all__ = ["Reference", "load_by_transformers", "load_reference"]
 
@@ -73,8 +75,17 @@ def load_reference(loaded: LoadedModel) -> Reference:
     return load_by_transformers(loaded.path, loaded.dtype, loaded.device)
 
 
-def load_by_transformers(path: Path, dtype: torch.dtype, device: torch.device) -> Reference:
-    """The checkpoint at ``path`` by transformers alone; the arguments are those of loading.
+def load_by_transformers(
+    path: Path, dtype: torch.dtype, device: torch.device, recipe: Recipe = AUTO
+) -> Reference:
+    """The checkpoint at ``path`` by transformers alone.
+
+    Args:
+        path: of the checkpoint.
+        dtype: of the weights.
+        device: where they go.
+        recipe: by which linear layers are quantised; they become plain ones over the dequantised
+            weights.
 
     Raises:
         ModelError: it cannot be read.
@@ -90,6 +101,13 @@ def load_by_transformers(path: Path, dtype: torch.dtype, device: torch.device) -
             model = AutoModelForCausalLM.from_pretrained(
                 path, dtype=dtype, attn_implementation="eager", local_files_only=True
             )
+    quantize_model(model, recipe)
+    for name, layer in list(model.named_modules()):
+        if isinstance(layer, QuantizedLinear):
+            plain: Any = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
+            plain.weight = nn.Parameter(layer.quantized.dequantize(dtype), requires_grad=False)
+            plain.bias = layer.bias
+            model.set_submodule(name, plain)
     return Reference(model.to(device).eval().requires_grad_(False), device)
 
 

@@ -24,6 +24,7 @@ from ..options import EngineOptions
 from ..rounds import Machine, Progress, Rounds
 from ..speculation.fixed_batch import Side, alternate
 from ..traces import requests_of, uniform_trace
+from .format_exactness import format_exactness
 
 __all__ = ["bench_formats"]
 
@@ -55,8 +56,13 @@ def bench_formats(options: EngineOptions, progress: Progress = lambda *_: None) 
                     _measure(options, sides, batch, rounds, bytes_per_s)
                     done += 1
                     progress(f"batch of {batch}", done, stages)
+        full = sides[_FULL].weight_bytes / torch.bfloat16.itemsize
         for name, side in sides.items():
             rounds.add(f"weights_mb_{name}", side.weight_bytes / 1e6)
+            rounds.add(f"bytes_per_weight_{name}", side.weight_bytes / full)
+        for name in options.formats if options.exactness else ():
+            for figure, value in format_exactness(options.model, name, progress).items():
+                rounds.add(f"{figure}_{name}", value)
         notes = (
             *(side.summary for side in sides.values()),
             f"{torch.get_num_threads()} CPU threads",
