@@ -33,7 +33,7 @@ from penstock.gpu_worker.health import HealthServer
 from penstock.gpu_worker.model.loading import fingerprint
 from penstock.gpu_worker.model.structured import compile_server, render_loop
 from penstock.gpu_worker.model.structured.compile_server import Setup
-from penstock.gpu_worker.model.structured.matcher import word_list
+from penstock.gpu_worker.model.structured.matcher import ConstraintError, word_list
 from penstock.producer.gateway.access import key_access
 from penstock.producer.gateway.access.key_access import KeyAccess
 from penstock.producer.gateway.api_errors import ApiError
@@ -139,8 +139,21 @@ def long_chain() -> None:
     assert compiled("grammar", f'start: r0\n{chain}r3000: "a"\n') == b""
 
 
-def wide_grammar() -> None:
-    assert compiled("grammar", ENDLESS, memory_bytes=16 << 20, limit_s=5.0) == b""
+def memory_limit() -> None:
+    """A compilation begins with a limit of its memory.
+
+    When a fork of this program reaches it depends on what earlier tests left free in the heap.
+    """
+
+    def tell_limit(*_: object) -> None:
+        raise ConstraintError(str(resource.getrlimit(resource.RLIMIT_AS)[0]))
+
+    restore = Bound(compile_server, "compile_matcher", tell_limit).apply()
+    try:
+        answer = json.loads(compiled("grammar", "start: a"))
+    finally:
+        restore()
+    assert int(answer["message"]) != resource.RLIM_INFINITY
 
 
 def long_compilation() -> None:

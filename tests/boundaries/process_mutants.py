@@ -39,7 +39,7 @@ PROCESS_MUTANTS = (
     ),
     Mutant(
         "constraints of any memory",
-        Code(compile_server._compile, "_limit_memory(setup)", "pass"), cases.wide_grammar,
+        Code(compile_server._compile, "_limit_memory(setup)", "pass"), cases.memory_limit,
     ),
     Mutant(
         "constraints that compile for ever",
