@@ -96,7 +96,7 @@ class LogWriter:
 
 
 async def eventually(
-    condition: Callable[[], Awaitable[object]], what: str, timeout_s: float = 10.0
+    condition: Callable[[], Awaitable[object]], what: str, timeout_s: float = 60.0
 ) -> None:
     """Poll until ``await condition()`` is true; after the timeout fail, saying what was awaited."""
     deadline = time.monotonic() + timeout_s

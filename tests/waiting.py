@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 
-def wait_until(condition: Callable[[], object], what: str, timeout_s: float = 10.0) -> None:
+def wait_until(condition: Callable[[], object], what: str, timeout_s: float = 60.0) -> None:
     """Poll until ``condition()`` is true; fail, saying ``what`` was awaited, after the timeout."""
     deadline = time.monotonic() + timeout_s
     while not condition():
@@ -18,7 +18,7 @@ def wait_until(condition: Callable[[], object], what: str, timeout_s: float = 10
 
 
 async def wait_until_async(
-    condition: Callable[[], Awaitable[object]], what: str, timeout_s: float = 10.0
+    condition: Callable[[], Awaitable[object]], what: str, timeout_s: float = 60.0
 ) -> None:
     """The same for a condition that awaits something."""
     deadline = time.monotonic() + timeout_s

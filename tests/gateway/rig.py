@@ -19,7 +19,7 @@ import openai
 from penstock.shared.local.children import spawn_bound
 from penstock.shared.settings import environment_name
 
-START_TIMEOUT_S = 30.0
+START_TIMEOUT_S = 90.0
 
 
 class GatewayProcess:
@@ -65,9 +65,9 @@ class GatewayProcess:
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.wait(10)
+        self.process.wait(60)
 
-    def terminate(self, timeout_s: float = 15) -> int:
+    def terminate(self, timeout_s: float = 60) -> int:
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(timeout_s)
 

@@ -66,8 +66,8 @@ def test_nobody_gets_in_without_a_key(locked: GatewayProcess, key: str) -> None:
     assert caught.value.response.headers["x-should-retry"] == "false"
     with pytest.raises(openai.AuthenticationError), locked.client(api_key=key) as client:
         client.models.list()
-    assert httpx.get(f"{locked.url}/v1/usage").status_code == 401
-    assert httpx.get(f"{locked.url}/health").status_code == 200
+    assert httpx.get(f"{locked.url}/v1/usage", timeout=60).status_code == 401
+    assert httpx.get(f"{locked.url}/health", timeout=60).status_code == 200
 
 
 def test_models_and_lanes_of_a_key(
@@ -172,7 +172,7 @@ def test_usage_is_the_tenants_own(
 
     def usage(secret: str, query: str = "") -> Any:
         headers = {"authorization": f"Bearer {secret}"}
-        return httpx.get(f"{locked.url}/v1/usage?{query}", headers=headers)
+        return httpx.get(f"{locked.url}/v1/usage?{query}", headers=headers, timeout=60)
 
     (line,) = usage(mine, "by=model").json()["data"]
     assert (line["model"], line["requests"], line["output_tokens"]) == ("letters", 1, 4)

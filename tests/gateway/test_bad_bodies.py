@@ -86,15 +86,18 @@ def test_what_is_no_object_is_refused(gateway: GatewayProcess, data: bytes) -> N
 
 def test_other_refusals(gateway: GatewayProcess) -> None:
     url = f"{gateway.url}/v1/chat/completions"
-    assert check(httpx.post(url, content=b"{}"), 415)["code"] == "unsupported_media_type"
+    assert (
+        check(httpx.post(url, content=b"{}", timeout=60), 415)["code"] == "unsupported_media_type"
+    )
     assert check(post(gateway, "/v1/nothing", b"{}"), 404)["code"] == "not_found"
-    assert check(httpx.get(url), 405)["code"] == "method_not_allowed"
+    assert check(httpx.get(url, timeout=60), 405)["code"] == "method_not_allowed"
     large = json.dumps({**CHAT, "user": "x" * (5 << 20)})
     assert check(post(gateway, "/v1/chat/completions", large), 413)["code"] == "body_too_large"
     chunked = httpx.post(
         url,
         content=iter([b'{"user":"', *[b"x" * (1 << 20)] * 5, b'"}']),
         headers={"content-type": "application/json"},
+        timeout=60,
     )
     assert check(chunked, 413)["code"] == "body_too_large"
 
@@ -128,7 +131,7 @@ def test_nothing_was_accepted(gateway: GatewayProcess, server: EmbeddedRedis) ->
 
 def post(gateway: GatewayProcess, path: str, data: bytes | str) -> httpx.Response:
     headers = {"content-type": "application/json"}
-    return httpx.post(gateway.url + path, content=data, headers=headers)
+    return httpx.post(gateway.url + path, content=data, headers=headers, timeout=60)
 
 
 def check(reply: httpx.Response, status: int) -> dict[str, Any]:

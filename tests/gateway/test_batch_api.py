@@ -36,7 +36,7 @@ def gateway(server: EmbeddedRedis, folder: Path) -> Iterator[GatewayProcess]:
         driver = spawn_bound(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
     yield process
     driver.kill()
-    driver.wait(10)
+    driver.wait(60)
     process.kill()
 
 
@@ -112,8 +112,10 @@ def test_bad_requests_are_named(client: openai.OpenAI, gateway: GatewayProcess) 
     with pytest.raises(openai.APIStatusError) as large:
         client.files.create(file=("x", b"x" * 1_100_000), purpose="batch")
     assert large.value.status_code == 413
-    empty = httpx.post(f"{gateway.url}/v1/files", data={"purpose": "batch"}, files={"x": b""})
+    empty = httpx.post(
+        f"{gateway.url}/v1/files", data={"purpose": "batch"}, files={"x": b""}, timeout=60
+    )
     assert empty.status_code == 400
-    assert httpx.post(f"{gateway.url}/v1/files", json={}).status_code == 415
-    assert httpx.get(f"{gateway.url}/v1/files?after=x").status_code == 400
-    assert httpx.get(f"{gateway.url}/v1/batches/none").status_code == 404
+    assert httpx.post(f"{gateway.url}/v1/files", json={}, timeout=60).status_code == 415
+    assert httpx.get(f"{gateway.url}/v1/files?after=x", timeout=60).status_code == 400
+    assert httpx.get(f"{gateway.url}/v1/batches/none", timeout=60).status_code == 404

@@ -23,7 +23,9 @@ def post(gateway: GatewayProcess, **fields: Any) -> Any:
 
 
 def tokens_of(gateway: GatewayProcess, text: str) -> list[int]:
-    found = httpx.post(f"{gateway.url}/tokenize", json={"model": "demo", "prompt": text})
+    found = httpx.post(
+        f"{gateway.url}/tokenize", json={"model": "demo", "prompt": text}, timeout=60
+    )
     tokens: list[int] = found.json()["tokens"]
     return tokens
 
@@ -43,7 +45,8 @@ def test_several_prompts_are_answered_as_each_alone(
     twice = post(gateway, **asked)["choices"]
     assert [choice["index"] for choice in twice] == [0, 1, 2, 3]
     ids = [
-        httpx.post(f"{gateway.url}/tokenize", json={"model": "demo", "prompt": p}) for p in PROMPTS
+        httpx.post(f"{gateway.url}/tokenize", json={"model": "demo", "prompt": p}, timeout=60)
+        for p in PROMPTS
     ]
     as_ids = post(gateway, prompt=[found.json()["tokens"] for found in ids], echo=True)
     assert [c["text"] for c in as_ids["choices"]] == [
@@ -56,7 +59,7 @@ def test_a_key_makes_several_prompts_one_call(gateway: GatewayProcess) -> None:
     url, body = f"{gateway.url}/v1/completions", {**FIELDS, "prompt": PROMPTS}
     first, again = (httpx.post(url, json=body, headers=headers, timeout=60) for _ in range(2))
     assert first.json() == again.json()
-    other = httpx.post(url, json={**body, "prompt": PROMPTS[:2]}, headers=headers)
+    other = httpx.post(url, json={**body, "prompt": PROMPTS[:2]}, headers=headers, timeout=60)
     assert other.json()["error"]["code"] == "idempotency_key_reused"
 
 
@@ -97,14 +100,16 @@ def test_an_echo_shows_log_probabilities_of_the_prompt(
         assert after - at == len(token)
 
     url = f"{gateway.url}/v1/completions"
-    with httpx.stream("POST", url, json={**FIELDS, **fields, "stream": True}) as response:
+    with httpx.stream(
+        "POST", url, json={**FIELDS, **fields, "stream": True}, timeout=60
+    ) as response:
         live = list(events(response))
     streamed = [event.data["choices"][0] for event in live[:-1]]
     for name, values in shown.items():
         assert [v for one in streamed if one["logprobs"] for v in one["logprobs"][name]] == values
     assert "".join(event.text for event in live) == choice["text"]
     again = f"{gateway.url}/v1/streams/{live[0].data['id']}"
-    with httpx.stream("GET", again, params={"from": live[0].id}) as response:
+    with httpx.stream("GET", again, params={"from": live[0].id}, timeout=60) as response:
         assert list(events(response)) == live[1:]
 
 
@@ -115,7 +120,7 @@ def test_every_event_has_the_counts_so_far(gateway: GatewayProcess, endpoint: st
         prompt = {"messages": [{"role": "user", "content": PROMPTS[0]}]}
     options = {"include_usage": True, "continuous_usage_stats": True}
     body = {**FIELDS, **prompt, "stream": True, "stream_options": options}
-    with httpx.stream("POST", f"{gateway.url}/v1/{endpoint}", json=body) as response:
+    with httpx.stream("POST", f"{gateway.url}/v1/{endpoint}", json=body, timeout=60) as response:
         live = list(events(response))
     last = live[-2].data["usage"]
     assert last["completion_tokens"] == 4
@@ -125,5 +130,5 @@ def test_every_event_has_the_counts_so_far(gateway: GatewayProcess, endpoint: st
         assert usage["completion_tokens"] == event.id
         assert usage["total_tokens"] == usage["prompt_tokens"] + event.id
     again = f"{gateway.url}/v1/streams/{live[0].data['id']}"
-    with httpx.stream("GET", again, params={"from": live[0].id}) as response:
+    with httpx.stream("GET", again, params={"from": live[0].id}, timeout=60) as response:
         assert list(events(response)) == live[1:]

@@ -54,7 +54,7 @@ async def producer(server: EmbeddedRedis) -> AsyncIterator[Producer]:
 
 
 def post(gateway: GatewayProcess, path: str, **body: Any) -> httpx.Response:
-    return httpx.post(f"{gateway.url}{path}", json=body, timeout=20)
+    return httpx.post(f"{gateway.url}{path}", json=body, timeout=60)
 
 
 async def test_producer_embeds(producer: Producer) -> None:
@@ -171,7 +171,7 @@ def test_classify(gateway: GatewayProcess) -> None:
 
 
 def test_models_tell_their_kind(gateway: GatewayProcess) -> None:
-    models = httpx.get(f"{gateway.url}/v1/models").json()["data"]
+    models = httpx.get(f"{gateway.url}/v1/models", timeout=60).json()["data"]
     kinds = {model["id"]: model["kind"] for model in models}
     assert kinds == {
         "embed": "embed", "rerank": "rerank", "classify": "classify", "letters": "generate",

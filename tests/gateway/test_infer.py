@@ -29,7 +29,7 @@ def workers(fleet: WorkerFactory) -> None:
 
 
 def post(gateway: GatewayProcess, **body: Any) -> httpx.Response:
-    return httpx.post(f"{gateway.url}/v1/infer", json=body, timeout=20)
+    return httpx.post(f"{gateway.url}/v1/infer", json=body, timeout=60)
 
 
 def test_over_http(gateway: GatewayProcess) -> None:

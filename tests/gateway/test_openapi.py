@@ -27,7 +27,7 @@ CHECKS = (
 @pytest.fixture(scope="module")
 def document(gateway: GatewayProcess, folder: Path) -> Path:
     """The document, with the one model there is in place of any text."""
-    page = httpx.get(f"{gateway.url}/openapi.json").json()
+    page = httpx.get(f"{gateway.url}/openapi.json", timeout=60).json()
     for path in ("/v1/chat/completions", "/v1/completions"):
         body = page["paths"][path]["post"]["requestBody"]["content"]["application/json"]
         properties = body["schema"]["properties"]
@@ -86,7 +86,7 @@ def test_streamed_answers_are_as_they_are_documented(
 
 
 def test_every_error_is_documented(gateway: GatewayProcess) -> None:
-    document = httpx.get(f"{gateway.url}/openapi.json").json()
+    document = httpx.get(f"{gateway.url}/openapi.json", timeout=60).json()
     assert document["openapi"].startswith("3.1")
     answers = document["paths"]["/v1/chat/completions"]["post"]["responses"]
     assert {"200", "400", "401", "404", "408", "413", "422", "429", "503", "504"} <= set(answers)

@@ -28,7 +28,7 @@ def ended(client: openai.OpenAI, name: str) -> Any:
         found.append(client.responses.retrieve(name))
         return found[-1].status not in ("queued", "in_progress")
 
-    wait_until(has_ended, "the response has ended", 30)
+    wait_until(has_ended, "the response has ended")
     return found[-1]
 
 

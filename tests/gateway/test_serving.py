@@ -61,7 +61,7 @@ def children(gateway: GatewayProcess) -> set[int]:
 
 def is_up(gateway: GatewayProcess, trust: ssl.SSLContext) -> bool:
     try:
-        return httpx.get(f"{gateway.url}/health", verify=trust).status_code == 200
+        return httpx.get(f"{gateway.url}/health", verify=trust, timeout=60).status_code == 200
     except httpx.HTTPError:
         return False
 
@@ -69,27 +69,31 @@ def is_up(gateway: GatewayProcess, trust: ssl.SSLContext) -> bool:
 def test_tls_and_cors(guarded: GatewayProcess, trust: ssl.SSLContext) -> None:
     assert guarded.url.startswith("https://")
     url = f"{guarded.url}/v1/completions"
-    wait_until(lambda: is_up(guarded, trust), "an answer", 40)
+    wait_until(lambda: is_up(guarded, trust), "an answer")
     with pytest.raises(httpx.ConnectError, match="CERTIFICATE"):
-        httpx.post(url, json=BODY)
+        httpx.post(url, json=BODY, timeout=60)
     asked = {"origin": ORIGIN, "access-control-request-method": "POST"}
-    allowed = httpx.options(url, headers=asked, verify=trust)
+    allowed = httpx.options(url, headers=asked, verify=trust, timeout=60)
     assert (allowed.status_code, allowed.headers["access-control-allow-origin"]) == (200, ORIGIN)
     for body, status in ((BODY, 200), ({**BODY, "max_tokens": 0}, 400), ({}, 400)):
-        answer = httpx.post(url, json=body, headers={"origin": ORIGIN}, verify=trust)
+        answer = httpx.post(url, json=body, headers={"origin": ORIGIN}, verify=trust, timeout=60)
         assert answer.status_code == status
         assert answer.headers["access-control-allow-origin"] == ORIGIN
-    other = httpx.options(url, headers={**asked, "origin": "https://evil.example"}, verify=trust)
+    other = httpx.options(
+        url, headers={**asked, "origin": "https://evil.example"}, verify=trust, timeout=60
+    )
     assert "access-control-allow-origin" not in other.headers
-    with httpx.stream("POST", url, json={**BODY, "stream": True}, verify=trust) as response:
+    with httpx.stream(
+        "POST", url, json={**BODY, "stream": True}, verify=trust, timeout=60
+    ) as response:
         assert "".join(event.text for event in events(response)).isalpha()
 
 
 def test_a_comment_comes_in_every_silence(guarded: GatewayProcess, trust: ssl.SSLContext) -> None:
-    wait_until(lambda: is_up(guarded, trust), "an answer", 40)
+    wait_until(lambda: is_up(guarded, trust), "an answer")
     body = {**BODY, "model": "nobody", "stream": True}
     url = f"{guarded.url}/v1/completions"
-    with httpx.stream("POST", url, json=body, verify=trust, timeout=5) as response:
+    with httpx.stream("POST", url, json=body, verify=trust, timeout=60) as response:
         assert response.status_code == 200
         lines = response.iter_lines()
         assert [next(lines) for _ in range(6)] == [": keep-alive", ""] * 3
@@ -97,13 +101,13 @@ def test_a_comment_comes_in_every_silence(guarded: GatewayProcess, trust: ssl.SS
 
 def test_a_process_that_dies_is_replaced(guarded: GatewayProcess, trust: ssl.SSLContext) -> None:
     wait_until(lambda: len(children(guarded)) == 2, "two processes")
-    wait_until(lambda: is_up(guarded, trust), "an answer", 40)
+    wait_until(lambda: is_up(guarded, trust), "an answer")
     before = children(guarded)
     victim = min(before)
     os.kill(victim, signal.SIGKILL)
-    wait_until(lambda: len(children(guarded) - {victim}) == 2, "another process", 20)
+    wait_until(lambda: len(children(guarded) - {victim}) == 2, "another process")
     assert len(children(guarded) & before) == 1
-    wait_until(lambda: is_up(guarded, trust), "an answer", 40)
+    wait_until(lambda: is_up(guarded, trust), "an answer")
 
 
 def test_streams_wait_for_redis_and_new_requests_are_told(
@@ -116,16 +120,20 @@ def test_streams_wait_for_redis_and_new_requests_are_told(
 
     def read() -> None:
         body = {**BODY, "prompt": "outage", "max_tokens": 800, "stream": True}
-        with httpx.stream("POST", f"{gateway.url}/v1/completions", json=body) as response:
+        with httpx.stream(
+            "POST", f"{gateway.url}/v1/completions", json=body, timeout=60
+        ) as response:
             found.extend(events(response))
 
     reader = threading.Thread(target=read)
     with redis.Redis.from_url(server.url) as client:
-        assert httpx.post(f"{impatient.url}/v1/completions", json=BODY).status_code == 200
+        assert (
+            httpx.post(f"{impatient.url}/v1/completions", json=BODY, timeout=60).status_code == 200
+        )
         reader.start()
         wait_until(lambda: client.zcard("ps:{letters.0}:deadlines"), "the request")
         client.execute_command("CLIENT", "PAUSE", 2500, "ALL")
-    refused = httpx.post(f"{impatient.url}/v1/completions", json=BODY, timeout=10)
+    refused = httpx.post(f"{impatient.url}/v1/completions", json=BODY, timeout=60)
     impatient.kill()
     assert refused.status_code == 503
     assert refused.json()["error"]["code"] == "queue_unavailable"

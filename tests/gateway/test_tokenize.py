@@ -11,13 +11,13 @@ pytestmark = pytest.mark.usefixtures("demo_worker")
 
 def test_text_and_its_tokens_are_each_others_inverse(gateway: GatewayProcess) -> None:
     given = {"model": "demo", "prompt": "The list type"}
-    found = httpx.post(f"{gateway.url}/tokenize", json=given, timeout=30).json()
+    found = httpx.post(f"{gateway.url}/tokenize", json=given, timeout=60).json()
     assert found["count"] == len(found["tokens"]) > 0
     back = {"model": "demo", "tokens": found["tokens"]}
-    text = httpx.post(f"{gateway.url}/detokenize", json=back, timeout=30).json()
+    text = httpx.post(f"{gateway.url}/detokenize", json=back, timeout=60).json()
     assert text == {"prompt": "The list type"}
     chat = {"model": "demo", "messages": [{"role": "user", "content": "The list type"}]}
-    rendered = httpx.post(f"{gateway.url}/tokenize", json=chat, timeout=30).json()
+    rendered = httpx.post(f"{gateway.url}/tokenize", json=chat, timeout=60).json()
     assert rendered["count"] > found["count"]
 
 
@@ -34,6 +34,6 @@ def test_text_and_its_tokens_are_each_others_inverse(gateway: GatewayProcess) ->
 def test_bad_body_is_named(
     gateway: GatewayProcess, path: str, body: dict[str, object], param: str
 ) -> None:
-    answer = httpx.post(f"{gateway.url}/{path}", json=body, timeout=30)
+    answer = httpx.post(f"{gateway.url}/{path}", json=body, timeout=60)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"].startswith(param)

@@ -80,10 +80,10 @@ def test_a_resumed_stream_still_ends_with_tool_calls(gateway: GatewayProcess) ->
     with gateway.client() as client:
         name = client.chat.completions.create(**ASK).id
     url = f"{gateway.url}/v1/streams/{name}"
-    with httpx.stream("GET", url) as response:
+    with httpx.stream("GET", url, timeout=60) as response:
         first = list(events(response))
     last = first[-2].id
-    with httpx.stream("GET", url, params={"from": last}) as response:
+    with httpx.stream("GET", url, params={"from": last}, timeout=60) as response:
         rest = list(events(response))
     assert rest[0].data["choices"][0]["finish_reason"] == "tool_calls"
     assert rest[-1].data == "[DONE]"

@@ -130,7 +130,7 @@ def test_a_mask_is_not_late_while_others_take_the_threads() -> None:
     masks = MaskMaker(num_threads=1, limit_s=1.0, clock=lambda: now[0])
     slow, quick = sequence(fill_slowly), sequence(lambda *args: None)
     asked = masks.begin([slow, quick])
-    assert begun.wait(10)
+    assert begun.wait(60)
     now[0] = 1.5
     found = masks.join(asked, others=True)
     assert found.failures.keys() == {0}

@@ -74,7 +74,7 @@ def test_the_server_accepts_the_options_of_the_service(
         [program, *options, "--port", "0", "--dir", str(tmp_path)],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=100,
         check=False,
     )
     assert "Configured to not listen anywhere" in run.stdout, run.stdout + run.stderr

@@ -67,7 +67,7 @@ async def test_turns_go_on_after_each_kind_of_error() -> None:
 
     task = GuardedTask("door", turn, metrics=metrics, watch=watch, patience_s=1)
     task.start()
-    await asyncio.wait_for(done.wait(), 30)
+    await asyncio.wait_for(done.wait(), 60)
     await task.close()
     assert isolated(metrics, "door") == 2
     assert metrics.registry.get_sample_value("penstock_redis_errors_total") == 1
@@ -91,7 +91,7 @@ async def test_close_does_not_wait_for_a_turn_that_swallows_its_cancellation() -
     )
     task.start()
     await entered.wait()
-    await asyncio.wait_for(task.close(), 10)
+    await asyncio.wait_for(task.close(), 60)
     free.set()  # the flag ends the loop after this turn
     await task.close()
 
@@ -100,5 +100,5 @@ async def test_a_ticker_calls_until_it_is_closed() -> None:
     ticks = asyncio.Semaphore(0)
     ticker = Ticker(0.001, ticks.release)
     for _ in range(3):
-        await asyncio.wait_for(ticks.acquire(), 10)
+        await asyncio.wait_for(ticks.acquire(), 60)
     ticker.close()

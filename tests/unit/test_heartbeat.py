@@ -78,7 +78,7 @@ def test_the_watchdog_shows_life_until_a_loop_stands_still() -> None:
     watchdog = Watchdog(watch, end, write_end)
     assert os.read(read_end, 1) == b"."
     watch.add("loop")
-    assert ended.wait(10)
+    assert ended.wait(60)
     assert found[0].startswith("loop has stood still")
     watchdog.close()
     os.close(write_end)
@@ -89,7 +89,7 @@ def test_the_watchdog_shows_life_until_a_loop_stands_still() -> None:
 
 def status(server: HealthServer, page: str) -> int:
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/{page}", timeout=10) as reply:
+        with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/{page}", timeout=60) as reply:
             return int(reply.status)
     except urllib.error.HTTPError as error:
         return error.code
@@ -118,6 +118,6 @@ def test_health_is_that_of_the_loops_and_the_server_is_one_of_them() -> None:
         assert status(server, "healthz") == 503
         assert status(server, "metrics") == 500
         assert status(server, "readyz") == 200, "one page's trouble is not another's"
-        assert beats.acquire(timeout=10)
+        assert beats.acquire(timeout=60)
     finally:
         server.close()

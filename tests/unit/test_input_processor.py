@@ -70,7 +70,7 @@ def test_what_is_ordered_reaches_the_engine() -> None:
 
 def test_prompts_are_tokenised_side_by_side_and_not_on_the_loops_thread() -> None:
     """Each waits for the other, which ends only if both run, and neither on this thread."""
-    together = threading.Barrier(2, timeout=10)
+    together = threading.Barrier(2, timeout=60)
     threads = set()
 
     def encode(prompt: object) -> list[int]:
@@ -228,7 +228,7 @@ def test_what_is_given_up_before_its_turn_is_not_compiled() -> None:
     assert inputs.cancel("quick")
     compile.gate.set()
     for _ in range(3):
-        assert woken.acquire(timeout=10)
+        assert woken.acquire(timeout=60)
     inputs.close()
     assert compile.begun == ["slow", "slow"]
 
@@ -265,7 +265,7 @@ def test_what_is_given_up_while_it_is_prepared_never_reaches_the_engine() -> Non
     inputs.begin(order("c", prompt="last"))
     gate.set()
     for _ in range(3):
-        assert woken.acquire(timeout=10)
+        assert woken.acquire(timeout=60)
     assert done.is_set()
     inputs.deliver()
     inputs.close()

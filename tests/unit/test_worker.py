@@ -66,7 +66,7 @@ def running(worker: Worker) -> Iterator[None]:
         yield
     finally:
         worker.stop()
-        thread.join(5)
+        thread.join(60)
     assert not thread.is_alive()
 
 
