@@ -16,7 +16,7 @@ from waiting import wait_until
 from penstock.producer.cli import main
 from penstock.shared.local.embedded import EmbeddedRedis
 
-LEASE_MS = 600
+LEASE_MS = 4000
 
 LAX = {"_strict_response_validation": False}
 """OpenAI's own type of a completion's chunk knows no reason that is not known yet."""

@@ -127,12 +127,15 @@ def test_streams_wait_for_redis_and_new_requests_are_told(
 
     reader = threading.Thread(target=read)
     with redis.Redis.from_url(server.url) as client:
-        assert (
-            httpx.post(f"{impatient.url}/v1/completions", json=BODY, timeout=60).status_code == 200
-        )
+
+        def serves() -> bool:
+            url = f"{impatient.url}/v1/completions"
+            return httpx.post(url, json=BODY, timeout=60).status_code == 200
+
+        wait_until(serves, "an answer")
         reader.start()
         wait_until(lambda: client.zcard("ps:{letters.0}:deadlines"), "the request")
-        client.execute_command("CLIENT", "PAUSE", 2500, "ALL")
+        client.execute_command("CLIENT", "PAUSE", 4000, "ALL")
     refused = httpx.post(f"{impatient.url}/v1/completions", json=BODY, timeout=60)
     impatient.kill()
     assert refused.status_code == 503

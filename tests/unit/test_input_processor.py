@@ -42,6 +42,7 @@ def prepare(
     encode: Callable[[Request], Sequence[int]],
     orders: Sequence[Add],
     compile: Callable[[Any], Any] = lambda options: None,
+    gate: threading.Event | None = None,
     **settings: float,
 ) -> Told:
     told = Told()
@@ -56,6 +57,8 @@ def prepare(
         return len(told) == len(orders)
 
     wait_until(all_are, "all are prepared")
+    if gate is not None:
+        gate.set()
     inputs.close()
     return told
 
@@ -104,7 +107,8 @@ def test_a_slow_grammar_ends_its_request_and_no_other() -> None:
     told = prepare(
         lambda prompt: [1],
         [order("slow", options=SamplingOptions(regex="a")), order("other")],
-        lambda options: gate.wait(0.5),
+        lambda options: gate.wait(30),
+        gate,
         compile_timeout_s=0.05,
     )
     ends = {item.run: item.end for item in told}
@@ -250,7 +254,7 @@ def test_what_is_given_up_while_it_is_prepared_never_reaches_the_engine() -> Non
     told, woken = Told(), threading.Semaphore(0)
 
     def encode(request: Request) -> list[int]:
-        gate.wait(10)
+        gate.wait(60)
         if request.prompt == "last":
             done.set()
         return [1]
