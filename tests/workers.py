@@ -40,9 +40,9 @@ class WorkerProcess:
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.wait(10)
+        self.process.wait(60)
 
-    def terminate(self, timeout_s: float = 15) -> int:
+    def terminate(self, timeout_s: float = 60) -> int:
         self.process.terminate()
         return self.process.wait(timeout_s)
 
