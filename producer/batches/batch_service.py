@@ -10,6 +10,7 @@ from penstock.shared.protocol import Lane
 from penstock.shared.redis.retrying_client import RetryingClient
 from penstock.shared.settings import Settings
 
+from .batch_metrics import BatchMetrics
 from .batch_store import BatchChanged, BatchStore
 from .clients import Clients
 from .driver import Driver
@@ -52,10 +53,10 @@ class BatchService:
         self.deliveries = DeliveryStore(client)
         self.request_ends = RequestEnds(client, self._clients)
 
-    def driver(self) -> Driver:
-        """What moves these batches on."""
+    def driver(self, metrics: BatchMetrics) -> Driver:
+        """What moves these batches on, and counts that."""
         return Driver(
-            self.batches, self.files, self._storage, self._clients, self._settings.batches
+            self.batches, self.files, self._storage, self._clients, self._settings.batches, metrics
         )
 
     async def aclose(self) -> None:

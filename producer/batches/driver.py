@@ -14,6 +14,7 @@ from typing import Any
 
 from penstock.shared.settings import BatchesSettings
 
+from .batch_metrics import BatchMetrics
 from .batch_store import BatchChanged, BatchStore
 from .clients import Clients
 from .file_store import FileStore, UnknownFile
@@ -45,6 +46,7 @@ class Driver:
         storage: where bodies are.
         clients: one for each shard.
         settings: limits.
+        metrics: what is counted.
     """
 
     def __init__(
@@ -54,12 +56,14 @@ class Driver:
         storage: Storage,
         clients: Clients,
         settings: BatchesSettings,
+        metrics: BatchMetrics,
     ) -> None:
         self._batches = batches
         self._files = files
         self._storage = storage
         self._clients = clients
         self._settings = settings
+        self._metrics = metrics
         self._requests = LineRequests(storage, clients)
 
     async def tick(self, batch_id: str, *, budget_s: float) -> bool:
@@ -73,20 +77,28 @@ class Driver:
         async with self._batches.drive(batch_id) as held:
             if not held:
                 return False
-            stop = time.monotonic() + budget_s
-            while time.monotonic() < stop:
-                batch = await self._batches.get(batch_id)
-                step = self._step(batch)
-                if step is None:
-                    self._requests.forget(batch_id)
-                    return False
-                try:
-                    await step(batch)
-                except BatchChanged:
-                    continue  # by a cancellation: go on from there
-                except (UnknownFile, FileNotFoundError):
-                    await self._fail_without_input(batch)
-            return True
+            with self._metrics.driven.track_inprogress():
+                return await self._drive(batch_id, time.monotonic() + budget_s)
+
+    async def _drive(self, batch_id: str, stop: float) -> bool:
+        while time.monotonic() < stop:
+            batch = await self._batches.get(batch_id)
+            step = self._step(batch)
+            if step is None:
+                self._requests.forget(batch_id)
+                return False
+            try:
+                await step(batch)
+            except BatchChanged:
+                continue  # by a cancellation: go on from there
+            except (UnknownFile, FileNotFoundError):
+                await self._fail_without_input(batch)
+        return True
+
+    async def _change(self, before: Batch, after: Batch) -> Batch:
+        stored = await self._batches.change(before, after)
+        self._metrics.changed(before, stored)
+        return stored
 
     def _step(self, batch: Batch) -> Callable[[Batch], Awaitable[None]] | None:
         if batch.state is BatchState.VALIDATING:
@@ -128,7 +140,7 @@ class Driver:
         after = batch.model_copy(update=changes)
         if found.last:
             after = await self._finish_validation(after)
-        await self._batches.change(batch, after)
+        await self._change(batch, after)
 
     async def _finish_validation(self, batch: Batch) -> Batch:
         def merge() -> tuple[bytes, list[LineError]]:
@@ -149,11 +161,11 @@ class Driver:
     async def _progress(self, batch: Batch) -> None:
         """Submit what there is room for, wait until something ends, and record it."""
         if _now() >= batch.expires_at:
-            await self._batches.change(batch, await self._stop(batch, BatchState.EXPIRED))
+            await self._change(batch, await self._stop(batch, BatchState.EXPIRED))
             return
         if batch.next_line == batch.total and not batch.in_flight:
             after = batch.into(BatchState.FINALIZING, _now(), outcome=BatchState.COMPLETED)
-            await self._batches.change(batch, after)
+            await self._change(batch, after)
             return
         room = self._settings.in_flight - len(batch.in_flight)
         places = range(batch.next_line, min(batch.next_line + room, batch.total))
@@ -163,15 +175,15 @@ class Driver:
                 "next_line": batch.next_line + len(accepted),
                 "in_flight": (*batch.in_flight, *accepted),
             }
-            batch = await self._batches.change(batch, batch.model_copy(update=changes))
+            batch = await self._change(batch, batch.model_copy(update=changes))
         finished = FinishedLines()
         await self._requests.collect(batch, await self._requests.wait_for_ends(batch), finished)
         if finished.places:
             after = await asyncio.to_thread(write_parts, self._storage, batch, finished)
-            await self._batches.change(batch, after)
+            await self._change(batch, after)
 
     async def _wind_down(self, batch: Batch) -> None:
-        await self._batches.change(batch, await self._stop(batch, BatchState.CANCELLED))
+        await self._change(batch, await self._stop(batch, BatchState.CANCELLED))
 
     async def _stop(self, batch: Batch, outcome: BatchState) -> Batch:
         """Cancel what is in flight; lines that ended before keep their answers."""
@@ -187,7 +199,7 @@ class Driver:
         output = await self._publish(whole, whole.parts, "output")
         errors = await self._publish(whole, whole.error_parts, "error")
         after = whole.into(batch.outcome, _now(), output_file_id=output, error_file_id=errors)
-        await self._batches.change(batch, after)
+        await self._change(batch, after)
         await asyncio.to_thread(self._storage.delete, f"batches/{batch.id}")
 
     async def _give_up(self, batch: Batch) -> Batch:
@@ -242,7 +254,7 @@ class Driver:
             "error_file_id": await self._publish(batch, batch.error_parts, "error"),
             **_more_errors(batch, [error]),
         }
-        await self._batches.change(batch, batch.into(BatchState.FAILED, _now(), **changes))
+        await self._change(batch, batch.into(BatchState.FAILED, _now(), **changes))
 
 
 def _more_errors(batch: Batch, errors: Sequence[LineError]) -> dict[str, Any]:

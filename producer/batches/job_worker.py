@@ -27,6 +27,7 @@ from penstock.shared.errors import PenstockError
 from penstock.shared.redis.retrying_client import RetryingClient
 from penstock.shared.settings import Settings
 
+from .batch_metrics import BatchMetrics
 from .batch_service import BatchService
 from .batch_store import UnknownBatch
 from .driver import Driver
@@ -50,20 +51,24 @@ _TRIES = 1_000_000
 _log = logging.getLogger(__name__)
 
 
-def make_worker(settings: Settings, service: BatchService, client: RetryingClient) -> Worker:
+def make_worker(
+    settings: Settings, service: BatchService, client: RetryingClient, metrics: BatchMetrics
+) -> Worker:
     """The arq worker, for :func:`run_until`.
 
     Args:
         settings: the whole tree.
         service: the batches.
         client: the connection whose address arq uses, too.
+        metrics: what is counted.
 
     Raises:
         ConfigurationError: a webhook secret is wrong.
     """
     keys = signing_keys(service.webhook_secrets())
-    caller = WebhookCaller(keys, allow_private=settings.batches.webhook_private)
-    jobs = _Jobs(service, service.driver(), caller)
+    private = settings.batches.webhook_private
+    caller = WebhookCaller(keys, allow_private=private, on_call=metrics.called)
+    jobs = _Jobs(service, service.driver(metrics), caller)
     return Worker(
         functions=[_function("tick", jobs.tick), _function("deliver", jobs.deliver)],
         cron_jobs=[

@@ -45,6 +45,18 @@ class BatchesSettings(Section):
         ge=3600,
         le=10 * 365 * _DAY_S,
     )
+    metrics_host: str = setting(
+        "127.0.0.1",
+        "Address on which a `penstock batches` process serves `/metrics`.",
+        min_length=1,
+    )
+    metrics_port: int | None = setting(
+        None,
+        "Port for the same. 0 takes a free one and prints it; `off` serves nothing.",
+        none="off",
+        ge=0,
+        le=65535,
+    )
     webhook_secrets: Path | None = setting(
         None,
         "File with the secrets that sign webhooks: `whsec_` and base64, one a line. Calls are "

@@ -18,6 +18,7 @@ from module_server import server as server
 from module_server import synthetic_worker as synthetic_worker
 from waiting import wait_until_async
 
+from penstock.producer.batches.batch_metrics import BatchMetrics
 from penstock.producer.batches.batch_service import BatchService
 from penstock.producer.batches.records import Batch
 from penstock.shared.keys import BatchKeys
@@ -75,6 +76,7 @@ def drivers(
             "REDIS_URL": server.url,
             "PENSTOCK_BATCHES__STORAGE": settings.batches.storage,
             "PENSTOCK_BATCHES__WEBHOOK_PRIVATE": "true",
+            "PENSTOCK_BATCHES__METRICS_PORT": "0",
         }
         with (folder / f"driver-{len(started)}.log").open("wb") as log:
             command = [sys.executable, "-m", "penstock.producer.cli", "batches"]
@@ -107,9 +109,9 @@ async def start(service: BatchService, data: bytes, **options: Any) -> Batch:
     return await service.create(input_file_id=name, tenant="tests", **options)
 
 
-async def drive(service: BatchService, batch: Batch) -> Batch:
+async def drive(service: BatchService, batch: Batch, metrics: BatchMetrics | None = None) -> Batch:
     """Drive a batch in this process until it has ended."""
-    driver = service.driver()
+    driver = service.driver(metrics or BatchMetrics())
     while await driver.tick(batch.id, budget_s=60):
         pass
     return await service.batches.get(batch.id)

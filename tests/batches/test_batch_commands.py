@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 from batches.conftest import completion_lines
+from waiting import wait_until
 
 from penstock.producer.cli.app import main
 from penstock.shared.settings import Settings
@@ -45,7 +48,7 @@ def run(
 
 
 def test_batch_by_its_commands(
-    synthetic_worker: None, drivers: Start, run: Run, tmp_path: Path
+    synthetic_worker: None, drivers: Start, run: Run, folder: Path, tmp_path: Path
 ) -> None:
     drivers()
     file = tmp_path / "nightly.jsonl"
@@ -59,6 +62,14 @@ def test_batch_by_its_commands(
     listed = json.loads(run("batch", "list", "--tenant", "shell", "--json").stdout)
     assert [(item["id"], item["state"]) for item in listed["batches"]] == [(name, "completed")]
     assert run("batch", "cancel", name).stdout == "completed\n"
+    log = (folder / "driver-0.log").read_text()
+    [address] = re.findall(r"metrics: (http://127.0.0.1:\d+/metrics)", log)
+
+    def counted() -> bool:
+        with urllib.request.urlopen(address, timeout=30) as page:
+            return 'penstock_batches_ended_total{state="completed"} 1.0' in page.read().decode()
+
+    wait_until(counted, "the batch was counted", 30)
 
 
 def test_bad_input_is_one_line(run: Run, tmp_path: Path) -> None:

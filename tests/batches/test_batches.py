@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import time
 
+import pytest
 from batches.conftest import completion_lines, drive, read_lines, start
 from openai.types.responses import Response
+from prometheus_client import generate_latest
 from waiting import wait_until_async
 
 from penstock.producer import Producer
+from penstock.producer.batches.batch_metrics import BatchMetrics
 from penstock.producer.batches.batch_service import BatchService
 from penstock.producer.batches.batch_store import BatchChanged
 from penstock.producer.batches.records import Batch, BatchState
+from penstock.shared.errors import ConfigurationError
 from penstock.shared.keys import BatchKeys
 from penstock.shared.local.embedded import EmbeddedRedis
 from penstock.shared.protocol import State
@@ -58,8 +63,18 @@ async def test_lines_that_fail_go_to_the_error_file(
     good = completion_lines(3)
     long = {"model": "letters", "prompt": [1] * 70_000, "max_tokens": 4}
     bad = {"custom_id": "long", "method": "POST", "url": "/v1/completions", "body": long}
-    batch = await drive(service, await start(service, good + json.dumps(bad).encode()))
+    metrics = BatchMetrics()
+    batch = await drive(service, await start(service, good + json.dumps(bad).encode()), metrics)
     assert (batch.state, batch.completed, batch.failed) == (BatchState.COMPLETED, 3, 1)
+    page = generate_latest(metrics.registry).decode()
+    for line in (
+        'penstock_batch_lines_total{outcome="answered"} 3.0',
+        'penstock_batch_lines_total{outcome="failed"} 1.0',
+        'penstock_batch_tokens_total{kind="output"} 24.0',
+        'penstock_batches_ended_total{state="completed"} 1.0',
+        "penstock_batches_driven 0.0",
+    ):
+        assert line in page.splitlines()
     [line] = await read_lines(service, batch.error_file_id)
     assert line["custom_id"] == "long"
     assert line["response"]["status_code"] == 400
@@ -143,3 +158,13 @@ async def expire_soon(service: BatchService, batch: Batch) -> None:
             return
         except BatchChanged:
             continue  # by its driver
+
+
+def test_a_metrics_port_that_is_taken_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with (
+            pytest.raises(ConfigurationError, match=f"batches.metrics_port: got {port};"),
+            BatchMetrics().served("127.0.0.1", port),
+        ):
+            pass

@@ -67,7 +67,8 @@ async def test_call_is_repeated_with_growing_pauses_and_then_given_up(
     service: BatchService, receiver: Receiver
 ) -> None:
     receiver.status = 503
-    caller = WebhookCaller((), allow_private=True)
+    outcomes: list[bool] = []
+    caller = WebhookCaller((), allow_private=True, on_call=outcomes.append)
     call = Delivery.of(receiver.url, "batch.completed", "given up", int(time.time()))
     await service.deliveries.add(call)
     await service.deliveries.add(call)  # a driver that died after it, and came again
@@ -81,6 +82,7 @@ async def test_call_is_repeated_with_growing_pauses_and_then_given_up(
     assert call.id not in [dead.id for dead in await service.deliveries.dead()]
     receiver.status = 200
     assert await service.deliveries.attempt(call.id, caller)
+    assert outcomes == [False] * (len(RETRY_AFTER_S) + 1) + [True]
     with pytest.raises(InvalidRequest, match="webhook list"):
         await service.deliveries.retry(call.id)
 

@@ -11,7 +11,7 @@ import asyncio
 import ipaddress
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import httpx
 
@@ -33,11 +33,19 @@ class WebhookCaller:
     Args:
         keys: what calls are signed with; see :func:`.deliveries.signing_keys`.
         allow_private: also call addresses that are not public.
+        on_call: told of each attempt whether it succeeded.
     """
 
-    def __init__(self, keys: Sequence[bytes], *, allow_private: bool) -> None:
+    def __init__(
+        self,
+        keys: Sequence[bytes],
+        *,
+        allow_private: bool,
+        on_call: Callable[[bool], None] = lambda _: None,
+    ) -> None:
         self._keys = keys
         self._allow_private = allow_private
+        self._on_call = on_call
 
     async def call(self, delivery: Delivery) -> None:
         """Make one attempt.
@@ -45,6 +53,14 @@ class WebhookCaller:
         Raises:
             CallFailed: the address is not allowed, cannot be reached, or did not answer 2xx.
         """
+        try:
+            await self._call(delivery)
+        except CallFailed:
+            self._on_call(False)
+            raise
+        self._on_call(True)
+
+    async def _call(self, delivery: Delivery) -> None:
         url = httpx.URL(delivery.url)
         host = url.host
         address = await self._resolve(host, url.port or (443 if url.scheme == "https" else 80))

@@ -20,6 +20,9 @@ def batches(
     storage: Annotated[
         str | None, typer.Option(help="Directory or fsspec URL of inputs and outputs.")
     ] = None,
+    metrics_port: Annotated[
+        int | None, typer.Option(help="Serve /metrics on this port; 0 takes a free one.")
+    ] = None,
     redis: RedisOption = None,
     config: ConfigOption = None,
 ) -> None:
@@ -28,10 +31,11 @@ def batches(
     Start as many as you like: each batch is driven by one of them, and by another one when that
     dies.
     """
+    from ...batches.batch_metrics import BatchMetrics
     from ...batches.batch_service import BatchService  # its packages are an extra of their own
     from ...batches.job_worker import make_worker, run_until
 
-    flags = {"redis.url": redis, "batches.storage": storage}
+    flags = {"redis.url": redis, "batches.storage": storage, "batches.metrics_port": metrics_port}
     settings = load_settings(flags, config=config)
 
     async def run() -> None:
@@ -40,9 +44,14 @@ def batches(
             stop = asyncio.Event()
             for number in (signal.SIGINT, signal.SIGTERM):
                 asyncio.get_running_loop().add_signal_handler(number, stop.set)
-            typer.echo("driving batches; Ctrl-C ends")
+            metrics, batches = BatchMetrics(), settings.batches
             try:
-                await run_until(stop, lambda: make_worker(settings, service, client))
+                with metrics.served(batches.metrics_host, batches.metrics_port) as port:
+                    if port is not None:
+                        typer.echo(f"metrics: http://{batches.metrics_host}:{port}/metrics")
+                    typer.echo("driving batches; Ctrl-C ends")
+                    make = lambda: make_worker(settings, service, client, metrics)  # noqa: E731
+                    await run_until(stop, make)
             finally:
                 await service.aclose()
 
