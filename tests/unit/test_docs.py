@@ -17,10 +17,15 @@ from unit.pages import DOCS, PAGES, ROOT, code, tables, tracked
 
 from penstock.gpu_worker.histogram import TallyHistogram
 from penstock.gpu_worker.metrics import WorkerMetrics
+from penstock.producer.batches.batch_metrics import BatchMetrics
 from penstock.producer.cli.app import app
 from penstock.shared.settings import Settings
 
 METRICS = (DOCS / "metrics.md").read_text("utf-8")
+BATCH_METRICS = sorted(
+    family.name + "_total" * (family.type == "counter")
+    for family in BatchMetrics().registry.collect()
+)
 
 
 # -- metrics.md ----------------------------------------------------------------------------------
@@ -106,11 +111,18 @@ def test_every_metric_is_documented_with_type_and_labels() -> None:
     assert documented == METRIC_NAMES
 
 
+def test_every_metric_of_batches_has_a_row() -> None:
+    rows = re.findall(
+        r"^\| `(penstock_\w+)` \|", (DOCS / "batches.md").read_text("utf-8"), re.MULTILINE
+    )
+    assert sorted(rows) == BATCH_METRICS
+
+
 def test_metrics_named_in_prose_exist() -> None:
     for page in PAGES:
         for name in re.findall(r"\bpenstock_[a-z_]+\b", page.read_text("utf-8")):
             stem = re.sub(r"_(bucket|count|sum)$", "", name)
-            known = any(metric.startswith(stem) for metric in METRIC_NAMES)
+            known = any(metric.startswith(stem) for metric in (*METRIC_NAMES, *BATCH_METRICS))
             assert known, f"{page.relative_to(ROOT)} names {name}"
 
 
