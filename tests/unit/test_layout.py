@@ -37,7 +37,9 @@ THIRD_PARTY = {
     },
     "gpu_worker": {"hiredis", "prometheus_client", "redis", "rich", "typer"},
     "kernels": {"torch", "triton"},
-    "producer.batches": {"arq", "croniter", "fsspec", "httpx", "msgpack", "pydantic", "redis"},
+    "producer.batches": {
+        "arq", "croniter", "fsspec", "httpx", "msgpack", "prometheus_client", "pydantic", "redis",
+    },
     "producer.gateway": {"fastapi", "prometheus_client", "starlette", "uvicorn"},
     "producer": {"redis", "rich", "typer"},
     "shared": {"msgpack", "pydantic", "redis"},
