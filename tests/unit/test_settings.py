@@ -96,6 +96,7 @@ def test_every_setting_is_reachable_by_its_variable() -> None:
         "gateway.tls_certificate",
         "gateway.tls_key",
         "gateway.cors_origins",
+        "batches.metrics_host",
         "batches.storage",
         "batches.webhook_secrets",
     }
