@@ -18,7 +18,7 @@ from typing import NamedTuple
 from penstock.shared.protocol import ModelKind, Reason, Request
 
 from .engine.requests import Finish, Update
-from .engine.stats import EngineStats, Load
+from .engine.stats import BatcherStats, EngineStats, Load
 from .logs import printable
 
 __all__ = [
@@ -158,6 +158,7 @@ class StepReport(NamedTuple):
         record: of the step; None if there was none.
         stats: now and then, and whenever no step follows without a new order.
         used: of runs that end with the updates, and about once a second of all.
+        batcher: of a model that answers at once.
     """
 
     updates: Sequence[PackedUpdate]
@@ -165,6 +166,7 @@ class StepReport(NamedTuple):
     record: StepRecord | None = None
     stats: EngineStats | None = None
     used: tuple[RunUsage, ...] = ()
+    batcher: BatcherStats | None = None
 
 
 class Broken(NamedTuple):

@@ -15,7 +15,7 @@ from penstock.shared.protocol import Lane
 from penstock.shared.scripts.replies import SweepReply
 
 from .engine.speculation.controller import SpeculationStats
-from .engine.stats import EngineStats
+from .engine.stats import BatcherStats, EngineStats
 from .histogram import TallyHistogram
 from .messages import StepRecord
 
@@ -157,6 +157,13 @@ class WorkerMetrics:
         self.host_blocks_used = gauge("host_blocks_used", "Host blocks that hold one")
         self.queue_requests = gauge("queue_requests", "Requests waiting in the shard", "lane")
         self.queue_tokens = gauge("queue_tokens", "Estimated tokens waiting in the shard", "lane")
+        self.batcher_items = gauge(
+            "batcher_items", "Items of a batcher: waiting for a batch, or in one that runs", "state"
+        )
+        self.batcher_batches = gauge("batcher_batches_running", "Batches that run at once")
+        self.batcher_window = gauge(
+            "batcher_window_seconds", "How long an item that comes now would wait for others"
+        )
         self.ready = gauge("ready", "1 after warm-up, 0 while loading or draining")
         self._seen: EngineStats | None = None
 
@@ -210,6 +217,13 @@ class WorkerMetrics:
                 counter.labels(lane.value, cause.value, mode.value).inc(gained)
         if stats.speculation is not None:
             self._show_speculation(stats.speculation, seen.speculation if seen else None)
+
+    def show_batcher(self, stats: BatcherStats) -> None:
+        """Set the gauges of a model that answers at once."""
+        self.batcher_items.labels("waiting").set(stats.waiting)
+        self.batcher_items.labels("running").set(stats.running)
+        self.batcher_batches.set(stats.batches)
+        self.batcher_window.set(stats.window_s)
 
     def _show_swaps(self, stats: EngineStats, seen: EngineStats | None) -> None:
         names = ("swapped_out_blocks", "swapped_in_blocks", "swapped_out_bytes",

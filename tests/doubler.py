@@ -62,6 +62,17 @@ class AsyncDoubler(Doubler):
             return super().infer(items)
 
 
+class Meeting:
+    """Answers a batch when two others are there."""
+
+    async def load(self) -> None:
+        self.barrier = asyncio.Barrier(3)
+
+    async def infer(self, items: list[Any]) -> list[Any]:
+        await self.barrier.wait()
+        return items
+
+
 class Bytes:
     """Turns bytes round."""
 

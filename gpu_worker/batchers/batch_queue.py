@@ -119,6 +119,11 @@ class BatchQueue:
             self.drop(run)
         return len(expired)
 
+    @property
+    def suspect_is_next(self) -> bool:
+        """Whether the next batch is that of a suspect."""
+        return bool(self._suspects) and (self._suspect_is_next or not self._groups)
+
     def schedule(self, now: float) -> Batch | None:
         """Take the next batch; None while none is due, see :meth:`next_due`.
 
@@ -126,7 +131,7 @@ class BatchQueue:
         by itself, after a batch of those that wait beside it: if it ends this process, they are
         not blamed for it.
         """
-        if self._suspects and (self._suspect_is_next or not self._groups):
+        if self.suspect_is_next:
             self._suspect_is_next = False
             suspect = self._suspects.pop(0)
             del self._by_run[suspect.run]
@@ -143,7 +148,7 @@ class BatchQueue:
 
     def next_due(self) -> float | None:
         """When :meth:`schedule` gives a batch if nothing else comes; None: not before that."""
-        if self._suspects and (self._suspect_is_next or not self._groups):
+        if self.suspect_is_next:
             return float("-inf")
         return min(map(self._due_at, self._groups.values()), default=None)
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import importlib
 import inspect
-from collections.abc import Awaitable, Callable, Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
 from penstock.shared.errors import ConfigurationError
 from penstock.shared.protocol import ModelKind
+
+from .loop_thread import LoopThread
 
 __all__ = ["ServedBatcher", "load_batcher", "serve_class"]
 
@@ -51,6 +52,7 @@ class ServedBatcher:
         context: tokens of the longest input; 0 for a model that knows no tokens.
         on_pass: gets what to call between the passes of a long batch: a sign of life.
         close: nothing more is inferred.
+        concurrent: ``infer`` may be called again while it runs, in another thread.
     """
 
     infer: Callable[[list[Any]], object]
@@ -64,6 +66,7 @@ class ServedBatcher:
     context: int = 0
     on_pass: Callable[[Callable[[], None]], None] = _unused
     close: Callable[[], None] = _nothing
+    concurrent: bool = False
 
 
 def load_batcher(target: str) -> ServedBatcher:
@@ -109,17 +112,16 @@ def serve_class(model: Any, kind: ModelKind, *, summary: str, fingerprint: str) 
             f"{summary}: {type(model).__name__} has no method infer(items), which maps a list of "
             "payloads to a list of results"
         )
-    # One loop for the life of the process: clients of asyncio belong to the loop they began in.
-    runner = asyncio.Runner()
+    loop = LoopThread()
     try:
         if (load := getattr(model, "load", None)) is not None:
-            _finished(load(), runner)
+            _finished(load(), loop)
     except BaseException:
-        runner.close()
+        loop.close()
         raise
 
     def infer(items: list[Any]) -> object:
-        return _finished(model.infer(items), runner)
+        return _finished(model.infer(items), loop)
 
     return ServedBatcher(
         infer=infer,
@@ -128,14 +130,11 @@ def serve_class(model: Any, kind: ModelKind, *, summary: str, fingerprint: str) 
         kind=kind,
         summary=summary,
         fingerprint=fingerprint,
-        close=runner.close,
+        close=loop.close,
+        concurrent=inspect.iscoroutinefunction(model.infer),
     )
 
 
-def _finished(result: object, runner: asyncio.Runner) -> object:
+def _finished(result: object, loop: LoopThread) -> object:
     """What a method returned, whether it is asynchronous or not."""
-    return runner.run(_await(result)) if inspect.isawaitable(result) else result
-
-
-async def _await(result: Awaitable[object]) -> object:
-    return await result
+    return loop.run(result) if inspect.isawaitable(result) else result

@@ -51,6 +51,11 @@ class Window:
         each_batch, each_unit = self._fit.costs
         return each_batch, each_unit
 
+    @property
+    def first_wait_s(self) -> float:
+        """How long an item of cost 1 waits now, if nothing else comes."""
+        return self.ends_at(1, 1, 0.0, 0.0)
+
     def arrived(self, at: float) -> None:
         """An item was accepted at this time, in monotonic seconds; perhaps before an earlier one.
 

@@ -35,12 +35,13 @@ class Capacity:
     def of(cls, settings: Settings, kind: ModelKind) -> Capacity:
         """What settings say for a model of this kind.
 
-        One that answers at once has a batch that runs and one that gathers meanwhile, each of
+        One that answers at once has the batches that run and one that gathers meanwhile, each of
         which may be claimed in one exchange.
         """
         worker, most, claimed = settings.worker, settings.engine.max_sequences, 0
         if kind is not ModelKind.GENERATE:
-            most, claimed = 2 * settings.batcher.max_batch, settings.batcher.max_batch
+            claimed = settings.batcher.max_batch
+            most = (settings.batcher.max_concurrent_batches + 1) * claimed
         return cls(
             max_sequences=most,
             claim_batch=min(_MOST_CLAIMED, max(worker.claim_batch, claimed)),

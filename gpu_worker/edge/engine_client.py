@@ -215,6 +215,8 @@ class EngineClient(asyncio.Protocol):
                 self._metrics.observe_step(step.record)
             if step.stats is not None:
                 self._metrics.show_engine(step.stats)
+            if step.batcher is not None:
+                self._metrics.show_batcher(step.batcher)
         except Exception as error:
             self._guard.isolated("the figures of a step", error)
 

@@ -11,7 +11,7 @@ from penstock.shared.protocol.states import Lane
 from .scheduling.preemption import PreemptionKey
 from .speculation.speculation_config import SpeculationStats
 
-__all__ = ["EngineStats", "Load", "PoolUse"]
+__all__ = ["BatcherStats", "EngineStats", "Load", "PoolUse"]
 
 
 class Load(NamedTuple):
@@ -24,6 +24,22 @@ class Load(NamedTuple):
 
     waiting: Mapping[Lane, int]
     available_tokens: int
+
+
+class BatcherStats(NamedTuple):
+    """What a batcher has in hand.
+
+    Attributes:
+        waiting: items that wait for a batch to begin.
+        running: items of the batches that run.
+        batches: batches that run.
+        window_s: how long an item that comes now would wait for others, in seconds.
+    """
+
+    waiting: int
+    running: int
+    batches: int
+    window_s: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,8 @@
 
 It stands in the place of the :class:`.worker.Worker`'s, behind the same messages: edge, supervisor,
 health and drain know no difference. One thread owns the model; a batch that hangs holds the loop,
-whose silence the edge takes for the end of this process.
+whose silence the edge takes for the end of this process. Several batches of an asynchronous model
+run beside the loop, which breaks if one of them hangs.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from penstock.shared.protocol import Reason
 
 from ..batchers.batch_queue import Batch, BatchQueue, Item
 from ..batchers.batcher_class import ServedBatcher
+from ..batchers.concurrent_batches import ConcurrentBatches
 from ..batchers.halving import Result, failure_of, run_in_halves
 from ..batchers.window import Window
 from ..engine.requests import Finish, Update
-from ..engine.stats import Load
+from ..engine.stats import BatcherStats, Load
 from ..messages import Add, Broken, RunUsage, StepRecord, StepReport, packed_updates
 from .worker import Orders
 
@@ -42,6 +44,9 @@ class BatchWorker:
         report: takes a message after each batch, and regularly while there is none; may wait.
         orders: read before each batch, and when there is nothing to do.
         heartbeat_s: how often to report while no batch runs, in seconds.
+        max_concurrent: batches that run at once; more than one needs a concurrent model.
+        wake: ends a wait for orders; from any thread.
+        hang_timeout_s: of several batches, one that runs for longer hangs; in seconds.
         clock: monotonic seconds.
     """
 
@@ -54,6 +59,9 @@ class BatchWorker:
         orders: Orders,
         *,
         heartbeat_s: float,
+        max_concurrent: int = 1,
+        wake: Callable[[], None] = lambda: None,
+        hang_timeout_s: float = float("inf"),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._model = model
@@ -66,6 +74,12 @@ class BatchWorker:
         self._reported_at = clock()
         self._refusals: list[Update] = []
         self._stopping = False
+        self._last: Batch | None = None
+        self._beside: ConcurrentBatches | None = None
+        if max_concurrent > 1:
+            self._beside = ConcurrentBatches(
+                self._infer, max_concurrent, wake, hang_timeout_s=hang_timeout_s, clock=clock
+            )
 
     # -- orders ---------------------------------------------------------------------------------
 
@@ -99,7 +113,7 @@ class BatchWorker:
         self._queue.drop(run)
 
     def stop(self) -> None:
-        """End the loop after the batch that runs now."""
+        """End the loop after the batches that run now."""
         self._stopping = True
 
     def beat(self) -> None:
@@ -112,7 +126,7 @@ class BatchWorker:
     def run(self) -> None:
         """Serve until :meth:`stop`, or until the loop breaks, which is reported."""
         try:
-            while not self._stopping:
+            while not self._stopping or self._beside:
                 self._step()
         except BaseException as error:
             # The batcher asks to be replaced, or this loop has a bug: others take its requests.
@@ -121,16 +135,36 @@ class BatchWorker:
 
     def _step(self) -> None:
         self._pull()
-        if self._stopping:
-            return
-        batch = self._queue.schedule(self._clock())
+        if self._beside is not None:
+            self._publish_ended(self._beside)
+        batch = self._next_batch()
         if batch is None:
             self._idle()
-            return
-        began = self._clock()
-        model, payloads = self._model, [item.payload for item in batch.items]
-        results = run_in_halves(model.infer, payloads, model.charged)
-        self._publish(batch, results, self._clock() - began)
+        elif self._beside is not None:
+            self._beside.start(batch)
+        else:
+            began, self._last = self._clock(), batch
+            self._publish(batch, self._infer(batch), self._clock() - began)
+
+    def _infer(self, batch: Batch) -> list[Result | Finish]:
+        payloads = [item.payload for item in batch.items]
+        return run_in_halves(self._model.infer, payloads, self._model.charged)
+
+    def _next_batch(self) -> Batch | None:
+        """Take the next batch that is due, if it may begin now."""
+        return self._queue.schedule(self._clock()) if self._may_begin() else None
+
+    def _may_begin(self) -> bool:
+        if self._stopping:
+            return False
+        return self._beside is None or self._beside.has_room(alone=self._queue.suspect_is_next)
+
+    def _publish_ended(self, beside: ConcurrentBatches) -> None:
+        for batch, results, seconds in beside.take_ended():
+            if isinstance(results, BaseException):
+                raise results
+            self._publish(batch, results, seconds)
+        beside.check_progress()
 
     def _pull(self) -> None:
         """Take what was ordered since the last batch."""
@@ -156,9 +190,12 @@ class BatchWorker:
         self._tell(updates, StepRecord(seconds, cost, len(updates), failures, 0), tuple(used))
 
     def _idle(self) -> None:
-        """Wait for orders or for the end of a window, and show now and then that the loop turns."""
+        """Wait for orders or for the end of a window or of a batch; show that the loop turns."""
+        if self._stopping and not self._beside:
+            return
         self.beat()
-        now, due = self._clock(), self._queue.next_due()
+        self._last = None
+        now, due = self._clock(), self._queue.next_due() if self._may_begin() else None
         patience = self._heartbeat_s if due is None else min(self._heartbeat_s, due - now)
         if patience > 0:
             self._orders.wait(patience)
@@ -169,8 +206,17 @@ class BatchWorker:
         record: StepRecord | None = None,
         used: tuple[RunUsage, ...] = (),
     ) -> None:
-        self._report(StepReport(packed_updates(updates), _LOAD, record, None, used))
+        stats = self._stats()
+        self._report(StepReport(packed_updates(updates), _LOAD, record, None, used, stats))
         self._reported_at = self._clock()
+
+    def _stats(self) -> BatcherStats:
+        """What is in hand. One batch at a time counts until a loop without work has been seen."""
+        if self._beside is not None:
+            items, batches = self._beside.num_items, len(self._beside)
+        else:
+            items, batches = (0, 0) if self._last is None else (len(self._last.items), 1)
+        return BatcherStats(len(self._queue), items, batches, self._window.first_wait_s)
 
 
 def _update(run: str, result: Result | Finish, cost: int = 0) -> Update:

@@ -65,8 +65,8 @@ def main() -> int:
     try:
         steps = step_log(worker.step_log)
         model = _build(launch.settings)
-        if isinstance(model, ServedBatcher) and launch.settings.worker.step_log is not None:
-            raise ConfigurationError("worker.step_log: allowed: off, beside a batcher")
+        if isinstance(model, ServedBatcher):
+            _check_batcher(model, launch.settings)
     except PenstockError as error:
         channel.send(Refused(str(error)))
         return EXIT_REFUSED
@@ -97,6 +97,17 @@ def _build(settings: Settings) -> ServingModel | ServedBatcher:
     from ..model.build import build_model
 
     return build_model(settings)
+
+
+def _check_batcher(model: ServedBatcher, settings: Settings) -> None:
+    if settings.worker.step_log is not None:
+        raise ConfigurationError("worker.step_log: allowed: off, beside a batcher")
+    concurrent = settings.batcher.max_concurrent_batches
+    if concurrent > 1 and not model.concurrent:
+        raise ConfigurationError(
+            f"batcher.max_concurrent_batches: got {concurrent}; allowed: 1, unless infer is "
+            "async def"
+        )
 
 
 def _ready(model: ServingModel | ServedBatcher) -> Ready:
@@ -244,6 +255,9 @@ def _serve_batches(model: ServedBatcher, settings: Settings, channel: EdgeChanne
         channel.send,
         orders,
         heartbeat_s=min(0.5, settings.worker.hang_timeout_s / _HEARTBEATS),
+        max_concurrent=batcher.max_concurrent_batches,
+        wake=channel.wake,
+        hang_timeout_s=settings.worker.hang_timeout_s,
     )
     orders.attach(worker.begin, worker.abort, worker.stop, lambda: None)
     model.on_pass(worker.beat)

@@ -25,11 +25,19 @@ class BatcherSettings(Section):
     )
     max_batch: int = setting(
         32,
-        "Most requests in one batch. A worker claims up to twice as many: one batch that runs and "
-        "one that gathers meanwhile.",
+        "Most requests in one batch. A worker claims those of the batches that may run at once, "
+        "and of one that gathers meanwhile.",
         unit="requests",
         ge=1,
         le=4096,
+    )
+    max_concurrent_batches: int = setting(
+        1,
+        "Most batches that run at once. More than one needs an `async def infer`, and pays where "
+        "that waits for somebody else, such as a remote service.",
+        unit="batches",
+        ge=1,
+        le=256,
     )
     max_batch_cost: int | None = setting(
         None,

@@ -229,3 +229,32 @@ def test_a_target_that_is_none_ends_the_worker(workers: WorkerFactory, tmp_path:
     process = workers.command("none", "--batcher", "doubler:Nothing", PYTHONPATH=TESTS)
     assert process.wait(60) == 2
     assert "no method infer" in workers_log(tmp_path, "none").read_text()
+
+
+async def test_an_asynchronous_batcher_runs_several_batches(
+    redis_url: str, workers: WorkerFactory
+) -> None:
+    """Each of them waits for two others."""
+    worker = workers.supervised(
+        "meeting", "--batcher", "doubler:Meeting", PYTHONPATH=TESTS,
+        PENSTOCK_BATCHER__MAX_BATCH="1", PENSTOCK_BATCHER__MAX_CONCURRENT_BATCHES="3",
+    )  # fmt: skip
+    async with Producer(redis_url, model="Meeting") as producer:
+        answers = await asyncio.gather(*(producer.infer(x, timeout=60) for x in range(6)))
+        assert answers == list(range(6))
+        alone = await producer.submit(payload=6)
+        gauge = 'penstock_batcher_items{state="running"} 1.0'
+        shows_it = lambda: gauge in worker.get("/metrics")[1]  # noqa: E731
+        await asyncio.to_thread(wait_until, shows_it, "the gauge", 30)
+        await producer.cancel(alone.id)
+
+
+def test_a_blocking_batcher_runs_one_batch_at_a_time(
+    workers: WorkerFactory, tmp_path: Path
+) -> None:
+    process = workers.command(
+        "blocking", "--batcher", "doubler:Doubler", PYTHONPATH=TESTS,
+        PENSTOCK_BATCHER__MAX_CONCURRENT_BATCHES="2",
+    )  # fmt: skip
+    assert process.wait(60) == 2
+    assert "unless infer is async def" in workers_log(tmp_path, "blocking").read_text()

@@ -36,6 +36,9 @@ BY_PLACE = ("source", "position")
 METRIC_NAMES: dict[str, tuple[str, tuple[str, ...]]] = {
     "penstock_accepted_tokens_total": ("counter", BY_PLACE),
     "penstock_append_refusals_total": ("counter", ("why",)),
+    "penstock_batcher_batches_running": ("gauge", ()),
+    "penstock_batcher_items": ("gauge", ("state",)),
+    "penstock_batcher_window_seconds": ("gauge", ()),
     "penstock_cached_prompt_tokens_total": ("counter", ()),
     "penstock_claims_total": ("counter", ()),
     "penstock_compacted_logs_total": ("counter", ()),
