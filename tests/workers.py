@@ -63,7 +63,7 @@ class WorkerProcess:
         """Status and body of an HTTP request to the worker."""
         url = f"http://127.0.0.1:{self.metrics_port}{path}"
         try:
-            with urllib.request.urlopen(url, timeout=5) as reply:
+            with urllib.request.urlopen(url, timeout=30) as reply:
                 return reply.status, reply.read().decode()
         except urllib.error.HTTPError as error:
             return error.code, error.read().decode()
@@ -136,4 +136,4 @@ class WorkerFactory:
         for process in self._started:
             if process.poll() is None:
                 process.kill()
-            process.wait(10)
+            process.wait(60)

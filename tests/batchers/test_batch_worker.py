@@ -121,7 +121,7 @@ async def test_only_the_culprit_fails(producer: Producer) -> None:
 
 async def test_the_other_kind_of_work_is_refused(producer: Producer) -> None:
     submitted = await producer.submit("a prompt")
-    result = await producer.result(submitted.id, timeout=10, check=False)
+    result = await producer.result(submitted.id, timeout=60, check=False)
     assert result.reason is Reason.INVALID
     assert "payload" in result.end.message
     assert result.value is None
@@ -155,7 +155,7 @@ async def test_cancel_and_deadline_while_a_batch_runs(producer: Producer, tmp_pa
     expires = await producer.submit(payload={"x": 2, "log": str(log)}, deadline_ms=50)
     await producer.cancel(cancelled.id)
     ends = [
-        await producer.result(name.id, timeout=10, check=False) for name in (cancelled, expires)
+        await producer.result(name.id, timeout=60, check=False) for name in (cancelled, expires)
     ]
     assert [end.reason for end in ends] == [Reason.CLIENT, Reason.DEADLINE]
     gate.touch()
@@ -182,7 +182,7 @@ async def test_a_killed_worker_is_replaced(redis_url: str, faulty: Faulty) -> No
         assert (await producer.infer({"x": 1}, timeout=60))["y"] == 2
         (edge,) = faulty.worker.children()
         os.kill(edge, signal.SIGKILL)
-        assert (await producer.infer({"x": 2}, timeout=30))["y"] == 4
+        assert (await producer.infer({"x": 2}, timeout=60))["y"] == 4
 
 
 async def test_a_hung_batch_is_replaced(redis_url: str, faulty: Faulty, tmp_path: Path) -> None:
@@ -193,8 +193,8 @@ async def test_a_hung_batch_is_replaced(redis_url: str, faulty: Faulty, tmp_path
         stood_still = lambda: "stood still" in faulty.log.read_text()  # noqa: E731
         await asyncio.to_thread(wait_until, stood_still, "a hang", 30)
         gate.touch()
-        assert (await asyncio.wait_for(hung, 30))["y"] == 10
-        assert (await asyncio.wait_for(other, 30))["y"] == 12
+        assert (await asyncio.wait_for(hung, 60))["y"] == 10
+        assert (await asyncio.wait_for(other, 60))["y"] == 12
 
 
 async def test_a_drain_hands_over(redis_url: str, workers: WorkerFactory, tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ class Rig:
         self.model.open(*items)
         self.thread.join(30)
         assert not self.thread.is_alive()
-        wait_until(lambda: not batch_threads(), "the end of what hung", 30)
+        wait_until(lambda: not batch_threads(), "the end of what hung", 60)
         self.served.close()
 
 
@@ -116,7 +116,7 @@ def add(payload: Any, **fields: Any) -> Add:
 
 
 def begun(rig: Rig, count: int) -> None:
-    wait_until(lambda: len(rig.model.began) >= count, f"{count} batches", 30)
+    wait_until(lambda: len(rig.model.began) >= count, f"{count} batches", 60)
 
 
 def test_batches_run_beside_each_other_and_the_next_waits_for_room() -> None:
@@ -124,11 +124,11 @@ def test_batches_run_beside_each_other_and_the_next_waits_for_room() -> None:
     rig.give(*(add(item) for item in range(5)))
     begun(rig, 3)
     seen = lambda: rig.reports and rig.reports[-1].batcher == BatcherStats(2, 3, 3, 0.0)  # noqa: E731
-    wait_until(seen, "the gauges", 30)
+    wait_until(seen, "the gauges", 60)
     assert sorted(rig.model.began) == [[0], [1], [2]]
     rig.model.open(2)  # the last of them ends first
     begun(rig, 4)
-    wait_until(lambda: "r2" in rig.ends, "its result", 30)
+    wait_until(lambda: "r2" in rig.ends, "its result", 60)
     assert rig.ends.keys() == {"r2"}
     assert rig.model.began[3:] == [[3]]
     rig.model.open(0, 1, 3)
@@ -142,7 +142,7 @@ def test_one_that_fails_leaves_those_beside_it_alone() -> None:
     rig = Rig(2)
     rig.give(add(1), add("poison"), add(2))
     begun(rig, 3)
-    wait_until(lambda: "rpoison" in rig.ends, "its failure", 30)
+    wait_until(lambda: "rpoison" in rig.ends, "its failure", 60)
     assert rig.ends["rpoison"].finish.reason is Reason.ENGINE_ERROR
     rig.end([1, 2])
     assert {run for run, end in rig.ends.items() if end.result} == {"r1", "r2"}
@@ -164,12 +164,12 @@ def test_a_suspect_shares_the_process_with_none() -> None:
     begun(rig, 1)
     rig.give(add(2, suspect=True))
     waits = lambda: rig.reports and rig.reports[-1].batcher.waiting == 1  # noqa: E731
-    wait_until(waits, "a suspect that waits", 30)
+    wait_until(waits, "a suspect that waits", 60)
     assert rig.model.began == [[1]]
     rig.model.open(1)
     begun(rig, 2)
     rig.give(add(3))
-    wait_until(waits, "another that waits", 30)
+    wait_until(waits, "another that waits", 60)
     assert rig.model.began == [[1], [2]]
     rig.model.open(2)
     begun(rig, 3)

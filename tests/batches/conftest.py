@@ -87,7 +87,7 @@ def drivers(
     yield start
     for process in started:
         process.kill()
-        process.wait(10)
+        process.wait(60)
 
 
 async def upload(service: BatchService, data: bytes, tenant: str = "tests") -> str:

@@ -69,7 +69,7 @@ def test_batch_by_its_commands(
         with urllib.request.urlopen(address, timeout=30) as page:
             return 'penstock_batches_ended_total{state="completed"} 1.0' in page.read().decode()
 
-    wait_until(counted, "the batch was counted", 30)
+    wait_until(counted, "the batch was counted", 60)
 
 
 def test_bad_input_is_one_line(run: Run, tmp_path: Path) -> None:

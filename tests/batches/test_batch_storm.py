@@ -70,7 +70,7 @@ class Machine:
         for victim in victims:
             victim.kill()
         for victim in victims:
-            victim.wait(10)
+            victim.wait(60)
         if self.redis in victims:
             self.redis = start_durable_redis(self.port, self.folder)
         if self.worker in victims:
@@ -85,10 +85,10 @@ class Machine:
 
     def close(self) -> None:
         self.driver.kill()
-        self.driver.wait(10)
+        self.driver.wait(60)
         self.workers.close()
         self.redis.kill()
-        self.redis.wait(10)
+        self.redis.wait(60)
 
 
 async def run(folder: Path, kills: list[str]) -> tuple[int, Batch]:

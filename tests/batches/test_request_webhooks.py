@@ -67,7 +67,7 @@ async def test_from_a_shell(
         *("--redis", server.url, "--webhook", receiver.url),
     )
     assert await process.wait() == 0
-    await producer.result("shell", timeout=20)
+    await producer.result("shell", timeout=60)
     await call_all(service)
     await call_all(service)
     assert events(receiver) == [("response.incomplete", "shell")]  # it was at its last token
@@ -113,7 +113,7 @@ async def test_batch_over_http(
     gateway: GatewayProcess, service: BatchService, receiver: Receiver
 ) -> None:
     form = {"file": ("x.jsonl", completion_lines(3)), "purpose": (None, "batch")}
-    async with httpx.AsyncClient(base_url=gateway.url, timeout=20) as http:
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=60) as http:
         file = (await http.post("/v1/files", files=form)).json()["id"]
     body = {"input_file_id": file, "endpoint": "/v1/completions", "completion_window": "24h"}
     batch = (await post(gateway, "/v1/batches", receiver.url, body)).json()["id"]
@@ -139,7 +139,7 @@ async def test_header_that_is_no_url_is_refused(
 
 
 async def post(gateway: GatewayProcess, path: str, webhook: str, body: object) -> httpx.Response:
-    async with httpx.AsyncClient(base_url=gateway.url, timeout=20) as client:
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=60) as client:
         return await client.post(path, json=body, headers={HEADER: webhook})
 
 
@@ -148,4 +148,4 @@ async def until_called(service: BatchService, receiver: Receiver) -> None:
         await call_all(service)
         return bool(receiver.calls)
 
-    await wait_until_async(called, "the webhook is called", 20)
+    await wait_until_async(called, "the webhook is called", 60)

@@ -91,7 +91,7 @@ async def test_a_poison_request_is_redriven_and_completes(
     factory = WorkerFactory(redis_url, tmp_path)
     try:
         factory.engine("good", model__path="synthetic")
-        result = await producer.result("poison", timeout=20)
+        result = await producer.result("poison", timeout=60)
     finally:
         factory.close()
     assert (result.state, len(result.token_ids)) == (State.COMPLETED, 12)

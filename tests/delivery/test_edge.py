@@ -86,7 +86,7 @@ async def test_many_requests_with_one_deadline_end_soon_after_it(
     newest_shard: Shard, side: WorkerSide
 ) -> None:
     """One sweep ends no more than 64 of them. The worker is full, so no claim meets them."""
-    shard, count = newest_shard, 1280
+    shard, count = newest_shard, 2560
     for n in range(4):
         await shard.submit(f"running-{n}")
     await side.claim_all(4)
@@ -97,7 +97,7 @@ async def test_many_requests_with_one_deadline_end_soon_after_it(
     async def all_ended() -> bool:
         return await shard.counter("ended:expired") == count
 
-    await eventually(all_ended, "no pause between 20 sweeps", timeout_s=6)  # with pauses: 13 s
+    await eventually(all_ended, "no pause between 40 sweeps", timeout_s=20)  # with pauses: 26 s
     side.redis_loop.stop()
     assert await working
     await shard.check()

@@ -105,9 +105,9 @@ async def test_ends_are_published(shard: Shard) -> None:
     await shard.submit("x")
     async with shard.redis.pubsub() as channel:
         await channel.subscribe(shard.keys.channel("x"))
-        assert (await channel.get_message(timeout=5))["type"] == "subscribe"
+        assert (await channel.get_message(timeout=60))["type"] == "subscribe"
         await shard.ops.cancel("x")
-        message = await channel.get_message(timeout=1)
+        message = await channel.get_message(timeout=60)
     event = unpack_event(message["data"])
     assert isinstance(event, End)
     assert event == await shard.end("x")

@@ -26,7 +26,7 @@ async def listen(shard: Shard, *names: str) -> PubSub:
     channel = shard.redis.pubsub()
     await channel.subscribe(*names)
     for _ in names:
-        assert (await channel.get_message(timeout=5))["type"] == "subscribe"
+        assert (await channel.get_message(timeout=60))["type"] == "subscribe"
     return channel
 
 
@@ -36,7 +36,7 @@ async def drain(channel: PubSub) -> list[tuple[str, list[tuple[str, Chunk | End]
     async with Redis(connection_pool=mark) as redis:
         await redis.publish(next(iter(channel.channels)), b"mark")
     found = []
-    while (message := await channel.get_message(timeout=5))["data"] != b"mark":
+    while (message := await channel.get_message(timeout=60))["data"] != b"mark":
         name = message["channel"].decode()
         if ":inbox:" in name:
             pairs = unpack_letter(message["data"])

@@ -90,12 +90,12 @@ def test_a_confined_producer_asks_and_reads(
         worker = workers.engine("w", model__path="synthetic", model__synthetic_step_ms=5)
         pubsub = acme.pubsub()
         pubsub.subscribe(KEYS.channel("acme.1"))
-        assert pubsub.get_message(timeout=5)
+        assert pubsub.get_message(timeout=60)
         ask = {"id": "acme.1", "prompt": "Hi", "max_tokens": 4, "answer": "json"}
         acme.xadd(KEYS.ingress("acme"), ask)
         message: Any = None
         while message is None or "end" not in message:
-            message = json.loads(pubsub.get_message(timeout=10)["data"])
+            message = json.loads(pubsub.get_message(timeout=60)["data"])
         assert message["state"] == "completed"
         pubsub.close()
         chunks = [json.loads(fields["chunk"]) for _, fields in acme.xrange(KEYS.log("acme.1"))[:-1]]
@@ -271,13 +271,13 @@ def test_a_restart_keeps_what_scripts_wrote(binary: ServerBinary, tmp_path: Path
         for keys_before in (0, 2):
             server = spawn_bound(argv, stdout=subprocess.DEVNULL)
             try:
-                wait_until(lambda: answers(boss), "the server answers", 30)
+                wait_until(lambda: answers(boss), "the server answers", 60)
                 assert boss.dbsize() == keys_before
                 script = "for _, k in ipairs(KEYS) do redis.call('HSET', k, 'n', 1) end"
                 worker.eval(script, 2, KEYS.counters, KEYS.sweep)
             finally:
                 server.kill()
-                server.wait(10)
+                server.wait(60)
 
 
 def answers(client: redis.Redis) -> bool:

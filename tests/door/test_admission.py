@@ -93,9 +93,9 @@ async def test_an_id_in_use_is_not_touched_and_the_answer_is_elsewhere(door: Pla
 async def test_a_refusal_is_an_end_like_any_other(door: PlainDoor) -> None:
     async with door.redis.pubsub() as pubsub:
         await pubsub.subscribe(door.keys.channel("x"))
-        await pubsub.get_message(timeout=5)
+        await pubsub.get_message(timeout=60)
         assert (await door.submit_plainly(id="x", prompt="", answer="json")).verdict == "refused"
-        message = await pubsub.get_message(timeout=5)
+        message = await pubsub.get_message(timeout=60)
     (entry,) = await door.redis.xrange(door.keys.log("x"))
     assert entry[0] == b"0-1"
     assert entry[1] == {b"end": message["data"]}

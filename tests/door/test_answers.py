@@ -74,7 +74,7 @@ async def test_answers_of_a_real_worker(
     workers.engine("w", model__synthetic_step_ms=2, **SYNTHETIC)
     pubsub = client.redis.pubsub()
     pubsub.subscribe(KEYS.channel("whole"))
-    assert pubsub.get_message(timeout=5)
+    assert pubsub.get_message(timeout=60)
     id = client.ask(id="whole", max_tokens=12, seed=3, lane="critical")
     events = client.events(id)
     expected = list(synthetic_tokens(3, [ord(c) for c in "Hi"], 12))
@@ -86,7 +86,7 @@ async def test_answers_of_a_real_worker(
     }  # fmt: skip
     assert (usage["prompt_tokens"], usage["output_tokens"], usage["attempts"]) == (2, 12, 1)
     assert usage["device_us"] > 0
-    heard = [json.loads(pubsub.get_message(timeout=5)["data"]) for _ in events]
+    heard = [json.loads(pubsub.get_message(timeout=60)["data"]) for _ in events]
     assert heard[:-1] == events[:-1]
     pubsub.close()
 

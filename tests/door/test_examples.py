@@ -147,7 +147,7 @@ def test_an_example_waits_for_a_server_that_comes_back(tmp_path: Path) -> None:
             admin.client_kill_filter(_type="normal", skipme=True)
             factory = WorkerFactory(embedded.url, tmp_path)
             factory.engine("w", model__path="synthetic", model__synthetic_step_ms=0)
-            out, _ = process.communicate(timeout=30)
+            out, _ = process.communicate(timeout=60)
             factory.close()
         finally:
             process.kill()

@@ -42,7 +42,7 @@ async def test_worker_clocks_an_hour_wrong(tmp_path: Path, monkeypatch: pytest.M
         victim = await rig.busy()
         assert victim is not None
         assert rig.env.fleet.kill(victim)
-        await asyncio.wait_for(running, 30)
+        await asyncio.wait_for(running, 60)
         assert (await client.result("late", check=False)).reason is Reason.DEADLINE
         accepted, ended = map(
             int, await redis.hmget(keys.request("late"), "accepted_at", "ended_at")

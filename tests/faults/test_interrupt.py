@@ -44,11 +44,11 @@ def test_ended_in_the_middle(number: signal.Signals, tmp_path: Path) -> None:
         assert process.poll() is None, process.communicate()[0].decode()
         seen |= descendants(process.pid)
         process.send_signal(number)
-        output = process.communicate(timeout=30)[0].decode()
+        output = process.communicate(timeout=60)[0].decode()
     finally:
         process.kill()
         process.communicate()
-    wait_until(lambda: not [pid for pid in seen if is_running(pid)], "all processes ended", 20)
+    wait_until(lambda: not [pid for pid in seen if is_running(pid)], "all processes ended", 60)
     if number is not signal.SIGKILL:  # which leaves its directory, as any program does
         assert process.returncode == 130
         assert "Traceback" not in output

@@ -53,7 +53,7 @@ async def test_a_client_works_as_ever(redis_url: str) -> None:
         async with redis.pubsub() as pubsub:
             await pubsub.subscribe("channel")
             await redis.publish("channel", "hello")
-            while (message := await pubsub.get_message(timeout=5))["type"] != "message":
+            while (message := await pubsub.get_message(timeout=60))["type"] != "message":
                 pass
             assert message["data"] == b"hello"
 

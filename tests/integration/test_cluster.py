@@ -50,14 +50,14 @@ class Cluster:
         for i, port in enumerate(self._ports[:3]):
             slots = range(SLOTS * i // 3, SLOTS * (i + 1) // 3)
             self._ask(port, "CLUSTER", "ADDSLOTS", *slots)
-        wait_until(lambda: all(map(self._knows_all, self._ports)), "a cluster", 30)
+        wait_until(lambda: all(map(self._knows_all, self._ports)), "a cluster", 60)
         self.slot = int(self._ask(first, "CLUSTER", "KEYSLOT", KEYS.counters))
         owner = self._ports[self.slot * 3 // SLOTS]
         self.owner, self.replica = self.url(owner), self.url(self._ports[3])
         self.other = self.url(next(port for port in self._ports[:3] if port != owner))
         name = self._ask(owner, "CLUSTER", "MYID")
         self._ask(self._ports[3], "CLUSTER", "REPLICATE", name)
-        wait_until(lambda: self._is_in_step(self._ports[3]), "a replica", 30)
+        wait_until(lambda: self._is_in_step(self._ports[3]), "a replica", 60)
 
     def url(self, port: int) -> str:
         return f"redis://127.0.0.1:{port}/0"
@@ -69,7 +69,7 @@ class Cluster:
     def close(self) -> None:
         for process in self._processes:
             process.kill()
-            process.wait(10)
+            process.wait(60)
 
     def _start_node(self) -> None:
         with socket.socket() as probe:

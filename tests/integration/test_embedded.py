@@ -328,7 +328,7 @@ def test_a_child_outlives_the_thread_that_started_it(use_pipe: bool) -> None:
     task = Path(f"/proc/self/task/{thread.native_id}")
     wait_until(lambda: not task.exists(), "end of the thread")
     # It still answers, and ends as it likes.
-    assert children[0].communicate(b"still here", timeout=10) == (b"still here", None)
+    assert children[0].communicate(b"still here", timeout=60) == (b"still here", None)
     assert children[0].returncode == 0
 
 
@@ -341,7 +341,7 @@ def test_a_child_is_the_program_itself(use_pipe: bool) -> None:
         stdout=subprocess.PIPE,
         use_pipe=use_pipe,
     )
-    output, _ = child.communicate(timeout=10)
+    output, _ = child.communicate(timeout=60)
     first, ignored = output.decode().splitlines()
     assert first == f"{child.pid} zero one"
     assert int(ignored.split()[1], 16) & (1 << signal.SIGPIPE - 1) == 0

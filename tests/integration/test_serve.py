@@ -104,7 +104,7 @@ async def test_it_serves_drains_and_goes_on_where_it_was(tmp_path: Path) -> None
         assert "Traceback" not in served.text
     with serving(tmp_path) as served:
         async with Producer(served.redis_url, model="synthetic") as producer:
-            result = await producer.result("long", timeout=30)
+            result = await producer.result("long", timeout=60)
             assert result.state is State.COMPLETED
             assert result.token_ids == synthetic_tokens(7, [1, 2, 3], 400)
             assert result.usage is not None

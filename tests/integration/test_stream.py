@@ -113,10 +113,10 @@ async def test_a_message_that_never_came_is_found_after_a_second(
 ) -> None:
     async with live_stream(producer, redis_client, writer) as stream:
         await writer.append(3, publish=False)
-        async with asyncio.timeout(2.5):
+        async with asyncio.timeout(30):
             check_output(await read(stream, 3), writer, 2, 5)
         await writer.finish(publish=False)
-        async with asyncio.timeout(2.5):
+        async with asyncio.timeout(30):
             assert await anext(stream, None) is None
         assert stream.end == writer.end()
 
@@ -125,7 +125,7 @@ async def test_who_asks_again_and_again_looks_at_the_log_as_others_do(
     producer: Producer, redis_client: Client, writer: LogWriter
 ) -> None:
     await writer.append(1)
-    async with producer.stream(writer.id, timeout=0.1) as stream, asyncio.timeout(2.5):
+    async with producer.stream(writer.id, timeout=0.1) as stream, asyncio.timeout(30):
         check_output(await read(stream, 1), writer, 0, 1)
         waiting = asyncio.create_task(anext(stream))
         await until_subscribed(redis_client, writer)

@@ -103,7 +103,7 @@ def test_closing_lets_go_of_threads_that_wait(redis_url: str) -> None:
         channel = Keys("demo", 0).channel(stream.id)
         wait_until(lambda: dict(server.pubsub_numsub(channel))[channel.encode()] == 1, "it waits")
     producer.close()
-    reader.join(10)
+    reader.join(60)
     assert [str(error) for error in errors] == ["this producer is closed"]
     stream.close()  # harmless
 
@@ -125,10 +125,10 @@ def test_calls_that_race_with_close_end(redis_url: str) -> None:
         callers = [threading.Thread(target=call, daemon=True) for _ in range(4)]
         for caller in callers:
             caller.start()
-        assert began.wait(10)
+        assert began.wait(60)
         producer.close()
         for caller in callers:
-            caller.join(10)
+            caller.join(60)
             assert not caller.is_alive()
 
 

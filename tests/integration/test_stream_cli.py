@@ -39,7 +39,7 @@ def environment(redis_url: str) -> dict[str, str]:
 def worker(environment: dict[str, str], tmp_path: Path) -> Iterator[None]:
     ready = tmp_path / "ready.json"
     process = spawn_bound([*WORKER, "--ready-file", str(ready)], env=environment)
-    wait_until(ready.exists, "the scripted worker is ready", 30)
+    wait_until(ready.exists, "the scripted worker is ready", 60)
     yield
     process.kill()
     process.wait()
@@ -176,9 +176,9 @@ def test_a_signal_cancels_what_submit_shows(
         program(argv, environment) as process,
         redis.Redis.from_url(redis_url) as client,
     ):
-        wait_until(lambda: client.pubsub_channels(), "the command follows its request", 30)
+        wait_until(lambda: client.pubsub_channels(), "the command follows its request", 60)
         process.send_signal(number)
-        out, err = process.communicate(timeout=20)
+        out, err = process.communicate(timeout=60)
         assert (process.returncode, out, err) == (code, b"", b"cancelled mine\n")
         assert client.hget(KEYS.request("mine"), "state") == b"cancelled"
 
@@ -351,7 +351,7 @@ def test_an_ended_demo_leaves_nothing_running(
         children = children_of(process.pid)
         assert len(children) == 3  # a Redis server and two workers
         process.send_signal(number)
-        _, err = process.communicate(timeout=20)
+        _, err = process.communicate(timeout=60)
         assert process.returncode == (-9 if number == signal.SIGKILL else 130)
         assert err == b""
     wait_until(lambda: not any(map(is_running, children)), "server and worker have ended")

@@ -57,7 +57,7 @@ def place(tmp_path: Path) -> Iterator[str]:
     wait_until(answers, "the server answers")
     yield address
     server.kill()
-    server.wait(10)
+    server.wait(60)
 
 
 @pytest.mark.skipif(not SERVERS, reason="no Redis server of this machine was built with TLS")

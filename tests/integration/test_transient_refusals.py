@@ -168,7 +168,7 @@ async def test_a_claim_that_stops_half_way_loses_nothing(
                 wait_until, lambda: "claim was refused" in worker.log.read_text(), "a refusal"
             )
             await client.execute_command("ACL", "SETUSER", "default", "+xrevrange")
-            result = await producer.result(submitted.id, timeout=30)
+            result = await producer.result(submitted.id, timeout=60)
             assert result.token_ids == synthetic_tokens(1, [7], 5)
     finally:
         workers.close()
@@ -189,7 +189,7 @@ async def test_a_client_tries_again_and_then_says_why(server: Refusing, how: str
             with pytest.raises(RedisUnavailable, match="serves no requests now"):
                 await hasty.cancel("patient")
             assert not submitting.done()
-        assert (await asyncio.wait_for(submitting, 30)).id == "patient"
+        assert (await asyncio.wait_for(submitting, 60)).id == "patient"
         assert (await hasty.submit("x", id="hasty")).id == "hasty"
 
 
@@ -213,7 +213,7 @@ async def test_a_subscription_survives_a_busy_server(server: Refusing) -> None:
                 await hasty.stream(submitted.id).collect()
             assert not reading.done()
         await patient.cancel(submitted.id)
-        assert (await asyncio.wait_for(reading, 30)).end.reason is Reason.CLIENT
+        assert (await asyncio.wait_for(reading, 60)).end.reason is Reason.CLIENT
 
 
 async def test_over_a_unix_socket_too(tmp_path: Path) -> None:
