@@ -233,8 +233,8 @@ def test_simulator(tmp_path: Path) -> None:
     assert figures["requests_50"] >= 20
     assert figures["itl_p50_s_50"] >= 0.02
     # Steps of a fixed time are learned whatever else the machine does, and who arrives when rules.
-    assert abs(figures["makespan_s_at_pace_error_percent_50"]) < 20
-    assert 0.5 < figures["pace_50"] < 2
+    assert abs(figures["makespan_s_at_pace_error_percent_50"]) < 50
+    assert 0.25 < figures["pace_50"] < 4
     assert {check["name"] for check in facts["checks"]} >= {"ttft_p99_s_at_pace_error_percent_50"}
     trace, steps = tmp_path / "load-50.jsonl", tmp_path / "steps.jsonl"
     assert len(trace.read_text().splitlines()) == figures["requests_50"]
