@@ -107,7 +107,7 @@ async def test_ends_are_published(shard: Shard) -> None:
         await channel.subscribe(shard.keys.channel("x"))
         assert (await channel.get_message(timeout=60))["type"] == "subscribe"
         await shard.ops.cancel("x")
-        message = await channel.get_message(timeout=60)
+        message = await channel.get_message(timeout=10)
     event = unpack_event(message["data"])
     assert isinstance(event, End)
     assert event == await shard.end("x")
