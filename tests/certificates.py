@@ -32,5 +32,5 @@ def self_signed(folder: Path) -> tuple[Path, Path]:
 def speaks_tls(binary: ServerBinary) -> bool:
     """Whether it was built with TLS: the server that a wheel brings was not."""
     words = [binary.path, "--port", "0", "--tls-port", "1", "--tls-cert-file", "/nowhere"]
-    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=10)
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=60)
     return "Failed to configure TLS" in done.stdout or "/nowhere" in done.stdout

@@ -185,7 +185,7 @@ def test_a_worker_that_loads_is_healthy_and_replaced_if_it_is_stopped_meanwhile(
 def page(port: int, name: str) -> tuple[int, str]:
     """Status and text of a page; 0 while nobody listens."""
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/{name}", timeout=5) as reply:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/{name}", timeout=30) as reply:
             return reply.status, reply.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()

@@ -136,7 +136,7 @@ def test_redis_cli_takes_the_address(start_redis: Starter) -> None:
     if (program := shutil.which("redis-cli")) is None:
         pytest.skip("there is no redis-cli")
     command = [program, "-u", start_redis().url, "--no-auth-warning", "PING"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.stdout, done.stderr) == ("PONG\n", "")
 
 
