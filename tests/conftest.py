@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import redis
 import redis.asyncio
+from hypothesis import HealthCheck, settings
 
 from penstock.shared.local.embedded import EmbeddedRedis
 from penstock.shared.local.server_binary import ServerBinary, find_servers
@@ -26,6 +27,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # us: those that tests interrupt would not notice.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# A process that stands still for a moment is no finding of a property. All else comes from the
+# profile in force, which Hypothesis chooses by itself on CI.
+settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("patient")
 
 
 DEAREST = (

@@ -146,8 +146,10 @@ async def test_switched_off_nothing_is_kept_in_mind(shard: Shard) -> None:
 
 
 async def test_notes_go_with_the_logs(shard: Shard) -> None:
-    await complete(shard.with_retention(50), "x")
+    await complete(shard, "x")
     assert await noted(shard) == ["x"]
+    await shard.redis.delete(shard.keys.ended)
+    await complete(shard.with_retention(50), "y")
     await shard.wait_ms(60)
     assert await noted(shard) == []
 

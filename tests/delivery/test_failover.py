@@ -38,14 +38,14 @@ class Pair:
         await self.replica.redis.config_set("repl-diskless-load", "swapdb")
         port = self.primary.redis.connection_pool.connection_kwargs["port"]
         await self.replica.redis.execute_command("REPLICAOF", "127.0.0.1", port)
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while not await self.primary.redis.wait(1, 100):
             assert time.monotonic() < deadline, "the replica does not follow"
             await asyncio.sleep(0.01)
 
     async def promote(self) -> None:
         """The replica is cut off, and will be the primary."""
-        assert await self.primary.redis.wait(1, 5000) == 1
+        assert await self.primary.redis.wait(1, 60_000) == 1
         await self.replica.redis.execute_command("REPLICAOF", "NO", "ONE")
 
 

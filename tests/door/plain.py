@@ -129,7 +129,7 @@ class PlainDoor:
             await ingress.close()
             await client.connection_pool.disconnect()
 
-    async def until(self, done: Callable[[], Any], what: str, timeout_s: float = 10) -> None:
+    async def until(self, done: Callable[[], Any], what: str, timeout_s: float = 60) -> None:
         """Poll until ``await done()`` is true."""
         deadline = asyncio.get_running_loop().time() + timeout_s
         while not await done():

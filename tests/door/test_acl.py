@@ -102,13 +102,13 @@ def test_a_confined_producer_asks_and_reads(
         assert sum(len(chunk["ids"]) for chunk in chunks) == 4
         assert acme.xlen(KEYS.log("acme.1")) == len(chunks) + 1
         entry = acme.xadd(KEYS.ingress("acme"), {"prompt": "Hi", "answer": "json", "max_tokens": 0})
-        ((_, ((_, refusal),)),) = acme.xread({KEYS.log(f"acme.{entry}"): "0-0"}, block=10_000)
+        ((_, ((_, refusal),)),) = acme.xread({KEYS.log(f"acme.{entry}"): "0-0"}, block=60_000)
         assert json.loads(refusal["end"])["reason"] == "invalid"
         assert server.admin.hget(KEYS.request("acme.1"), "tenant") == "acme"
         # A forged tenant, and an id of the other tenant's: refused where only acme can read it.
         for forged in ({"tenant": "rival"}, {"id": "rival.1"}):
             entry = acme.xadd(KEYS.ingress("acme"), {"prompt": "Hi", "answer": "json", **forged})
-            ((_, ((_, refusal),)),) = acme.xread({KEYS.log(f"acme.{entry}"): "0-0"}, block=10_000)
+            ((_, ((_, refusal),)),) = acme.xread({KEYS.log(f"acme.{entry}"): "0-0"}, block=60_000)
             assert json.loads(refusal["end"])["reason"] == "invalid"
         assert not server.admin.exists(KEYS.request("rival.1"), KEYS.log("rival.1"))
         assert worker.terminate() == 0

@@ -20,9 +20,9 @@ from penstock.shared.scripts.operations import Bounds
 
 
 async def test_an_entry_becomes_what_submit_makes(door: PlainDoor) -> None:
-    await door.shard.submit("submitted", prompt="Hi", max_tokens=5, tenant="t", max_queue_ms=900)
+    await door.shard.submit("submitted", prompt="Hi", max_tokens=5, tenant="t", max_queue_ms=50_000)
     await door.add_raw(
-        "id", "plain", "prompt", "Hi", "max_tokens", 5, "tenant", "t", "max_queue_ms", 900
+        "id", "plain", "prompt", "Hi", "max_tokens", 5, "tenant", "t", "max_queue_ms", 50_000
     )
     (admitted,) = await door.take_in()
     assert (admitted.verdict, admitted.id) == ("ok", "plain")
@@ -44,7 +44,7 @@ async def test_an_entry_becomes_what_submit_makes(door: PlainDoor) -> None:
         == int(one["deadline"]) - int(one["accepted_at"])
         == 60_000
     )
-    assert int(other["queue_deadline"]) - int(other["accepted_at"]) == 900
+    assert int(other["queue_deadline"]) - int(other["accepted_at"]) == 50_000
     assert await door.left() == (0, 0)
     worker = door.shard.worker("w")
     for claim in await worker.claim(2):

@@ -36,7 +36,7 @@ class PlainClient:
         entry: str = self.redis.xadd(KEYS.ingress(), {"prompt": prompt, "answer": "json", **fields})
         return str(fields.get("id", entry))
 
-    def events(self, id: str, timeout_s: float = 20) -> list[dict[str, Any]]:
+    def events(self, id: str, timeout_s: float = 60) -> list[dict[str, Any]]:
         """Everything up to the end."""
         events: list[dict[str, Any]] = []
         last, deadline = "0-0", time.monotonic() + timeout_s
@@ -94,7 +94,7 @@ async def test_answers_of_a_real_worker(
     cut = "".join(map(chr, expected)).partition(chr(expected[5]))[0]
     assert (text_of(stopped), stopped[-1]["reason"]) == (cut, "stop")
 
-    expired = client.events(client.ask(max_tokens=5000, deadline_ms=150))
+    expired = client.events(client.ask(max_tokens=5000, deadline_ms=1500))
     usage = expired[-1].pop("usage")
     assert (usage["prompt_tokens"], usage["output_tokens"]) == (2, len(ids_of(expired)))
     assert expired[-1] == {
@@ -103,7 +103,7 @@ async def test_answers_of_a_real_worker(
     }  # fmt: skip
 
     running = client.ask(id="running", max_tokens=5000)
-    client.redis.xread({KEYS.log(running): "0-0"}, block=5000)
+    client.redis.xread({KEYS.log(running): "0-0"}, block=60_000)
     async with Producer(redis_url) as producer:
         assert (await producer.cancel(running)).changed
         cancelled = client.events(running)
@@ -122,13 +122,14 @@ async def test_answers_of_a_real_worker(
 def test_a_json_stream_goes_on_after_its_worker_was_killed(
     workers: WorkerFactory, client: PlainClient
 ) -> None:
-    settings = {**SYNTHETIC, "model__synthetic_step_ms": 10, "worker__lease_ms": 300}
-    first = workers.engine("first", **settings)
+    settings = {**SYNTHETIC, "worker__lease_ms": 300}
+    # Slow enough that it is still at work when it is killed.
+    first = workers.engine("first", model__synthetic_step_ms=100, **settings)
     id = client.ask(max_tokens=60, seed=9)
-    client.redis.xread({KEYS.log(id): "5-0"}, block=10_000)
+    client.redis.xread({KEYS.log(id): "5-0"}, block=60_000)
     first.kill()
     unseen = [client.ask(max_tokens=2) for _ in range(20)]
-    workers.engine("second", **settings)
+    workers.engine("second", model__synthetic_step_ms=10, **settings)
     events = client.events(id)
     assert ids_of(events) == list(synthetic_tokens(9, [ord(c) for c in "Hi"], 60))
     assert events[-1]["usage"]["attempts"] == 2
@@ -191,7 +192,7 @@ def test_latency_of_a_plain_request_to_an_idle_worker(
     for _ in range(20):
         began = time.perf_counter()
         id = client.ask(max_tokens=1)
-        client.redis.xread({KEYS.log(id): "0-0"}, block=5000)
+        client.redis.xread({KEYS.log(id): "0-0"}, block=60_000)
         to_token.append((time.perf_counter() - began) * 1000)
         to_claim.append(client.events(id)[-1]["usage"]["queue_ms"])
     print(

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import redis
 from door.test_acl import Server
+from waiting import wait_until
 from workers import WorkerFactory
 
 from penstock.shared.keys import Keys
@@ -142,8 +143,10 @@ def test_an_example_waits_for_a_server_that_comes_back(tmp_path: Path) -> None:
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
         try:
-            while not admin.exists(KEYS.ingress()):
-                assert process.poll() is None
+            wait_until(
+                lambda: admin.exists(KEYS.ingress()) or process.poll() is not None, "it has asked"
+            )
+            assert process.poll() is None
             admin.client_kill_filter(_type="normal", skipme=True)
             factory = WorkerFactory(embedded.url, tmp_path)
             factory.engine("w", model__path="synthetic", model__synthetic_step_ms=0)
