@@ -17,6 +17,7 @@ from pydantic import (
     model_validator,
 )
 
+from ..quoting import one_line
 from ..redis.address import check_address, with_password
 from .batcher_section import BatcherSettings
 from .batches_section import BatchesSettings
@@ -92,7 +93,8 @@ class RedisSettings(Section):
         try:
             password = Path(path).read_text("utf-8").strip()
         except (OSError, ValueError) as error:
-            raise ValueError(f"password_file {path} cannot be read: {error}") from None
+            reason = one_line(f"password_file {path} cannot be read: {error}", 500)
+            raise ValueError(reason) from None
         return {**values, "url": with_password(url, password)}
 
     @field_validator("url")

@@ -231,6 +231,8 @@ def test_a_password_file_takes_the_place_of_a_password(tmp_path: Path) -> None:
     assert load_settings({"redis.password_file": secret}).redis.url is None
     with pytest.raises(ConfigurationError, match=r"password_file .*none cannot be read"):
         load_settings(flags | {"redis.password_file": tmp_path / "none"})
+    with pytest.raises(ConfigurationError, match=r"password_file \\ud800 cannot be read"):
+        load_settings(flags | {"redis.password_file": "\ud800"})
 
 
 def test_settings_are_immutable() -> None:
