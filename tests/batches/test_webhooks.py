@@ -18,6 +18,7 @@ from penstock.producer.batches.webhooks.deliveries import (
     Delivery,
     signing_keys,
 )
+from penstock.producer.batches.webhooks.public_address import is_public
 from penstock.producer.batches.webhooks.webhook_url import check_webhook_url
 from penstock.shared.errors import ConfigurationError, InvalidRequest
 
@@ -43,13 +44,52 @@ async def test_openais_own_client_accepts_the_signature(receiver: Receiver, secr
 
 @pytest.mark.parametrize(
     "host", ["127.0.0.1", "localhost", "[::1]", "10.0.0.1", "192.168.1.1", "169.254.169.254",
-             "[fe80::1]", "[::ffff:127.0.0.1]", "0.0.0.0", "100.64.0.1"],
+             "[fe80::1]", "[::ffff:127.0.0.1]", "[64:ff9b::7f00:1]", "0.0.0.0", "100.64.0.1"],
 )  # fmt: skip
 async def test_address_that_is_not_public_is_not_called(host: str, receiver: Receiver) -> None:
     caller = WebhookCaller((), allow_private=False)
     with pytest.raises(CallFailed, match="not public"):
         await caller.call(delivery(f"http://{host}:{receiver.server_port}/hook"))
     assert not receiver.calls
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "::ffff:10.0.0.1",
+        "::127.0.0.1",  # IPv4-compatible
+        "::ffff:0:127.0.0.1",  # SIIT
+        "64:ff9b::169.254.169.254",
+        "64:ff9b::10.0.0.1",
+        "64:ff9b:1::8.8.8.8",  # NAT64 of a network's own
+        "2002:7f00:1::1",  # 6to4 of 127.0.0.1
+        "2002:c0a8:101::1",
+        "2001:0:808:808:0:0:f5ff:fffe",  # Teredo of 10.0.0.1
+        "2001:0:808:808::f7f7:f7f7",  # Teredo of 8.8.8.8
+        "2a00:1450::5efe:7f00:1",  # ISATAP
+        "2a00:1450::200:5efe:a00:1",
+        "fe80::1%lo", "fec0::1", "fd00::1", "ff0e::1", "2001:db8::1", "4000::1", "240.0.0.1",
+    ],
+)  # fmt: skip
+def test_address_that_leads_behind_the_firewall_is_not_public(address: str) -> None:
+    assert not is_public(address)
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["8.8.8.8", "::ffff:8.8.8.8", "64:ff9b::8.8.8.8", "2002:808:808::1", "2606:4700::1111",
+     "2a00:1450::5efe:808:808"],
+)  # fmt: skip
+def test_public_address_is_public_however_it_is_written(address: str) -> None:
+    assert is_public(address)
+
+
+@pytest.mark.parametrize("host", ["xn--a", "☃.net", "[v1.x]"])
+async def test_host_that_no_name_server_can_know_is_a_failed_call(host: str) -> None:
+    """Not an exception of some library: the call would be made again without end."""
+    url = check_webhook_url(f"http://{host}/")
+    with pytest.raises(CallFailed, match="cannot be called"):
+        await WebhookCaller((), allow_private=False).call(delivery(url))
 
 
 @pytest.mark.parametrize("status", [302, 400, 500])

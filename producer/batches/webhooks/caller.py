@@ -8,7 +8,6 @@ Redirects are not followed.
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -16,6 +15,7 @@ from collections.abc import Callable, Sequence
 import httpx
 
 from .deliveries import Delivery
+from .public_address import is_public
 
 __all__ = ["CallFailed", "WebhookCaller"]
 
@@ -61,8 +61,11 @@ class WebhookCaller:
         self._on_call(True)
 
     async def _call(self, delivery: Delivery) -> None:
-        url = httpx.URL(delivery.url)
-        host = url.host
+        try:
+            url = httpx.URL(delivery.url)
+            host = url.host
+        except (httpx.InvalidURL, UnicodeError) as error:  # a host that IDNA does not allow
+            raise CallFailed(f"the URL cannot be called: {error}"[:500]) from None
         address = await self._resolve(host, url.port or (443 if url.scheme == "https" else 80))
         headers = {**delivery.headers(self._keys, int(time.time())), "host": url.netloc.decode()}
         try:
@@ -97,17 +100,9 @@ class WebhookCaller:
         addresses = [str(entry[4][0]) for entry in found]
         if not self._allow_private:
             for address in addresses:
-                if not _is_public(address):
+                if not is_public(address):
                     raise CallFailed(
                         f"{host} has the address {address}, which is not public; "
                         "batches.webhook_private allows it"
                     )
         return addresses[0]
-
-
-def _is_public(address: str) -> bool:
-    parsed = ipaddress.ip_address(address.partition("%")[0])
-    mapped = getattr(parsed, "ipv4_mapped", None)
-    if mapped is not None:
-        parsed = mapped
-    return parsed.is_global and not parsed.is_multicast
