@@ -17,6 +17,7 @@ from penstock.gpu_worker.model.checkpoints.gguf_file import GGUFSource
 from penstock.gpu_worker.model.loading.checkpoint import load_config
 from penstock.gpu_worker.model.loading.fingerprint import fingerprint_of
 from penstock.gpu_worker.model.loading.loader import load_model
+from penstock.gpu_worker.model.quantization.formats.gguf_blocks import BLOCKS, repack
 from penstock.gpu_worker.model.quantization.quantized_modules import (
     QuantizedEmbedding,
     QuantizedLinear,
@@ -24,7 +25,7 @@ from penstock.gpu_worker.model.quantization.quantized_modules import (
 from penstock.shared.errors import ModelError, UnsupportedModel
 
 HIDDEN, INNER, HEADS, KV_HEADS, LAYERS = 256, 256, 4, 2, 2
-KINDS = ["Q4_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "F16", "BF16"]
+KINDS = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "F16", "BF16"]
 TOKENS = [*bytes_to_unicode().values(), "th", "<bos>", "<eos>"]
 
 
@@ -32,8 +33,10 @@ def coded(kind: str, shape: tuple[int, int], seed: int) -> tuple[np.ndarray, np.
     """Random blocks and what they stand for, by the package gguf."""
     draw = np.random.default_rng(seed)
     kinds = gguf.GGMLQuantizationType[kind]
-    if kind in ("F16", "BF16", "Q4_0", "Q4_1", "Q8_0"):
+    if not kind.endswith("_K"):
         values = draw.normal(0, 1.2 * shape[1] ** -0.5, shape).astype(np.float32)
+        values[0, :32] = 0  # groups without scale or least
+        values[1, :32] = 0.01  # a group with a least alone
         data = gguf.quantize(values, kinds)
         return data, gguf.dequantize(data, kinds)
     block, size = gguf.GGML_QUANT_SIZES[kinds]
@@ -149,6 +152,18 @@ def test_tokens_are_those_of_the_dequantised_model(kind: str, tmp_path: Path) ->
         loaded.close()
 
 
+@pytest.mark.parametrize("kind", sorted(BLOCKS))
+def test_every_weight_is_what_gguf_says(kind: str) -> None:
+    data, values = coded(kind, (64, 512), 3)
+    form = repack(kind, torch.from_numpy(data), 512)
+    # A least beside a scale is rounded to units of codes.
+    assert torch.allclose(form.dequantize(), torch.from_numpy(values), rtol=0, atol=1e-6)
+    if form.zeros is None:
+        assert torch.equal(form.dequantize(), torch.from_numpy(values))
+    with pytest.raises(ValueError, match=f"are no {kind} of 480 weights"):
+        repack(kind, torch.from_numpy(data), 480)
+
+
 def test_bad_files(tmp_path: Path) -> None:
     file = tmp_path / "tiny.gguf"
     write(file, "Q8_0", tied=False)
@@ -160,6 +175,6 @@ def test_bad_files(tmp_path: Path) -> None:
 
 def test_types_that_are_not_served(tmp_path: Path) -> None:
     file = tmp_path / "tiny.gguf"
-    write(file, "Q4_1", tied=False)
-    with pytest.raises(UnsupportedModel, match=r"is Q4_1; served: Q4_0, Q8_0, Q4_K"):
+    write(file, "TQ2_0", tied=False)
+    with pytest.raises(UnsupportedModel, match=r"is TQ2_0; served: Q4_0, Q4_1, Q5_0, Q5_1, Q8_0"):
         load_model(file, device="cpu")

@@ -47,6 +47,27 @@ def _q4_0(blocks: Tensor, outputs: int) -> QuantizedWeight:
     )
 
 
+def _q4_1(blocks: Tensor, outputs: int) -> QuantizedWeight:
+    """As Q4_0, but codes count from a least: fp16 scale and least; 16 bytes of codes."""
+    data = blocks[:, 4:]
+    codes = torch.cat((data & 15, data >> 4), dim=1)
+    return _with_leasts(4, codes, _half(blocks, 0), -_half(blocks, 2), outputs)
+
+
+def _q5_0(blocks: Tensor, outputs: int) -> QuantizedWeight:
+    """As Q4_0, but 4 bytes before the codes have their fifth bits: bit ``i`` for code ``i``."""
+    codes = _five_bits(blocks[:, 2:6], blocks[:, 6:]).view(torch.int8) - 16
+    return QuantizedWeight(
+        5, codes.view(outputs, -1), _half(blocks, 0).view(outputs, -1), group_size=32
+    )
+
+
+def _q5_1(blocks: Tensor, outputs: int) -> QuantizedWeight:
+    """As Q4_1, with fifth bits as Q5_0 has them."""
+    codes = _five_bits(blocks[:, 4:8], blocks[:, 8:])
+    return _with_leasts(5, codes, _half(blocks, 0), -_half(blocks, 2), outputs)
+
+
 def _q8_0(blocks: Tensor, outputs: int) -> QuantizedWeight:
     """fp16 scale; 32 codes int8."""
     codes = blocks[:, 2:].contiguous().view(torch.int8)
@@ -57,15 +78,14 @@ def _q8_0(blocks: Tensor, outputs: int) -> QuantizedWeight:
 
 def _q4_k(blocks: Tensor, outputs: int) -> QuantizedWeight:
     """fp16 scale and least; 12 bytes of scales and leasts; 128 bytes of codes."""
-    codes = _by_halves(blocks[:, 16:])
-    return _with_leasts(4, blocks, codes, outputs)
+    return _with_leasts(4, _by_halves(blocks[:, 16:]), *_scales_and_leasts(blocks), outputs)
 
 
 def _q5_k(blocks: Tensor, outputs: int) -> QuantizedWeight:
     """As Q4_K, but 32 bytes before the codes have their fifth bits: bit ``g`` for group ``g``."""
     high = blocks[:, 16:48].unsqueeze(1) >> torch.arange(8, dtype=torch.uint8).view(1, 8, 1)
     codes = _by_halves(blocks[:, 48:]) | ((high & 1) << 4).flatten(1)
-    return _with_leasts(5, blocks, codes, outputs)
+    return _with_leasts(5, codes, *_scales_and_leasts(blocks), outputs)
 
 
 def _q6_k(blocks: Tensor, outputs: int) -> QuantizedWeight:
@@ -79,13 +99,18 @@ def _q6_k(blocks: Tensor, outputs: int) -> QuantizedWeight:
     return QuantizedWeight(6, codes.view(outputs, -1), scales.view(outputs, -1), group_size=16)
 
 
-def _with_leasts(bits: int, blocks: Tensor, codes: Tensor, outputs: int) -> QuantizedWeight:
-    """``scale * code - least``; the form has ``scale * (code - zero)``."""
+def _scales_and_leasts(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Of the eight groups of each block of Q4_K or Q5_K: six bits each, in 12 bytes."""
     first, second, both = blocks[:, 4:16].view(-1, 3, 4).unbind(1)
     scales = torch.cat((first & 63, (both & 15) | ((first >> 2) & 48)), dim=1)
     leasts = torch.cat((second & 63, (both >> 4) | ((second >> 2) & 48)), dim=1)
-    scale = _half(blocks, 0) * scales.float()
-    least = _half(blocks, 2) * leasts.float()
+    return _half(blocks, 0) * scales.float(), _half(blocks, 2) * leasts.float()
+
+
+def _with_leasts(
+    bits: int, codes: Tensor, scale: Tensor, least: Tensor, outputs: int
+) -> QuantizedWeight:
+    """``scale * code - least`` in groups of 32; the form has ``scale * (code - zero)``."""
     # A group of equal weights has no scale: it becomes code 0 around zero point 1, times its least.
     flat = scale == 0
     scale = torch.where(flat, torch.where(least == 0, 1.0, least), scale)
@@ -100,6 +125,12 @@ def _with_leasts(bits: int, blocks: Tensor, codes: Tensor, outputs: int) -> Quan
     )
 
 
+def _five_bits(high: Tensor, low: Tensor) -> Tensor:
+    """32 codes of 16 bytes with their low four bits and 4 bytes with their fifth."""
+    bits = (high.unsqueeze(2) >> torch.arange(8, dtype=torch.uint8)) & 1
+    return torch.cat((low & 15, low >> 4), dim=1) | (bits << 4).flatten(1)
+
+
 def _by_halves(data: Tensor) -> Tensor:
     """Codes of 128 bytes: of each 32, the low halves are a group and the high ones the next."""
     return nibbles(data.reshape(-1, 4, 32)).view(-1, 4, 32, 2).transpose(2, 3).reshape(-1, _BLOCK)
@@ -112,6 +143,9 @@ def _half(blocks: Tensor, begin: int) -> Tensor:
 
 BLOCKS: Mapping[str, tuple[int, int, Callable[[Tensor, int], QuantizedWeight]]] = {
     "Q4_0": (32, 18, _q4_0),
+    "Q4_1": (32, 20, _q4_1),
+    "Q5_0": (32, 22, _q5_0),
+    "Q5_1": (32, 24, _q5_1),
     "Q8_0": (32, 34, _q8_0),
     "Q4_K": (_BLOCK, 144, _q4_k),
     "Q5_K": (_BLOCK, 176, _q5_k),
