@@ -19,6 +19,7 @@ from penstock.gpu_worker.model.loading.loader import load_model
 from penstock.gpu_worker.model.quantization.quantized_modules import QuantizedLinear
 from penstock.gpu_worker.model.quantization.quantizers import quantize_int4
 from penstock.gpu_worker.model.quantization.scale_search import search_scales
+from penstock.producer.cli import main
 from penstock.shared.errors import ConfigurationError, UnsupportedModel
 from penstock.tools.verify.options import VerifyOptions
 from penstock.tools.verify.verification import verify_model
@@ -117,14 +118,55 @@ def test_verify_compares_with_the_full_model(
 
 
 def test_bad_input(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="exists already"):
-        quantize_checkpoint(checkpoint("llama"), tmp_path, OPTIONS["int8"], silent)
-    target = tmp_path / "coded"
-    quantize_checkpoint(checkpoint("llama"), target, OPTIONS["int8"], silent)
-    with pytest.raises(UnsupportedModel, match="quantised already"):
+    full, target = checkpoint("llama"), tmp_path / "coded"
+    with pytest.raises(ConfigurationError, match=r"target: got '.*', which exists already; name"):
+        quantize_checkpoint(full, tmp_path, OPTIONS["int8"], silent)
+    quantize_checkpoint(full, target, OPTIONS["int8"], silent)
+    with pytest.raises(
+        UnsupportedModel, match=r"source: '.*' is quantised already \(compressed-tensors\); give"
+    ):
         quantize_checkpoint(target, tmp_path / "again", OPTIONS["int8"], silent)
     with pytest.raises(ConfigurationError, match="no text in it has two tokens"):
-        quantize_checkpoint(
-            checkpoint("llama"), tmp_path / "other", QuantizeOptions(texts=("",)), silent
-        )
+        quantize_checkpoint(full, tmp_path / "other", QuantizeOptions(texts=("",)), silent)
+    with pytest.raises(ConfigurationError, match="--group-size: got 7, which divides the inputs"):
+        quantize_checkpoint(full, tmp_path / "other", QuantizeOptions(group_size=7), silent)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["coded"]
+
+
+def test_a_target_that_cannot_be_written(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigurationError, match=r"target: '.*' cannot be written \(.*\); make"):
+        quantize_checkpoint(checkpoint("llama"), tmp_path / "file/new", OPTIONS["int8"], silent)
+
+
+def test_a_source_whose_weights_are_in_other_files(
+    checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    for path in checkpoint("llama").iterdir():
+        if path.suffix == ".json":
+            (tmp_path / path.name).write_bytes(path.read_bytes())
+    with pytest.raises(UnsupportedModel, match=r"source: '.*' has no \*\.safetensors, which alone"):
+        quantize_checkpoint(tmp_path, tmp_path / "new", OPTIONS["int8"], silent)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--method", "q4"], "error: --method: got 'q4'; allowed: int4, int8, fp8"),
+        (["--method", "int8", "--group-size", "32"], "error: --group-size: got 32 with --method"),
+        (["--method", "fp8", "--asymmetric"], "error: --asymmetric: got True with --method fp8"),
+        (["--texts", "empty.txt"], "error: --texts: empty.txt has no text; give a file"),
+        (["--texts", "none.txt"], "error: --texts: none.txt cannot be read"),
+    ],
+)
+def test_options_that_cannot_be_are_one_line(
+    arguments: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty.txt").write_text("\n \n")
+    assert main(["quantize", "demo", "new", *arguments]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith(says)
+    assert told.count("\n") == 1
+    assert not (tmp_path / "new").exists()

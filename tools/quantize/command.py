@@ -30,8 +30,9 @@ def quantize(
     *,
     method: Annotated[str, typer.Option(help="int4, int8 or fp8.")] = "int4",
     group_size: Annotated[
-        int, typer.Option(help="Inputs that share a scale, of int4.", min=1)
-    ] = 64,
+        int | None,
+        typer.Option(help="Inputs that share a scale, of int4.", min=1, show_default="64"),
+    ] = None,
     asymmetric: Annotated[
         bool, typer.Option("--asymmetric", help="int4 between a group's extremes.")
     ] = False,
@@ -52,6 +53,12 @@ def quantize(
     """
     if method not in _METHODS:
         raise ConfigurationError(f"--method: got {method!r}; allowed: {', '.join(_METHODS)}")
+    if method != "int4":
+        for flag, given in (("--group-size", group_size), ("--asymmetric", asymmetric)):
+            if given:
+                raise ConfigurationError(
+                    f"{flag}: got {given} with --method {method}; int4 alone has it: leave it out"
+                )
     from penstock.gpu_worker.model.checkpoints.checkpoint_quantizer import (
         QuantizeOptions,
         quantize_checkpoint,
@@ -59,7 +66,7 @@ def quantize(
 
     options = QuantizeOptions(
         method=method,  # type: ignore[arg-type]
-        group_size=group_size,
+        group_size=64 if group_size is None else group_size,
         symmetric=not asymmetric,
         texts=() if texts is None else _lines(texts),
     )
@@ -82,8 +89,13 @@ def _lines(path: Path) -> Sequence[str]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"--texts: {path} cannot be read: {error}") from error
-    return tuple(line for line in lines if line.strip())
+        raise ConfigurationError(
+            f"--texts: {path} cannot be read ({error}); give a file of UTF-8 text"
+        ) from error
+    texts = tuple(line for line in lines if line.strip())
+    if not texts:
+        raise ConfigurationError(f"--texts: {path} has no text; give a file with a text a line")
+    return texts
 
 
 def _show(reports: Sequence[LayerReport], totals: dict[str, float], target: Path) -> None:

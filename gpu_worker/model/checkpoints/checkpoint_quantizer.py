@@ -5,19 +5,28 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from penstock.shared.errors import ConfigurationError, UnsupportedModel
 
-from ..loading.checkpoint import find_checkpoint, load_config, load_tokenizer, load_weights, quiet
+from ..loading.checkpoint import (
+    find_checkpoint,
+    load_config,
+    load_tokenizer,
+    load_weights,
+    one_line,
+    quiet,
+)
 from ..quantization.form import QuantizedWeight
 from ..quantization.formats.compressed_writer import compressed_config, compressed_tensors_of
 from ..quantization.formats.stored_tensors import StoredTensors
@@ -83,30 +92,75 @@ def quantize_checkpoint(
     appears when all is written.
 
     Raises:
-        ConfigurationError: ``target`` exists, or the texts are shorter than two tokens.
-        UnsupportedModel: the source is quantised already.
+        ConfigurationError: ``target`` exists or cannot be written, the texts are shorter than two
+            tokens, or groups of that size divide no layer's inputs.
+        UnsupportedModel: the source is quantised already, or its weights are in other files.
         ModelError: the source cannot be read.
     """
     folder = find_checkpoint(source)
     if target.exists():
-        raise ConfigurationError(f"{target} exists already; name a directory that does not")
+        raise ConfigurationError(
+            f"target: got {str(target)!r}, which exists already; name a directory that does not"
+        )
     with quiet():
         config = load_config(folder)
-        if getattr(config, "quantization_config", None) is not None:
-            raise UnsupportedModel(f"{folder} is quantised already; give the full checkpoint")
+        _check_source(folder, config)
         layers = _linear_layers(config)
     tensors = StoredTensors(folder)
     names = [name for name in layers if f"{name}.weight" in tensors.names]
-    importance = _importance(folder, config, names, options.texts, progress)
+    try:
+        with _scratch(target) as new:
+            importance = _importance(folder, config, names, options.texts, progress)
+            writer = _Writer(tensors, new, options, importance, progress)
+            reports = writer.write(names)
+            if writer.example is None:
+                raise _nothing_quantised(folder, reports, options)
+            _copy_rest(folder, new, writer, writer.example, [r.name for r in reports if r.kept])
+            new.rename(target)
+    except (OSError, SafetensorError) as error:
+        raise ConfigurationError(
+            f"target: {str(target)!r} cannot be written ({one_line(error)}); "
+            "make room there, or name a directory elsewhere"
+        ) from error
+    return reports
+
+
+@contextmanager
+def _scratch(target: Path) -> Iterator[Path]:
+    """A new directory beside ``target``, which is gone afterwards unless it was renamed."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".quantize-") as scratch:
         new = Path(scratch) / "new"
         new.mkdir(mode=0o755)
-        writer = _Writer(tensors, new, options, importance, progress)
-        reports = writer.write(names)
-        _copy_rest(folder, new, writer, [r.name for r in reports if r.kept])
-        new.rename(target)
-    return reports
+        yield new
+
+
+def _check_source(folder: Path, config: Any) -> None:
+    described = getattr(config, "quantization_config", None)
+    if described is not None:
+        tree = described if isinstance(described, dict) else described.to_dict()
+        raise UnsupportedModel(
+            f"source: {str(folder)!r} is quantised already ({tree.get('quant_method')}); "
+            "give the full checkpoint, or serve this one as it is"
+        )
+    if folder.is_file() or not any(folder.glob("*.safetensors")):
+        raise UnsupportedModel(
+            f"source: {str(folder)!r} has no *.safetensors, which alone are quantised; "
+            "give the full model as transformers' save_pretrained writes it"
+        )
+
+
+def _nothing_quantised(
+    folder: Path, reports: Sequence[LayerReport], options: QuantizeOptions
+) -> Exception:
+    if reports and all(report.kept.startswith("groups of") for report in reports):
+        return ConfigurationError(
+            f"--group-size: got {options.group_size}, which divides the inputs of no layer in "
+            f"{str(folder)!r}; allowed: a divisor of a layer's inputs, such as 32"
+        )
+    return UnsupportedModel(
+        f"source: {str(folder)!r} has no linear layer that can be quantised; serve it as it is"
+    )
 
 
 class _Writer:
@@ -215,14 +269,14 @@ def _importance(
     return mean_squares(model, names, told())
 
 
-def _copy_rest(folder: Path, target: Path, writer: _Writer, kept: Sequence[str]) -> None:
-    if writer.example is None:
-        raise UnsupportedModel(f"{folder} has no linear layer that can be quantised")
+def _copy_rest(
+    folder: Path, target: Path, writer: _Writer, example: QuantizedWeight, kept: Sequence[str]
+) -> None:
     for path in folder.iterdir():
         if path.is_file() and path.suffix not in (".safetensors", ".bin", ".pt", ".gguf"):
             shutil.copy(path, target / path.name)
     tree = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    tree["quantization_config"] = compressed_config(writer.example, ["lm_head", *kept])
+    tree["quantization_config"] = compressed_config(example, ["lm_head", *kept])
     (target / "config.json").write_text(json.dumps(tree, indent=2), encoding="utf-8")
     if (folder / _INDEX).is_file():
         index = {"metadata": {"total_size": writer.num_bytes}, "weight_map": writer.places}
