@@ -11,6 +11,9 @@ JOBS   ?= 2
 BIN    := $(VENV)/bin
 EXTRAS := worker,gateway,batch,embedded,dev
 
+# Tests start a thousand processes; without cached bytecode each compiles every module again.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Strict, because only then type checkers see the mapped folders. Strict links file by file, so
 # that an added or removed file needs the links made again.
 EDITABLE := --config-settings editable_mode=strict

@@ -1,4 +1,7 @@
-"""Replies that are lost after the server has executed: each script of workers and clients."""
+"""Replies that are lost after the server has executed: each script of workers and clients.
+
+``tests/delivery/test_lost_operator_replies.py`` does the same with those of operators.
+"""
 
 from __future__ import annotations
 
@@ -121,7 +124,7 @@ async def _all_exist(redis: Redis, keys: Sequence[str]) -> bool:
     return int(await redis.exists(*keys)) == len(keys)
 
 
-@pytest.mark.parametrize("repetitions", [1, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("repetitions", [SHORT, LONG])
 async def test_reply_to_the_release_of_a_drain_is_lost(tmp_path: Path, repetitions: int) -> None:
     """It ends in order all the same: exit code 0, and nothing is left to the lease."""
     async with open_rig(tmp_path, tokens=200, lease_ms=120_000) as rig:
