@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 
 from penstock.shared.errors import ConfigurationError, InvalidRequest
-from penstock.shared.protocol import Lane
+from penstock.shared.protocol import Lane, check_tenant
 from penstock.shared.redis.retrying_client import RetryingClient
 from penstock.shared.settings import Settings
 
@@ -96,6 +96,7 @@ class BatchService:
             UnknownFile: this tenant has no such file.
         """
         line_endpoint(endpoint)
+        check_tenant(tenant)
         low, high = _WINDOW_S
         if not low <= window_s <= high:
             raise InvalidRequest("window", window_s, f"{low} to {high} seconds")
@@ -216,15 +217,21 @@ def _check_metadata(metadata: Mapping[str, str] | None) -> dict[str, str] | None
         return None
     allowed = (
         f"at most {_MAX_METADATA} pairs of text: names of at most {_MAX_KEY_CHARS} characters, "
-        f"values of at most {_MAX_VALUE_CHARS}"
+        f"values of at most {_MAX_VALUE_CHARS}, without lone surrogates"
     )
     right = len(metadata) <= _MAX_METADATA and all(
         isinstance(name, str)
         and len(name) <= _MAX_KEY_CHARS
         and isinstance(value, str)
         and len(value) <= _MAX_VALUE_CHARS
+        and _is_whole(name + value)
         for name, value in metadata.items()
     )
     if not right:
         raise InvalidRequest("metadata", metadata, allowed)
     return dict(metadata)
+
+
+def _is_whole(text: str) -> bool:
+    """Whether no half of a surrogate pair is in a text, which JSON's escapes can write."""
+    return text.isascii() or not any("\ud800" <= char <= "\udfff" for char in text)

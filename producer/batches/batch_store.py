@@ -12,6 +12,7 @@ from redis.exceptions import WatchError
 
 from penstock.shared.errors import PenstockError
 from penstock.shared.keys import BatchKeys
+from penstock.shared.protocol import check_tenant
 from penstock.shared.redis.retrying_client import RetryingClient
 
 from .records import Batch
@@ -73,6 +74,8 @@ class BatchStore:
         Raises:
             UnknownBatch: there is none.
         """
+        if not batch_id.isascii():  # it may not even have bytes
+            raise UnknownBatch(batch_id)
         data = await self._client.call(lambda: self._redis.get(self._keys.batch(batch_id)))
         batch = None if data is None else Batch.model_validate_json(data)
         if batch is None or (tenant is not None and batch.tenant != tenant):
@@ -91,10 +94,13 @@ class BatchStore:
 
         Raises:
             UnknownBatch: ``after`` is none of them.
+            InvalidRequest: no tenant can have this name.
         """
-        index = self._keys.batches(tenant)
+        index = self._keys.batches(check_tenant(tenant))
         start = 0
         if after is not None:
+            if not after.isascii():
+                raise UnknownBatch(after)
             rank = await self._client.call(lambda: self._redis.zrevrank(index, after))
             if rank is None:
                 raise UnknownBatch(after)

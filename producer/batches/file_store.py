@@ -8,6 +8,7 @@ from collections.abc import AsyncIterable, AsyncIterator
 
 from penstock.shared.errors import InvalidRequest, PenstockError
 from penstock.shared.keys import BatchKeys
+from penstock.shared.protocol import check_tenant
 from penstock.shared.redis.retrying_client import RetryingClient
 
 from .records import FilePurpose, StoredFile, new_file_id
@@ -57,8 +58,9 @@ class FileStore:
 
         Raises:
             FileTooLarge: it is larger than allowed.
-            InvalidRequest: it is empty.
+            InvalidRequest: it is empty, or no tenant can have this name.
         """
+        check_tenant(tenant)
         file_id = new_file_id()
         writer = await asyncio.to_thread(self._storage.writer, self.body(file_id))
         try:
@@ -76,7 +78,7 @@ class FileStore:
             StoredFile(
                 id=file_id,
                 tenant=tenant,
-                filename=filename,
+                filename=filename.encode(errors="replace").decode(),  # of disks without UTF-8
                 purpose=FilePurpose.BATCH,
                 size=writer.size,
                 created_at=int(time.time()),
@@ -108,6 +110,8 @@ class FileStore:
         Raises:
             UnknownFile: there is none.
         """
+        if not file_id.isascii():  # it may not even have bytes
+            raise UnknownFile(file_id)
         data = await self._client.call(lambda: self._redis.get(self._keys.file(file_id)))
         file = None if data is None else StoredFile.model_validate_json(data)
         if file is None or (tenant is not None and file.tenant != tenant):
@@ -127,8 +131,9 @@ class FileStore:
 
         Raises:
             UnknownFile: ``after`` is none of them.
+            InvalidRequest: no tenant can have this name.
         """
-        index = self._keys.files(tenant)
+        index = self._keys.files(check_tenant(tenant))
         ids = await self._client.call(lambda: self._redis.zrange(index, 0, -1, desc=newest_first))
         names = [name.decode() for name in ids]
         if after is not None:

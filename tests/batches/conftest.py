@@ -90,14 +90,16 @@ def drivers(
         process.wait(60)
 
 
-async def upload(service: BatchService, data: bytes, tenant: str = "tests") -> str:
+async def upload(
+    service: BatchService, data: bytes, tenant: str = "tests", filename: str = "input.jsonl"
+) -> str:
     """Store a file of lines; returns its id."""
 
     async def chunks() -> AsyncIterator[bytes]:
         yield data
 
     file = await service.files.upload(
-        chunks(), tenant=tenant, filename="input.jsonl", expires_after_s=None
+        chunks(), tenant=tenant, filename=filename, expires_after_s=None
     )
     return file.id
 

@@ -7,11 +7,15 @@ import json
 from typing import Any
 
 import pytest
-from batches.conftest import completion_lines, drive, start
+from batches.conftest import completion_lines, drive, start, upload
 
 from penstock.producer.batches.batch_service import BatchService
-from penstock.producer.batches.batch_store import BatchChanged
+from penstock.producer.batches.batch_store import BatchChanged, UnknownBatch
+from penstock.producer.batches.file_store import UnknownFile
+from penstock.producer.batches.lines.input_lines import parse_line
+from penstock.producer.batches.lines.line_endpoints import LineRefused
 from penstock.producer.batches.records import Batch, BatchState
+from penstock.shared.errors import InvalidRequest
 
 
 def line(**changes: Any) -> bytes:
@@ -29,6 +33,12 @@ def line(**changes: Any) -> bytes:
         (b"[" * 5000, "invalid_json_line"),
         (line(method="GET"), "invalid_method"),
         (line(url="/v1/embeddings"), "mismatched_endpoint"),
+        (line(custom_id="\ud800"), "invalid_text"),
+        (line(body={"prompt": "\udcff"}), "invalid_text"),
+        (line(body={"user": "\ud83d"}), "invalid_text"),
+        (line(body={"\ud800": 1}), "invalid_text"),
+        (line(url="\ud800"), "invalid_text"),
+        (line(**{"\ud800": 1}), "unknown_parameter"),
         (line(custom_id="line 1"), "duplicate_custom_id"),
         (line(extra=1), "unknown_parameter"),
         (line(body={"model": "other"}), "mismatched_model"),
@@ -45,6 +55,33 @@ async def test_malformed_line_is_named_and_nothing_is_computed(
     assert batch.state is BatchState.FAILED
     assert [(error.line, error.code) for error in batch.errors] == [(4, code)]
     assert batch.next_line == 0
+
+
+def test_half_of_a_surrogate_pair_is_named_with_its_field_and_a_whole_one_is_text() -> None:
+    with pytest.raises(LineRefused, match=r"body\.prompt: has \\ud83d, half of") as refused:
+        parse_line(line(body={"prompt": ["x", "\ud83d"]}), "/v1/completions")
+    assert refused.value.param == "body.prompt"
+    whole = parse_line(line(custom_id="\U0001f600"), "/v1/completions")
+    assert whole.custom_id == "\U0001f600"
+
+
+async def test_text_that_has_no_bytes_is_refused_or_replaced(service: BatchService) -> None:
+    """Shells hand over file names and arguments that are not UTF-8 as half surrogates."""
+    file_id = await upload(service, completion_lines(1), filename="n\udcffght.jsonl")
+    assert (await service.files.get(file_id)).filename == "n?ght.jsonl"
+    good = {"input_file_id": file_id, "endpoint": "/v1/completions", "tenant": "tests"}
+    for field, value in [("metadata", {"a": "\ud800"}), ("metadata", {"\udfff": ""}),
+                         ("tenant", "\udcff"), ("endpoint", "\udcff")]:  # fmt: skip
+        with pytest.raises(InvalidRequest, match=field):
+            await service.create(**{**good, field: value})
+    with pytest.raises(UnknownFile):
+        await service.create(**{**good, "input_file_id": "\ud800"})
+    with pytest.raises(UnknownBatch):
+        await service.batches.get("\ud800")
+    with pytest.raises(UnknownBatch):
+        await service.batches.page("tests", after="\ud800")
+    with pytest.raises(InvalidRequest, match="tenant"):
+        await service.files.page("\udcff")
 
 
 async def test_of_two_changes_of_one_version_one_is_refused(
