@@ -199,6 +199,11 @@ class BatchKeys:
         """Sorted set: files by when they are deleted."""
         return f"{self.prefix}file_expiry"
 
+    @property
+    def leftovers(self) -> str:
+        """Sorted set: files and folders that the storage is to be rid of, by when."""
+        return f"{self.prefix}leftovers"
+
     def delivery(self, delivery_id: str) -> str:
         """String: a webhook call that has to be made, JSON."""
         return f"{self.prefix}delivery:{delivery_id}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping
 
@@ -14,7 +15,8 @@ from .batch_metrics import BatchMetrics
 from .batch_store import BatchChanged, BatchStore
 from .clients import Clients
 from .driver import Driver
-from .file_store import FileStore
+from .file_store import FileStore, UnknownFile
+from .leftovers import Leftovers
 from .lines.line_endpoints import line_endpoint
 from .records import Batch, BatchState, FilePurpose, new_batch_id
 from .schedules import Schedule, ScheduleStore, check_cron, check_schedule_name, next_firing
@@ -24,6 +26,8 @@ from .webhooks.request_ends import RequestEnds
 from .webhooks.webhook_url import check_webhook_url
 
 __all__ = ["BatchService"]
+
+_log = logging.getLogger(__name__)
 
 _MAX_METADATA = 16
 _MAX_KEY_CHARS = 64
@@ -47,7 +51,8 @@ class BatchService:
         own = settings.batches
         self._storage = Storage(own.storage)
         self._clients = Clients(settings)
-        self.files = FileStore(client, self._storage, max_bytes=own.max_file_bytes)
+        self.leftovers = Leftovers(client, self._storage)
+        self.files = FileStore(client, self._storage, self.leftovers, max_bytes=own.max_file_bytes)
         self.batches = BatchStore(client, keep_s=own.file_expiry_s)
         self.schedules = ScheduleStore(client)
         self.deliveries = DeliveryStore(client)
@@ -56,7 +61,13 @@ class BatchService:
     def driver(self, metrics: BatchMetrics) -> Driver:
         """What moves these batches on, and counts that."""
         return Driver(
-            self.batches, self.files, self._storage, self._clients, self._settings.batches, metrics
+            self.batches,
+            self.files,
+            self._storage,
+            self.leftovers,
+            self._clients,
+            self._settings.batches,
+            metrics,
         )
 
     async def aclose(self) -> None:
@@ -95,13 +106,7 @@ class BatchService:
             InvalidRequest: an argument is wrong.
             UnknownFile: this tenant has no such file.
         """
-        line_endpoint(endpoint)
-        check_tenant(tenant)
-        low, high = _WINDOW_S
-        if not low <= window_s <= high:
-            raise InvalidRequest("window", window_s, f"{low} to {high} seconds")
-        if webhook is not None:
-            check_webhook_url(webhook)
+        _check_batch(endpoint, tenant, window_s, webhook)
         file = await self.files.get(input_file_id, tenant)
         if file.purpose is not FilePurpose.BATCH:
             raise InvalidRequest("input_file_id", input_file_id, "a file of purpose batch")
@@ -138,6 +143,25 @@ class BatchService:
             except BatchChanged:
                 continue  # its driver moved it on meanwhile
 
+    def check_schedule(
+        self,
+        name: str,
+        cron: str,
+        *,
+        endpoint: str,
+        tenant: str,
+        window_s: int,
+        webhook: str | None,
+    ) -> None:
+        """Refuse what :meth:`schedule` would, before its file is stored.
+
+        Raises:
+            InvalidRequest: an argument is wrong.
+        """
+        check_schedule_name(name)
+        check_cron(cron)
+        _check_batch(endpoint, tenant, window_s, webhook)
+
     async def schedule(
         self,
         name: str,
@@ -156,9 +180,9 @@ class BatchService:
             InvalidRequest: an argument is wrong, or the file will expire.
             UnknownFile: this tenant has no such file.
         """
-        check_schedule_name(name)
-        check_cron(cron)
-        line_endpoint(endpoint)
+        self.check_schedule(
+            name, cron, endpoint=endpoint, tenant=tenant, window_s=window_s, webhook=webhook
+        )
         file = await self.files.get(file_id, tenant)
         if file.expires_at is not None:
             raise InvalidRequest("file", file_id, "a file that does not expire")
@@ -170,14 +194,28 @@ class BatchService:
             tenant=tenant,
             lane=lane.value,
             window_s=window_s,
-            webhook=None if webhook is None else check_webhook_url(webhook),
+            webhook=webhook,
             next_at=next_firing(cron, int(time.time())),
         )
+        replaced = await self.schedules.get(name)
         await self.schedules.put(schedule)
+        if replaced is not None and replaced.file_id != file_id:
+            await self._release(replaced.file_id)
         return schedule
 
+    async def unschedule(self, name: str) -> None:
+        """Forget a schedule; batches that it started go on. Its file is kept as long as outputs.
+
+        Raises:
+            UnknownSchedule: there is none of this name.
+        """
+        removed = await self.schedules.get(name) if name.isascii() else None
+        await self.schedules.remove(name)
+        if removed is not None:
+            await self._release(removed.file_id)
+
     async def fire_schedules(self) -> None:
-        """Start the batches whose time has come.
+        """Start the batches whose time has come. One that cannot be started says so in its record.
 
         The batch's id follows from the schedule and the firing's time, so a firing that several
         processes see, or that one sees twice, is one batch.
@@ -186,16 +224,26 @@ class BatchService:
         for schedule in await self.schedules.all():
             if schedule.next_at > now:
                 continue
-            await self.create(
-                input_file_id=schedule.file_id,
-                endpoint=schedule.endpoint,
-                tenant=schedule.tenant,
-                lane=Lane(schedule.lane),
-                window_s=schedule.window_s,
-                webhook=schedule.webhook,
-                batch_id=schedule.batch_id,
-            )
-            await self.schedules.put(schedule.after(now))
+            try:
+                batch = await self.create(
+                    input_file_id=schedule.file_id,
+                    endpoint=schedule.endpoint,
+                    tenant=schedule.tenant,
+                    lane=Lane(schedule.lane),
+                    window_s=schedule.window_s,
+                    webhook=schedule.webhook,
+                    batch_id=schedule.batch_id,
+                )
+                after = schedule.after(now, batch_id=batch.id)
+            except (InvalidRequest, UnknownFile) as error:
+                _log.warning("schedule %s made no batch: %s", schedule.name, error)
+                after = schedule.after(now, error=str(error))
+            await self.schedules.replace(schedule, after)
+
+    async def _release(self, file_id: str) -> None:
+        """Let the file of a schedule that is gone expire, unless another one needs it."""
+        if file_id not in {other.file_id for other in await self.schedules.all()}:
+            await self.files.expire(file_id, self._settings.batches.file_expiry_s)
 
     def webhook_secrets(self) -> list[str]:
         """The secrets that calls are signed with, from the settings' file.
@@ -210,6 +258,16 @@ class BatchService:
             return path.read_text().split()
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigurationError(f"batches.webhook_secrets: {path}: {error}") from None
+
+
+def _check_batch(endpoint: str, tenant: str, window_s: int, webhook: str | None) -> None:
+    line_endpoint(endpoint)
+    check_tenant(tenant)
+    low, high = _WINDOW_S
+    if not low <= window_s <= high:
+        raise InvalidRequest("window", window_s, f"{low} to {high} seconds")
+    if webhook is not None:
+        check_webhook_url(webhook)
 
 
 def _check_metadata(metadata: Mapping[str, str] | None) -> dict[str, str] | None:

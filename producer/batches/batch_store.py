@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
+import time
 from collections.abc import AsyncIterator, Awaitable
 from typing import Any, cast
 
@@ -15,7 +16,7 @@ from penstock.shared.keys import BatchKeys
 from penstock.shared.protocol import check_tenant
 from penstock.shared.redis.retrying_client import RetryingClient
 
-from .records import Batch
+from .records import Batch, batch_folder
 from .webhooks.deliveries import Delivery
 
 __all__ = ["BatchChanged", "BatchStore", "UnknownBatch"]
@@ -56,10 +57,15 @@ class BatchStore:
 
         async def send() -> None:
             async with self._redis.pipeline(transaction=True) as pipe:
-                pipe.set(key, batch.model_dump_json(), nx=True)
-                pipe.zadd(self._keys.batches(batch.tenant), score, nx=True)
-                pipe.zadd(self._keys.active, score, nx=True)
-                await pipe.execute()
+                await pipe.watch(key)
+                if await cast(Awaitable[int], pipe.exists(key)):
+                    return  # it may have ended, and must not become active again
+                pipe.multi()  # type: ignore[no-untyped-call]
+                pipe.set(key, batch.model_dump_json())
+                pipe.zadd(self._keys.batches(batch.tenant), score)
+                pipe.zadd(self._keys.active, score)
+                with contextlib.suppress(WatchError):  # somebody else has created it
+                    await pipe.execute()
 
         await self._client.call(send)
         return await self.get(batch.id)
@@ -122,6 +128,10 @@ class BatchStore:
         """Ids of the batches that have not ended, oldest first."""
         ids = await self._client.call(lambda: self._redis.zrange(self._keys.active, 0, -1))
         return [name.decode() for name in ids]
+
+    async def retire(self, batch_id: str) -> None:
+        """Look no more after a batch that has ended, or whose record is gone."""
+        await self._client.call(lambda: self._redis.zrem(self._keys.active, batch_id))
 
     async def change(self, before: Batch, after: Batch) -> Batch:
         """Replace a batch by its next version, and queue its webhook once it has ended.
@@ -221,6 +231,7 @@ class BatchStore:
             return
         pipe.set(key, after.model_dump_json(), ex=self._keep_s)
         pipe.zrem(self._keys.active, after.id)
+        pipe.zadd(self._keys.leftovers, {batch_folder(after.id): int(time.time())})
         if delivery is not None:
             pipe.set(self._keys.delivery(delivery.id), delivery.model_dump_json())
             pipe.zadd(self._keys.deliveries, {delivery.id: delivery.due_at})

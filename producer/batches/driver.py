@@ -7,34 +7,46 @@ version of the record. A driver that dies between the two leaves nothing that ma
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+from redis.exceptions import RedisError
+
+from penstock.shared.errors import RedisUnavailable
+from penstock.shared.quoting import one_line
 from penstock.shared.settings import BatchesSettings
 
 from .batch_metrics import BatchMetrics
-from .batch_store import BatchChanged, BatchStore
+from .batch_store import BatchChanged, BatchStore, UnknownBatch
 from .clients import Clients
 from .file_store import FileStore, UnknownFile
+from .leftovers import Leftovers
 from .lines.input_lines import Slice, read_slice
 from .lines.line_endpoints import line_endpoint
 from .lines.line_order import Plan, make_plan
 from .lines.line_requests import LineRequests, groups
 from .lines.open_lines import plan_name
 from .lines.parts import FinishedLines, write_parts
-from .records import Batch, BatchState, FilePurpose, LineError, StoredFile
-from .storage import Storage
+from .records import Batch, BatchState, FilePurpose, LineError, StoredFile, batch_folder
+from .storage import Storage, StorageError
 
 __all__ = ["Driver"]
 
 _KEPT_ERRORS = 100
+_PATIENCE_S = 3600
+_PAUSE_S = 5.0
+_OPEN_STATES = (BatchState.VALIDATING, BatchState.IN_PROGRESS)
 _GIVEN_UP = {
     BatchState.EXPIRED: ("batch_expired", "the batch's window ended before this line did"),
     BatchState.CANCELLED: ("batch_cancelled", "the batch was cancelled before this line ended"),
 }
 """Code and message of lines without an answer."""
+
+_log = logging.getLogger(__name__)
 
 
 class Driver:
@@ -44,6 +56,7 @@ class Driver:
         batches: their records.
         files: their inputs and outputs.
         storage: where bodies are.
+        leftovers: what it is to be rid of.
         clients: one for each shard.
         settings: limits.
         metrics: what is counted.
@@ -54,6 +67,7 @@ class Driver:
         batches: BatchStore,
         files: FileStore,
         storage: Storage,
+        leftovers: Leftovers,
         clients: Clients,
         settings: BatchesSettings,
         metrics: BatchMetrics,
@@ -61,6 +75,7 @@ class Driver:
         self._batches = batches
         self._files = files
         self._storage = storage
+        self._leftovers = leftovers
         self._clients = clients
         self._settings = settings
         self._metrics = metrics
@@ -78,7 +93,14 @@ class Driver:
             if not held:
                 return False
             with self._metrics.driven.track_inprogress():
-                return await self._drive(batch_id, time.monotonic() + budget_s)
+                try:
+                    more = await self._drive(batch_id, time.monotonic() + budget_s)
+                except UnknownBatch:
+                    await self._batches.retire(batch_id)
+                    raise
+                if not more:
+                    await self._batches.retire(batch_id)
+                return more
 
     async def _drive(self, batch_id: str, stop: float) -> bool:
         while time.monotonic() < stop:
@@ -88,19 +110,50 @@ class Driver:
                 self._requests.forget(batch_id)
                 return False
             try:
-                await step(batch)
+                await self._take(step, batch)
             except BatchChanged:
                 continue  # by a cancellation: go on from there
-            except (UnknownFile, FileNotFoundError):
-                await self._fail_without_input(batch)
+            except (RedisUnavailable, RedisError):
+                raise
+            except Exception as error:  # of the storage, or a bug: one batch waits, and says why
+                await self._wait_out(batch, error, stop)
         return True
 
+    async def _take(self, step: Callable[[Batch], Awaitable[None]], batch: Batch) -> None:
+        try:
+            await step(batch)
+        except (UnknownFile, FileNotFoundError) as error:
+            if await self._files.is_known(batch.input_file_id):
+                raise StorageError(f"missing in batches.storage: {error}") from error
+            message = f"the input file {batch.input_file_id} was deleted"
+            lacking = LineError(code="input_file_deleted", message=message, param="input_file_id")
+            await self._fail(batch, lacking)
+
+    async def _wait_out(self, batch: Batch, error: Exception, stop: float) -> None:
+        """Say in the record what is wrong, and pause; a batch long past its window fails."""
+        text = one_line(f"{error}" or type(error).__name__, 300)
+        since = batch.trouble_since or _now()
+        with contextlib.suppress(BatchChanged):
+            if _now() >= max(since, batch.expires_at) + _PATIENCE_S:
+                await self._fail(batch, LineError(code="storage_unavailable", message=text))
+                return
+            if text != batch.trouble:
+                bug = None if isinstance(error, StorageError | OSError) else error
+                _log.warning("batch %s waits: %s", batch.id, text, exc_info=bug)
+                troubled = {"trouble": text, "trouble_since": since}
+                await self._batches.change(batch, batch.model_copy(update=troubled))
+        await asyncio.sleep(max(0.0, min(_PAUSE_S, stop - time.monotonic())))
+
     async def _change(self, before: Batch, after: Batch) -> Batch:
+        if before.trouble:  # it is over
+            after = after.model_copy(update={"trouble": "", "trouble_since": None})
         stored = await self._batches.change(before, after)
         self._metrics.changed(before, stored)
         return stored
 
     def _step(self, batch: Batch) -> Callable[[Batch], Awaitable[None]] | None:
+        if batch.state in _OPEN_STATES and _now() >= batch.expires_at:
+            return self._expire
         if batch.state is BatchState.VALIDATING:
             return self._validate
         if batch.state is BatchState.IN_PROGRESS:
@@ -115,7 +168,7 @@ class Driver:
         """Check the next slice of the input."""
         file = await self._files.get(batch.input_file_id)
         endpoint = line_endpoint(batch.endpoint)
-        name = f"batches/{batch.id}/plan/{len(batch.pieces):06d}-{secrets.token_hex(4)}"
+        name = f"{batch_folder(batch.id)}/plan/{len(batch.pieces):06d}-{secrets.token_hex(4)}"
 
         def read() -> Slice:
             with self._storage.open(FileStore.body(file.id)) as body:
@@ -160,9 +213,6 @@ class Driver:
 
     async def _progress(self, batch: Batch) -> None:
         """Submit what there is room for, wait until something ends, and record it."""
-        if _now() >= batch.expires_at:
-            await self._change(batch, await self._stop(batch, BatchState.EXPIRED))
-            return
         if batch.next_line == batch.total and not batch.in_flight:
             after = batch.into(BatchState.FINALIZING, _now(), outcome=BatchState.COMPLETED)
             await self._change(batch, after)
@@ -182,6 +232,9 @@ class Driver:
             after = await asyncio.to_thread(write_parts, self._storage, batch, finished)
             await self._change(batch, after)
 
+    async def _expire(self, batch: Batch) -> None:
+        await self._change(batch, await self._stop(batch, BatchState.EXPIRED))
+
     async def _wind_down(self, batch: Batch) -> None:
         await self._change(batch, await self._stop(batch, BatchState.CANCELLED))
 
@@ -200,7 +253,7 @@ class Driver:
         errors = await self._publish(whole, whole.error_parts, "error")
         after = whole.into(batch.outcome, _now(), output_file_id=output, error_file_id=errors)
         await self._change(batch, after)
-        await asyncio.to_thread(self._storage.delete, f"batches/{batch.id}")
+        await self._leftovers.clear(batch_folder(batch.id))
 
     async def _give_up(self, batch: Batch) -> Batch:
         """The batch with what ended before it was stopped, and an error for every other line."""
@@ -227,6 +280,7 @@ class Driver:
         if not parts:
             return None
         file_id = f"file-{batch.id.removeprefix('batch_')}-{kind}"
+        await self._files.expect(file_id)
         size = await asyncio.to_thread(
             self._storage.write, FileStore.body(file_id), self._storage.chunks(parts)
         )
@@ -245,16 +299,20 @@ class Driver:
         )
         return file_id
 
-    async def _fail_without_input(self, batch: Batch) -> None:
-        await self._requests.cancel(batch)
-        message = f"the input file {batch.input_file_id} was deleted"
-        error = LineError(code="input_file_deleted", message=message, param="input_file_id")
-        changes = {
-            "output_file_id": await self._publish(batch, batch.parts, "output"),
-            "error_file_id": await self._publish(batch, batch.error_parts, "error"),
-            **_more_errors(batch, [error]),
-        }
+    async def _fail(self, batch: Batch, error: LineError) -> None:
+        """End a batch with what can still be handed out."""
+        broken = (StorageError, OSError)
+        with contextlib.suppress(*broken):
+            await self._requests.cancel(batch)
+        changes: dict[str, Any] = _more_errors(batch, [error])
+        for field, parts in (("output", batch.parts), ("error", batch.error_parts)):
+            try:
+                changes[f"{field}_file_id"] = await self._publish(batch, parts, field)
+            except broken:
+                if error.code != "storage_unavailable":
+                    raise  # they may be readable in a while
         await self._change(batch, batch.into(BatchState.FAILED, _now(), **changes))
+        await self._leftovers.clear(batch_folder(batch.id))
 
 
 def _more_errors(batch: Batch, errors: Sequence[LineError]) -> dict[str, Any]:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterable, AsyncIterator
+from typing import IO
 
 from penstock.shared.errors import InvalidRequest, PenstockError
 from penstock.shared.keys import BatchKeys
 from penstock.shared.protocol import check_tenant
 from penstock.shared.redis.retrying_client import RetryingClient
 
+from .leftovers import Leftovers
 from .records import FilePurpose, StoredFile, new_file_id
 from .storage import Storage
 
@@ -36,11 +39,15 @@ class FileStore:
     Args:
         client: the connection.
         storage: where the bodies are.
+        leftovers: what the storage is to be rid of.
         max_bytes: largest file.
     """
 
-    def __init__(self, client: RetryingClient, storage: Storage, *, max_bytes: int) -> None:
+    def __init__(
+        self, client: RetryingClient, storage: Storage, leftovers: Leftovers, *, max_bytes: int
+    ) -> None:
         self._client = client
+        self._leftovers = leftovers
         self._redis = client.redis
         self._storage = storage
         self._max_bytes = max_bytes
@@ -59,9 +66,11 @@ class FileStore:
         Raises:
             FileTooLarge: it is larger than allowed.
             InvalidRequest: it is empty, or no tenant can have this name.
+            StorageError: it cannot be stored.
         """
         check_tenant(tenant)
         file_id = new_file_id()
+        await self.expect(file_id)
         writer = await asyncio.to_thread(self._storage.writer, self.body(file_id))
         try:
             async for chunk in chunks:
@@ -86,6 +95,10 @@ class FileStore:
             )
         )
 
+    async def expect(self, file_id: str) -> None:
+        """Say that a body will be written: without :meth:`register` it is deleted after a day."""
+        await self._leftovers.expect(self.body(file_id))
+
     async def register(self, file: StoredFile) -> StoredFile:
         """Make a file known whose body is in the storage; a second time changes nothing."""
 
@@ -95,6 +108,7 @@ class FileStore:
                 pipe.zadd(self._keys.files(file.tenant), {file.id: file.created_at}, nx=True)
                 if file.expires_at is not None:
                     pipe.zadd(self._keys.file_expiry, {file.id: file.expires_at}, nx=True)
+                pipe.zrem(self._keys.leftovers, self.body(file.id))
                 await pipe.execute()
 
         await self._client.call(send)
@@ -117,6 +131,22 @@ class FileStore:
         if file is None or (tenant is not None and file.tenant != tenant):
             raise UnknownFile(file_id)
         return file
+
+    async def is_known(self, file_id: str) -> bool:
+        """Whether a file exists, wherever its body is."""
+        try:
+            await self.get(file_id)
+        except UnknownFile:
+            return False
+        return True
+
+    async def expire(self, file_id: str, life_s: int) -> None:
+        """Let a file that would be kept for ever be deleted after some time."""
+        with contextlib.suppress(UnknownFile):
+            file = await self.get(file_id)
+            if file.expires_at is None:
+                at = int(time.time()) + life_s
+                await self._put_expiry(file.model_copy(update={"expires_at": at}), at)
 
     async def page(
         self,
@@ -149,33 +179,34 @@ class FileStore:
         return found[:limit], len(found) > limit
 
     async def content(self, file: StoredFile) -> AsyncIterator[bytes]:
-        """The bytes of a file, in pieces.
+        """The bytes of a file, in pieces, once its body is open.
 
         Raises:
             UnknownFile: its body is gone.
+            StorageError: it cannot be opened.
         """
         try:
             body = await asyncio.to_thread(self._storage.open, self.body(file.id))
         except FileNotFoundError:
             raise UnknownFile(file.id) from None
-        try:
-            while piece := await asyncio.to_thread(body.read, _READ_BYTES):
-                yield piece
-        finally:
-            await asyncio.to_thread(body.close)
+        return self._pieces(body)
 
     async def delete(self, file: StoredFile) -> None:
-        """Remove a file. A batch that still reads it fails."""
+        """Remove a file. A batch that still reads it fails.
+
+        A body that the storage does not delete now is deleted by ``penstock batches`` later.
+        """
 
         async def send() -> None:
             async with self._redis.pipeline(transaction=True) as pipe:
+                pipe.zadd(self._keys.leftovers, {self.body(file.id): int(time.time())})
                 pipe.delete(self._keys.file(file.id))
                 pipe.zrem(self._keys.files(file.tenant), file.id)
                 pipe.zrem(self._keys.file_expiry, file.id)
                 await pipe.execute()
 
         await self._client.call(send)
-        await asyncio.to_thread(self._storage.delete, self.body(file.id))
+        await self._leftovers.clear(self.body(file.id))
 
     async def delete_expired(self) -> int:
         """Remove the files whose time has come; returns how many."""
@@ -194,6 +225,22 @@ class FileStore:
         names = [self._keys.file(file_id) for file_id in ids]
         found = await self._client.call(lambda: self._redis.mget(names)) if names else []
         return [StoredFile.model_validate_json(data) for data in found if data is not None]
+
+    async def _put_expiry(self, file: StoredFile, at: int) -> None:
+        async def send() -> None:
+            async with self._redis.pipeline(transaction=True) as pipe:
+                pipe.set(self._keys.file(file.id), file.model_dump_json(), xx=True)
+                pipe.zadd(self._keys.file_expiry, {file.id: at})
+                await pipe.execute()
+
+        await self._client.call(send)
+
+    async def _pieces(self, body: IO[bytes]) -> AsyncIterator[bytes]:
+        try:
+            while piece := await asyncio.to_thread(body.read, _READ_BYTES):
+                yield piece
+        finally:
+            await asyncio.to_thread(body.close)
 
     @staticmethod
     def body(file_id: str) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -23,7 +24,7 @@ from arq.worker import Function
 from redis.asyncio import ConnectionPool
 from redis.exceptions import RedisError
 
-from penstock.shared.errors import PenstockError
+from penstock.shared.errors import PenstockError, RedisUnavailable
 from penstock.shared.redis.retrying_client import RetryingClient
 from penstock.shared.settings import Settings
 
@@ -149,11 +150,24 @@ class _Jobs:
             await self._queue_tick(ctx["redis"], batch_id)
 
     async def sweep(self, ctx: dict[Any, Any]) -> None:
-        """Fire schedules, queue webhook calls, and delete files that have expired."""
-        await self._service.fire_schedules()
-        await self._service.request_ends.queue_calls()
-        await self._queue_due(ctx["redis"])
-        await self._service.files.delete_expired()
+        """Fire schedules, queue webhook calls, and delete what has expired or was left behind.
+
+        What fails of it does not hold up the rest.
+        """
+        service = self._service
+        for work in (
+            service.fire_schedules,
+            service.request_ends.queue_calls,
+            functools.partial(self._queue_due, ctx["redis"]),
+            service.files.delete_expired,
+            service.leftovers.sweep,
+        ):
+            try:
+                await work()
+            except (RedisUnavailable, RedisError):
+                raise
+            except Exception:
+                _log.exception("a part of the sweep has failed; the next one tries it again")
 
     async def _queue_tick(self, pool: ArqRedis, batch_id: str) -> None:
         if not await self._service.batches.may_queue(batch_id):

@@ -18,6 +18,7 @@ __all__ = [
     "FilePurpose",
     "LineError",
     "StoredFile",
+    "batch_folder",
     "new_batch_id",
     "new_file_id",
 ]
@@ -30,7 +31,9 @@ class BatchState(StrEnum):
 
         validating ─▶ in_progress ─▶ finalizing ─▶ completed | expired | cancelled
              │             └─▶ cancelling ─▶ finalizing
-             └─▶ failed
+             └─▶ failed | cancelling | finalizing, as expired
+
+    A batch whose storage stays broken for long after its window fails from any state.
     """
 
     VALIDATING = "validating"
@@ -153,6 +156,8 @@ class Batch(_Record):
         output_file_id: answers, once it has ended.
         error_file_id: errors, once it has ended.
         usage: tokens so far.
+        trouble: why it does not get on at the moment; empty if it does.
+        trouble_since: from when on.
     """
 
     id: str
@@ -188,6 +193,8 @@ class Batch(_Record):
     output_file_id: str | None = None
     error_file_id: str | None = None
     usage: BatchUsage = BatchUsage()
+    trouble: str = ""
+    trouble_since: int | None = None
 
     @property
     def ended(self) -> bool:
@@ -207,6 +214,11 @@ class Batch(_Record):
     def request_id(self, line: int) -> str:
         """Id of the request of a line: the same whenever it is submitted, so that it runs once."""
         return f"{self.id}:{line}"
+
+
+def batch_folder(batch_id: str) -> str:
+    """Name of the storage's folder with what a batch needs until it has ended."""
+    return f"batches/{batch_id}"
 
 
 def new_batch_id() -> str:

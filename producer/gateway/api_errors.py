@@ -24,6 +24,8 @@ from penstock.shared.errors import (
 )
 from penstock.shared.protocol import End, Reason
 
+from ..batches.storage import StorageError
+
 __all__ = [
     "MAX_RETRY_AFTER_S",
     "ApiError",
@@ -139,6 +141,10 @@ def error_of(error: PenstockError, names: Mapping[str, str] | None = None) -> Ap
     if isinstance(error, RedisUnavailable):
         _log.warning("%s", error)
         return ApiError(503, "the queue is not available now", "queue_unavailable", retry_after_s=2)
+    if isinstance(error, StorageError):
+        _log.warning("%s", error)
+        message = "the storage of files does not work now"
+        return ApiError(503, message, "storage_unavailable", retry_after_s=5)
     if isinstance(error, UnknownRequest):
         return ApiError(404, str(error), "request_not_found")
     if isinstance(error, StreamError):

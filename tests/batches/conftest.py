@@ -133,7 +133,7 @@ async def read_lines(service: BatchService, file_id: str | None) -> list[dict[st
     """The lines of an output file."""
     assert file_id is not None
     file = await service.files.get(file_id)
-    data = b"".join([chunk async for chunk in service.files.content(file)])
+    data = b"".join([chunk async for chunk in await service.files.content(file)])
     return [json.loads(line) for line in data.splitlines()]
 
 

@@ -83,7 +83,10 @@ def test_bad_input_is_one_line(run: Run, tmp_path: Path) -> None:
         (("batch", "submit", str(empty)), "line 1"),
         (("batch", "submit", str(file), "--window", "1y"), "90m, 24h, 7d"),
         (("batch", "submit", str(file), "--endpoint", "/v1/x"), "/v1/chat/completions"),
+        (("batch", "status", "\udcff"), "no batch"),
+        (("batch", "list", "--tenant", "\udcff"), "tenant"),
         (("schedule", "add", "x", "--batch", str(file)), "cron"),
+        (("schedule", "add", "0 2 * * *", "--batch", str(file), "--window", "1s"), "window"),
         (("schedule", "remove", "none"), "no schedule 'none'"),
         (("webhook", "retry", "none"), "webhook list"),
     ]:
@@ -93,11 +96,24 @@ def test_bad_input_is_one_line(run: Run, tmp_path: Path) -> None:
         assert len(done.stderr.splitlines()) == 1
 
 
+def test_storage_that_fails_is_one_line(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "x.jsonl").write_bytes(completion_lines(1))
+    (tmp_path / "taken").touch()
+    monkeypatch.setenv("PENSTOCK_BATCHES__STORAGE", str(tmp_path / "taken"))
+    done = run("batch", "submit", str(tmp_path / "x.jsonl"))
+    assert done.returncode != 0
+    assert "check the space and rights of batches.storage" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
 def test_schedule_by_its_commands(run: Run, tmp_path: Path) -> None:
     file = tmp_path / "nightly.jsonl"
     file.write_bytes(completion_lines(1))
     added = run("schedule", "add", "0 2 * * *", "--batch", str(file))
-    assert added.stdout.startswith("nightly: next at ")
+    assert re.fullmatch(r"nightly: next at \d{4}-\d\d-\d\d 02:00 UTC\n", added.stdout)
+    assert "02:00 UTC" in run("schedule", "list").stdout
     listed = json.loads(run("schedule", "list", "--json").stdout)["schedules"]
     assert [item["cron"] for item in listed] == ["0 2 * * *"]
     assert run("schedule", "remove", "nightly").returncode == 0

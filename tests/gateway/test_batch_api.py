@@ -107,6 +107,13 @@ def test_bad_requests_are_named(client: openai.OpenAI, gateway: GatewayProcess) 
         with pytest.raises(openai.BadRequestError) as refused:
             client.post("/batches", body={**good, **changes}, cast_to=object)
         assert refused.value.param == param
+    for changes, param in [  # as escapes, which the client does not write
+        ({"input_file_id": "\ud800"}, "input_file_id"),
+        ({"metadata": {"a": "\ud800"}}, "metadata"),
+    ]:
+        body, headers = json.dumps({**good, **changes}), {"content-type": "application/json"}
+        answer = httpx.post(f"{gateway.url}/v1/batches", content=body, headers=headers, timeout=60)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
     with pytest.raises(openai.BadRequestError):
         client.files.create(file=("x", b"x"), purpose="assistants")
     with pytest.raises(openai.APIStatusError) as large:
@@ -119,3 +126,31 @@ def test_bad_requests_are_named(client: openai.OpenAI, gateway: GatewayProcess) 
     assert httpx.post(f"{gateway.url}/v1/files", json={}, timeout=60).status_code == 415
     assert httpx.get(f"{gateway.url}/v1/files?after=x", timeout=60).status_code == 400
     assert httpx.get(f"{gateway.url}/v1/batches/none", timeout=60).status_code == 404
+
+
+def test_storage_that_fails_is_503_and_a_body_that_is_gone_404(
+    client: openai.OpenAI, gateway: GatewayProcess, folder: Path
+) -> None:
+    file_id = upload(client, completion_lines(1))
+    files, aside = folder / "files" / "files", folder / "aside"
+    url, form = f"{gateway.url}/v1/files", {"purpose": "batch"}
+    files.rename(aside)
+    files.touch()
+    try:
+        answers = [
+            httpx.post(url, data=form, files={"file": b"x"}, timeout=60),
+            httpx.get(f"{url}/{file_id}/content", timeout=60),
+        ]
+    finally:
+        files.unlink()
+        aside.rename(files)
+    for answer in answers:
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"]) == (503, "storage_unavailable")
+        assert str(folder) not in error["message"]
+    assert client.files.content(file_id).read() == completion_lines(1)
+    (files / file_id).unlink()
+    gone = httpx.get(f"{url}/{file_id}/content", timeout=60)
+    assert (gone.status_code, gone.json()["error"]["code"]) == (404, "file_not_found")
+    assert client.files.delete(file_id).deleted
+    assert "Traceback" not in (folder / "gateway.log").read_text()

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from functools import cached_property
 
 from ..file_store import FileStore
-from ..records import Batch
+from ..records import Batch, batch_folder
 from ..storage import Storage
 from .input_lines import InputLine, parse_line
 from .line_endpoints import LineEndpoint, Translation, line_endpoint
@@ -116,4 +116,4 @@ class OpenLines:
 
 def plan_name(batch: Batch) -> str:
     """Name of a batch's plan in the storage."""
-    return f"batches/{batch.id}/plan/whole"
+    return f"{batch_folder(batch.id)}/plan/whole"

@@ -13,7 +13,7 @@ from typing import Any
 
 from penstock.shared.protocol import Usage
 
-from ..records import Batch, BatchUsage
+from ..records import Batch, BatchUsage, batch_folder
 from ..storage import Storage
 
 __all__ = ["FinishedLines", "json_line", "write_parts"]
@@ -53,7 +53,7 @@ def write_parts(storage: Storage, batch: Batch, finished: FinishedLines) -> Batc
     for kind, lines in (("parts", finished.answers), ("error_parts", finished.errors)):
         if lines:
             part = f"{len(names[kind]):06d}-{secrets.token_hex(4)}"
-            name = f"batches/{batch.id}/{kind}/{part}"
+            name = f"{batch_folder(batch.id)}/{kind}/{part}"
             storage.write(name, lines)
             names[kind] = (*names[kind], name)
     used = finished.usage

@@ -170,7 +170,7 @@ def results(
             file = await service.files.get(file_id)
             target = sys.stdout.buffer if output is None else output.open("wb")
             try:
-                async for chunk in service.files.content(file):
+                async for chunk in await service.files.content(file):
                     target.write(chunk)
                 target.flush()
             finally:
@@ -199,10 +199,13 @@ async def _watch(service: BatchService, found: Batch, *, shown: bool) -> Batch:
     )  # fmt: skip
     console = Console(stderr=True)
     with Progress(*columns, console=console, disable=not (shown and console.is_terminal)) as bar:
-        task = bar.add_task(found.state.value, total=None)
+        task, told = bar.add_task(found.state.value, total=None), ""
         while not found.ended:
             await asyncio.sleep(_POLL_S)
             found = await service.batches.get(found.id)
+            if found.trouble not in ("", told):
+                told = found.trouble
+                bar.console.print(_waits(found), style="dim", markup=False, highlight=False)
             bar.update(
                 task,
                 description=found.state.value,
@@ -210,6 +213,10 @@ async def _watch(service: BatchService, found: Batch, *, shown: bool) -> Batch:
                 completed=found.completed + found.failed,
             )
     return found
+
+
+def _waits(found: Batch) -> str:
+    return one_line(f"waits since {when(found.trouble_since)}: {found.trouble}")
 
 
 def _finish(found: Batch, *, json: bool, shown: bool, check: bool = False) -> None:
@@ -220,6 +227,8 @@ def _finish(found: Batch, *, json: bool, shown: bool, check: bool = False) -> No
             f"{found.state.value}: {found.completed} of {found.total} lines completed, "
             f"{found.failed} failed"
         )
+        if found.trouble:
+            write_note(_waits(found))
         for error in found.errors:
             where = "the file" if error.line is None else f"line {error.line}"
             write_note(one_line(f"{where}: {error.message}"))

@@ -25,9 +25,10 @@ from .batch_options import (
     first_line_url,
     read_time,
 )
-from .session import open_service, when
+from .session import open_service, when_utc
 
 if TYPE_CHECKING:
+    from ...batches.batch_service import BatchService
     from ...batches.schedules import Schedule
 
 __all__ = ["schedule"]
@@ -64,6 +65,10 @@ def add(
 
     async def run() -> Schedule:
         async with open_service(settings) as service:
+            service.check_schedule(
+                name or file.stem, cron, endpoint=url, tenant=tenant, window_s=window_s,
+                webhook=webhook,
+            )  # fmt: skip
             stored = await service.files.upload(
                 file_chunks(file), tenant=tenant, filename=file.name, expires_after_s=None
             )
@@ -79,7 +84,7 @@ def add(
             )
 
     made = asyncio.run(run())
-    typer.echo(f"{made.name}: next at {when(made.next_at)}")
+    typer.echo(f"{made.name}: next at {when_utc(made.next_at)}")
 
 
 @schedule.command("list")
@@ -89,21 +94,21 @@ def list_schedules(
     """Show the schedules."""
     settings = client_settings(redis, None, None, config)
 
-    async def run() -> list[Schedule]:
+    async def run() -> list[tuple[Schedule, str]]:
         async with open_service(settings) as service:
-            return await service.schedules.all()
+            return [(item, await _last(service, item)) for item in await service.schedules.all()]
 
     found = asyncio.run(run())
     if json:
-        write_json({"schedules": [item.model_dump() for item in found]})
+        write_json({"schedules": [{**item.model_dump(), "last": last} for item, last in found]})
         return
     table = Table(box=box.SIMPLE, pad_edge=False)
-    for column in ("schedule", "cron", "next", "endpoint", "tenant", "lane", "file"):
+    for column in ("schedule", "cron (UTC)", "next", "endpoint", "tenant", "lane", "last firing"):
         table.add_column(column)
-    for item in found:
+    for item, last in found:
         table.add_row(
-            item.name, item.cron, when(item.next_at), item.endpoint, item.tenant, item.lane,
-            item.file_id,
+            item.name, item.cron, when_utc(item.next_at), item.endpoint, item.tenant, item.lane,
+            last,
         )  # fmt: skip
     Console(width=None if sys.stdout.isatty() else 200).print(table)
 
@@ -119,7 +124,20 @@ def remove(
 
     async def run() -> None:
         async with open_service(settings) as service:
-            await service.schedules.remove(name)
+            await service.unschedule(name)
 
     asyncio.run(run())
     typer.echo(f"removed {name}")
+
+
+async def _last(service: BatchService, item: Schedule) -> str:
+    """What became of a schedule's last firing."""
+    from ...batches.batch_store import UnknownBatch
+
+    if not item.last_batch_id:
+        return item.error
+    try:
+        batch = await service.batches.get(item.last_batch_id)
+    except UnknownBatch:  # its record has expired
+        return item.last_batch_id
+    return f"{batch.id} {batch.state.value}"

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ...batches.records import Batch
     from ...batches.webhooks.request_ends import RequestWatch
 
-__all__ = ["batch_facts", "open_client", "open_service", "open_watch", "when"]
+__all__ = ["batch_facts", "open_client", "open_service", "open_watch", "when", "when_utc"]
 
 
 @contextlib.asynccontextmanager
@@ -93,6 +93,7 @@ def batch_facts(batch: Batch) -> dict[str, Any]:
         "error_file_id": batch.error_file_id,
         "errors": [error.model_dump() for error in batch.errors],
         "num_errors": batch.num_errors,
+        "trouble": batch.trouble,
         "usage": batch.usage.model_dump(),
     }
 
@@ -102,3 +103,8 @@ def when(seconds: int | None) -> str:
     if seconds is None:
         return "never"
     return datetime.datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S")
+
+
+def when_utc(seconds: int) -> str:
+    """The same in the time zone of cron expressions, which it names."""
+    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")

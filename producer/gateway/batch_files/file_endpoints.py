@@ -114,8 +114,12 @@ def file_routes(gateway: Gateway, service: BatchService) -> APIRouter:
     )
     async def get_file_content(request: Request, file_id: str) -> Response:
         file = await find(request, file_id)
+        try:
+            pieces = await service.files.content(file)
+        except UnknownFile as error:
+            raise ApiError(404, str(error), "file_not_found") from None
         return StreamingResponse(
-            service.files.content(file),
+            pieces,
             media_type="application/octet-stream",
             headers={"content-length": str(file.size)},
         )

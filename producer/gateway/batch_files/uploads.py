@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
@@ -11,6 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.types import Message
 
+from ...batches.storage import StorageError
 from ..api_errors import ApiError, invalid
 
 __all__ = ["Upload", "expiry_of", "read_upload"]
@@ -50,6 +52,7 @@ async def read_upload(request: Request, *, max_bytes: int, timeout_s: float) -> 
     Raises:
         ApiError: 400, a field is wrong; 408, it did not come in time; 413, it is too large; 415, it
             is no form.
+        StorageError: the gateway's disk cannot hold it.
     """
     if not request.headers.get("content-type", "").startswith("multipart/form-data"):
         message = "the body must be a form, sent with content-type: multipart/form-data"
@@ -76,6 +79,9 @@ async def read_upload(request: Request, *, max_bytes: int, timeout_s: float) -> 
     except TimeoutError:
         message = f"the file did not come within {timeout_s:g} s"
         raise ApiError(408, message, "request_timeout") from None
+    except OSError as error:  # larger forms go to a temporary file
+        folder = tempfile.gettempdir()
+        raise StorageError(f"{folder} cannot hold an upload: {error.strerror}") from error
     except HTTPException as error:
         raise invalid(None, f"the form cannot be read: {error.detail}", "invalid_form") from None
     return _check(form)
