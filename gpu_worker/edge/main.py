@@ -26,6 +26,7 @@ from redis.exceptions import RedisError
 
 from penstock.shared.errors import PenstockError
 from penstock.shared.keys import Keys
+from penstock.shared.local.gc_tuning import calm_collector
 from penstock.shared.redis.batch_connection import BatchConnection
 from penstock.shared.redis.cluster import Route, follow_moved
 from penstock.shared.redis.opening import open_client
@@ -34,7 +35,6 @@ from penstock.shared.scripts.log_operations import LogOperations
 from penstock.shared.scripts.operations import Bounds, Operations
 from penstock.shared.settings import WorkerSettings
 
-from ..engine_process.gc_tuning import calm_collector
 from ..engine_start import StartedEngine
 from ..health import HealthServer
 from ..heartbeat import HeartbeatWatch, Watchdog

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from penstock.shared.errors import ConfigurationError, PenstockError
+from penstock.shared.local.gc_tuning import calm_collector
 from penstock.shared.protocol import ModelKind
 from penstock.shared.settings import Settings
 from penstock.shared.synthetic import SYNTHETIC
@@ -34,7 +35,6 @@ from ..messages import Abort, Add, Frames, Ready, Refused, Stop, frame
 from ..model.encoders.encoder_recipe import checkpoint_kind
 from ..model.loading.checkpoint_folder import find_checkpoint
 from .batch_worker import ANY_NUMBER_OF_TOKENS, BatchWorker
-from .gc_tuning import calm_collector
 from .input_processor import InputProcessor
 from .model_interface import ServingModel
 from .step_log import StepLog, step_log

@@ -26,6 +26,7 @@ from ..batches.batch_service import BatchService
 from ..batches.webhooks.request_ends import RequestWatch
 from .access.key_access import door_of
 from .answering.answers import CLIENT_LEFT
+from .answering.connection import connection_of
 from .answering.stored_answers import stream_routes
 from .api_errors import ApiError, error_of, error_response
 from .batch_files.batch_endpoints import batch_routes
@@ -127,7 +128,10 @@ def create_app(settings: Settings, access: Access | None = None) -> GatewayApp:
 
 
 class _Envelope:
-    """Gives every response an ``x-request-id``, unless its endpoint gave one, and counts it."""
+    """Gives every response an ``x-request-id``, unless its endpoint gave one, and counts it.
+
+    Its head and the first piece of its body leave in one write.
+    """
 
     def __init__(self, app: ASGIApp, metrics: GatewayMetrics) -> None:
         self._app = app
@@ -137,7 +141,7 @@ class _Envelope:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        status = _CLIENT_LEFT
+        connection, status = connection_of(scope), _CLIENT_LEFT
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
@@ -147,7 +151,11 @@ class _Envelope:
                 if not any(name == b"x-request-id" for name, _ in headers):
                     value = f"req-{uuid.uuid4().hex}".encode()
                     message["headers"] = [*headers, (b"x-request-id", value)]
-            await send(message)
+                connection.hold()  # the head leaves with the first piece of the body
+                await send(message)
+            else:
+                await send(message)
+                connection.release()
 
         try:
             await self._app(scope, receive, send_with_id)

@@ -1,1 +1,1 @@
-"""What runs on this machine: an embedded Redis server, and children that end with their owner."""
+"""What runs on this machine: an embedded Redis server, children, and their garbage collectors."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import socket
 import ssl
 import threading
 from collections.abc import Iterator
@@ -87,6 +89,26 @@ def test_tls_and_cors(guarded: GatewayProcess, trust: ssl.SSLContext) -> None:
         "POST", url, json={**BODY, "stream": True}, verify=trust, timeout=60
     ) as response:
         assert "".join(event.text for event in events(response)).isalpha()
+
+
+def test_a_head_comes_with_its_body_in_one_piece(gateway: GatewayProcess) -> None:
+    body = json.dumps({**BODY, "stream": True}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    asked = (
+        (head + b"content-length: %d\r\n\r\n" % len(body) + body, True, b"\r\n0\r\n\r\n"),
+        (b"GET /v1/nothing HTTP/1.1\r\nhost: x\r\n\r\n", True, b"}"),
+        # A head without a body; were it kept, the connection would stand still.
+        (b"HEAD /v1/models HTTP/1.1\r\nhost: x\r\n\r\n", False, b"\r\n\r\n"),
+    )
+    with socket.create_connection(("127.0.0.1", gateway.port), timeout=60) as connection:
+        for request, has_body, at_end in asked * 2:
+            connection.sendall(request)
+            first = found = connection.recv(1 << 20)
+            while not found.endswith(at_end):
+                found += connection.recv(1 << 20)
+            head, _, body = first.partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 ")
+            assert bool(body) == has_body
 
 
 def test_a_comment_comes_in_every_silence(guarded: GatewayProcess, trust: ssl.SSLContext) -> None:

@@ -217,8 +217,12 @@ class KeyAccess:
     async def _is_required(self) -> bool:
         now = asyncio.get_running_loop().time()
         if not self._required and now - self._checked_at > _FRESH_S:
-            self._required = await self._store.count() > 0
-            self._checked_at = now
+            asked_before, self._checked_at = self._checked_at, now  # others need not ask meanwhile
+            try:
+                self._required = await self._store.count() > 0
+            except PenstockError:
+                self._checked_at = asked_before
+                raise
         return self._required
 
     def _spawn(self, work: Awaitable[None]) -> None:

@@ -264,6 +264,7 @@ class StreamedAnswer(_Answer):
             if self._pending:
                 self._connection.write_body(b"".join(self._pending))
                 self._pending.clear()
+            self._connection.release()
             if not self._is_over():
                 await self._sleep()
             await self._settle()

@@ -36,6 +36,12 @@ class Connection(Protocol):
     def listen(self, listener: ConnectionListener | None) -> None:
         """Call this listener from now on; at once, if the client has left already."""
 
+    def hold(self) -> None:
+        """Keep what is written until :meth:`release`, and send it in one write then."""
+
+    def release(self) -> None:
+        """Send what was kept; repeating it is harmless."""
+
     def write_body(self, data: bytes) -> None:
         """Write a piece of a body whose head has been sent through ASGI."""
 

@@ -12,6 +12,7 @@ from typing import Any, cast
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from ..answering.connection import CONNECTION, ConnectionListener
+from .held_transport import HeldTransport
 
 __all__ = ["guarded_protocol"]
 
@@ -44,7 +45,15 @@ def guarded_protocol(head_timeout_s: float) -> type[asyncio.Protocol]:
         def write_body(self, data: bytes) -> None:
             """See :class:`..answering.connection.Connection`."""
             # uvicorn sends every body without a declared length in chunks (RFC 9112, section 7.1).
-            self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+            self._held_transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+
+        def hold(self) -> None:
+            """See :class:`..answering.connection.Connection`."""
+            self._held_transport.hold()
+
+        def release(self) -> None:
+            """See :class:`..answering.connection.Connection`."""
+            self._held_transport.release()
 
         def pause_writing(self) -> None:
             super().pause_writing()
@@ -57,7 +66,8 @@ def guarded_protocol(head_timeout_s: float) -> type[asyncio.Protocol]:
                 self._listener.on_free()
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-            super().connection_made(transport)
+            self._held_transport = HeldTransport(transport)
+            super().connection_made(self._held_transport)
             self._begin_head()
 
         def connection_lost(self, exc: Exception | None) -> None:

@@ -9,6 +9,7 @@ from types import FrameType
 
 import uvicorn
 
+from penstock.shared.local.gc_tuning import calm_collector
 from penstock.shared.settings import Settings
 
 from ..application import create_app
@@ -68,5 +69,6 @@ class GatewayServer(uvicorn.Server):
 
     def serve_on(self, listener: socket.socket) -> bool:
         """Serve until a signal; returns whether it could start."""
-        self.run(sockets=[listener])
+        with calm_collector():
+            self.run(sockets=[listener])
         return self.started

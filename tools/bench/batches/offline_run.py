@@ -9,8 +9,8 @@ from multiprocessing.connection import Connection
 
 from penstock.gpu_worker.engine.engine import Engine
 from penstock.gpu_worker.engine.requests import EngineRequest
-from penstock.gpu_worker.engine_process.gc_tuning import calm_collector
 from penstock.shared.errors import PenstockError
+from penstock.shared.local.gc_tuning import calm_collector
 from penstock.shared.protocol import Request
 from penstock.shared.settings import Settings
 

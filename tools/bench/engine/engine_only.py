@@ -12,9 +12,9 @@ from typing import Self
 
 from penstock.gpu_worker.engine.engine import Engine
 from penstock.gpu_worker.engine.requests import EngineRequest
-from penstock.gpu_worker.engine_process.gc_tuning import calm_collector
 from penstock.gpu_worker.engine_process.model_interface import ServingModel
 from penstock.shared.errors import PenstockError
+from penstock.shared.local.gc_tuning import calm_collector
 from penstock.shared.settings import Settings
 
 from ..traces import Trace, requests_of

@@ -15,10 +15,10 @@ from penstock.gpu_worker.engine.requests import EngineRequest
 from penstock.gpu_worker.engine.scheduling.preemption import PreemptionMode
 from penstock.gpu_worker.engine.scheduling.scheduler_config import PreemptionChoice
 from penstock.gpu_worker.engine.stats import EngineStats
-from penstock.gpu_worker.engine_process.gc_tuning import calm_collector
 from penstock.gpu_worker.engine_process.model_interface import ServingModel
 from penstock.gpu_worker.model.build import build_model
 from penstock.shared.errors import ConfigurationError
+from penstock.shared.local.gc_tuning import calm_collector
 from penstock.shared.protocol import Lane, SamplingOptions
 from penstock.shared.settings import load_settings
 

@@ -11,7 +11,7 @@ from penstock.gpu_worker.engine.config import EngineConfig, PolicyName
 from penstock.gpu_worker.engine.engine import Engine
 from penstock.gpu_worker.engine.requests import EngineRequest
 from penstock.gpu_worker.engine.step_output import StepOutput
-from penstock.gpu_worker.engine_process.gc_tuning import calm_collector
+from penstock.shared.local.gc_tuning import calm_collector
 from penstock.shared.protocol import Lane, SamplingOptions
 
 from ...report import Report

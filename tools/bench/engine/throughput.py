@@ -8,7 +8,7 @@ import random
 
 import torch
 
-from penstock.gpu_worker.engine_process.gc_tuning import calm_collector
+from penstock.shared.local.gc_tuning import calm_collector
 from penstock.shared.settings import load_settings
 
 from ...report import Report

@@ -20,11 +20,11 @@ import torch
 from penstock.gpu_worker.engine.engine import Engine
 from penstock.gpu_worker.engine.requests import EngineRequest
 from penstock.gpu_worker.engine.scheduling.scheduler_config import Chunking
-from penstock.gpu_worker.engine_process.gc_tuning import calm_collector
 from penstock.gpu_worker.engine_process.model_interface import ServingModel
 from penstock.gpu_worker.model.build import build_model
 from penstock.gpu_worker.model.loading.checkpoint import find_checkpoint
 from penstock.shared.errors import ConfigurationError
+from penstock.shared.local.gc_tuning import calm_collector
 from penstock.shared.protocol import Lane, SamplingOptions
 from penstock.shared.settings import load_settings
 

@@ -12,10 +12,10 @@ import torch
 
 from penstock.gpu_worker.engine.engine import Engine
 from penstock.gpu_worker.engine.requests import EngineRequest
-from penstock.gpu_worker.engine_process.gc_tuning import calm_collector
 from penstock.gpu_worker.model.build import build_model
 from penstock.gpu_worker.model.runner import ModelRunner
 from penstock.shared.errors import ConfigurationError
+from penstock.shared.local.gc_tuning import calm_collector
 from penstock.shared.settings import load_settings
 
 from ...profile.floors import measure_rates

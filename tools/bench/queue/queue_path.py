@@ -10,10 +10,10 @@ from contextlib import asynccontextmanager
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from penstock.gpu_worker.engine_process.gc_tuning import calm_collector
 from penstock.shared.errors import RedisUnavailable
 from penstock.shared.keys import Keys
 from penstock.shared.local.embedded import EmbeddedRedis
+from penstock.shared.local.gc_tuning import calm_collector
 from penstock.shared.redis.address import redact_url
 from penstock.shared.redis.opening import open_pool
 

@@ -17,9 +17,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from penstock.gpu_worker.engine.config import EngineConfig
-from penstock.gpu_worker.engine_process.gc_tuning import calm_collector
 from penstock.shared.keys import Keys
 from penstock.shared.local.embedded import EmbeddedRedis
+from penstock.shared.local.gc_tuning import calm_collector
 from penstock.shared.protocol import Lane
 from penstock.shared.settings import Settings, load_settings
 

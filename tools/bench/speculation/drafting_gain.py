@@ -9,7 +9,7 @@ import torch
 
 from penstock.gpu_worker.engine.engine import Engine
 from penstock.gpu_worker.engine.speculation.controller import SpeculationConfig, SpeculationStats
-from penstock.gpu_worker.engine_process.gc_tuning import calm_collector
+from penstock.shared.local.gc_tuning import calm_collector
 from penstock.shared.protocol import Speculation
 
 from ...report import Report

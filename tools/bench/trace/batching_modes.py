@@ -18,9 +18,9 @@ from penstock.gpu_worker.engine.config import EngineConfig
 from penstock.gpu_worker.engine.engine import Engine
 from penstock.gpu_worker.engine.plan import Plan
 from penstock.gpu_worker.engine.scheduling.scheduler_config import Chunking
-from penstock.gpu_worker.engine_process.gc_tuning import calm_collector
 from penstock.gpu_worker.engine_process.model_interface import ServingModel
 from penstock.shared.errors import ConfigurationError
+from penstock.shared.local.gc_tuning import calm_collector
 from penstock.shared.protocol import Request
 from penstock.shared.settings import load_settings
 

@@ -1,9 +1,9 @@
-"""Keeps Python's cyclic garbage collector out of the step loop.
+"""Keeps Python's cyclic garbage collector out of loops that must not pause.
 
-A step makes and drops a few objects for each sequence. None is part of a cycle, so reference
-counts free them at once. The collector only sees that many objects were made, and walks all live
-ones again and again, including the model's. That costs up to a third of the scheduler's time, in
-pauses.
+A worker's step makes and drops a few objects for each sequence, a gateway does so for each request.
+Nearly none is part of a cycle, so reference counts free them at once. The collector only sees that
+many objects were made, and walks all live ones again and again, including the model's or the app's.
+That costs up to a third of the scheduler's time, and a gateway's first tokens wait for it.
 """
 
 from __future__ import annotations
