@@ -240,8 +240,16 @@ class Driver:
 
     async def _stop(self, batch: Batch, outcome: BatchState) -> Batch:
         """Cancel what is in flight; lines that ended before keep their answers."""
+        batch = await self._recovered(batch)
         await self._requests.cancel(batch)
         return batch.into(BatchState.FINALIZING, _now(), outcome=outcome)
+
+    async def _recovered(self, batch: Batch) -> Batch:
+        """The batch with what was submitted last, which its record may lack."""
+        end = min(batch.next_line + self._settings.in_flight, batch.total)
+        if end <= batch.next_line:
+            return batch
+        return await self._requests.recover(batch, range(batch.next_line, end))
 
     async def _finalize(self, batch: Batch) -> None:
         """Put the parts together, and end the batch."""
@@ -303,7 +311,7 @@ class Driver:
         """End a batch with what can still be handed out."""
         broken = (StorageError, OSError)
         with contextlib.suppress(*broken):
-            await self._requests.cancel(batch)
+            await self._requests.cancel(await self._recovered(batch))
         changes: dict[str, Any] = _more_errors(batch, [error])
         for field, parts in (("output", batch.parts), ("error", batch.error_parts)):
             try:

@@ -115,6 +115,32 @@ async def test_cancelled_batch_hands_out_what_has_ended(
     assert {line["error"]["code"] for line in errors if line["error"]} == {"batch_cancelled"}
 
 
+async def test_line_whose_submission_is_not_recorded_is_cancelled_with_its_batch(
+    client: RetryingClient, settings: Settings
+) -> None:
+    """As a driver leaves it that dies in between, or that a cancel precedes."""
+    flags = {"redis.url": settings.redis.url, "batches.storage": settings.batches.storage}
+    settings = load_settings({**flags, "batches.in_flight": 3})
+    service = BatchService(client, settings)
+    batch = await start(service, completion_lines(7, model="nobody"))
+    driver = service.driver(BatchMetrics())
+    while batch.next_line < 3:
+        await driver.tick(batch.id, budget_s=0.2)
+        batch = await service.batches.get(batch.id)
+    async with Producer(model="nobody", settings=settings) as producer:
+        for number in (4, 6):
+            await producer.submit("x", id=batch.request_id(number))
+        await service.cancel(batch.id, "tests")
+        batch = await drive(service, batch)
+        ids = [batch.request_id(number) for number in range(1, 8)]
+        states = await producer.states(ids)
+    assert states == [State.CANCELLED] * 4 + [None, State.CANCELLED, None]
+    assert (batch.state, batch.completed, batch.failed) == (BatchState.CANCELLED, 0, 7)
+    errors = await read_lines(service, batch.error_file_id)
+    assert {line["custom_id"] for line in errors} == {f"line {i}" for i in range(7)}
+    await service.aclose()
+
+
 async def test_expired_batch_hands_out_what_has_ended_and_cancels_the_rest(
     synthetic_worker: None, service: BatchService, settings: Settings
 ) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from penstock.shared.errors import IdConflict, QueueFull, UnknownRequest
 from penstock.shared.protocol.states import TERMINAL_STATES, State
@@ -84,6 +84,26 @@ class LineRequests:
             await asyncio.gather(*(self._collect(batch, *pair, finished) for pair in lines))
             await self.lines.drop(batch, finished.places.intersection(group))
 
+    async def recover(self, batch: Batch, places: Sequence[int]) -> Batch:
+        """The batch with those places in flight that were submitted and not recorded.
+
+        A driver that dies, or whose change another one's precedes, between a submission and its
+        record leaves them; so does a full queue that takes a later line of a group.
+
+        Args:
+            batch: which.
+            places: where they may be: those that follow ``next_line``.
+        """
+        states = await self._states(batch, places)
+        end = max((place + 1 for place, state in states if state is not None), default=0)
+        submitted = [place for place in places if place < end]
+        return batch.model_copy(
+            update={
+                "next_line": max(batch.next_line, end),
+                "in_flight": (*batch.in_flight, *submitted),
+            }
+        )
+
     async def cancel(self, batch: Batch) -> None:
         """End what is in flight."""
         for group in groups(batch.in_flight):
@@ -109,19 +129,21 @@ class LineRequests:
 
     async def ended(self, batch: Batch) -> list[int]:
         """Places in flight whose requests have ended, or are not known any more."""
+        states = await self._states(batch, batch.in_flight)
+        return [place for place, state in states if state is None or state in TERMINAL_STATES]
+
+    async def _states(self, batch: Batch, places: Sequence[int]) -> list[tuple[int, State | None]]:
+        """Each place with its request's state; None if the request is not known."""
         plan = await self.lines.plan(batch)
         by_shard: dict[int, list[int]] = {}
-        for place in batch.in_flight:
+        for place in places:
             by_shard.setdefault(_shard(batch, plan[place].number), []).append(place)
-        ended: list[int] = []
-        for shard, places in by_shard.items():
+        found: list[tuple[int, State | None]] = []
+        for shard, there in by_shard.items():
             producer = await self._clients.get(batch.model, shard)
-            ids = [batch.request_id(plan[place].number) for place in places]
-            states = await producer.states(ids)
-            for place, state in zip(places, states, strict=True):
-                if state is None or state in TERMINAL_STATES:
-                    ended.append(place)
-        return ended
+            ids = [batch.request_id(plan[place].number) for place in there]
+            found += zip(there, await producer.states(ids), strict=True)
+        return found
 
     async def _collect(
         self, batch: Batch, place: int, line: OpenLine, finished: FinishedLines
@@ -130,7 +152,8 @@ class LineRequests:
         try:
             result = await producer.result(request_id, check=False)
         except UnknownRequest:  # Redis lost it: the line has no answer, so it runs again
-            await self._submit(batch, place, line)
+            if batch.outcome is None:
+                await self._submit(batch, place, line)
             return
         if result.state is State.CANCELLED and batch.outcome is not None:
             return  # by the end of the batch, which gives it an error of its own
