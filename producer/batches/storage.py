@@ -43,6 +43,7 @@ class Storage:
         except (ValueError, ImportError) as error:
             raise ConfigurationError(f"batches.storage: {url!r} cannot be used: {error}") from None
         self._local = "file" in _protocols(self._files)
+        self._seen = False
 
     def writer(self, name: str) -> Writer:
         """A new file of this name, which appears when the writer is closed without an error.
@@ -50,8 +51,15 @@ class Storage:
         Raises:
             StorageError: it cannot be written; so do all methods of the writer.
         """
-        temporary = self._path(f"{_UNFINISHED}/{uuid.uuid4().hex}.part") if self._local else None
-        return Writer(self._files, self._path(name), temporary)
+        if not self._local:
+            return Writer(self._files, self._path(name), None)
+        there = os.path.isdir(self._root)
+        if self._seen and not there:  # its disk was taken away: another one would get our files
+            raise StorageError(f"{self._root} is gone; bring back what batches.storage names")
+        temporary = self._path(f"{_UNFINISHED}/{uuid.uuid4().hex}.part")
+        writer = Writer(self._files, self._path(name), temporary)
+        self._seen = True
+        return writer
 
     def write(self, name: str, chunks: Iterable[bytes]) -> int:
         """Write a whole file, in place of one of this name; returns its size in bytes.

@@ -72,6 +72,19 @@ def test_batch_by_its_commands(
     wait_until(counted, "the batch was counted", 60)
 
 
+def test_batch_that_fails_is_the_exit_code_of_who_waits(
+    drivers: Start, run: Run, tmp_path: Path
+) -> None:
+    drivers()
+    file = tmp_path / "x.jsonl"
+    file.write_bytes(completion_lines(1) + b"{}\n")
+    done = run("batch", "submit", str(file), "--wait")
+    assert (done.returncode, done.stdout.splitlines()[1:]) == (
+        1, ["failed: 0 of 1 lines completed, 0 failed"],
+    )  # fmt: skip
+    assert "line 2: custom_id" in done.stderr
+
+
 def test_bad_input_is_one_line(run: Run, tmp_path: Path) -> None:
     file = tmp_path / "x.jsonl"
     file.write_bytes(completion_lines(1))

@@ -58,6 +58,18 @@ def block(folder: Path) -> Callable[[], None]:
     return mend
 
 
+def take_away(folder: Path) -> Callable[[], None]:
+    """Move a folder aside; returns what brings it back, and fails if there is another by then."""
+    aside = folder.with_name("aside")
+    folder.rename(aside)
+
+    def bring_back() -> None:
+        assert not folder.exists()
+        aside.rename(folder)
+
+    return bring_back
+
+
 def files_below(folder: Path) -> list[Path]:
     return [path for path in folder.rglob("*") if path.is_file()]
 
@@ -90,6 +102,17 @@ async def test_batch_waits_for_its_storage_and_goes_on(
     done = await drive(service, batch)
     assert (done.state, done.completed, done.trouble) == (BatchState.COMPLETED, 5, "")
     assert not (root / batch_folder(batch.id)).exists()
+
+
+async def test_directory_that_vanishes_is_not_made_again(service: BatchService, root: Path) -> None:
+    """It may be another disk's: what is written there is missing once the right one is back."""
+    batch = await start(service, completion_lines(5))
+    bring_back = take_away(root)
+    with pytest.raises(StorageError, match="is gone; bring back"):
+        await upload(service, b"x")
+    await stumble(service, batch)
+    bring_back()
+    await upload(service, b"x")
 
 
 async def test_body_that_is_missing_is_no_deleted_file(service: BatchService, root: Path) -> None:

@@ -66,7 +66,7 @@ def submit(
     redis: RedisOption = None,
     config: ConfigOption = None,
 ) -> None:
-    """Start a batch over a file; prints its id."""
+    """Start a batch over a file; prints its id. With --wait the exit code is that of status."""
     settings = client_settings(redis, None, None, config)
     window_s = read_time("window", window)
     url = endpoint or first_line_url(file)
@@ -89,7 +89,7 @@ def submit(
                 typer.echo(started.id)
             return await _watch(service, started, shown=not json) if wait else started
 
-    _finish(asyncio.run(run()), json=json, shown=wait)
+    _finish(asyncio.run(run()), json=json, shown=wait, check=wait)
 
 
 @batch.command()
