@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -70,13 +71,12 @@ def pack(chunks: Sequence[SequenceChunk], pool: KVPool) -> PackedStep:
         pool: where their KV lies; the tensors go to its device.
     """
     device = pool.device
-    token_ids: list[int] = []
-    rows: list[int] = []
+    token_ids, rows = array("q"), array("q")
     for chunk in chunks:
         first = len(token_ids)
-        token_ids += chunk.token_ids
+        token_ids.extend(chunk.token_ids)
         if chunk.rows is Rows.ALL:
-            rows += range(first, len(token_ids))
+            rows.extend(range(first, len(token_ids)))
         elif chunk.rows is Rows.LAST:
             rows.append(len(token_ids) - 1)
     batch = RaggedBatch.from_lists(
@@ -92,9 +92,9 @@ def pack(chunks: Sequence[SequenceChunk], pool: KVPool) -> PackedStep:
         for index, group in enumerate(pool.groups[1:], start=1)
     )
     return PackedStep(
-        input_ids=torch.tensor([token_ids], device=device),
+        input_ids=torch.frombuffer(token_ids, dtype=torch.int64).unsqueeze(0).to(device),
         # An empty selection is an odd shape for quantised and prepacked output layers.
-        rows=torch.tensor(rows or [0], device=device),
+        rows=torch.frombuffer(rows or array("q", [0]), dtype=torch.int64).to(device),
         num_rows=len(rows),
         batches=(batch, *more),
     )

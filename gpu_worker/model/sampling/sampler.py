@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import isfinite
 from typing import Protocol
 
 import torch
@@ -274,6 +275,8 @@ class Sampler:
     def _pick(self, logits: Tensor, sampled: Sequence[SampledRows]) -> Tensor:
         """Tokens int64 ``[N]``: drawn in the sampled rows, the most likely in all others."""
         highest, tokens = self._largest(logits)  # NaN is larger than everything here
+        if not sampled and highest.device.type == "cpu" and all(map(isfinite, highest.tolist())):
+            return tokens  # the usual step: each operation on tensors would cost it microseconds
         valid = torch.isfinite(highest)
         for rows in sampled:
             for part in rows.slices(logits.shape[1]):
