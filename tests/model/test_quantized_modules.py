@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
+from penstock.gpu_worker.model.quantization.cpu_operators import operator_weight
 from penstock.gpu_worker.model.quantization.form import QuantizedWeight
 from penstock.gpu_worker.model.quantization.quantized_modules import (
     QuantizedEmbedding,
     QuantizedLinear,
 )
-from penstock.gpu_worker.model.quantization.quantizers import quantize_int4, quantize_nf4
+from penstock.gpu_worker.model.quantization.quantizers import (
+    quantize_int4,
+    quantize_int8,
+    quantize_nf4,
+)
 
 
 def weight(outputs: int = 7, inputs: int = 40) -> QuantizedWeight:
@@ -28,6 +35,55 @@ def test_a_linear_layer(dtype: torch.dtype) -> None:
     with torch.inference_mode():
         assert torch.equal(QuantizedLinear(quantized, bias)(x), plain(x))
         assert torch.equal(QuantizedLinear(quantized)(x), nn.functional.linear(x, plain.weight))
+
+
+OPERATOR_FORMS = {
+    "int8": lambda w: quantize_int8(w),
+    "int4": lambda w: quantize_int4(w, group_size=64),
+    "int4 with zeros": lambda w: quantize_int4(w, group_size=32, symmetric=False),
+}
+
+
+@pytest.mark.parametrize("name", OPERATOR_FORMS)
+def test_few_rows_go_through_an_operator(name: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    quantized = OPERATOR_FORMS[name](torch.randn(48, 128, generator=generator))
+    bias = torch.randn(48, generator=generator).bfloat16()
+    vectorised = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
+    assert (operator_weight(quantized) is not None) == vectorised
+    layer, weight = QuantizedLinear(quantized, bias), quantized.dequantize().double()
+    for shape in ((1, 128), (2, 4, 128), (16, 128), (17, 128), (0, 128)):
+        x = torch.randn(*shape, generator=generator).bfloat16()
+        with torch.inference_mode():
+            found = layer(x)
+        assert found.dtype == torch.bfloat16
+        assert found.shape == (*shape[:-1], 48)
+        expected = x.double() @ weight.T + bias.double()
+        # Scales and results are bfloat16, each at most 2 ** -9 off.
+        assert (found.double() - expected).norm() <= 6e-3 * expected.norm()
+    x = torch.randn(40, 128, generator=generator).bfloat16()
+    by_columns = torch.randn(128, 3, generator=generator).bfloat16().T
+    with torch.inference_mode():
+        assert torch.equal(layer(x), torch.nn.functional.linear(x, weight.bfloat16(), bias))
+        assert torch.equal(layer(by_columns), layer(by_columns.contiguous()))
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        quantize_nf4(torch.randn(16, 64), group_size=32),
+        quantize_int4(torch.randn(16, 64), group_size=16),
+        quantize_int4(torch.randn(7, 64), group_size=32),
+        quantize_int8(torch.randn(16, 40)),
+        replace(quantize_int8(torch.randn(16, 64)), permutation=torch.arange(63, -1, -1)),
+    ],
+)
+def test_forms_without_an_operator_are_dequantised(form: QuantizedWeight) -> None:
+    assert operator_weight(form) is None
+    x = torch.randn(3, form.inputs).bfloat16()
+    with torch.inference_mode():
+        expected = torch.nn.functional.linear(x, form.dequantize(torch.bfloat16))
+        assert torch.equal(QuantizedLinear(form)(x), expected)
 
 
 def test_an_embedding_reads_rows() -> None:

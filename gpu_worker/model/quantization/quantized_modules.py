@@ -11,16 +11,18 @@ from torch.nn import functional as F
 from penstock.kernels import PackedWeight, quantized_linear
 from penstock.kernels.quantized_linear import pack_codes
 
+from .cpu_operators import MOST_ROWS, OperatorWeight, operator_weight
 from .form import QuantizedWeight
 
 __all__ = ["QuantizedEmbedding", "QuantizedLinear", "QuantizedStack", "packed_weight"]
 
 
 class QuantizedLinear(nn.Module):
-    """A linear layer over a quantised weight, which each call dequantises.
+    """A linear layer over a quantised weight, which a call dequantises.
 
-    That is exact and slow. What multiplies by codes takes ``quantized`` instead: the native
-    library, and on a GPU the kernel ``quantized_linear``.
+    That is exact and slow, so few rows of bfloat16 go through PyTorch's operators for codes where
+    these have the weight's form. What multiplies by codes itself takes ``quantized`` instead: the
+    native library, and on a GPU the kernel ``quantized_linear``.
 
     Args:
         quantized: ``[out_features, in_features]``, on the layer's device.
@@ -37,8 +39,9 @@ class QuantizedLinear(nn.Module):
         self.quantized = quantized
         self._bits = quantized.bits
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
-        self._tried = False
+        self._tried = self._tried_operator = False
         self._packed: PackedWeight | None = None
+        self._operand: OperatorWeight | None = None
         self.source: tuple[str, str] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -50,11 +53,24 @@ class QuantizedLinear(nn.Module):
                 self.give_up_weight()
         if self._packed is not None:
             return quantized_linear(x, self._packed, self.bias)
+        if self._goes_to_operator(x) and self._operand is not None:
+            y = self._operand.multiply(x.reshape(-1, self.in_features).contiguous())
+            y = y.view(*x.shape[:-1], self.out_features)
+            return y if self.bias is None else y + self.bias
         return F.linear(x, self.quantized.dequantize(x.dtype), self.bias)
 
     def give_up_weight(self) -> None:
         """Free the weight, which another form replaces; the layer computes nothing any more."""
         del self.quantized
+        self._operand = None
+
+    def _goes_to_operator(self, x: Tensor) -> bool:
+        """Whether rows are such that an operator wins; the first ones have the weight packed."""
+        rows = x.numel() // self.in_features
+        few = x.dtype == torch.bfloat16 and x.device.type == "cpu" and 0 < rows <= MOST_ROWS
+        if few and not self._tried_operator:
+            self._tried_operator, self._operand = True, operator_weight(self.quantized)
+        return few
 
     def extra_repr(self) -> str:
         """Shape and bits, for ``print(model)``."""
