@@ -7,8 +7,8 @@
 //   scale[n] * sum_k v[n, k] * x[k] + offset[n] * sum_k x[k]
 //
 // to output n, in pieces that begin at fixed inputs. Codes that are whole numbers meet activations
-// as split_rows.h has them, where the CPU multiplies bytes and the model computes in bf16; sums are
-// exact then. Otherwise codes are decoded to bf16 or floats, in pieces of PIECE_STEPS steps.
+// as split_rows.h has them, where the CPU is AVX2's or better and the model computes in bf16; sums
+// are exact then. Otherwise codes are decoded to bf16 or floats, in pieces of PIECE_STEPS steps.
 #pragma once
 
 #include "split_rows.h"
@@ -45,9 +45,27 @@ constexpr bool HAS_BYTE_TABLES = true;
 constexpr bool HAS_BYTE_TABLES = false;
 #endif
 
+// Products of words read registers of weights of this size; see word_dot.h.
+#if defined(__AVX512BW__)
+constexpr int64_t WORD_REGISTER_BYTES = 64;
+#else
+constexpr int64_t WORD_REGISTER_BYTES = 32;
+#endif
+
+// A unit of four inputs as slices of so many outputs as a register has words, by two: of each pair of
+// inputs the first half of the outputs and then the second, in bytes or in the four bits of a word.
+constexpr int64_t word_place(Codes codes, int64_t input, int64_t output) {
+  const int64_t columns = WORD_REGISTER_BYTES / 2, half = columns / 2;
+  const int64_t slice = output / columns, number = input / 2 * 2 + output % columns / half;
+  const int64_t word = 2 * (output % half) + input % 2;
+  if (codes == Codes::INT8) return 8 * (slice * 4 * columns + number * columns + word);
+  return 8 * slice * 2 * columns + 16 * word + 4 * number;
+}
+
 // Where the code of an input 0 .. unit_inputs - 1 and an output 0 .. 31 lies in a unit: a bit.
 constexpr int64_t code_place(const Coding& coding, int64_t input, int64_t output) {
   const int64_t half = output / LANES, lane = output % LANES;
+  if (coding.integers && !HAS_BYTE_DOT) return word_place(coding.codes, input, output);
   if (coding.integers)
     return 8 * (4 * lane + input) + half * (coding.codes == Codes::INT8 ? 8 * UNIT_BYTES : 4);
   if (has_four_bits(coding.codes)) return 32 * lane + 16 * (input % 2) + 8 * (input / 2) + 4 * half;
@@ -56,10 +74,10 @@ constexpr int64_t code_place(const Coding& coding, int64_t input, int64_t output
                               : 16 * (2 * input + half) + lane);
 }
 
-// What is stored for a code as it comes: 128 more, for products of integers; with byte tables sign
+// What is stored for a code as it comes: 128 more, for products of bytes; with byte tables sign
 // and magnitude, where -128 is minus zero.
 inline uint8_t stored_code(const Coding& coding, uint8_t code) {
-  if (coding.codes == Codes::INT8 && coding.integers) return code ^ 0x80;
+  if (coding.codes == Codes::INT8 && coding.integers) return HAS_BYTE_DOT ? code ^ 0x80 : code;
   if (coding.codes != Codes::INT8 || !HAS_BYTE_TABLES || code < 128) return code;
   return static_cast<uint8_t>(0x80 | (256 - code));
 }

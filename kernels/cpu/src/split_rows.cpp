@@ -33,17 +33,27 @@ void SplitRow::fill(const float* x, char* row) const {
     const int64_t end = std::min(columns, begin + SPLIT_PIECE);
     const float factor = reciprocal_scale(x + begin, end - begin, scales[begin / SPLIT_PIECE]);
     for (int64_t i = begin; i < end; i += SPLIT_SUM) {
+#if defined(PENSTOCK_WORD_DOT)
+      __m256i eight = _mm256_setzero_si256();
+#endif
       for (int64_t k = i; k < std::min(end, i + SPLIT_SUM); k += LANES) {
         float lanes[LANES];
         store(lanes, load_first(x + k, static_cast<int>(std::min<int64_t>(LANES, end - k))) *
                          set1(factor));
-#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
+#if defined(PENSTOCK_BYTE_DOT)
         const __m512i q = _mm512_cvtps_epi32(load(lanes));
         _mm_storeu_si128(reinterpret_cast<__m128i*>(row + k),
                          _mm512_cvtepi32_epi8(_mm512_srai_epi32(q, 7)));
         _mm_storeu_si128(reinterpret_cast<__m128i*>(row + low_at() + k),
                          _mm512_cvtepi32_epi8(_mm512_and_si512(q, _mm512_set1_epi32(127))));
         total += static_cast<uint32_t>(_mm512_reduce_add_epi32(q));
+#elif defined(PENSTOCK_WORD_DOT)
+        const __m256i lo = _mm256_cvtps_epi32(_mm256_loadu_ps(lanes));
+        const __m256i hi = _mm256_cvtps_epi32(_mm256_loadu_ps(lanes + 8));
+        // Packing works in halves of registers, whose order the permutation restores.
+        const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(lo, hi), 0xd8);
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(row + 2 * k), words);
+        eight = _mm256_add_epi32(eight, _mm256_add_epi32(lo, hi));
 #else
         for (int l = 0; l < LANES; l++) {
           const auto q = static_cast<int32_t>(std::nearbyint(lanes[l]));
@@ -53,6 +63,11 @@ void SplitRow::fill(const float* x, char* row) const {
         }
 #endif
       }
+#if defined(PENSTOCK_WORD_DOT)
+      uint32_t parts[8];
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(parts), eight);
+      for (const uint32_t part : parts) total += part;
+#endif
       *sums++ = total;
     }
   }

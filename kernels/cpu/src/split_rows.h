@@ -5,7 +5,8 @@
 // an input is at most s / 2 off: sixty times less than bf16 rounds the piece's largest. Sums of the
 // numbers from the row's beginning, at every 32nd input, give those of any part.
 //
-// A row's memory: all high bytes, all low bytes, scales, sums.
+// A row's memory: all high bytes, all low bytes, scales, sums. Where the CPU has no products of bytes
+// that cannot overflow, numbers are not cut in two but words.
 #pragma once
 
 #include "vec.h"
@@ -15,10 +16,20 @@ namespace penstock {
 constexpr int64_t SPLIT_PIECE = 1024, SPLIT_SUM = 32;
 
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__) && defined(__AVX512VL__)
-constexpr bool HAS_INTEGER_DOT = true;
-#else
-constexpr bool HAS_INTEGER_DOT = false;
+#define PENSTOCK_BYTE_DOT 1
+#elif defined(__AVX2__) && defined(__FMA__)
+#define PENSTOCK_WORD_DOT 1
 #endif
+#if defined(PENSTOCK_BYTE_DOT)
+constexpr bool HAS_BYTE_DOT = true, HAS_INTEGER_DOT = true;
+#elif defined(PENSTOCK_WORD_DOT)
+constexpr bool HAS_BYTE_DOT = false, HAS_INTEGER_DOT = true;
+#else
+constexpr bool HAS_BYTE_DOT = false, HAS_INTEGER_DOT = false;
+#endif
+
+// From one number of a row to the next: high bytes and low bytes lie apart.
+constexpr int64_t SPLIT_NUMBER_BYTES = HAS_BYTE_DOT ? 1 : 2;
 
 struct SplitRow {
   int64_t columns;
