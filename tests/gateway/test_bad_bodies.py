@@ -18,6 +18,8 @@ pytestmark = pytest.mark.usefixtures("synthetic_worker")
 CHAT = {"model": "letters", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
 TEXT = {"model": "letters", "prompt": "Hi", "max_tokens": 4}
 
+BASES = {"/v1/chat/completions": CHAT, "/v1/completions": TEXT}
+
 BAD_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"messages": []}, "messages"),
     ({"messages": "Hi"}, "messages"),
@@ -48,6 +50,8 @@ BAD_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
     ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice"),
     ({"structured_outputs": {"xml": 1}}, "structured_outputs.xml"),
+    ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+    ({"guided_choice": []}, "guided_choice"),
     ({"audio": {}}, "audio"),
     ({"suffix": "x"}, "suffix"),
     ({"\ud800": 1}, r"\ud800"),
@@ -70,6 +74,67 @@ def test_a_wrong_field_is_named(
 def test_a_wrong_prompt_is_named(gateway: GatewayProcess, prompt: object) -> None:
     reply = post(gateway, "/v1/completions", json.dumps({**TEXT, "prompt": prompt}))
     assert check(reply, 400)["param"].startswith("prompt")
+
+
+HALF = "\ud800"
+HALVES: list[tuple[str, dict[str, Any], str]] = [
+    ("/v1/chat/completions", {**CHAT, "model": HALF}, "model"),
+    ("/v1/chat/completions", {**CHAT, "user": HALF}, "user"),
+    ("/v1/chat/completions", {**CHAT, "stop": ["a", HALF]}, "stop[1]"),
+    ("/v1/chat/completions", {**CHAT, "metadata": {"a": HALF}}, "metadata.a"),
+    (
+        "/v1/chat/completions",
+        {**CHAT, "tools": [{"type": "function", "function": {"name": HALF}}]},
+        "tools[0].function.name",
+    ),
+    ("/v1/completions", {**TEXT, "prompt": ["a", f"😀{HALF}"]}, "prompt[1]"),
+    ("/v1/responses", {"model": "letters", "input": "a", "metadata": {HALF: "a"}}, "metadata."),
+    ("/v1/responses", {"model": "letters", "input": [{"content": HALF}]}, "input[0].content"),
+    ("/v1/batches", {"input_file_id": HALF}, "input_file_id"),
+    ("/v1/embeddings", {"model": "letters", "input": [HALF]}, "input[0]"),
+    ("/v1/infer", {"model": "letters", "input": {"a": [HALF]}}, "input.a[0]"),
+    ("/tokenize", {"model": "letters", "prompt": HALF}, "prompt"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "param"), HALVES, ids=lambda value: str(value)[:40])
+def test_half_of_a_surrogate_pair_is_named(
+    gateway: GatewayProcess, path: str, body: dict[str, Any], param: str
+) -> None:
+    error = check(post(gateway, path, json.dumps(body)), 400)
+    assert error["param"] == (param + r"\ud800" if param.endswith(".") else param)
+
+
+def test_text_whose_pairs_are_whole_is_served(gateway: GatewayProcess) -> None:
+    for data in (json.dumps({**TEXT, "prompt": "😀"}), json.dumps({**TEXT, "prompt": r"\ud800"})):
+        assert post(gateway, "/v1/completions", data).status_code == 200
+
+
+def test_every_field_of_every_endpoint_refuses_a_number_that_is_none(
+    gateway: GatewayProcess,
+) -> None:
+    headers, asked = {"content-type": "application/json"}, 0
+    with httpx.Client(base_url=gateway.url, headers=headers, timeout=60) as client:
+        for path, methods in client.get("/openapi.json").json()["paths"].items():
+            form = methods.get("post", {}).get("requestBody", {"content": {}})["content"]
+            if "application/json" not in form:
+                continue
+            fields = form["application/json"]["schema"]["properties"]
+            base = BASES.get(path, {"model": "letters"})
+            for name in fields:
+                if (path, name) == ("/v1/infer", "input"):
+                    continue  # which may be any number
+                body = {key: base[key] for key in base if key in fields} | {name: "NUMBER"}
+                for number in ("1e400", "1" + "0" * 400):
+                    data = json.dumps(body).replace('"NUMBER"', number)
+                    error = check(client.post(path, content=data), 400)
+                    assert error["param"] == name, (path, number)
+                    asked += 1
+            for data in ("", "{}", "null", '{"a":1}{"a":2}', '{"a":' * 200 + "1" + "}" * 200):
+                check(client.post(path, content=data), 400)
+            refused = client.post(path, content="{}", headers={"content-type": "text/plain"})
+            assert check(refused, 415)["code"] == "unsupported_media_type"
+    assert asked > 200
 
 
 @pytest.mark.parametrize(

@@ -174,6 +174,9 @@ def output_form(own: Mapping[str, Any]) -> dict[str, Any]:
     ]
     if len(given) > 1:
         raise invalid(given[1][0], f"{given[1][0]}: at most one; {given[0][0]} is given, too")
+    for name, target, value in given:
+        if target == "choice" and not value:
+            raise invalid(name, f"{name}: give at least one text to choose from")
     return {target: value for _, target, value in given}
 
 
