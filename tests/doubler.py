@@ -9,6 +9,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+_ERRORS = {
+    "value": ValueError,
+    "other": RuntimeError,
+    "cancelled": asyncio.CancelledError,
+}
+
 
 class Doubler:
     """Doubles ``x``. A map may ask for more: see :meth:`infer`."""
@@ -37,7 +43,7 @@ class Doubler:
             if item.get("exit"):
                 raise SystemExit("replace me")
             if "raise" in item:
-                raise {"value": ValueError, "other": RuntimeError}[item["raise"]]("bad x")
+                raise _ERRORS[item["raise"]]("bad x")
         if any(item.get("few") for item in items):
             return []
         return [self._result(item, len(items)) for item in items]

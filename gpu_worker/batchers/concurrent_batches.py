@@ -41,16 +41,17 @@ class ConcurrentBatches:
     """Runs up to so many batches at once. Its methods are for one thread.
 
     Args:
-        run: computes a batch, and blocks; called from any thread.
+        run: computes a batch, and blocks; called from any thread. Between the passes of a batch
+            that fails it calls what it gets with the batch.
         most: batches at once.
         wake: called in any thread when a batch has ended.
-        hang_timeout_s: a batch that runs for longer hangs, in seconds.
+        hang_timeout_s: a batch of which one pass runs for longer hangs, in seconds.
         clock: monotonic seconds.
     """
 
     def __init__(
         self,
-        run: Callable[[Batch], Results],
+        run: Callable[[Batch, Callable[[], None]], Results],
         most: int,
         wake: Callable[[], None],
         *,
@@ -63,6 +64,7 @@ class ConcurrentBatches:
         self._hang_timeout_s = hang_timeout_s
         self._clock = clock
         self._running: dict[int, tuple[Batch, float]] = {}
+        self._signs: dict[int, float] = {}
         self._ended: queue.SimpleQueue[tuple[int, Results | BaseException]] = queue.SimpleQueue()
         self._count = 0
 
@@ -88,7 +90,8 @@ class ConcurrentBatches:
     def start(self, batch: Batch) -> None:
         """Begin a batch, for which there is room."""
         self._count += 1
-        self._running[self._count] = (batch, self._clock())
+        now = self._clock()
+        self._running[self._count], self._signs[self._count] = (batch, now), now
         name, work = f"batch-{self._count}", (self._count, batch)
         threading.Thread(target=self._work, args=work, name=name, daemon=True).start()
 
@@ -101,6 +104,7 @@ class ConcurrentBatches:
             except queue.Empty:
                 return ended
             batch, began = self._running.pop(number)
+            del self._signs[number]
             ended.append(Ended(batch, results, self._clock() - began))
 
     def check_progress(self) -> None:
@@ -110,13 +114,17 @@ class ConcurrentBatches:
             BatchHangs: one has run for too long.
         """
         limit = self._clock() - self._hang_timeout_s
-        if any(began < limit for _, began in self._running.values()):
+        if any(self._signs[number] < limit for number in self._running):
             raise BatchHangs(f"a batch has run for over {self._hang_timeout_s:g} s")
 
     def _work(self, number: int, batch: Batch) -> None:
         results: Results | BaseException
+
+        def on_pass() -> None:
+            self._signs[number] = self._clock()
+
         try:
-            results = self._run(batch)
+            results = self._run(batch, on_pass)
         except BaseException as error:
             results = error
         self._ended.put((number, results))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -49,7 +50,8 @@ def run_in_halves(
     """
     try:
         results = _listed(infer(list(payloads)), len(payloads))
-    except Exception as error:
+    # asyncio's is no Exception, but a blocking infer that runs a loop of its own may raise it.
+    except (Exception, asyncio.CancelledError) as error:
         if len(payloads) == 1:
             return [failure_of(error)]
         middle = len(payloads) // 2

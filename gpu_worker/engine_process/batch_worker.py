@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from penstock.shared.protocol import Reason
 
@@ -144,11 +145,19 @@ class BatchWorker:
             self._beside.start(batch)
         else:
             began, self._last = self._clock(), batch
-            self._publish(batch, self._infer(batch), self._clock() - began)
+            self._publish(batch, self._infer(batch, self.beat), self._clock() - began)
 
-    def _infer(self, batch: Batch) -> list[Result | Finish]:
+    def _infer(self, batch: Batch, on_pass: Callable[[], None]) -> list[Result | Finish]:
+        """Compute a batch. Each pass of a batch that fails may take as long as any batch."""
+
+        def infer(payloads: list[Any]) -> object:
+            try:
+                return self._model.infer(payloads)
+            finally:
+                on_pass()
+
         payloads = [item.payload for item in batch.items]
-        return run_in_halves(self._model.infer, payloads, self._model.charged)
+        return run_in_halves(infer, payloads, self._model.charged)
 
     def _next_batch(self) -> Batch | None:
         """Take the next batch that is due, if it may begin now."""

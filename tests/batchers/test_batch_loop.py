@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -21,15 +23,23 @@ from penstock.shared.protocol.payload import unpack_result
 class Rig:
     """A loop that gets groups of orders, one a turn, and then the order to stop."""
 
-    def __init__(self, *groups: Sequence[Add | str], **model: Any) -> None:
+    def __init__(
+        self,
+        *groups: Sequence[Add | str],
+        clock: Callable[[], float] = time.monotonic,
+        **model: Any,
+    ) -> None:
         self.groups = [list(group) for group in groups]
         self.batches: list[list[Any]] = []
+        self.reports_before: list[int] = []
         self.reports: list[StepReport] = []
         self.broken: list[Broken] = []
         served = ServedBatcher(self.infer, ModelKind.BATCH, "", "", **model)
         window = Window(0.0)
         queue = BatchQueue(4, served.max_cost, window)
-        self.worker = BatchWorker(served, queue, window, self.report, self, heartbeat_s=0.01)
+        self.worker = BatchWorker(
+            served, queue, window, self.report, self, heartbeat_s=0.01, clock=clock
+        )
         self.worker.run()
 
     def poll(self) -> None:
@@ -53,6 +63,7 @@ class Rig:
 
     def infer(self, items: list[Any]) -> list[Any]:
         self.batches.append(items)
+        self.reports_before.append(len(self.reports))
         if "poison" in items:
             raise RuntimeError("out of luck")
         if "exit" in items:
@@ -94,6 +105,13 @@ def test_one_that_raises_fails_alone() -> None:
     assert rig.ends["rpoison"].finish.reason is Reason.ENGINE_ERROR
     assert "out of luck" in rig.ends["rpoison"].finish.message
     assert [unpack_result(rig.ends[run].result)["twice"] for run in ("r1", "r2")] == [2, 4]
+
+
+def test_each_pass_of_a_batch_that_fails_shows_that_the_loop_turns() -> None:
+    """Else the passes of a slow model would together count as a hang."""
+    rig = Rig([add(1), add("poison"), add(2)], clock=itertools.count().__next__)
+    assert len(rig.batches) > 3
+    assert rig.reports_before == sorted(set(rig.reports_before))
 
 
 def test_a_bad_item_is_invalid_and_an_aborted_or_expired_one_is_not_computed() -> None:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 from waiting import wait_until
 
-from penstock.gpu_worker.batchers.batch_queue import BatchQueue
+from penstock.gpu_worker.batchers.batch_queue import Batch, BatchQueue
 from penstock.gpu_worker.batchers.batcher_class import serve_class
+from penstock.gpu_worker.batchers.concurrent_batches import BatchHangs, ConcurrentBatches
 from penstock.gpu_worker.batchers.window import Window
+from penstock.gpu_worker.engine.requests import Finish
 from penstock.gpu_worker.engine.stats import BatcherStats
 from penstock.gpu_worker.engine_process.batch_worker import BatchWorker
 from penstock.gpu_worker.messages import Add, Broken, StepReport, unpacked_updates
@@ -184,6 +187,30 @@ def test_a_batch_that_hangs_beside_others_ends_the_loop() -> None:
     assert not rig.thread.is_alive()
     assert "has run for over 0.2 s" in rig.broken[0].error
     rig.end([1])
+
+
+def test_a_batch_that_fails_hangs_only_if_one_of_its_passes_does() -> None:
+    now, late, passed, go = 0.0, threading.Event(), threading.Event(), threading.Event()
+
+    def run(batch: Batch, on_pass: Callable[[], None]) -> list[Finish]:
+        assert late.wait(60)
+        on_pass()
+        passed.set()
+        assert go.wait(60)
+        return []
+
+    beside = ConcurrentBatches(run, 2, lambda: None, hang_timeout_s=30, clock=lambda: now)
+    beside.start(Batch(()))
+    now = 20.0
+    late.set()
+    assert passed.wait(60)
+    now = 49.0
+    beside.check_progress()
+    now = 51.0
+    with pytest.raises(BatchHangs):
+        beside.check_progress()
+    go.set()
+    wait_until(lambda: bool(beside.take_ended()), "its end", 60)
 
 
 def test_a_model_that_asks_to_be_replaced_ends_the_loop() -> None:

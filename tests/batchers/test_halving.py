@@ -22,6 +22,7 @@ from penstock.shared.protocol.payload import unpack_result
 BAD = {
     "value": ({"raise": "value"}, Reason.INVALID, "ValueError: bad x"),
     "other": ({"raise": "other"}, Reason.ENGINE_ERROR, "RuntimeError: bad x"),
+    "cancelled": ({"raise": "cancelled"}, Reason.ENGINE_ERROR, "CancelledError: bad x"),
     "few": ({"few": True}, Reason.ENGINE_ERROR, "0 results for 1 items"),
     "returned": ({"return": "error"}, Reason.ENGINE_ERROR, "KeyError: 'x'"),
     "unsendable": ({"return": "object"}, Reason.ENGINE_ERROR, "it holds a object"),
