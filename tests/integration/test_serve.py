@@ -52,6 +52,7 @@ class Serving:
 def serving(folder: Path, *arguments: str) -> Iterator[Serving]:
     log = folder / "serve.log"
     environment = {**os.environ, "PENSTOCK_MODEL__SYNTHETIC_STEP_MS": str(STEP_MS)}
+    environment["PENSTOCK_WORKER__METRICS_PORT"] = "0"  # a worker of the machine's may have its own
     environment.pop("REDIS_URL", None)
     command = [sys.executable, "-m", "penstock.producer.cli", "serve", "--model", "synthetic"]
     with log.open("wb") as out:
