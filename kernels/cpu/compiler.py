@@ -17,7 +17,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["INSTRUCTION_SETS", "NativeUnavailable", "build", "cache_folder", "supported_sets"]
+__all__ = [
+    "FLAGS", "INSTRUCTION_SETS", "OPTIONAL", "SOURCES", "NativeUnavailable", "build",
+    "cache_folder", "cpu_flags", "machine_flags", "supported_sets",
+]  # fmt: skip
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +64,7 @@ class NativeUnavailable(RuntimeError):
 
 def supported_sets() -> tuple[str, ...]:
     """The instruction sets that this CPU has, best first; ``portable`` is always among them."""
-    have = _cpu_flags()
+    have = cpu_flags()
     return tuple(name for name, needs in INSTRUCTION_SETS.items() if have.issuperset(needs))
 
 
@@ -90,7 +93,7 @@ def build(
     compiler = shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
     if compiler is None:
         raise NativeUnavailable("no C++ compiler found (g++, c++ or clang++)")
-    flags = (*FLAGS, *_machine_flags(instruction_set), *extra_flags)
+    flags = (*FLAGS, *machine_flags(instruction_set, cpu_flags()), *extra_flags)
     key = _key(compiler, flags)
     try:
         target = _folder(folder) / f"penstock-{instruction_set}-{key}.so"
@@ -173,8 +176,8 @@ def _self_test(library: Path) -> None:
         )
 
 
-def _machine_flags(instruction_set: str) -> tuple[str, ...]:
-    have = _cpu_flags()
+def machine_flags(instruction_set: str, have: frozenset[str]) -> tuple[str, ...]:
+    """The compiler's flags for ``instruction_set`` on a CPU that has the flags ``have``."""
     extra = [flag for flag in OPTIONAL.get(instruction_set, ()) if flag in have]
     needed = (*INSTRUCTION_SETS[instruction_set], *extra)
     return tuple(f"-m{flag.replace('_', '')}" for flag in needed)
@@ -190,12 +193,13 @@ def _key(compiler: str, flags: tuple[str, ...]) -> str:
         ).stdout
     except (OSError, subprocess.SubprocessError) as error:
         raise NativeUnavailable(f"{compiler} does not run: {error}") from error
-    for text in (version, " ".join(flags), platform.machine(), " ".join(sorted(_cpu_flags()))):
+    for text in (version, " ".join(flags), platform.machine(), " ".join(sorted(cpu_flags()))):
         digest.update(text.encode() + b"\0")
     return digest.hexdigest()[:16]
 
 
-def _cpu_flags() -> frozenset[str]:
+def cpu_flags() -> frozenset[str]:
+    """What this CPU can do, by Linux' names; empty where they are not to be had."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:

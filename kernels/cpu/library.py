@@ -19,13 +19,14 @@ __all__ = [
 class Type(IntEnum):
     """Of weights, activations and cached keys and values.
 
-    SPLIT is of activations alone, INT8 of the cache.
+    SPLIT is of activations alone, INT8 of the cache, WIDENED of weights: floats kept in bfloat16.
     """
 
     FLOAT = 0
     BF16 = 1
     SPLIT = 2
     INT8 = 3
+    WIDENED = 4
 
 
 class RowKind(IntEnum):
@@ -165,6 +166,7 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
             POINTER(Error),
         ],
     ),
+    "fits_bf16": (c_int32, [c_void_p, c_int64]),
     "input_type": (c_int32, [c_void_p, c_int32, POINTER(Error)]),
     "weight_bytes": (c_int64, [c_void_p]),
     "choose_ways": (c_int32, [c_void_p, POINTER(Error)]),

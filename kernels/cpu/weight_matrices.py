@@ -54,15 +54,28 @@ class WeightMatrices:
         first = weights[0]
         inputs = first.shape[1]
         outputs = first.shape[0] if gated else sum(w.shape[0] for w in weights)
-        shape = self._program, outputs, inputs, self._type, int(gated)
         if not isinstance(first, CodedWeight):
-            return self._library.checked("matrix", *shape)
+            kind = self._kept_as(weights)
+            return self._library.checked("matrix", self._program, outputs, inputs, kind, int(gated))
+        shape = self._program, outputs, inputs, self._type, int(gated)
         if not all(isinstance(w, CodedWeight) and w.goes_with(first) for w in weights):
             raise ValueError("the parts of a matrix are coded differently")
         values = None if first.values is None else first.values.data_ptr()
         return self._library.checked(
             "coded_matrix", *shape, first.kind, first.group, int(first.offsets is not None), values
         )
+
+    def _kept_as(self, weights: Sequence[Tensor | CodedWeight]) -> Type:
+        """Floats of a bfloat16 checkpoint stay in 16 bits: the same results for half the reads."""
+        if self._type is Type.FLOAT and all(self._fits_bf16(w) for w in weights):
+            return Type.WIDENED
+        return self._type
+
+    def _fits_bf16(self, weight: Tensor | CodedWeight) -> bool:
+        if isinstance(weight, CodedWeight):
+            return False
+        source = weight.detach().contiguous().float()
+        return bool(self._library.fits_bf16(source.data_ptr(), source.numel()))
 
     def pack(self) -> None:
         """Copy all full weights that were added, by as many threads as torch computes with."""

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import platform
+import shutil
 import stat
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -97,6 +100,36 @@ def test_unknown_instruction_sets_are_refused() -> None:
     assert supported_sets()[-1] == "portable"
     with pytest.raises(NativeUnavailable, match="not sse9"):
         load_library("sse9")
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="one set of flags is all there is")
+def test_every_instruction_set_compiles_without_warnings(tmp_path: Path) -> None:
+    compile_with = shutil.which("g++") or shutil.which("clang++")
+    if compile_with is None:
+        pytest.skip("no compiler")
+    here = compiler.cpu_flags()
+    every = frozenset(flag for flags in compiler.OPTIONAL.values() for flag in flags)
+    kinds = {
+        compiler.machine_flags(name, optional)
+        for name in compiler.INSTRUCTION_SETS
+        for optional in (frozenset[str](), every)
+    }
+    # What this CPU can run is built whole by the next test.
+    kinds -= {compiler.machine_flags(name, here) for name in supported_sets()}
+
+    def errors(flags: tuple[str, ...], source: Path) -> str:
+        made = tmp_path / f"{source.stem}-{abs(hash(flags))}.o"
+        options = (*compiler.FLAGS, "-O0", "-Wall", "-Wextra", "-Werror")
+        command = [str(compile_with), *options, *flags, "-c", str(source), "-o", str(made)]
+        return subprocess.run(command, capture_output=True, text=True, check=False).stderr
+
+    # The others are the same on all.
+    sources = [path for path in compiler.SOURCES.glob("*.cpp") if "Vec " in path.read_text()]
+    work = [(flags, source) for flags in kinds for source in sources]
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        found = list(threads.map(lambda item: errors(*item), work))
+    assert work
+    assert not [text for text in found if text]
 
 
 def test_the_library_says_what_it_was_built_for() -> None:

@@ -128,9 +128,30 @@ def test_rows_do_not_depend_on_their_neighbours(name: str, dtype: torch.dtype) -
         assert torch.equal(linear(name, x, w, threads=threads), whole)
 
 
+@pytest.mark.parametrize("name", SETS)
+def test_floats_that_bfloat16_holds_take_half_the_memory_and_give_the_same_bits(name: str) -> None:
+    x, last = random(40, 333), random(1, 333, seed=1)
+    w, up = (random(44, 333, seed=s, dtype=torch.bfloat16).float() for s in (2, 3))
+    program = NativeProgram(library(name), torch.float32)
+    program.matrix(w)
+    half = program.weight_bytes
+    # One output that bfloat16 does not hold keeps all of a matrix in full.
+    program.matrix(w, last)
+    assert program.weight_bytes - half > 1.9 * half
+    for rows in (*range(1, 15), 40):
+        full = linear(name, x[:rows], w, last)[:, :44]
+        assert torch.equal(linear(name, x[:rows], w), full)
+        close(full, x[:rows].double() @ w.double().T, torch.float32)
+        gate, more = torch.cat([w, last]), torch.cat([up, last])
+        options: dict[str, Any] = {"gated": True, "activation": Activation.SILU}
+        gated = linear(name, x[:rows], gate, more, **options)[:, :44]
+        assert torch.equal(linear(name, x[:rows], w, up, **options), gated)
+
+
 @pytest.mark.skipif(len(SETS) < 3, reason="needs two instruction sets with fused multiply-adds")
 def test_instruction_sets_give_the_same_bits() -> None:
-    x, w = random(9, 200), random(40, 200, seed=1)
+    x, full = random(9, 200), random(40, 200, seed=1)
     options: dict[str, Any] = {"activation": Activation.SILU}
-    first, *others = (linear(name, x, w, **options) for name in SETS if name != "portable")
-    assert all(torch.equal(first, other) for other in others)
+    for w in (full, full.bfloat16().float()):
+        first, *others = (linear(name, x, w, **options) for name in SETS if name != "portable")
+        assert all(torch.equal(first, other) for other in others)

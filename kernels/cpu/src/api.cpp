@@ -190,6 +190,8 @@ int penstock_fill_codes(Program* p, int matrix, const uint8_t* codes, const floa
   });
 }
 
+int penstock_fits_bf16(const float* values, int64_t count) { return fits_bf16(values, count); }
+
 int64_t penstock_weight_bytes(Program* p) { return p->weight_bytes(); }
 
 int penstock_choose_ways(Program* p, Error* error) {

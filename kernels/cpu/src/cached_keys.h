@@ -32,7 +32,7 @@ struct HalfKeys {
   static constexpr int QUERY_BYTES = 8, KEY_BYTES = 64;
   static constexpr bool SCALED = false;
   Vec even, odd;
-  explicit HalfKeys(const char* p) { load_pairs(p, even, odd); }
+  explicit HalfKeys(const char* p) : even(load_even(p)), odd(load_odd(p)) {}
   void multiply(const char* query, Vec& sum) const {
     const auto* pair = reinterpret_cast<const LooseFloat*>(query);
     sum = fma(set1(pair[1]), odd, fma(set1(pair[0]), even, sum));

@@ -9,123 +9,131 @@
 namespace penstock {
 namespace {
 
-constexpr int64_t BLOCK_BYTES = 512 << 10;  // of activations
-constexpr int64_t BLOCK_STEPS = 128;        // of a panel, which stay in the first-level cache
+constexpr int64_t BLOCK_BYTES = 512 << 10;              // of activations
+constexpr int64_t FEW_PRODUCTS = 2;                     // instructions for each line of weights
+constexpr int HALVES = HALVES_APART ? 1 : 2;            // of a panel, which a tile multiplies
+constexpr int64_t TILE_BYTES = STEP_BYTES / 2 * HALVES; // from one step of a tile to the next
+constexpr int64_t BLOCK_STEPS = 256 / HALVES;           // which stay in the first-level cache
 
 // ---- how a step of weights meets a row
 
+// Every kind gives sixteen weights of one of a step's INPUTS, and multiplies them with that input.
 struct Floats {
-  static constexpr int INPUT_BYTES = 4;
-  Vec lo, hi;
-  explicit Floats(const char* w) : lo(load(w)), hi(load(w + STEP_BYTES / 2)) {}
-  void multiply(const char* input, Vec& sum_lo, Vec& sum_hi) const {
-    const Vec x = set1(*reinterpret_cast<const LooseFloat*>(input));
-    sum_lo = fma(x, lo, sum_lo);
-    sum_hi = fma(x, hi, sum_hi);
+  static constexpr int INPUTS = 1;
+  static Vec weights(const char* w, int) { return load(w); }
+  static void multiply(Vec x, Vec w, Vec& sum) { add_product(x, w, sum); }
+};
+
+struct Widened {
+  static constexpr int INPUTS = 2;
+  static Vec weights(const char* w, int input) {
+    // Loaded for each input anew: registers for both are not to be had everywhere.
+    asm volatile("" : "+r"(w));
+    return input ? load_odd(w) : load_even(w);
   }
+  static void multiply(Vec x, Vec w, Vec& sum) { add_product(x, w, sum); }
 };
 
 #if defined(__AVX512BF16__)
+// Two inputs are one here: what lies in four bytes.
 struct Halves {
-  static constexpr int INPUT_BYTES = 4;
-  Vec lo, hi;
-  explicit Halves(const char* w) : lo(load(w)), hi(load(w + STEP_BYTES / 2)) {}
-  void multiply(const char* input, Vec& sum_lo, Vec& sum_hi) const {
-    const __m512bh x = (__m512bh)set1(*reinterpret_cast<const LooseFloat*>(input));
-    sum_lo = _mm512_dpbf16_ps(sum_lo, x, (__m512bh)lo);
-    sum_hi = _mm512_dpbf16_ps(sum_hi, x, (__m512bh)hi);
+  static constexpr int INPUTS = 1;
+  static Vec weights(const char* w, int) { return load(w); }
+  static void multiply(Vec x, Vec w, Vec& sum) {
+    sum = _mm512_dpbf16_ps(sum, (__m512bh)x, (__m512bh)w);
   }
 };
 #else
-struct Halves {
-  static constexpr int INPUT_BYTES = 8;
-  Vec even_lo, odd_lo, even_hi, odd_hi;
-  explicit Halves(const char* w) {
-    load_pairs(w, even_lo, odd_lo);
-    load_pairs(w + STEP_BYTES / 2, even_hi, odd_hi);
-  }
-  void multiply(const char* input, Vec& sum_lo, Vec& sum_hi) const {
-    const auto* inputs = reinterpret_cast<const LooseFloat*>(input);
-    const Vec x = set1(inputs[0]), y = set1(inputs[1]);
-    sum_lo = fma(y, odd_lo, fma(x, even_lo, sum_lo));
-    sum_hi = fma(y, odd_hi, fma(x, even_hi, sum_hi));
-  }
-};
+using Halves = Widened;
 #endif
 
-// ROWS rows times `steps` steps of a panel. `sums` [ROWS][32] is where the chains end, and where
-// they went on from if RESUME.
+// ROWS rows times `steps` steps of a panel, or of a half of it. `sums` [ROWS][32] is where the chains
+// end, and where they went on from if RESUME.
 template <class Step, int ROWS, bool RESUME>
 void tile(const char* input, int64_t stride, const char* weights, int64_t steps, float* sums,
           Fetch fetch) {
-  Vec lo[ROWS], hi[ROWS];
+  constexpr int INPUT_BYTES = 4 * Step::INPUTS;
+  Vec sum[ROWS][HALVES];
 #pragma GCC unroll 12
-  for (int r = 0; r < ROWS; r++) {
-    lo[r] = RESUME ? load(sums + r * PANEL) : set1(0.f);
-    hi[r] = RESUME ? load(sums + r * PANEL + LANES) : set1(0.f);
-  }
+  for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 2
+    for (int h = 0; h < HALVES; h++)
+      sum[r][h] = RESUME ? load(sums + r * PANEL + h * LANES) : set1(0.f);
   // A pointer to every third row: the two after it are reached by scaled addressing.
   const char *a = input, *b = input + 3 * stride, *c = input + 6 * stride, *d = input + 9 * stride;
-  for (int64_t s = 0; s < steps; s++, weights += STEP_BYTES) {
-    const Step step(weights);
+  for (int64_t s = 0; s < steps; s++, weights += TILE_BYTES) {
     prefetch(fetch.from);
-    prefetch(fetch.from + fetch.second);
+    if (HALVES == 2) prefetch(fetch.from + fetch.second);
     fetch.from += fetch.stride;
+#pragma GCC unroll 2
+    for (int i = 0; i < Step::INPUTS; i++) {
+      Vec w[HALVES];
+#pragma GCC unroll 2
+      for (int h = 0; h < HALVES; h++) w[h] = Step::weights(weights + h * (STEP_BYTES / 2), i);
 #pragma GCC unroll 12
-    for (int r = 0; r < ROWS; r++) {
-      const char* third = r < 3 ? a : r < 6 ? b : r < 9 ? c : d;
-      step.multiply(third + (r % 3) * stride + s * Step::INPUT_BYTES, lo[r], hi[r]);
+      for (int r = 0; r < ROWS; r++) {
+        const char* third = r < 3 ? a : r < 6 ? b : r < 9 ? c : d;
+        const char* at = third + (r % 3) * stride + s * INPUT_BYTES + 4 * i;
+        const Vec x = set1(*reinterpret_cast<const LooseFloat*>(at));
+#pragma GCC unroll 2
+        for (int h = 0; h < HALVES; h++) Step::multiply(x, w[h], sum[r][h]);
+      }
     }
   }
 #pragma GCC unroll 12
-  for (int r = 0; r < ROWS; r++) {
-    store(sums + r * PANEL, lo[r]);
-    store(sums + r * PANEL + LANES, hi[r]);
-  }
+  for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 2
+    for (int h = 0; h < HALVES; h++) store(sums + r * PANEL + h * LANES, sum[r][h]);
 }
 
 using Tile = void (*)(const char*, int64_t, const char*, int64_t, float*, Fetch);
 
 template <class Step, bool RESUME>
-Tile tile_of(int rows) {
-  static_assert(MOST_ROWS <= 12, "a case for each number of rows");
+Tile tile_of(int64_t rows) {
+  static_assert(TILE_ROWS <= 12, "a case for each number of rows");
   switch (rows) {
     case 1: return tile<Step, 1, RESUME>;
 #define PENSTOCK_ROWS(n) \
   case n:                \
-    return tile<Step, n <= MOST_ROWS ? n : 1, RESUME>;
+    return tile<Step, n <= TILE_ROWS ? n : 1, RESUME>;
     PENSTOCK_ROWS(2) PENSTOCK_ROWS(3) PENSTOCK_ROWS(4) PENSTOCK_ROWS(5) PENSTOCK_ROWS(6)
     PENSTOCK_ROWS(7) PENSTOCK_ROWS(8) PENSTOCK_ROWS(9) PENSTOCK_ROWS(10) PENSTOCK_ROWS(11)
 #undef PENSTOCK_ROWS
-    default: return tile<Step, MOST_ROWS, RESUME>;
+    default: return tile<Step, TILE_ROWS, RESUME>;
+  }
+}
+
+// All rows with HALVES of a panel.
+template <class Step>
+void sum_halves(const Matrix& matrix, const RowBlock& block, const char* weights, float* sums) {
+  const int64_t tiles = (block.rows + TILE_ROWS - 1) / TILE_ROWS;
+  if (tiles == 1) {
+    const int64_t products = LANES / WIDTH * Step::INPUTS * block.rows;
+    const int64_t ahead = products <= FEW_PRODUCTS ? AHEAD_FEW_ROWS : AHEAD;
+    tile_of<Step, false>(block.rows)(block.input, block.input_stride, weights, matrix.steps, sums,
+                                     {weights + ahead, STEP_BYTES / 2, TILE_BYTES});
+    return;
+  }
+  // A piece of them at a time for all tiles, each of which fetches its share of the next.
+  const int64_t pieces = std::max<int64_t>(1, (matrix.steps + BLOCK_STEPS / 2) / BLOCK_STEPS);
+  const int64_t share = (TILE_BYTES + tiles - 1) / tiles;
+  for (int64_t p = 0; p < pieces; p++) {
+    const int64_t begin = matrix.steps * p / pieces, end = matrix.steps * (p + 1) / pieces;
+    const char* next = weights + end * TILE_BYTES;
+    for (int64_t t = 0; t < tiles; t++, next += (end - begin) * share) {
+      const int64_t row = block.rows * t / tiles, rows = block.rows * (t + 1) / tiles - row;
+      (begin ? tile_of<Step, true> : tile_of<Step, false>)(rows)(
+          block.input + row * block.input_stride + begin * 4 * Step::INPUTS, block.input_stride,
+          weights + begin * TILE_BYTES, end - begin, sums + row * PANEL, {next, 0, share});
+    }
   }
 }
 
 template <class Step>
 void sum_panel(const Matrix& matrix, const RowBlock& block, const char* panel, float* sums) {
-  const int64_t tiles = (block.rows + MOST_ROWS - 1) / MOST_ROWS;
-  if (tiles == 1) {
-    const int64_t ahead = block.rows <= FEW_ROWS ? AHEAD_FEW_ROWS : AHEAD;
-    tile_of<Step, false>(static_cast<int>(block.rows))(block.input, block.input_stride, panel,
-                                                       matrix.steps, sums,
-                                                       {panel + ahead, 64, STEP_BYTES});
-    return;
-  }
-  // A piece of the panel at a time for all tiles; each of the first two fetches half of the next.
-  const int64_t pieces = std::max<int64_t>(1, (matrix.steps + BLOCK_STEPS / 2) / BLOCK_STEPS);
-  for (int64_t p = 0; p < pieces; p++) {
-    const int64_t begin = matrix.steps * p / pieces, end = matrix.steps * (p + 1) / pieces;
-    const char* const piece = panel + begin * STEP_BYTES;
-    const int64_t bytes = (end - begin) * STEP_BYTES;
-    for (int64_t t = 0; t < tiles; t++) {
-      const int64_t row = block.rows * t / tiles;
-      const int rows = static_cast<int>(block.rows * (t + 1) / tiles - row);
-      const Fetch fetch = t < 2 ? Fetch{piece + bytes + t * bytes / 2, 0, 64} : Fetch{piece, 0, 0};
-      (begin ? tile_of<Step, true>(rows) : tile_of<Step, false>(rows))(
-          block.input + row * block.input_stride + begin * Step::INPUT_BYTES, block.input_stride,
-          piece, end - begin, sums + row * PANEL, fetch);
-    }
-  }
+  sum_halves<Step>(matrix, block, panel, sums);
+  if (HALVES_APART)
+    sum_halves<Step>(matrix, block, panel + matrix.steps * TILE_BYTES, sums + LANES);
 }
 
 // Sixteen finished outputs, of which the first `count` exist. Behind them the row has room for
@@ -175,7 +183,7 @@ Matrix::Matrix(int64_t outputs_, int64_t inputs_, Type type_, bool gated_, const
       gated(gated_),
       coding(coding_),
       tables(coding_),
-      steps(type_ == Type::BF16 ? (inputs_ + 1) / 2 : inputs_),
+      steps(type_ == Type::FLOAT ? inputs_ : (inputs_ + 1) / 2),
       panel_bytes(steps * STEP_BYTES) {
   if (is_coded()) {
     coding.group = std::min(coding.group, inputs);
@@ -198,17 +206,19 @@ void Matrix::fill(const void* source, Type source_type, int64_t first, int64_t c
   const int64_t wide = gated ? LANES : PANEL;
   for (int64_t n = 0; n < count; n++) {
     const int64_t output = first + n, lane = output % wide + part * LANES;
-    char* at = weights.data() + (output / wide) * steps * STEP_BYTES;
+    const int64_t half = HALVES_APART ? steps * TILE_BYTES : STEP_BYTES / 2;
+    char* const at = weights.data() + (output / wide) * panel_bytes + lane / LANES * half +
+                     lane % LANES * 4;
     for (int64_t k = 0; k < inputs; k++) {
       const int64_t from = n * inputs + k;
       if (type == Type::FLOAT) {
         float value = source_type == Type::BF16 ? to_float(static_cast<const bf16*>(source)[from])
                                                 : static_cast<const float*>(source)[from];
-        std::memcpy(at + (k * PANEL + lane) * 4, &value, 4);
+        std::memcpy(at + k * TILE_BYTES, &value, 4);
       } else {
         bf16 value = source_type == Type::BF16 ? static_cast<const bf16*>(source)[from]
                                                : to_bf16(static_cast<const float*>(source)[from]);
-        std::memcpy(at + ((k / 2) * PANEL + lane) * 4 + (k & 1) * 2, &value, 2);
+        std::memcpy(at + k / 2 * TILE_BYTES + k % 2 * 2, &value, 2);
       }
     }
   }
@@ -237,6 +247,20 @@ void Matrix::fill(const uint8_t* codes, const float* scales, const float* offset
   }
 }
 
+bool fits_bf16(const float* values, int64_t count) {
+  constexpr int64_t TOGETHER = 1024;
+  const auto* words = reinterpret_cast<const LooseWord*>(values);
+  for (; count > 0; count -= TOGETHER, words += TOGETHER) {
+    uint32_t bits = 0;
+    if (count < TOGETHER)
+      for (int64_t i = 0; i < count; i++) bits |= words[i];
+    else
+      for (int64_t i = 0; i < TOGETHER; i++) bits |= words[i];
+    if (bits & 0xffff) return false;
+  }
+  return true;
+}
+
 void LinearScratch::fit(const Matrix& matrix) {
   const auto grow = [](std::vector<float>& v, int64_t count) {
     if (v.size() < static_cast<size_t>(count)) v.resize(static_cast<size_t>(count));
@@ -251,7 +275,7 @@ void LinearScratch::fit(const Matrix& matrix) {
 int64_t block_rows(const Matrix& matrix) {
   const int64_t step = input_type(matrix) == Type::FLOAT ? 4 : 2;
   const int64_t rows = BLOCK_BYTES / std::max<int64_t>(1, matrix.inputs * step);
-  return std::clamp<int64_t>(rows / MOST_ROWS * MOST_ROWS, MOST_ROWS, MOST_BLOCK_ROWS);
+  return std::clamp<int64_t>(rows / TILE_ROWS * TILE_ROWS, TILE_ROWS, MOST_BLOCK_ROWS);
 }
 
 void multiply(const Matrix& matrix, const Epilogue& epilogue, const RowBlock& block, int64_t first,
@@ -266,6 +290,8 @@ void multiply(const Matrix& matrix, const Epilogue& epilogue, const RowBlock& bl
     const int64_t panels = std::min(together, last - p);
     if (matrix.is_coded())
       sum_coded(matrix, block, p, panels, scratch);
+    else if (matrix.type == Type::WIDENED)
+      sum_panel<Widened>(matrix, block, matrix.panel(p), sums);
     else if (matrix.type == Type::BF16)
       sum_panel<Halves>(matrix, block, matrix.panel(p), sums);
     else

@@ -1,9 +1,10 @@
 // Linear layers over packed weights.
 //
 // Weights lie in panels of 32 outputs, and a panel in steps: a step holds the weights of one input
-// (float) or of two (bf16, side by side) for all 32 outputs, 128 bytes. A gated layer's panel has 16
-// outputs of the gate and the same 16 of what it gates. What is missing to a whole panel or step is
-// zero. Weights in few bits lie as codes.h says.
+// (float) or of two (bf16, side by side) for all 32 outputs, 128 bytes. With HALVES_APART all steps of
+// the first 16 outputs come before those of the others. A gated layer's panel has 16 outputs of the
+// gate and the same 16 of what it gates. What is missing to a whole panel or step is zero. Weights in
+// few bits lie as codes.h says.
 //
 // Each output is one chain of fused multiply-adds over the inputs in their order (of coded weights:
 // one for each piece, and one over the pieces), and then its epilogue. So its bits depend neither on the rows beside it nor on who computes them.
@@ -17,8 +18,9 @@
 
 namespace penstock {
 
-// SPLIT: of rows alone, see split_rows.h; INT8: of the cache alone, see kv_layout.h.
-enum class Type : int32_t { FLOAT, BF16, SPLIT, INT8 };
+// SPLIT: of rows alone, see split_rows.h. INT8: of the cache alone, see kv_layout.h. WIDENED: of
+// weights alone, floats that are kept as bf16, which can hold them.
+enum class Type : int32_t { FLOAT, BF16, SPLIT, INT8, WIDENED };
 
 constexpr int PANEL = 2 * LANES;
 constexpr int STEP_BYTES = PANEL * 4;
@@ -61,6 +63,9 @@ constexpr int64_t row_bytes(int64_t columns, Type type) {
   if (type == Type::SPLIT) return SplitRow{columns}.bytes();
   return columns * (type == Type::BF16 ? 2 : 4);
 }
+
+// Whether each value is one that bf16 has, too.
+bool fits_bf16(const float* values, int64_t count);
 
 struct Epilogue {
   const float* bias = nullptr;  // [panels * 32], in the order of the packed outputs; or none

@@ -33,13 +33,13 @@ bool same_rows(const Buffer& a, const Buffer& b) { return a.rows == b.rows && a.
 // ---- building
 
 void Program::set_cache_type(Type type) {
-  require(type != Type::SPLIT, "no such cache");
+  require(type != Type::SPLIT && type != Type::WIDENED, "no such cache");
   cache_type_ = type;
   scratch_.clear();  // which depends on it
 }
 
 int Program::add_buffer(int64_t columns, Type type, Rows rows, int64_t copies) {
-  require(type != Type::INT8, "a buffer's rows are not in 8 bits");
+  require(type != Type::INT8 && type != Type::WIDENED, "no such rows");
   require(columns > 0 && copies > 0, "a buffer needs columns and rows");
   const int64_t stride = padded_row(row_bytes(columns, type));
   buffers_.push_back(Buffer{columns, type, rows, copies, stride, 0, Memory()});
@@ -51,7 +51,8 @@ int Program::add_buffer(int64_t columns, Type type, Rows rows, int64_t copies) {
 int Program::add_matrix(int64_t outputs, int64_t inputs, Type type, bool gated,
                         const Coding& coding) {
   require(outputs > 0 && inputs > 0, "a matrix needs outputs and inputs");
-  require(type == Type::FLOAT || type == Type::BF16, "a matrix is computed in float or bf16");
+  const bool widened = type == Type::WIDENED && coding.codes == Codes::NONE;
+  require(type == Type::FLOAT || type == Type::BF16 || widened, "no such weights");
   matrices_.emplace_back(outputs, inputs, type, gated, coding);
   return static_cast<int>(matrices_.size()) - 1;
 }

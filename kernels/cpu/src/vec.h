@@ -98,11 +98,12 @@ struct Make<Native> {
                   static_cast<float>(p[3])};
 #endif
   }
-  // The floats at even and odd places of 2 * WIDTH packed bf16 values.
-  static void load_pairs(const void* p, Native& even, Native& odd) {
-    const NativeBits bits = *static_cast<const LooseBits*>(p);
-    even = reinterpret_cast<Native>(bits << 16);
-    odd = reinterpret_cast<Native>(bits & 0xffff0000u);
+  // The floats at even or odd places of 2 * WIDTH packed bf16 values.
+  static Native load_even(const void* p) {
+    return reinterpret_cast<Native>(*static_cast<const LooseBits*>(p) << 16);
+  }
+  static Native load_odd(const void* p) {
+    return reinterpret_cast<Native>(*static_cast<const LooseBits*>(p) & 0xffff0000u);
   }
 };
 template <class Half>
@@ -118,9 +119,11 @@ struct Make<Pair<Half>> {
   static Pair<Half> load_int8(const int8_t* p) {
     return {Make<Half>::load_int8(p), Make<Half>::load_int8(p + HALF)};
   }
-  static void load_pairs(const void* p, Pair<Half>& even, Pair<Half>& odd) {
-    Make<Half>::load_pairs(p, even.lo, odd.lo);
-    Make<Half>::load_pairs(static_cast<const uint32_t*>(p) + HALF, even.hi, odd.hi);
+  static Pair<Half> load_even(const void* p) {
+    return {Make<Half>::load_even(p), Make<Half>::load_even(static_cast<const uint32_t*>(p) + HALF)};
+  }
+  static Pair<Half> load_odd(const void* p) {
+    return {Make<Half>::load_odd(p), Make<Half>::load_odd(static_cast<const uint32_t*>(p) + HALF)};
   }
 };
 
@@ -134,6 +137,15 @@ inline Native fma(Native a, Native b, Native c) {
   return vfmaq_f32(c, a, b);
 #else
   return a * b + c;
+#endif
+}
+// c = fma(a, b, c) where it stands: left to themselves, compilers turn it to the place of a or b in
+// long loops, and move registers to memory for that.
+inline void add_product(Native a, Native b, Native& c) {
+#if defined(__AVX2__) && defined(__FMA__) && !defined(__AVX512F__)
+  asm("vfmadd231ps %2, %1, %0" : "+x"(c) : "x"(a), "x"(b));
+#else
+  c = fma(a, b, c);
 #endif
 }
 inline Native max(Native a, Native b) { return a > b ? a : b; }
@@ -173,6 +185,11 @@ inline Pair<H> fma(Pair<H> a, Pair<H> b, Pair<H> c) {
   return {fma(a.lo, b.lo, c.lo), fma(a.hi, b.hi, c.hi)};
 }
 template <class H>
+inline void add_product(Pair<H> a, Pair<H> b, Pair<H>& c) {
+  add_product(a.lo, b.lo, c.lo);
+  add_product(a.hi, b.hi, c.hi);
+}
+template <class H>
 inline Pair<H> max(Pair<H> a, Pair<H> b) { return {max(a.lo, b.lo), max(a.hi, b.hi)}; }
 template <class H>
 inline Pair<H> min(Pair<H> a, Pair<H> b) { return {min(a.lo, b.lo), min(a.hi, b.hi)}; }
@@ -199,9 +216,8 @@ inline Vec set1(float x) { return Make<Vec>::set1(x); }
 inline Vec load(const void* p) { return Make<Vec>::load(p); }
 inline Vec load_bf16(const bf16* p) { return Make<Vec>::load_bf16(p); }
 inline Vec load_int8(const int8_t* p) { return Make<Vec>::load_int8(p); }
-inline void load_pairs(const void* p, Vec& even, Vec& odd) {
-  Make<Vec>::load_pairs(p, even, odd);
-}
+inline Vec load_even(const void* p) { return Make<Vec>::load_even(p); }
+inline Vec load_odd(const void* p) { return Make<Vec>::load_odd(p); }
 inline Vec iota() {
   static const float numbers[LANES] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   return load(numbers);
