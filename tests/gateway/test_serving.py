@@ -132,6 +132,32 @@ def test_a_process_that_dies_is_replaced(guarded: GatewayProcess, trust: ssl.SSL
     wait_until(lambda: is_up(guarded, trust), "an answer")
 
 
+def test_a_stream_goes_on_after_the_processes_that_sent_it(
+    guarded: GatewayProcess, trust: ssl.SSLContext
+) -> None:
+    wait_until(lambda: len(children(guarded)) == 2, "two processes")
+    wait_until(lambda: is_up(guarded, trust), "an answer")
+    url = f"{guarded.url}/v1/completions"
+    body = {**BODY, "prompt": "goes on", "max_tokens": 600, "seed": 5}
+    headers = {"idempotency-key": "goes on"}
+    streamed = {**body, "stream": True}
+    with httpx.stream(
+        "POST", url, json=streamed, headers=headers, verify=trust, timeout=60
+    ) as response:
+        first = next(events(response))
+        for pid in children(guarded):
+            os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: is_up(guarded, trust), "an answer")
+    headers["last-event-id"] = str(first.id)
+    with httpx.stream(
+        "POST", url, json=streamed, headers=headers, verify=trust, timeout=60
+    ) as response:
+        rest = list(events(response))
+    whole = httpx.post(url, json=body, verify=trust, timeout=60).json()["choices"][0]["text"]
+    assert rest[-1].data == "[DONE]"
+    assert first.text + "".join(event.text for event in rest) == whole
+
+
 def test_streams_wait_for_redis_and_new_requests_are_told(
     gateway: GatewayProcess, server: EmbeddedRedis, folder: Path
 ) -> None:

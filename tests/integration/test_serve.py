@@ -32,7 +32,7 @@ class Serving:
     def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
         self.process = process
         self._log = log
-        wait_until(lambda: "Ask it" in self.text or process.poll() is not None, "ready", 60)
+        wait_until(lambda: "Ask it" in self.text or process.poll() is not None, "ready", 120)
         assert process.poll() is None, self.text
 
     @property
@@ -70,29 +70,54 @@ def serving(folder: Path, *arguments: str) -> Iterator[Serving]:
         process.wait()
 
 
-def ask(served: Serving, max_tokens: int, *, stream: bool) -> urllib.request.Request:
-    body = {"model": "synthetic", "prompt": "hello", "max_tokens": max_tokens, "stream": stream}
+def ask(served: Serving, max_tokens: int | None, *, stream: bool) -> urllib.request.Request:
+    """A request for text; without a number of tokens one of chat, for as many as is set."""
+    body = {"model": "synthetic", "max_tokens": max_tokens, "stream": stream}
+    if max_tokens is None:
+        endpoint, asked = "chat/completions", {"messages": [{"role": "user", "content": "hello"}]}
+    else:
+        endpoint, asked = "completions", {"prompt": "hello"}
     return urllib.request.Request(
-        f"{served.base_url}/completions",
-        json.dumps(body).encode(),
+        f"{served.base_url}/{endpoint}",
+        json.dumps({**body, **asked}).encode(),
         {"content-type": "application/json"},
     )
 
 
+def gateway_processes(pid: int) -> int:
+    """How many children of a process, and of theirs, serve HTTP beside others on one port."""
+    found = 0
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # one ended meanwhile
+        for listed in Path(f"/proc/{pid}/task").glob("*/children"):
+            for child in map(int, listed.read_text().split()):
+                command = Path(f"/proc/{child}/cmdline").read_bytes()
+                found += b"penstock.producer.gateway.serving" in command
+                found += gateway_processes(child)
+    return found
+
+
 async def test_it_serves_drains_and_goes_on_where_it_was(tmp_path: Path) -> None:
-    with serving(tmp_path, "--workers", "2") as served:
+    config = tmp_path / "settings.toml"
+    config.write_text("[gateway]\ndefault_max_tokens = 3\n")
+    flags = ("--workers", "2", "--processes", "2", "--config", str(config))
+    with serving(tmp_path, *flags) as served:
         assert "2 workers" in served.text
+        wait_until(lambda: gateway_processes(served.process.pid) == 2, "two processes", 60)
         with await asyncio.to_thread(
-            urllib.request.urlopen, ask(served, 4, stream=False), timeout=30
+            urllib.request.urlopen, ask(served, None, stream=False), timeout=60
+        ) as reply:
+            assert len(json.load(reply)["choices"][0]["message"]["content"]) == 3
+        with await asyncio.to_thread(
+            urllib.request.urlopen, ask(served, 4, stream=False), timeout=60
         ) as reply:
             assert len(json.load(reply)["choices"][0]["text"]) == 4
         async with Producer(served.redis_url, model="synthetic") as producer:
             long = await producer.submit([1, 2, 3], id="long", max_tokens=400, seed=7)
-            async with producer.stream(long.id, timeout=30) as stream:
+            async with producer.stream(long.id, timeout=60) as stream:
                 async for _ in stream:
                     break
         reply = await asyncio.to_thread(
-            urllib.request.urlopen, ask(served, 60, stream=True), timeout=30
+            urllib.request.urlopen, ask(served, 60, stream=True), timeout=60
         )
         with reply:
             first = reply.readline()
@@ -100,7 +125,7 @@ async def test_it_serves_drains_and_goes_on_where_it_was(tmp_path: Path) -> None
             rest = (await asyncio.to_thread(reply.read)).decode()
         assert first.startswith(b"id:")
         assert rest.rstrip().endswith("data: [DONE]"), "an answer under way ends first"
-        assert await asyncio.to_thread(served.process.wait, 30) == 0
+        assert await asyncio.to_thread(served.process.wait, 60) == 0
         assert "draining" in served.text
         assert "Traceback" not in served.text
     with serving(tmp_path) as served:
@@ -111,7 +136,7 @@ async def test_it_serves_drains_and_goes_on_where_it_was(tmp_path: Path) -> None
             assert result.usage is not None
             assert result.usage.attempts == 2
         served.process.send_signal(signal.SIGTERM)
-        assert await asyncio.to_thread(served.process.wait, 30) == 0
+        assert await asyncio.to_thread(served.process.wait, 60) == 0
 
 
 def test_a_worker_that_refuses_ends_all(tmp_path: Path) -> None:

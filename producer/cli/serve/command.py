@@ -50,6 +50,9 @@ def serve(
         str, typer.Option(metavar="DIR", help="Checkpoint directory, or demo for the shipped one.")
     ] = "demo",
     workers: Annotated[int, typer.Option(min=1, max=64, help="Workers to start.")] = 1,
+    processes: Annotated[
+        int | None, typer.Option(help="Processes of the gateway, which share its port; default: 1.")
+    ] = None,
     name: Annotated[
         str | None,
         typer.Option(help="Name the model is served under; default: its directory's."),
@@ -77,13 +80,13 @@ def serve(
     """
     flags = {
         "model.path": model, "queue.model": name, "redis.url": redis, "gateway.host": host,
-        "gateway.port": port, "redis.embedded_dir": data,
+        "gateway.port": port, "gateway.processes": processes, "redis.embedded_dir": data,
     }  # fmt: skip
     settings = with_model_name(load_settings(flags, config=config))
     _require_packages(settings)
     screen = Screen()
     with _open_redis(settings, screen) as url:
-        return asyncio.run(_Deployment(settings, url, workers, screen).run())
+        return asyncio.run(_Deployment(settings, url, workers, screen, config).run())
 
 
 class _Deployment:
@@ -94,20 +97,25 @@ class _Deployment:
         url: address of Redis.
         workers: how many.
         screen: is told.
+        config: the settings file that was named, which the children read, too.
     """
 
-    def __init__(self, settings: Settings, url: str, workers: int, screen: Screen) -> None:
+    def __init__(
+        self, settings: Settings, url: str, workers: int, screen: Screen, config: Path | None
+    ) -> None:
         self._settings = settings
         self._url = url
         self._screen = screen
         self._stop = asyncio.Event()
         self._base_url = ""
-        given = {
+        given: dict[str, object] = {
             "redis.url": url,
             "redis.embedded": "never",
             "queue.model": settings.queue.model,
             "queue.shard": settings.queue.shard,
         }
+        if config is not None:
+            given["config"] = config.absolute()  # as PENSTOCK_CONFIG
         self._workers = [
             WorkerChild(
                 worker_command(settings.model.path),
@@ -119,6 +127,7 @@ class _Deployment:
         gateway = given | {
             "gateway.host": settings.gateway.host,
             "gateway.port": settings.gateway.port,
+            "gateway.processes": settings.gateway.processes,
         }
         environment = {environment_name(key): str(value) for key, value in gateway.items()}
         self._gateway = Child(
