@@ -15,7 +15,7 @@ from .script_loader import Call, Command, Pipelined, Script, load_script, run_ca
 __all__ = ["ShardScripts"]
 
 _KEY_PAIRS_KEPT = 4096
-"""Requests whose keys stay encoded between two appends; some 300 bytes each."""
+"""Requests whose keys stay encoded between two appends; some 600 bytes each."""
 
 
 class ShardScripts:

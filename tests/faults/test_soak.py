@@ -63,9 +63,9 @@ def growth(samples: Sequence[dict[str, int]]) -> dict[str, tuple[int, int]]:
 
 def may_grow(name: str) -> int:
     """How much of it comes and goes, or grows up to a bound that is not reached here."""
-    if name.startswith("engine") and name.endswith("_kb"):
-        # The encoded keys of the last 4,096 requests, and cycles that connections leave when they
-        # break: 50,000 objects before they are collected (see garbage.py).
+    if name.startswith(("edge", "engine")) and name.endswith("_kb"):
+        # An edge keeps the encoded keys of its last 4,096 requests (2.5 MB). Connections that break
+        # leave cycles, which are collected once there are 50,000 objects (see gc_tuning.py).
         return 12 * 1024
     if name.endswith("_kb"):
         return 2 * 1024
