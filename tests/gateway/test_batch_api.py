@@ -113,7 +113,8 @@ def test_bad_requests_are_named(client: openai.OpenAI, gateway: GatewayProcess) 
     ]:
         body, headers = json.dumps({**good, **changes}), {"content-type": "application/json"}
         answer = httpx.post(f"{gateway.url}/v1/batches", content=body, headers=headers, timeout=60)
-        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+        named = answer.json()["error"]["param"]
+        assert (answer.status_code, named.split(".")[0]) == (400, param)
     with pytest.raises(openai.BadRequestError):
         client.files.create(file=("x", b"x"), purpose="assistants")
     with pytest.raises(openai.APIStatusError) as large:
