@@ -38,13 +38,17 @@ from .launch import EXIT_BROKEN, EXIT_REFUSED, Launch, describe_exit, stall_limi
 from .logs import configure_logging
 from .oom import OomWatch, find_counter
 
-__all__ = ["Supervisor"]
+__all__ = ["Supervisor", "restart_pause_s"]
 
 _log = logging.getLogger("penstock.supervisor")
 
 _BACKOFF_S = (0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 _STABLE_S = 60.0
 """A child that lived this long starts the backoff anew."""
+
+_LONGEST_PAUSE_AFTER_WORK_S = 2.0
+"""A child that had requests could serve. If one of them killed it, the cap on blames ends that one
+after a few lives, for which the others wait, too."""
 
 _OUTSIDE_KILLS = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 """Signals sent from outside; a crash raises others. The kernel also sends SIGKILL for want of
@@ -98,10 +102,10 @@ class Supervisor:
             if code in (0, EXIT_REFUSED) or self._stop.is_set():
                 return max(0, code)
             starved = code == -signal.SIGKILL and self._oom.killed_lately()
-            await self._release(worker_id, blame=starved or _is_crash(code), died=True)
+            returned = await self._release(worker_id, blame=starved or _is_crash(code), died=True)
             await self._clear()
             failures = 0 if time.monotonic() - began > _STABLE_S else failures + 1
-            pause = _BACKOFF_S[min(failures, len(_BACKOFF_S) - 1)]
+            pause = restart_pause_s(failures, returned)
             why = describe_exit(code) + (", killed for want of memory" if starved else "")
             # The edge ends as its engine did, and has logged why. tools/chaos reads this line.
             _log.error("edge process ended (%s); restarting in %g s", why, pause)
@@ -172,14 +176,17 @@ class Supervisor:
             await asyncio.sleep(0.01)
         _log.warning("an engine process of the dead worker is still there; going on without it")
 
-    async def _release(self, worker_id: str, *, blame: bool, died: bool) -> None:
+    async def _release(self, worker_id: str, *, blame: bool, died: bool) -> int:
+        """Give its requests back; how many there were, as far as Redis said."""
         try:
             count = await follow_moved(
                 lambda: self._operations.release_all(worker_id, blame=blame, died=died)
             )
             _log.warning("gave back %d requests of the dead worker", count)
+            return count
         except (PenstockError, RedisError, OSError) as error:
             _log.warning("could not give back its requests (%s); the lease will", error)
+            return 0
         finally:
             # Keep no connection: the next death may be far away, and an idle connection may be
             # dead without notice.
@@ -232,6 +239,17 @@ def new_worker_id(name: str | None) -> str:
     """
     base = name or socket.gethostname().split(".")[0]
     return f"{base}-{os.getpid()}-{secrets.token_hex(4)}"
+
+
+def restart_pause_s(failures: int, returned: int) -> float:
+    """How long to wait before the next child, in seconds.
+
+    Args:
+        failures: children in a row that ended soon.
+        returned: requests that the last one had.
+    """
+    pause = _BACKOFF_S[min(failures, len(_BACKOFF_S) - 1)]
+    return min(pause, _LONGEST_PAUSE_AFTER_WORK_S) if returned else pause
 
 
 def _is_crash(code: int) -> bool:

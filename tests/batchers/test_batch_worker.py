@@ -164,7 +164,7 @@ async def test_cancel_and_deadline_while_a_batch_runs(producer: Producer, tmp_pa
     assert "2" not in [line.split()[1] for line in log.read_text().splitlines()]
 
 
-@pytest.mark.slow  # the supervisor's pauses after five crashes add up
+@pytest.mark.slow  # five lives of a worker, one after the other
 async def test_a_dead_engine_costs_no_request(redis_url: str, workers: WorkerFactory) -> None:
     """A payload that kills the process becomes a suspect, runs alone, and ends dead."""
     start(workers, "mortal", **QUICK)

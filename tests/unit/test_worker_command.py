@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry
 from penstock.gpu_worker import command as worker_command
 from penstock.gpu_worker.health import HealthServer
 from penstock.gpu_worker.launch import describe_exit
+from penstock.gpu_worker.supervisor import restart_pause_s
 from penstock.shared.errors import ConfigurationError
 from penstock.shared.settings import Settings
 from penstock.tools.chaos.faults.worker_fleet import find_crashes
@@ -108,3 +109,12 @@ def test_ends_of_processes_are_told_and_a_storm_reads_them() -> None:
         for code in (70, -signal.SIGSEGV, -signal.SIGKILL)
     ]
     assert find_crashes(lines) == lines[:2]
+
+
+def test_a_deadly_request_keeps_the_others_waiting_for_seconds() -> None:
+    """A worker that cannot start backs off to half a minute; one that had work is soon back."""
+    idle = [restart_pause_s(failures, returned=0) for failures in range(9)]
+    busy = [restart_pause_s(failures, returned=3) for failures in range(9)]
+    assert idle == sorted(idle)
+    assert (idle[0], idle[-1]) == (0.1, 30.0)
+    assert (busy[:4], max(busy)) == (idle[:4], 2.0)
