@@ -65,7 +65,8 @@ def may_grow(name: str) -> int:
     """How much of it comes and goes, or grows up to a bound that is not reached here."""
     if name.startswith(("edge", "engine")) and name.endswith("_kb"):
         # An edge keeps the encoded keys of its last 4,096 requests (2.5 MB). Connections that break
-        # leave cycles, which are collected once there are 50,000 objects (see gc_tuning.py).
+        # leave cycles, which are collected once there are 50,000 objects (see gc_tuning.py). An
+        # engine's prefix cache comes to know all 65,536 blocks of its pool.
         return 12 * 1024
     if name.endswith("_kb"):
         return 2 * 1024
