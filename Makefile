@@ -24,7 +24,7 @@ LIST_FILES := find producer gpu_worker kernels shared tools -type f -not -path '
 # if the first one fails.
 define TEST_ALL
 status=0; \
-$(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not slow and not alone" || status=$$?; \
+$(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations=20 -m "not slow and not alone" || status=$$?; \
 $(BIN)/pytest tests/faults tests/simulate -m "alone and not slow" || status=$$?; \
 exit $$status
 endef
