@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 
 from penstock.shared.errors import ModelError
+from penstock.shared.local.yielding import yielding_to_others
 from penstock.shared.protocol import Request
 from penstock.shared.settings import EngineSettings, Settings
 
@@ -102,7 +103,9 @@ def build_model(settings: Settings) -> ServingModel:
     runner = ModelRunner(
         loaded, pool, swap_pool=swap_pool, masks=masks, drafter=drafter, rejection=rejection
     )
+    chat_prompt = ChatPrompt(loaded.tokenizer, TemplateRenderer(constraints.sandbox))
     if not opened.is_known:
+        chat_prompt.prepare()
         runner.warm_up(max_batch_tokens=config.max_batch_tokens, max_sequences=config.max_sequences)
         _check_chat_template(loaded, constraints.sandbox)
     opened.remember()
@@ -113,7 +116,10 @@ def build_model(settings: Settings) -> ServingModel:
     loaded.tokenizer("warm-up")
     if opened.is_known:
         threading.Thread(
-            target=_load_rest, args=(loaded, constraints), name="load-rest", daemon=True
+            target=_load_rest,
+            args=(loaded, constraints, chat_prompt),
+            name="load-rest",
+            daemon=True,
         ).start()
     kv = " and ".join(_group_summary(group, config.block_size) for group in config.kv_cache_groups)
     summary = (
@@ -127,7 +133,7 @@ def build_model(settings: Settings) -> ServingModel:
     return ServingModel(
         config=replace(config, speculation=speculation),
         runner=runner,
-        encode=_encoder(loaded, constraints.sandbox),
+        encode=_encoder(loaded, chat_prompt),
         compile=constraints.compile,
         parser=answers.parser,
         constrain=answers.constrain,
@@ -161,9 +167,8 @@ def _number_format(loaded: LoadedModel) -> str:
     return f"{loaded.recipe.method} ({loaded.dtype} beside it)"
 
 
-def _encoder(loaded: LoadedModel, sandbox: CompileSandbox) -> Callable[[Request], Sequence[int]]:
+def _encoder(loaded: LoadedModel, chat_prompt: ChatPrompt) -> Callable[[Request], Sequence[int]]:
     """Encodes the prompts of requests."""
-    chat_prompt = ChatPrompt(loaded.tokenizer, TemplateRenderer(sandbox))
 
     def encode(request: Request) -> Sequence[int]:
         return encode_prompt(
@@ -203,12 +208,16 @@ def _mask_threads() -> int:
     return min(8, max(2, (os.cpu_count() or 1) // 2))
 
 
-def _load_rest(loaded: LoadedModel, constraints: ConstraintCompiler) -> None:
+def _load_rest(
+    loaded: LoadedModel, constraints: ConstraintCompiler, chat_prompt: ChatPrompt
+) -> None:
     """What only some requests need: they wait for it, and others do not."""
     try:
         constraints.sandbox.start()
-        if isinstance(loaded.tokenizer, DeferredTokenizer):
-            loaded.tokenizer.load_rest()
+        with yielding_to_others():
+            if isinstance(loaded.tokenizer, DeferredTokenizer):
+                loaded.tokenizer.load_rest()
+            chat_prompt.prepare()
     except Exception:  # tried again, and reported, by the first request that needs it
         _log.exception("what chat messages and constraints need cannot be loaded")
 
