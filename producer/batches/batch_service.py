@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from penstock.shared.errors import ConfigurationError, InvalidRequest
 from penstock.shared.protocol import Lane, check_tenant
+from penstock.shared.protocol.parsing import find_half_surrogate
 from penstock.shared.redis.retrying_client import RetryingClient
 from penstock.shared.settings import Settings
 
@@ -282,14 +283,8 @@ def _check_metadata(metadata: Mapping[str, str] | None) -> dict[str, str] | None
         and len(name) <= _MAX_KEY_CHARS
         and isinstance(value, str)
         and len(value) <= _MAX_VALUE_CHARS
-        and _is_whole(name + value)
         for name, value in metadata.items()
     )
-    if not right:
+    if not right or find_half_surrogate(dict(metadata)) is not None:
         raise InvalidRequest("metadata", metadata, allowed)
     return dict(metadata)
-
-
-def _is_whole(text: str) -> bool:
-    """Whether no half of a surrogate pair is in a text, which JSON's escapes can write."""
-    return text.isascii() or not any("\ud800" <= char <= "\udfff" for char in text)

@@ -119,7 +119,7 @@ class Storage:
         a rule of the bucket.
 
         Args:
-            older_than_s: files that nobody has written to for so long.
+            older_than_s: a file goes if its last write is longer ago, in seconds.
 
         Raises:
             StorageError: one cannot be removed.

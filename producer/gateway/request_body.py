@@ -9,7 +9,7 @@ from typing import Any
 from starlette.requests import Request
 
 from penstock.shared.errors import InvalidRequest
-from penstock.shared.protocol.parsing import parse_json
+from penstock.shared.protocol.parsing import find_half_surrogate, parse_json
 from penstock.shared.settings import GatewaySettings
 
 from .api_errors import ApiError, invalid
@@ -20,8 +20,6 @@ _MAX_DEPTH = 110
 """A JSON Schema may be 100 deep, and it stands a few levels deep in its body."""
 
 _ESCAPED_HALF = re.compile(r"\\u[dD][89a-fA-F]")
-_HALF = re.compile("[\ud800-\udfff]")
-_SHOWN_CHARS = 200
 
 
 async def read_object(request: Request, settings: GatewaySettings) -> dict[str, Any]:
@@ -47,28 +45,10 @@ async def read_object(request: Request, settings: GatewaySettings) -> dict[str, 
     if not isinstance(body, dict):
         raise invalid(None, "the body is not a JSON object", "invalid_json")
     if _ESCAPED_HALF.search(text):  # of a pair, too, as ASCII clients write an emoji
-        _refuse_halves("", body)
+        half = find_half_surrogate(body)
+        if half is not None:
+            raise invalid(half.path, half.message)
     return body
-
-
-def _refuse_halves(where: str, value: object) -> None:
-    """Refuse text with half of a surrogate pair, which has no bytes in UTF-8 to be sent on as.
-
-    Raises:
-        ApiError: 400, with the name of the field that holds it.
-    """
-    if isinstance(value, dict):
-        for key, item in value.items():
-            name = key[:64].encode("ascii", "backslashreplace").decode()
-            path = f"{where}.{name}" if where else name
-            _refuse_halves(path, key)
-            _refuse_halves(path, item)
-    elif isinstance(value, list):
-        for index, item in enumerate(value):
-            _refuse_halves(f"{where}[{index}]", item)
-    elif isinstance(value, str) and _HALF.search(value):
-        where = where[:_SHOWN_CHARS]
-        raise invalid(where, f"{where}: holds half of a surrogate pair, which is no Unicode text")
 
 
 async def _read(request: Request, settings: GatewaySettings) -> bytes:

@@ -8,13 +8,22 @@ for every later check to walk it.
 from __future__ import annotations
 
 import json
-from typing import Any
+import re
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import msgpack
 
 from ..errors import InvalidRequest, ProtocolError
 
-__all__ = ["MAX_SCHEMA_DEPTH", "PARSER_ERRORS", "parse_json", "parse_msgpack"]
+__all__ = [
+    "MAX_SCHEMA_DEPTH",
+    "PARSER_ERRORS",
+    "HalfSurrogate",
+    "find_half_surrogate",
+    "parse_json",
+    "parse_msgpack",
+]
 
 MAX_DEPTH = 8
 """Containers inside one another. A request needs three: map, chat messages, message."""
@@ -22,13 +31,61 @@ MAX_DEPTH = 8
 MAX_SCHEMA_DEPTH = 100
 """The same in a JSON Schema."""
 
+_SHOWN_CHARS = 200
+
 _CONTAINERS = frozenset({list, dict})
 
 MAX_CONTAINERS = 1 << 16
 """Arrays and maps in one value. A payload of the largest size has room for fewer chat messages."""
 
+_HALF = re.compile("[\ud800-\udfff]")
+
 PARSER_ERRORS = (ValueError, TypeError, OverflowError, RecursionError, MemoryError)
 """What parsers raise over bytes from outside, beyond errors of their own."""
+
+
+class HalfSurrogate(NamedTuple):
+    """Half of a surrogate pair in a parsed value, which is no Unicode text.
+
+    Attributes:
+        path: the field that holds it, such as ``messages[0].content``, printable; of a map's key
+            that has one, the path of its value.
+        message: what is wrong with it, and what to write.
+    """
+
+    path: str
+    message: str
+
+
+def find_half_surrogate(value: object, path: str = "") -> HalfSurrogate | None:
+    r"""Return the first half of a surrogate pair in a parsed value, or in a key of its maps.
+
+    JSON's escapes can write one (``\ud800`` alone); UTF-8 has no bytes for it.
+
+    Args:
+        value: text, a list or a map; all else is fine.
+        path: where it stands.
+    """
+    if isinstance(value, str):
+        if value.isascii() or (half := _HALF.search(value)) is None:
+            return None
+        shown = path[:_SHOWN_CHARS]
+        what = f"has \\u{ord(half[0]):04x}, half of a surrogate pair; write both halves, or U+FFFD"
+        return HalfSurrogate(shown, f"{shown}: {what}")
+    found = (find_half_surrogate(part, where) for where, part in _parts(value, path))
+    return next(filter(None, found), None)
+
+
+def _parts(value: object, path: str) -> Iterator[tuple[str, object]]:
+    if isinstance(value, dict):
+        for key, item in value.items():
+            name = key[:64].encode("ascii", "backslashreplace").decode()
+            where = f"{path}.{name}" if path else name
+            yield where, key
+            yield where, item
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield f"{path}[{index}]", item
 
 
 def parse_json(field: str, text: str, allowed: str, *, max_depth: int = MAX_DEPTH) -> Any:

@@ -58,9 +58,9 @@ async def test_malformed_line_is_named_and_nothing_is_computed(
 
 
 def test_half_of_a_surrogate_pair_is_named_with_its_field_and_a_whole_one_is_text() -> None:
-    with pytest.raises(LineRefused, match=r"body\.prompt: has \\ud83d, half of") as refused:
+    with pytest.raises(LineRefused, match=r"body\.prompt\[1\]: has \\ud83d, half of") as refused:
         parse_line(line(body={"prompt": ["x", "\ud83d"]}), "/v1/completions")
-    assert refused.value.param == "body.prompt"
+    assert refused.value.param == "body.prompt[1]"
     whole = parse_line(line(custom_id="\U0001f600"), "/v1/completions")
     assert whole.custom_id == "\U0001f600"
 

@@ -16,7 +16,7 @@ from typing import IO, Any
 import msgpack
 
 from penstock.shared.errors import InvalidRequest
-from penstock.shared.protocol.parsing import parse_json
+from penstock.shared.protocol.parsing import find_half_surrogate, parse_json
 
 from ..records import Batch, LineError
 from .line_endpoints import LineRefused, Translation
@@ -165,8 +165,8 @@ def parse_line(data: bytes, endpoint: str) -> InputLine:
         if name not in _KEYS:
             shown = name[:64].encode("ascii", "backslashreplace").decode()
             raise LineRefused("unknown_parameter", f"there is no field {shown!r}", shown)
-    if _MAYBE_HALF.search(data):
-        _check_whole_pairs(line)
+    if _MAYBE_HALF.search(data) and (half := find_half_surrogate(line)) is not None:
+        raise LineRefused("invalid_text", half.message, half.path)
     custom_id, body = line.get("custom_id"), line.get("body")
     if not isinstance(custom_id, str) or not 0 < len(custom_id) <= _MAX_CUSTOM_ID_CHARS:
         message = f"custom_id: give 1 to {_MAX_CUSTOM_ID_CHARS} characters"
@@ -179,22 +179,6 @@ def parse_line(data: bytes, endpoint: str) -> InputLine:
     if not isinstance(body, dict):
         raise LineRefused("invalid_body", "body: give a JSON object", "body")
     return InputLine(custom_id, body)
-
-
-def _check_whole_pairs(line: dict[str, Any]) -> None:
-    """Refuse text that no file can hold: JSON's escapes can write half of a surrogate pair."""
-    fields = {name: value for name, value in line.items() if name != "body"}
-    body = line.get("body")
-    if isinstance(body, dict):
-        fields |= {f"body.{name}": {name: value} for name, value in body.items()}
-    for name, value in fields.items():
-        try:
-            json.dumps(value, ensure_ascii=False).encode()
-        except UnicodeEncodeError as error:
-            half = f"\\u{ord(error.object[error.start]):04x}"
-            shown = name[:64].encode("ascii", "backslashreplace").decode()
-            message = f"{shown}: has {half}, half of a surrogate pair; write both halves, or U+FFFD"
-            raise LineRefused("invalid_text", message, shown) from None
 
 
 def first_url(data: bytes) -> str:

@@ -38,7 +38,7 @@ def _is_public_v6(address: IPv6Address) -> bool:
         return _is_public_v4(_low_v4(address))
     if address not in _UNICAST or address in _DOCUMENTATION or not address.is_global:
         return False
-    if address.teredo is not None:  # relays unpack it, and nobody runs a server behind one
+    if address.teredo is not None:  # a relay would send the call on to the address inside
         return False
     if address.sixtofour is not None and not _is_public_v4(address.sixtofour):
         return False
