@@ -16,8 +16,6 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-_FEW_IDS = 1024
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RaggedBatch:
@@ -227,7 +225,7 @@ def _pad_tables(
         if count < width:
             flat.extend(padding[count:])
     tables = torch.frombuffer(flat, dtype=torch.int32).view(len(needed), width)
-    least, most = _bounds(flat, tables)
+    least, most = tables.aminmax()
     if least < 0:
         reach = max(context_lens) if window is None else window
         first = [
@@ -238,12 +236,4 @@ def _pad_tables(
         if bool((bad := (tables < 0) & seen).any()):
             index = int(bad.any(dim=1).nonzero()[0])
             raise ValueError(f"block table of sequence {index} has a negative block id")
-    return tables, most
-
-
-def _bounds(ids: array[int], tables: Tensor) -> tuple[int, int]:
-    """The least and the largest id: one by one while that is faster than a tensor's operations."""
-    if len(ids) <= _FEW_IDS:
-        return min(ids), max(ids)
-    least, most = tables.aminmax()
-    return int(least), int(most)
+    return tables, int(most)
