@@ -29,7 +29,7 @@ struct EightBits {
 
 // ---- tiles
 
-constexpr int TILE_ROWS = 12;
+constexpr int INTEGER_TILE_ROWS = 12;
 
 inline __m512i four_inputs(const char* row) {
   return _mm512_set1_epi32(static_cast<int32_t>(*reinterpret_cast<const LooseWord*>(row)));

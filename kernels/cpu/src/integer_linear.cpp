@@ -21,23 +21,23 @@ using Tile = void (*)(const Part&, int64_t, float*, const char*);
 
 template <class Weights>
 Tile tile_of(int64_t rows) {
-  static_assert(TILE_ROWS <= 12, "a case for each number of rows");
+  static_assert(INTEGER_TILE_ROWS <= 12, "a case for each number of rows");
   switch (rows) {
 #define PENSTOCK_ROWS(n) \
   case n:                \
-    return tile<Weights, n <= TILE_ROWS ? n : 1>;
+    return tile<Weights, n <= INTEGER_TILE_ROWS ? n : 1>;
     PENSTOCK_ROWS(1) PENSTOCK_ROWS(2) PENSTOCK_ROWS(3) PENSTOCK_ROWS(4) PENSTOCK_ROWS(5)
     PENSTOCK_ROWS(6) PENSTOCK_ROWS(7) PENSTOCK_ROWS(8) PENSTOCK_ROWS(9) PENSTOCK_ROWS(10)
     PENSTOCK_ROWS(11)
 #undef PENSTOCK_ROWS
-    default: return tile<Weights, TILE_ROWS>;
+    default: return tile<Weights, INTEGER_TILE_ROWS>;
   }
 }
 
 template <class Weights>
 void sum(const Matrix& matrix, const RowBlock& block, int64_t panel, float* sums) {
   const SplitRow split{matrix.inputs};
-  const int64_t tiles = (block.rows + TILE_ROWS - 1) / TILE_ROWS;
+  const int64_t tiles = (block.rows + INTEGER_TILE_ROWS - 1) / INTEGER_TILE_ROWS;
   const int64_t ahead = block.rows <= FEW ? AHEAD_FEW_ROWS : AHEAD / 2;
   const char* group = matrix.panel(panel);
   Part part{};

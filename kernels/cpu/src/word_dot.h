@@ -75,9 +75,9 @@ struct EightBits {
 // ---- tiles
 
 #if defined(__AVX512BW__)
-constexpr int TILE_ROWS = 12;
+constexpr int INTEGER_TILE_ROWS = 12;
 #else
-constexpr int TILE_ROWS = 6;
+constexpr int INTEGER_TILE_ROWS = 6;
 #endif
 
 // Few rows: all slices in one pass, in registers of their own.
