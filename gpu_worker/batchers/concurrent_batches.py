@@ -6,6 +6,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from penstock.shared.errors import PenstockError
@@ -37,12 +38,19 @@ class Ended(NamedTuple):
     seconds: float
 
 
+@dataclass(slots=True)
+class _Running:
+    batch: Batch
+    began: float
+    pass_began: float
+
+
 class ConcurrentBatches:
-    """Runs up to so many batches at once. Its methods are for one thread.
+    """Runs up to ``most`` batches at once. Its methods are for one thread.
 
     Args:
-        run: computes a batch, and blocks; called from any thread. Between the passes of a batch
-            that fails it calls what it gets with the batch.
+        run: computes a batch, and blocks; called from any thread. A batch that fails is computed
+            in several passes: ``run`` calls its second argument between them.
         most: batches at once.
         wake: called in any thread when a batch has ended.
         hang_timeout_s: a batch of which one pass runs for longer hangs, in seconds.
@@ -63,8 +71,7 @@ class ConcurrentBatches:
         self._wake = wake
         self._hang_timeout_s = hang_timeout_s
         self._clock = clock
-        self._running: dict[int, tuple[Batch, float]] = {}
-        self._signs: dict[int, float] = {}
+        self._running: dict[int, _Running] = {}
         self._ended: queue.SimpleQueue[tuple[int, Results | BaseException]] = queue.SimpleQueue()
         self._count = 0
 
@@ -74,7 +81,7 @@ class ConcurrentBatches:
     @property
     def num_items(self) -> int:
         """Items of all batches that run."""
-        return sum(len(batch.items) for batch, _ in self._running.values())
+        return sum(len(running.batch.items) for running in self._running.values())
 
     def has_room(self, *, alone: bool) -> bool:
         """Whether another batch may begin. One of a suspect shares the process with none.
@@ -84,15 +91,15 @@ class ConcurrentBatches:
         """
         if alone:
             return not self._running
-        suspected = any(batch.items[0].alone for batch, _ in self._running.values())
+        suspected = any(running.batch.items[0].alone for running in self._running.values())
         return len(self._running) < self._most and not suspected
 
     def start(self, batch: Batch) -> None:
         """Begin a batch, for which there is room."""
         self._count += 1
         now = self._clock()
-        self._running[self._count], self._signs[self._count] = (batch, now), now
-        name, work = f"batch-{self._count}", (self._count, batch)
+        running = self._running[self._count] = _Running(batch, began=now, pass_began=now)
+        name, work = f"batch-{self._count}", (self._count, running)
         threading.Thread(target=self._work, args=work, name=name, daemon=True).start()
 
     def take_ended(self) -> list[Ended]:
@@ -103,9 +110,8 @@ class ConcurrentBatches:
                 number, results = self._ended.get_nowait()
             except queue.Empty:
                 return ended
-            batch, began = self._running.pop(number)
-            del self._signs[number]
-            ended.append(Ended(batch, results, self._clock() - began))
+            running = self._running.pop(number)
+            ended.append(Ended(running.batch, results, self._clock() - running.began))
 
     def check_progress(self) -> None:
         """Check that no batch hangs.
@@ -114,17 +120,17 @@ class ConcurrentBatches:
             BatchHangs: one has run for too long.
         """
         limit = self._clock() - self._hang_timeout_s
-        if any(self._signs[number] < limit for number in self._running):
+        if any(running.pass_began < limit for running in self._running.values()):
             raise BatchHangs(f"a batch has run for over {self._hang_timeout_s:g} s")
 
-    def _work(self, number: int, batch: Batch) -> None:
+    def _work(self, number: int, running: _Running) -> None:
         results: Results | BaseException
 
         def on_pass() -> None:
-            self._signs[number] = self._clock()
+            running.pass_began = self._clock()
 
         try:
-            results = self._run(batch, on_pass)
+            results = self._run(running.batch, on_pass)
         except BaseException as error:
             results = error
         self._ended.put((number, results))
