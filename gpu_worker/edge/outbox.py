@@ -108,7 +108,7 @@ class Outbox:
             claim=claim,
             lane=lane,
             accepted_at=self._clock() - claim.age_ms / 1000,
-            confirmed=claim.n,
+            next_index=claim.n,
             digest=claim.chunks[-1].digest if claim.chunks else rolling_digest(()),
             ttft_ms=claim.ttft_ms,
             answer=answer,
@@ -152,7 +152,7 @@ class Outbox:
                 # Lost while the step ran: its tokens are counted as waste.
                 self._metrics.orphan_tokens.inc(0 if update is None else len(update.token_ids))
                 continue
-            start = owned.confirmed
+            start = owned.next_index
             try:
                 if (
                     not owned.in_stream
@@ -171,7 +171,7 @@ class Outbox:
                 rows.append(self._unwritable_row(owned, start, error))
                 continue
             owned.digest = digest
-            owned.confirmed = start + 1
+            owned.next_index = start + 1
             if start + 1 == owned.last_index:
                 self._owned.close_sequences(owned)
             times.append(owned.last_token_at)
@@ -186,7 +186,7 @@ class Outbox:
         """The end of a request whose output raises when it is packed."""
         what = self._guard.isolated(owned.run, error)
         self._unwritable.append(owned.run)
-        owned.confirmed = start
+        owned.next_index = start
         self._finish(owned, Finish(Reason.ENGINE_ERROR, f"its output cannot be written: {what}"))
         return _last_row(owned, start, 0, b"")
 
@@ -205,7 +205,7 @@ class Outbox:
             now: monotonic seconds.
             gaps: gets the gap between tokens in seconds, and how often it came.
         """
-        start = owned.confirmed
+        start = owned.next_index
         if owned.finish is not None:
             # Its log is broken: what the engine still produced is waste.
             self._metrics.orphan_tokens.inc(0 if update is None else len(update.token_ids))
@@ -223,8 +223,8 @@ class Outbox:
                 update.parts, update.prompt_logprobs, update.deltas, update.result,
             )  # fmt: skip
             owned.digest = whole.digest_after(owned.digest)
-            owned.confirmed = start + len(ids)
-            if owned.confirmed == owned.last_index:
+            owned.next_index = start + len(ids)
+            if owned.next_index == owned.last_index:
                 self._owned.close_sequences(owned)
             chunk = whole._replace(digest=owned.digest).pack(owned.answer)
             if start > owned.claim.n:  # not this worker's first
@@ -277,7 +277,7 @@ class Outbox:
             # Its log is not a stream. A bare end puts a new log in its place.
             message = "its token log in Redis holds a value of another type"
             self._finish(owned, Finish(Reason.ENGINE_ERROR, message))
-            owned.confirmed = row[2]
+            owned.next_index = row[2]
             self._pending.setdefault(owned.run, None)
             return
         self._metrics.orphan_tokens.inc(count + self._drop(request_id))
@@ -339,7 +339,7 @@ def _text_lengths(update: Update) -> tuple[int, ...]:
 def _last_row(owned: OwnedRequest, start: int, count: int, chunk: bytes) -> Append:
     """What is written of a request that has ended."""
     assert owned.finish is not None
-    n, reason = owned.confirmed, owned.finish.reason
+    n, reason = owned.next_index, owned.finish.reason
     end = End(n=n, reason=reason, message=owned.finish.message, usage=owned.usage())
     return Append(
         owned.id, owned.epoch, start, count, chunk, end.pack(owned.answer),

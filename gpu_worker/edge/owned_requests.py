@@ -33,7 +33,8 @@ class OwnedRequest:
         claim: how this worker got it.
         lane: its lane, as a metric label.
         accepted_at: monotonic time in seconds at which Redis says that it was accepted.
-        confirmed: output tokens that the log holds, those in flight included.
+        next_index: of the next token to publish: how many output tokens the log holds or is being
+            sent.
         digest: rolling digest of those.
         ttft_ms: acceptance to its first token; None while there is none.
         answer: form of its chunks and its end.
@@ -59,7 +60,7 @@ class OwnedRequest:
     claim: Claim
     lane: str
     accepted_at: float
-    confirmed: int
+    next_index: int
     digest: int
     ttft_ms: int | None
     answer: Answer = Answer.MSGPACK
@@ -100,7 +101,7 @@ class OwnedRequest:
         """What the request has consumed."""
         return Usage(
             prompt_tokens=self.prompt_tokens,
-            output_tokens=self.confirmed + self.discarded_tokens,
+            output_tokens=self.next_index + self.discarded_tokens,
             cached_tokens=self.cached_tokens,
             queue_ms=self.claim.queue_ms,
             ttft_ms=self.ttft_ms,

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from penstock.shared.protocol import Lane
 
-__all__ = ["Access", "Admission", "Caller", "OpenAccess", "OpenAdmission", "Used"]
+__all__ = ["Access", "Admission", "Caller", "OpenAdmission", "Used"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,23 +88,3 @@ class OpenAdmission:
 
     async def release(self) -> None:
         """Nothing is held."""
-
-
-class OpenAccess:
-    """The door without keys: everybody is the tenant ``default``."""
-
-    async def connect(self) -> None:
-        """Nothing to do."""
-
-    async def aclose(self) -> None:
-        """Nothing to do."""
-
-    async def authenticate(self, headers: Mapping[str, str]) -> Caller:
-        """Everybody."""
-        del headers
-        return Caller("default")
-
-    async def admit(self, caller: Caller, cost: int) -> Admission:
-        """Always."""
-        del caller, cost
-        return OpenAdmission()

@@ -38,24 +38,6 @@ class CostFit:
         self._noise = 0.0
         self.costs = [0.0] * len(self._least)
 
-    def assume(
-        self, costs: Sequence[float], spread: Sequence[float], common: float, noise: float
-    ) -> None:
-        """Begin with these costs instead of nothing.
-
-        Args:
-            costs: one for each amount.
-            spread: how far off each may be by itself, as a standard deviation.
-            common: how far off all of them may be by one factor, as a standard deviation.
-            noise: standard deviation of a measurement, in seconds.
-        """
-        self.costs = list(costs)
-        self._noise = noise
-        for i in self._indices:
-            self._variance[i] = [common**2 * costs[i] * costs[j] for j in self._indices]
-            self._variance[i][i] += spread[i] ** 2
-        self._first = [self._variance[i][i] for i in self._indices]
-
     @property
     def known(self) -> bool:
         """Whether anything was learned."""

@@ -29,7 +29,7 @@ class Scheduler:
     (Sarathi-Serve, Agrawal et al., 2024).
 
     Each step first lets urgent work that waits take the place of less urgent work that runs
-    (``displacement``), then continues what runs, then admits what waits in the order of the policy
+    (``preemption``), then continues what runs, then admits what waits in the order of the policy
     (``admission``). What runs is served in the *order of service* (``running``); when KV is short,
     a sequence may take blocks only from those behind it in that order (``preemption``). Three
     things follow:

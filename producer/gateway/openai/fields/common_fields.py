@@ -18,11 +18,6 @@ _MAX_SEED = 2**63 - 1
 OBJECT = Shape("an object", (dict,), {"type": "object"})
 LIST = Shape("a list", (list,), {"type": "array"})
 TEXT = Shape("text", (str,), {"type": "string"})
-_TEXT_OR_LIST = Shape(
-    "text or a list of texts",
-    (str, list),
-    {"oneOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]},
-)
 
 
 def _seed(value: object) -> object:
