@@ -240,7 +240,7 @@ class Outbox:
                 return (owned.id, owned.epoch, start, len(ids), chunk)
             owned.told_used = used
             return Append(owned.id, owned.epoch, start, len(ids), chunk, used=used.pack())
-        owned.discarded_tokens = update.discarded_tokens
+        owned.discarded_tokens, owned.is_echo = update.discarded_tokens, update.is_echo
         self._finish(owned, update.finish)
         return _last_row(owned, start, len(ids), chunk)
 

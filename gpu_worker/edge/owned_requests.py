@@ -49,6 +49,7 @@ class OwnedRequest:
         last_index: index of its last token, unless it ends before; -1: not known.
         unprepared_tokens: about how many tokens the engine has yet to prepare for it.
         discarded_tokens: output tokens that were generated and not published.
+        is_echo: its output tokens are its prompt's: none was generated.
         run: its name in the engine, see :func:`run_name`.
         in_stream: it has had a token from this worker, has not ended, and its answer is msgpack:
             its next token needs nothing but to be packed, unless the token itself is special, or
@@ -76,6 +77,7 @@ class OwnedRequest:
     last_index: int = -1
     unprepared_tokens: int = 0
     discarded_tokens: int = 0
+    is_echo: bool = False
     run: str = field(init=False)
     id: str = field(init=False)
     epoch: int = field(init=False)
@@ -97,11 +99,16 @@ class OwnedRequest:
             before.device_us + self.device_us,
         )
 
+    @property
+    def generated_tokens(self) -> int:
+        """Tokens that the model made for it, published or not."""
+        return 0 if self.is_echo else self.next_index + self.discarded_tokens
+
     def usage(self) -> Usage:
         """What the request has consumed."""
         return Usage(
             prompt_tokens=self.prompt_tokens,
-            output_tokens=self.next_index + self.discarded_tokens,
+            output_tokens=self.generated_tokens,
             cached_tokens=self.cached_tokens,
             queue_ms=self.claim.queue_ms,
             ttft_ms=self.ttft_ms,

@@ -196,7 +196,8 @@ class InputProcessor:
         prompt_ids = tuple(self._encode(request))
         if request.tokenize and self._decode is not None:
             text = self._decode(prompt_ids)
-            return Update(order.run, 0, prompt_ids, text, Finish(Reason.STOP), 0, 0)
+            finish = Finish(Reason.STOP)
+            return Update(order.run, 0, prompt_ids, text, finish, 0, 0, is_echo=True)
         options, parsed = request.options, request.chat.parse_response
         if request.chat.constraint is not None and self._constrain is not None:
             options = self._constrain(request, prompt_ids)

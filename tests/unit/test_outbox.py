@@ -116,6 +116,18 @@ def test_updates_between_two_takes_become_one_chunk(outbox: Outbox) -> None:
     assert (chunk.text_lengths, chunk.without(1).text) == ((2, 1), "!")
 
 
+def test_the_tokens_of_a_prompt_are_no_output_to_the_bill(outbox: Outbox) -> None:
+    outbox.open(claim(), "normal")
+    asked = update((5, 6, 7), "abc", Finish(Reason.STOP))
+    asked.prompt_tokens, asked.is_echo = 0, True
+    outbox.post([asked])
+    (item,) = take(outbox)
+    end = unpack_event(item.end)
+    assert isinstance(end, End)
+    assert end.usage is not None
+    assert (end.n, end.usage.prompt_tokens, end.usage.output_tokens) == (3, 0, 0)
+
+
 def test_logprobs_travel_with_their_tokens(outbox: Outbox) -> None:
     reports = [TokenLogprobs(-float(i), ((i, -0.5),)) for i in range(3)]
     outbox.open(claim(), "normal")
