@@ -76,6 +76,16 @@ class ReaderHeartbeat:
             del self._readers[registration.request_id]
             self._new.discard(registration.request_id)
 
+    async def hold(self, request_id: str, grace_ms: int) -> None:
+        """Let a request go on without a reader for so long: one comes back, perhaps elsewhere.
+
+        Raises:
+            RedisUnavailable: see :meth:`RetryingClient.call`.
+        """
+        await self._client.call(
+            lambda: self._operations.reader_heartbeat([request_id], grace_ms=grace_ms)
+        )
+
     async def aclose(self) -> None:
         """End all heartbeats."""
         self._readers.clear()

@@ -126,6 +126,29 @@ def test_a_gateway_that_ends_says_where_to_go_on(
     assert len("".join(event.text for event in [*seen, *rest])) == 1500
 
 
+def test_who_is_sent_away_has_time_to_come_back(server: EmbeddedRedis, folder: Path) -> None:
+    """No worker looks after this model, so that what is written of its readers stays as it is."""
+    ending = GatewayProcess(
+        server.url,
+        folder / "sending-away.log",
+        gateway__drain_timeout_s=0.2,
+        gateway__keep_alive_s=0.4,
+        gateway__extra_models="nobody",
+    )
+    body = {**LONG, "model": "nobody", "stream": True}
+    url = f"{ending.url}/v1/completions"
+    with redis.Redis.from_url(server.url) as client:
+        before_ms = client.time()[0] * 1000
+        with httpx.stream("POST", url, json=body, timeout=60) as response:
+            ending.process.send_signal(signal.SIGTERM)
+            (last,) = events(response)
+        assert ending.process.wait(60) == 0
+        message = last.data["error"]["message"]
+        name = response.headers["x-request-id"]
+        assert f"/v1/streams/{name}?from=0 at another one within 10 s" in message
+        assert client.zscore("ps:{nobody.0}:readers", name) >= before_ms + 10_000
+
+
 def test_a_slow_reader_takes_no_memory_and_loses_nothing(
     gateway: GatewayProcess, server: EmbeddedRedis
 ) -> None:

@@ -28,7 +28,7 @@ from ...results import Result
 from ..api_errors import ApiError, error_of, error_response
 from .connection import Connection, connection_of
 from .open_answers import OpenAnswers
-from .request_output import Output
+from .request_output import RETURN_S, Output
 from .sse import HEADERS, KEEP_ALIVE
 
 __all__ = ["CLIENT_LEFT", "EventWriter", "StreamedAnswer", "WholeAnswer"]
@@ -88,6 +88,7 @@ class _Answer(Response, ABC):
         self._on_done = on_done
         self._extra = headers
         self._left = False
+        self._moves = False
         self._end: End | None = None
         self._failure: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -157,6 +158,9 @@ class _Answer(Response, ABC):
                 f"the gateway ends; the request goes on: GET /v1/streams/{feed.id}"
                 f"?from={feed.index} at another one"
             )
+            if self._output.needs_reader:
+                message += f" within {RETURN_S} s"
+            self._moves = True
             self._failure = ApiError(503, message, "gateway_shutdown", retry_after_s=1)
             self._close_feeds()
             self._wake()
@@ -188,6 +192,8 @@ class _Answer(Response, ABC):
         """Be done before the last byte: its client may ask for more as soon as it has that."""
         if self._end is not None:
             await self._on_done()
+        elif self._moves:
+            await asyncio.gather(*(output.hold() for output in self._outputs))
 
     async def _fail(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
         await error_response(error, self._extra)(scope, receive, send)

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from dataclasses import dataclass
+
+from penstock.shared.errors import PenstockError
 
 from ...reading.feed import Feed, FeedReader
 from ...reading.feeds import Feeds
 
-__all__ = ["Output"]
+__all__ = ["RETURN_S", "Output"]
+
+_log = logging.getLogger("penstock.gateway")
+
+RETURN_S = 10
+"""How long a request needs no reader when the gateway ends under its client, which comes back."""
+
+_HOLD_TIMEOUT_S = 1.5
+"""How long Redis may take to hear of that: the last words of a drain do not wait for an outage."""
 
 
 @dataclass(slots=True)
@@ -45,3 +57,18 @@ class Output:
             attended=self.attended,
             time_left_ms=self.time_left_ms,
         )
+
+    @property
+    def needs_reader(self) -> bool:
+        """Whether the request ends when its last reader leaves, as far as is known here."""
+        return self.attended or self.feed.registration is not None
+
+    async def hold(self) -> None:
+        """Let the request go on without a reader for :data:`RETURN_S`, if it needs one."""
+        if not self.needs_reader:
+            return
+        try:
+            async with asyncio.timeout(_HOLD_TIMEOUT_S):
+                await self.feeds.hold(self.feed, RETURN_S * 1000)
+        except (TimeoutError, PenstockError) as error:
+            _log.warning("the request %s may end before it is resumed: %s", self.feed.id, error)
