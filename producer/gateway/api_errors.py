@@ -58,6 +58,7 @@ class ApiError(Exception):
         param: the field of the body at fault, None if it is not one field.
         retry_after_s: when to try again, in whole seconds; None does not say.
         retry: whether another try may succeed; None leaves that to the status.
+        more_headers: what else the response says.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class ApiError(Exception):
         param: str | None = None,
         retry_after_s: int | None = None,
         retry: bool | None = None,
+        more_headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -77,6 +79,7 @@ class ApiError(Exception):
         self.param = param
         self.retry_after_s = retry_after_s
         self.retry = retry
+        self.more_headers = more_headers or {}
 
     @property
     def type(self) -> str:
@@ -97,7 +100,7 @@ class ApiError(Exception):
 
     def headers(self) -> dict[str, str]:
         """What the client's retries go by."""
-        headers: dict[str, str] = {}
+        headers = dict(self.more_headers)
         if self.retry_after_s is not None:
             headers["retry-after"] = str(min(max(1, self.retry_after_s), MAX_RETRY_AFTER_S))
         if self.retry is not None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from penstock.shared.protocol import Lane
 
+from .api_errors import ApiError, invalid
+
 __all__ = ["Access", "Admission", "Caller", "OpenAdmission", "Used"]
+
+_MAX_KEY_CHARS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +35,29 @@ class Caller:
     lanes: frozenset[Lane] = frozenset(Lane)
     admin: bool = False
     digest: str = field(default="", repr=False)
+
+    def check(self, model: str, lane: Lane) -> None:
+        """See that it may use a model and a lane.
+
+        Raises:
+            ApiError: 403, it may not.
+        """
+        if self.models is not None and model not in self.models:
+            message = f"this API key may not use the model {model!r}"
+            raise ApiError(403, message, "model_not_allowed", param="model")
+        if lane not in self.lanes:
+            message = f"this API key may not use the lane {lane.value}"
+            raise ApiError(403, message, "tier_not_allowed", param="service_tier")
+
+    def id_of(self, key: str) -> str:
+        """The same id for the same Idempotency-Key of the same tenant, and no other.
+
+        Raises:
+            ApiError: 400, the key is empty or too long.
+        """
+        if not 1 <= len(key) <= _MAX_KEY_CHARS:
+            raise invalid(None, f"Idempotency-Key: 1 to {_MAX_KEY_CHARS} characters")
+        return hashlib.sha256(f"{self.tenant}\0{key}".encode()).hexdigest()[:32]
 
 
 Used = Callable[[], Awaitable[int | None]]
@@ -69,8 +97,13 @@ class Access(Protocol):
             ApiError: 401, no valid key.
         """
 
-    async def admit(self, caller: Caller, cost: int) -> Admission:
+    async def admit(self, caller: Caller, cost: int, *, joins: bool = False) -> Admission:
         """Let a request of about ``cost`` tokens in.
+
+        Args:
+            caller: who asks.
+            cost: estimated tokens.
+            joins: it joins a request that was charged: no limit holds it back, and none is used.
 
         Raises:
             ApiError: 429, a limit of the key is reached.

@@ -6,10 +6,11 @@ import contextlib
 import functools
 import hashlib
 import json
+import logging
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -25,7 +26,7 @@ from ..results import Result
 from .answering.answers import EventWriter, StreamedAnswer, WholeAnswer
 from .answering.open_answers import OpenAnswers
 from .answering.request_output import Output
-from .api_errors import ApiError, error_of, invalid
+from .api_errors import error_of, invalid
 from .callers import Access, Admission, Caller
 from .gateway_metrics import GatewayMetrics
 from .model_directory import ModelDirectory, Shard, check_kind, check_model
@@ -36,7 +37,11 @@ __all__ = ["WEBHOOK_HEADER", "Gateway", "Submission", "last_event_id", "read_ind
 WEBHOOK_HEADER = "x-penstock-webhook"
 """URL to call when the request, or the batch, has ended."""
 
-_MAX_KEY_CHARS = 256
+_log = logging.getLogger("penstock.gateway")
+
+_CALLER = "penstock.caller"
+"""Where a request's scope holds its :class:`Caller`, once that was asked for."""
+
 _MAX_INDEX = 2**31 - 1
 
 
@@ -98,8 +103,19 @@ class Gateway:
         """Tell all clients that still wait to come back elsewhere."""
         self.answers.end_all()
 
+    async def caller(self, request: Request) -> Caller:
+        """Who sent a request, looked up once; see :meth:`.Access.authenticate`."""
+        if _CALLER not in request.scope:
+            request.scope[_CALLER] = await self.access.authenticate(request.headers)
+        return cast(Caller, request.scope[_CALLER])
+
     async def read_object(self, request: Request) -> dict[str, Any]:
-        """The JSON object of a body; see :func:`.request_body.read_object`."""
+        """The JSON object of a body, read once it is known who sends it.
+
+        Raises:
+            ApiError: 401, no valid key; else see :func:`.request_body.read_object`.
+        """
+        await self.caller(request)
         return await read_object(request, self.settings)
 
     async def submit(
@@ -135,15 +151,15 @@ class Gateway:
         Raises:
             ApiError: it was refused; nothing was stored.
         """
-        caller = await self.access.authenticate(request.headers)
+        caller = await self.caller(request)
         name = check_model(model)
-        _check_rights(caller, name, lane)
+        caller.check(name, lane)
         key, start = request.headers.get("idempotency-key"), last_event_id(request)
         if start and key is None:
             raise invalid(None, "Last-Event-ID: needs the Idempotency-Key of the first request")
         webhook = request.headers.get(WEBHOOK_HEADER)
         keep = keep or key is not None or webhook is not None or _wants_to_stay(request)
-        request_id = prefix + (uuid.uuid4().hex if key is None else _key_id(caller, key))
+        request_id = prefix + (uuid.uuid4().hex if key is None else caller.id_of(key))
         request_id += f"-{number}" if number else ""
         on_disconnect = OnDisconnect.CONTINUE if keep else OnDisconnect.CANCEL
         values = {
@@ -151,16 +167,18 @@ class Gateway:
         }  # fmt: skip
         try:
             built = QueueRequest.build(id=request_id, **values)
-            shard = await self._shard(name, request_id, key)
+            shard, is_known = await self._shard(name, request_id, key)
             check_kind(shard, kind)
             if webhook is not None:
                 await self._watch.check(webhook)
-            admission = await self.access.admit(caller, built.cost_estimate)
+            admission = await self.access.admit(caller, built.cost_estimate, joins=is_known)
             producer, feed = shard.producer, shard.producer.feeds.open(request_id)
             try:
                 submitted = await producer.send(
                     built, note=_pack_note(note, body if key else None), attend=not keep
                 )
+                if is_known and not submitted.duplicate:
+                    admission = await self._admit_late(caller, built, producer)
                 if webhook is not None:
                     await self._watch.watch(producer.keys, request_id, webhook)
             except BaseException:
@@ -190,14 +208,33 @@ class Gateway:
             ),
         )
 
-    async def _shard(self, model: str, request_id: str, key: str | None) -> Shard:
-        """Where a request goes: to its first submission, if it is one more of the same key."""
+    async def _shard(self, model: str, request_id: str, key: str | None) -> tuple[Shard, bool]:
+        """Where a request goes: to its first submission, if it is one more of the same key.
+
+        Returns:
+            The shard, and whether the request is known there.
+        """
         found = None if key is None else await self.directory.locate(request_id)
         if found is None:
-            return await self.directory.choose(model, request_id)
+            return await self.directory.choose(model, request_id), False
         if found[0].keys.model != model:
             raise IdConflict(request_id)
-        return found[0]
+        return found[0], True
+
+    async def _admit_late(
+        self, caller: Caller, built: QueueRequest, producer: Producer
+    ) -> Admission:
+        """Charge a request that was to join one, which Redis forgot before it came.
+
+        Raises:
+            ApiError: it is refused, and does not run.
+        """
+        try:
+            return await self.access.admit(caller, built.cost_estimate)
+        except BaseException:
+            with contextlib.suppress(UnknownRequest):
+                await producer.cancel(built.id)
+            raise
 
     def stream(
         self, submission: Submission, writer: EventWriter, *, reads_all: bool = False
@@ -275,8 +312,13 @@ class Gateway:
         """End requests whose answer cannot be given, unless they are kept."""
         for submission in submissions:
             submission.output.feed.close()
-        await _for_each(submissions, _leave)
-        await _for_each(submissions, _release)
+        try:
+            await _for_each(submissions, _leave)
+        except PenstockError as error:
+            # No heartbeat follows, so that they end all the same.
+            _log.warning("%d requests could not be given up: %s", len(submissions), error)
+        finally:
+            await _for_each(submissions, _release)
 
 
 async def _for_each(
@@ -346,24 +388,8 @@ async def _leave(submission: Submission) -> None:
         await submission.shard.producer.cancel(submission.id, reason=Reason.DISCONNECTED)
 
 
-def _check_rights(caller: Caller, model: str, lane: Lane) -> None:
-    if caller.models is not None and model not in caller.models:
-        message = f"this API key may not use the model {model!r}"
-        raise ApiError(403, message, "model_not_allowed", param="model")
-    if lane not in caller.lanes:
-        message = f"this API key may not use the lane {lane.value}"
-        raise ApiError(403, message, "tier_not_allowed", param="service_tier")
-
-
 def _wants_to_stay(request: Request) -> bool:
     value = request.headers.get("x-penstock-on-disconnect", "cancel")
     if value not in ("cancel", "continue"):
         raise invalid(None, "x-penstock-on-disconnect: allowed are cancel and continue")
     return value == "continue"
-
-
-def _key_id(caller: Caller, key: str) -> str:
-    """The same id for the same key of the same tenant, and no other."""
-    if not key or len(key) > _MAX_KEY_CHARS:
-        raise invalid(None, f"Idempotency-Key: 1 to {_MAX_KEY_CHARS} characters")
-    return hashlib.sha256(f"{caller.tenant}\0{key}".encode()).hexdigest()[:32]

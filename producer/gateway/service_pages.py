@@ -48,13 +48,13 @@ def service_routes(gateway: Gateway) -> APIRouter:
         "/v1/models", responses=with_errors(json_answer("What is served now.", _MODEL_LIST))
     )
     async def list_models(request: Request) -> Response:
-        caller = await gateway.access.authenticate(request.headers)
+        caller = await gateway.caller(request)
         models = await _models(gateway, caller)
         return JSONResponse({"object": "list", "data": list(models.values())})
 
     @router.get("/v1/models/{model:path}", responses=with_errors(json_answer("A model.", _MODEL)))
     async def retrieve_model(request: Request, model: str) -> Response:
-        caller = await gateway.access.authenticate(request.headers)
+        caller = await gateway.caller(request)
         models = await _models(gateway, caller)
         if model not in models:
             message = f"the model {model[:100]!r} does not exist or is not served now"

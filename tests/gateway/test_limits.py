@@ -52,13 +52,18 @@ class Key:
     id: str
 
     async def admit(
-        self, cost: int = 1, *, lease: str | None = None, lease_ms: int = MINUTE_MS
+        self,
+        cost: int = 1,
+        *,
+        lease: str | None = None,
+        lease_ms: int = MINUTE_MS,
+        charge: bool = True,
     ) -> Verdict:
         if lease is None:
             self.door.leases += 1
             lease = f"lease{self.door.leases}"
         return await self.door.scripts.admit(
-            self.digest, self.id, lease, cost=cost, lease_ms=lease_ms
+            self.digest, self.id, lease, cost=cost, lease_ms=lease_ms, charge=charge
         )
 
     async def settle(self, lease: str, used: int, *, submitted: bool = True) -> bool:
@@ -187,6 +192,18 @@ async def test_a_repeated_call_counts_once(door: Door) -> None:
     assert (await key.admit()).requests_left == 1
 
 
+async def test_what_joins_a_request_uses_no_limit(door: Door) -> None:
+    key = await door.key(requests_per_minute=1, tokens_per_minute=10, concurrent=1)
+    assert (await key.admit(7)).verdict == "ok"
+    before = await key.window()
+    for _ in range(2):
+        joined = await key.admit(7, charge=False)
+        assert (joined.verdict, joined.requests_left, joined.tokens_left) == ("ok", 0, 3)
+    assert await key.window() == before
+    await door.store.revoke(key.id)
+    assert (await key.admit(7, charge=False)).verdict == "revoked"
+
+
 async def test_revoked_and_expired_keys_are_refused_at_once(door: Door) -> None:
     key = await door.key()
     assert (await key.admit()).verdict == "ok"
@@ -280,8 +297,9 @@ MUTANTS: tuple[tuple[str, str, str, Callable[[Door], Awaitable[None]]], ...] = (
     ("admit", "at >= second - WINDOW_S", "at >= second - 30",
      test_no_sixty_seconds_hold_more_than_the_limit),
     ("admit", "'day:' .. day then", "'day:' .. day or true then", test_a_budget_per_day),
-    ("admit", "if redis.call('HEXISTS', RESERVED, lease) == 1 then", "if false then",
+    ("admit", "or redis.call('HEXISTS', RESERVED, lease) == 1 then", "then",
      test_a_repeated_call_counts_once),
+    ("admit", "if charge == '0' or", "if", test_what_joins_a_request_uses_no_limit),
     ("admit", "if fields[2] then", "if false then",
      test_revoked_and_expired_keys_are_refused_at_once),
     ("admit", "if fields[3] and", "if false and",

@@ -133,8 +133,8 @@ class KeyAccess:
             record.tenant, record.id, record.models, record.lanes, record.admin, digest_of(secret)
         )
 
-    async def admit(self, caller: Caller, cost: int) -> Admission:
-        """Let a request of about ``cost`` tokens in.
+    async def admit(self, caller: Caller, cost: int, *, joins: bool = False) -> Admission:
+        """See :class:`..callers.Access`.
 
         Raises:
             ApiError: 401, the key was revoked just now; 429, a limit is reached.
@@ -144,13 +144,20 @@ class KeyAccess:
         if not caller.key_id:
             return OpenAdmission()
         verdict = await self._scripts.admit(
-            caller.digest, caller.key_id, lease, cost=cost, lease_ms=self._lease_ms
+            caller.digest,
+            caller.key_id,
+            lease,
+            cost=cost,
+            lease_ms=self._lease_ms,
+            charge=not joins,
         )
         if verdict.verdict == "full":
             raise _full(verdict, cost)
         if verdict.verdict != "ok":
             self._cache.pop(caller.digest, None)
             raise _unauthorized("the API key is not known, revoked or expired")
+        if joins:
+            return OpenAdmission(_limit_headers(verdict))
         self._running.setdefault(caller.key_id, set()).add(lease)
         return _Held(self._release, caller.key_id, lease, _limit_headers(verdict))
 
@@ -279,7 +286,7 @@ def _full(verdict: Verdict, cost: int) -> ApiError:
     hopeless = verdict.bound == "budget" or (verdict.bound == "tokens" and cost > verdict.tokens)
     return ApiError(
         429, message, code, retry_after_s=-(-verdict.retry_ms // 1000),
-        retry=False if hopeless else None,
+        retry=False if hopeless else None, more_headers=_limit_headers(verdict),
     )  # fmt: skip
 
 

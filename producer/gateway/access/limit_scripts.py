@@ -70,16 +70,32 @@ class LimitScripts:
         self._prefix = GatewayKeys.prefix
 
     async def admit(
-        self, digest: str, key_id: str, lease: str, *, cost: int, lease_ms: int
+        self,
+        digest: str,
+        key_id: str,
+        lease: str,
+        *,
+        cost: int,
+        lease_ms: int,
+        charge: bool = True,
     ) -> Verdict:
         """Let a request in, or say which limit is reached.
 
+        Args:
+            digest: of the key's secret.
+            key_id: the key.
+            lease: a name of this request.
+            cost: estimated tokens.
+            lease_ms: how long it counts as running unless it is renewed.
+            charge: False: it joins one that was charged; no limit holds it back, and none is used.
+
         Raises:
             RedisUnavailable: the server is away or refuses.
-        """
+        """  # fmt: skip
         (reply,) = await self._run(
-            "admit", digest=digest, key_id=key_id, lease=lease, cost=cost, lease_ms=lease_ms
-        )
+            "admit", digest=digest, key_id=key_id, lease=lease, cost=cost, lease_ms=lease_ms,
+            charge=int(charge),
+        )  # fmt: skip
         return Verdict(reply[0].decode(), reply[1].decode(), *reply[2:])
 
     async def settle(self, key_id: str, lease: str, *, submitted: bool, used: int) -> bool:

@@ -85,7 +85,7 @@ async def _find(gateway: Gateway, request: Request, request_id: str) -> tuple[Sh
     Raises:
         ApiError: 404, it is not.
     """
-    caller = await gateway.access.authenticate(request.headers)
+    caller = await gateway.caller(request)
     try:
         found = await gateway.directory.locate(request_id)
     except InvalidRequest:

@@ -53,7 +53,7 @@ def batch_routes(gateway: Gateway, service: BatchService) -> APIRouter:
         openapi_extra=json_body(body_schema(BATCH_FIELDS)),
     )
     async def create_batch(request: Request) -> Response:
-        caller = await gateway.access.authenticate(request.headers)
+        caller = await gateway.caller(request)
         if Lane.BATCH not in caller.lanes:
             message = "this API key may not use the lane batch"
             raise ApiError(403, message, "tier_not_allowed")
@@ -86,7 +86,7 @@ def batch_routes(gateway: Gateway, service: BatchService) -> APIRouter:
         "/v1/batches", responses=with_errors(json_answer("Batches.", _LIST), statuses=(400,))
     )
     async def list_batches(request: Request) -> Response:
-        caller = await gateway.access.authenticate(request.headers)
+        caller = await gateway.caller(request)
         limit = page_limit(request, 20, _MAX_PAGE)
         try:
             found, more = await service.batches.page(
@@ -98,7 +98,7 @@ def batch_routes(gateway: Gateway, service: BatchService) -> APIRouter:
 
     @router.get("/v1/batches/{batch_id}", responses=with_errors(json_answer("It.", _BATCH)))
     async def get_batch(request: Request, batch_id: str) -> Response:
-        caller = await gateway.access.authenticate(request.headers)
+        caller = await gateway.caller(request)
         try:
             return JSONResponse(batch_object(await service.batches.get(batch_id, caller.tenant)))
         except UnknownBatch as error:
@@ -106,7 +106,7 @@ def batch_routes(gateway: Gateway, service: BatchService) -> APIRouter:
 
     @router.post("/v1/batches/{batch_id}/cancel", responses=with_errors(json_answer("It.", _BATCH)))
     async def cancel_batch(request: Request, batch_id: str) -> Response:
-        caller = await gateway.access.authenticate(request.headers)
+        caller = await gateway.caller(request)
         try:
             return JSONResponse(batch_object(await service.cancel(batch_id, caller.tenant)))
         except UnknownBatch as error:

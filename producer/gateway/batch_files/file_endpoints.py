@@ -50,7 +50,7 @@ def file_routes(gateway: Gateway, service: BatchService) -> APIRouter:
     settings = gateway.batch_settings
 
     async def find(request: Request, file_id: str) -> StoredFile:
-        caller = await gateway.access.authenticate(request.headers)
+        caller = await gateway.caller(request)
         try:
             return await service.files.get(file_id, caller.tenant)
         except UnknownFile as error:
@@ -62,7 +62,7 @@ def file_routes(gateway: Gateway, service: BatchService) -> APIRouter:
         openapi_extra=_FORM,
     )
     async def upload_file(request: Request) -> Response:
-        caller = await gateway.access.authenticate(request.headers)
+        caller = await gateway.caller(request)
         timeout_s = gateway.settings.upload_timeout_s
         upload = await read_upload(request, max_bytes=settings.max_file_bytes, timeout_s=timeout_s)
         try:
@@ -84,7 +84,7 @@ def file_routes(gateway: Gateway, service: BatchService) -> APIRouter:
         "/v1/files", responses=with_errors(json_answer("The files.", _LIST), statuses=(400,))
     )
     async def list_files(request: Request) -> Response:
-        caller = await gateway.access.authenticate(request.headers)
+        caller = await gateway.caller(request)
         query = request.query_params
         order = query.get("order", "desc")
         if order not in ("asc", "desc"):

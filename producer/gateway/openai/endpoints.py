@@ -127,13 +127,13 @@ async def _answer(
             submissions.append(
                 await _submit(gateway, request, endpoint, body, own, fields, form, number)
             )
+        has_logprobs = "logprobs" in prompts[0]
+        names = TokenNames(await submissions[0].shard.vocabulary() if has_logprobs else ())
     except BaseException:
         await gateway.give_up(submissions)
         raise
     submission, form = submissions[0], forms[0]
     head = AnswerHead(submission.id, submission.accepted_at // 1000, submission.model)
-    has_logprobs = "logprobs" in prompts[0]
-    names = TokenNames(await submission.shard.vocabulary() if has_logprobs else ())
     if own.get("stream"):
         writer = endpoint.writer(head, form, endpoint.fields, names, submission.start)
         return gateway.stream(submission, writer, reads_all=form.reads_all)

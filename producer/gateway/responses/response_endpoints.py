@@ -225,7 +225,7 @@ class _Responses:
         Raises:
             ApiError: 404, there is none.
         """
-        caller = await self._gateway.access.authenticate(request.headers)
+        caller = await self._gateway.caller(request)
         try:
             found = await self._gateway.directory.locate(response_id)
         except InvalidRequest:

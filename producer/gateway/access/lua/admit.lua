@@ -19,13 +19,15 @@
 --   lease                   name    of this request, unique
 --   cost                    whole   estimated tokens
 --   lease_ms                whole   how long it counts as running unless it is renewed
+--   charge                  0|1     0: it joins a request that was charged; only say what is left
 -- Reply {verdict, bound, retry_ms, limit of requests, left of it, ms until all of it, and the same
 --       three of tokens}; verdict is 'ok', 'full' (a bound is reached), 'unknown', 'revoked' or
 --       'expired' (the key); bound is 'requests', 'tokens', 'concurrent' or 'budget'; a limit of 0
 --       is none
-local lease, cost, lease_ms = arguments(4, 3)
+local lease, cost, lease_ms, charge = arguments(4, 4)
 name('lease', lease)
 cost, lease_ms = whole('cost', cost), whole('lease_ms', lease_ms)
+one_of('charge', charge, '0', '1')
 local KEY, WINDOW, LEASES, RESERVED = unpack(KEYS)
 local DAY_S, WINDOW_S, STATE_MS = 86400, 60, 2 * 86400 * 1000
 local now = now_ms()
@@ -82,7 +84,7 @@ local function reply(verdict, bound, retry_ms)
   return answer
 end
 
-if redis.call('HEXISTS', RESERVED, lease) == 1 then return reply('ok', '', 0) end
+if charge == '0' or redis.call('HEXISTS', RESERVED, lease) == 1 then return reply('ok', '', 0) end
 
 -- Leases of gateways that died. Their tokens stay charged as estimated.
 local lapsed = redis.call('ZRANGEBYSCORE', LEASES, '-inf', now, 'LIMIT', 0, 256)
