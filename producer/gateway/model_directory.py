@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 from collections.abc import Iterable
 from contextlib import AsyncExitStack
@@ -10,12 +11,15 @@ from dataclasses import dataclass
 
 from penstock.shared.errors import InvalidRequest, ProtocolError, UnknownRequest
 from penstock.shared.keys import Keys
+from penstock.shared.local.embedded import require_url
 from penstock.shared.protocol import ModelKind
+from penstock.shared.redis.retrying_client import RetryingClient
 from penstock.shared.settings import Settings
 
 from ..client import Producer
 from ..results import Status
 from ..served_models import ModelCard
+from ..shards_found import find_known_shards
 from .api_errors import ApiError
 
 __all__ = ["ModelDirectory", "Shard", "check_kind", "check_model"]
@@ -26,6 +30,11 @@ _FRESH_S = 2.0
 _CARD_FRESH_S = 60.0
 """The same for what they publish of their model."""
 
+_SEARCH_S_PER_PAGE = 0.1
+_SEARCH_MOST_S = 30.0
+"""A search for shards reads the names of all keys. It counts for longer where there are many, so
+that clients cannot keep Redis busy with searches."""
+
 
 @dataclass(slots=True)
 class Shard:
@@ -34,6 +43,8 @@ class Shard:
     Attributes:
         keys: its names in Redis.
         producer: the client of its queue.
+        is_expected: it is configured, or had a worker in the life of this gateway; others may be
+            what an earlier installation left.
         checked_at: when its workers were counted last, by the event loop's clock.
         workers: how many there were.
         kind: what they do with a request; None while there are none.
@@ -43,6 +54,7 @@ class Shard:
 
     keys: Keys
     producer: Producer
+    is_expected: bool = False
     checked_at: float = float("-inf")
     workers: int = 0
     kind: ModelKind | None = None
@@ -55,12 +67,12 @@ class Shard:
         Raises:
             RedisUnavailable: Redis is away.
         """
-        self.workers = await self.producer.count_workers()
-        try:
-            card = await self.producer.model_card(vocabulary=False)
-            self.kind = card.kind if self.workers else None
-        except ProtocolError:
-            self.kind = None
+        workers, kind = await self.producer.count_workers(), None
+        if workers:
+            with contextlib.suppress(ProtocolError):
+                kind = (await self.producer.model_card(vocabulary=False)).kind
+        self.workers, self.kind = workers, kind
+        self.is_expected = self.is_expected or workers > 0
         self.checked_at = asyncio.get_running_loop().time()
 
     async def vocabulary(self) -> tuple[bytes | None, ...]:
@@ -80,10 +92,11 @@ class Shard:
 
 
 class ModelDirectory:
-    """The models that workers serve now.
+    """The models that workers serve now, and those whose requests Redis still holds.
 
-    Clients are made when a model is first asked for and stay open. A look at Redis counts for two
-    seconds.
+    Clients are made when a model is first asked for and stay open. A look at its workers counts for
+    two seconds. What is known of shards lies in Redis alone, so a gateway that has just started
+    knows those without a worker, too.
 
     Args:
         settings: the sections ``redis``, ``queue`` and ``gateway``.
@@ -94,10 +107,15 @@ class ModelDirectory:
         queue = settings.queue.model_copy(update=grace)
         self._settings = settings.model_copy(update={"queue": queue})
         self._waiting = frozenset(settings.gateway.model_names)
+        self._client = RetryingClient(
+            require_url(settings.redis),
+            socket_timeout_s=settings.redis.socket_timeout_s,
+            outage_s=settings.gateway.outage_s,
+        )
         self._shards: dict[Keys, Shard] = {}
         self._stack = AsyncExitStack()
-        self._scanned_at = float("-inf")
-        self._scanning = asyncio.Lock()
+        self._search_again_at = float("-inf")
+        self._searching = asyncio.Lock()
 
     async def connect(self) -> None:
         """Reach Redis.
@@ -106,13 +124,15 @@ class ModelDirectory:
             RedisUnavailable: it cannot be reached.
         """
         queue = self._settings.queue
-        await self._open(Keys(queue.model, queue.shard), check=True)
+        (await self._open(Keys(queue.model, queue.shard), check=True)).is_expected = True
+        await self._client.connect(Keys(queue.model, queue.shard).counters)
         for name in self._waiting:
-            await self._open(Keys(name, 0))
+            (await self._open(Keys(name, 0))).is_expected = True
 
     async def aclose(self) -> None:
         """Close all clients."""
         await self._stack.aclose()
+        await self._client.aclose()
 
     async def served(self) -> list[Shard]:
         """The shards with a living worker, in order of model and shard.
@@ -120,7 +140,8 @@ class ModelDirectory:
         Raises:
             RedisUnavailable: Redis is away.
         """
-        await self._scan()
+        await self._search()
+        await self._check(self._ordered())
         return [shard for shard in self._ordered() if shard.workers]
 
     async def choose(self, model: str, request_id: str) -> Shard:
@@ -130,34 +151,24 @@ class ModelDirectory:
             ApiError: 404, no such model; 503, no worker serves it now.
             RedisUnavailable: Redis is away.
         """
-        shards = [shard for shard in self._ordered() if shard.keys.model == model]
-        await self._check(shards)
+        shards = await self._checked(model)
         serving = [shard for shard in shards if shard.workers]
         if not serving:
-            await self._scan()
-            shards = [shard for shard in self._ordered() if shard.keys.model == model]
+            await self._search()
+            shards = await self._checked(model)
             serving = [shard for shard in shards if shard.workers]
         if not serving and model in self._waiting:
-            serving = shards
+            serving = [shard for shard in shards if shard.is_expected]
         if serving:
             number = int.from_bytes(hashlib.sha256(request_id.encode()).digest()[:8], "big")
             return serving[number % len(serving)]
-        names = sorted({shard.keys.model for shard in self._ordered() if shard.workers})
         if shards:
             message = f"no worker serves the model {model!r} now"
             raise ApiError(503, message, "model_unavailable", param="model", retry_after_s=5)
+        names = sorted({shard.keys.model for shard in await self.served()})
         known = f"; served are {', '.join(names)}" if names else "; no model is served now"
         message = f"the model {model[:100]!r} does not exist{known}"
         raise ApiError(404, message, "model_not_found", param="model")
-
-    async def known(self) -> list[Shard]:
-        """All shards that requests may be in.
-
-        Raises:
-            RedisUnavailable: Redis is away.
-        """
-        await self._scan()
-        return self._ordered()
 
     async def locate(self, request_id: str) -> tuple[Shard, Status] | None:
         """The shard that knows a request, and its state; None if none does.
@@ -166,12 +177,13 @@ class ModelDirectory:
             InvalidRequest: the id is none.
             RedisUnavailable: Redis is away.
         """
-        for shard in await self.known():
-            try:
-                return shard, await shard.producer.status(request_id)
-            except UnknownRequest:
-                continue
-        return None
+        known = frozenset(self._shards)
+        found = await _status_in(self._ordered(), request_id)
+        if found is None:
+            await self._search()
+            others = [shard for shard in self._ordered() if shard.keys not in known]
+            found = await _status_in(others, request_id)
+        return found
 
     def _ordered(self) -> list[Shard]:
         return [self._shards[keys] for keys in sorted(self._shards, key=_order)]
@@ -182,20 +194,28 @@ class ModelDirectory:
             if now - shard.checked_at > _FRESH_S:
                 if shard.workers:
                     shard.checked_at = now  # others need not look meanwhile
-                await shard.look()
+                try:
+                    await shard.look()
+                except BaseException:
+                    shard.checked_at = float("-inf")
+                    raise
 
-    async def _scan(self) -> None:
-        async with self._scanning:
-            now = asyncio.get_running_loop().time()
-            if now - self._scanned_at <= _FRESH_S:
+    async def _checked(self, model: str) -> list[Shard]:
+        shards = [shard for shard in self._ordered() if shard.keys.model == model]
+        await self._check(shards)
+        return shards
+
+    async def _search(self) -> None:
+        """Look for shards that are not known yet."""
+        async with self._searching:
+            loop = asyncio.get_running_loop()
+            if loop.time() < self._search_again_at:
                 return
-            queue = self._settings.queue
-            first = await self._open(Keys(queue.model, queue.shard))
-            for keys in await first.producer.served_models():
+            found = await find_known_shards(self._client)
+            for keys in found.shards:
                 await self._open(keys)
-            for shard in self._ordered():
-                await shard.look()
-            self._scanned_at = now
+            wait_s = min(max(_FRESH_S, found.pages * _SEARCH_S_PER_PAGE), _SEARCH_MOST_S)
+            self._search_again_at = loop.time() + wait_s
 
     async def _open(self, keys: Keys, *, check: bool = False) -> Shard:
         if keys not in self._shards:
@@ -211,6 +231,15 @@ class ModelDirectory:
             self._stack.push_async_callback(producer.aclose)
             self._shards[keys] = Shard(keys, producer)
         return self._shards[keys]
+
+
+async def _status_in(shards: Iterable[Shard], request_id: str) -> tuple[Shard, Status] | None:
+    for shard in shards:
+        try:
+            return shard, await shard.producer.status(request_id)
+        except UnknownRequest:
+            continue
+    return None
 
 
 def check_kind(shard: Shard, wanted: ModelKind) -> None:
