@@ -1,17 +1,21 @@
 """HTTP connections with bounds on a request's head, which answers can write to directly.
 
 uvicorn has no such bounds for httptools: a client that opens a connection and sends a byte a minute
-would hold it for ever, and a head may be of any size.
+would hold it for ever, and a head may be of any size. What is refused here never reaches the app,
+and gets the same error object.
 """
 
 from __future__ import annotations
 
 import asyncio
+import uuid
+from http import HTTPStatus
 from typing import Any, cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from ..answering.connection import CONNECTION, ConnectionListener
+from ..api_errors import ApiError
 from .held_transport import HeldTransport
 
 __all__ = ["guarded_protocol"]
@@ -82,9 +86,14 @@ def guarded_protocol(head_timeout_s: float) -> type[asyncio.Protocol]:
                 self._head_bytes += len(data)
                 # What follows the head in the same piece counts, too; no head is near the bound.
                 if self._head_bytes > _MAX_HEAD_BYTES and len(data) < self._head_bytes:
-                    self._refuse(b"431 Request Header Fields Too Large")
+                    message = f"the request's head is larger than {_MAX_HEAD_BYTES} bytes"
+                    self._refuse(ApiError(431, message, "head_too_large"))
                     return
             super().data_received(data)
+
+        def send_400_response(self, msg: str) -> None:
+            """Refuse what is no HTTP; uvicorn has logged it."""
+            self._refuse(ApiError(400, msg, "invalid_http"))
 
         def on_message_begin(self) -> None:
             super().on_message_begin()
@@ -98,21 +107,36 @@ def guarded_protocol(head_timeout_s: float) -> type[asyncio.Protocol]:
 
         def _begin_head(self) -> None:
             self._head_bytes = 0
-            self._head_timer = self.loop.call_later(
-                head_timeout_s, self._refuse, b"408 Request Timeout"
-            )
+            self._head_timer = self.loop.call_later(head_timeout_s, self._refuse_slow_head)
 
         def _end_head(self) -> None:
             if self._head_timer is not None:
                 self._head_timer.cancel()
                 self._head_timer = None
 
-        def _refuse(self, status: bytes) -> None:
+        def _refuse_slow_head(self) -> None:
+            message = f"the request's head did not come within {head_timeout_s:g} s"
+            self._refuse(ApiError(408, message, "request_timeout"))
+
+        def _refuse(self, error: ApiError) -> None:
             self._end_head()
-            if not self.transport.is_closing():
-                self.transport.write(
-                    b"HTTP/1.1 " + status + b"\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
-                )
-                self.transport.close()
+            if self.transport.is_closing():
+                return
+            answer = self.cycle
+            if answer is None or answer.response_complete or not answer.response_started:
+                self.transport.write(_whole_answer(error))
+            self.transport.close()  # at once where another answer is under way: it ends too early
 
     return GuardedProtocol
+
+
+def _whole_answer(error: ApiError) -> bytes:
+    body = error.body()
+    head = (
+        f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}",
+        "content-type: application/json",
+        f"content-length: {len(body)}",
+        f"x-request-id: req-{uuid.uuid4().hex}",
+        "connection: close",
+    )
+    return "\r\n".join((*head, "", "")).encode() + body
