@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 from typing import Any
 
 import httpx
@@ -18,7 +17,36 @@ pytestmark = pytest.mark.usefixtures("synthetic_worker")
 CHAT = {"model": "letters", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
 TEXT = {"model": "letters", "prompt": "Hi", "max_tokens": 4}
 
+ASKED = {"model": "letters", "input": "Hi", "max_output_tokens": 4}
+
 BASES = {"/v1/chat/completions": CHAT, "/v1/completions": TEXT}
+
+
+def json_schema(**members: object) -> dict[str, Any]:
+    """A form of the output that is right but for these members."""
+    named = {"name": "answer", "schema": {}, **members}
+    return {"response_format": {"type": "json_schema", "json_schema": named}}
+
+
+def text_format(**members: object) -> dict[str, Any]:
+    """The same as the Responses API words it."""
+    return {"text": {"format": {"type": "json_schema", "name": "a", "schema": {}, **members}}}
+
+
+def item(**members: object) -> dict[str, Any]:
+    """The input of a response with one item that is right but for these members."""
+    return {"input": [{"role": "user", "content": "Hi", **members}]}
+
+
+def part(**members: object) -> dict[str, Any]:
+    """The same with one part of its content."""
+    return item(content=[{"type": "input_text", "text": "Hi", **members}])
+
+
+def tool(**members: object) -> dict[str, Any]:
+    """A function that is right but for these members."""
+    return {"tools": [{"type": "function", "name": "f", "parameters": {}, **members}]}
+
 
 BAD_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"messages": []}, "messages"),
@@ -52,6 +80,16 @@ BAD_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"structured_outputs": {"xml": 1}}, "structured_outputs.xml"),
     ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
     ({"guided_choice": []}, "guided_choice"),
+    ({"structured_outputs": {"json_object": "yes"}}, "structured_outputs.json_object"),
+    ({"response_format": {"type": "text", "foo": 1}}, "response_format.foo"),
+    ({"response_format": {"type": "json_object", "schema": {}}}, "response_format.schema"),
+    ({"response_format": {"type": ["text"]}}, "response_format.type"),
+    ({"response_format": {"type": "json_schema", "json_schema": 7}}, "response_format.json_schema"),
+    (json_schema(name="bad name!"), "response_format.json_schema.name"),
+    (json_schema(strict="yes"), "response_format.json_schema.strict"),
+    (json_schema(description=7), "response_format.json_schema.description"),
+    (json_schema(schema="{}"), "response_format.json_schema.schema"),
+    (json_schema(foo=1), "response_format.json_schema.foo"),
     ({"audio": {}}, "audio"),
     ({"suffix": "x"}, "suffix"),
     ({"\ud800": 1}, r"\ud800"),
@@ -66,6 +104,52 @@ def test_a_wrong_field_is_named(
     reply = post(gateway, "/v1/chat/completions", data)
     error = check(reply, 400)
     assert error["param"] == param
+
+
+BAD_RESPONSES: list[tuple[dict[str, Any], str]] = [
+    ({"text": {"foo": 1}}, "text.foo"),
+    ({"text": {"format": "text"}}, "text.format"),
+    ({"text": {"format": {"type": "text", "foo": 1}}}, "text.format.foo"),
+    ({"text": {"format": {"type": ["text"]}}}, "text.format.type"),
+    (text_format(name="bad name!"), "text.format.name"),
+    (text_format(strict="yes"), "text.format.strict"),
+    (text_format(schema="{}"), "text.format.schema"),
+    (text_format(foo=1), "text.format.foo"),
+    ({"stream_options": {"include_obfuscation": False}}, "stream_options"),
+    (
+        {"stream": True, "stream_options": {"include_obfuscation": "no"}},
+        "stream_options.include_obfuscation",
+    ),
+    ({"stream": True, "stream_options": {"include_usage": True}}, "stream_options.include_usage"),
+    (item(status=7), "input[0].status"),
+    (item(foo=1), "input[0].foo"),
+    (part(foo=1), "input[0].content[0].foo"),
+    (part(annotations=[]), "input[0].content[0].annotations"),
+    (part(type="output_text", annotations={}), "input[0].content[0].annotations"),
+    (part(text=7), "input[0].content[0]"),
+    ({"input": [{"type": "reasoning", "summary": [{}]}]}, "input[0].summary"),
+    (tool(strict="yes"), "tools[0].strict"),
+    (tool(parameters=[]), "tools[0].parameters"),
+    (tool(name="bad name!"), "tools[0].name"),
+    ({"reasoning": {"effort": 7}}, "reasoning.effort"),
+]
+
+
+@pytest.mark.parametrize(("change", "param"), BAD_RESPONSES, ids=lambda value: str(value)[:40])
+def test_a_wrong_member_of_a_response_is_named(
+    gateway: GatewayProcess, change: dict[str, Any], param: str
+) -> None:
+    error = check(post(gateway, "/v1/responses", json.dumps({**ASKED, **change})), 400)
+    assert error["param"] == param
+
+
+def test_members_that_are_null_count_as_not_given(gateway: GatewayProcess) -> None:
+    given = part(type="output_text", annotations=[], logprobs=None, foo=None)
+    given["input"][0] |= {"status": "completed", "id": "x", "encrypted_content": None}
+    data = json.dumps({**ASKED, **given, "text": {"format": {"type": "text", "name": None}}})
+    assert post(gateway, "/v1/responses", data).status_code == 200
+    form = {"response_format": {"type": "text", "json_schema": None}}
+    assert post(gateway, "/v1/chat/completions", json.dumps({**CHAT, **form})).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -176,17 +260,30 @@ def test_a_worker_that_refuses_is_heard_with_its_own_status(gateway: GatewayProc
     assert (error["param"], error["code"]) == ("prompt", "context_length_exceeded")
 
 
-def test_a_head_without_end_is_cut_off(gateway: GatewayProcess) -> None:
-    with socket.create_connection(("127.0.0.1", gateway.port)) as connection:
-        connection.sendall(b"GET /health HTTP/1.1\r\n")
-        connection.settimeout(10)
-        sent = 0
-        try:
-            while sent < 64 << 20:
-                sent += connection.send(b"x-filler: " + b"x" * 1000 + b"\r\n")
-        except (BrokenPipeError, ConnectionResetError):
-            pass
-        assert sent < 64 << 20
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_response_that_a_worker_refuses_is_an_error(
+    gateway: GatewayProcess, stream: bool
+) -> None:
+    body = {**ASKED, "stream": stream, "text": {"format": {"type": "json_object"}}}
+    error = check(post(gateway, "/v1/responses", json.dumps(body)), 400)
+    assert error["param"] == "text.format"
+    assert error["message"].startswith("text.format: ")
+    long = {**ASKED, "stream": stream, "input": "x" * 70_000}
+    error = check(post(gateway, "/v1/responses", json.dumps(long)), 400)
+    assert (error["param"], error["code"]) == ("input", "context_length_exceeded")
+
+
+def test_a_response_in_the_background_fails_in_openais_names(gateway: GatewayProcess) -> None:
+    form = {"text": {"format": {"type": "json_object"}}}
+    reply = post(gateway, "/v1/responses", json.dumps({**ASKED, **form, "background": True}))
+    assert reply.status_code == 200
+    path = f"{gateway.url}/v1/responses/{reply.json()['id']}"
+    # The events end with the response.
+    events = httpx.get(path, params={"stream": "true"}, timeout=60)
+    assert "event: response.failed\n" in events.text
+    failed = httpx.get(path, timeout=60).json()
+    assert (failed["status"], failed["error"]["code"]) == ("failed", "invalid_prompt")
+    assert failed["error"]["message"].startswith("text.format: ")
 
 
 def test_nothing_was_accepted(gateway: GatewayProcess, server: EmbeddedRedis) -> None:

@@ -9,6 +9,7 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
+from penstock.producer.gateway.responses.output_items import OutputItems
 from penstock.producer.gateway.responses.response_events import ResponseWriter
 from penstock.producer.gateway.responses.response_object import ResponseHead
 from penstock.shared.protocol import Chunk, Delta, End, Reason, Usage
@@ -55,6 +56,8 @@ def test_events_are_as_openai_defines_them() -> None:
     assert kinds[:3] == ["created", "in_progress", "output_item.added"]
     assert kinds[-3:] == ["content_part.done", "output_item.done", "completed"]
     whole = Response.model_validate(events[-1]["response"])
+    assert whole.usage is not None
+    assert whole.usage.output_tokens_details.reasoning_tokens == 2
     found = [item.type for item in whole.output]
     assert found == ["reasoning", "message", "function_call", "function_call", "message"]
     assert {item.status for item in whole.output} == {"completed"}  # type: ignore[union-attr]
@@ -67,6 +70,21 @@ def test_events_do_not_depend_on_chunks(cuts: tuple[int, ...]) -> None:
     whole = written((), end())
     for after in range(-1, len(whole)):
         assert written(cuts, end(), after) == whole[after + 1 :]
+
+
+def test_tokens_of_reasoning_are_counted_with_the_marks_before_them() -> None:
+    deltas = (
+        Delta(REASONING, "Hm", token=1),  # behind a mark, which has no text
+        Delta(REASONING, "m.", token=2),
+        Delta(CONTENT, "So", token=4),
+        Delta(REASONING, "But", token=7),
+        Delta(CONTENT, " yes", token=7),
+    )
+    assert OutputItems.of("resp_1", deltas, end()).reasoning_tokens == 3 + 3
+    by_chunk = OutputItems("resp_1")
+    for delta in deltas:
+        by_chunk.add(delta._replace(token=0), delta.token)
+    assert by_chunk.reasoning_tokens == 3 + 3
 
 
 def test_the_last_item_of_a_cut_output_is_incomplete() -> None:

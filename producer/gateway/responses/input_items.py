@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+from penstock.shared.protocol.field_types import FieldType
 
 from ...choices import Choice
 from ..api_errors import ApiError, invalid
 from ..openai.chat_deltas import call_id
+from ..openai.fields.common_fields import LIST, TEXT
+from ..openai.fields.members import check_members
 
 __all__ = ["assistant_message", "check_calls", "input_items", "read_input"]
 
@@ -15,12 +19,17 @@ Message = dict[str, Any]
 
 _ROLES = ("user", "assistant", "system", "developer")
 _TEXT_TYPES = ("input_text", "output_text", "text")
-_KEYS = {
-    "message": frozenset({"type", "role", "content", "id", "status", "phase"}),
-    "reasoning": frozenset({"type", "id", "status", "summary", "content"}),
-    "function_call": frozenset({"type", "id", "status", "call_id", "name", "arguments"}),
-    "function_call_output": frozenset({"type", "id", "status", "call_id", "output"}),
+_Types = Mapping[str, FieldType | None]
+_ANY_ITEM: _Types = {"type": None, "id": TEXT, "status": TEXT}
+_KEYS: Mapping[str, _Types] = {
+    "message": {**_ANY_ITEM, "role": None, "content": None, "phase": TEXT},
+    "reasoning": {**_ANY_ITEM, "summary": LIST, "content": None},
+    "function_call": {**_ANY_ITEM, "call_id": None, "name": None, "arguments": None},
+    "function_call_output": {**_ANY_ITEM, "call_id": None, "output": None},
 }
+_PART_KEYS: _Types = {"type": None, "text": None}
+_OUTPUT_TEXT_KEYS: _Types = {**_PART_KEYS, "annotations": LIST, "logprobs": LIST}
+"""What an earlier answer had, which comes back with it."""
 
 
 def read_input(value: object) -> list[Message]:
@@ -70,6 +79,7 @@ def _add_item(messages: list[Message], where: str, item: object) -> None:
         if key not in _KEYS[kind] and value is not None:
             path = f"{where}.{key[:64]}"
             raise invalid(path, f"{path}: is not served", "unsupported_parameter")
+    check_members(where, item, _KEYS[kind])
     if kind == "message":
         _add_message(messages, where, item)
     elif kind == "function_call_output":
@@ -82,6 +92,9 @@ def _add_item(messages: list[Message], where: str, item: object) -> None:
         call = {"id": texts[0], "type": "function", "function": function}
         _assistant(messages).setdefault("tool_calls", []).append(call)
     else:
+        if item.get("summary"):
+            path = f"{where}.summary"
+            raise invalid(path, f"{path}: is not served: give content", "unsupported_value")
         text = _reasoning(f"{where}.content", item.get("content"))
         if text:
             thought = _assistant(messages, begins=True)
@@ -134,6 +147,8 @@ def _reasoning(where: str, content: object) -> str:
 
 def _part(where: str, part: object, allowed: tuple[str, ...]) -> str:
     if isinstance(part, dict) and part.get("type") in allowed:
+        is_output = part["type"] == "output_text"
+        check_members(where, part, _OUTPUT_TEXT_KEYS if is_output else _PART_KEYS)
         text = part.get("text")
         if isinstance(text, str):
             return text

@@ -29,20 +29,26 @@ class OutputItems:
 
     Args:
         response_id: the response's id; ids of items and calls are functions of it.
+
+    Attributes:
+        reasoning_tokens: how many tokens have brought reasoning, with those before each of them
+            that had no text of their own, such as the mark with which it begins.
     """
 
     def __init__(self, response_id: str) -> None:
+        self.reasoning_tokens = 0
         self._id = response_id
         self._items: list[_Item] = []
+        self._stop = 0
 
     @classmethod
-    def of(cls, response_id: str, deltas: Iterable[Delta], end: End) -> list[dict[str, Any]]:
+    def of(cls, response_id: str, deltas: Iterable[Delta], end: End) -> OutputItems:
         """The items of a whole output."""
         items = cls(response_id)
         for delta in deltas:
             items.add(delta)
         items.close(end)
-        return items.objects()
+        return items
 
     @property
     def open_text(self) -> str | None:
@@ -55,9 +61,13 @@ class OutputItems:
         """Number of the last item."""
         return len(self._items) - 1
 
-    def add(self, delta: Delta) -> list[ItemEvent]:
-        """Take a delta; its events."""
+    def add(self, delta: Delta, start: int = 0) -> list[ItemEvent]:
+        """Take a delta, whose token is counted from the token ``start`` on; its events."""
         events: list[ItemEvent] = []
+        stop = start + delta.token + 1
+        if delta.kind == REASONING:
+            self.reasoning_tokens += stop - self._stop
+        self._stop = stop
         last = self._items[-1] if self._items else None
         if last is None or (last.kind, last.call) != (delta.kind, delta.index):
             events = self._close_last() + self._open(delta)

@@ -26,7 +26,7 @@ from ..openai.fields.field_schema import body_schema
 from .input_items import assistant_message, check_calls, input_items, read_input
 from .response_events import ResponseWriter
 from .response_fields import RESPONSE_FIELDS, echoed_fields, response_request
-from .response_object import ResponseHead, ended_object, response_object
+from .response_object import ResponseHead, ended_object, refusal_of, response_object
 
 __all__ = ["response_routes", "response_writers"]
 
@@ -127,8 +127,8 @@ class _Responses:
         created = submission.accepted_at // 1000
         head = ResponseHead(submission.id, created, submission.model, tier, echoed)
         if own.get("stream"):
-            return gateway.stream(submission, ResponseWriter(head, submission.start - 1),
-                                  reads_all=True)  # fmt: skip
+            writer = ResponseWriter(head, submission.start - 1, refuses=not background)
+            return gateway.stream(submission, writer, reads_all=True)
         if background:
             submission.output.feed.close()
             await submission.admission.release()
@@ -137,6 +137,9 @@ class _Responses:
             )
 
         def build(result: Result) -> bytes:
+            refusal = refusal_of(result.end)
+            if refusal is not None:
+                raise refusal
             return bytes(JSONResponse(ended_object(head, result)).body)
 
         return gateway.whole(submission, build)

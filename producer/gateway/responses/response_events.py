@@ -18,7 +18,7 @@ from penstock.shared.protocol.chat.deltas import CONTENT
 from ..answering.sse import quoted
 from ..api_errors import ApiError
 from .output_items import ItemEvent, OutputItems
-from .response_object import ResponseHead, response_object
+from .response_object import ResponseHead, refusal_of, response_object
 
 __all__ = ["ResponseWriter"]
 
@@ -29,11 +29,14 @@ class ResponseWriter:
     Args:
         head: what never changes of the response.
         after: the last sequence number that the client has; -1 for none.
+        refuses: the client has just asked for the response: one that is refused before its first
+            token is an error to it, and no response.
     """
 
-    def __init__(self, head: ResponseHead, after: int = -1) -> None:
+    def __init__(self, head: ResponseHead, after: int = -1, *, refuses: bool = False) -> None:
         self._head = head
         self._after = after
+        self._refuses = refuses
         self._number = 0  # of the next event
         self._items = OutputItems(head.id)
         self._text_item: str | None = None
@@ -43,7 +46,7 @@ class ResponseWriter:
         """The first events before the first token, and those of each token."""
         events = [self._begin()]
         for delta in chunk.deltas:
-            found = self._items.add(delta)
+            found = self._items.add(delta, chunk.start)
             if len(found) == 1 and delta.kind == CONTENT:  # what nearly every token brings
                 events.append(self._text(delta.text))
             else:
@@ -51,12 +54,20 @@ class ResponseWriter:
         return "".join(events).encode()
 
     def end(self, end: End) -> bytes:
-        """The events behind the last token; never an error: a failed response is one, too."""
+        """The events behind the last token; a failed response is one, too.
+
+        Raises:
+            ApiError: the request was refused, and the client is to hear that as an error.
+        """
+        refusal = refusal_of(end) if self._refuses else None
+        if refusal is not None:
+            raise refusal
         events = [self._begin(), self._events(self._items.close(end))]
         kind = "completed" if end.state is State.COMPLETED else "failed"
         if end.reason is Reason.LENGTH:
             kind = "incomplete"
-        whole = response_object(self._head, end.state, end, self._items.objects())
+        items = self._items
+        whole = response_object(self._head, end.state, end, items.objects(), items.reasoning_tokens)
         events.append(self._events([(kind, {"response": whole})]))
         return "".join(events).encode()
 

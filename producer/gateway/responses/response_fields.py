@@ -6,11 +6,12 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.shared.protocol.field_types import Flag
+from penstock.shared.protocol.field_types import FieldType, Flag
 
 from ..api_errors import invalid
-from ..openai.fields.common_fields import LIST, OBJECT, TEXT
+from ..openai.fields.common_fields import FORM_MEMBERS, LIST, OBJECT, TEXT
 from ..openai.fields.field_table import FieldTable, Shape, no_effect, option, refused, served
+from ..openai.fields.members import check_members
 from .response_tools import echoed_tools, tool_options
 
 __all__ = ["RESPONSE_FIELDS", "echoed_fields", "response_request"]
@@ -57,6 +58,7 @@ RESPONSE_FIELDS = FieldTable(
         no_effect("user", TEXT, "Who pays is decided by the API key."),
         no_effect("safety_identifier", TEXT, "There is no moderation."),
         no_effect("prompt_cache_key", TEXT, "Prefixes are cached by their content."),
+        no_effect("prompt_cache_options", OBJECT, "Prefixes are cached by their content."),
         no_effect("prompt_cache_retention", TEXT, "Prefixes are cached by their content."),
         refused("truncation", "allowed is disabled: no conversation is cut", "disabled"),
         refused("max_tool_calls", "is not served: no tool runs here"),
@@ -68,9 +70,14 @@ RESPONSE_FIELDS = FieldTable(
         refused("moderation", "is not served"),
     ),
     prompt="input",
+    names={"json_schema": "text.format", "reasoning_effort": "reasoning.effort"},
 )
 
-_FORMATS = ("text", "json_object", "json_schema")
+_FORMATS: Mapping[str, Mapping[str, FieldType]] = {
+    "text": {"type": TEXT},
+    "json_object": {"type": TEXT},
+    "json_schema": {"type": TEXT, **FORM_MEMBERS},
+}
 
 
 def response_request(
@@ -121,26 +128,23 @@ def echoed_fields(own: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str
 
 
 def _schema(text: Mapping[str, Any]) -> str | None:
-    for name in text:
-        if name not in ("format", "verbosity"):
-            where = f"text.{name[:64]}"
-            raise invalid(where, f"there is no parameter {where!r}", "unknown_parameter")
+    check_members("text", text, {"format": OBJECT, "verbosity": TEXT})
     if text.get("verbosity") not in (None, "medium"):
         raise invalid("text.verbosity", "text.verbosity: is not served", "unsupported_parameter")
     form = text.get("format")
     if form is None:
         return None
-    kind = form.get("type") if isinstance(form, dict) else None
-    if kind not in _FORMATS:
+    kind = form.get("type")
+    if not isinstance(kind, str) or kind not in _FORMATS:
         raise invalid("text.format.type", f"text.format.type: allowed are {', '.join(_FORMATS)}")
+    check_members("text.format", form, _FORMATS[kind])
     if kind == "text":
         return None
     if kind == "json_object":
         return '{"type":"object"}'
-    schema = form.get("schema")
-    if not isinstance(schema, dict):
+    if form.get("schema") is None:
         raise invalid("text.format.schema", "text.format.schema: give a JSON Schema")
-    return json.dumps(schema)
+    return json.dumps(form["schema"])
 
 
 def _check_metadata(metadata: Mapping[str, Any] | None) -> None:
@@ -159,7 +163,9 @@ def _check_metadata(metadata: Mapping[str, Any] | None) -> None:
 
 
 def _check_stream_options(own: Mapping[str, Any]) -> None:
-    for name in own.get("stream_options") or {}:
-        if name != "include_obfuscation":
-            where = f"stream_options.{name[:64]}"
-            raise invalid(where, f"there is no parameter {where!r}", "unknown_parameter")
+    options = own.get("stream_options")
+    if options is None:
+        return
+    if not own.get("stream"):
+        raise invalid("stream_options", "stream_options: allowed only with stream true")
+    check_members("stream_options", options, {"include_obfuscation": Flag()})

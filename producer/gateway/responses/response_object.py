@@ -6,13 +6,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.shared.protocol import End, Reason, State, Usage
+from penstock.shared.protocol import End, Reason, State
 
 from ...results import Result
-from ..api_errors import end_error
+from ..api_errors import ApiError, end_error
 from .output_items import OutputItems
+from .response_fields import RESPONSE_FIELDS
 
-__all__ = ["ResponseHead", "ended_object", "response_object"]
+__all__ = ["ResponseHead", "ended_object", "refusal_of", "response_object"]
 
 _STATUS = {
     State.QUEUED: "queued",
@@ -47,6 +48,7 @@ def response_object(
     state: State,
     end: End | None = None,
     items: Iterable[Mapping[str, Any]] = (),
+    reasoning_tokens: int = 0,
 ) -> dict[str, Any]:
     """The object of a response.
 
@@ -55,6 +57,7 @@ def response_object(
         state: the request's state.
         end: its end, once it has one.
         items: its output, once it has ended.
+        reasoning_tokens: how many tokens of that are reasoning.
     """
     status, details, error = _outcome(state, end)
     echoed = head.echoed
@@ -82,14 +85,28 @@ def response_object(
         "tools": echoed.get("tools", []),
         "top_p": echoed.get("top_p", 1.0),
         "truncation": "disabled",
-        "usage": None if end is None or end.usage is None else _usage(end.usage),
+        "usage": _usage(end, reasoning_tokens),
     }
 
 
 def ended_object(head: ResponseHead, result: Result) -> dict[str, Any]:
     """The object of a response that has ended."""
     items = OutputItems.of(head.id, result.choices[0].deltas, result.end)
-    return response_object(head, result.state, result.end, items)
+    return response_object(head, result.state, result.end, items.objects(), items.reasoning_tokens)
+
+
+def refusal_of(end: End) -> ApiError | None:
+    """What a client is told that waits for a request which was refused before its first token.
+
+    Returns:
+        An error with status 400; None for every other end, which is a response.
+    """
+    error = _end_error(end) if end.n == 0 else None
+    return error if error is not None and error.status == 400 else None
+
+
+def _end_error(end: End) -> ApiError | None:
+    return end_error(end, RESPONSE_FIELDS.names, RESPONSE_FIELDS.prompt)
 
 
 def _outcome(
@@ -103,13 +120,16 @@ def _outcome(
         return "incomplete", {"reason": "max_output_tokens"}, None
     if status != "failed":
         return status, None, None
-    refusal = end_error(end, {}, "input")
+    refusal = _end_error(end)
     message = "the request failed" if refusal is None else refusal.message
     wrong = refusal is not None and refusal.status == 400
     return status, None, {"code": "invalid_prompt" if wrong else "server_error", "message": message}
 
 
-def _usage(usage: Usage) -> dict[str, Any]:
+def _usage(end: End | None, reasoning_tokens: int) -> dict[str, Any] | None:
+    usage = None if end is None else end.usage
+    if usage is None:
+        return None
     return {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {
@@ -117,6 +137,6 @@ def _usage(usage: Usage) -> dict[str, Any]:
             "cache_write_tokens": 0,
         },
         "output_tokens": usage.output_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": reasoning_tokens},
         "total_tokens": usage.prompt_tokens + usage.output_tokens,
     }

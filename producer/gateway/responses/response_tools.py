@@ -6,12 +6,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from penstock.shared.protocol.chat.chat_options import ReasoningEffort
+from penstock.shared.protocol.chat.tool_types import FUNCTION_NAME
+from penstock.shared.protocol.field_types import FieldType, Flag
 
 from ..api_errors import invalid
+from ..openai.fields.common_fields import OBJECT, TEXT
+from ..openai.fields.members import check_members
 
 __all__ = ["echoed_tools", "tool_options"]
 
 _TOOL_KEYS = ("name", "description", "parameters", "strict")
+_TOOL: Mapping[str, FieldType] = {
+    "type": TEXT,
+    **dict(zip(_TOOL_KEYS, (FUNCTION_NAME, TEXT, OBJECT, Flag()), strict=True)),
+}
 _UNSERVED = "unsupported_parameter"
 
 
@@ -65,9 +73,10 @@ def _chat_tool(where: str, tool: object) -> dict[str, Any]:
         message = f"{where}.type: allowed is function; tools of type {shown} are not served"
         raise invalid(f"{where}.type", message, "unsupported_value")
     for key in tool:
-        if key != "type" and key not in _TOOL_KEYS:
+        if key not in _TOOL:
             path = f"{where}.{key[:64]}"
             raise invalid(path, f"{path}: is not served", _UNSERVED)
+    check_members(where, tool, _TOOL)
     if not isinstance(tool.get("name"), str):
         raise invalid(f"{where}.name", f"{where}.name: the name of the function, as text")
     function = {key: tool[key] for key in _TOOL_KEYS if tool.get(key) is not None}

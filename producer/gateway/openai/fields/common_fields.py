@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from penstock.shared.protocol import Lane
-from penstock.shared.protocol.field_types import Flag, Integer
+from penstock.shared.protocol.field_types import FieldType, Flag, Integer, Name
 
 from ...api_errors import invalid
 from .field_table import ApiField, Shape, no_effect, option, refused, served
+from .members import check_members
 
-__all__ = ["COMMON_FIELDS", "STREAM_OPTIONS", "output_form", "service_tier"]
+__all__ = ["COMMON_FIELDS", "FORM_MEMBERS", "output_form", "service_tier", "wants_usage"]
 
 _MAX_SEED = 2**63 - 1
 
@@ -99,7 +101,17 @@ COMMON_FIELDS: tuple[ApiField, ...] = (
     refused("return_tokens_as_token_ids", "is not served; see return_token_ids", False),
 )
 
-STREAM_OPTIONS = frozenset({"include_usage", "include_obfuscation", "continuous_usage_stats"})
+FORM_MEMBERS: Mapping[str, FieldType] = {
+    "name": Name(re.compile(r"[A-Za-z0-9_-]{1,64}"), "1 to 64 characters of A-Z a-z 0-9 _ -"),
+    "description": TEXT,
+    "schema": OBJECT,
+    "strict": Flag(),
+}
+"""What a form of the output by JSON Schema may say of itself. Every one is followed strictly."""
+
+_STREAM_OPTIONS = dict.fromkeys(
+    ("include_usage", "include_obfuscation", "continuous_usage_stats"), Flag()
+)
 
 _TIERS: Mapping[str, tuple[Lane, str]] = {
     "auto": (Lane.NORMAL, "default"),
@@ -137,16 +149,16 @@ def wants_usage(own: Mapping[str, Any]) -> tuple[bool, bool]:
         return False, False
     if not own.get("stream"):
         raise invalid("stream_options", "stream_options: allowed only with stream true")
-    for name, value in options.items():
-        if name not in STREAM_OPTIONS:
-            where = f"stream_options.{name[:64]}"
-            raise invalid(where, f"there is no parameter {where!r}", "unknown_parameter")
-        if not isinstance(value, bool | None):
-            raise invalid(f"stream_options.{name}", f"stream_options.{name}: true or false")
+    check_members("stream_options", options, _STREAM_OPTIONS)
     usage = bool(options.get("include_usage"))
     return usage, usage and bool(options.get("continuous_usage_stats"))
 
 
+_RESPONSE_FORMATS: Mapping[str, Mapping[str, FieldType | None]] = {
+    "text": {"type": TEXT},
+    "json_object": {"type": TEXT},
+    "json_schema": {"type": TEXT, "json_schema": OBJECT},
+}
 _FORMS = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
 _ANY_OBJECT = '{"type":"object"}'
 
@@ -176,14 +188,13 @@ def output_form(own: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _structured_outputs(outputs: Mapping[str, Any]) -> list[tuple[str, str, Any]]:
+    check_members("structured_outputs", outputs, {"json_object": Flag(), **dict.fromkeys(_FORMS)})
     given = []
     for name, value in outputs.items():
-        where = f"structured_outputs.{name[:64]}"
+        where = f"structured_outputs.{name}"
         if name == "json_object":
             if value:
                 given.append((where, "json_schema", _ANY_OBJECT))
-        elif name not in _FORMS:
-            raise invalid(where, f"there is no parameter {where!r}", "unknown_parameter")
         elif value is not None:
             given.append((where, _FORMS[name], value))
     return given
@@ -191,16 +202,16 @@ def _structured_outputs(outputs: Mapping[str, Any]) -> list[tuple[str, str, Any]
 
 def _response_format(form: Mapping[str, Any]) -> list[tuple[str, str, Any]]:
     kind, where = form.get("type"), "response_format"
+    if not isinstance(kind, str) or kind not in _RESPONSE_FORMATS:
+        path = f"{where}.type"
+        raise invalid(path, f"{path}: allowed are {', '.join(_RESPONSE_FORMATS)}")
+    check_members(where, form, _RESPONSE_FORMATS[kind])
     if kind == "text":
         return []
     if kind == "json_object":
         return [(where, "json_schema", _ANY_OBJECT)]
-    if kind == "json_schema":
-        named = form.get("json_schema")
-        schema = named.get("schema") if isinstance(named, dict) else None
-        if not isinstance(schema, dict):
-            path = f"{where}.json_schema.schema"
-            raise invalid(path, f"{path}: give a JSON Schema as an object")
-        return [(f"{where}.json_schema", "json_schema", schema)]
-    path = f"{where}.type"
-    raise invalid(path, f"{path}: allowed are text, json_object, json_schema")
+    named, where = form.get("json_schema") or {}, f"{where}.json_schema"
+    check_members(where, named, FORM_MEMBERS)
+    if named.get("schema") is None:
+        raise invalid(f"{where}.schema", f"{where}.schema: give a JSON Schema as an object")
+    return [(where, "json_schema", named["schema"])]

@@ -114,14 +114,17 @@ class FieldTable:
     Args:
         fields: the declarations.
         prompt: which field holds the prompt.
+        names: what fields of the queue's request are called that no declaration sets.
     """
 
-    def __init__(self, fields: Iterable[ApiField], prompt: str) -> None:
+    def __init__(
+        self, fields: Iterable[ApiField], prompt: str, names: Mapping[str, str] = _FORM_NAMES
+    ) -> None:
         self.fields = {field.name: field for field in fields}
         self.prompt = prompt
         self.names = {field.target: field.name for field in self.fields.values() if field.target}
         self.names["prompt"] = self.names["payload"] = prompt
-        self.names |= _FORM_NAMES
+        self.names |= names
 
     def read(self, body: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Check a body.
