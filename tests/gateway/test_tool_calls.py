@@ -100,6 +100,29 @@ def test_refusals_name_the_field(client: openai.OpenAI) -> None:
         assert str(refused.value.param).startswith(param)
 
 
+@pytest.mark.parametrize(
+    ("fields", "more"),
+    [
+        ({"chat_template_kwargs": {"enable_thinking": True}}, True),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, False),
+        ({"reasoning_effort": "low"}, True),
+        ({"reasoning_effort": "none"}, False),
+        ({"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": False}}, False),
+    ],
+    ids=str,
+)
+def test_the_template_hears_what_it_knows(
+    gateway: GatewayProcess, fields: dict[str, Any], more: bool
+) -> None:
+    def prompt_tokens(**fields: Any) -> int:
+        body = {"model": "caller", "messages": ASK["messages"], "max_tokens": 1, **fields}
+        found = httpx.post(f"{gateway.url}/v1/chat/completions", json=body, timeout=60)
+        assert found.status_code == 200, found.text
+        return int(found.json()["usage"]["prompt_tokens"])
+
+    assert prompt_tokens(**fields) == prompt_tokens() + (2 if more else 0)
+
+
 FLAT_TOOLS: list[Any] = [{"type": "function", **tool["function"]} for tool in TOOLS]
 RESPOND: dict[str, Any] = {
     "model": "caller",
@@ -117,6 +140,10 @@ def test_a_response_calls_and_goes_on_with_the_result(client: openai.OpenAI) -> 
     (call,) = [item for item in whole.output if item.type == "function_call"]
     assert call.name == "weather"
     assert set(json.loads(call.arguments)) == {"city", "days"}
+    reasoning = [item for item in whole.output if item.type == "reasoning"]
+    counted = whole.usage.output_tokens_details.reasoning_tokens
+    assert bool(reasoning) == bool(counted)
+    assert counted < whole.usage.output_tokens
     kinds = [event.type for event in live if event.type.startswith("response.function_call")]
     assert set(kinds[:-1]) == {"response.function_call_arguments.delta"}
     (done,) = [e for e in live if e.type == "response.function_call_arguments.done"]
