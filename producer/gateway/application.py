@@ -37,6 +37,7 @@ from .gateway import Gateway
 from .gateway_metrics import GatewayMetrics
 from .model_directory import ModelDirectory
 from .openai.endpoints import openai_routes, openai_writers
+from .request_log import CLIENT_LEFT_STATUS, RequestLog
 from .responses.response_endpoints import response_routes, response_writers
 from .service_pages import service_routes
 from .tokenize_pages import tokenize_routes
@@ -45,8 +46,6 @@ from .usage_page import usage_routes
 __all__ = ["GatewayApp", "create_app"]
 
 _log = logging.getLogger("penstock.gateway")
-
-_CLIENT_LEFT = 499
 
 
 class GatewayApp:
@@ -130,27 +129,31 @@ def create_app(settings: Settings, access: Access | None = None) -> GatewayApp:
 class _Envelope:
     """Gives every response an ``x-request-id``, unless its endpoint gave one, and counts it.
 
+    What was refused, failed or was left by its client is logged, too.
+
     Its head and the first piece of its body leave in one write.
     """
 
     def __init__(self, app: ASGIApp, metrics: GatewayMetrics) -> None:
         self._app = app
         self._metrics = metrics
+        self._log = RequestLog()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        connection, status = connection_of(scope), _CLIENT_LEFT
+        connection, status, name = connection_of(scope), CLIENT_LEFT_STATUS, b""
 
         async def send_with_id(message: Message) -> None:
-            nonlocal status
+            nonlocal status, name
             if message["type"] == "http.response.start":
                 status = message["status"]
                 headers = message.setdefault("headers", [])
-                if not any(name == b"x-request-id" for name, _ in headers):
-                    value = f"req-{uuid.uuid4().hex}".encode()
-                    message["headers"] = [*headers, (b"x-request-id", value)]
+                name = next((value for key, value in headers if key == b"x-request-id"), b"")
+                if not name:
+                    name = f"req-{uuid.uuid4().hex}".encode()
+                    message["headers"] = [*headers, (b"x-request-id", name)]
                 connection.hold()  # the head leaves with the first piece of the body
                 await send(message)
             else:
@@ -162,8 +165,10 @@ class _Envelope:
         finally:
             route = scope.get("route")
             endpoint = str(getattr(route, "path", "unknown"))
-            shown = _CLIENT_LEFT if scope.get(CLIENT_LEFT) else status
+            left = scope.get(CLIENT_LEFT)
+            shown = CLIENT_LEFT_STATUS if left else status
             self._metrics.requests.labels(endpoint, str(shown)).inc()
+            self._log.note(scope["method"], scope["path"], shown, left or name.decode("latin-1"))
 
 
 _DIRECT = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
@@ -205,7 +210,7 @@ def _response_of(error: Exception) -> Response:
     if isinstance(error, PenstockError):
         return error_response(error_of(error))
     if isinstance(error, ClientDisconnect):
-        return Response(status_code=_CLIENT_LEFT)
+        return Response(status_code=CLIENT_LEFT_STATUS)
     _log.error("an endpoint failed", exc_info=error)
     return error_response(ApiError(500, "an internal error", "internal_error"))
 

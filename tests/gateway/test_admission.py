@@ -120,20 +120,23 @@ def test_a_place_is_given_back_when_the_vocabulary_cannot_be_read(
         assert client.zcard(f"ps:{{gateway}}:leases:{key_id}") == 0
 
 
-class Forgetful(ModelDirectory):
-    """It has just seen every request, and then Redis forgets them."""
+class Late(ModelDirectory):
+    """What it knows of requests is not so any more."""
 
-    seen: Status
+    seen: Status | None = None
+    """What it says of every request; None: that there is none."""
 
-    async def locate(self, request_id: str) -> tuple[Shard, Status]:
+    async def locate(self, request_id: str) -> tuple[Shard, Status] | None:
+        if self.seen is None:
+            return None
         return await self.choose("nobody", request_id), self.seen
 
 
 @asynccontextmanager
-async def opened(url: str, limits: Limits) -> AsyncIterator[tuple[Gateway, Forgetful, str]]:
+async def opened(url: str, limits: Limits) -> AsyncIterator[tuple[Gateway, Late, str]]:
     """The parts of a gateway in this process, and the secret of a key."""
     settings = load_settings({"redis.url": url, "gateway.extra_models": "nobody"})
-    directory, door = Forgetful(settings), KeyAccess(settings, required=True)
+    directory, door = Late(settings), KeyAccess(settings, required=True)
     async with AsyncExitStack() as stack:
         client = RetryingClient(url)
         stack.push_async_callback(client.aclose)
@@ -157,6 +160,21 @@ async def submit(gateway: Gateway, secret: str, key: str) -> Submission:
         note={},
         body={},
     )
+
+
+async def test_the_later_of_two_first_calls_gives_back_what_it_was_charged(
+    server: EmbeddedRedis,
+) -> None:
+    """Both look for the request before either has submitted it."""
+    limits = Limits(requests_per_minute=2, concurrent=2)
+    async with opened(server.url, limits) as (gateway, _, secret):
+        first, later = [await submit(gateway, secret, "at once") for _ in range(2)]
+        assert first.id == later.id
+        with pytest.raises(ApiError):
+            await submit(gateway, secret, "one more")
+        await later.admission.release()
+        other = await submit(gateway, secret, "one more")
+        assert other.admission.headers["x-ratelimit-remaining-requests"] == "0"
 
 
 async def test_who_joins_a_request_that_is_forgotten_is_charged(server: EmbeddedRedis) -> None:

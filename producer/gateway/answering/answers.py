@@ -36,7 +36,7 @@ __all__ = ["CLIENT_LEFT", "EventWriter", "StreamedAnswer", "WholeAnswer"]
 _log = logging.getLogger("penstock.gateway")
 
 CLIENT_LEFT = "penstock.client_left"
-"""Set in the scope of a request whose client left before the end of the answer."""
+"""Where the scope of a request whose client left before the end of the answer has its id."""
 
 _NAMES = {"from_index": "from"}
 
@@ -102,7 +102,7 @@ class _Answer(Response, ABC):
                 self._start()
             await self._answer(scope, receive, send)
             if self._left:
-                scope[CLIENT_LEFT] = True
+                scope[CLIENT_LEFT] = self._output.feed.id
                 await self._on_leave()
         except PenstockError as error:
             _log.warning("the request %s of a client that left: %s", self._output.feed.id, error)

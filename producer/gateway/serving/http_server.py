@@ -19,6 +19,15 @@ __all__ = ["GatewayServer"]
 
 _log = logging.getLogger("penstock.gateway")
 
+_LOGGING = {
+    "version": 1,
+    "disable_existing_loggers": False,
+    "formatters": {"line": {"format": "%(asctime)s %(levelname)s %(name)s: %(message)s"}},
+    "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "line"}},
+    "root": {"handlers": ["stderr"], "level": "WARNING"},
+    "loggers": {"penstock.gateway": {"level": "INFO"}},
+}
+
 _LAST_WORDS_S = 2
 """How long the streams that a drain ends may take to say so."""
 
@@ -43,6 +52,7 @@ class GatewayServer(uvicorn.Server):
                 loop="uvloop",
                 ws="none",
                 lifespan="on",
+                log_config=_LOGGING,
                 access_log=False,
                 proxy_headers=False,
                 log_level="warning",
