@@ -282,13 +282,17 @@ def test_the_demo_in_a_pipe(
 SYNTHETIC = [sys.executable, "-m", "penstock.gpu_worker", "worker", "--model", "synthetic"]
 
 
+@pytest.mark.parametrize("gateway", [False, True], ids=["python", "http"])
 def test_the_demo_kills_a_worker_and_every_stream_goes_on(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], redis_url: str
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    redis_url: str,
+    gateway: bool,
 ) -> None:
     """Real supervised workers; its requests leave nothing out, whoever ran them."""
     monkeypatch.setenv("PENSTOCK_MODEL__SYNTHETIC_STEP_MS", "10")
     settings = load_settings({"redis.url": redis_url})
-    assert run_demo(settings, make_view(json=True), SYNTHETIC) == 0
+    assert run_demo(settings, make_view(json=True), SYNTHETIC, gateway=gateway) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["figures"]["completed"] == 12
     faults = facts["faults"]

@@ -2,7 +2,8 @@
 
 A real Redis server, two real workers in their own processes, a dozen requests in three lanes for
 two tenants. The batch lane is submitted first, so that one can see urgent work go past it. Then a
-worker is killed amid its streams, and a reader leaves and comes back.
+worker is killed amid its streams, and a reader leaves and comes back. With a gateway the requests
+are sent and read over HTTP, all for the tenant of calls without a key.
 """
 
 from __future__ import annotations
@@ -21,12 +22,14 @@ from penstock.shared.distribution import install_command
 from penstock.shared.errors import ConfigurationError, PenstockError
 from penstock.shared.local.embedded import open_redis
 from penstock.shared.settings import Settings, load_settings
+from penstock.shared.settings.sources import environment_name
 
 from ...client import Producer
 from ..local.child import stop_all
 from ..local.worker_child import WorkerChild, WorkerFacts, worker_command
 from ..options import ConfigOption, JsonOption, RedisOption
 from .faults import Absence, check_streams, disturb
+from .http_reader import GatewayChild, HttpReader
 from .metrics_watch import MetricsWatch
 from .summary import DemoReport, FaultFigures, Row, demo_rows
 from .view import PlainView, make_view
@@ -35,6 +38,9 @@ __all__ = ["demo", "run_demo"]
 
 _SILENCE_S = 30.0
 _READY_TIMEOUT_S = 120.0
+
+_KEYLESS_TENANT = "default"
+"""Whom the gateway charges for calls without a key."""
 
 _MAX_SEQUENCES = {1: 4, 2: 5}
 """Of each of so many workers. Fewer than there are requests: the queue and its lanes have work."""
@@ -50,6 +56,9 @@ def demo(
             help="Kill one of two workers amid its streams; --no-faults runs one, undisturbed."
         ),
     ] = True,
+    gateway: Annotated[
+        bool, typer.Option("--gateway", help="Send and read the requests over HTTP.")
+    ] = False,
     json: JsonOption = False,
     redis: RedisOption = None,
     config: ConfigOption = None,
@@ -63,12 +72,22 @@ def demo(
         raise ConfigurationError(
             f"the demo runs a worker, which needs the package torch: {install_command('worker')}"
         )
+    if gateway and importlib.util.find_spec("fastapi") is None:
+        raise ConfigurationError(
+            f"--gateway: needs the package fastapi: {install_command('gateway')}"
+        )
     settings = load_settings({"redis.url": redis, "model.path": model}, config=config)
-    return run_demo(settings, make_view(json=json), worker_command(model), faults=faults)
+    command = worker_command(model)
+    return run_demo(settings, make_view(json=json), command, faults=faults, gateway=gateway)
 
 
 def run_demo(
-    settings: Settings, view: PlainView, command: Sequence[str], *, faults: bool = True
+    settings: Settings,
+    view: PlainView,
+    command: Sequence[str],
+    *,
+    faults: bool = True,
+    gateway: bool = False,
 ) -> int:
     """Run the demo with workers started by ``command``; returns the exit code.
 
@@ -85,7 +104,8 @@ def run_demo(
         # Started from the main thread, since a worker lives as long as the thread that started it.
         workers = [stack.enter_context(WorkerChild(command, given)) for _ in range(count)]
         stack.callback(stop_all, workers)
-        report = asyncio.run(_run(settings, url, workers, view))
+        http = stack.enter_context(_gateway(settings, url)) if gateway else None
+        report = asyncio.run(_run(settings, url, workers, http, view))
         stack.close()
         view.finish(report, time.monotonic() - began)
     return 0 if report.as_promised else 1
@@ -108,8 +128,26 @@ def _worker_settings(settings: Settings, url: str, count: int) -> dict[str, obje
     return given
 
 
+def _gateway(settings: Settings, url: str) -> GatewayChild:
+    given: dict[str, object] = {
+        "redis.url": url,
+        "redis.embedded": "never",
+        "queue.model": settings.queue.model,
+        "queue.shard": settings.queue.shard,
+        "gateway.host": "127.0.0.1",
+        "gateway.processes": 1,
+    }
+    return GatewayChild(
+        os.environ | {environment_name(key): str(value) for key, value in given.items()}
+    )
+
+
 async def _run(
-    settings: Settings, url: str, workers: Sequence[WorkerChild], view: PlainView
+    settings: Settings,
+    url: str,
+    workers: Sequence[WorkerChild],
+    gateway: GatewayChild | None,
+    view: PlainView,
 ) -> DemoReport:
     async with Producer(url, settings=settings) as producer:
         with view.loading():
@@ -117,11 +155,18 @@ async def _run(
         for one in facts:
             view.note(f"worker {one.worker_id} is ready")
         rows = demo_rows()
+        http = None
+        if gateway is not None:
+            http = await gateway.wait_until_serving(settings.queue.model)
+            view.note("the gateway is ready: requests and tokens travel over HTTP")
+            for row in rows:
+                row.tenant = _KEYLESS_TENANT
         watch = MetricsWatch([one.metrics_port for one in facts])
         await watch.sample()
         began = time.monotonic()
-        serving = asyncio.create_task(_serve(producer, rows, facts, view))
-        others = [asyncio.create_task(worker.wait_until_gone()) for worker in workers]
+        serving = asyncio.create_task(_serve(producer, http, rows, facts, view))
+        children = [*workers] if gateway is None else [*workers, gateway]
+        others = [asyncio.create_task(child.wait_until_gone()) for child in children]
         others.append(asyncio.create_task(watch.run()))
         try:
             with view.streaming(rows):
@@ -140,18 +185,25 @@ async def _run(
 
 
 async def _serve(
-    producer: Producer, rows: Sequence[Row], workers: Sequence[WorkerFacts], view: PlainView
+    producer: Producer,
+    http: HttpReader | None,
+    rows: Sequence[Row],
+    workers: Sequence[WorkerFacts],
+    view: PlainView,
 ) -> FaultFigures | None:
     """Submit all requests in order and follow their streams; cancel them if we leave early."""
     readers: list[tuple[Row, Absence]] = []
     tasks: list[asyncio.Task[Any]] = []
     try:
         for row in rows:
+            readers.append((row, Absence()))
+            if http is not None:
+                tasks.append(asyncio.create_task(_follow_http(http, producer, *readers[-1], view)))
+                continue
             submitted = await producer.submit(
                 row.prompt, lane=row.lane, tenant=row.tenant, **row.options
             )
             row.id = submitted.id
-            readers.append((row, Absence()))
             tasks.append(asyncio.create_task(_follow(producer, *readers[-1], view)))
         if len(workers) > 1:
             room = _MAX_SEQUENCES[len(workers)]
@@ -179,6 +231,26 @@ async def _follow(producer: Producer, row: Row, absence: Absence, view: PlainVie
                 if absence.wanted and not absence.begun:
                     break
             row.end = stream.end
+        if row.end is None:
+            absence.begun = True
+            await absence.over.wait()
+    row.mean_itl_ms = (await producer.status(row.id)).mean_itl_ms
+    view.ended(row)
+
+
+async def _follow_http(
+    http: HttpReader, producer: Producer, row: Row, absence: Absence, view: PlainView
+) -> None:
+    """Send a request and read its stream to its end, with the absence if one is wanted."""
+    while row.end is None:
+        chunks = http.chunks(row)
+        async with contextlib.aclosing(chunks):
+            while chunk := await asyncio.wait_for(anext(chunks, None), _SILENCE_S):
+                row.add(chunk)
+                if absence.wanted and not absence.begun:
+                    break
+            else:
+                row.end = (await producer.status(row.id)).end
         if row.end is None:
             absence.begun = True
             await absence.over.wait()
