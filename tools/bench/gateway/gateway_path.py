@@ -8,9 +8,11 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+import httpx
 import uvloop
 
 from penstock.producer import Producer
+from penstock.shared.errors import PenstockError
 from penstock.shared.local.embedded import EmbeddedRedis
 from penstock.shared.local.gc_tuning import calm_collector
 
@@ -154,11 +156,12 @@ async def _streams(
     clients: list[StreamClient] = []
     try:
         async with TokenWriter.start(url, model, **load) as writer:  # type: ignore[arg-type]
-            # One request before: it opens the connections, and waits until the writer is known.
-            clients = await _first_client(gateway.port, model, steps)
+            await _wait_until_served(gateway.port, model)
+            clients = await open_streams(gateway.port, model, 1, steps + 1)
+            await asyncio.sleep(0.5)  # the first request opens the gateway's connections
             empty = gateway.memory_kb()
             clients += await open_streams(gateway.port, model, streams - 1, steps + 1)
-            await asyncio.wait_for(writer.claimed(), _PATIENCE_S)
+            await _claimed(writer, streams)
             await asyncio.sleep(2.0)  # subscribed, and every log read
             idle = gateway.memory_kb()
             spent, began = process_s(gateway.pid), loop.time()
@@ -181,12 +184,19 @@ async def _streams(
     )
 
 
-async def _first_client(port: int, model: str, steps: int) -> list[StreamClient]:
-    """A stream of a model whose writer may not have said yet that it serves."""
-    for _ in range(int(_PATIENCE_S / 0.5)):
-        (client,) = await open_streams(port, model, 1, steps + 1)
-        await asyncio.sleep(0.5)
-        if not client.refused:
-            return [client]
-        client.close()
-    raise TimeoutError("the gateway does not know the writer")
+async def _wait_until_served(port: int, model: str) -> None:
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
+        for _ in range(int(_PATIENCE_S / 0.05)):
+            listed = (await client.get("/v1/models")).json()["data"]
+            if any(found["id"] == model for found in listed):
+                return
+            await asyncio.sleep(0.05)
+    raise PenstockError(f"the gateway did not learn of the writer within {_PATIENCE_S:g} s")
+
+
+async def _claimed(writer: TokenWriter, streams: int) -> None:
+    try:
+        await asyncio.wait_for(writer.claimed(), _PATIENCE_S)
+    except TimeoutError:
+        message = f"{streams} streams did not reach the writer within {_PATIENCE_S:g} s"
+        raise PenstockError(message) from None
