@@ -64,3 +64,22 @@ def test_langchain_structured_output(chat: ChatOpenAI) -> None:
     wide = chat.model_copy(update={"max_tokens": 60})
     structured = wide.with_structured_output(Verdict, method="json_schema")
     assert isinstance(structured.invoke("Is the list type good?"), Verdict)
+    by_responses = wide.model_copy(update={"use_responses_api": True, "stream_usage": False})
+    structured = by_responses.with_structured_output(Verdict, method="json_schema")
+    assert isinstance(structured.invoke("Is the list type good?"), Verdict)
+
+
+def test_openais_own_helpers_parse_what_they_ask_for(client: openai.OpenAI) -> None:
+    asked = "Is the list type good?"
+    chat = client.chat.completions.parse(
+        model="demo",
+        messages=[{"role": "user", "content": asked}],
+        response_format=Verdict,
+        max_tokens=60,
+        temperature=0,
+    )
+    assert isinstance(chat.choices[0].message.parsed, Verdict)
+    response = client.responses.parse(
+        model="demo", input=asked, text_format=Verdict, max_output_tokens=60, temperature=0
+    )
+    assert isinstance(response.output_parsed, Verdict)
