@@ -139,7 +139,8 @@ class EngineSettings(Section):
     threads: int | None = setting(
         None,
         "CPU threads for the model's arithmetic. `auto` times a decode step at start and takes one "
-        "per core if that is clearly faster than a single one, which it is not for small models.",
+        "per core if that is clearly faster than a single one, which it is not for small models. "
+        "Cores are those that the process may use, and no more than its container's CPU quota.",
         unit="threads",
         none="auto",
         ge=1,

@@ -8,6 +8,7 @@ from operator import itemgetter
 
 import torch
 
+from penstock.shared.local.cores import usable_cores
 from penstock.shared.protocol import ModelKind
 from penstock.shared.settings import Settings
 
@@ -42,6 +43,8 @@ def build_encoder(settings: Settings, kind: ModelKind) -> ServedBatcher:
     """
     if settings.engine.threads is not None:
         torch.set_num_threads(settings.engine.threads)
+    elif torch.get_num_threads() > usable_cores():
+        torch.set_num_threads(usable_cores())
     wanted = settings.model
     server = _CLASSES[kind](
         wanted.path, dtype=wanted.dtype, device=wanted.device, max_tokens=wanted.max_model_len

@@ -20,6 +20,7 @@ import typer
 
 from penstock.shared.distribution import install_command
 from penstock.shared.errors import ConfigurationError, PenstockError
+from penstock.shared.local.cores import usable_cores
 from penstock.shared.local.embedded import open_redis
 from penstock.shared.settings import Settings, load_settings
 from penstock.shared.settings.sources import environment_name
@@ -124,7 +125,7 @@ def _worker_settings(settings: Settings, url: str, count: int) -> dict[str, obje
     if settings.model.path == "demo" and settings.engine.kv_memory is None:
         given["engine.kv_memory"] = "64MiB"  # what the requests need; less to prepare at the start
     if count > 1 and settings.engine.threads is None:
-        given["engine.threads"] = max(1, (os.cpu_count() or 1) // count)
+        given["engine.threads"] = max(1, usable_cores() // count)
     return given
 
 

@@ -24,6 +24,7 @@ import typer
 
 from penstock.shared.distribution import install_command
 from penstock.shared.errors import ConfigurationError, PenstockError
+from penstock.shared.local.cores import usable_cores
 from penstock.shared.local.embedded import EmbeddedRedis, resolve_url
 from penstock.shared.protocol import ModelKind
 from penstock.shared.settings import Settings, environment_name, load_settings
@@ -235,7 +236,7 @@ def _worker_settings(settings: Settings, count: int) -> dict[str, object]:
     if count > 1 or "metrics_port" not in settings.worker.model_fields_set:
         given["worker.metrics_port"] = 0  # several workers cannot share one
     if count > 1 and settings.engine.threads is None:
-        given["engine.threads"] = max(1, (os.cpu_count() or 1) // count)
+        given["engine.threads"] = max(1, usable_cores() // count)
     return given
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 
 import torch
 
+from penstock.shared.local.cores import usable_cores
 from penstock.shared.local.gc_tuning import calm_collector
 from penstock.shared.settings import load_settings
 
@@ -56,8 +56,7 @@ async def _bench(options: EngineOptions, progress: Progress) -> Report:
     )
     progress("loading", 0, 0)
     ours = EngineSide(settings)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    choice = {options.threads} if options.threads else {1, cores or 1}
+    choice = {options.threads} if options.threads else {1, usable_cores()}
     theirs = TransformersSide(options.model, sorted(choice))
     rounds, rng = Rounds(), random.Random(0)
     # The effect is a few percent on an unsteady machine, so it takes many pairs of turns.
