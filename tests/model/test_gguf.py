@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from penstock.gpu_worker.model.loading.checkpoint import load_config
 from penstock.gpu_worker.model.loading.fingerprint import fingerprint_of
 from penstock.gpu_worker.model.loading.loader import load_model
 from penstock.gpu_worker.model.quantization.formats.gguf_blocks import BLOCKS, repack
+from penstock.gpu_worker.model.quantization.formats.quantized_source import SourceBytes
 from penstock.gpu_worker.model.quantization.quantized_modules import (
     QuantizedEmbedding,
     QuantizedLinear,
@@ -53,8 +55,23 @@ def coded(kind: str, shape: tuple[int, int], seed: int) -> tuple[np.ndarray, np.
     return data, gguf.dequantize(data, kinds)
 
 
-def write(path: Path, kind: str, *, tied: bool) -> dict[str, Any]:
-    """A tiny model in GGUF; returns its tensors by GGUF's names, dequantised."""
+def write(
+    path: Path,
+    kind: str,
+    *,
+    tied: bool,
+    settings: Mapping[str, np.ndarray] | None = None,
+    others: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """A tiny model in GGUF; returns its tensors by GGUF's names, dequantised.
+
+    Args:
+        path: of the file.
+        kind: of its matrices.
+        tied: the embedding is the head, too.
+        settings: tensors that are no weights of it.
+        others: kinds of single matrices.
+    """
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_context_length(128)
     writer.add_embedding_length(HIDDEN)
@@ -84,16 +101,19 @@ def write(path: Path, kind: str, *, tied: bool) -> dict[str, Any]:
         ):  # fmt: skip
             shapes[f"blk.{layer}.{name}"] = (rows, columns)
     for seed, (name, shape) in enumerate(shapes.items()):
-        data, values = coded(kind, shape, seed)
+        own = (others or {}).get(name, kind)
+        data, values = coded(own, shape, seed)
         dense[f"{name}.weight"] = values
-        if kind in ("F16", "F32"):
+        if own in ("F16", "F32"):
             writer.add_tensor(f"{name}.weight", data)
         else:
-            writer.add_tensor(f"{name}.weight", data, raw_dtype=gguf.GGMLQuantizationType[kind])
+            writer.add_tensor(f"{name}.weight", data, raw_dtype=gguf.GGMLQuantizationType[own])
     norms = ["output_norm", *(f"blk.{i}.{n}_norm" for i in range(LAYERS) for n in ("attn", "ffn"))]
     for name in norms:
         dense[f"{name}.weight"] = np.ones(HIDDEN, dtype=np.float32)
         writer.add_tensor(f"{name}.weight", dense[f"{name}.weight"])
+    for name, values in (settings or {}).items():
+        writer.add_tensor(name, values)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -158,10 +178,39 @@ def test_every_weight_is_what_gguf_says(kind: str) -> None:
     form = repack(kind, torch.from_numpy(data), 512)
     # A least beside a scale is rounded to units of codes.
     assert torch.allclose(form.dequantize(), torch.from_numpy(values), rtol=0, atol=1e-6)
+    counted = SourceBytes.of_codes(
+        form.codes.numel(),
+        BLOCKS[kind].bits,
+        BLOCKS[kind].scales * form.codes.numel() // BLOCKS[kind].group,
+    )
+    assert counted == (form.num_bytes, form.packed_bytes)
     if form.zeros is None:
         assert torch.equal(form.dequantize(), torch.from_numpy(values))
     with pytest.raises(ValueError, match=f"are no {kind} of 480 weights"):
         repack(kind, torch.from_numpy(data), 480)
+
+
+@pytest.mark.parametrize(("other", "count"), [("Q6_K", 3), ("F16", 2)])
+def test_types_that_differ_within_a_product(
+    other: str, count: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in Q4_K_M, where the values of half of the layers are in Q6_K."""
+    file = tmp_path / "tiny.gguf"
+    dense = write(file, "Q4_K", tied=False, others={"blk.0.attn_v": other})
+    save_dense(tmp_path / "dense", file, dense)
+    counted = GGUFSource(file, load_config(file)).num_bytes(torch.float32)
+    loaded = load_model(file, device="cpu")
+    try:
+        assert greedy(loaded) == expected_greedy(tmp_path / "dense")
+        assert caplog.text.count(f"{count} linear layers are parts of products") == 1
+        assert loaded.native is not None
+        packed = loaded.native.program.weight_bytes
+        embedding = loaded.model.model.embed_tokens
+        packed += embedding.quantized.num_bytes + embedding.weight.nbytes
+        if other in BLOCKS:  # both have a form in common, which is in neither's own bits
+            assert counted.packed == pytest.approx(packed, rel=0.02)
+    finally:
+        loaded.close()
 
 
 def test_bad_files(tmp_path: Path) -> None:

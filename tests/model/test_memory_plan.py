@@ -9,8 +9,14 @@ import pytest
 import torch
 from model.families import save_family
 
+from penstock.gpu_worker.model.checkpoints.checkpoint_quantizer import (
+    Method,
+    QuantizeOptions,
+    quantize_checkpoint,
+)
 from penstock.gpu_worker.model.checkpoints.memory_plan import plan_memory
 from penstock.gpu_worker.model.loading.loader import load_model
+from penstock.gpu_worker.model.quantization.quantized_modules import QuantizedLinear
 from penstock.producer.cli import main
 from penstock.shared.errors import ModelNotFound
 
@@ -29,18 +35,64 @@ def test_keys_and_values_are_those_of_the_loaded_model(family: str, tmp_path: Pa
 def test_the_first_format_that_fits(tmp_path: Path) -> None:
     folder = save_family("llama", tmp_path / "model")
     whole = plan_memory(folder, context=16, memory_bytes=1 << 30)
-    names = [plan.name for plan in whole.formats]
-    sizes = [plan.weight_bytes for plan in whole.formats]
-    assert names == ["float32", "bfloat16", "int8", "int4"]
-    assert sizes == sorted(sizes, reverse=True)
+    names = [plan.name for plan in whole.formats if plan.kv_cache_dtype == "auto"]
+    assert names == ["float32", "bfloat16", "int8", "fp8", "int4", "nf4"]
+    assert [plan.name for plan in whole.formats if plan.kv_cache_dtype == "int8"] == names
     assert whole.first_fit == "float32"
-    bfloat16 = whole.formats[1]
+    full, full_int8, bfloat16, *_ = whole.formats
+    assert full_int8.token_bytes < full.token_bytes / 3
+    needed = full.weight_bytes + 16 * full.token_bytes
+    tight = plan_memory(folder, context=16, memory_bytes=int(needed / 0.9) - 2)
+    assert tight.best_fit is not None
+    assert (tight.best_fit.name, tight.best_fit.kv_cache_dtype) == ("float32", "int8")
     needed = bfloat16.weight_bytes + 16 * bfloat16.token_bytes
     tight = plan_memory(folder, context=16, memory_bytes=int(needed / 0.9) + 2)
     assert tight.first_fit == "bfloat16"
-    assert tight.formats[1].sequences == 1
+    assert tight.formats[2].sequences == 1
     assert tight.formats[0].missing_bytes > 0
     assert plan_memory(folder, context=16, memory_bytes=1).first_fit is None
+
+
+@pytest.mark.parametrize("method", ["int8", "int4", "fp8"])
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
+def test_a_copy_takes_what_the_plan_of_its_original_says(
+    method: Method, dtype: str, tmp_path: Path
+) -> None:
+    """The dtype beside codes is the worker's, the head is full, and codes have a byte at first."""
+    folder = save_family("llama", tmp_path / "model", intermediate_size=128)
+    copy = tmp_path / "copy"
+    quantize_checkpoint(folder, copy, QuantizeOptions(method=method), lambda *_: None)
+    plan = plan_memory(folder, memory_bytes=1 << 30, dtype=dtype)
+    planned = next(p for p in plan.formats if p.name == method)
+    own = plan_memory(copy, memory_bytes=1 << 30, dtype=dtype).formats[0]
+    loaded = load_model(copy, dtype=dtype, device="cpu", native="off", prepack=False)
+    try:
+        layers = [m for m in loaded.model.modules() if isinstance(m, QuantizedLinear)]
+        numbers = sum(p.nbytes for p in loaded.model.parameters())
+        assert planned.dtype == own.dtype == str(loaded.dtype).removeprefix("torch.")
+        assert planned.token_bytes == loaded.geometry.block_bytes(1, loaded.dtype)
+        held = numbers + sum(layer.quantized.num_bytes for layer in layers)
+        packed = numbers + sum(layer.quantized.packed_bytes for layer in layers)
+        # On a CPU the plan counts the head once more where it is the embedding, too.
+        head = loaded.model.lm_head.weight
+        if head is loaded.model.get_input_embeddings().weight:
+            held, packed = held + head.nbytes, packed + head.nbytes
+        assert planned.load_bytes == pytest.approx(held, rel=0.02)
+        assert planned.weight_bytes == pytest.approx(packed, rel=0.02)
+        assert own.load_bytes == pytest.approx(held, rel=0.02)
+        assert own.weight_bytes == pytest.approx(packed, rel=0.02)
+    finally:
+        loaded.close()
+
+
+def test_a_plan_that_cannot_be_loaded_does_not_fit(tmp_path: Path) -> None:
+    folder = save_family("llama", tmp_path / "model")
+    nf4 = plan_memory(folder, context=1, memory_bytes=1 << 30).formats[-2]
+    assert (nf4.name, nf4.kv_cache_dtype) == ("nf4", "auto")
+    assert nf4.load_bytes > 2 * nf4.weight_bytes
+    tight = plan_memory(folder, context=1, memory_bytes=int(nf4.load_bytes / 0.9) - 2)
+    assert tight.formats[-2].sequences == 0
+    assert tight.formats[-2].missing_bytes > 0
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -49,6 +101,8 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert (facts["context"], facts["first_fit"]) == (100, "float32")
     assert main(["plan", "--memory", "1MiB"]) == 1
     assert "it fits in none" in capsys.readouterr().out
+    assert main(["plan", "--dtype", "float8"]) == 2
+    assert "--dtype: got 'float8'; allowed: auto, float32" in capsys.readouterr().err
     assert main(["plan", "--memory", "much"]) == 2
     assert "memory size: got 'much'" in capsys.readouterr().err
 

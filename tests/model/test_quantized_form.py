@@ -93,6 +93,19 @@ def test_zeros_stay_zeros(quantize: Callable[[Tensor], QuantizedWeight]) -> None
         quantize(w)
 
 
+@pytest.mark.parametrize("quantize", [quantize_int8, quantize_int4, quantize_nf4, quantize_fp8])
+def test_every_tensor_lies_where_the_weight_does(
+    quantize: Callable[[Tensor], QuantizedWeight],
+) -> None:
+    """Another default device stands for a weight on a GPU: what is made without one lies apart."""
+    w = weights(3, 70, 5)
+    with torch.device("meta"):
+        form = quantize(w)
+    parts = (form.codes, form.scales, form.codebook)
+    assert {part.device for part in parts if part is not None} == {w.device}
+    assert torch.equal(form.dequantize(), quantize(w).dequantize())
+
+
 def test_codes_of_a_permuted_weight_belong_to_other_inputs() -> None:
     w = weights(5, 12, 1)
     order = torch.randperm(12, generator=torch.Generator().manual_seed(0))

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from penstock.producer.cli.options import JsonOption
 from penstock.producer.cli.output import write_json
+from penstock.shared.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from penstock.gpu_worker.model.checkpoints.memory_plan import MemoryPlan
@@ -29,6 +30,10 @@ def plan(
         typer.Option(metavar="SIZE", help="Of the device, as in 8GiB; default: what is free."),
     ] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ... or auto.")] = "auto",
+    dtype: Annotated[
+        str,
+        typer.Option(help="A worker's model.dtype, which counts beside codes; auto as it does."),
+    ] = "auto",
     json: JsonOption = False,
 ) -> None:
     """Show what a model needs in memory, by number format; nothing is loaded.
@@ -37,13 +42,16 @@ def plan(
     """
     from penstock.gpu_worker.model.checkpoints.memory_plan import plan_memory
     from penstock.gpu_worker.model.kv.memory_budget import parse_bytes
-    from penstock.gpu_worker.model.loading.loader import pick_device
+    from penstock.gpu_worker.model.loading.loader import DTYPES, pick_device
 
+    if dtype not in ("auto", *DTYPES):
+        raise ConfigurationError(f"--dtype: got {dtype!r}; allowed: auto, {', '.join(DTYPES)}")
     found = plan_memory(
         model,
         context=context,
         memory_bytes=None if memory is None else parse_bytes(memory),
         device=pick_device(device),
+        dtype=dtype,
     )
     if json:
         write_json({**dataclasses.asdict(found), "first_fit": found.first_fit})
@@ -56,27 +64,37 @@ def _show(found: MemoryPlan) -> None:
     from penstock.gpu_worker.model.kv.memory_budget import format_bytes
 
     console = Console(soft_wrap=True, highlight=False)
-    table = Table("format", box=None)
-    for title in ("weights", "KV a token", f"sequences of {found.context:,}", "missing"):
-        table.add_column(title, justify="right")
+    table = Table(box=None, padding=(0, 1, 0, 0))
+    for title in ("format", "dtype", "KV"):
+        table.add_column(title, no_wrap=True)
+    for title in ("weights", "to load", "KV a token", "sequences", "missing"):
+        table.add_column(title, justify="right", no_wrap=True)
     for row in found.formats:
         table.add_row(
             row.name,
+            row.dtype,
+            row.dtype if row.kv_cache_dtype == "auto" else row.kv_cache_dtype,
             format_bytes(row.weight_bytes),
+            format_bytes(row.load_bytes),
             format_bytes(row.token_bytes),
             f"{row.sequences:,}",
             format_bytes(row.missing_bytes) if row.missing_bytes else "",
         )
     console.print(table)
     console.print(
-        f"{found.parameters:,} parameters, {format_bytes(found.stored_bytes)} stored; "
-        f"{format_bytes(found.memory_bytes)} of memory, of which a tenth is kept free"
+        f"{found.parameters:,} parameters, {format_bytes(found.stored_bytes)} stored; sequences of "
+        f"{found.context:,} tokens; {format_bytes(found.memory_bytes)} of memory, of which a tenth "
+        "is kept free"
     )
-    fit = found.first_fit
+    fit = found.best_fit
     if fit is None:
         console.print("it fits in none: take a smaller model, a shorter context or more memory")
-    elif fit in ("int8", "int4"):
+        return
+    cache = "" if fit.kv_cache_dtype == "auto" else " with model.kv_cache_dtype int8"
+    if fit.name in ("int8", "fp8", "int4"):
         console.print(
-            f"it fits quantised: penstock quantize SRC DST --method {fit} makes a copy, one layer "
-            "in memory at a time"
+            f"it fits quantised{cache}: penstock quantize SRC DST --method {fit.name} makes a "
+            "copy, one layer in memory at a time"
         )
+    elif cache:
+        console.print(f"it fits in {fit.name}{cache}")

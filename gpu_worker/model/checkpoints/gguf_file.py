@@ -6,6 +6,7 @@ one added), are known to transformers' GGUF support, which reads configuration a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +20,23 @@ from transformers.modeling_gguf_pytorch_utils import (
     get_gguf_hf_weights_map,
 )
 
+from penstock.kernels.cpu import Codes
 from penstock.shared.errors import ModelError, UnsupportedModel
 
+from ..quantization.coding import Form, common_form
 from ..quantization.form import QuantizedWeight
 from ..quantization.formats.gguf_blocks import BLOCKS, repack
-from ..quantization.formats.quantized_source import unexpected
+from ..quantization.formats.quantized_source import SourceBytes, unexpected
+from .gguf_settings import ARCHITECTURES, is_a_setting, open_gguf
+from .named_weights import listed
 
 __all__ = ["GGUFSource"]
 
 _PLAIN = ("F32", "F16", "BF16")
-_ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3")
-"""Whose conversion changes nothing but the order of rows and norms."""
+
+
+_TOGETHER = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "up_proj"}
+"""Modules whose weights are parts of one matrix, by the ends of their names."""
 
 
 class GGUFSource:
@@ -37,37 +44,40 @@ class GGUFSource:
 
     Args:
         path: of the file.
-        config: of the model, as transformers reads it from the file.
+        config: of the model, as :func:`.gguf_settings.complete_config` leaves it.
 
     Raises:
-        UnsupportedModel: an architecture, or a type of tensors, that is not served.
+        UnsupportedModel: an architecture, a type of tensors or a tensor that is not served.
         ModelError: the file is damaged, or the package gguf is missing.
     """
 
     def __init__(self, path: Path, config: Any) -> None:
-        try:
-            import gguf
-        except ImportError as error:
-            raise ModelError(
-                f"{path} needs the package gguf: pip install 'penstock-llm[gguf]'"
-            ) from error
+        reader, architecture = open_gguf(path)
+        import gguf
+
         self.path = path
         self._dequantize = gguf.dequantize
-        try:
-            reader = gguf.GGUFReader(path)
-            architecture = str(reader.fields["general.architecture"].contents())
-        except Exception as error:  # whatever a damaged header makes of the reader
-            raise ModelError(f"{path} is damaged ({error}); copy it again") from error
-        if architecture not in _ARCHITECTURES:
+        if architecture not in ARCHITECTURES:
             raise UnsupportedModel(
                 f"{path} has the architecture {architecture!r}; served from GGUF: "
-                f"{', '.join(_ARCHITECTURES)}; others from transformers' own checkpoint"
+                f"{', '.join(ARCHITECTURES)}; others from transformers' own checkpoint"
             )
         kind: Any = TENSOR_PROCESSORS.get(architecture, TensorProcessor)
         self._processor = kind(config=config.to_dict())
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
         names = get_gguf_hf_weights_map(model, self._processor)
+        unknown = [
+            tensor.name
+            for tensor in reader.tensors
+            if tensor.name not in names and not is_a_setting(tensor.name)
+        ]
+        if unknown:
+            raise UnsupportedModel(
+                f"{path} has {len(unknown)} tensors that transformers' {architecture} has no place "
+                f"for ({listed(unknown)}), and would compute without them; use the model's own "
+                "checkpoint in safetensors"
+            )
         self._tensors = {
             names[tensor.name]: tensor for tensor in reader.tensors if tensor.name in names
         }
@@ -95,6 +105,26 @@ class GGUFSource:
                 changed = self._processor.process(weights=values, name=tensor.name)
                 found[name] = torch.from_numpy(np.array(changed.weights))
         return found
+
+    def num_bytes(self, dtype: torch.dtype) -> SourceBytes:
+        """See :class:`QuantizedSource`."""
+        matrices: dict[str, list[Any]] = {}
+        for module, tensor in self._coded.items():
+            parent, _, name = module.rpartition(".")
+            matrices.setdefault(f"{parent}.{_TOGETHER.get(name, name)}", []).append(tensor)
+        total = SourceBytes(0, 0)
+        for name, tensors in matrices.items():
+            found = _matrix_bytes(tensors, dtype)
+            if "embed" in name:  # never packed: the native library has it in full beside
+                full = sum(int(tensor.n_elements) for tensor in tensors) * dtype.itemsize
+                found = SourceBytes(found.loaded, found.loaded + full)
+            total += found
+        plain = sum(
+            int(tensor.n_elements) * dtype.itemsize
+            for name, tensor in self._tensors.items()
+            if name.removesuffix(".weight") not in self._coded
+        )
+        return total + SourceBytes(plain, plain)
 
     def weight(self, module: str, shape: tuple[int, int]) -> QuantizedWeight:
         """See :class:`QuantizedSource`."""
@@ -130,3 +160,21 @@ class GGUFSource:
         return ModelError(
             f"{self.path}: tensor {tensor.name!r} is unusable: {why}; copy the file again"
         )
+
+
+def _matrix_bytes(tensors: Sequence[Any], dtype: torch.dtype) -> SourceBytes:
+    """Of weights that are parts of one matrix."""
+    blocks = [BLOCKS[tensor.tensor_type.name] for tensor in tensors]
+    counts = [int(tensor.n_elements) for tensor in tensors]
+    inputs = int(tensors[0].shape[0])
+    common = common_form(
+        [Form(Codes.INT4 if b.bits <= 4 else Codes.INT8, b.group, b.scales == 2) for b in blocks],
+        inputs,
+    )
+    loaded = sum(
+        SourceBytes.of_codes(count, block.bits, block.scales * count // block.group).loaded
+        for count, block in zip(counts, blocks, strict=True)
+    )
+    if common is None:
+        return SourceBytes(loaded, sum(counts) * dtype.itemsize)
+    return SourceBytes(loaded, common.num_bytes(sum(counts) // inputs, inputs))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +14,19 @@ from transformers import AutoModelForCausalLM
 
 from ..kv.memory_budget import available_bytes
 from ..loading import load_gate
-from ..loading.checkpoint import load_config, one_line, quiet
+from ..loading.checkpoint import load_config, one_line, quantized_source, quiet
 from ..loading.checkpoint_folder import find_checkpoint, weight_files
 from ..loading.geometry import KVGeometry, probe_geometry
-from ..loading.stored_sizes import loaded_bytes, usable_bytes
+from ..loading.loader import DTYPES, pick_dtype
+from ..loading.stored_sizes import usable_bytes
 
 __all__ = ["FormatPlan", "MemoryPlan", "plan_memory"]
 
-_FORMATS = ("float32", "bfloat16", "int8", "int4")
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_INT4_GROUP = 64
+_FULL = ("float32", "bfloat16")
+_CODE_BITS = {"int8": 8, "fp8": 8, "int4": 4, "nf4": 4}
+_COPIED = ("int8", "fp8", "int4")
+"""What ``penstock quantize`` writes copies in."""
+_GROUP = 64
 _SCALE_BYTES = 4
 
 
@@ -31,16 +35,24 @@ class FormatPlan:
     """A model in one number format.
 
     Attributes:
-        name: ``float32``, ``bfloat16``, ``int8`` or ``int4``; of a quantised checkpoint its method.
+        name: ``float32``, ``bfloat16``, ``int8``, ``fp8``, ``int4`` or ``nf4``; of a quantised
+            checkpoint its method.
+        dtype: what is not quantised is in, as a worker of these settings has it.
+        kv_cache_dtype: ``auto``: keys and values are in ``dtype``, too; or ``int8``.
         weight_bytes: of all weights; about, where they are quantised.
+        load_bytes: the most that weights take while they are loaded: each code has a byte of its
+            own until all are packed. Of ``nf4``, of which there are no copies, the full weights.
         token_bytes: of one token's keys and values.
         sequences: of the context length that fit beside the weights; 0: none does. Layers with a
             sliding window count as if they kept everything.
-        missing_bytes: what lacks for the weights and one sequence; 0 if they fit.
+        missing_bytes: what lacks for loading, or for the weights and one sequence; 0 if they fit.
     """
 
     name: str
+    dtype: str
+    kv_cache_dtype: str
     weight_bytes: int
+    load_bytes: int
     token_bytes: int
     sequences: int
     missing_bytes: int
@@ -55,7 +67,8 @@ class MemoryPlan:
         stored_bytes: of its weight files.
         context: tokens of a sequence that the plan reckons with.
         memory_bytes: of the device that may be used.
-        formats: the plan by number format, from the largest.
+        formats: the plan by number format, from the most exact; on a CPU each also with the KV
+            cache in 8 bits.
     """
 
     parameters: int
@@ -65,9 +78,14 @@ class MemoryPlan:
     formats: tuple[FormatPlan, ...]
 
     @property
+    def best_fit(self) -> FormatPlan | None:
+        """The most exact plan that fits; None if none does."""
+        return next((plan for plan in self.formats if plan.sequences), None)
+
+    @property
     def first_fit(self) -> str | None:
-        """The most exact number format that fits; None if none does."""
-        return next((plan.name for plan in self.formats if plan.sequences), None)
+        """Its number format."""
+        return None if self.best_fit is None else self.best_fit.name
 
 
 def plan_memory(
@@ -76,18 +94,23 @@ def plan_memory(
     context: int | None = None,
     memory_bytes: int | None = None,
     device: torch.device | None = None,
+    dtype: str = "auto",
 ) -> MemoryPlan:
     """Count a checkpoint's weights, keys and values from its configuration alone.
+
+    Of a quantised one tensors are counted by their headers.
 
     Args:
         path: the checkpoint; or ``"demo"``.
         context: tokens of a sequence; None takes what the model was made for.
         memory_bytes: what may be used; None asks the device.
         device: where the model is to run; None: the CPU.
+        dtype: ``model.dtype`` of the worker, which counts beside codes; ``auto`` is float32 on a
+            CPU and the checkpoint's own on a GPU.
 
     Raises:
         ModelNotFound: there is no such checkpoint.
-        ModelError: its configuration is damaged.
+        ModelError: its configuration, or the header of a quantised one's weights, is damaged.
         UnsupportedModel: transformers knows no such architecture, or it computes with values even
             where only shapes are asked for.
     """
@@ -98,18 +121,46 @@ def plan_memory(
     text = config.get_text_config(decoder=True)
     length = context or int(getattr(text, "max_position_embeddings", 0) or 2048)
     memory = available_bytes(device) if memory_bytes is None else memory_bytes
+    beside = pick_dtype(dtype, device)
+    if not isinstance(beside, torch.dtype):  # "auto": the checkpoint's own
+        beside = getattr(config, "dtype", None) or torch.float32
     sizes = _Sizes.of(model, keeps_embedding=device.type == "cpu")
-    formats, method = [], _method(folder, config)
-    for name in _FORMATS if method is None else (method,):
-        dtype = _DTYPES.get(name, torch.bfloat16)
-        token = geometry.block_bytes(1, dtype)
-        weights = sizes.bytes(name) if method is None else loaded_bytes(folder, dtype)
-        room = usable_bytes(memory) - weights
-        sequences = max(0, room) // (token * length)
-        missing = max(0, token * length - room)
-        formats.append(FormatPlan(name, weights, token, sequences, missing))
+    formats: list[FormatPlan] = []
+    for name, kept, weights, load in _weights(folder, config, sizes, beside):
+        for kv in ("auto", "int8") if device.type == "cpu" else ("auto",):
+            laid = geometry if kv == "auto" else replace(geometry, layout=geometry.layout.int8)
+            token = laid.block_bytes(1, kept)
+            room = usable_bytes(memory) - weights
+            is_loaded = load <= usable_bytes(memory)
+            sequences = max(0, room) // (token * length) if is_loaded else 0
+            missing = max(0, token * length - room, load - usable_bytes(memory))
+            kept_name = str(kept).removeprefix("torch.")
+            formats.append(
+                FormatPlan(name, kept_name, kv, weights, load, token, sequences, missing)
+            )
     stored = sum(file.stat().st_size for file in weight_files(folder))
     return MemoryPlan(sizes.parameters, stored, length, memory, tuple(formats))
+
+
+def _weights(
+    folder: Path, config: Any, sizes: _Sizes, beside: torch.dtype
+) -> Iterator[tuple[str, torch.dtype, int, int]]:
+    """Of each format its name, what is in full beside codes, and bytes once loaded and before."""
+    method = _method(folder, config)
+    source = None if method is None else quantized_source(folder, config)
+    if method is not None and source is not None:
+        found = source.num_bytes(beside)
+        yield method, beside, found.packed, found.loaded
+        return
+    for name in _FULL:
+        weights = sizes.full_bytes(DTYPES[name])
+        yield name, DTYPES[name], weights, weights
+    for name, bits in _CODE_BITS.items():
+        group = _GROUP if bits == 4 else 0
+        packed = sizes.coded_bytes(bits, group, beside)
+        full = sizes.full_bytes(beside)
+        load = sizes.coded_bytes(8, group, beside) if name in _COPIED else full
+        yield name, beside, packed, load
 
 
 def _method(folder: Path, config: Any) -> str | None:
@@ -173,11 +224,18 @@ class _Sizes:
         """All numbers of the weights, each once."""
         return self.linear + self.rest + (0 if self.tied else self.head)
 
-    def bytes(self, name: str) -> int:
-        """Bytes of all weights in a number format; quantised ones keep what is no layer."""
-        if name in _DTYPES:
-            return (self.linear + self.head + self.rest) * _DTYPES[name].itemsize
-        kept = self.rest * torch.bfloat16.itemsize + self.head
-        if name == "int8":
-            return self.linear + self.outputs * _SCALE_BYTES + kept
-        return self.linear // 2 + self.linear // _INT4_GROUP * _SCALE_BYTES + kept
+    def full_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of all weights in ``dtype``."""
+        return (self.linear + self.head + self.rest) * dtype.itemsize
+
+    def coded_bytes(self, bits: int, group: int, dtype: torch.dtype) -> int:
+        """Bytes with linear layers in codes, and the head and the rest in ``dtype``.
+
+        Args:
+            bits: of memory that a code takes.
+            group: inputs that share a scale; 0: all.
+            dtype: of what has no codes.
+        """
+        scales = self.linear // group if group else self.outputs
+        kept = (self.head + self.rest) * dtype.itemsize
+        return self.linear * bits // 8 + scales * _SCALE_BYTES + kept

@@ -33,6 +33,7 @@ from penstock.shared.errors import (
 )
 
 from ..checkpoints.gguf_file import GGUFSource
+from ..checkpoints.gguf_settings import complete_config
 from ..checkpoints.named_weights import build_named, listed, parameter_bytes
 from ..checkpoints.onnx_file import onnx_weights
 from ..checkpoints.quantized_model import build_quantized, move_quantized
@@ -66,6 +67,7 @@ _EXPORT_REMEDY = (
     "export the model for text generation anew, by torch.onnx.export or optimum, and keep the "
     "nodes' names: optimising the graph may lose them; or convert the original to safetensors"
 )
+_CODES = ", with a byte for each code until they are packed,"
 _RENAME_REMEDY = "save model.state_dict() of transformers' own model, best with safetensors"
 
 
@@ -81,10 +83,11 @@ def load_config(folder: Path) -> Any:
 
     Raises:
         ModelError: it cannot be read.
-        UnsupportedModel: transformers does not know its model type.
+        UnsupportedModel: transformers does not know its model type; or a setting of a GGUF file is
+            not served.
     """
     try:
-        return AutoConfig.from_pretrained(**_where(folder), **LOCAL)
+        config = AutoConfig.from_pretrained(**_where(folder), **LOCAL)
     except Exception as error:
         text = one_line(error)
         if "does not recognize this architecture" in text or "contains custom code" in text:
@@ -96,6 +99,9 @@ def load_config(folder: Path) -> Any:
             f"{folder if folder.is_file() else folder / 'config.json'} cannot be read: {text}; "
             "copy the checkpoint again"
         ) from error
+    if folder.suffix == ".gguf":
+        complete_config(config, folder)
+    return config
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -144,8 +150,9 @@ def load_weights(
         InsufficientMemory: they do not fit.
     """
     try:
-        _check_memory(folder, dtype, config, device)
-        model, report = _read_weights(folder, config, dtype, head)
+        source = quantized_source(folder, config) if head is AutoModelForCausalLM else None
+        _check_memory(folder, dtype, config, device, source)
+        model, report = _read_weights(folder, config, dtype, head, source)
         move_quantized(model.to(device))
     except PenstockError:
         raise
@@ -162,11 +169,14 @@ def load_weights(
 
 
 def _read_weights(
-    folder: Path, config: Any, dtype: torch.dtype | str, head: Any
+    folder: Path,
+    config: Any,
+    dtype: torch.dtype | str,
+    head: Any,
+    source: QuantizedSource | None,
 ) -> tuple[Any, Mapping[str, Any]]:
     """The model with its weights on the CPU, and transformers' report of what did not fit."""
     is_decoder = head is AutoModelForCausalLM
-    source = quantized_source(folder, config) if is_decoder else None
     single = single_file(folder) if is_decoder else None
     if source is not None:
         model, report = build_quantized(source, config, dtype)
@@ -251,13 +261,18 @@ def _damaged(folder: Path) -> str:
 
 
 def _check_memory(
-    folder: Path, dtype: torch.dtype | str, config: Any, device: torch.device
+    folder: Path,
+    dtype: torch.dtype | str,
+    config: Any,
+    device: torch.device,
+    source: QuantizedSource | None,
 ) -> None:
     """Refuse before the system's out-of-memory killer acts, by the arithmetic of penstock plan."""
     stored = getattr(config, "dtype", None) if dtype == "auto" else dtype
     if not isinstance(stored, torch.dtype):
         return
-    needed, available = loaded_bytes(folder, stored), available_bytes(device)
+    available = available_bytes(device)
+    needed = loaded_bytes(folder, stored) if source is None else source.num_bytes(stored).loaded
     by_config = needed == 0 and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
     if by_config and not any(folder.glob("*.safetensors")) and weight_files(folder):
         needed = parameter_bytes(config, stored)
@@ -265,10 +280,10 @@ def _check_memory(
     if missing > 0:
         raise InsufficientMemory(
             f"the weights in {folder} take {format_bytes(needed)} as "
-            f"{str(stored).removeprefix('torch.')} and {device} has {format_bytes(available)} "
-            f"available, of which a tenth is kept free: {format_bytes(missing)} are missing; use a "
-            "smaller dtype (bfloat16), a copy by penstock quantize, a smaller model or a larger "
-            "machine (penstock plan shows what fits)"
+            f"{str(stored).removeprefix('torch.')}{'' if source is None else _CODES} and {device} "
+            f"has {format_bytes(available)} available, of which a tenth is kept free: "
+            f"{format_bytes(missing)} are missing; use a smaller dtype (bfloat16), a copy by "
+            "penstock quantize, a smaller model or a larger machine (penstock plan shows what fits)"
         )
 
 

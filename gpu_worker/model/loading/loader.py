@@ -41,7 +41,15 @@ from .loaded_model import LoadedModel
 from .prepack import prepack_linears
 from .trial import Trial
 
-__all__ = ["DEMO", "LoadedModel", "adopt_model", "load_model", "pick_device"]
+__all__ = [
+    "DEMO",
+    "DTYPES",
+    "LoadedModel",
+    "adopt_model",
+    "load_model",
+    "pick_device",
+    "pick_dtype",
+]
 
 log = logging.getLogger(__name__)
 
@@ -115,7 +123,7 @@ def load_model(
         recipe.check(getattr(config, "quantization_config", None))
         context_length = _context_length(config, max_model_len)
         tokenizer = load_tokenizer(folder)
-        model = load_weights(folder, config, _pick_dtype(dtype, target), target)
+        model = load_weights(folder, config, pick_dtype(dtype, target), target)
     quantize_model(model, recipe)
     result = adopt_model(
         model,
@@ -247,7 +255,8 @@ def pick_device(device: str) -> torch.device:
     return target
 
 
-def _pick_dtype(dtype: str, device: torch.device) -> torch.dtype | str:
+def pick_dtype(dtype: str, device: torch.device) -> torch.dtype | str:
+    """The dtype that a setting names; ``"auto"``: the checkpoint's own."""
     if dtype != "auto":
         return DTYPES[dtype]
     return torch.float32 if device.type == "cpu" else "auto"

@@ -7,28 +7,27 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
+from ..quantization.formats.stored_tensors import FULL
+
 __all__ = ["RESERVE", "loaded_bytes", "usable_bytes"]
 
 RESERVE = 0.1
 """Of the memory: activations, tokenizer and the process itself need some, too."""
 
-_FULL = {"F64", "F32", "F16", "BF16"}
 _BITS = {"F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16,
          "I16": 16, "U16": 16, "F4": 4}  # fmt: skip
 
 
 def loaded_bytes(checkpoint: Path, dtype: torch.dtype) -> int:
-    """Bytes of a checkpoint's weights in memory: codes as they are stored, numbers in ``dtype``.
+    """Bytes of a checkpoint's weights in memory, if they are not quantised.
 
     Args:
-        checkpoint: its directory, or a GGUF file, whose blocks count as stored.
+        checkpoint: its directory.
         dtype: that the model's numbers are converted to.
 
     Returns:
         Bytes; 0 where no file tells.
     """
-    if checkpoint.is_file():
-        return checkpoint.stat().st_size
     return sum(_file_bytes(path, dtype) for path in sorted(checkpoint.glob("*.safetensors")))
 
 
@@ -44,7 +43,7 @@ def _file_bytes(path: Path, dtype: torch.dtype) -> int:
             for name in file.keys():  # noqa: SIM118
                 part = file.get_slice(name)
                 stored, count = part.get_dtype(), torch.Size(part.get_shape()).numel()
-                bits = 8 * dtype.itemsize if stored in _FULL else _BITS.get(stored, 8)
+                bits = 8 * dtype.itemsize if stored in FULL else _BITS.get(stored, 8)
                 total += count * bits // 8
     except (SafetensorError, OSError):
         return 0  # reading the file says what is wrong with it

@@ -88,11 +88,29 @@ class Decoder:
 
     def linears(self) -> Iterator[Linear]:
         """All linear layers."""
+        for matrix in self.matrices():
+            yield from matrix
+
+    def matrices(self) -> Iterator[tuple[Linear, ...]]:
+        """All linear layers; those whose weights are parts of one matrix come together."""
         for layer in self.layers:
-            yield from layer.attention.projections
-            yield layer.attention.output
-            yield from layer.feed_forward.linears()
-        yield self.head
+            yield layer.attention.projections
+            yield (layer.attention.output,)
+            yield from layer.feed_forward.matrices()
+        yield (self.head,)
+
+    @property
+    def multiplied_weights(self) -> int:
+        """Weights that a row is multiplied with; of experts those that it chooses."""
+        matrices: list[tuple[Linear, ...]] = [(self.head,)]
+        for layer in self.layers:
+            matrices += [layer.attention.projections, (layer.attention.output,)]
+            branch = layer.feed_forward
+            if isinstance(branch, Experts):
+                matrices += [(branch.router,), *branch.chosen * [*branch.experts[0].matrices()]]
+            else:
+                matrices += branch.matrices()
+        return sum(one.out_features * one.in_features for matrix in matrices for one in matrix)
 
     def mixtures(self) -> Iterator[Experts]:
         """The mixtures of experts among its layers."""

@@ -44,10 +44,10 @@ class MLP:
     activation: Activation
     gated: bool
 
-    def linears(self) -> Iterator[Linear]:
-        """All linear layers."""
-        yield from self.inner
-        yield self.down
+    def matrices(self) -> Iterator[tuple[Linear, ...]]:
+        """All linear layers; those whose weights are parts of one matrix come together."""
+        yield self.inner
+        yield (self.down,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +70,11 @@ class Experts:
     clamp: Clamp | None
     owner: nn.Module
 
-    def linears(self) -> Iterator[Linear]:
-        """All linear layers."""
-        yield self.router
+    def matrices(self) -> Iterator[tuple[Linear, ...]]:
+        """All linear layers; those whose weights are parts of one matrix come together."""
+        yield (self.router,)
         for expert in self.experts:
-            yield from expert.linears()
+            yield from expert.matrices()
 
     def give_up_weights(self) -> None:
         """Free the stacks of weights, of which the layers here are slices."""

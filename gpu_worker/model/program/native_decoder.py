@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import weakref
 from typing import Any
 
@@ -18,13 +17,14 @@ from penstock.kernels.cpu import (
     ThreadPool,
     load_library,
 )
+from penstock.shared.local.cores import usable_cores
 
 from ..batch import PackedStep
 from ..kv.kv_pool import KVPool
 from ..kv.memory_budget import available_bytes, format_bytes
 from ..loading.geometry import KVGeometry
 from ..loading.trial import ROUTED_SHARE, Trial, are_within
-from ..quantization.coding import is_permuted, packed_bytes
+from ..quantization.coding import Linear, is_permuted, packed_bytes
 from ..quantization.quantized_modules import QuantizedLinear
 from ..sampling.gumbel_sampling import largest
 from .assembly import assemble
@@ -53,21 +53,16 @@ class NativeRuntime:
 
     def __init__(self, library: Library | None = None) -> None:
         self.library = load_library() if library is None else library
+        self._cores = usable_cores()
         self._pool: ThreadPool | None = None
 
     @property
     def threads(self) -> ThreadPool:
         """As many as torch computes with, and never more than the cores this process may use."""
-        count = min(torch.get_num_threads(), _usable_cores())
+        count = min(torch.get_num_threads(), self._cores)
         if self._pool is None or self._pool.threads != count:
             self._pool = ThreadPool(self.library, count)
         return self._pool
-
-
-def _usable_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 class NativeDecoder:
@@ -79,6 +74,7 @@ class NativeDecoder:
         program: the model's.
         runtime: the threads.
         vocab_size: width of the logits.
+        multiplied_weights: that a row is multiplied with.
         record: the description that the program was made of; None if it cannot be recorded.
     """
 
@@ -87,9 +83,11 @@ class NativeDecoder:
         program: NativeProgram,
         runtime: NativeRuntime,
         vocab_size: int,
+        multiplied_weights: int,
         record: DecoderRecord | None = None,
     ) -> None:
         self.program = program
+        self.multiplied_weights = multiplied_weights
         self.record = record
         self.runtime = runtime
         self._vocab_size = vocab_size
@@ -125,9 +123,10 @@ class NativeDecoder:
             decoder = describe(model, geometry, max(positions, len(trial.one)))
             _check_memory(decoder, model.dtype)
             program = assemble(decoder, runtime.library, model.dtype)
-            _report_permuted(decoder, model.dtype)
+            _report_mixed(decoder, model.dtype)
             record = record_decoder(decoder, _parameter_names(model))
-            native = cls(program, runtime, decoder.head.out_features, record)
+            vocab_size = decoder.head.out_features
+            native = cls(program, runtime, vocab_size, decoder.multiplied_weights, record)
             differences = trial.differences(native.forward, geometry)
             selection = trial.selection_difference(native.forward, geometry)
         except Unrecognised as error:
@@ -159,7 +158,7 @@ class NativeDecoder:
         """
         _check_memory(decoder, dtype)
         program = assemble(decoder, runtime.library, dtype)
-        return cls(program, runtime, decoder.head.out_features)
+        return cls(program, runtime, decoder.head.out_features, decoder.multiplied_weights)
 
     def keep_kv_in_int8(self) -> None:
         """Take pools of the layout ``KVLayout.GROUPS_INT8`` from now on, and no other."""
@@ -215,21 +214,42 @@ def _parameter_names(model: Any) -> dict[int, str]:
     return {parameter.data_ptr(): name for name, parameter in model.named_parameters()}
 
 
-def _report_permuted(decoder: Decoder, dtype: torch.dtype) -> None:
-    layers = [layer for layer in decoder.linears() if is_permuted(layer)]
-    coded = sum(layer.quantized.num_bytes for layer in layers if isinstance(layer, QuantizedLinear))
-    if layers:
-        log.warning(
-            "%d linear layers have permuted inputs (desc_act) and are computed with dequantised "
-            "weights: %s instead of %s in memory; a checkpoint without desc_act stays in its codes",
-            len(layers),
-            format_bytes(sum(packed_bytes(layer, dtype) for layer in layers)),
-            format_bytes(coded),
+def _report_mixed(decoder: Decoder, dtype: torch.dtype) -> None:
+    """Say which quantised layers take more memory than their own codes."""
+    whys: dict[str, list[tuple[Linear, ...]]] = {}
+    for matrix in decoder.matrices():
+        coded = any(isinstance(layer, QuantizedLinear) for layer in matrix)
+        more = packed_bytes(matrix, dtype) > sum(packed_bytes((layer,), dtype) for layer in matrix)
+        if any(is_permuted(layer) for layer in matrix):
+            whys.setdefault(_PERMUTED, []).append(matrix)
+        elif coded and more:
+            whys.setdefault(_DIFFERENT, []).append(matrix)
+    for why, matrices in whys.items():
+        layers = [layer for matrix in matrices for layer in matrix]
+        count = sum(1 for layer in layers if isinstance(layer, QuantizedLinear))
+        taken = sum(packed_bytes(matrix, dtype) for matrix in matrices)
+        own = sum(
+            layer.quantized.packed_bytes
+            if isinstance(layer, QuantizedLinear)
+            else packed_bytes((layer,), dtype)
+            for layer in layers
         )
+        log.warning(why, count, format_bytes(taken), format_bytes(own))
+
+
+_PERMUTED = (
+    "%d linear layers have permuted inputs (desc_act) and are computed with dequantised weights: "
+    "%s instead of %s in memory; a checkpoint without desc_act stays in its codes"
+)
+_DIFFERENT = (
+    "%d linear layers are parts of products whose parts are quantised differently, and take the "
+    "form of the largest, or are dequantised where they have none in common: %s instead of %s in "
+    "memory; a checkpoint with one type for queries, keys and values stays in its codes"
+)
 
 
 def _check_memory(decoder: Decoder, dtype: torch.dtype) -> None:
-    needed = sum(packed_bytes(layer, dtype) for layer in decoder.linears())
+    needed = sum(packed_bytes(matrix, dtype) for matrix in decoder.matrices())
     spare = available_bytes(torch.device("cpu"))
     if needed > spare:
         raise NativeUnavailable(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -13,11 +15,64 @@ from .form import QuantizedWeight
 from .quantized_modules import QuantizedLinear
 from .quantizers import FP8_VALUES
 
-__all__ = ["Linear", "is_permuted", "matrix_parts", "packed_bytes"]
+__all__ = ["Form", "Linear", "common_form", "is_permuted", "matrix_parts", "packed_bytes"]
 
 Linear = nn.Linear | QuantizedLinear
 
-_FOUR_BIT_UNIT, _EIGHT_BIT_UNIT = 4, 2
+_UNITS = {Codes.INT4: 4, Codes.TABLE4: 4, Codes.INT8: 2, Codes.FP8: 2}
+"""What a group's inputs are a multiple of, unless one group has all."""
+
+_SCALE = torch.float32.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How a matrix's weights are coded.
+
+    Attributes:
+        kind: of the codes.
+        group: inputs of a group.
+        has_offsets: whether a group has an offset beside its scale.
+        values: of ``TABLE4``.
+    """
+
+    kind: Codes
+    group: int
+    has_offsets: bool = False
+    values: tuple[float, ...] | None = None
+
+    def num_bytes(self, outputs: int, inputs: int) -> int:
+        """Memory of a weight in this form once it is packed."""
+        per_group = _SCALE * (2 if self.has_offsets else 1)
+        codes = inputs if self.kind in (Codes.INT8, Codes.FP8) else -(-inputs // 2)
+        return outputs * (codes + per_group * -(-inputs // self.group))
+
+
+def common_form(forms: Sequence[Form | None], inputs: int) -> Form | None:
+    """The form that weights of one matrix can all be given without changing a number.
+
+    Codes of four bits fit in eight, and a group can be cut in smaller ones of the same scale.
+
+    Args:
+        forms: of the weights; None: in full.
+        inputs: of the matrix.
+
+    Returns:
+        None if there is none: then all are computed in full.
+    """
+    found = [form for form in forms if form is not None]
+    if len(found) < len(forms):
+        return None
+    if all(form == found[0] for form in found):
+        return found[0]
+    kinds = {form.kind for form in found}
+    if not kinds <= {Codes.INT4, Codes.INT8}:
+        return None
+    kind = Codes.INT8 if Codes.INT8 in kinds else Codes.INT4
+    group = math.gcd(*(form.group for form in found))
+    if group < inputs and group % _UNITS[kind]:
+        return None
+    return Form(kind, group, any(form.has_offsets for form in found))
 
 
 def matrix_parts(
@@ -29,10 +84,10 @@ def matrix_parts(
         layers: they read the same inputs.
         dtype: in which they compute.
     """
-    coded = [_coded(layer) for layer in layers]
-    first = coded[0]
-    if first is not None and all(c is not None and c.goes_with(first) for c in coded):
-        return tuple(c for c in coded if c is not None)
+    common = common_form([_form(layer) for layer in layers], layers[0].in_features)
+    coded = [layer for layer in layers if isinstance(layer, QuantizedLinear)]
+    if common is not None and len(coded) == len(layers):
+        return tuple(_given(_coded(layer.quantized), common) for layer in coded)
     return tuple(
         layer.weight if isinstance(layer, nn.Linear) else layer.quantized.dequantize(dtype)
         for layer in layers
@@ -44,56 +99,85 @@ def is_permuted(layer: Linear) -> bool:
     return isinstance(layer, QuantizedLinear) and layer.quantized.permutation is not None
 
 
-def packed_bytes(layer: Linear, dtype: torch.dtype) -> int:
-    """Memory that the weights of ``layer`` take when they are packed to compute in ``dtype``."""
-    if isinstance(layer, nn.Linear):
-        return layer.weight.nbytes
-    if is_permuted(layer):
-        return layer.out_features * layer.in_features * dtype.itemsize
-    return layer.quantized.num_bytes
+def packed_bytes(layers: Sequence[Linear], dtype: torch.dtype) -> int:
+    """Memory that the weights of one matrix take when they are packed to compute in ``dtype``."""
+    common = common_form([_form(layer, look=False) for layer in layers], layers[0].in_features)
+    if common is not None:
+        return sum(common.num_bytes(layer.out_features, layer.in_features) for layer in layers)
+    return sum(
+        layer.weight.nbytes
+        if isinstance(layer, nn.Linear)
+        else layer.out_features * layer.in_features * dtype.itemsize
+        for layer in layers
+    )
 
 
-def _coded(layer: Linear) -> CodedWeight | None:
-    """None: in full, or of a form that the library does not compute with."""
+def _form(layer: Linear, *, look: bool = True) -> Form | None:
+    """None: in full, or of a form that the library does not compute with.
+
+    Args:
+        layer: any.
+        look: for codes that are no number, through all of them.
+    """
     if isinstance(layer, nn.Linear) or layer.quantized.permutation is not None:
         return None
-    return _of_form(layer.quantized)
-
-
-def _of_form(form: QuantizedWeight) -> CodedWeight | None:
-    group = form.group_size or form.inputs
-    if form.codebook is not None:
-        return _by_codebook(form, form.codebook, group)
-    zeros = form.zeros
-    if form.bits <= 4:
-        least = 0 if zeros is not None else 8
-        if group < form.inputs and group % _FOUR_BIT_UNIT:
+    weight = layer.quantized
+    group, four = weight.group_size or weight.inputs, weight.bits <= 4
+    values = None
+    if weight.codebook is not None:
+        kind = Codes.TABLE4 if four else Codes.FP8
+        if not four and not _is_fp8(weight, weight.codebook, look=look):
             return None
-        # Values around zero, so that sums of products and of inputs hardly cancel.
-        offsets = None if zeros is None else (8 - zeros) * form.scales
-        stored = (form.codes + least).to(torch.uint8)
-        return CodedWeight(Codes.INT4, stored, form.scales, group, offsets)
-    if group < form.inputs and group % _EIGHT_BIT_UNIT:
+        values = tuple(weight.codebook.tolist()) if four else None
+    else:
+        kind = Codes.INT4 if four else Codes.INT8
+    if group < weight.inputs and group % _UNITS[kind]:
         return None
-    if zeros is None:
-        return CodedWeight(Codes.INT8, form.codes, form.scales, group)
-    middle = 2 ** (form.bits - 1)
-    centred = (form.codes.short() - middle).to(torch.int8)
-    return CodedWeight(Codes.INT8, centred, form.scales, group, (middle - zeros) * form.scales)
+    return Form(kind, group, weight.zeros is not None, values)
 
 
-def _by_codebook(form: QuantizedWeight, codebook: Tensor, group: int) -> CodedWeight | None:
-    if form.bits <= 4:
-        values = torch.zeros(16)
-        values[: len(codebook)] = codebook
-        if group < form.inputs and group % _FOUR_BIT_UNIT:
-            return None
-        return CodedWeight(Codes.TABLE4, form.codes, form.scales, group, values=values)
+def _is_fp8(weight: QuantizedWeight, codebook: Tensor, *, look: bool) -> bool:
+    """The two codes that are no number have no place in a product."""
     table = torch.tensor(FP8_VALUES)
-    known = form.bits == 8 and torch.allclose(codebook, table, rtol=0, atol=0, equal_nan=True)
-    # The two codes that are no number have no place in a product.
-    if not known or bool(((form.codes & 0x7F) == 0x7F).any()):
-        return None
-    if group < form.inputs and group % _EIGHT_BIT_UNIT:
-        return None
-    return CodedWeight(Codes.FP8, form.codes, form.scales, group)
+    known = weight.bits == 8 and torch.allclose(codebook, table, rtol=0, atol=0, equal_nan=True)
+    return known and not (look and bool(((weight.codes & 0x7F) == 0x7F).any()))
+
+
+def _coded(weight: QuantizedWeight) -> CodedWeight:
+    """``weight``, which has a form."""
+    group, zeros = weight.group_size or weight.inputs, weight.zeros
+    if weight.codebook is not None:
+        if weight.bits > 4:
+            return CodedWeight(Codes.FP8, weight.codes, weight.scales, group)
+        values = torch.zeros(16)
+        values[: len(weight.codebook)] = weight.codebook
+        return CodedWeight(Codes.TABLE4, weight.codes, weight.scales, group, values=values)
+    if weight.bits <= 4:
+        least = 0 if zeros is not None else 8
+        # Values around zero, so that sums of products and of inputs hardly cancel.
+        offsets = None if zeros is None else (8 - zeros) * weight.scales
+        stored = (weight.codes + least).to(torch.uint8)
+        return CodedWeight(Codes.INT4, stored, weight.scales, group, offsets)
+    if zeros is None:
+        return CodedWeight(Codes.INT8, weight.codes, weight.scales, group)
+    middle = 2 ** (weight.bits - 1)
+    centred = (weight.codes.short() - middle).to(torch.int8)
+    offsets = (middle - zeros) * weight.scales
+    return CodedWeight(Codes.INT8, centred, weight.scales, group, offsets)
+
+
+def _given(weight: CodedWeight, form: Form) -> CodedWeight:
+    """The same numbers in another form."""
+    codes = weight.codes
+    if weight.kind is Codes.INT4 and form.kind is Codes.INT8:
+        codes = codes.to(torch.int8) - 8
+    groups, times = -(-weight.shape[1] // form.group), weight.group // form.group
+
+    def cut(values: Tensor) -> Tensor:
+        return values if times == 1 else values.repeat_interleave(times, dim=1)[:, :groups]
+
+    scales = cut(weight.scales)
+    offsets = None if weight.offsets is None else cut(weight.offsets)
+    if form.has_offsets and offsets is None:
+        offsets = torch.zeros_like(scales)
+    return CodedWeight(form.kind, codes, scales, form.group, offsets, weight.values)

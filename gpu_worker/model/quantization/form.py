@@ -21,7 +21,7 @@ class QuantizedWeight:
     - ``scales[n, g] * codebook[codes[n, k]]`` with a codebook.
 
     Attributes:
-        bits: of one code, 2 to 8. Memory is counted by it; ``codes`` holds one code a byte.
+        bits: of one code, 2 to 8; ``codes`` holds one code a byte, whatever their number.
         codes: ``[outputs, inputs]``: int8 without zeros and codebook, ``-2 ** (bits - 1)`` to
             ``2 ** (bits - 1) - 1``; uint8 with either, 0 to ``2 ** bits - 1``.
         scales: float32 ``[outputs, groups]``.
@@ -107,9 +107,17 @@ class QuantizedWeight:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the weight in packed codes, with its scales and zeros."""
-        parts = 1 if self.zeros is None else 2
-        return self.codes.numel() * self.bits // 8 + parts * self.scales.nbytes
+        """Memory that the weight takes in this form, with its scales and zeros."""
+        return self.codes.nbytes + self._scale_bytes
+
+    @property
+    def packed_bytes(self) -> int:
+        """Memory of what kernels make of it: codes of four bits, or of eight."""
+        return self.codes.numel() // (2 if self.bits <= 4 else 1) + self._scale_bytes
+
+    @property
+    def _scale_bytes(self) -> int:
+        return self.scales.nbytes * (1 if self.zeros is None else 2)
 
     def to(self, device: torch.device) -> QuantizedWeight:
         """The same on ``device``."""

@@ -89,7 +89,7 @@ def quantize_nf4(weight: Tensor, *, group_size: int = 64) -> QuantizedWeight:
     """
     values = _checked(weight)
     groups = _grouped(values, group_size)
-    codebook = torch.tensor(NF4_VALUES)
+    codebook = torch.tensor(NF4_VALUES, device=weight.device)
     scales = _scales(groups.abs().amax(dim=2))
     middles = (codebook[1:] + codebook[:-1]) / 2
     codes = torch.bucketize(groups / scales.unsqueeze(2), middles).to(torch.uint8)
@@ -110,7 +110,8 @@ def quantize_fp8(weight: Tensor) -> QuantizedWeight:
     values = _checked(weight)
     scales = _scales(values.abs().amax(dim=1, keepdim=True) / _LARGEST_FP8)
     codes = (values / scales).to(torch.float8_e4m3fn).view(torch.uint8)
-    return QuantizedWeight(8, codes, scales, codebook=torch.tensor(FP8_VALUES))
+    codebook = torch.tensor(FP8_VALUES, device=weight.device)
+    return QuantizedWeight(8, codes, scales, codebook=codebook)
 
 
 def _checked(weight: Tensor) -> Tensor:
@@ -122,7 +123,7 @@ def _checked(weight: Tensor) -> Tensor:
 
 def _scales(scales: Tensor) -> Tensor:
     """Where all weights are zero, or too small for a scale of their own, they become zeros."""
-    return torch.where(scales < torch.finfo(torch.float32).tiny, torch.ones(()), scales)
+    return torch.where(scales < torch.finfo(torch.float32).tiny, scales.new_ones(()), scales)
 
 
 def _grouped(values: Tensor, group_size: int) -> Tensor:

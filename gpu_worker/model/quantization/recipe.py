@@ -18,11 +18,16 @@ from .form import QuantizedWeight
 from .quantized_modules import QuantizedLinear
 from .quantizers import quantize_fp8, quantize_int4, quantize_int8, quantize_nf4
 
-__all__ = ["AUTO", "METHODS", "Recipe", "quantize_model", "recipe_of"]
+__all__ = ["AUTO", "METHODS", "Recipe", "quantize_model", "recipe_of", "settled"]
 
 log = logging.getLogger(__name__)
 
 _HEAD = "lm_head"
+_PREFERRED = "prefer-int8"
+_GIVES_WAY = {
+    "quantization": "the checkpoint is quantised already",
+    "kv_cache_dtype": "8 bits are for CPUs",
+}
 
 METHODS = ("int8", "int4", "nf4", "fp8")
 """What weights are quantised to at load."""
@@ -110,6 +115,25 @@ class Recipe:
         return quantize_fp8(weight)
 
 
+def settled(settings: ModelSettings, *, quantized: bool, on_cpu: bool) -> ModelSettings:
+    """``settings`` with what is only preferred decided, for a checkpoint on a device.
+
+    Args:
+        settings: a profile's may prefer 8 bits, which give way where they cannot be had.
+        quantized: whether the checkpoint comes quantised.
+        on_cpu: whether the model runs there.
+    """
+    decided: dict[str, object] = {}
+    if settings.quantization == _PREFERRED:
+        decided["quantization"] = "auto" if quantized else "int8"
+    if settings.kv_cache_dtype == _PREFERRED:
+        decided["kv_cache_dtype"] = "int8" if on_cpu else "auto"
+    for name, why in _GIVES_WAY.items():
+        if decided.get(name) == "auto":
+            log.info("model.%s: %s gives way to auto: %s", name, _PREFERRED, why)
+    return settings.model_copy(update=decided)
+
+
 def recipe_of(settings: ModelSettings) -> Recipe:
     """The recipe that settings ask for."""
     return Recipe(
@@ -144,7 +168,7 @@ def quantize_model(model: Any, recipe: Recipe) -> int:
         return 0
     begin = time.perf_counter()
     names = {parameter.data_ptr(): name for name, parameter in model.named_parameters()}
-    before = after = count = 0
+    before = after = held = count = 0
     for parent_name, parent in list(model.named_modules()):
         for child, layer in list(parent.named_children()):
             name = f"{parent_name}.{child}" if parent_name else child
@@ -165,10 +189,12 @@ def quantize_model(model: Any, recipe: Recipe) -> int:
             made.source = None if tensor is None else (tensor, part)
             setattr(parent, child, made.eval())
             before += layer.weight.nbytes
-            after += quantized.num_bytes
+            after += quantized.packed_bytes
+            held += quantized.num_bytes
             count += 1
     log.info(
-        "quantised %d linear layers to %s in %.1f s: %s instead of %s", count, recipe,
-        time.perf_counter() - begin, format_bytes(after), format_bytes(before),
+        "quantised %d linear layers to %s in %.1f s: %s instead of %s, and %s until they are "
+        "packed", count, recipe, time.perf_counter() - begin, format_bytes(after),
+        format_bytes(before), format_bytes(held),
     )  # fmt: skip
     return count

@@ -45,6 +45,7 @@ class AWQ:
         layout = str(config.get("version") or config.get("format") or "gemm").lower()
         choose("AWQ", "version", layout, ("gemm", "exllama"))
         self.group_size = int(config.get("group_size", config.get("q_group_size")) or -1)
+        self.bits = 4
         self.label = f"AWQ, 4 bits in groups of {self.group_size}"
 
     def modules(self, names: Iterable[str]) -> dict[str, tuple[str, ...]]:

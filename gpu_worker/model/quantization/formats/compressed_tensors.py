@@ -86,6 +86,7 @@ class CompressedTensors:
                 f"quantization_config in config.json is no compressed-tensors one ({error!r}); "
                 "copy the checkpoint again"
             ) from error
+        self.bits = min((s.bits for s in self._schemes if s.packed), default=8)
         kinds = sorted({f"{'fp' if s.is_float else 'int'}{s.bits}" for s in self._schemes})
         self.label = f"{_LABEL}, {' and '.join(kinds)}"
 

@@ -8,6 +8,7 @@ has groups of 32 (or 16), whose scales are codes themselves, scaled by the block
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,9 +16,29 @@ from torch import Tensor
 from ..form import QuantizedWeight
 from .codes import nibbles
 
-__all__ = ["BLOCKS", "repack"]
+__all__ = ["BLOCKS", "Block", "repack"]
 
 _BLOCK = 256
+
+
+class Block(NamedTuple):
+    """A type of blocks, and what it becomes.
+
+    Attributes:
+        size: weights of a block.
+        num_bytes: of a block.
+        bits: of the form's codes.
+        group: inputs of the form's groups.
+        scales: numbers of the form for each group: a scale, or a scale and a zero.
+        unpack: makes the form.
+    """
+
+    size: int
+    num_bytes: int
+    bits: int
+    group: int
+    scales: int
+    unpack: Callable[[Tensor, int], QuantizedWeight]
 
 
 def repack(kind: str, data: Tensor, inputs: int) -> QuantizedWeight:
@@ -31,11 +52,11 @@ def repack(kind: str, data: Tensor, inputs: int) -> QuantizedWeight:
     Raises:
         ValueError: rows have other sizes than ``kind`` says, or scales are not finite.
     """
-    size, num_bytes, unpack = BLOCKS[kind]
+    block = BLOCKS[kind]
     outputs = data.shape[0]
-    if inputs % size or data.shape[1] != inputs // size * num_bytes:
+    if inputs % block.size or data.shape[1] != inputs // block.size * block.num_bytes:
         raise ValueError(f"{data.shape[1]} bytes are no {kind} of {inputs} weights")
-    return unpack(data.reshape(-1, num_bytes), outputs)
+    return block.unpack(data.reshape(-1, block.num_bytes), outputs)
 
 
 def _q4_0(blocks: Tensor, outputs: int) -> QuantizedWeight:
@@ -141,14 +162,14 @@ def _half(blocks: Tensor, begin: int) -> Tensor:
     return blocks[:, begin : begin + 2].contiguous().view(torch.float16).float()
 
 
-BLOCKS: Mapping[str, tuple[int, int, Callable[[Tensor, int], QuantizedWeight]]] = {
-    "Q4_0": (32, 18, _q4_0),
-    "Q4_1": (32, 20, _q4_1),
-    "Q5_0": (32, 22, _q5_0),
-    "Q5_1": (32, 24, _q5_1),
-    "Q8_0": (32, 34, _q8_0),
-    "Q4_K": (_BLOCK, 144, _q4_k),
-    "Q5_K": (_BLOCK, 176, _q5_k),
-    "Q6_K": (_BLOCK, 210, _q6_k),
+BLOCKS: Mapping[str, Block] = {
+    "Q4_0": Block(32, 18, 4, 32, 1, _q4_0),
+    "Q4_1": Block(32, 20, 4, 32, 2, _q4_1),
+    "Q5_0": Block(32, 22, 5, 32, 1, _q5_0),
+    "Q5_1": Block(32, 24, 5, 32, 2, _q5_1),
+    "Q8_0": Block(32, 34, 8, 32, 1, _q8_0),
+    "Q4_K": Block(_BLOCK, 144, 4, 32, 2, _q4_k),
+    "Q5_K": Block(_BLOCK, 176, 5, 32, 2, _q5_k),
+    "Q6_K": Block(_BLOCK, 210, 6, 16, 1, _q6_k),
 }
-"""Served types: weights and bytes of a block, and what repacks blocks."""
+"""Served types."""

@@ -36,6 +36,7 @@ class MXFP4:
     """
 
     label = "mxfp4"
+    bits = 4
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         del config

@@ -2,19 +2,48 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from penstock.shared.errors import UnsupportedModel
 
 from ..form import QuantizedWeight
 from .mxfp4 import MXFP4
-from .stored_tensors import StoredTensors
+from .stored_tensors import FULL, StoredTensors
 from .weight_format import CONVERT, WeightFormat
 
-__all__ = ["QuantizedSource", "SafetensorsSource", "unexpected"]
+__all__ = ["QuantizedSource", "SafetensorsSource", "SourceBytes", "unexpected"]
+
+_SCALE = torch.float32.itemsize
+_SCALES = frozenset(
+    {"scales", "qzeros", "weight_scale", "weight_zero_point", "SCB", "weight.absmax"}
+)
+"""Ends of names of what becomes a float32 number each; ``zeros`` that are all alike are dropped."""
+
+
+class SourceBytes(NamedTuple):
+    """Memory that all weights of a source take.
+
+    Attributes:
+        loaded: as they are read: a byte for each code. So they stay where torch computes.
+        packed: as the native library and the kernel for GPUs keep them.
+    """
+
+    loaded: int
+    packed: int
+
+    def __add__(self, other: SourceBytes) -> SourceBytes:  # type: ignore[override]
+        return SourceBytes(self.loaded + other.loaded, self.packed + other.packed)
+
+    @classmethod
+    def of_codes(cls, count: int, bits: int, scales: int) -> SourceBytes:
+        """Of so many codes of ``bits`` bits, with that many scales and zeros in float32."""
+        beside = _SCALE * scales
+        return cls(count + beside, count // (2 if bits <= 4 else 1) + beside)
 
 
 class QuantizedSource(Protocol):
@@ -33,6 +62,10 @@ class QuantizedSource(Protocol):
 
     def plain(self) -> Mapping[str, Tensor]:
         """All other tensors by name, mapped from the files."""
+        ...
+
+    def num_bytes(self, dtype: torch.dtype) -> SourceBytes:
+        """Memory of all weights with what is not quantised in ``dtype``, without reading them."""
         ...
 
     def weight(self, module: str, shape: tuple[int, int]) -> QuantizedWeight:
@@ -75,6 +108,33 @@ class SafetensorsSource:
         """See :class:`QuantizedSource`."""
         taken = {name for parts in self._parts.values() for name in parts}
         return {name: self._tensors.read(name) for name in self._tensors.names - taken}
+
+    def num_bytes(self, dtype: torch.dtype) -> SourceBytes:
+        """See :class:`QuantizedSource`."""
+        total = SourceBytes(0, 0)
+        coded = {name: module for module, parts in self._parts.items() for name in parts}
+        for name in self._tensors.names:
+            stored, count = self._tensors.stored(name), math.prod(self._tensors.shape(name))
+            if name in coded:
+                end = name.removeprefix(coded[name]).lstrip("._")
+                total += self._part_bytes(end, stored, count)
+            else:
+                each = dtype.itemsize if stored in FULL else 8 if stored.endswith("64") else 1
+                total += SourceBytes(count * each, count * each)
+        return total
+
+    def _part_bytes(self, end: str, stored: str, count: int) -> SourceBytes:
+        """Of a tensor of a quantised module, whose name ends so."""
+        bits = self._kind.bits
+        numbers = count * 32 // bits if stored == "I32" else count
+        if end in ("qweight", "weight_packed"):
+            return SourceBytes.of_codes(numbers, bits, 0)
+        if end in ("weight", "blocks"):
+            twice = stored == "U8" and bits == 4  # two codes a byte
+            return SourceBytes.of_codes(2 * count if twice else count, 4 if twice else 8, 0)
+        if end in _SCALES:
+            return SourceBytes.of_codes(0, bits, numbers)
+        return SourceBytes(0, 0)
 
     def weight(self, module: str, shape: tuple[int, int]) -> QuantizedWeight:
         """See :class:`QuantizedSource`."""

@@ -13,7 +13,10 @@ from torch import Tensor
 
 from penstock.shared.errors import ModelError, ModelNotFound
 
-__all__ = ["StoredTensors"]
+__all__ = ["FULL", "StoredTensors"]
+
+FULL = frozenset({"F64", "F32", "F16", "BF16"})
+"""Types of numbers that are converted to the model's dtype."""
 
 _DTYPES = {
     torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int8: "I8",
@@ -70,6 +73,11 @@ class StoredTensors:
         """Of the tensor called ``name``."""
         self._require(name)
         return tuple(self._files[name].get_slice(name).get_shape())
+
+    def stored(self, name: str) -> str:
+        """The type of its numbers, as safetensors names it: ``F16``, ``I32``, ..."""
+        self._require(name)
+        return str(self._files[name].get_slice(name).get_dtype())
 
     def read(
         self,

@@ -25,9 +25,11 @@ class WeightFormat(Protocol):
 
     Attributes:
         label: what it is, for people.
+        bits: of its codes; of those in words, if there are others beside them.
     """
 
     label: str
+    bits: int
 
     def modules(self, names: Iterable[str]) -> Mapping[str, tuple[str, ...]]:
         """The quantised modules, and which of the checkpoint's tensors belong to each."""
