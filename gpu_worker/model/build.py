@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -12,9 +11,10 @@ from dataclasses import replace
 import torch
 
 from penstock.shared.errors import ModelError
+from penstock.shared.local.cores import usable_cores
 from penstock.shared.local.yielding import yielding_to_others
 from penstock.shared.protocol import Request
-from penstock.shared.settings import EngineSettings, Settings
+from penstock.shared.settings import EngineSettings, ModelSettings, Settings
 
 from ..engine.config import EngineConfig
 from ..engine.kv.kv_cache_groups import KVCacheGroup
@@ -27,11 +27,12 @@ from .kv.kv_pool import KVPool, blocks_in_budget
 from .kv.layer_groups import groups_in_budget
 from .kv.memory_budget import format_bytes, kv_budget, swap_budget
 from .kv.swap_pool import SwapPool
+from .loading.checkpoint_folder import find_checkpoint, is_quantized
 from .loading.fingerprint import fingerprint_of
 from .loading.geometry import KVGeometry
 from .loading.loaded_model import LoadedModel
 from .loading.model_opening import open_model
-from .quantization.recipe import recipe_of
+from .quantization.recipe import recipe_of, settled
 from .runner import ModelRunner
 from .sampling.sampler import Sampler
 from .structured.compile_sandbox import CompileSandbox, UnsafeConstraint
@@ -66,7 +67,9 @@ def build_model(settings: Settings) -> ServingModel:
     """
     if settings.engine.threads is not None:
         torch.set_num_threads(settings.engine.threads)
-    wanted = settings.model
+    elif torch.get_num_threads() > usable_cores():
+        torch.set_num_threads(usable_cores())  # torch counts cores that a container has no time on
+    wanted = _settled(settings.model)
     opened = open_model(
         wanted.path,
         dtype=wanted.dtype,
@@ -145,6 +148,11 @@ def build_model(settings: Settings) -> ServingModel:
     )
 
 
+def _settled(wanted: ModelSettings) -> ModelSettings:
+    on_cpu = wanted.device == "cpu" or (wanted.device == "auto" and not torch.cuda.is_available())
+    return settled(wanted, quantized=is_quantized(find_checkpoint(wanted.path)), on_cpu=on_cpu)
+
+
 def _text_streams(
     loaded: LoadedModel, vocabulary: tuple[bytes | None, ...]
 ) -> Callable[[tuple[int, ...]], TextStream]:
@@ -205,7 +213,7 @@ def _check_chat_template(loaded: LoadedModel, sandbox: CompileSandbox) -> None:
 
 def _mask_threads() -> int:
     """Few suffice for masks of microseconds; at least two, lest a slow one hold up others."""
-    return min(8, max(2, (os.cpu_count() or 1) // 2))
+    return min(8, max(2, usable_cores() // 2))
 
 
 def _load_rest(

@@ -27,17 +27,19 @@ class ModelSettings(Section):
         "Number format of weights and KV cache. `auto` takes the checkpoint's own on a GPU, and "
         "float32 on a CPU.",
     )
-    kv_cache_dtype: Literal["auto", "int8"] = setting(
+    kv_cache_dtype: Literal["auto", "int8", "prefer-int8"] = setting(
         "auto",
         "Number format of the KV cache: `auto` is that of `dtype`. `int8` keeps 8 bits and a scale "
         "for each token and head, for up to twice the sequences of bfloat16 and four times those "
-        "of float32 in the same memory; on a CPU only.",
+        "of float32 in the same memory; on a CPU only. `prefer-int8` is `int8` there, and `auto` "
+        "elsewhere.",
     )
-    quantization: Literal["none", "auto", "int8", "int4", "nf4", "fp8"] = setting(
+    quantization: Literal["none", "auto", "int8", "int4", "nf4", "fp8", "prefer-int8"] = setting(
         "auto",
         "Number format of the weights of linear layers. `auto` takes the checkpoint as it is. "
         "`int8`, `int4`, `nf4` and `fp8` round full weights when they are loaded; activations stay "
-        "in `dtype`. `none` refuses a quantised checkpoint.",
+        "in `dtype`. `none` refuses a quantised checkpoint, as the others do; `prefer-int8` is "
+        "`int8` for a full one, and takes a quantised one as it is.",
     )
     quantization_group: int = setting(
         64,

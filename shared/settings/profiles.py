@@ -23,10 +23,10 @@ PROFILES: Mapping[str, Mapping[str, object]] = {
         "engine.chunking": "adaptive",
         "engine.target_itl_ms": 25.0,
     },
-    # Weights and KV in 8 bits, and no second place for either.
+    # Weights and KV in 8 bits where they can be, and no second place for either.
     "memory": {
-        "model.quantization": "int8",
-        "model.kv_cache_dtype": "int8",
+        "model.quantization": "prefer-int8",
+        "model.kv_cache_dtype": "prefer-int8",
         "engine.max_sequences": 16,
         "engine.kv_memory": "256MiB",
         "engine.swap_memory": 0,

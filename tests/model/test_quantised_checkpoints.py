@@ -23,10 +23,20 @@ from model.quantised_checkpoints import (
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GenerationConfig
 
+from penstock.gpu_worker.model.loading import checkpoint as checkpoint_module
+from penstock.gpu_worker.model.loading.checkpoint import load_config, quantized_source
 from penstock.gpu_worker.model.loading.loader import LoadedModel, load_model
 from penstock.gpu_worker.model.loading.model_opening import open_model
-from penstock.gpu_worker.model.quantization.quantized_modules import QuantizedLinear, QuantizedStack
-from penstock.shared.errors import ModelError, ModelNotFound, UnsupportedModel
+from penstock.gpu_worker.model.quantization.quantized_modules import (
+    QuantizedLinear,
+    QuantizedStack,
+)
+from penstock.shared.errors import (
+    InsufficientMemory,
+    ModelError,
+    ModelNotFound,
+    UnsupportedModel,
+)
 
 PROMPTS = ((7,), (3, 4, 5, 6), tuple(range(10, 40)))
 MAX_TOKENS = 12
@@ -107,6 +117,22 @@ def expected_greedy(folder: Path) -> list[list[int]]:
     return outputs
 
 
+def check_counted(loaded: LoadedModel, folder: Path) -> None:
+    """What weights take is known from the headers of their tensors."""
+    numbers = sum(parameter.nbytes for parameter in loaded.model.parameters())
+    weights = []
+    for module in loaded.model.modules():
+        stacks = (value for value in vars(module).values() if isinstance(value, QuantizedStack))
+        weights += [weight for stack in stacks for weight in stack.experts]
+        weights += [module.quantized] if isinstance(module, QuantizedLinear) else []
+    source = quantized_source(folder, load_config(folder))
+    assert source is not None
+    counted = source.num_bytes(torch.float32)
+    # Zeros that are all alike count, and are dropped; scales of blocks of rows are repeated.
+    assert 0.9 < counted.loaded / (numbers + sum(w.num_bytes for w in weights)) < 1.2
+    assert 0.9 < counted.packed / (numbers + sum(w.packed_bytes for w in weights)) < 1.2
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_tokens_are_those_of_the_dequantised_model(
     name: str,
@@ -119,14 +145,19 @@ def test_tokens_are_those_of_the_dequantised_model(
     rewrite(checkpoint("qwen2"), tmp_path / "coded", write, config, tmp_path / "dense")
     native = load_model(tmp_path / "coded", device="cpu")
     assert greedy(native) == expected_greedy(tmp_path / "dense")
+    multiplied = native.multiplied_weights
     native.close()
     dense_layers = "21 linear layers have permuted inputs (desc_act)" in caplog.text
     assert dense_layers == bool(config.get("desc_act"))
     # What the native library packs is given up; so the weights are looked at without it.
     loaded = load_model(tmp_path / "coded", device="cpu", native="off")
     try:
+        check_counted(loaded, tmp_path / "coded")
         assert greedy(loaded) == expected_greedy(tmp_path / "dense")
         dense = load_file(tmp_path / "dense" / "model.safetensors")
+        linears = sum(w.numel() for name, w in dense.items() if name.endswith("_proj.weight"))
+        head = loaded.vocab_size * loaded.model.config.hidden_size
+        assert multiplied == loaded.multiplied_weights == linears + head
         found = 0
         for module, layer in loaded.model.named_modules():
             if isinstance(layer, QuantizedLinear):
@@ -164,19 +195,40 @@ def test_experts_in_mxfp4(tmp_path: Path) -> None:
     native = load_model(tmp_path / "coded", device="cpu", native="on")
     try:
         assert greedy(native) == expected
+        multiplied = native.multiplied_weights
     finally:
         native.close()
     loaded = load_model(tmp_path / "coded", device="cpu", native="off")
     try:
+        check_counted(loaded, tmp_path / "coded")
         assert greedy(loaded) == expected
         experts = loaded.model.model.layers[0].mlp.experts
         dense = load_file(tmp_path / "dense" / "model.safetensors")
+        stacks = sum(weight.numel() for weight in dense.values() if weight.dim() == 3)
+        linears = sum(w.numel() for name, w in dense.items() if name.endswith("_proj.weight"))
+        head = loaded.vocab_size * loaded.model.config.hidden_size
+        # Of four experts a token has two; routers, which are small, only the program counts.
+        assert loaded.multiplied_weights == linears + head + stacks // 2
+        assert multiplied == pytest.approx(loaded.multiplied_weights, rel=0.02)
         for name in ("gate_up_proj", "down_proj"):
             stack = getattr(experts, name)
             assert isinstance(stack, QuantizedStack)
             assert torch.equal(stack[1], dense[f"model.layers.0.mlp.experts.{name}"][1])
     finally:
         loaded.close()
+
+
+def test_codes_that_do_not_fit_before_they_are_packed_are_refused(
+    coded: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = quantized_source(coded, load_config(coded))
+    assert source is not None
+    counted = source.num_bytes(torch.float32)
+    between = (counted.loaded + counted.packed) // 2
+    assert sum(file.stat().st_size for file in coded.glob("*.safetensors")) < between
+    monkeypatch.setattr(checkpoint_module, "available_bytes", lambda device: int(between / 0.9))
+    with pytest.raises(InsufficientMemory, match=r"as float32, with a byte for each code until"):
+        load_model(coded, device="cpu")
 
 
 @pytest.fixture(scope="module")

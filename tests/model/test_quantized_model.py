@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,16 +13,18 @@ from torch import Tensor, nn
 
 from penstock.gpu_worker.model.batch import Rows, SequenceChunk, pack
 from penstock.gpu_worker.model.kv.kv_pool import KVPool
-from penstock.gpu_worker.model.loading.checkpoint_folder import find_checkpoint
+from penstock.gpu_worker.model.loading.checkpoint_folder import find_checkpoint, is_quantized
 from penstock.gpu_worker.model.loading.fingerprint import fingerprint_of
 from penstock.gpu_worker.model.loading.loaded_model import LoadedModel
 from penstock.gpu_worker.model.loading.loader import load_model
 from penstock.gpu_worker.model.loading.model_opening import open_model
+from penstock.gpu_worker.model.quantization.coding import matrix_parts, packed_bytes
 from penstock.gpu_worker.model.quantization.form import QuantizedWeight
 from penstock.gpu_worker.model.quantization.quantized_modules import QuantizedLinear
-from penstock.gpu_worker.model.quantization.recipe import Recipe, quantize_model
-from penstock.kernels.cpu import NativeUnavailable, load_library
+from penstock.gpu_worker.model.quantization.recipe import Recipe, quantize_model, settled
+from penstock.kernels.cpu import CodedWeight, Codes, NativeUnavailable, load_library
 from penstock.shared.errors import ConfigurationError, ModelError
+from penstock.shared.settings import ModelSettings, load_settings
 
 try:
     load_library()
@@ -107,6 +111,44 @@ def test_a_quantised_checkpoint_goes_with_auto_alone(tmp_path: Path) -> None:
         load_model(folder, recipe=Recipe("none"))
 
 
+def test_what_is_preferred_gives_way_and_what_is_asked_for_does_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    memory = load_settings({"worker.profile": "memory"}, environment={}).model
+    asked = load_settings(
+        {"worker.profile": "memory", "model.quantization": "int8", "model.kv_cache_dtype": "int8"},
+        environment={},
+    ).model
+
+    def found(settings: ModelSettings, *, quantized: bool, on_cpu: bool) -> tuple[str, str]:
+        decided = settled(settings, quantized=quantized, on_cpu=on_cpu)
+        return decided.quantization, decided.kv_cache_dtype
+
+    with caplog.at_level("INFO"):
+        assert found(memory, quantized=False, on_cpu=True) == ("int8", "int8")
+        assert not caplog.records
+        assert found(memory, quantized=True, on_cpu=False) == ("auto", "auto")
+    assert len(caplog.records) == 2
+    assert "model.quantization: prefer-int8 gives way to auto: the checkpoint is" in caplog.text
+    assert "model.kv_cache_dtype: prefer-int8 gives way to auto: 8 bits are for" in caplog.text
+    for quantized in (False, True):
+        assert found(asked, quantized=quantized, on_cpu=not quantized) == ("int8", "int8")
+
+    folder = find_checkpoint("demo-draft")
+    assert not is_quantized(folder)
+    assert not is_quantized(tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    described = {"quant_method": "gptq", "bits": 4}
+    for tree in (
+        config | {"quantization_config": described},
+        config | {"text_config": {"quantization_config": described}},
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(tree))
+        assert is_quantized(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    assert not is_quantized(tmp_path)
+
+
 def test_weights_that_are_not_finite_are_named() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[1].weight.data[2, 3] = torch.inf
@@ -114,16 +156,49 @@ def test_weights_that_are_not_finite_are_named() -> None:
         quantize_model(model, Recipe("int4"))
 
 
-def test_parts_of_different_forms_are_computed_in_full() -> None:
-    """Projections that are quantised otherwise than their neighbours, or whose inputs are mixed."""
-    from penstock.gpu_worker.model.quantization.coding import matrix_parts
+def layer(method: str, **options: Any) -> QuantizedLinear:
+    weight = torch.randn(8, 64, generator=torch.Generator().manual_seed(1))
+    return QuantizedLinear(Recipe(method, **options).quantize(weight, "layer"))
 
-    def layer(method: str) -> QuantizedLinear:
-        weight = torch.randn(8, 64, generator=torch.Generator().manual_seed(1))
-        return QuantizedLinear(Recipe(method).quantize(weight, "layer"))
 
-    mixed = [layer("int4"), layer("int8")]
+@pytest.mark.parametrize(
+    ("mixed", "kind", "group"),
+    [
+        ([layer("int4", group_size=32), layer("int8")], Codes.INT8, 32),
+        ([layer("int8"), layer("int4", group_size=16, symmetric=False)], Codes.INT8, 16),
+        ([layer("int4", group_size=16), layer("int4", group_size=0)], Codes.INT4, 16),
+        # The last group is shorter, and what is cut of it runs over the end.
+        ([layer("int4", group_size=48, symmetric=False), layer("int8")], Codes.INT8, 16),
+        ([layer("int4", group_size=48), layer("int4", group_size=32)], Codes.INT4, 16),
+    ],
+)
+def test_parts_of_different_forms_get_one_without_changing_a_number(
+    mixed: list[QuantizedLinear], kind: Codes, group: int
+) -> None:
     parts = matrix_parts(mixed, torch.float32)
+    for part, one in zip(parts, mixed, strict=True):
+        assert isinstance(part, CodedWeight)
+        assert (part.kind, part.group) == (kind, group)
+        assert part.goes_with(parts[0])  # type: ignore[arg-type]
+        codes = part.codes.float() - (8 if kind is Codes.INT4 else 0)
+        values = codes * part.scales.repeat_interleave(group, dim=1)
+        if part.offsets is not None:
+            values += part.offsets.repeat_interleave(group, dim=1)
+        assert torch.allclose(values, one.quantized.dequantize(), rtol=0, atol=1e-5)
+    stored = sum(
+        part.codes.numel() // (2 if kind is Codes.INT4 else 1)
+        + part.scales.nbytes * (1 if part.offsets is None else 2)
+        for part in parts
+        if isinstance(part, CodedWeight)
+    )
+    assert packed_bytes(mixed, torch.float32) == stored
+
+
+def test_parts_without_a_common_form_are_computed_in_full() -> None:
+    """Projections that are quantised otherwise than their neighbours, or whose inputs are mixed."""
+    mixed = [layer("nf4"), layer("int8")]
+    parts = matrix_parts(mixed, torch.float32)
+    assert packed_bytes(mixed, torch.bfloat16) == 2 * 2 * 8 * 64
     for part, one in zip(parts, mixed, strict=True):
         assert isinstance(part, Tensor)
         assert torch.equal(part, one.quantized.dequantize())

@@ -104,6 +104,33 @@ def test_the_demo_model_passes(verify: Verify) -> None:
     assert report.figures["tokens_equal"] == report.figures["rounds"] * 4 * 8
 
 
+def test_only_a_small_model_is_computed_by_one_thread(
+    verify: Verify, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The native library has taken its weights by then, and they count all the same."""
+    loaded = load_model("demo", device="cpu")
+    size = loaded.multiplied_weights
+    loaded.close()
+    assert size > 1_000_000
+    found: list[int] = []
+
+    def note(*_: Any) -> Report:
+        found.append(torch.get_num_threads())
+        return Report("", {}, (), ())
+
+    monkeypatch.setattr(verification, "_verify", note)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        for limit in (size, size + 1):
+            monkeypatch.setattr(verification, "_SMALL", limit)
+            verify(Path("demo"), threads=None)
+            assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
+    assert found == [2, 1]
+
+
 def test_another_seed_verifies_on_other_prompts_and_the_same_seed_on_the_same(
     verify: Verify,
     checkpoint: Checkpoint,

@@ -5,13 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
-from penstock.gpu_worker.model.loading.model_record import CheckpointWeights
-
-__all__ = ["MachineRates", "linear_weights", "measure_rates"]
+__all__ = ["MachineRates", "measure_rates"]
 
 _STREAMED_BYTES = 256 << 20
 _MATRIX = 1024
@@ -52,10 +49,3 @@ def _least(work: Callable[[], object]) -> float:
         work()
         taken.append(time.perf_counter() - began)
     return min(taken)
-
-
-def linear_weights(folder: Path) -> int:
-    """Weights that a step reads: all of the checkpoint, but for an embedding that is no output."""
-    sizes = CheckpointWeights(folder, torch.float32).sizes()
-    has_head = any(name.startswith("lm_head") for name in sizes)
-    return sum(size for name, size in sizes.items() if not (has_head and "embed_tokens" in name))

@@ -26,7 +26,7 @@ from penstock.shared.settings import Settings, load_settings
 from ..bench.rounds import Machine, Rounds
 from ..report import Progress, Report
 from .chrome_trace import write_chrome_trace
-from .floors import linear_weights, measure_rates
+from .floors import measure_rates
 from .options import ProfileOptions
 from .part_timer import PartTimer, TimedModel, TimedText
 
@@ -40,11 +40,12 @@ PARTS = (
 
 _ADVICE = {
     "weight bandwidth": "each step reads all weights: let more sequences share it "
-    "(engine.max_sequences), or halve it (model.dtype bfloat16)",
-    "KV bandwidth": "long contexts are read at every step: model.dtype bfloat16, or a model with "
-    "fewer KV heads",
-    "FLOPs": "arithmetic: more threads (engine.threads), or model.dtype bfloat16 where the CPU "
-    "multiplies in it",
+    "(engine.max_sequences), or make them smaller (model.quantization int8 or int4, or model.dtype "
+    "bfloat16)",
+    "KV bandwidth": "long contexts are read at every step: model.kv_cache_dtype int8, model.dtype "
+    "bfloat16, or a model with fewer KV heads",
+    "FLOPs": "arithmetic: more threads (engine.threads), or where the CPU multiplies in them "
+    "model.dtype bfloat16 and model.quantization int8",
     "host": "steps are short against their administration: more sequences per step "
     "(engine.max_sequences), or a larger model costs no more host time",
 }
@@ -86,7 +87,7 @@ def profile_steps(options: ProfileOptions, progress: Progress) -> Report:
         rounds.add(f"{name}_ms", 1e3 * parts[name])
         rounds.add(f"{name}_percent", 100 * parts[name] / step_s)
     rounds.add("accounted_percent", 100 * step_s / _wall(decode))
-    weights = linear_weights(loaded.path)
+    weights = loaded.multiplied_weights
     context = options.prompt + options.tokens / 2
     # Whole groups of tokens, as the library stores them.
     token_bytes = loaded.geometry.block_bytes(_BLOCK, loaded.dtype) / _BLOCK

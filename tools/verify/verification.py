@@ -45,8 +45,9 @@ _NO_ERROR = 1e-9
 """Below any rounding: keeps a ratio of errors defined."""
 
 _SMALL = 30_000_000
-"""Parameters of a model whose operations end before a second thread wakes; on a machine that others
-use, too, threads that wait for each other made it 20 times slower."""
+"""Weights that a token is multiplied with, in a model whose operations end before a second thread
+wakes; on a machine that others use, too, threads that wait for each other made it 20 times slower.
+"""
 
 
 def verify_model(options: VerifyOptions, progress: Progress = lambda *_: None) -> Report:
@@ -79,7 +80,7 @@ def verify_model(options: VerifyOptions, progress: Progress = lambda *_: None) -
     progress("loading for penstock", 0, 0)
     try:
         loaded = load_model(options.model, dtype=options.dtype, device=options.device)
-        if options.threads is None and _is_small(loaded):
+        if options.threads is None and loaded.multiplied_weights < _SMALL:
             torch.set_num_threads(1)
         try:
             return _verify(loaded, options, progress, begin)
@@ -87,11 +88,6 @@ def verify_model(options: VerifyOptions, progress: Progress = lambda *_: None) -
             loaded.close()
     finally:
         torch.set_num_threads(threads)
-
-
-def _is_small(loaded: LoadedModel) -> bool:
-    size: int = sum(parameter.numel() for parameter in loaded.model.parameters())
-    return size < _SMALL
 
 
 def _verify(

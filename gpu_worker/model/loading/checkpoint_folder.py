@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from importlib.resources import files
 from pathlib import Path
 
@@ -13,6 +14,7 @@ __all__ = [
     "REMEDY",
     "checkpoint_files",
     "find_checkpoint",
+    "is_quantized",
     "single_file",
     "weight_files",
 ]
@@ -64,6 +66,21 @@ def find_checkpoint(path: str | Path) -> Path:
             return single[0]
         raise ModelNotFound(f"model directory {str(path)!r} has no config.json; {REMEDY}")
     return folder
+
+
+def is_quantized(checkpoint: Path) -> bool:
+    """Whether a checkpoint's configuration says so; GGUF files count, in whatever types they are.
+
+    What cannot be read is not: loading it says why.
+    """
+    if checkpoint.is_file():
+        return True
+    try:
+        tree = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
+        parts = (tree, tree.get("text_config") or {})
+        return any(part.get("quantization_config") is not None for part in parts)
+    except (OSError, ValueError, AttributeError):
+        return False
 
 
 def checkpoint_files(checkpoint: Path) -> list[Path]:

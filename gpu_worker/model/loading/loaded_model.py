@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from ..batch import PackedStep, forward_logits
 from ..forward_context import ForwardContext
 from ..kv.kv_pool import KVPool
 from ..program.native_decoder import NativeDecoder
+from ..quantization.quantized_modules import QuantizedStack
 from ..quantization.recipe import AUTO, Recipe
 from ..sampling.gumbel_sampling import largest
 from .geometry import KVGeometry
@@ -61,6 +63,14 @@ class LoadedModel:
     native: NativeDecoder | None = None
     recipe: Recipe = AUTO
 
+    @property
+    def multiplied_weights(self) -> int:
+        """Weights that a token is multiplied with: all of linear layers, and of chosen experts."""
+        if self.native is not None:
+            return self.native.multiplied_weights
+        text = self.model.config.get_text_config(decoder=True)
+        return _multiplied(self.model, int(getattr(text, "num_experts_per_tok", None) or 1))
+
     def forward(self, step: PackedStep, pool: KVPool) -> Tensor:
         """Compute ``step``, storing its KV in ``pool``.
 
@@ -82,3 +92,20 @@ class LoadedModel:
         """
         if self.attention_name is not None:
             unregister(self.attention_name)
+
+
+def _multiplied(module: Any, chosen: int) -> int:
+    for names in (("in_features", "out_features"), ("nx", "nf")):  # the latter of Conv1D
+        sizes: list[Any] = [getattr(module, name, None) for name in names]
+        if all(isinstance(size, int) for size in sizes):
+            return int(math.prod(sizes))
+    stacks: list[tuple[int, ...]] = [
+        p.shape for p in module.parameters(recurse=False) if p.dim() == 3
+    ]
+    stacks += [
+        (len(value.experts), *value.experts[0].codes.shape)
+        for value in vars(module).values()
+        if isinstance(value, QuantizedStack)
+    ]
+    own = sum(min(chosen, shape[0]) * math.prod(shape[1:]) for shape in stacks)
+    return own + sum(_multiplied(child, chosen) for child in module.children())
