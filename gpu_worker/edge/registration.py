@@ -76,7 +76,7 @@ async def _publish(operations: Operations, ready: Ready) -> None:
         (
             "HSET", operations.keys.model_card,
             "context", str(ready.context), "vocabulary", ready.vocabulary,
-            "kind", ready.kind.value,
+            "kind", ready.kind.value, "summary", ready.summary,
         )
     )  # fmt: skip
     try:

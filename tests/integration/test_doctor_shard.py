@@ -154,6 +154,23 @@ async def test_workers_and_waiting_work(client: Redis, any_redis_url: str) -> No
     assert "oldest_waiting_ms" not in (await examine(at)).figures
 
 
+@pytest.mark.parametrize(
+    ("summary", "level"),
+    [
+        ("m in bfloat16 on cpu, context 64, computed natively (avx2)", Level.OK),
+        ("m in bfloat16 on cpu, context 64, computed by torch", Level.NOTE),
+        ("m in bfloat16 on cuda:0, context 64, computed by torch", Level.OK),
+    ],
+)
+async def test_what_computes_the_steps(
+    client: Redis, any_redis_url: str, summary: str, level: Level
+) -> None:
+    shard = Shard(client)
+    await client.hset(shard.keys.model_card, mapping={"summary": summary})
+    finding = find(await examine(settings(any_redis_url)), "steps")
+    assert (finding.level, finding.found) == (level, summary)
+
+
 async def test_a_queue_that_is_nearly_full(client: Redis, any_redis_url: str) -> None:
     shard = Shard(client)
     for i in range(10):

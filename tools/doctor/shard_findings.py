@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,6 +10,7 @@ from redis.exceptions import ResponseError
 
 from penstock.shared.keys import GROUP, Keys
 from penstock.shared.protocol.states import Lane
+from penstock.shared.quoting import one_line
 from penstock.shared.scripts.operations import Bounds
 from penstock.shared.scripts.script_loader import load_script
 
@@ -22,6 +24,7 @@ _MOST_TENANTS = 200
 _MOST_KEYS = 100_000
 _MOST_RECOUNTED = 20_000
 _SCAN = 1000
+_SUMMARY_CHARS = 300
 
 LASTING = (
     "tenants:critical", "tenants:normal", "tenants:batch", "lanes", "virtual_time", "sweep",
@@ -66,11 +69,12 @@ class Shard:
             ("HGETALL", keys.counters),
             ("XLEN", keys.dead_letters),
             ("ZRANGE", keys.fingerprints, "0", "-1", "WITHSCORES"),
+            ("HMGET", keys.model_card, "summary"),
         )
         for reply in replies:
             if isinstance(reply, ResponseError):
                 return [_denied(reply) if is_denial(reply) else _unreadable(reply)]
-        leases, counters, letters, models = replies
+        leases, counters, letters, models, summary = replies
         waiting = int(counters.get(b"requests", 0))
         self.figures.update(
             queued_requests=waiting,
@@ -85,6 +89,7 @@ class Shard:
         return [
             await self._workers(leases, waiting),
             _models(models, self.now_ms),
+            *_steps(*summary),
             await self._queue(waiting),
             _letters(letters),
             await self._counters(repair=repair),
@@ -244,6 +249,21 @@ def _models(rows: list[bytes], now_ms: int) -> Finding:
             "streams of a model that is gone wait ten leases for a worker of it, and then end",
         )  # fmt: skip
     return Finding("model", Level.OK, f"fingerprint {served[0]}" if served else "none is served")
+
+
+def _steps(summary: bytes | None) -> Iterator[Finding]:
+    """What computes the steps of the worker that started last, in its own words."""
+    if summary is None:
+        return
+    shown = one_line(summary.decode(errors="replace"), _SUMMARY_CHARS)
+    if "on cpu" in shown and shown.endswith("computed by torch"):
+        yield Finding(
+            "steps", Level.NOTE, shown,
+            "PyTorch computes a step on a CPU several times slower than the native library",
+            "read the worker's log at its start, which says why; often a C++ compiler is missing",
+        )  # fmt: skip
+    else:
+        yield Finding("steps", Level.OK, shown)
 
 
 def _letters(count: int) -> Finding:

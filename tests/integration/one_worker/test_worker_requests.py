@@ -61,6 +61,13 @@ async def test_greedy_tokens_are_transformers_own(producer: Producer) -> None:
         assert result.text == tokenizer.decode(expected, skip_special_tokens=True)
 
 
+@pytest.mark.usefixtures("worker")
+async def test_a_worker_says_what_it_serves(client: redis.asyncio.Redis) -> None:
+    summary = (await client.hget(KEYS.model_card, "summary") or b"").decode()
+    assert "in float32 on cpu, context " in summary
+    assert ", computed " in summary
+
+
 async def test_seed_decides_the_tokens_whatever_else_runs(producer: Producer) -> None:
     alone = await producer.submit("The list type", max_tokens=40, temperature=1.0, seed=7)
     first = await end_of(producer, alone.id)
