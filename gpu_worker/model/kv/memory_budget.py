@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from penstock.shared.errors import ConfigurationError, InsufficientMemory
+from penstock.shared.local.control_groups import memory_left
 
 __all__ = [
     "available_bytes",
@@ -72,7 +73,7 @@ def available_bytes(device: torch.device) -> int:
     """Memory that ``device`` can give now without evicting anything."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    limits = [limit for limit in (_meminfo(), _cgroup()) if limit is not None]
+    limits = [limit for limit in (_meminfo(), memory_left()) if limit is not None]
     if limits:
         return min(limits)
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -152,30 +153,3 @@ def _meminfo() -> int | None:
         return None
     match = re.search(r"^MemAvailable:\s+(\d+) kB", text, re.MULTILINE)
     return int(match.group(1)) * 1024 if match else None
-
-
-def _cgroup() -> int | None:
-    """Memory left under the container's limit (cgroup v2, then v1); None without a limit."""
-    root = Path("/sys/fs/cgroup")
-    for limit_file, used_file, stat_file, cache_key in (
-        ("memory.max", "memory.current", "memory.stat", "inactive_file"),
-        (
-            "memory/memory.limit_in_bytes",
-            "memory/memory.usage_in_bytes",
-            "memory/memory.stat",
-            "total_inactive_file",
-        ),
-    ):
-        try:
-            limit, used, stat = (
-                (root / name).read_text(encoding="ascii").strip()
-                for name in (limit_file, used_file, stat_file)
-            )
-        except OSError:
-            continue
-        if limit.isdigit() and used.isdigit():
-            # The page cache of files counts as used, and is given back on demand.
-            cache = re.search(rf"^{cache_key} (\d+)$", stat, re.MULTILINE)
-            reclaimable = int(cache.group(1)) if cache else 0
-            return max(int(limit) - int(used) + reclaimable, 0)
-    return None

@@ -1,4 +1,4 @@
-"""Cores that a process may use, by control groups of both versions as files."""
+"""Cores and memory that a process may use, by control groups of both versions as files."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from penstock.shared.local.cores import quota_cores, usable_cores
+from penstock.shared.local.control_groups import memory_left, quota_cores
+from penstock.shared.local.cores import usable_cores
 
 
-def quota(folder: Path, membership: str, files: Mapping[str, str]) -> int | None:
+def written(folder: Path, membership: str, files: Mapping[str, str]) -> tuple[Path, Path]:
     for name, text in files.items():
         path = folder / "cgroup" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"{text}\n", encoding="ascii")
     (folder / "membership").write_text(membership, encoding="ascii")
-    return quota_cores(folder / "cgroup", folder / "membership")
+    return folder / "cgroup", folder / "membership"
 
 
 @pytest.mark.parametrize(
@@ -56,11 +57,43 @@ def quota(folder: Path, membership: str, files: Mapping[str, str]) -> int | None
 def test_quota(
     membership: str, files: Mapping[str, str], cores: int | None, tmp_path: Path
 ) -> None:
-    assert quota(tmp_path, membership, files) == cores
+    assert quota_cores(*written(tmp_path, membership, files)) == cores
+
+
+def memory(folder: str, limit: str, used: int, cache: int, version: int = 2) -> dict[str, str]:
+    names = ("max", "current") if version == 2 else ("limit_in_bytes", "usage_in_bytes")
+    key = "inactive_file" if version == 2 else "total_inactive_file"
+    parts = (limit, str(used), f"anon 5\n{key} {cache}\nactive_file 7")
+    return {
+        f"{folder}memory.{name}": part for name, part in zip((*names, "stat"), parts, strict=True)
+    }
+
+
+@pytest.mark.parametrize(
+    ("membership", "files", "left"),
+    [
+        # A container that sees its own group as the root; its cache is given back on demand.
+        ("0::/\n", memory("", "1000", 600, 100), 500),
+        ("0::/\n", memory("", "max", 600, 100), None),
+        ("0::/\n", memory("", "1000", 1200, 100), 0),
+        # A service's own limit, and that of the slice above it.
+        ("0::/a/b\n", memory("a/b/", "1000", 600, 0) | memory("", "max", 9000, 0), 400),
+        ("0::/a/b\n", memory("a/b/", "1000", 600, 0) | memory("a/", "2000", 1900, 0), 100),
+        ("0::/a\n", memory("b/", "1000", 600, 0), None),
+        # Version 1.
+        ("3:memory:/d\n", memory("memory/d/", "1000", 600, 50, version=1), 450),
+        ("0::/\n", {"memory.max": "1000"}, None),
+    ],
+)
+def test_memory(
+    membership: str, files: Mapping[str, str], left: int | None, tmp_path: Path
+) -> None:
+    assert memory_left(*written(tmp_path, membership, files)) == left
 
 
 def test_no_control_groups(tmp_path: Path) -> None:
     assert quota_cores(tmp_path / "nowhere", tmp_path / "none") is None
+    assert memory_left(tmp_path / "nowhere", tmp_path / "none") is None
 
 
 def test_the_process_may_use_no_more_than_there_are() -> None:
