@@ -240,7 +240,8 @@ class Outbox:
                 return (owned.id, owned.epoch, start, len(ids), chunk)
             owned.told_used = used
             return Append(owned.id, owned.epoch, start, len(ids), chunk, used=used.pack())
-        owned.discarded_tokens, owned.is_echo = update.discarded_tokens, update.is_echo
+        owned.discarded_tokens = update.discarded_tokens
+        owned.generated_none = update.generated_none
         self._finish(owned, update.finish)
         return _last_row(owned, start, len(ids), chunk)
 

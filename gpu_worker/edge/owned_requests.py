@@ -49,7 +49,7 @@ class OwnedRequest:
         last_index: index of its last token, unless it ends before; -1: not known.
         unprepared_tokens: about how many tokens the engine has yet to prepare for it.
         discarded_tokens: output tokens that were generated and not published.
-        is_echo: its output tokens are its prompt's: none was generated.
+        generated_none: its output tokens are its prompt's, or one stands for a result.
         run: its name in the engine, see :func:`run_name`.
         in_stream: it has had a token from this worker, has not ended, and its answer is msgpack:
             its next token needs nothing but to be packed, unless the token itself is special, or
@@ -77,7 +77,7 @@ class OwnedRequest:
     last_index: int = -1
     unprepared_tokens: int = 0
     discarded_tokens: int = 0
-    is_echo: bool = False
+    generated_none: bool = False
     run: str = field(init=False)
     id: str = field(init=False)
     epoch: int = field(init=False)
@@ -102,7 +102,7 @@ class OwnedRequest:
     @property
     def generated_tokens(self) -> int:
         """Tokens that the model made for it, published or not."""
-        return 0 if self.is_echo else self.next_index + self.discarded_tokens
+        return 0 if self.generated_none else self.next_index + self.discarded_tokens
 
     def usage(self) -> Usage:
         """What the request has consumed."""

@@ -86,8 +86,8 @@ class Update:
             last, which has the rest; empty if that is not known.
         deltas: what the tokens add to the parsed answer; empty if it is not parsed.
         result: the packed answer to a payload, told with ``finish``; empty for generated tokens.
-        is_echo: the tokens are the prompt's, for a request that asks for no more: nothing was
-            generated. Told with ``finish``.
+        generated_none: the model made no token: these are the prompt's, for a request that asks for
+            no more, or one stands for a result. Told with ``finish``.
     """
 
     id: str
@@ -105,4 +105,4 @@ class Update:
     text_lengths: tuple[int, ...] = ()
     deltas: tuple[Delta, ...] = ()
     result: bytes = b""
-    is_echo: bool = False
+    generated_none: bool = False

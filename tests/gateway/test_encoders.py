@@ -93,6 +93,7 @@ async def test_usage_and_the_ledger_count_the_texts_tokens(
     async with UsageReader(load_settings({"redis.url": server.url})) as reader:
         rows = await reader.read(tenant="counted")
     assert sum(row.counts.prompt_tokens for row in rows) == 9
+    assert sum(row.counts.output_tokens for row in rows) == 0
 
 
 async def test_a_failure_says_what_is_wrong(producer: Producer) -> None:
