@@ -19,7 +19,7 @@ def test_commands_name_the_distribution_and_an_extra_of_it() -> None:
     sources = [path.read_text("utf-8") for f in FOLDERS for path in (ROOT / f).rglob("*.py")]
     call = re.compile(r"install_command\([\"'](\w+)[\"']\)")
     extras = {name for text in sources for name in call.findall(text)}
-    assert extras == {"worker", "embedded", "plot"}
+    assert extras == {"worker", "embedded", "gateway", "plot"}
     extras.update(EXTRA_OF.values())
     assert extras == {"batch", "worker", "embedded", "gateway", "plot"}
     for extra in extras:
