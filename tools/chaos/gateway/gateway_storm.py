@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import datetime
 import random
 import tempfile
@@ -12,7 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from penstock.shared.errors import PenstockError
 from penstock.shared.keys import Keys
 from penstock.shared.scripts.usage_ledger import read_ledger
 from penstock.shared.settings import Settings
@@ -31,6 +29,7 @@ _PROMPT = (97, 98, 99)
 _PAUSE_S = (0.2, 1.5)
 _GATEWAYS = 2
 _PATIENCE_S = 180.0
+_LEDGER_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +87,7 @@ async def run_gateway_storm(options: GatewayStormOptions, show: Progress) -> Rep
             GatewayFleet(_GATEWAYS, server.url, folder / "gateways") as gateways,
         ):
             await fleet.wait_until_ready()
+            await gateways.wait_until_ready()
             found = _Found()
             stop_at = time.monotonic() + options.seconds
             clients = [
@@ -102,12 +102,13 @@ async def run_gateway_storm(options: GatewayStormOptions, show: Progress) -> Rep
                     await asyncio.sleep(0.5)
                 await faults
                 show("last tokens", 0, 0)
-                _, late = await asyncio.wait(clients, timeout=_PATIENCE_S)
+                late = await _wait_for_all(clients, fleet, gateways)
             finally:
                 for task in (faults, *clients):
                     task.cancel()
                 await asyncio.gather(faults, *clients, return_exceptions=True)
             found.violations += [f"{len(late)} clients never reached their end"] if late else []
+            found.violations += _failures(set(clients) - late)
             ledger = await _ledger(server, Keys("storm"))
             await fleet.finish()
             return _report(options, found, ledger, server, fleet, gateways)
@@ -135,8 +136,8 @@ async def _client(
         right = "".join(map(chr, synthetic_tokens(seed, _PROMPT, tokens)))
         if answer.text != right:
             found.violations.append(f"{answer.key}: another text than the model gives")
-        if len(answer.ids) != 1:
-            found.violations.append(f"{answer.key}: ran as {len(answer.ids)} requests")
+        if len(answer.accepted) != 1:
+            found.violations.append(f"{answer.key}: accepted at {sorted(answer.accepted)}")
         found.answers.append(answer)
         found.client_tokens += tokens
 
@@ -144,24 +145,51 @@ async def _client(
 async def _faults(
     rng: random.Random, server: OwnServer, fleet: Fleet, gateways: GatewayFleet, stop_at: float
 ) -> None:
-    while time.monotonic() < stop_at:
+    """Fault after fault until the end, and of each kind one, however slow the machine is."""
+    kills = {"gateway": 0, "worker": 0, "redis": 0}
+    while time.monotonic() < stop_at or not all(kills.values()):
         await asyncio.sleep(rng.uniform(*_PAUSE_S))
-        choice = rng.random()
-        if choice < 0.45:
-            await gateways.kill(rng)
-        elif choice < 0.9:
-            machine = fleet.pick(rng)
-            if machine is not None:
-                with contextlib.suppress(PenstockError):
-                    fleet.kill(machine)
-        else:
-            await server.kill_and_restart(rng.uniform(0.1, 1.0))
+        missing = [kind for kind, count in kills.items() if not count]
+        kind = rng.choice(missing) if missing else rng.choices([*kills], (45, 45, 10))[0]
+        kills[kind] += await _kill(kind, rng, server, fleet, gateways)
         fleet.replace_ended()
+        gateways.replace_ended()
+
+
+async def _kill(
+    kind: str, rng: random.Random, server: OwnServer, fleet: Fleet, gateways: GatewayFleet
+) -> bool:
+    """Kill one of a kind; returns whether there was one."""
+    if kind == "gateway":
+        await gateways.kill(rng)
+    elif kind == "redis":
+        await server.kill_and_restart(rng.uniform(0.1, 1.0))
+    else:
+        machine = fleet.pick(rng)
+        return machine is not None and fleet.kill(machine)
+    return True
+
+
+async def _wait_for_all(
+    clients: list[asyncio.Task[None]], fleet: Fleet, gateways: GatewayFleet
+) -> set[asyncio.Task[None]]:
+    """Wait for every client's last token; returns those that are late."""
+    late, give_up_at = set(clients), time.monotonic() + _PATIENCE_S
+    while late and time.monotonic() < give_up_at:
+        _, late = await asyncio.wait(late, timeout=0.5)
+        fleet.replace_ended()
+        gateways.replace_ended()
+    return late
+
+
+def _failures(ended: set[asyncio.Task[None]]) -> list[str]:
+    """What clients ended with that found no violation by themselves."""
+    return [f"a client failed: {task.exception()!r}" for task in ended if task.exception()]
 
 
 async def _ledger(server: OwnServer, keys: Keys) -> tuple[int, int]:
     """Completed requests and their output tokens, by the usage ledger."""
-    async with server.client() as redis:
+    async with server.client(timeout_s=_LEDGER_TIMEOUT_S) as redis:
         seconds, _ = await redis.time()
         today = datetime.datetime.fromtimestamp(seconds, datetime.UTC).date()
         rows = await read_ledger(redis, keys, [today - datetime.timedelta(1), today])
@@ -185,6 +213,7 @@ def _report(
         "gateway_kills": gateways.kills,
         "worker_kills": fleet.counts.engine_kills + fleet.counts.machine_kills,
         "redis_kills": server.kills,
+        "gateway_restarts": gateways.restarts,
         "violations": len(found.violations),
         "ledger_requests_difference": abs(ledger[0] - requests),
         "ledger_tokens_difference": abs(ledger[1] - tokens),
@@ -198,6 +227,8 @@ def _report(
             Check("ledger_tokens_difference", figures["ledger_tokens_difference"], 0),
             Check("requests", requests, 1, at_least=True),
             Check("gateway_kills", gateways.kills, 1, at_least=True),
+            Check("worker_kills", figures["worker_kills"], 1, at_least=True),
+            Check("redis_kills", server.kills, 1, at_least=True),
         ),
         notes=(f"seed {options.seed}", *found.violations[:20]),
     )

@@ -30,7 +30,7 @@ class Answer:
         index: where to go on.
         done: the stream said that the request was completed.
         breaks: how often the stream broke off.
-        ids: the request ids that the events named.
+        accepted: when its request was accepted, in seconds, by its events.
     """
 
     key: str
@@ -38,7 +38,7 @@ class Answer:
     index: int = 0
     done: bool = False
     breaks: int = 0
-    ids: set[str] = field(default_factory=set)
+    accepted: set[int] = field(default_factory=set)
 
 
 async def read_answer(
@@ -87,7 +87,9 @@ async def _read_on(
         while not answer.done:
             patience.reschedule(loop.time() + _SILENCE_S)
             line = await reader.readline()
-            if not line:
+            if not line.endswith(
+                (b"\n", b"}}")
+            ):  # an error object ends its body without a line's end
                 raise EOFError("the connection ended")
             if line.startswith(b"HTTP/1.1 "):
                 status = int(line[9:12])
@@ -108,10 +110,10 @@ def _take(data: bytes, number: int, status: int, answer: Answer) -> None:
         return
     event = json.loads(data)
     if "error" in event:
-        if status in (200, 429) or status >= 500:
+        if status in (200, 408, 429) or status >= 500:
             raise EOFError(event["error"]["code"])
         raise Violation(f"{answer.key}: refused with {status}: {event['error']['message']}")
-    answer.ids.add(event["id"])
+    answer.accepted.add(event["created"])
     text = "".join(choice["text"] for choice in event["choices"])
     if len(text) != number - answer.index:
         raise Violation(
