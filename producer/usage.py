@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import csv
 import datetime
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import NamedTuple, Self
+from typing import NamedTuple, Protocol, Self
 
 from penstock.shared.errors import InvalidRequest
 from penstock.shared.keys import Keys
@@ -21,7 +22,7 @@ from penstock.shared.settings import Settings
 
 from .shards_found import find_shards
 
-__all__ = ["GROUPS", "UsageReader", "UsageSum", "read_usage", "sum_usage"]
+__all__ = ["GROUPS", "UsageReader", "UsageSum", "read_usage", "sum_usage", "write_usage"]
 
 GROUPS = ("day", "tenant", "model", "lane", "state")
 """By what usage can be summed."""
@@ -40,6 +41,10 @@ class UsageSum(NamedTuple):
 
     group: tuple[str, ...]
     counts: UsageCounts
+
+
+class _Writable(Protocol):
+    def write(self, text: str, /) -> object: ...
 
 
 class UsageReader:
@@ -95,10 +100,15 @@ class UsageReader:
         client = self._client
         seconds, _ = await client.call(lambda: client.redis.time())
         last = last or datetime.datetime.fromtimestamp(seconds, datetime.UTC).date()
-        first = first or last - datetime.timedelta(_DEFAULT_DAYS - 1)
+        first = first or _before(last, _DEFAULT_DAYS - 1)
         shards = await find_shards(client, "usage:*") or [self._own]
         wanted = [keys for keys in shards if model in (None, keys.model)]
         return await read_usage(client, wanted, first, last, tenant=tenant)
+
+
+def _before(day: datetime.date, days: int) -> datetime.date:
+    """So many days before, or the first day there is."""
+    return datetime.date.fromordinal(max(1, day.toordinal() - days))
 
 
 async def read_usage(
@@ -148,3 +158,10 @@ def sum_usage(rows: Iterable[UsageRow], by: Sequence[str]) -> list[UsageSum]:
         group = tuple(str(getattr(row, name)) for name in by)
         sums[group] = sums.get(group, UsageCounts()).plus(row.counts)
     return [UsageSum(group, sums[group]) for group in sorted(sums)]
+
+
+def write_usage(out: _Writable, by: Sequence[str], sums: Iterable[UsageSum]) -> None:
+    """Write sums as CSV, with a line of names first."""
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow([*by, *UsageCounts._fields])
+    writer.writerows([*line.group, *line.counts] for line in sums)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import csv
 import datetime
 import sys
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from penstock.shared.errors import InvalidRequest
 from penstock.shared.scripts.usage_ledger import UsageCounts, UsageRow
 from penstock.shared.settings import Settings
 
-from ..usage import GROUPS, UsageReader, UsageSum, sum_usage
+from ..usage import GROUPS, UsageReader, UsageSum, sum_usage, write_usage
 from .options import ConfigOption, JsonOption, RedisOption, client_settings
 from .output import printable, write_json
 
@@ -58,9 +57,7 @@ def usage(
     if json:
         write_json({"by": groups, "usage": [_facts(groups, line) for line in sums]})
     elif csv_:
-        writer = csv.writer(sys.stdout, lineterminator="\n")
-        writer.writerow([*groups, *UsageCounts._fields])
-        writer.writerows([*line.group, *line.counts] for line in sums)
+        write_usage(sys.stdout, groups, sums)
     elif sums:
         width = None if sys.stdout.isatty() else _WIDE
         Console(width=width).print(_table(groups, sums))

@@ -180,8 +180,34 @@ def test_usage_is_the_tenants_own(
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tenant")
     rows = usage(boss, "by=tenant").json()["data"]
     assert {"acme", "mine"} <= {row["tenant"] for row in rows}
-    for wrong in ("by=colour", "from=yesterday", "colour=red", "from=2026-01-02&to=2026-01-01"):
+    assert usage(boss, "to=0001-01-01").json()["data"] == []
+    refused_queries = (
+        "by=colour", "from=yesterday", "colour=red", "from=2026-01-02&to=2026-01-01", "format=xml",
+    )  # fmt: skip
+    for wrong in refused_queries:
         assert usage(boss, wrong).status_code == 400, wrong
+
+
+def test_usage_as_csv_is_what_the_command_writes(
+    locked: GatewayProcess, keys: Keys, capsys: pytest.CaptureFixture[str]
+) -> None:
+    secret = keys.create(capsys, "spreadsheet")
+    with locked.client(api_key=secret) as client:
+        ask(client)
+    answer = httpx.get(
+        f"{locked.url}/v1/usage?format=csv&by=tenant,model,state",
+        headers={"authorization": f"Bearer {secret}"}, timeout=60,
+    )  # fmt: skip
+    assert answer.status_code == 200
+    assert answer.headers["content-type"].startswith("text/csv")
+    capsys.readouterr()
+    words = ["usage", "--csv", "--by", "tenant,model,state", "--tenant", "spreadsheet"]
+    assert main([*words, "--redis", keys.url]) == 0
+    assert answer.text == capsys.readouterr().out
+    names, values = (line.split(",") for line in answer.text.splitlines())
+    line = dict(zip(names, values, strict=True))
+    assert line["tenant"] == "spreadsheet"
+    assert (line["state"], line["requests"], line["output_tokens"]) == ("completed", "1", "4")
 
 
 def test_keys_are_listed_without_secrets(
