@@ -16,13 +16,14 @@ def acl_rules(*arguments: str) -> str:
     return f"user {' '.join(rendered.stdout.split())}\n"
 
 
-def self_signed(folder: Path) -> tuple[Path, Path]:
-    """A certificate of 127.0.0.1 that it signed itself, and its key."""
+def self_signed(folder: Path, password: str | None = None) -> tuple[Path, Path]:
+    """A certificate of 127.0.0.1 that it signed itself, and its key, which may have a password."""
     certificate, key = folder / "cert.pem", folder / "key.pem"
-    words = "req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=127.0.0.1"
+    words = ["req", "-x509", "-newkey", "rsa:2048", "-days", "2", "-subj", "/CN=127.0.0.1"]
+    words += ["-nodes"] if password is None else ["-passout", f"pass:{password}"]
     alternative = ["-addext", "subjectAltName=IP:127.0.0.1"]
     subprocess.run(
-        ["openssl", *words.split(), *alternative, "-keyout", str(key), "-out", str(certificate)],
+        ["openssl", *words, *alternative, "-keyout", str(key), "-out", str(certificate)],
         check=True,
         capture_output=True,
     )

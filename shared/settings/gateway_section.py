@@ -31,6 +31,17 @@ class GatewaySettings(Section):
         None, "Certificate chain in PEM; with `tls_key` it turns on HTTPS.", none="off"
     )
     tls_key: Path | None = setting(None, "Private key of the certificate in PEM.", none="off")
+    tls_key_password_file: Path | None = setting(
+        None,
+        "File with the password of `tls_key`, as Docker and Kubernetes hand out secrets.",
+        none="off",
+    )
+    tls_client_ca: Path | None = setting(
+        None,
+        "Certificates in PEM of those who sign clients' certificates. Then a client without such a "
+        "certificate is not let in, also to `/health` and `/metrics`.",
+        none="off",
+    )
     cors_origins: str | None = setting(
         None,
         "Origins, separated by commas, whose web pages may call the gateway; `*` allows all.",

@@ -95,6 +95,8 @@ def test_every_setting_is_reachable_by_its_variable() -> None:
         "gateway.host",
         "gateway.tls_certificate",
         "gateway.tls_key",
+        "gateway.tls_key_password_file",
+        "gateway.tls_client_ca",
         "gateway.cors_origins",
         "batches.metrics_host",
         "batches.storage",

@@ -27,6 +27,7 @@ from ..access.addresses import is_loopback
 from ..access.key_access import are_keys
 from ..model_directory import ModelDirectory
 from .http_server import GatewayServer
+from .tls import tls_arguments
 
 __all__ = ["run_child", "serve"]
 
@@ -52,13 +53,12 @@ def serve(settings: Settings, announce: Callable[[str, bool], None]) -> None:
     """
     gateway = settings.gateway
     has_keys = _check_address(settings)
-    if (gateway.tls_certificate is None) != (gateway.tls_key is None):
-        raise ConfigurationError("gateway.tls_certificate and gateway.tls_key go together")
+    tls = tls_arguments(gateway)
     asyncio.run(_reach_redis(settings))
     _raise_file_limit()
     with _listen(gateway.host, gateway.port) as listener:
         host, port = listener.getsockname()[:2]
-        scheme = "http" if gateway.tls_certificate is None else "https"
+        scheme = "https" if tls else "http"
         shown = f"[{host}]" if ":" in host else host
         announce(f"{scheme}://{shown}:{port}/v1", has_keys)
         if gateway.processes == 1:

@@ -14,6 +14,7 @@ from penstock.shared.settings import Settings
 
 from ..application import create_app
 from .guarded_protocol import guarded_protocol
+from .tls import tls_arguments
 
 __all__ = ["GatewayServer"]
 
@@ -40,6 +41,9 @@ class GatewayServer(uvicorn.Server):
 
     Args:
         settings: the whole tree.
+
+    Raises:
+        ConfigurationError: see :func:`.tls_arguments`.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -59,8 +63,7 @@ class GatewayServer(uvicorn.Server):
                 server_header=False,
                 timeout_keep_alive=75,
                 timeout_graceful_shutdown=int(options.drain_timeout_s) + 2 * _LAST_WORDS_S,
-                ssl_certfile=options.tls_certificate,
-                ssl_keyfile=options.tls_key,
+                **tls_arguments(options),
             )
         )
         self._gateway = app.gateway
