@@ -43,6 +43,20 @@ class Choice:
         return "".join(delta.text for delta in self.deltas if delta.kind == REASONING)
 
     @property
+    def reasoning_tokens(self) -> int:
+        """How many tokens have brought reasoning; 0 if the answer was not parsed.
+
+        Those before each of them count, too, that had no text of their own, such as the mark with
+        which reasoning begins.
+        """
+        count = stop = 0
+        for delta in self.deltas:
+            if delta.kind == REASONING:
+                count += delta.token + 1 - stop
+            stop = delta.token + 1
+        return count
+
+    @property
     def tool_calls(self) -> tuple[tuple[str, str], ...]:
         """Name and arguments, as JSON text, of each call; empty if it was not parsed."""
         calls: dict[int, tuple[str, str]] = {}

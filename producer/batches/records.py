@@ -79,18 +79,27 @@ class LineError(_Record):
 
 
 class BatchUsage(_Record):
-    """Tokens of all lines that were computed."""
+    """Tokens of all lines that were computed.
+
+    Attributes:
+        prompt_tokens: of prompts.
+        cached_tokens: those of them that were not computed again.
+        output_tokens: of answers.
+        reasoning_tokens: those of them that brought reasoning.
+    """
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
+    reasoning_tokens: int = 0
 
-    def plus(self, prompt: int, cached: int, output: int) -> BatchUsage:
+    def plus(self, more: BatchUsage) -> BatchUsage:
         """This and more tokens."""
         return BatchUsage(
-            prompt_tokens=self.prompt_tokens + prompt,
-            cached_tokens=self.cached_tokens + cached,
-            output_tokens=self.output_tokens + output,
+            prompt_tokens=self.prompt_tokens + more.prompt_tokens,
+            cached_tokens=self.cached_tokens + more.cached_tokens,
+            output_tokens=self.output_tokens + more.output_tokens,
+            reasoning_tokens=self.reasoning_tokens + more.reasoning_tokens,
         )
 
 

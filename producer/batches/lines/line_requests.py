@@ -165,7 +165,7 @@ class LineRequests:
             "response": response,
             "error": None,
         }
-        finished.add(place, output, result.usage)
+        finished.add(place, output, result)
 
     async def _token_names(self, producer: Producer, wanted: bool) -> TokenNames:
         if not wanted:

@@ -11,8 +11,7 @@ import secrets
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.shared.protocol import Usage
-
+from ...results import Result
 from ..records import Batch, BatchUsage, batch_folder
 from ..storage import Storage
 
@@ -35,16 +34,23 @@ class FinishedLines:
     errors: list[bytes] = field(default_factory=list)
     usage: BatchUsage = field(default_factory=BatchUsage)
 
-    def add(self, place: int, line: dict[str, Any], usage: Usage | None) -> None:
-        """Add a line's end: with an ``error``, or a status other than 200, it is one."""
+    def add(self, place: int, line: dict[str, Any], result: Result | None) -> None:
+        """Add a line's end: with an ``error``, or a status other than 200, it is one.
+
+        ``result`` is what its request came to, if it has run.
+        """
         self.places.add(place)
         response = line["response"]
         ok = response is not None and response["status_code"] == 200
         (self.answers if ok else self.errors).append(json_line(line))
-        if usage is not None:
-            self.usage = self.usage.plus(
-                usage.prompt_tokens, usage.cached_tokens, usage.output_tokens
+        if result is not None and (usage := result.usage) is not None:
+            more = BatchUsage(
+                prompt_tokens=usage.prompt_tokens,
+                cached_tokens=usage.cached_tokens,
+                output_tokens=usage.output_tokens,
+                reasoning_tokens=sum(choice.reasoning_tokens for choice in result.choices),
             )
+            self.usage = self.usage.plus(more)
 
 
 def write_parts(storage: Storage, batch: Batch, finished: FinishedLines) -> Batch:
@@ -56,14 +62,13 @@ def write_parts(storage: Storage, batch: Batch, finished: FinishedLines) -> Batc
             name = f"{batch_folder(batch.id)}/{kind}/{part}"
             storage.write(name, lines)
             names[kind] = (*names[kind], name)
-    used = finished.usage
     return batch.model_copy(
         update={
             **names,
             "in_flight": tuple(p for p in batch.in_flight if p not in finished.places),
             "completed": batch.completed + len(finished.answers),
             "failed": batch.failed + len(finished.errors),
-            "usage": batch.usage.plus(used.prompt_tokens, used.cached_tokens, used.output_tokens),
+            "usage": batch.usage.plus(finished.usage),
         }
     )
 
