@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import signal
@@ -18,6 +19,7 @@ from gateway.rig import Event, GatewayProcess, events
 from waiting import wait_until
 
 from penstock.shared.local.embedded import EmbeddedRedis
+from penstock.shared.settings import load_settings
 
 pytestmark = pytest.mark.usefixtures("synthetic_worker")
 
@@ -76,9 +78,11 @@ def test_a_client_may_keep_its_stream(
         wait_until(lambda name=name: state(name) == "completed", "completed")  # type: ignore[misc]
 
 
-def test_a_dead_gateway_ends_its_streams(
-    server: EmbeddedRedis, folder: Path, state: Callable[[str], str]
-) -> None:
+def test_a_dead_gateway_ends_its_streams(server: EmbeddedRedis, folder: Path) -> None:
+    """A second by Redis' clock, and then the first sweep of the workers, which sweep each second.
+
+    No time is measured here, since all of them may stand still.
+    """
     wait_until(lambda: not running(server), "an idle server")
     doomed = GatewayProcess(server.url, folder / "doomed.log")
     found: list[Event] = []
@@ -86,7 +90,7 @@ def test_a_dead_gateway_ends_its_streams(
     def read() -> None:
         body = {**LONG, "stream": True}
         with (
-            pytest.raises(httpx.HTTPError),
+            contextlib.suppress(httpx.HTTPError),
             httpx.stream("POST", f"{doomed.url}/v1/completions", json=body, timeout=60) as response,
         ):
             found.extend(events(response))
@@ -96,10 +100,35 @@ def test_a_dead_gateway_ends_its_streams(
     reader.start()
     wait_until(lambda: running(server), "the request")
     (name,) = running(server)
-    doomed.kill()
+    record, grace_ms = f"ps:{{letters.0}}:request:{name}", 1000
+    assert load_settings({}).gateway.reader_grace_ms == grace_ms
+    with redis.Redis.from_url(server.url, decode_responses=True) as client:
+        # The first grace is three times as long; a later heartbeat has taken its place by then.
+        # It is gone, too, if the gateway stood still for a grace: that is no other end.
+        readers, ends = "ps:{letters.0}:readers", list[float]()
+        wait_until(lambda: client.zscore(readers, name), "the first grace")
+        first = client.zscore(readers, name)
+        wait_until(lambda: client.zscore(readers, name) != first, "a later heartbeat")
+        doomed.kill()
+
+        def has_ended() -> bool:
+            with client.pipeline(transaction=True) as reads:
+                reads.hget(record, "state").zscore(readers, name).time()
+                reads.hmget("ps:{letters.0}:sweep", "swept_at", "readers_spared_until")
+                state, end, (now_s, now_us), (swept, spared) = reads.execute()
+            if state == "cancelled":
+                return True
+            ends.append(end)
+            assert end <= now_s * 1000 + now_us / 1000 + grace_ms
+            # A sweep at that time or later would have ended it, but for what follows an outage.
+            assert float(swept) < max(end, float(spared or 0))
+            return False
+
+        wait_until(has_ended, "cancelled")
+        assert client.hget(record, "reason") == "disconnected"
+        if ends:
+            assert float(client.hget(record, "ended_at") or 0) >= ends[-1]
     reader.join(60)
-    # A second, and a sweep of the workers; longer if they stood still themselves.
-    wait_until(lambda: state(name) == "cancelled", "cancelled")
 
 
 def test_a_gateway_that_ends_says_where_to_go_on(
