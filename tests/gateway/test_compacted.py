@@ -61,15 +61,17 @@ def stream(method: str, url: str, **options: Any) -> list[Event]:
         return list(events(response))
 
 
+@pytest.mark.parametrize("effort", ["none", "low"])
 def test_a_response_has_the_same_events_from_every_number(
-    gateway: GatewayProcess, server: EmbeddedRedis
+    gateway: GatewayProcess, server: EmbeddedRedis, effort: str
 ) -> None:
+    """With some effort the template begins to reason, so that there are tokens to be counted."""
     url = f"{gateway.url}/v1/responses"
     tools = [{"type": "function", **tool["function"]} for tool in TOOLS]
     choice = {"type": "function", "name": "weather"}
     body = {
         "model": "caller", "input": "Bonn?", "tools": tools, "tool_choice": choice,
-        "max_output_tokens": 200, "stream": True,
+        "max_output_tokens": 200, "stream": True, "reasoning": {"effort": effort},
     }  # fmt: skip
     live = stream("POST", url, json=body)
     assert [event.data["sequence_number"] for event in live] == list(range(len(live)))
