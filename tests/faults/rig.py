@@ -58,12 +58,12 @@ class Rig:
 
     async def until(self, condition: Callable[[], Any], what: str) -> None:
         """Wait for a condition, which may be a coroutine, and replace machines meanwhile."""
-        deadline = asyncio.get_running_loop().time() + 30
+        deadline = asyncio.get_running_loop().time() + 60
         while True:
             holds = condition()
             if await holds if inspect.isawaitable(holds) else holds:
                 return
-            assert asyncio.get_running_loop().time() < deadline, f"not within 30 s: {what}"
+            assert asyncio.get_running_loop().time() < deadline, f"not within 60 s: {what}"
             self.env.fleet.replace_ended()
             await asyncio.sleep(0.002)
 
