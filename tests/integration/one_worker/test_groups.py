@@ -178,8 +178,8 @@ async def test_every_choice_goes_on_when_its_worker_is_killed(
 ) -> None:
     """Three choices in mid-stream, candidates and a search that have published nothing yet."""
     settings: dict[str, Any] = {"worker__lease_ms": 500, "model__path": SYNTHETIC}
-    settings["model__synthetic_step_ms"] = 5
-    first = workers.engine("first", **settings)
+    # Slow: what it publishes last is 6 s away when it is killed, however late the test looks.
+    first = workers.engine("first", model__synthetic_step_ms=100, **settings)
     async with Producer(redis_url) as producer:
         options = {"max_tokens": 80, "ignore_eos": True}
         requests = {
@@ -194,7 +194,7 @@ async def test_every_choice_goes_on_when_its_worker_is_killed(
             await _wait_for_tokens(client, "three", 60)
             first.kill()
             assert int(await client.hget(KEYS.request("best"), "tokens")) == 0
-            workers.engine("second", **settings)
+            workers.engine("second", model__synthetic_step_ms=5, **settings)
             three, best, beams = await asyncio.wait_for(readers, 60)
             log = await client.xrange(KEYS.log("three"))
         seed = Request.build(id="three", prompt=PROMPT).seed
