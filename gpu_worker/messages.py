@@ -15,7 +15,8 @@ import struct
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from penstock.shared.protocol import ModelKind, Reason, Request
+from penstock.shared.protocol.request import Request
+from penstock.shared.protocol.states import ModelKind, Reason
 
 from .engine.requests import Finish, Update
 from .engine.stats import BatcherStats, EngineStats, Load

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from penstock.shared.protocol import Lane
+from penstock.shared.protocol.states import Lane
 from penstock.shared.scripts.replies import SweepReply
 
 from .engine.speculation.controller import SpeculationStats

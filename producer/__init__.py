@@ -20,7 +20,9 @@ from penstock.shared.errors import (
     UnknownDeadLetter,
     UnknownRequest,
 )
-from penstock.shared.protocol import Chunk, Delta, End, Lane, Reason, State, TokenLogprobs, Usage
+from penstock.shared.protocol.chat.deltas import Delta
+from penstock.shared.protocol.events import Chunk, End, TokenLogprobs, Usage
+from penstock.shared.protocol.states import Lane, Reason, State
 from penstock.shared.scripts.operations import CancelReply, DeadLetter
 
 from .client import Producer

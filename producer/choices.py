@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from penstock.shared.protocol import Chunk, Delta, End, Reason, State, TokenLogprobs
-from penstock.shared.protocol.chat.deltas import CONTENT, REASONING, TOOL_CALL, moved_deltas
+from penstock.shared.protocol.chat.deltas import CONTENT, REASONING, TOOL_CALL, Delta, moved_deltas
+from penstock.shared.protocol.events import Chunk, End, TokenLogprobs
+from penstock.shared.protocol.states import Reason, State
 
 __all__ = ["Choice", "gather_choices"]
 

@@ -8,7 +8,9 @@ from redis.exceptions import ResponseError
 
 from penstock.shared.errors import UnknownRequest
 from penstock.shared.keys import Keys
-from penstock.shared.protocol import End, Lane, State, unpack_event
+from penstock.shared.protocol.event_reader import unpack_event
+from penstock.shared.protocol.events import End
+from penstock.shared.protocol.states import Lane, State
 from penstock.shared.redis.resp import encode
 from penstock.shared.redis.retrying_client import RetryingClient
 

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.shared.errors import RequestFailed
-from penstock.shared.protocol import End, Lane, Reason, State, TokenLogprobs, Usage
+from penstock.shared.protocol.events import End, TokenLogprobs, Usage
 from penstock.shared.protocol.payload import unpack_result
+from penstock.shared.protocol.states import Lane, Reason, State
 
 from .choices import Choice
 

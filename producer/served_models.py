@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from penstock.shared.errors import ProtocolError
 from penstock.shared.keys import Keys
-from penstock.shared.protocol import ModelKind
+from penstock.shared.protocol.states import ModelKind
 from penstock.shared.redis.retrying_client import RetryingClient
 from penstock.shared.vocabulary import unpack_vocabulary
 

@@ -20,7 +20,8 @@ from typing import Self
 
 from penstock.shared.errors import InvalidRequest, StreamError
 from penstock.shared.keys import Keys
-from penstock.shared.protocol import Chunk, End, unpack_event
+from penstock.shared.protocol.event_reader import unpack_event
+from penstock.shared.protocol.events import Chunk, End
 
 from .choices import gather_choices
 from .reading.log_reader import LogReader

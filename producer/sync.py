@@ -14,7 +14,8 @@ from collections.abc import Coroutine, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from penstock.shared.protocol import Chunk, End, Lane
+from penstock.shared.protocol.events import Chunk, End
+from penstock.shared.protocol.states import Lane
 from penstock.shared.scripts.operations import CancelReply
 
 from .client import Producer

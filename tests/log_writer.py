@@ -9,7 +9,8 @@ from collections.abc import Awaitable, Callable
 import redis.asyncio
 
 from penstock.shared.keys import Keys
-from penstock.shared.protocol import Chunk, End, Reason, State, rolling_digest
+from penstock.shared.protocol.events import Chunk, End, rolling_digest
+from penstock.shared.protocol.states import Reason, State
 
 
 class LogWriter:

@@ -18,7 +18,9 @@ from pathlib import Path
 import redis.asyncio
 
 from penstock.shared.keys import Keys
-from penstock.shared.protocol import Chunk, End, Reason, Request, Usage, rolling_digest
+from penstock.shared.protocol.events import Chunk, End, Usage, rolling_digest
+from penstock.shared.protocol.request import Request
+from penstock.shared.protocol.states import Reason
 from penstock.shared.scripts.operations import Append, Operations
 from penstock.shared.scripts.replies import read_statuses
 from penstock.shared.settings import load_settings

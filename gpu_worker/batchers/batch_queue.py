@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.shared.errors import IntegrityError
-from penstock.shared.protocol import Lane
+from penstock.shared.protocol.states import Lane
 
 from .window import Window
 

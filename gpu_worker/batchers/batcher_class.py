@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.shared.errors import ConfigurationError
-from penstock.shared.protocol import ModelKind
+from penstock.shared.protocol.states import ModelKind
 
 from .loop_thread import LoopThread
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from penstock.shared.errors import InvalidRequest
-from penstock.shared.protocol import Reason
 from penstock.shared.protocol.payload import pack_result
+from penstock.shared.protocol.states import Reason
 
 from ..engine.requests import Finish
 

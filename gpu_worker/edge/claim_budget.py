@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from penstock.shared.protocol import Lane, ModelKind
+from penstock.shared.protocol.states import BY_URGENCY, Lane, ModelKind
 from penstock.shared.settings import Settings
 
 __all__ = ["NO_CLAIMS", "Capacity", "ClaimBudget"]
 
 _MOST_CLAIMED = 128
-
-_BY_URGENCY = tuple(sorted(Lane, key=lambda lane: lane.rank))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +93,7 @@ class ClaimBudget:
         budget, busy = NO_CLAIMS, 0
         if arriving_tokens >= step_tokens:
             return budget
-        for lane in _BY_URGENCY:
+        for lane in BY_URGENCY:
             busy += owned.get(lane, 0)
             free = min(claim_batch, max_sequences - busy)
             if free <= 0 or waiting.get(lane, 0):

@@ -10,7 +10,9 @@ import time
 from collections.abc import Callable, Sequence
 
 from penstock.shared.errors import InvalidRequest
-from penstock.shared.protocol import Chunk, ModelKind, Reason, Request
+from penstock.shared.protocol.events import Chunk
+from penstock.shared.protocol.request import Request
+from penstock.shared.protocol.states import ModelKind, Reason
 from penstock.shared.scripts.operations import Claim
 
 from ..messages import Add

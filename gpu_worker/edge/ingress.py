@@ -20,8 +20,8 @@ from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
 from penstock.shared.keys import GROUP
-from penstock.shared.protocol import Answer, Reason
 from penstock.shared.protocol.plain_entry import Entry, Refusal, read_entry, refused
+from penstock.shared.protocol.states import Answer, Reason
 from penstock.shared.scripts.ingress_operations import IngressOperations, IngressReply
 from penstock.shared.scripts.replies import accepted
 from penstock.shared.scripts.script_loader import Call, run_calls, run_commands

@@ -15,10 +15,10 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from penstock.shared.protocol import Answer, Chunk, End, Reason, rolling_digest
 from penstock.shared.protocol.chat.deltas import moved_deltas
 from penstock.shared.protocol.choice_parts import joined_parts
-from penstock.shared.protocol.events import chunk_packer
+from penstock.shared.protocol.events import Chunk, End, chunk_packer, rolling_digest
+from penstock.shared.protocol.states import Answer, Reason
 from penstock.shared.scripts.operations import Append, AppendRow, AppendStatus, Claim
 
 from ..engine.requests import Finish, Update

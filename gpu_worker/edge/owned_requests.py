@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from penstock.shared.protocol import Answer, Usage
+from penstock.shared.protocol.events import Usage
+from penstock.shared.protocol.states import Answer
 from penstock.shared.scripts.operations import Claim
 from penstock.shared.scripts.replies import Used
 

@@ -23,7 +23,7 @@ from redis.exceptions import RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from penstock.shared.errors import PenstockError, RedisUnavailable
-from penstock.shared.protocol import Lane
+from penstock.shared.protocol.states import Lane
 from penstock.shared.scripts.operations import AppendRow, Operations
 from penstock.shared.scripts.replies import read_statuses
 from penstock.shared.scripts.script_loader import Call, Command

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from itertools import repeat
 
 from penstock.shared.errors import IntegrityError
-from penstock.shared.protocol import Lane, Reason
+from penstock.shared.protocol.states import Lane, Reason
 
 from .config import EngineConfig
 from .kv.kv_manager import KVManager
@@ -14,7 +14,8 @@ from .plan import Plan, Span
 from .request_manager import RequestManager
 from .request_validator import RequestValidator
 from .requests import EngineRequest, Finish, Update
-from .scheduling.policies import Policy, make_policy
+from .scheduling.policies.policy import Policy
+from .scheduling.policies.registry import make_policy
 from .scheduling.scheduler import Scheduler
 from .sequence import SequenceStatus
 from .speculation.controller import Speculator

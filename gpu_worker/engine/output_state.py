@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from penstock.shared.protocol import Reason
 from penstock.shared.protocol.chat.deltas import moved_deltas
+from penstock.shared.protocol.states import Reason
 
 from .config import EngineConfig
 from .requests import Finish, Update

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 
-from penstock.shared.protocol import Delta
-from penstock.shared.protocol.chat.deltas import moved_deltas
+from penstock.shared.protocol.chat.deltas import Delta, moved_deltas
 
 from .config import EngineConfig
 from .output_state import OutputState

@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from penstock.shared.protocol import Delta, Lane, Part, Reason, SamplingOptions, TokenLogprobs
+from penstock.shared.protocol.chat.deltas import Delta
+from penstock.shared.protocol.choice_parts import Part
+from penstock.shared.protocol.events import TokenLogprobs
+from penstock.shared.protocol.sampling_options import SamplingOptions
+from penstock.shared.protocol.states import Lane, Reason
 
 from .sequence import Constraint
 from .text_stream import AnswerParser

@@ -5,10 +5,12 @@ from __future__ import annotations
 import enum
 from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Seq
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from penstock.shared.protocol.sampling_options import SamplingOptions
 from penstock.shared.protocol.states import Lane
+
+if TYPE_CHECKING:
+    from penstock.shared.protocol.sampling_options import SamplingOptions
 
 __all__ = ["Constraint", "Sequence", "SequenceStatus"]
 

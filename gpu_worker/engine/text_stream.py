@@ -6,8 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Protocol
 
-from penstock.shared.protocol import Delta
-from penstock.shared.protocol.chat.deltas import CONTENT
+from penstock.shared.protocol.chat.deltas import CONTENT, Delta
 
 __all__ = ["AnswerParser", "PlainAnswer", "StopMatcher", "TextStream"]
 

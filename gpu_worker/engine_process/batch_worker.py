@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from penstock.shared.protocol import Reason
+from penstock.shared.protocol.states import Reason
 
 from ..batchers.batch_queue import Batch, BatchQueue, Item
 from ..batchers.batcher_class import ServedBatcher

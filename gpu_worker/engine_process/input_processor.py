@@ -14,7 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from penstock.shared.errors import InvalidRequest
-from penstock.shared.protocol import Reason, Request, SamplingOptions
+from penstock.shared.protocol.request import Request
+from penstock.shared.protocol.sampling_options import SamplingOptions
+from penstock.shared.protocol.states import Reason
 
 from ..engine.requests import EngineRequest, Finish, Update
 from ..engine.sequence import Constraint

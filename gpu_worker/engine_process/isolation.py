@@ -10,7 +10,7 @@ import logging
 from dataclasses import replace
 from typing import Protocol
 
-from penstock.shared.protocol import Reason
+from penstock.shared.protocol.states import Reason
 
 from ..engine.plan import Plan, Span
 from ..engine.requests import Finish

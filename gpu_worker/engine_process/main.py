@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from penstock.shared.errors import ConfigurationError, PenstockError
 from penstock.shared.local.gc_tuning import calm_collector
-from penstock.shared.protocol import ModelKind
+from penstock.shared.protocol.states import ModelKind
 from penstock.shared.settings import Settings
 from penstock.shared.synthetic import SYNTHETIC
 from penstock.shared.vocabulary import pack_vocabulary

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from penstock.shared.protocol import Request, SamplingOptions
+from penstock.shared.protocol.request import Request
+from penstock.shared.protocol.sampling_options import SamplingOptions
 
 from ..engine.config import EngineConfig
 from ..engine.sequence import Constraint

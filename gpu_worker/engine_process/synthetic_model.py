@@ -15,7 +15,9 @@ from dataclasses import replace
 from typing import cast
 
 from penstock.shared.errors import InvalidRequest
-from penstock.shared.protocol import Request, SamplingOptions, TokenLogprobs
+from penstock.shared.protocol.events import TokenLogprobs
+from penstock.shared.protocol.request import Request
+from penstock.shared.protocol.sampling_options import SamplingOptions
 from penstock.shared.settings import Settings
 from penstock.shared.synthetic import SYNTHETIC, next_token
 

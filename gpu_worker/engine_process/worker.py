@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from penstock.shared.protocol import Reason
+from penstock.shared.protocol.states import Reason
 
 from ..engine.engine import Engine
 from ..engine.plan import Plan

@@ -13,7 +13,7 @@ import torch
 from penstock.shared.errors import ModelError
 from penstock.shared.local.cores import usable_cores
 from penstock.shared.local.yielding import yielding_to_others
-from penstock.shared.protocol import Request
+from penstock.shared.protocol.request import Request
 from penstock.shared.settings import EngineSettings, ModelSettings, Settings
 
 from ..engine.config import EngineConfig

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from penstock.shared.errors import IntegrityError
-from penstock.shared.protocol import Reason, TokenLogprobs
+from penstock.shared.protocol.events import TokenLogprobs
+from penstock.shared.protocol.states import Reason
 
 from ..engine.plan import Plan, Span
 from ..engine.requests import Finish

@@ -7,8 +7,9 @@ import time
 from collections.abc import Mapping
 
 from penstock.shared.errors import ConfigurationError, InvalidRequest
-from penstock.shared.protocol import Lane, check_tenant
 from penstock.shared.protocol.parsing import find_half_surrogate
+from penstock.shared.protocol.request import check_tenant
+from penstock.shared.protocol.states import Lane
 from penstock.shared.redis.retrying_client import RetryingClient
 from penstock.shared.settings import Settings
 

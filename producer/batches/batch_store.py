@@ -13,7 +13,7 @@ from redis.exceptions import WatchError
 
 from penstock.shared.errors import PenstockError
 from penstock.shared.keys import BatchKeys
-from penstock.shared.protocol import check_tenant
+from penstock.shared.protocol.request import check_tenant
 from penstock.shared.redis.retrying_client import RetryingClient
 
 from .records import Batch, batch_folder

@@ -10,7 +10,7 @@ from typing import IO
 
 from penstock.shared.errors import InvalidRequest, PenstockError
 from penstock.shared.keys import BatchKeys
-from penstock.shared.protocol import check_tenant
+from penstock.shared.protocol.request import check_tenant
 from penstock.shared.redis.retrying_client import RetryingClient
 
 from .leftovers import Leftovers

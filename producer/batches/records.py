@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from penstock.shared.protocol import Lane
+from penstock.shared.protocol.states import Lane
 
 __all__ = [
     "ENDED_STATES",

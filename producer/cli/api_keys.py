@@ -17,7 +17,7 @@ from rich.table import Table
 from penstock.shared.errors import InvalidRequest
 from penstock.shared.keys import GatewayKeys
 from penstock.shared.local.embedded import require_url
-from penstock.shared.protocol import Lane
+from penstock.shared.protocol.states import Lane
 from penstock.shared.redis.retrying_client import RetryingClient
 from penstock.shared.settings import Settings
 

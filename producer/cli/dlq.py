@@ -15,8 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.shared.errors import ConfigurationError, IdInUse, InvalidRequest, UnknownDeadLetter
-from penstock.shared.protocol import Request
 from penstock.shared.protocol.payload import json_form
+from penstock.shared.protocol.request import Request
 from penstock.shared.scripts.operations import DeadLetter
 from penstock.shared.settings import Settings
 

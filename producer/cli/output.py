@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from typing import Any, TextIO
 
-from penstock.shared.protocol import Chunk, End, TokenLogprobs, Usage
+from penstock.shared.protocol.events import Chunk, End, TokenLogprobs, Usage
 
 from ..choices import Choice
 from ..results import Result, Submitted

@@ -14,10 +14,10 @@ from typing import Annotated, Any
 import typer
 
 from penstock.shared.errors import InvalidRequest, PenstockError, ProtocolError, RequestFailed
-from penstock.shared.protocol import Chunk, Lane
+from penstock.shared.protocol.events import Chunk
 from penstock.shared.protocol.parsing import parse_json
 from penstock.shared.protocol.payload import json_form
-from penstock.shared.protocol.states import State
+from penstock.shared.protocol.states import Lane, State
 from penstock.shared.settings import Settings
 
 from ..client import Producer

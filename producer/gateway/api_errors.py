@@ -22,7 +22,8 @@ from penstock.shared.errors import (
     StreamError,
     UnknownRequest,
 )
-from penstock.shared.protocol import End, Reason
+from penstock.shared.protocol.events import End
+from penstock.shared.protocol.states import Reason
 
 from ..batches.storage import StorageError
 

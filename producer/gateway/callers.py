@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from penstock.shared.protocol import Lane
+from penstock.shared.protocol.states import Lane
 
 from .api_errors import ApiError, invalid
 

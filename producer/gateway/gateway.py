@@ -16,8 +16,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from penstock.shared.errors import IdConflict, PenstockError, UnknownRequest
-from penstock.shared.protocol import Lane, ModelKind, OnDisconnect, Reason
-from penstock.shared.protocol import Request as QueueRequest
+from penstock.shared.protocol.request import Request as QueueRequest
+from penstock.shared.protocol.states import Lane, ModelKind, OnDisconnect, Reason
 from penstock.shared.settings import BatchesSettings, GatewaySettings, Settings
 
 from ..batches.webhooks.request_ends import RequestWatch

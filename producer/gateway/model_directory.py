@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from penstock.shared.errors import InvalidRequest, ProtocolError, UnknownRequest
 from penstock.shared.keys import Keys
 from penstock.shared.local.embedded import require_url
-from penstock.shared.protocol import ModelKind
+from penstock.shared.protocol.states import ModelKind
 from penstock.shared.redis.retrying_client import RetryingClient
 from penstock.shared.settings import Settings
 

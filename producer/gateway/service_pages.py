@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from penstock.shared.errors import RedisUnavailable
-from penstock.shared.protocol import ModelKind
+from penstock.shared.protocol.states import ModelKind
 
 from .api_errors import ApiError
 from .callers import Caller

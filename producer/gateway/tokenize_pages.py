@@ -9,7 +9,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from penstock.shared.protocol import Lane
+from penstock.shared.protocol.states import Lane
 
 from ..results import Result
 from .api_errors import end_error, invalid

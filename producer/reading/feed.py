@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import Protocol
 
 from penstock.shared.errors import InvalidRequest, PenstockError, StreamError
-from penstock.shared.protocol import Chunk, End, unpack_event
+from penstock.shared.protocol.event_reader import unpack_event
+from penstock.shared.protocol.events import Chunk, End
 
 from .log_reader import Page
 from .merge import Merger

@@ -11,8 +11,9 @@ from redis.exceptions import ResponseError
 
 from penstock.shared.errors import PenstockError, ProtocolError, RedisUnavailable, StreamError
 from penstock.shared.keys import Keys
-from penstock.shared.protocol import Chunk, End, OnDisconnect, State, unpack_event
-from penstock.shared.protocol.states import TERMINAL_STATES
+from penstock.shared.protocol.event_reader import unpack_event
+from penstock.shared.protocol.events import Chunk, End
+from penstock.shared.protocol.states import TERMINAL_STATES, OnDisconnect, State
 from penstock.shared.redis.resp import Argument, encode
 from penstock.shared.redis.retrying_client import RetryingClient
 from penstock.shared.scripts.operations import Operations

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 
 from penstock.shared.errors import InvalidRequest, StreamDiverged, StreamError, UnknownRequest
-from penstock.shared.protocol import Chunk, End
+from penstock.shared.protocol.events import Chunk, End
 
 from .log_reader import Page
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 
 __all__ = [
+    "BY_URGENCY",
     "LANE_WEIGHTS",
     "TERMINAL_STATES",
     "Answer",
@@ -27,10 +28,11 @@ class Lane(StrEnum):
     @property
     def rank(self) -> int:
         """Position in order of urgency: 0 is served first."""
-        return _LANE_ORDER.index(self)
+        return BY_URGENCY.index(self)
 
 
-_LANE_ORDER = (Lane.CRITICAL, Lane.NORMAL, Lane.BATCH)
+BY_URGENCY = (Lane.CRITICAL, Lane.NORMAL, Lane.BATCH)
+"""Lanes, the most urgent first."""
 
 LANE_WEIGHTS = {Lane.CRITICAL: 8, Lane.NORMAL: 4, Lane.BATCH: 1}
 """Shares of the fleet's tokens that each lane gets while all three have work."""

@@ -14,7 +14,8 @@ import msgpack
 
 from ..errors import IdConflict, QueueFull
 from ..keys import Keys
-from ..protocol import Lane, Reason, Request, State
+from ..protocol.request import Request
+from ..protocol.states import Lane, Reason, State
 from ..redis.resp import Exchanger
 from .operator_operations import OperatorOperations
 from .replies import (

@@ -6,8 +6,8 @@ import re
 from collections.abc import Callable
 
 from ..keys import Keys
-from ..protocol import State
 from ..protocol.field_types import Name
+from ..protocol.states import State
 from ..redis.resp import Exchanger
 from .replies import DeadLetter, RedriveReply, read_dead_letter
 from .script_loader import Pipelined, Script, load_script

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from redis.exceptions import ResponseError
 
 from ..errors import PenstockError, ProtocolError, RedisUnavailable
-from ..protocol import Chunk, Lane, Reason, State, unpack_event
+from ..protocol.event_reader import unpack_event
+from ..protocol.events import Chunk
+from ..protocol.states import Lane, Reason, State
 from ..redis.resp import field_pairs
 
 if TYPE_CHECKING:
-    # Loading the settings would take the client longer than all the rest.
-    from ..settings import QueueSettings
+    from ..settings import QueueSettings  # takes longer to load than all the rest of the client
 
 __all__ = [
     "Append",

@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from penstock.gpu_worker.batchers.batch_queue import Batch, BatchQueue, Item
 from penstock.gpu_worker.batchers.window import Window
-from penstock.shared.protocol import Lane
+from penstock.shared.protocol.states import Lane
 
 MAX_WAIT_S = 0.25
 

@@ -16,7 +16,7 @@ from workers import WorkerFactory, WorkerProcess
 from penstock.producer import BlockingProducer, Producer
 from penstock.shared.errors import IdConflict, RequestFailed
 from penstock.shared.local.embedded import EmbeddedRedis
-from penstock.shared.protocol import ModelKind, Reason, State
+from penstock.shared.protocol.states import ModelKind, Reason, State
 
 TESTS = str(Path(__file__).resolve().parents[1])
 QUICK = {"PENSTOCK_WORKER__LEASE_MS": "500", "PENSTOCK_WORKER__HANG_TIMEOUT_S": "1"}

@@ -19,8 +19,9 @@ from penstock.gpu_worker.engine.requests import Finish
 from penstock.gpu_worker.engine.stats import BatcherStats
 from penstock.gpu_worker.engine_process.batch_worker import BatchWorker
 from penstock.gpu_worker.messages import Add, Broken, StepReport, unpacked_updates
-from penstock.shared.protocol import ModelKind, Reason, Request
 from penstock.shared.protocol.payload import unpack_result
+from penstock.shared.protocol.request import Request
+from penstock.shared.protocol.states import ModelKind, Reason
 
 
 class Remote:

@@ -21,7 +21,7 @@ from penstock.producer.batches.records import Batch, BatchState
 from penstock.shared.errors import ConfigurationError
 from penstock.shared.keys import BatchKeys
 from penstock.shared.local.embedded import EmbeddedRedis
-from penstock.shared.protocol import State
+from penstock.shared.protocol.states import State
 from penstock.shared.redis.retrying_client import RetryingClient
 from penstock.shared.settings import Settings, load_settings
 

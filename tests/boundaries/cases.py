@@ -17,10 +17,12 @@ from penstock.producer.gateway.api_errors import ApiError
 from penstock.producer.gateway.request_body import read_object
 from penstock.producer.reading.merge import Merger
 from penstock.shared.errors import ConfigurationError, InvalidRequest, ProtocolError, StreamDiverged
-from penstock.shared.protocol import Chunk, End, Reason, Request, rolling_digest, unpack_event
-from penstock.shared.protocol.event_reader import unpack_letter
+from penstock.shared.protocol.event_reader import unpack_event, unpack_letter
+from penstock.shared.protocol.events import Chunk, End, rolling_digest
 from penstock.shared.protocol.parsing import parse_json
 from penstock.shared.protocol.plain_entry import Admission, Entry, read_entry
+from penstock.shared.protocol.request import Request
+from penstock.shared.protocol.states import Reason
 from penstock.shared.quoting import one_line, quote
 from penstock.shared.settings import GatewaySettings, load_settings
 

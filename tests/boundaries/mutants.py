@@ -10,7 +10,6 @@ from penstock.producer.gateway.access import key_access
 from penstock.producer.reading.merge import Merger
 from penstock.shared import quoting
 from penstock.shared.protocol import (
-    Request,
     collection_types,
     event_reader,
     field_types,
@@ -18,6 +17,7 @@ from penstock.shared.protocol import (
     plain_entry,
     request,
 )
+from penstock.shared.protocol.request import Request
 from penstock.shared.settings import sources
 
 MUTANTS = (

@@ -13,17 +13,11 @@ from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
 from penstock.shared.keys import Keys
-from penstock.shared.protocol import (
-    Chunk,
-    End,
-    Lane,
-    Reason,
-    Request,
-    SamplingOptions,
-    Usage,
-    rolling_digest,
-    unpack_event,
-)
+from penstock.shared.protocol.event_reader import unpack_event
+from penstock.shared.protocol.events import Chunk, End, Usage, rolling_digest
+from penstock.shared.protocol.request import Request
+from penstock.shared.protocol.sampling_options import SamplingOptions
+from penstock.shared.protocol.states import Lane, Reason
 from penstock.shared.scripts.compaction import compacted
 from penstock.shared.scripts.log_operations import LogOperations
 from penstock.shared.scripts.operations import (

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from redis.asyncio import Redis
 
 from penstock.shared.keys import GROUP, Keys
-from penstock.shared.protocol import Chunk, End, Usage, rolling_digest, unpack_event
+from penstock.shared.protocol.event_reader import unpack_event
+from penstock.shared.protocol.events import Chunk, End, Usage, rolling_digest
 from penstock.shared.protocol.states import TERMINAL_STATES
 from penstock.shared.scripts.usage_ledger import UsageCounts, read_ledger
 

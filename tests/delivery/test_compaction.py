@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from delivery.fleet import MINUTE_MS, FakeWorker, Shard, chunk, token
 
-from penstock.shared.protocol import Answer, Chunk, End, Reason, rolling_digest
+from penstock.shared.protocol.events import Chunk, End, rolling_digest
+from penstock.shared.protocol.states import Answer, Reason
 from penstock.shared.scripts.compaction import compacted
 from penstock.shared.scripts.operations import Claim
 

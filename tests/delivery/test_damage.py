@@ -6,7 +6,8 @@ import pytest
 from delivery.fleet import FakeWorker, Shard
 from redis.exceptions import ResponseError
 
-from penstock.shared.protocol import End, Lane, Reason
+from penstock.shared.protocol.events import End
+from penstock.shared.protocol.states import Lane, Reason
 from penstock.shared.scripts.operations import AppendStatus
 from penstock.shared.scripts.script_loader import Call
 

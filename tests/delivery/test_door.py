@@ -12,7 +12,7 @@ from redis.asyncio import BlockingConnectionPool, Redis
 from redis.exceptions import OutOfMemoryError
 
 from penstock.shared.errors import IdConflict, QueueFull, RedisUnavailable
-from penstock.shared.protocol import Lane, Reason, State
+from penstock.shared.protocol.states import Lane, Reason, State
 from penstock.shared.scripts.operations import Bounds, request_arguments
 
 

@@ -11,7 +11,9 @@ from delivery.fleet import Shard
 from log_writer import eventually
 from redis.asyncio import Redis
 
-from penstock.shared.protocol import End, Reason, State, unpack_event
+from penstock.shared.protocol.event_reader import unpack_event
+from penstock.shared.protocol.events import End
+from penstock.shared.protocol.states import Reason, State
 
 RACES = 1000
 

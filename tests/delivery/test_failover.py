@@ -14,7 +14,7 @@ from redis.asyncio import Redis
 from penstock.producer import Producer
 from penstock.shared.errors import StreamDiverged
 from penstock.shared.local.embedded import EmbeddedRedis
-from penstock.shared.protocol import Chunk, rolling_digest
+from penstock.shared.protocol.events import Chunk, rolling_digest
 from penstock.shared.scripts.operations import Append, Claim
 
 KEPT, SHOWN, WHOLE = 5, 10, 14

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 from delivery.fleet import FakeWorker, Shard
 
-from penstock.shared.protocol import Lane
+from penstock.shared.protocol.states import Lane
 
 LANES = {"critical": 8, "normal": 4, "batch": 1}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from delivery.fleet import FakeWorker, Shard
 
-from penstock.shared.protocol import Reason
+from penstock.shared.protocol.states import Reason
 
 OLD, NEW = "0123456789abcdef", "fedcba9876543210"
 LEASE_MS = 60_000

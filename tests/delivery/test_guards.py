@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from delivery.fleet import MINUTE_MS, FakeWorker, Shard
 
-from penstock.shared.protocol import Reason
+from penstock.shared.protocol.states import Reason
 from penstock.shared.scripts.operations import AppendStatus
 
 LONG_AGO = 1

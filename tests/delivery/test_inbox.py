@@ -12,8 +12,9 @@ from redis.asyncio.client import PubSub
 
 from penstock.producer import Producer, State
 from penstock.shared.errors import ProtocolError
-from penstock.shared.protocol import Answer, Chunk, End, Reason, unpack_event
-from penstock.shared.protocol.event_reader import unpack_letter
+from penstock.shared.protocol.event_reader import unpack_event, unpack_letter
+from penstock.shared.protocol.events import Chunk, End
+from penstock.shared.protocol.states import Answer, Reason
 
 
 async def submit(shard: Shard, name: str, inbox: str, **fields: object) -> None:

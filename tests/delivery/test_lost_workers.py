@@ -6,7 +6,8 @@ import pytest
 from delivery.fleet import Shard
 
 from penstock.shared.errors import InvalidRequest
-from penstock.shared.protocol import Lane, Reason, Request, State
+from penstock.shared.protocol.request import Request
+from penstock.shared.protocol.states import Lane, Reason, State
 
 
 async def crash(shard: Shard, name: str) -> int:

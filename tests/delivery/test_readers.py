@@ -7,7 +7,8 @@ from delivery.fleet import MINUTE_MS, Shard
 from redis.asyncio import Redis
 
 from penstock.shared.errors import InvalidRequest
-from penstock.shared.protocol import Reason, Request
+from penstock.shared.protocol.request import Request
+from penstock.shared.protocol.states import Reason
 
 LONG_AGO = 1
 

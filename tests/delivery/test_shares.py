@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from delivery.fleet import Shard
 
-from penstock.shared.protocol import Lane
+from penstock.shared.protocol.states import Lane
 from penstock.shared.scripts.operations import ClaimReply
 
 

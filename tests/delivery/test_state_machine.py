@@ -19,7 +19,7 @@ from redis.asyncio import Redis
 
 from penstock.shared.errors import IdConflict, QueueFull
 from penstock.shared.keys import Keys
-from penstock.shared.protocol import Lane, Reason
+from penstock.shared.protocol.states import Lane, Reason
 from penstock.shared.scripts.operations import Append, Bounds, Claim, RetryPolicy
 from penstock.shared.scripts.usage_ledger import UsageCounts
 

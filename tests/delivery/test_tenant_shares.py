@@ -9,7 +9,8 @@ import pytest
 from delivery.fleet import Shard, request
 
 from penstock.shared.errors import QueueFull
-from penstock.shared.protocol import Lane, Request
+from penstock.shared.protocol.request import Request
+from penstock.shared.protocol.states import Lane
 from penstock.shared.scripts.operations import Bounds
 from penstock.shared.settings import QueueSettings
 

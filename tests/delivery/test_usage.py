@@ -8,8 +8,9 @@ import pytest
 from delivery.fleet import FakeWorker, Shard
 from delivery.recount import read_usage, today
 
-from penstock.shared.protocol import Answer, End, Lane, Reason, Usage
+from penstock.shared.protocol.events import End, Usage
 from penstock.shared.protocol.plain_entry import Entry, Refusal
+from penstock.shared.protocol.states import Answer, Lane, Reason
 from penstock.shared.scripts.ingress_operations import IngressOperations
 from penstock.shared.scripts.operations import DAY_MS, Bounds, Operations
 from penstock.shared.scripts.replies import Used

@@ -6,16 +6,9 @@ import pytest
 from door.plain import PlainDoor
 
 from penstock.shared.errors import InvalidRequest
-from penstock.shared.protocol import (
-    Answer,
-    Chunk,
-    End,
-    Lane,
-    Reason,
-    State,
-    Usage,
-    unpack_event,
-)
+from penstock.shared.protocol.event_reader import unpack_event
+from penstock.shared.protocol.events import Chunk, End, Usage
+from penstock.shared.protocol.states import Answer, Lane, Reason, State
 from penstock.shared.scripts.operations import Bounds
 
 

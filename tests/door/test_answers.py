@@ -17,7 +17,8 @@ from workers import WorkerFactory, WorkerProcess
 
 from penstock.producer import Producer
 from penstock.shared.keys import Keys
-from penstock.shared.protocol import Answer, Request
+from penstock.shared.protocol.request import Request
+from penstock.shared.protocol.states import Answer
 from penstock.shared.scripts.operations import Append
 from penstock.shared.synthetic import synthetic_tokens
 

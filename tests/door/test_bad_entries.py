@@ -9,8 +9,9 @@ import pytest
 from door.plain import PlainDoor
 
 from penstock.gpu_worker.edge import ingress
-from penstock.shared.protocol import Answer, End, Reason
+from penstock.shared.protocol.events import End
 from penstock.shared.protocol.plain_entry import Admission, Entry, Refusal, read_entry
+from penstock.shared.protocol.states import Answer, Reason
 
 BAD = "bad"
 

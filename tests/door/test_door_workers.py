@@ -8,10 +8,8 @@ from door.plain import PlainDoor
 from redis.asyncio import Redis
 
 from penstock.shared.keys import GROUP
-from penstock.shared.protocol import (
-    End,
-    Reason,
-)
+from penstock.shared.protocol.events import End
+from penstock.shared.protocol.states import Reason
 
 
 async def test_an_entry_is_acted_on_once(door: PlainDoor) -> None:

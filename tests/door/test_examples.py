@@ -72,7 +72,7 @@ def check(served: Server, done: subprocess.CompletedProcess[str], tenant: str) -
 
 
 def _seed(id: str) -> int:
-    from penstock.shared.protocol import Request
+    from penstock.shared.protocol.request import Request
 
     return Request(id=id, prompt="x").seed
 

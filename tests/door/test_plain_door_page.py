@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from penstock.shared.protocol import MAX_PAYLOAD_BYTES, Answer, Reason, unpack_event
 from penstock.shared.protocol.chat.chat_options import CHAT_OPTIONS
+from penstock.shared.protocol.event_reader import unpack_event
 from penstock.shared.protocol.field_types import Option
 from penstock.shared.protocol.plain_entry import Admission, Entry, Refusal, read_entry
-from penstock.shared.protocol.request import REQUEST_OPTIONS
+from penstock.shared.protocol.request import MAX_PAYLOAD_BYTES, REQUEST_OPTIONS
+from penstock.shared.protocol.states import Answer, Reason
 from penstock.shared.scripts.ingress_operations import MAX_INGRESS_TENANTS
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "plain-door.md").read_text("utf-8")

@@ -9,16 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.shared.errors import InvalidRequest
-from penstock.shared.protocol import (
-    MAX_PAYLOAD_BYTES,
-    Answer,
-    ChatOptions,
-    Lane,
-    Reason,
-    Request,
-    SamplingOptions,
-)
+from penstock.shared.protocol.chat.chat_options import ChatOptions
 from penstock.shared.protocol.plain_entry import Admission, Entry, Refusal, read_entry
+from penstock.shared.protocol.request import MAX_PAYLOAD_BYTES, Request
+from penstock.shared.protocol.sampling_options import SamplingOptions
+from penstock.shared.protocol.states import Answer, Lane, Reason
 
 NAME = "1700000000000-0"
 

@@ -14,7 +14,7 @@ from engine.fakes import (
 from penstock.gpu_worker.engine.engine import Engine
 from penstock.gpu_worker.engine.requests import Update
 from penstock.gpu_worker.engine.step_output import StepOutput
-from penstock.shared.protocol import Reason
+from penstock.shared.protocol.states import Reason
 
 
 def engine(**changes: object) -> Engine:

@@ -15,7 +15,9 @@ from penstock.gpu_worker.engine.plan import BlockCopy, Plan, Span
 from penstock.gpu_worker.engine.requests import EngineRequest
 from penstock.gpu_worker.engine.sequence import Sequence
 from penstock.gpu_worker.engine.step_output import StepOutput, StepTiming
-from penstock.shared.protocol import Lane, Reason, SamplingOptions, TokenLogprobs
+from penstock.shared.protocol.events import TokenLogprobs
+from penstock.shared.protocol.sampling_options import SamplingOptions
+from penstock.shared.protocol.states import Lane, Reason
 
 EOS = 0
 # Multi-character tokens, halves of "é", and a continuation byte that may come alone.

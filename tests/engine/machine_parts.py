@@ -30,7 +30,7 @@ from penstock.gpu_worker.engine.scheduling.scheduler_config import Chunking
 from penstock.gpu_worker.engine.sequence import Sequence, SequenceStatus
 from penstock.gpu_worker.engine.speculation.controller import SpeculationConfig
 from penstock.gpu_worker.engine.step_output import StepOutput, StepTiming
-from penstock.shared.protocol import Reason
+from penstock.shared.protocol.states import Reason
 
 prompts = st.one_of(
     st.lists(st.integers(0, 8), min_size=1, max_size=14),

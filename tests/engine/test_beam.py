@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from penstock.gpu_worker.engine.groups.beam_search import BeamSearch, Continuation
-from penstock.shared.protocol import SamplingOptions
+from penstock.shared.protocol.sampling_options import SamplingOptions
 
 Tokens = tuple[tuple[int, float], ...]
 

@@ -9,7 +9,7 @@ from penstock.gpu_worker.engine.kv.kv_manager import KVManager
 from penstock.gpu_worker.engine.plan import BlockCopy
 from penstock.gpu_worker.engine.sequence import Sequence
 from penstock.shared.errors import IntegrityError
-from penstock.shared.protocol import SamplingOptions
+from penstock.shared.protocol.sampling_options import SamplingOptions
 
 OPTIONS = SamplingOptions()
 

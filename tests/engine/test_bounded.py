@@ -11,7 +11,7 @@ from penstock.gpu_worker.edge.claim_budget import ClaimBudget
 from penstock.gpu_worker.engine.config import EngineConfig, PolicyName
 from penstock.gpu_worker.engine.engine import Engine
 from penstock.gpu_worker.engine.step_output import StepOutput
-from penstock.shared.protocol import Lane
+from penstock.shared.protocol.states import Lane
 from penstock.tools.simulate.arrivals import SimRequest
 from penstock.tools.simulate.claim_order import FairQueue
 

@@ -20,7 +20,7 @@ from penstock.gpu_worker.engine.sequence import Sequence
 from penstock.gpu_worker.engine.stats import EngineStats
 from penstock.gpu_worker.engine.step_output import StepTiming
 from penstock.shared.errors import ConfigurationError
-from penstock.shared.protocol import SamplingOptions
+from penstock.shared.protocol.sampling_options import SamplingOptions
 
 LEAST, MOST = 16, 2048
 

@@ -10,7 +10,7 @@ from penstock.gpu_worker.engine.kv.kv_cache_groups import KVCacheGroup
 from penstock.gpu_worker.engine.scheduling.preemption import PreemptionCause
 from penstock.gpu_worker.engine.scheduling.scheduler_config import Chunking
 from penstock.gpu_worker.engine.sequence import SequenceStatus
-from penstock.shared.protocol import Lane
+from penstock.shared.protocol.states import Lane
 
 
 def test_urgent_work_takes_the_place_of_less_urgent_work() -> None:

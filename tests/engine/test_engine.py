@@ -11,7 +11,7 @@ from engine.fakes import (
 
 from penstock.gpu_worker.engine.step_output import StepOutput
 from penstock.shared.errors import InvalidRequest
-from penstock.shared.protocol import Reason
+from penstock.shared.protocol.states import Reason
 
 # --- the rules that end an output -------------------------------------------------------------
 

@@ -43,7 +43,7 @@ from penstock.gpu_worker.engine.requests import Finish
 from penstock.gpu_worker.engine.scheduling.scheduler_config import Chunking
 from penstock.gpu_worker.engine.step_output import StepOutput, StepTiming
 from penstock.gpu_worker.engine_process.isolation import run_isolated
-from penstock.shared.protocol import Lane, Reason
+from penstock.shared.protocol.states import Lane, Reason
 
 
 class EngineMachine(MachineModel):

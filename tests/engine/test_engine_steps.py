@@ -19,7 +19,7 @@ from penstock.gpu_worker.engine.requests import EngineRequest, Finish
 from penstock.gpu_worker.engine.speculation.controller import SpeculationConfig
 from penstock.gpu_worker.engine.step_output import StepOutput
 from penstock.shared.errors import IntegrityError
-from penstock.shared.protocol import Lane, Reason
+from penstock.shared.protocol.states import Lane, Reason
 
 # --- leaving ----------------------------------------------------------------------------------
 

@@ -11,9 +11,9 @@ from engine.waiting_sequences import BOUND_S, drained, filled, make, sequence
 
 from penstock.gpu_worker.engine.config import PolicyName
 from penstock.gpu_worker.engine.plan import Plan
-from penstock.gpu_worker.engine.scheduling.policies import FairPolicy
+from penstock.gpu_worker.engine.scheduling.policies.fair import FairPolicy
 from penstock.gpu_worker.engine.step_output import StepOutput
-from penstock.shared.protocol import Lane
+from penstock.shared.protocol.states import Lane
 
 
 def test_fair_shares_by_tokens_and_not_by_requests() -> None:

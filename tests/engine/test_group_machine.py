@@ -30,7 +30,7 @@ from penstock.gpu_worker.engine.requests import EngineRequest, Finish, Update
 from penstock.gpu_worker.engine.scheduling.scheduler_config import Chunking
 from penstock.gpu_worker.engine.step_output import StepTiming
 from penstock.gpu_worker.engine_process.isolation import run_isolated
-from penstock.shared.protocol import Lane, Reason
+from penstock.shared.protocol.states import Lane, Reason
 
 PROMPTS = st.integers(1, 14).map(lambda n: [1, 2, 1, 2, 3, 1, 2, 1, 2, 3, 1, 2, 1, 2][:n])
 KINDS: list[dict[str, Any]] = [

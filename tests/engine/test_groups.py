@@ -13,11 +13,12 @@ from penstock.gpu_worker.engine.groups.beam_group import BeamGroup
 from penstock.gpu_worker.engine.output_state import OutputState
 from penstock.gpu_worker.engine.request_validator import RequestValidator
 from penstock.gpu_worker.engine.requests import EngineRequest, Update
-from penstock.gpu_worker.engine.scheduling.policies import FcfsPolicy
+from penstock.gpu_worker.engine.scheduling.policies.fcfs import FcfsPolicy
 from penstock.gpu_worker.engine.scheduling.scheduler import Scheduler
 from penstock.gpu_worker.engine.sequence import Sequence, SequenceStatus
 from penstock.gpu_worker.engine.step_output import StepOutput
-from penstock.shared.protocol import Reason, SamplingOptions
+from penstock.shared.protocol.sampling_options import SamplingOptions
+from penstock.shared.protocol.states import Reason
 
 PROMPT = (1, 2, 3, 4, 5, 6, 7, 8, 1, 2)  # with blocks of four: two whole ones and a half
 

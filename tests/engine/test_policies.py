@@ -17,7 +17,7 @@ from penstock.gpu_worker.engine.scheduling.policies.removable_heap import Remova
 from penstock.gpu_worker.engine.scheduling.scheduler_config import Chunking
 from penstock.gpu_worker.engine.sequence import Sequence
 from penstock.shared.errors import ConfigurationError
-from penstock.shared.protocol import Lane
+from penstock.shared.protocol.states import Lane
 
 ALL = pytest.mark.parametrize("name", list(PolicyName))
 

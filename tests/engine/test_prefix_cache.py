@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from penstock.gpu_worker.engine.kv.prefix_cache import PrefixCache, longest_hit
 from penstock.gpu_worker.engine.sequence import Sequence
-from penstock.shared.protocol import SamplingOptions
+from penstock.shared.protocol.sampling_options import SamplingOptions
 
 short_ids = st.lists(st.integers(0, 1), min_size=1, max_size=9)
 

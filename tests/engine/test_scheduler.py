@@ -5,12 +5,13 @@ from engine.fakes import config, kv_manager
 
 from penstock.gpu_worker.engine.config import EngineConfig
 from penstock.gpu_worker.engine.plan import Plan
-from penstock.gpu_worker.engine.scheduling.policies import FcfsPolicy
+from penstock.gpu_worker.engine.scheduling.policies.fcfs import FcfsPolicy
 from penstock.gpu_worker.engine.scheduling.preemption import PreemptionCause, PreemptionMode
 from penstock.gpu_worker.engine.scheduling.scheduler import Scheduler
 from penstock.gpu_worker.engine.sequence import Sequence, SequenceStatus
 from penstock.shared.errors import ConfigurationError, IntegrityError
-from penstock.shared.protocol import Lane, SamplingOptions
+from penstock.shared.protocol.sampling_options import SamplingOptions
+from penstock.shared.protocol.states import Lane
 
 RECOMPUTE = PreemptionMode.RECOMPUTE
 SWAP = PreemptionMode.SWAP

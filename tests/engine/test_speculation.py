@@ -10,7 +10,7 @@ from penstock.gpu_worker.engine.engine import Engine
 from penstock.gpu_worker.engine.plan import Plan
 from penstock.gpu_worker.engine.speculation.controller import SpeculationConfig
 from penstock.gpu_worker.engine.step_output import StepTiming
-from penstock.shared.protocol import Reason, Speculation
+from penstock.shared.protocol.states import Reason, Speculation
 
 
 def run_all(engine: Engine, runner: FakeRunner) -> dict[str, list[int]]:

@@ -14,7 +14,8 @@ from penstock.gpu_worker.engine.plan import Span
 from penstock.gpu_worker.engine.sequence import Sequence
 from penstock.gpu_worker.engine.speculation.controller import SpeculationConfig, Speculator
 from penstock.gpu_worker.engine.step_output import StepTiming
-from penstock.shared.protocol import SamplingOptions, Speculation
+from penstock.shared.protocol.sampling_options import SamplingOptions
+from penstock.shared.protocol.states import Speculation
 
 STEPS = 2000
 

@@ -12,7 +12,7 @@ from penstock.gpu_worker.engine.sequence import Sequence
 from penstock.gpu_worker.engine.speculation.controller import SpeculationConfig, Speculator
 from penstock.gpu_worker.engine.speculation.draft_state import DraftState
 from penstock.gpu_worker.engine.speculation.ngram import NgramIndex
-from penstock.shared.protocol import SamplingOptions
+from penstock.shared.protocol.sampling_options import SamplingOptions
 
 
 def longest_match(token_ids: list[int]) -> int:

@@ -16,7 +16,8 @@ from penstock.gpu_worker.engine.scheduling.preemption import PreemptionCause, Pr
 from penstock.gpu_worker.engine.sequence import Sequence
 from penstock.gpu_worker.engine.step_output import StepOutput
 from penstock.shared.errors import ConfigurationError, IntegrityError
-from penstock.shared.protocol import Lane, Reason, SamplingOptions
+from penstock.shared.protocol.sampling_options import SamplingOptions
+from penstock.shared.protocol.states import Lane, Reason
 
 
 def sequence(name: str, blocks: list[int], computed: int) -> Sequence:

@@ -16,7 +16,8 @@ from penstock.gpu_worker.engine.kv.kv_manager import KVManager
 from penstock.gpu_worker.engine.plan import BlockCopy
 from penstock.gpu_worker.engine.sequence import Sequence
 from penstock.shared.errors import ConfigurationError, IntegrityError
-from penstock.shared.protocol import Reason, SamplingOptions
+from penstock.shared.protocol.sampling_options import SamplingOptions
+from penstock.shared.protocol.states import Reason
 
 FOREVER = 600
 """Output tokens of a sequence that outgrows every pool here many times."""

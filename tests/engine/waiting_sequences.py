@@ -8,9 +8,11 @@ from typing import Any, Protocol
 from engine.fakes import config
 
 from penstock.gpu_worker.engine.config import PolicyName
-from penstock.gpu_worker.engine.scheduling.policies import Policy, make_policy
+from penstock.gpu_worker.engine.scheduling.policies.policy import Policy
+from penstock.gpu_worker.engine.scheduling.policies.registry import make_policy
 from penstock.gpu_worker.engine.sequence import Sequence
-from penstock.shared.protocol import Lane, SamplingOptions
+from penstock.shared.protocol.sampling_options import SamplingOptions
+from penstock.shared.protocol.states import Lane
 
 __all__ = ["BOUND_S", "drained", "filled", "make", "may_overtake", "sequence"]
 

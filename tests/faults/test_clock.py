@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from faults.rig import open_rig
 
-from penstock.shared.protocol import Reason
+from penstock.shared.protocol.states import Reason
 
 WRONG_CLOCK = """\
 import os, pathlib, time

@@ -13,7 +13,7 @@ import pytest
 from faults.rig import digest_of, open_rig
 from redis.asyncio import Redis
 
-from penstock.shared.protocol import Reason
+from penstock.shared.protocol.states import Reason
 from penstock.shared.synthetic import synthetic_tokens
 
 SHORT, LONG = 1, pytest.param(50, marks=pytest.mark.slow)

@@ -16,7 +16,9 @@ from faults.rig import Rig, change, mutated, open_rig
 from waiting import wait_until
 
 from penstock.gpu_worker.oom import OomWatch, find_counter
-from penstock.shared.protocol import Reason, Request, rolling_digest
+from penstock.shared.protocol.events import rolling_digest
+from penstock.shared.protocol.request import Request
+from penstock.shared.protocol.states import Reason
 from penstock.shared.scripts.operations import Operations
 from penstock.tools.chaos.checks.final_checks import drain_workers
 from penstock.tools.chaos.checks.key_recount import recount

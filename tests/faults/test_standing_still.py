@@ -18,7 +18,7 @@ from workers import WorkerFactory, WorkerProcess
 
 from penstock.producer import BlockingProducer
 from penstock.shared.local.embedded import EmbeddedRedis
-from penstock.shared.protocol import Reason
+from penstock.shared.protocol.states import Reason
 from penstock.shared.synthetic import synthetic_tokens
 
 FAST = {"worker__hang_timeout_s": 1, "redis__socket_timeout_s": 0.5, "worker__heartbeat_ms": 100}

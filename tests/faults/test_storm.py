@@ -13,7 +13,7 @@ import pytest
 import redis.asyncio
 from faults.rig import mutated
 
-from penstock.shared.protocol import Chunk
+from penstock.shared.protocol.events import Chunk
 from penstock.tools.chaos import Fault, Invariant, Storm, StormOptions, StormResult
 from penstock.tools.chaos.checks.sweep_times import SweepWatch
 from penstock.tools.chaos.readers import Reading

@@ -15,7 +15,9 @@ from workers import WorkerFactory
 
 from penstock.shared.keys import Keys
 from penstock.shared.local.embedded import EmbeddedRedis
-from penstock.shared.protocol import Chunk, End, Request, unpack_event
+from penstock.shared.protocol.event_reader import unpack_event
+from penstock.shared.protocol.events import Chunk, End
+from penstock.shared.protocol.request import Request
 from penstock.shared.scripts.operations import Bounds, request_arguments
 from penstock.shared.scripts.script_loader import load_script
 from penstock.shared.synthetic import synthetic_tokens

@@ -24,9 +24,11 @@ from penstock.shared.errors import (
     ProtocolError,
     StreamError,
 )
-from penstock.shared.protocol import Chunk, End, Reason, Request, rolling_digest, unpack_event
-from penstock.shared.protocol.event_reader import unpack_letter
+from penstock.shared.protocol.event_reader import unpack_event, unpack_letter
+from penstock.shared.protocol.events import Chunk, End, rolling_digest
 from penstock.shared.protocol.plain_entry import Admission, Entry, read_entry
+from penstock.shared.protocol.request import Request
+from penstock.shared.protocol.states import Reason
 from penstock.shared.settings import Settings, load_settings
 
 ROOT = Path(__file__).resolve().parents[2]

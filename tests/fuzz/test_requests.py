@@ -14,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.shared.errors import InvalidRequest, ProtocolError
-from penstock.shared.protocol import Request, SamplingOptions, unpack_event
-from penstock.shared.protocol.event_reader import unpack_letter
+from penstock.shared.protocol.event_reader import unpack_event, unpack_letter
 from penstock.shared.protocol.plain_entry import Admission, Entry, read_entry
+from penstock.shared.protocol.request import Request
+from penstock.shared.protocol.sampling_options import SamplingOptions
 
 FUZZ = settings.get_profile("fuzz")
 MAX_MESSAGE = 1200

@@ -28,7 +28,7 @@ from penstock.producer.gateway.openai.fields.completion_fields import COMPLETION
 from penstock.producer.results import Status
 from penstock.shared.keys import Keys
 from penstock.shared.local.embedded import EmbeddedRedis
-from penstock.shared.protocol import Lane, State
+from penstock.shared.protocol.states import Lane, State
 from penstock.shared.redis.retrying_client import RetryingClient
 from penstock.shared.settings import load_settings
 

@@ -12,8 +12,9 @@ from pydantic import TypeAdapter
 from penstock.producer.gateway.responses.output_items import OutputItems
 from penstock.producer.gateway.responses.response_events import ResponseWriter
 from penstock.producer.gateway.responses.response_object import ResponseHead
-from penstock.shared.protocol import Chunk, Delta, End, Reason, Usage
-from penstock.shared.protocol.chat.deltas import CONTENT, REASONING, TOOL_CALL
+from penstock.shared.protocol.chat.deltas import CONTENT, REASONING, TOOL_CALL, Delta
+from penstock.shared.protocol.events import Chunk, End, Usage
+from penstock.shared.protocol.states import Reason
 
 HEAD = ResponseHead("resp_1", 1, "m", "default", {})
 DELTAS = (

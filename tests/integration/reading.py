@@ -11,7 +11,7 @@ import redis.asyncio
 from log_writer import LogWriter, eventually
 
 from penstock.producer import Producer, TokenStream
-from penstock.shared.protocol import Chunk
+from penstock.shared.protocol.events import Chunk
 from penstock.shared.scripts.compaction import compacted
 from penstock.shared.scripts.log_operations import LogOperations
 

@@ -8,7 +8,7 @@ from workers import WorkerFactory
 
 from penstock.producer import Producer
 from penstock.shared.keys import Keys
-from penstock.shared.protocol import State
+from penstock.shared.protocol.states import State
 
 KEYS = Keys("demo")
 

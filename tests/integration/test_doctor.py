@@ -21,7 +21,7 @@ from penstock.shared.keys import Keys
 from penstock.shared.local.children import spawn_bound
 from penstock.shared.local.embedded import EmbeddedRedis
 from penstock.shared.local.server_binary import find_servers
-from penstock.shared.protocol import Lane
+from penstock.shared.protocol.states import Lane
 from penstock.tools.doctor import Finding, Level, examine
 from penstock.tools.doctor.server_findings import ServerFacts, look_at_server
 

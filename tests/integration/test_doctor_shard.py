@@ -9,7 +9,7 @@ from delivery.fleet import Shard
 from integration.examining import ACL_FOLDER, find, settings
 from redis.asyncio import Redis
 
-from penstock.shared.protocol import Lane
+from penstock.shared.protocol.states import Lane
 from penstock.tools.doctor import Level, Role, examine
 from penstock.tools.doctor.rights import ROLES, needed_commands
 

@@ -14,7 +14,8 @@ from workers import WorkerFactory, WorkerProcess
 from penstock.producer import Producer
 from penstock.shared.keys import Keys
 from penstock.shared.local.embedded import EmbeddedRedis
-from penstock.shared.protocol import Reason, Request, State
+from penstock.shared.protocol.request import Request
+from penstock.shared.protocol.states import Reason, State
 from penstock.shared.synthetic import synthetic_tokens
 
 KEYS = Keys("demo")

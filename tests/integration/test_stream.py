@@ -26,7 +26,8 @@ from penstock.producer import Producer
 from penstock.producer.reading import subscription
 from penstock.producer.reading.subscriber import Subscriber
 from penstock.shared.local.embedded import EmbeddedRedis
-from penstock.shared.protocol import Chunk, Reason, State, rolling_digest
+from penstock.shared.protocol.events import Chunk, rolling_digest
+from penstock.shared.protocol.states import Reason, State
 
 
 async def test_live_and_late_readers_see_the_same(

@@ -18,7 +18,7 @@ from waiting import wait_until
 from penstock.producer import BlockingProducer, Producer, TokenStream
 from penstock.shared.errors import RedisUnavailable, UnknownRequest
 from penstock.shared.keys import Keys
-from penstock.shared.protocol import State
+from penstock.shared.protocol.states import State
 
 
 def test_the_blocking_client(redis_url: str) -> None:

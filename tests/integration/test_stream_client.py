@@ -20,7 +20,8 @@ from penstock.shared.errors import (
     RequestFailed,
 )
 from penstock.shared.local.embedded import EmbeddedRedis
-from penstock.shared.protocol import Lane, Reason, Request, State
+from penstock.shared.protocol.request import Request
+from penstock.shared.protocol.states import Lane, Reason, State
 from penstock.shared.settings import load_settings
 
 Client = redis.asyncio.Redis

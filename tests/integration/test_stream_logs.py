@@ -25,7 +25,8 @@ from penstock.shared.errors import (
     UnknownRequest,
 )
 from penstock.shared.local.embedded import EmbeddedRedis
-from penstock.shared.protocol import rolling_digest, unpack_event
+from penstock.shared.protocol.event_reader import unpack_event
+from penstock.shared.protocol.events import rolling_digest
 
 
 async def test_a_log_made_compact_under_its_readers(

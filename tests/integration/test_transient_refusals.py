@@ -19,7 +19,7 @@ from penstock.producer import Producer
 from penstock.shared.errors import RedisUnavailable
 from penstock.shared.local.embedded import EmbeddedRedis
 from penstock.shared.local.server_binary import ServerBinary, find_servers
-from penstock.shared.protocol import Reason
+from penstock.shared.protocol.states import Reason
 from penstock.shared.redis.batch_connection import BatchConnection
 from penstock.shared.redis.server_check import check_durability
 from penstock.shared.redis.transient_errors import is_transient

@@ -13,7 +13,8 @@ from workers import WorkerFactory, WorkerProcess
 from penstock.producer import Producer, Result, State
 from penstock.shared.keys import Keys
 from penstock.shared.local.embedded import EmbeddedRedis
-from penstock.shared.protocol import Chunk, unpack_event
+from penstock.shared.protocol.event_reader import unpack_event
+from penstock.shared.protocol.events import Chunk
 
 KEYS = Keys("demo")
 TOKENS = 250

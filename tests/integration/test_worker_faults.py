@@ -26,7 +26,7 @@ from workers import WorkerFactory, WorkerProcess
 from penstock.producer import Producer, Result
 from penstock.shared.keys import Keys
 from penstock.shared.local.embedded import EmbeddedRedis
-from penstock.shared.protocol import Lane
+from penstock.shared.protocol.states import Lane
 from penstock.shared.synthetic import synthetic_tokens
 from penstock.tools.chaos.faults.process_table import children
 

@@ -17,7 +17,8 @@ from penstock.gpu_worker.model.loading.loader import LoadedModel
 from penstock.gpu_worker.model.runner import ModelRunner
 from penstock.gpu_worker.model.structured.constraint_compiler import ConstraintCompiler
 from penstock.gpu_worker.model.text.detokenizer import IncrementalDetokenizer
-from penstock.shared.protocol import Lane, SamplingOptions
+from penstock.shared.protocol.sampling_options import SamplingOptions
+from penstock.shared.protocol.states import Lane
 
 __all__ = ["Answer", "Bench", "compiler_of"]
 

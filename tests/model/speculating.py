@@ -20,7 +20,8 @@ from penstock.gpu_worker.model.loading.loader import LoadedModel
 from penstock.gpu_worker.model.runner import ModelRunner
 from penstock.gpu_worker.model.sampling.sampler import Sampler
 from penstock.gpu_worker.model.text.detokenizer import IncrementalDetokenizer
-from penstock.shared.protocol import Lane, SamplingOptions
+from penstock.shared.protocol.sampling_options import SamplingOptions
+from penstock.shared.protocol.states import Lane
 
 BLOCK_SIZE = 4
 

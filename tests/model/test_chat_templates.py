@@ -20,7 +20,7 @@ from penstock.gpu_worker.model.structured.template_renderer import (
 )
 from penstock.gpu_worker.model.text.chat_prompt import ChatPrompt
 from penstock.shared.errors import InvalidRequest
-from penstock.shared.protocol import ChatOptions
+from penstock.shared.protocol.chat.chat_options import ChatOptions
 
 HARMFUL = {
     "loops": "{% for a in range(99999) %}" * 3 + "{{ messages|length }}" + "{% endfor %}" * 3,

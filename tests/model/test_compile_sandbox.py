@@ -23,7 +23,8 @@ from penstock.gpu_worker.model.structured.compile_sandbox import CompileSandbox,
 from penstock.gpu_worker.model.structured.constraint_compiler import ConstraintCompiler
 from penstock.gpu_worker.model.structured.matcher import ConstraintError
 from penstock.shared.errors import InvalidRequest, ModelError
-from penstock.shared.protocol import Reason, SamplingOptions
+from penstock.shared.protocol.sampling_options import SamplingOptions
+from penstock.shared.protocol.states import Reason
 from penstock.shared.settings import load_settings
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -15,7 +15,8 @@ from penstock.gpu_worker.model.loading.loader import LoadedModel, load_model
 from penstock.gpu_worker.model.structured import constraint_compiler as compiler_module
 from penstock.gpu_worker.model.structured.constraint_compiler import ConstraintCompiler
 from penstock.shared.errors import InvalidRequest
-from penstock.shared.protocol import Lane, Reason, SamplingOptions
+from penstock.shared.protocol.sampling_options import SamplingOptions
+from penstock.shared.protocol.states import Lane, Reason
 
 Loaded = Callable[[str], LoadedModel]
 

@@ -23,7 +23,7 @@ from penstock.gpu_worker.model.kv.kv_pool import KVPool
 from penstock.gpu_worker.model.loading.loader import LoadedModel
 from penstock.gpu_worker.model.sampling.sampler import Sampler, SamplingBatch
 from penstock.shared.errors import PenstockError
-from penstock.shared.protocol import SamplingOptions
+from penstock.shared.protocol.sampling_options import SamplingOptions
 from penstock.shared.settings import load_settings
 
 Loaded = Callable[[str], LoadedModel]

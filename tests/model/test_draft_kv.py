@@ -29,7 +29,7 @@ from penstock.gpu_worker.model.kv.kv_pool import KVPool
 from penstock.gpu_worker.model.loading.loader import LoadedModel
 from penstock.gpu_worker.model.sampling.sampler import Sampler, SamplingBatch
 from penstock.kernels.kv_layout import KVLayout
-from penstock.shared.protocol import SamplingOptions
+from penstock.shared.protocol.sampling_options import SamplingOptions
 
 Loaded = Callable[[str], LoadedModel]
 Outputs = Mapping[str, tuple[int, ...]]

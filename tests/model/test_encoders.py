@@ -31,7 +31,7 @@ from penstock.gpu_worker.model.encoders.encoder_recipe import (
 from penstock.gpu_worker.model.encoders.length_groups import length_groups
 from penstock.gpu_worker.model.encoders.scorer import Classifier, Reranker
 from penstock.shared.errors import InvalidRequest, ModelError, UnsupportedModel
-from penstock.shared.protocol import ModelKind
+from penstock.shared.protocol.states import ModelKind
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

@@ -27,7 +27,7 @@ from penstock.gpu_worker.model.sampling.sampler import (
     Sampler,
     SamplingBatch,
 )
-from penstock.shared.protocol import SamplingOptions
+from penstock.shared.protocol.sampling_options import SamplingOptions
 
 VOCAB = 50
 EOS = frozenset({3, 4})

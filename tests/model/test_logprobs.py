@@ -11,7 +11,8 @@ import torch
 
 from penstock.gpu_worker.model.sampling import gumbel_sampling
 from penstock.gpu_worker.model.sampling.sampler import INVALID_TOKEN, Sampler, SamplingBatch
-from penstock.shared.protocol import SamplingOptions, TokenLogprobs
+from penstock.shared.protocol.events import TokenLogprobs
+from penstock.shared.protocol.sampling_options import SamplingOptions
 
 
 @dataclass(eq=False)

@@ -17,7 +17,7 @@ from waiting import wait_until
 from penstock.gpu_worker.model.loading.loader import LoadedModel
 from penstock.gpu_worker.model.structured.constraint_state import ConstraintFollower
 from penstock.gpu_worker.model.structured.mask_maker import MaskMaker
-from penstock.shared.protocol import Reason
+from penstock.shared.protocol.states import Reason
 
 Loaded = Callable[[str], LoadedModel]
 

@@ -31,7 +31,9 @@ from penstock.gpu_worker.model.kv.swap_pool import SwapPool
 from penstock.gpu_worker.model.loading.loader import LoadedModel
 from penstock.gpu_worker.model.runner import ModelRunner
 from penstock.gpu_worker.model.text.detokenizer import IncrementalDetokenizer
-from penstock.shared.protocol import Lane, Reason, SamplingOptions, TokenLogprobs
+from penstock.shared.protocol.events import TokenLogprobs
+from penstock.shared.protocol.sampling_options import SamplingOptions
+from penstock.shared.protocol.states import Lane, Reason
 
 Loaded = Callable[[str], LoadedModel]
 Oracle = Callable[[str], Any]

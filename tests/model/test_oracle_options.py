@@ -10,7 +10,8 @@ import torch
 from model.test_oracle import MODES, OUTPUT_TOKENS, PROMPTS, Expected, serve
 
 from penstock.gpu_worker.model.loading.loader import LoadedModel
-from penstock.shared.protocol import SamplingOptions, TokenLogprobs
+from penstock.shared.protocol.events import TokenLogprobs
+from penstock.shared.protocol.sampling_options import SamplingOptions
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "penalty": ({"repetition_penalty": 1.5}, {"repetition_penalty": 1.5}),

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from penstock.gpu_worker.model.sampling.sampler import NO_TOKEN_LEFT, Sampler, SamplingBatch
-from penstock.shared.protocol import SamplingOptions
+from penstock.shared.protocol.sampling_options import SamplingOptions
 
 VOCAB = 60
 PROMPT = [3, 4, 5]

@@ -12,7 +12,8 @@ from model.families import VOCAB_SIZE, WINDOW
 
 from penstock.gpu_worker.engine.speculation.controller import SpeculationConfig
 from penstock.gpu_worker.model.loading.loader import LoadedModel
-from penstock.shared.protocol import Lane, Reason, TokenLogprobs
+from penstock.shared.protocol.events import TokenLogprobs
+from penstock.shared.protocol.states import Lane, Reason
 
 Loaded = Callable[[str], LoadedModel]
 Oracle = Callable[[str], Any]

@@ -18,7 +18,7 @@ from transformers import (
 from penstock.gpu_worker.model.sampling import gumbel_sampling
 from penstock.gpu_worker.model.sampling import sampler as sampler_module
 from penstock.gpu_worker.model.sampling.sampler import INVALID_TOKEN, Sampler, SamplingBatch
-from penstock.shared.protocol import SamplingOptions
+from penstock.shared.protocol.sampling_options import SamplingOptions
 
 
 @dataclass

@@ -19,7 +19,8 @@ from penstock.gpu_worker.engine.plan import Span
 from penstock.gpu_worker.engine.speculation.controller import SpeculationConfig
 from penstock.gpu_worker.model.drafting.drafters import Proposal
 from penstock.gpu_worker.model.loading.loader import LoadedModel
-from penstock.shared.protocol import SamplingOptions, Speculation
+from penstock.shared.protocol.sampling_options import SamplingOptions
+from penstock.shared.protocol.states import Speculation
 
 Loaded = Callable[[str], LoadedModel]
 

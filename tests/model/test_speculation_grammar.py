@@ -19,7 +19,8 @@ from penstock.gpu_worker.engine.speculation.controller import SpeculationConfig
 from penstock.gpu_worker.model.drafting.drafters import Proposal
 from penstock.gpu_worker.model.loading.loader import LoadedModel
 from penstock.gpu_worker.model.structured.mask_maker import MaskMaker
-from penstock.shared.protocol import Lane, SamplingOptions
+from penstock.shared.protocol.sampling_options import SamplingOptions
+from penstock.shared.protocol.states import Lane
 
 Loaded = Callable[[str], LoadedModel]
 

@@ -21,7 +21,7 @@ from penstock.gpu_worker.model.kv.swap_pool import SwapPool
 from penstock.gpu_worker.model.loading.loader import LoadedModel
 from penstock.gpu_worker.model.runner import ModelRunner
 from penstock.gpu_worker.model.text.detokenizer import IncrementalDetokenizer
-from penstock.shared.protocol import Lane, Reason
+from penstock.shared.protocol.states import Lane, Reason
 
 FAMILIES = ["llama", "mistral", "gemma2", "gpt_oss", "deepseek_v3"]
 """Plain, windows in all layers, windows in some, sinks, and MLA's sizes."""

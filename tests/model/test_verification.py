@@ -18,7 +18,7 @@ from penstock.gpu_worker.engine.speculation.controller import SpeculationConfig
 from penstock.gpu_worker.model.drafting.acceptance import agreed, reject
 from penstock.gpu_worker.model.loading.loader import LoadedModel
 from penstock.gpu_worker.model.sampling.random_numbers import uniform
-from penstock.shared.protocol import SamplingOptions
+from penstock.shared.protocol.sampling_options import SamplingOptions
 
 Verify = Callable[[Tensor, Sequence["Row"], Sequence[int], Tensor, Tensor], Tensor]
 

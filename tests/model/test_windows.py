@@ -26,7 +26,8 @@ from penstock.gpu_worker.model.loading.geometry import KVGeometry, LayerGeometry
 from penstock.gpu_worker.model.loading.loader import LoadedModel
 from penstock.gpu_worker.model.runner import ModelRunner
 from penstock.gpu_worker.model.text.detokenizer import IncrementalDetokenizer
-from penstock.shared.protocol import Lane, Reason, SamplingOptions
+from penstock.shared.protocol.sampling_options import SamplingOptions
+from penstock.shared.protocol.states import Lane, Reason
 
 BLOCK_SIZE = 4
 CHUNK = 6

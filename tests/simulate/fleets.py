@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from penstock.gpu_worker.engine.config import EngineConfig
-from penstock.shared.protocol import Lane
+from penstock.shared.protocol.states import Lane
 from penstock.tools.simulate import (
     ConstantCost,
     Dispatch,

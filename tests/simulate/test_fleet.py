@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 from simulate.fleets import LEVEL, drawn, engine, fixed, scenario
 
-from penstock.gpu_worker.engine.scheduling.policies import FcfsPolicy
+from penstock.gpu_worker.engine.scheduling.policies.fcfs import FcfsPolicy
 from penstock.gpu_worker.engine.sequence import Sequence
-from penstock.shared.protocol import Lane
+from penstock.shared.protocol.states import Lane
 from penstock.tools.simulate import ConstantCost, Dispatch, Lengths, SimRequest, simulate
 from penstock.tools.simulate.dispatch import Pull, RoundRobin
 from penstock.tools.simulate.fleet import Fleet, Run

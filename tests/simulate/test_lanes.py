@@ -9,7 +9,7 @@ from delivery.fleet import MINUTE_MS, Shard
 from redis.asyncio import Redis
 from simulate.fleets import fixed
 
-from penstock.shared.protocol import Lane
+from penstock.shared.protocol.states import Lane
 from penstock.tools.simulate import FairQueue, SimRequest
 
 

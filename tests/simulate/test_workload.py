@@ -10,7 +10,7 @@ import pytest
 from simulate.fleets import drawn
 
 from penstock.shared.errors import ConfigurationError
-from penstock.shared.protocol import Lane
+from penstock.shared.protocol.states import Lane
 from penstock.tools.simulate import Lengths, read_trace, write_trace
 
 

@@ -8,7 +8,8 @@ from penstock.gpu_worker.engine.plan import Plan
 from penstock.gpu_worker.engine.requests import EngineRequest
 from penstock.gpu_worker.engine.step_output import StepOutput
 from penstock.gpu_worker.engine_process.synthetic_model import SyntheticRunner, build_synthetic
-from penstock.shared.protocol import Lane, SamplingOptions
+from penstock.shared.protocol.sampling_options import SamplingOptions
+from penstock.shared.protocol.states import Lane
 from penstock.shared.settings import Settings
 
 POISON = 666

@@ -19,16 +19,10 @@ from penstock.gpu_worker.metrics import WorkerMetrics
 from penstock.producer.choices import Choice, gather_choices
 from penstock.producer.reading.merge import Merger
 from penstock.shared.errors import ProtocolError, StreamDiverged
-from penstock.shared.protocol import (
-    Answer,
-    Chunk,
-    End,
-    Part,
-    Reason,
-    TokenLogprobs,
-    rolling_digest,
-    unpack_event,
-)
+from penstock.shared.protocol.choice_parts import Part
+from penstock.shared.protocol.event_reader import unpack_event
+from penstock.shared.protocol.events import Chunk, End, TokenLogprobs, rolling_digest
+from penstock.shared.protocol.states import Answer, Reason
 from penstock.shared.scripts.compaction import compacted
 from penstock.shared.scripts.operations import Append, AppendStatus, Claim
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.gpu_worker.edge.claim_budget import NO_CLAIMS, ClaimBudget
-from penstock.shared.protocol import Lane
+from penstock.shared.protocol.states import Lane
 
 CRITICAL, NORMAL, BATCH = Lane
 

@@ -12,15 +12,10 @@ from penstock.gpu_worker.edge.outbox import Outbox
 from penstock.gpu_worker.edge.owned_requests import OwnedRequests
 from penstock.gpu_worker.messages import Add
 from penstock.gpu_worker.metrics import WorkerMetrics
-from penstock.shared.protocol import (
-    Chunk,
-    End,
-    ModelKind,
-    Reason,
-    Request,
-    rolling_digest,
-    unpack_event,
-)
+from penstock.shared.protocol.event_reader import unpack_event
+from penstock.shared.protocol.events import Chunk, End, rolling_digest
+from penstock.shared.protocol.request import Request
+from penstock.shared.protocol.states import ModelKind, Reason
 from penstock.shared.scripts.replies import Claim
 
 

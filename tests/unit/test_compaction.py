@@ -11,17 +11,11 @@ from hypothesis import strategies as st
 
 from penstock.producer.reading.merge import Merger
 from penstock.shared.errors import ProtocolError
-from penstock.shared.protocol import (
-    Answer,
-    Chunk,
-    Delta,
-    End,
-    Reason,
-    TokenLogprobs,
-    rolling_digest,
-    unpack_event,
-)
+from penstock.shared.protocol.chat.deltas import Delta
 from penstock.shared.protocol.choice_parts import Part, digest_words
+from penstock.shared.protocol.event_reader import unpack_event
+from penstock.shared.protocol.events import Chunk, End, TokenLogprobs, rolling_digest
+from penstock.shared.protocol.states import Answer, Reason
 from penstock.shared.scripts.compaction import compacted
 
 TEXTS = ("", "a", " word", "ü", "日本", "👍🏽", "\x00", "e\u0301")

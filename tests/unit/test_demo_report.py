@@ -23,7 +23,9 @@ from penstock.producer.cli.demo.summary import (
 )
 from penstock.producer.cli.demo.view import LiveView, PlainView, make_view
 from penstock.producer.cli.output import summary
-from penstock.shared.protocol import Chunk, End, Lane, Reason, Request, State, Usage
+from penstock.shared.protocol.events import Chunk, End, Usage
+from penstock.shared.protocol.request import Request
+from penstock.shared.protocol.states import Lane, Reason, State
 
 
 def test_the_summary_of_a_request() -> None:

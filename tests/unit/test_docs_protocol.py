@@ -15,21 +15,13 @@ from unit.pages import DOCS, ROOT, code, table
 
 from penstock.shared.errors import InvalidRequest
 from penstock.shared.keys import GROUP, Keys
-from penstock.shared.protocol import (
-    Answer,
-    ChatOptions,
-    Chunk,
-    End,
-    Lane,
-    Reason,
-    Request,
-    SamplingOptions,
-    State,
-    rolling_digest,
-    unpack_event,
-)
+from penstock.shared.protocol.chat.chat_options import ChatOptions
+from penstock.shared.protocol.event_reader import unpack_event
+from penstock.shared.protocol.events import Chunk, End, rolling_digest
 from penstock.shared.protocol.option_reference import render_options
-from penstock.shared.protocol.request import REQUEST_OPTIONS
+from penstock.shared.protocol.request import REQUEST_OPTIONS, Request
+from penstock.shared.protocol.sampling_options import SamplingOptions
+from penstock.shared.protocol.states import Answer, Lane, Reason, State
 from penstock.shared.scripts.operations import RetryPolicy
 from penstock.shared.scripts.script_loader import load_script, script_names
 

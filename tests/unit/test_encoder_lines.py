@@ -10,8 +10,9 @@ from openai.types import CreateEmbeddingResponse
 from penstock.producer.batches.lines.line_endpoints import LineRefused, line_endpoint
 from penstock.producer.gateway.openai.token_logprobs import TokenNames
 from penstock.producer.results import Result
-from penstock.shared.protocol import End, Reason
+from penstock.shared.protocol.events import End
 from penstock.shared.protocol.payload import pack_result
+from penstock.shared.protocol.states import Reason
 
 
 def answered(url: str, body: dict[str, Any], value: object, **end: Any) -> dict[str, Any]:

@@ -10,13 +10,9 @@ import pytest
 
 from penstock.producer.reading.merge import Merger
 from penstock.shared.errors import ProtocolError
-from penstock.shared.protocol import (
-    Answer,
-    Chunk,
-    TokenLogprobs,
-    rolling_digest,
-    unpack_event,
-)
+from penstock.shared.protocol.event_reader import unpack_event
+from penstock.shared.protocol.events import Chunk, TokenLogprobs, rolling_digest
+from penstock.shared.protocol.states import Answer
 
 REPORTS = (
     TokenLogprobs(-0.25, ((5, -0.25), (9, -1.5))),

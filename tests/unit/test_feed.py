@@ -7,8 +7,8 @@ import pytest
 from penstock.producer.reading.feed import Feed
 from penstock.producer.reading.log_reader import Page
 from penstock.shared.errors import StreamError, UnknownRequest
-from penstock.shared.protocol import Chunk, End, Reason
-from penstock.shared.protocol.events import rolling_digest
+from penstock.shared.protocol.events import Chunk, End, rolling_digest
+from penstock.shared.protocol.states import Reason
 
 
 def chunk(start: int) -> Chunk:

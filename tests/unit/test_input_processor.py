@@ -13,7 +13,9 @@ from penstock.gpu_worker.engine.text_stream import AnswerParser
 from penstock.gpu_worker.engine_process.input_processor import InputProcessor
 from penstock.gpu_worker.messages import Add, Prepared
 from penstock.shared.errors import InvalidRequest
-from penstock.shared.protocol import Reason, Request, SamplingOptions
+from penstock.shared.protocol.request import Request
+from penstock.shared.protocol.sampling_options import SamplingOptions
+from penstock.shared.protocol.states import Reason
 
 
 def order(run: str, **fields: Any) -> Add:

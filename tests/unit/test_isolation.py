@@ -13,7 +13,8 @@ from penstock.gpu_worker.engine.plan import Plan
 from penstock.gpu_worker.engine.step_output import StepOutput
 from penstock.gpu_worker.engine_process.isolation import run_isolated
 from penstock.gpu_worker.engine_process.synthetic_model import SyntheticRunner
-from penstock.shared.protocol import Reason, SamplingOptions
+from penstock.shared.protocol.sampling_options import SamplingOptions
+from penstock.shared.protocol.states import Reason
 from penstock.shared.synthetic import synthetic_tokens
 
 

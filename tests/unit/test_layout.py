@@ -22,6 +22,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("gpu_worker", "kernels", "producer", "shared", "tools")
 MOST_LINES = 400
+MOST_FILES_OF_SCHEDULER = 20
+"""Files of the project that importing the scheduler loads, ``__init__`` among them: below it."""
 MOST_MODULES = 12
 """Modules in one room, without ``__init__`` and ``__main__``; rooms inside it are not counted."""
 
@@ -333,6 +335,23 @@ def test_every_package_is_listed_for_installation() -> None:
     assert not [folder for folder in folders if not (folder / "__init__.py").is_file()]
     names = ["penstock." + ".".join(folder.relative_to(ROOT).parts) for folder in folders]
     assert project["tool"]["setuptools"]["packages"] == sorted(names)
+
+
+IMPORT_SCHEDULER = """\
+import sys
+import penstock.gpu_worker.engine.scheduling.scheduler
+files = {m.__file__ for n, m in sys.modules.items() if n.startswith("penstock.")}
+print(*sorted(files), sep="\\n")
+"""
+
+
+def test_the_scheduler_can_be_read_alone() -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", IMPORT_SCHEDULER], capture_output=True, text=True, check=True
+    )
+    files = run.stdout.splitlines()
+    assert any(file.endswith("scheduler.py") for file in files)
+    assert len(files) < MOST_FILES_OF_SCHEDULER, run.stdout
 
 
 @pytest.fixture

@@ -17,7 +17,8 @@ from penstock.gpu_worker.messages import (
     packed_updates,
     unpacked_updates,
 )
-from penstock.shared.protocol import Lane, Reason, TokenLogprobs
+from penstock.shared.protocol.events import TokenLogprobs
+from penstock.shared.protocol.states import Lane, Reason
 
 UPDATES = [
     Update("a#1", 3, (7,), "x", None, 10, 4),

@@ -13,15 +13,9 @@ from penstock.gpu_worker.edge.owned_requests import OwnedRequests
 from penstock.gpu_worker.engine.requests import Finish, Update
 from penstock.gpu_worker.messages import RunUsage
 from penstock.gpu_worker.metrics import WorkerMetrics
-from penstock.shared.protocol import (
-    Answer,
-    Chunk,
-    End,
-    Reason,
-    TokenLogprobs,
-    rolling_digest,
-    unpack_event,
-)
+from penstock.shared.protocol.event_reader import unpack_event
+from penstock.shared.protocol.events import Chunk, End, TokenLogprobs, rolling_digest
+from penstock.shared.protocol.states import Answer, Reason
 from penstock.shared.scripts.operations import Append, AppendStatus, Claim
 from penstock.shared.scripts.replies import Used
 

@@ -13,14 +13,16 @@ from hypothesis import strategies as st
 
 from penstock.producer.reading.merge import Merger
 from penstock.shared.errors import InvalidRequest
-from penstock.shared.protocol import Answer, Chunk, End, Reason, Request, rolling_digest
-from penstock.shared.protocol import unpack_event as read
+from penstock.shared.protocol.event_reader import unpack_event as read
+from penstock.shared.protocol.events import Chunk, End, rolling_digest
 from penstock.shared.protocol.payload import (
     MAX_RESULT_BYTES,
     pack_result,
     unpack_result,
 )
 from penstock.shared.protocol.plain_entry import Admission, Entry, Refusal, read_entry
+from penstock.shared.protocol.request import Request
+from penstock.shared.protocol.states import Answer, Reason
 
 LEAVES = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(
     allow_nan=False

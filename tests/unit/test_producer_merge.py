@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from penstock.producer.reading.merge import Merger
 from penstock.shared.errors import InvalidRequest, StreamDiverged, StreamError
-from penstock.shared.protocol import Chunk, End, Reason, rolling_digest
+from penstock.shared.protocol.events import Chunk, End, rolling_digest
+from penstock.shared.protocol.states import Reason
 
 
 def cut(ids: list[int], bounds: list[int], *, with_lengths: bool = True) -> list[Chunk]:

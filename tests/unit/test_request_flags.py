@@ -11,9 +11,8 @@ from typer.testing import CliRunner
 
 from penstock.producer.cli.request_flags import read_request_options, with_request_options
 from penstock.shared.errors import InvalidRequest
-from penstock.shared.protocol import Request
 from penstock.shared.protocol.collection_types import Biases
-from penstock.shared.protocol.request import REQUEST_OPTIONS
+from penstock.shared.protocol.request import REQUEST_OPTIONS, Request
 
 
 def submitted(*arguments: str) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from penstock.producer import Producer
 from penstock.producer.reading.subscriber import Subscriber
 from penstock.producer.reading.subscription import Subscription
 from penstock.shared.errors import ConfigurationError, RedisUnavailable
-from penstock.shared.protocol import State
+from penstock.shared.protocol.states import State
 from penstock.shared.redis.retrying_client import RetryingClient
 
 

@@ -9,7 +9,8 @@ import msgpack
 import pytest
 
 from penstock.shared.errors import InvalidRequest
-from penstock.shared.protocol import Request, SamplingOptions
+from penstock.shared.protocol.request import Request
+from penstock.shared.protocol.sampling_options import SamplingOptions
 
 
 def deep_map(depth: int) -> dict[str, Any]:

@@ -10,7 +10,8 @@ from penstock.gpu_worker.engine.sequence import Sequence
 from penstock.gpu_worker.engine.step_output import StepOutput
 from penstock.gpu_worker.engine_process.usage_meter import UsageMeter
 from penstock.gpu_worker.messages import RunUsage
-from penstock.shared.protocol import Lane, Reason, SamplingOptions
+from penstock.shared.protocol.sampling_options import SamplingOptions
+from penstock.shared.protocol.states import Lane, Reason
 
 
 def sequence(run: str) -> Sequence:

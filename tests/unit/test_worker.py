@@ -22,7 +22,7 @@ from penstock.gpu_worker.engine_process.synthetic_model import SyntheticRunner, 
 from penstock.gpu_worker.engine_process.worker import Worker
 from penstock.gpu_worker.messages import Broken, StepReport, unpacked_updates
 from penstock.gpu_worker.metrics import WorkerMetrics
-from penstock.shared.protocol import Reason
+from penstock.shared.protocol.states import Reason
 from penstock.shared.settings import Settings
 
 

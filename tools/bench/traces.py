@@ -6,7 +6,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from penstock.shared.protocol import Request, SamplingOptions
+from penstock.shared.protocol.request import Request
+from penstock.shared.protocol.sampling_options import SamplingOptions
 
 __all__ = ["Item", "Trace", "mixed_trace", "requests_of", "uniform_trace"]
 

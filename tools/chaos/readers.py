@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from penstock.producer.client import Producer
 from penstock.shared.errors import InvalidRequest, PenstockError
-from penstock.shared.protocol import Chunk, End
+from penstock.shared.protocol.events import Chunk, End
 
 __all__ = ["Reading", "read_jumping", "read_returning", "read_straight"]
 

@@ -8,7 +8,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 from penstock.shared.errors import IdConflict
-from penstock.shared.protocol import State
+from penstock.shared.protocol.states import State
 
 from .checks.storm_counts import Invariant, Ledger
 from .checks.verdict import EndsBy, judge

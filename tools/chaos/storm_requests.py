@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from penstock.producer.client import Producer
-from penstock.shared.protocol import Lane, Reason, Request, rolling_digest
+from penstock.shared.protocol.events import rolling_digest
+from penstock.shared.protocol.request import Request
+from penstock.shared.protocol.states import Lane, Reason
 from penstock.shared.synthetic import synthetic_tokens
 
 from .checks.storm_counts import Ended, Ledger

@@ -20,7 +20,8 @@ from penstock.gpu_worker.model.loading.loaded_model import LoadedModel
 from penstock.gpu_worker.model.runner import ModelRunner
 from penstock.gpu_worker.model.text.deferred_tokenizer import DeferredTokenizer
 from penstock.shared.errors import ConfigurationError
-from penstock.shared.protocol import Request, SamplingOptions
+from penstock.shared.protocol.request import Request
+from penstock.shared.protocol.sampling_options import SamplingOptions
 from penstock.shared.settings import Settings, load_settings
 
 from ..bench.rounds import Machine, Rounds

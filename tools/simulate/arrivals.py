@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from penstock.shared.errors import ConfigurationError, InvalidRequest
-from penstock.shared.protocol import Lane, check_tenant
+from penstock.shared.protocol.request import check_tenant
+from penstock.shared.protocol.states import Lane
 
 __all__ = ["MOST_TOKENS", "Generator", "Lengths", "SimRequest", "read_trace", "write_trace"]
 

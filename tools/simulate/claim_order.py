@@ -11,8 +11,7 @@ from __future__ import annotations
 import heapq
 from collections import deque
 
-from penstock.shared.protocol import Lane
-from penstock.shared.protocol.states import LANE_WEIGHTS
+from penstock.shared.protocol.states import LANE_WEIGHTS, Lane
 
 from .arrivals import SimRequest
 

@@ -12,7 +12,7 @@ import typer
 
 from penstock.gpu_worker.engine.config import PolicyName
 from penstock.shared.errors import ConfigurationError
-from penstock.shared.protocol import Lane
+from penstock.shared.protocol.states import Lane
 
 from ..report_view import show_progress
 from .arrivals import Lengths, write_trace

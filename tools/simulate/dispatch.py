@@ -7,7 +7,7 @@ import itertools
 import random
 
 from penstock.gpu_worker.edge.claim_budget import ClaimBudget
-from penstock.shared.protocol import Lane
+from penstock.shared.protocol.states import Lane
 
 from .arrivals import SimRequest
 from .claim_order import FairQueue

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from penstock.shared.errors import ConfigurationError
-from penstock.shared.protocol import Lane
+from penstock.shared.protocol.states import Lane
 
 from .arrivals import SimRequest
 

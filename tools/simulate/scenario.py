@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from penstock.gpu_worker.engine.config import EngineConfig
-from penstock.gpu_worker.engine.scheduling.policies import Policy
-from penstock.shared.protocol import Lane
+from penstock.gpu_worker.engine.scheduling.policies.policy import Policy
+from penstock.shared.protocol.states import Lane
 
 from ..report import Check, Number
 from .arrivals import SimRequest

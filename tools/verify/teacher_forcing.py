@@ -14,7 +14,7 @@ from penstock.gpu_worker.engine.sequence import Sequence as EngineSequence
 from penstock.gpu_worker.model.kv.kv_pool import KVPool
 from penstock.gpu_worker.model.loading.loader import LoadedModel
 from penstock.gpu_worker.model.runner import ModelRunner
-from penstock.shared.protocol import SamplingOptions
+from penstock.shared.protocol.sampling_options import SamplingOptions
 
 from .hf_reference import Reference
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 
-from penstock.shared.protocol import Delta, Reason, TokenLogprobs
-from penstock.shared.protocol.chat.deltas import moved_deltas
+from penstock.shared.protocol.chat.deltas import Delta, moved_deltas
+from penstock.shared.protocol.events import TokenLogprobs
+from penstock.shared.protocol.states import Reason
 
 from ..output_state import OutputState
 from ..request_validator import RequestValidator

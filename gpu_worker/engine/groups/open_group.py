@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from penstock.shared.protocol import Reason
+from penstock.shared.protocol.states import Reason
 
 from ..output_state import OutputState
 from ..request_validator import RequestValidator

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from penstock.shared.errors import IntegrityError
 from penstock.shared.protocol.states import Lane
@@ -12,12 +13,14 @@ from ..plan import DraftChooser, Plan, PlanBuilder, Span
 from ..sequence import Sequence, SequenceStatus
 from .adaptive_chunks import AdaptiveChunks
 from .admission import Admission
-from .kv_cache import KVCache
-from .policies.policy import Policy
 from .preemption import Preemption, PreemptionCause, PreemptionKey
 from .preemption_costs import PreemptionCosts
 from .scheduler_config import Chunking, SchedulerConfig
 from .scheduler_state import SchedulerState
+
+if TYPE_CHECKING:
+    from .kv_cache import KVCache
+    from .policies.policy import Policy
 
 __all__ = ["Scheduler"]
 

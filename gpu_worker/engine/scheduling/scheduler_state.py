@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from penstock.shared.protocol.states import Lane
+from penstock.shared.protocol.states import BY_URGENCY, Lane
 
 from ..sequence import Sequence, SequenceStatus
-from .kv_cache import KVCache
-from .policies.policy import BY_URGENCY, Policy
 from .preemption_costs import PreemptionCosts
 from .scheduler_config import SchedulerConfig
+
+if TYPE_CHECKING:
+    from .kv_cache import KVCache
+    from .policies.policy import Policy
 
 __all__ = ["RunningQueue", "SchedulerState"]
 

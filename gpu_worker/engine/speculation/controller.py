@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from penstock.shared.protocol import Speculation
+from penstock.shared.protocol.states import Speculation
 
 from ..plan import DraftSource, Span
 from ..sequence import Sequence as TokenSequence

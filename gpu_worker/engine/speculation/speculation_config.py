@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from penstock.shared.protocol import Speculation
+from penstock.shared.protocol.states import Speculation
 
 __all__ = ["SpeculationConfig", "SpeculationStats"]
 

@@ -9,7 +9,7 @@ from operator import itemgetter
 import torch
 
 from penstock.shared.local.cores import usable_cores
-from penstock.shared.protocol import ModelKind
+from penstock.shared.protocol.states import ModelKind
 from penstock.shared.settings import Settings
 
 from ...batchers.batcher_class import ServedBatcher

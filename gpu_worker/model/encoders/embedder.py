@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from penstock.shared.errors import InvalidRequest, ModelError
-from penstock.shared.protocol import ModelKind
 from penstock.shared.protocol.payload import MAX_RESULT_BYTES
+from penstock.shared.protocol.states import ModelKind
 
 from .encoder import Group, Row
 from .encoder_batcher import EncoderBatcher, check_fields

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForSequenceClassification, AutoModelForTextEncoding
 
 from penstock.shared.errors import ConfigurationError, UnsupportedModel
-from penstock.shared.protocol import ModelKind
+from penstock.shared.protocol.states import ModelKind
 
 from ..kv.memory_budget import available_bytes
 from ..loading.checkpoint import find_checkpoint, load_config, load_tokenizer, load_weights, quiet

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from penstock.shared.errors import InvalidRequest, PenstockError
-from penstock.shared.protocol import ModelKind
+from penstock.shared.protocol.states import ModelKind
 
 from .encoder import Encoder, Row, load_encoder
 from .encoder_items import Work, run_items

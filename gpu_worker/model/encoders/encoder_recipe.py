@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.shared.errors import ModelError, UnsupportedModel
-from penstock.shared.protocol import ModelKind
+from penstock.shared.protocol.states import ModelKind
 
 __all__ = ["DenseStep", "EncoderRecipe", "checkpoint_kind", "read_recipe"]
 

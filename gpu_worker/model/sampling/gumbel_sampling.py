@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.shared.protocol import SamplingOptions
+from penstock.shared.protocol.sampling_options import SamplingOptions
 
 from .random_numbers import BITS, gumbel
 

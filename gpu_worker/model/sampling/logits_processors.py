@@ -26,7 +26,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from penstock.shared.protocol import Reason, SamplingOptions
+from penstock.shared.protocol.sampling_options import SamplingOptions
+from penstock.shared.protocol.states import Reason
 
 from ...engine.requests import Finish
 from ..drafting.draft_rows import DraftRow, base_of

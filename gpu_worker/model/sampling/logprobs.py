@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.shared.protocol import SamplingOptions, TokenLogprobs
+from penstock.shared.protocol.events import TokenLogprobs
+from penstock.shared.protocol.sampling_options import SamplingOptions
 
 from .gumbel_sampling import integer_weights, most_likely, rows_at_once, weight_shift
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.shared.protocol import TokenLogprobs
+from penstock.shared.protocol.events import TokenLogprobs
 
 from ...engine.plan import Span
 from ...engine.sequence import Sequence as EngineSequence

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from penstock.shared.errors import InvalidRequest
-from penstock.shared.protocol import SamplingOptions
+from penstock.shared.protocol.sampling_options import SamplingOptions
 
 from .compile_sandbox import CompileSandbox, UnsafeConstraint
 from .constraint_state import ConstraintFollower, ConstraintState, MatcherPosition

@@ -20,7 +20,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from penstock.shared.protocol import Reason
+from penstock.shared.protocol.states import Reason
 
 from ...engine.requests import Finish
 from .constraint_state import ConstraintFollower

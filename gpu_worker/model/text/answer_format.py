@@ -11,7 +11,8 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from penstock.shared.errors import InvalidRequest
-from penstock.shared.protocol import Request, SamplingOptions
+from penstock.shared.protocol.request import Request
+from penstock.shared.protocol.sampling_options import SamplingOptions
 
 from ...engine.text_stream import AnswerParser, PlainAnswer
 from ..structured.tool_grammar import CallFormat, UnknownCallFormat, tool_grammar

@@ -11,8 +11,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from penstock.shared.protocol import Delta
-from penstock.shared.protocol.chat.deltas import CONTENT, REASONING, TOOL_CALL
+from penstock.shared.protocol.chat.deltas import CONTENT, REASONING, TOOL_CALL, Delta
 
 if TYPE_CHECKING:
     from transformers.utils.chat_parsing import ResponseParser

@@ -11,8 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from penstock.shared.errors import InvalidRequest
-from penstock.shared.protocol import ChatOptions
-from penstock.shared.protocol.chat.chat_options import ReasoningEffort
+from penstock.shared.protocol.chat.chat_options import ChatOptions, ReasoningEffort
 
 from ..structured.chat_template import template_variables
 from ..structured.compile_sandbox import CompileSandbox

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penstock.shared.errors import InvalidRequest
-from penstock.shared.protocol import ChatOptions
+from penstock.shared.protocol.chat.chat_options import ChatOptions
 
 from .chat_prompt import ChatPrompt
 

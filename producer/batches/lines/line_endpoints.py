@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.shared.errors import InvalidRequest
-from penstock.shared.protocol import Request
+from penstock.shared.protocol.request import Request
 
 from ...gateway.api_errors import ApiError, end_error, error_of
 from ...gateway.encoders.encoder_endpoints import ENCODER_ENDPOINTS, EncoderEndpoint

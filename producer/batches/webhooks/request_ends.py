@@ -9,8 +9,7 @@ import msgpack
 
 from penstock.shared.errors import QueueFull, UnknownRequest
 from penstock.shared.keys import BatchKeys, Keys
-from penstock.shared.protocol import Reason
-from penstock.shared.protocol.states import TERMINAL_STATES, State
+from penstock.shared.protocol.states import TERMINAL_STATES, Reason, State
 from penstock.shared.redis.retrying_client import RetryingClient
 
 from ...results import Status

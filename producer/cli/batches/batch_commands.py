@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from penstock.shared.errors import InvalidRequest
-from penstock.shared.protocol import Lane
+from penstock.shared.protocol.states import Lane
 
 from ..options import ConfigOption, JsonOption, RedisOption, client_settings
 from ..output import one_line, write_json, write_note

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from penstock.shared.errors import InvalidRequest
-from penstock.shared.protocol import Lane
+from penstock.shared.protocol.states import Lane
 
 __all__ = [
     "LaneOption",

@@ -12,7 +12,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from penstock.shared.protocol import Lane
+from penstock.shared.protocol.states import Lane
 
 from ..options import ConfigOption, JsonOption, RedisOption, client_settings
 from ..output import write_json

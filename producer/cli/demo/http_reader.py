@@ -10,7 +10,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from typing import Any
 
 from penstock.shared.errors import PenstockError
-from penstock.shared.protocol import Chunk, Lane, rolling_digest
+from penstock.shared.protocol.events import Chunk, rolling_digest
+from penstock.shared.protocol.states import Lane
 
 from ..local.child import Child
 from .summary import Row

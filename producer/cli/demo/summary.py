@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.shared.protocol import Chunk, End, Lane
-from penstock.shared.protocol.states import State
+from penstock.shared.protocol.events import Chunk, End
+from penstock.shared.protocol.states import Lane, State
 
 __all__ = ["DemoReport", "EngineFigures", "FaultFigures", "Row", "Takeover", "demo_rows"]
 

@@ -26,7 +26,7 @@ from penstock.shared.distribution import install_command
 from penstock.shared.errors import ConfigurationError, PenstockError
 from penstock.shared.local.cores import usable_cores
 from penstock.shared.local.embedded import EmbeddedRedis, resolve_url
-from penstock.shared.protocol import ModelKind
+from penstock.shared.protocol.states import ModelKind
 from penstock.shared.settings import Settings, environment_name, load_settings
 from penstock.shared.settings.model_name import with_model_name
 from penstock.shared.synthetic import SYNTHETIC

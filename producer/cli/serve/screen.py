@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.spinner import Spinner
 
-from penstock.shared.protocol import ModelKind
+from penstock.shared.protocol.states import ModelKind
 
 from ..output import printable
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 
 from penstock.shared.errors import InvalidRequest
 from penstock.shared.keys import Keys
-from penstock.shared.protocol import Lane
 from penstock.shared.protocol.request import check_tenant
+from penstock.shared.protocol.states import Lane
 
 __all__ = ["KeyRecord", "Limits", "digest_of", "new_secret"]
 

@@ -21,7 +21,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from penstock.shared.errors import PenstockError
-from penstock.shared.protocol import Chunk, End, State
+from penstock.shared.protocol.events import Chunk, End
+from penstock.shared.protocol.states import State
 
 from ...choices import gather_choices
 from ...results import Result

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from penstock.shared.errors import InvalidRequest
-from penstock.shared.protocol import Lane
+from penstock.shared.protocol.states import Lane
 
 from ...batches.batch_service import BatchService
 from ...batches.batch_store import UnknownBatch

@@ -10,7 +10,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from penstock.shared.protocol import ModelKind
+from penstock.shared.protocol.states import ModelKind
 
 from ...results import Result
 from ..api_errors import end_error

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
-from penstock.shared.protocol import TokenLogprobs
+from penstock.shared.protocol.events import TokenLogprobs
 
 from ...choices import Choice
 from ...results import Result

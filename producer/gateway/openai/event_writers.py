@@ -11,9 +11,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from penstock.shared.protocol import Chunk, End, Reason, TokenLogprobs
 from penstock.shared.protocol.chat.deltas import TOOL_CALL
-from penstock.shared.protocol.events import Run
+from penstock.shared.protocol.events import Chunk, End, Run, TokenLogprobs
+from penstock.shared.protocol.states import Reason
 
 from ..answering.sse import DONE, quoted
 from ..api_errors import ApiError, end_error

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from penstock.shared.protocol import TokenLogprobs
+from penstock.shared.protocol.events import TokenLogprobs
 
 __all__ = ["TokenNames"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from penstock.shared.protocol import Usage
+from penstock.shared.protocol.events import Usage
 
 __all__ = ["sum_of_usages", "usage_object"]
 

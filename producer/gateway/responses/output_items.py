@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from penstock.shared.protocol import End, Reason, State
 from penstock.shared.protocol.chat.deltas import CONTENT, REASONING, TOOL_CALL, Delta
+from penstock.shared.protocol.events import End
+from penstock.shared.protocol.states import Reason, State
 
 from ..openai.chat_deltas import call_id
 

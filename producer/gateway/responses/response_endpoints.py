@@ -11,8 +11,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from penstock.shared.errors import InvalidRequest, PenstockError, UnknownRequest
-from penstock.shared.protocol import State
-from penstock.shared.protocol.states import TERMINAL_STATES
+from penstock.shared.protocol.states import TERMINAL_STATES, State
 
 from ...results import Result, Status
 from ..answering.answers import EventWriter

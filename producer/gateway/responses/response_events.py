@@ -12,8 +12,9 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from penstock.shared.protocol import Chunk, End, Reason, State
 from penstock.shared.protocol.chat.deltas import CONTENT
+from penstock.shared.protocol.events import Chunk, End
+from penstock.shared.protocol.states import Reason, State
 
 from ..answering.sse import quoted
 from ..api_errors import ApiError

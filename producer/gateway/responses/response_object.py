@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.shared.protocol import End, Reason, State
+from penstock.shared.protocol.events import End
+from penstock.shared.protocol.states import Reason, State
 
 from ...results import Result
 from ..api_errors import ApiError, end_error

@@ -19,7 +19,8 @@ from penstock.producer.sync import BlockingProducer
 from penstock.shared.errors import UnknownRequest
 from penstock.shared.keys import Keys
 from penstock.shared.local.embedded import EmbeddedRedis
-from penstock.shared.protocol import Request, unpack_event
+from penstock.shared.protocol.event_reader import unpack_event
+from penstock.shared.protocol.request import Request
 from penstock.shared.synthetic import SYNTHETIC, synthetic_tokens
 
 KEYS = Keys("demo")

@@ -19,7 +19,7 @@ from workers import WorkerFactory, WorkerProcess
 from penstock.producer import Producer, Reason, Result, State
 from penstock.shared.keys import Keys
 from penstock.shared.local.embedded import EmbeddedRedis
-from penstock.shared.protocol import Request
+from penstock.shared.protocol.request import Request
 from penstock.shared.synthetic import synthetic_tokens
 
 KEYS = Keys("demo")

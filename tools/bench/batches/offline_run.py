@@ -11,7 +11,7 @@ from penstock.gpu_worker.engine.engine import Engine
 from penstock.gpu_worker.engine.requests import EngineRequest
 from penstock.shared.errors import PenstockError
 from penstock.shared.local.gc_tuning import calm_collector
-from penstock.shared.protocol import Request
+from penstock.shared.protocol.request import Request
 from penstock.shared.settings import Settings
 
 __all__ = ["offline_seconds"]

@@ -21,7 +21,8 @@ from redis.asyncio import Redis
 from penstock.shared.errors import PenstockError
 from penstock.shared.keys import Keys
 from penstock.shared.local.embedded import EmbeddedRedis
-from penstock.shared.protocol import Chunk, unpack_event
+from penstock.shared.protocol.event_reader import unpack_event
+from penstock.shared.protocol.events import Chunk
 from penstock.shared.scripts.operations import Bounds, Operations
 from penstock.shared.settings import Settings
 

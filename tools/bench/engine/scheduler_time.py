@@ -12,7 +12,8 @@ from penstock.gpu_worker.engine.engine import Engine
 from penstock.gpu_worker.engine.requests import EngineRequest
 from penstock.gpu_worker.engine.step_output import StepOutput
 from penstock.shared.local.gc_tuning import calm_collector
-from penstock.shared.protocol import Lane, SamplingOptions
+from penstock.shared.protocol.sampling_options import SamplingOptions
+from penstock.shared.protocol.states import Lane
 
 from ...report import Report
 from ..options import SchedulerOptions

@@ -25,7 +25,8 @@ from penstock.gpu_worker.model.build import build_model
 from penstock.gpu_worker.model.loading.checkpoint import find_checkpoint
 from penstock.shared.errors import ConfigurationError
 from penstock.shared.local.gc_tuning import calm_collector
-from penstock.shared.protocol import Lane, SamplingOptions
+from penstock.shared.protocol.sampling_options import SamplingOptions
+from penstock.shared.protocol.states import Lane
 from penstock.shared.settings import load_settings
 
 from ...report import Report

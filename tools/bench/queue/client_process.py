@@ -18,7 +18,9 @@ from redis.asyncio import Redis
 
 from penstock.shared.keys import Keys
 from penstock.shared.local.children import spawn_bound
-from penstock.shared.protocol import Chunk, Request, unpack_event
+from penstock.shared.protocol.event_reader import unpack_event
+from penstock.shared.protocol.events import Chunk
+from penstock.shared.protocol.request import Request
 from penstock.shared.scripts.operations import Bounds, Operations
 
 __all__ = ["Peer", "ages_of", "stamp"]

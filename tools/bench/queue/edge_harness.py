@@ -19,7 +19,7 @@ from penstock.gpu_worker.heartbeat import HeartbeatWatch
 from penstock.gpu_worker.messages import Add
 from penstock.gpu_worker.metrics import WorkerMetrics
 from penstock.shared.keys import Keys
-from penstock.shared.protocol import Request
+from penstock.shared.protocol.request import Request
 from penstock.shared.redis.batch_connection import BatchConnection
 from penstock.shared.redis.opening import open_client
 from penstock.shared.scripts.operations import Bounds, Claim, Operations

@@ -10,7 +10,8 @@ from contextlib import asynccontextmanager
 from redis.asyncio import Redis
 
 from penstock.shared.keys import Keys
-from penstock.shared.protocol import Request, SamplingOptions
+from penstock.shared.protocol.request import Request
+from penstock.shared.protocol.sampling_options import SamplingOptions
 from penstock.shared.scripts.operations import Claim
 
 from ..rounds import Rounds, percentile

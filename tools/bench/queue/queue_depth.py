@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from redis.asyncio import Redis
 
 from penstock.shared.keys import Keys
-from penstock.shared.protocol import Lane, Request, SamplingOptions
+from penstock.shared.protocol.request import Request
+from penstock.shared.protocol.sampling_options import SamplingOptions
+from penstock.shared.protocol.states import Lane
 from penstock.shared.scripts.operations import Operations
 
 from ..rounds import Rounds, percentile

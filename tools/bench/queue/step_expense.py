@@ -8,7 +8,9 @@ from typing import Any
 from redis.asyncio import Redis
 
 from penstock.shared.keys import Keys
-from penstock.shared.protocol import Chunk, Request, SamplingOptions
+from penstock.shared.protocol.events import Chunk
+from penstock.shared.protocol.request import Request
+from penstock.shared.protocol.sampling_options import SamplingOptions
 
 from ..rounds import Rounds, percentile
 from .edge_harness import WorkerSide, submit_all

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from penstock.producer import Producer
 from penstock.shared.errors import PenstockError
-from penstock.shared.protocol import State
+from penstock.shared.protocol.states import State
 from penstock.shared.settings import load_settings
 
 from ..options import ServeOptions

@@ -15,7 +15,7 @@ from pathlib import Path
 from penstock.gpu_worker.engine_process.step_log import StepLog
 from penstock.shared.errors import PenstockError
 from penstock.shared.keys import Keys
-from penstock.shared.protocol import Lane
+from penstock.shared.protocol.states import Lane
 
 from ...simulate.arrivals import Lengths, SimRequest
 from ...simulate.fitted_step_time import FittedCost, MeasuredStep, fit_costs, parse_steps

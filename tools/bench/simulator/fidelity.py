@@ -20,7 +20,7 @@ from penstock.gpu_worker.engine.config import EngineConfig
 from penstock.shared.keys import Keys
 from penstock.shared.local.embedded import EmbeddedRedis
 from penstock.shared.local.gc_tuning import calm_collector
-from penstock.shared.protocol import Lane
+from penstock.shared.protocol.states import Lane
 from penstock.shared.settings import Settings, load_settings
 
 from ...report import Report

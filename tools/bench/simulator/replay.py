@@ -13,7 +13,10 @@ from redis.asyncio import Redis
 
 from penstock.shared.errors import PenstockError
 from penstock.shared.keys import Keys
-from penstock.shared.protocol import Chunk, Request, SamplingOptions, unpack_event
+from penstock.shared.protocol.event_reader import unpack_event
+from penstock.shared.protocol.events import Chunk
+from penstock.shared.protocol.request import Request
+from penstock.shared.protocol.sampling_options import SamplingOptions
 from penstock.shared.scripts.operations import Bounds, Operations
 
 from ...simulate.arrivals import SimRequest

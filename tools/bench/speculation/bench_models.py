@@ -23,7 +23,8 @@ from penstock.gpu_worker.model.kv.kv_pool import KVPool
 from penstock.gpu_worker.model.loading.loader import LoadedModel, adopt_model, pick_device
 from penstock.gpu_worker.model.runner import ModelRunner
 from penstock.gpu_worker.model.sampling.sampler import Sampler
-from penstock.shared.protocol import Request, SamplingOptions
+from penstock.shared.protocol.request import Request
+from penstock.shared.protocol.sampling_options import SamplingOptions
 from penstock.shared.settings import Settings, load_settings
 
 from ..options import SpeculationOptions

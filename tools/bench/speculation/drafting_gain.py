@@ -10,7 +10,7 @@ import torch
 from penstock.gpu_worker.engine.engine import Engine
 from penstock.gpu_worker.engine.speculation.controller import SpeculationConfig, SpeculationStats
 from penstock.shared.local.gc_tuning import calm_collector
-from penstock.shared.protocol import Speculation
+from penstock.shared.protocol.states import Speculation
 
 from ...report import Report
 from ..options import SpeculationOptions

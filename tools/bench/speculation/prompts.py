@@ -9,7 +9,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 
 from penstock.gpu_worker.engine.requests import EngineRequest
-from penstock.shared.protocol import Lane, SamplingOptions, Speculation
+from penstock.shared.protocol.sampling_options import SamplingOptions
+from penstock.shared.protocol.states import Lane, Speculation
 
 from ..options import SpeculationOptions
 from .bench_models import Models

@@ -21,7 +21,7 @@ from penstock.gpu_worker.engine.scheduling.scheduler_config import Chunking
 from penstock.gpu_worker.engine_process.model_interface import ServingModel
 from penstock.shared.errors import ConfigurationError
 from penstock.shared.local.gc_tuning import calm_collector
-from penstock.shared.protocol import Request
+from penstock.shared.protocol.request import Request
 from penstock.shared.settings import load_settings
 
 from ...report import Report

@@ -13,7 +13,8 @@ from penstock.gpu_worker.engine_process.model_interface import ServingModel
 from penstock.producer import Producer
 from penstock.shared.errors import ConfigurationError, PenstockError
 from penstock.shared.local.embedded import EmbeddedRedis
-from penstock.shared.protocol import Request, SamplingOptions
+from penstock.shared.protocol.request import Request
+from penstock.shared.protocol.sampling_options import SamplingOptions
 from penstock.shared.settings import Settings, load_settings
 
 from ...report import Report

@@ -10,7 +10,9 @@ from redis.exceptions import ResponseError
 
 from penstock.shared.errors import ProtocolError
 from penstock.shared.keys import Keys
-from penstock.shared.protocol import Chunk, End, Lane, rolling_digest, unpack_event
+from penstock.shared.protocol.event_reader import unpack_event
+from penstock.shared.protocol.events import Chunk, End, rolling_digest
+from penstock.shared.protocol.states import Lane
 
 from .ledger_recount import check_usage
 from .storm_counts import Ended, Invariant, Ledger

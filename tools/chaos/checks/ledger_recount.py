@@ -7,7 +7,7 @@ import datetime
 from redis.asyncio import Redis
 
 from penstock.shared.keys import Keys
-from penstock.shared.protocol import End
+from penstock.shared.protocol.events import End
 from penstock.shared.scripts.usage_ledger import UsageCounts, read_ledger
 
 from .storm_counts import Invariant, Ledger

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from penstock.shared.protocol import End
+from penstock.shared.protocol.events import End
 
 __all__ = ["Ended", "Invariant", "Ledger", "Violation"]
 

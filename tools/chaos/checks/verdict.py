@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from penstock.shared.protocol import End, Reason, State, rolling_digest
+from penstock.shared.protocol.events import End, rolling_digest
+from penstock.shared.protocol.states import Reason, State
 
 from ..readers import Reading
 from ..storm_requests import Case

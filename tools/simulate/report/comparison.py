@@ -11,7 +11,7 @@ from typing import Literal
 from penstock.gpu_worker.engine.config import EngineConfig, PolicyName
 from penstock.gpu_worker.engine.scheduling.scheduler_config import Chunking
 from penstock.shared.errors import ConfigurationError
-from penstock.shared.protocol import Lane
+from penstock.shared.protocol.states import Lane
 
 from ...report import Check, Number, Report
 from ..arrivals import Generator, Lengths, SimRequest, read_trace

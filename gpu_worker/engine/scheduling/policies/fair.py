@@ -6,10 +6,10 @@ import math
 from collections import OrderedDict
 from collections.abc import Iterator
 
-from penstock.shared.protocol.states import Lane
+from penstock.shared.protocol.states import BY_URGENCY, Lane
 
 from ...sequence import Sequence
-from .policy import BY_URGENCY, Policy
+from .policy import Policy
 from .removable_heap import RemovableHeap
 
 __all__ = ["FairPolicy"]

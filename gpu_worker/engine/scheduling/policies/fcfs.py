@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator
 
-from penstock.shared.protocol.states import Lane
+from penstock.shared.protocol.states import BY_URGENCY, Lane
 
 from ...sequence import Sequence
-from .policy import BY_URGENCY, Policy
+from .policy import Policy
 
 __all__ = ["FcfsPolicy"]
 

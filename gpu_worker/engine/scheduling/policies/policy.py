@@ -9,9 +9,7 @@ from penstock.shared.protocol.states import Lane
 
 from ...sequence import Sequence
 
-__all__ = ["BY_URGENCY", "Policy"]
-
-BY_URGENCY = tuple(sorted(Lane, key=lambda lane: lane.rank))
+__all__ = ["Policy"]
 
 
 class Policy(ABC):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from penstock.shared.protocol.states import BY_URGENCY
+
 from ...sequence import Sequence
-from .policy import BY_URGENCY
 from .ranked import Lengths, RankedPolicy
 
 __all__ = ["PriorityPolicy"]

@@ -8,10 +8,10 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from penstock.shared.protocol.states import Lane
+from penstock.shared.protocol.states import BY_URGENCY, Lane
 
 from ...sequence import Sequence
-from .policy import BY_URGENCY, Policy
+from .policy import Policy
 from .removable_heap import RemovableHeap
 
 __all__ = ["Lengths", "RankedPolicy"]

@@ -6,8 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.shared.protocol import Lane
 from penstock.shared.protocol.field_types import FieldType, Flag, Integer, Name
+from penstock.shared.protocol.states import Lane
 
 from ...api_errors import invalid
 from .field_table import ApiField, Shape, no_effect, option, refused, served
