@@ -1,7 +1,7 @@
 """``/metrics``, ``/healthz`` and ``/readyz`` of one worker, served from a thread of their own.
 
-A thread of its own answers in time beside a hung event loop or a long step: health is a fact about
-all loops of the worker (each beat recently), not about the thread that answers.
+A thread of its own answers in time beside a hung event loop or a long step. The worker is healthy
+if all of its loops beat recently, not if this thread answers.
 """
 
 from __future__ import annotations

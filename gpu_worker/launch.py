@@ -63,7 +63,7 @@ def describe_exit(code: int) -> str:
 def stall_limit_s(settings: Settings) -> float:
     """How long a loop of the edge may take for one turn, in seconds, before it counts as hung.
 
-    Beyond the time that the user allows there is room for the operations on Redis of one turn,
-    each of which may end by its timeout.
+    It exceeds the time that the user allows by one turn's operations on Redis, each of which may
+    end by its timeout.
     """
     return settings.worker.hang_timeout_s + 4 * settings.redis.socket_timeout_s

@@ -1,7 +1,7 @@
 """What the edge process and the engine process tell each other, and how it travels.
 
-As two threads they would fight for the interpreter lock: a step of the model is thousands of small
-calls that each release it, and each may get it back late. So the engine process only runs steps and
+As two threads they would fight for the interpreter lock. A step of the model is thousands of small
+calls that release it, and each may get it back late. So the engine process only runs steps and
 reports each in one write; the edge does the rest on another core.
 
 A message is a pickle behind its length, on a socket pair that only these two processes hold. An

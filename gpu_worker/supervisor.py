@@ -1,9 +1,9 @@
 """``penstock worker``: a small process that keeps one edge process, and its engine, alive.
 
-The moment its child dies, it gives the child's requests back to the queues, so that another
-worker continues them within milliseconds instead of after the lease. It tells a crash and a kill
-for want of memory (which may be a request's fault) from an outside kill (which is not), and
-restarts with backoff. A child that lives and no longer says so is killed, and counts as crashed.
+The moment its child dies, it gives the child's requests back to the queues. Another worker
+continues them within milliseconds instead of after the lease. A crash or a kill for want of memory
+may be a request's fault, an outside kill is not: it tells them apart. It restarts with backoff. A
+child that lives and no longer says so is killed, and counts as crashed.
 """
 
 from __future__ import annotations

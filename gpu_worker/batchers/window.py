@@ -8,10 +8,10 @@ w the usual gap between two arrivals, the sum of all latencies is
   it comes, a + b*c - w, and its own, a + b*c/n;
 * wait: n * (w + a + b*c + b*c/n) for those that wait, and a + b*c + b*c/n for the newcomer.
 
-The difference is a - (n + 1) * w - b*c: while it is positive, waiting pays. Arrivals are not as
-regular as their mean, so the newcomer is waited for no longer than what could have paid,
-(a - b*c) / (n + 1): whoever rents until the rent equals the price pays at most twice the optimum
-(ski rental; Karlin, Manasse, Rudolph and Sleator, 1988).
+The difference is a - (n + 1) * w - b*c: while it is positive, waiting pays. Real gaps scatter
+around w, so the batch waits no longer than could have paid: (a - b*c) / (n + 1). This is the ski
+rental rule: rent until the rent equals the price, and pay at most twice the optimum (Karlin,
+Manasse, Rudolph and Sleator, 1988).
 """
 
 from __future__ import annotations

@@ -73,9 +73,8 @@ class ClaimBudget:
     ) -> ClaimBudget:
         """What to ask for beside what the worker has.
 
-        The engine lets urgent work displace the rest. So each lane counts only the sequences that
-        are at least as urgent, and a worker asks down to the least urgent lane for which a
-        sequence is left.
+        The engine lets urgent work displace the rest. So each lane counts only sequences that are
+        at least as urgent. A worker claims down to the least urgent lane that has a sequence left.
 
         A worker does not hoard: a claimed request that only waits here could run elsewhere. So it
         asks for more only while everything as urgent that it claimed before is running, and while

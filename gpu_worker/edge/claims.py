@@ -75,7 +75,7 @@ class ClaimReceiver:
         """Stop the earlier run of a request that this worker lost unnoticed and was given again.
 
         Returns whether the claim can be taken over. If a failover lost the earlier claim, both
-        have the same epoch and so the same run: a report of the engine could be about either.
+        claims have the same epoch and the same run. A report of the engine could then mean either.
         """
         earlier = self._owned.by_id.get(claim.id)
         if earlier is None:

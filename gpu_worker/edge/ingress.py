@@ -149,8 +149,8 @@ class Ingress:
         if sum(len(part) for entry in entries for part in entry.fields) <= _PARSED_AT_ONCE:
             calls = self._judge(entries)
         else:
-            # The event loop gets the interpreter every few milliseconds meanwhile: tokens and the
-            # renewal of the lease do not wait until 64 entries of a megabyte are parsed.
+            # Meanwhile the event loop gets the interpreter every few milliseconds. Otherwise tokens
+            # and the lease's renewal would wait while 64 entries of a megabyte are parsed.
             calls = await asyncio.to_thread(self._judge, entries)
         replies = await run_calls(self._redis, calls)
         errors = [reply for reply in replies if isinstance(reply, ResponseError)]

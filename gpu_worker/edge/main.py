@@ -1,11 +1,10 @@
 """The edge process: the part of a worker that talks to Redis, with the engine process below it.
 
 Puts the parts together, runs them, and takes them apart in the right order. The supervisor starts
-it with one line of JSON on standard input, and gives it the number of a pipe as its argument, on
-which it shows that it lives. Its exit code is the contract with the supervisor: 0, drained; 2, the
-configuration or the model is refused, do not restart; anything else, restart. If the engine process
-dies, this one ends in the same way, so that the supervisor sees what killed it. It begins in
-``__main__``.
+it with one line of JSON on standard input. Its argument is the number of the pipe on which it shows
+that it lives. Its exit code is the contract with the supervisor: 0, drained; 2, the configuration
+or the model is refused, do not restart; anything else, restart. If the engine process dies, this
+one ends in the same way, so that the supervisor sees what killed it. It begins in ``__main__``.
 """
 
 from __future__ import annotations

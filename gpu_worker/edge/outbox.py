@@ -36,10 +36,10 @@ class Settled:
 
     Attributes:
         lost: runs of requests that this worker no longer owns; the engine must abort them.
-        mismatched: requests whose log is not where this worker left it (a failover lost its
-            tail); they must be released, so that a worker continues from what the log holds.
-        broken: a write met a broken key or a denied command; Redis may still count a request that
-            is lost here as this worker's, so an audit is due.
+        mismatched: requests whose log is not where this worker left it: a failover lost its tail.
+            Once released, they continue from what the log holds.
+        broken: a write met a broken key or a denied command. An audit is due: Redis may still count
+            a request lost here as this worker's.
     """
 
     lost: tuple[str, ...]

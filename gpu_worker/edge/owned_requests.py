@@ -52,9 +52,8 @@ class OwnedRequest:
         discarded_tokens: output tokens that were generated and not published.
         generated_none: its output tokens are its prompt's, or one stands for a result.
         run: its name in the engine, see :func:`run_name`.
-        in_stream: it has had a token from this worker, has not ended, and its answer is msgpack:
-            its next token needs nothing but to be packed, unless the token itself is special, or
-            what it has used is to be told.
+        in_stream: it has had a token from this worker, has not ended, and its answer is msgpack.
+            Its next token only needs packing, unless it is special or carries the request's usage.
         id: of the claim; repeated here so that what every token needs lies together.
         epoch: of the claim, repeated for the same reason.
     """
@@ -153,8 +152,8 @@ class OwnedRequests:
     def open_sequences(self) -> Mapping[str, int]:
         """Sequences of owned requests whose end is not near, by lane. A lane without any may lack.
 
-        Near is what was taken, and what the step gives that runs now: a request that is claimed
-        meanwhile takes over the sequence without leaving a step out.
+        An end is near if the tokens taken and those of the running step reach it. A request claimed
+        meanwhile takes over the sequence without missing a step.
         """
         return self._open
 

@@ -1,9 +1,9 @@
 """The worker's loop with Redis: tokens out, claims in, lease and sweeps, one round trip a step.
 
-An exchange is one pipeline of small scripts: ``append`` for everything the engine produced since
-the last one, ``claim`` if the worker can take more, ``sweep`` every third of a lease. It is sent
-again unchanged until it is answered: appends are idempotent by index, and claims whose reply was
-lost are found by the audit that follows every broken exchange.
+An exchange is one pipeline of small scripts. ``append`` carries everything the engine produced
+since the last exchange. ``claim`` runs if the worker can take more, ``sweep`` every third of a
+lease. The worker sends an exchange again unchanged until Redis answers: appends are idempotent by
+index. An audit follows every broken exchange and finds claims whose reply was lost.
 """
 
 from __future__ import annotations

@@ -40,16 +40,16 @@ class EngineConfig(SchedulerConfig):
             all. Blocks that have left the window are given up.
         more_kv_cache_groups: pools of layers with a smaller window, where the model has such.
         eos_token_ids: ids that end the output, unless a request ignores them. They and
-            ``max_model_len`` must be the same on all workers of a model, so that a request that is
-            continued elsewhere ends where it would have ended.
+            ``max_model_len`` must be the same on all workers of a model. Then a request ends at the
+            same token wherever it is continued.
         vocab_size: token ids are below it; None: requests may name any.
         prefix_cache: reuse the blocks of equal prefixes.
         salt_by_tenant: only requests of the same tenant share prefixes. Costs hits; hides from one
             tenant, by time to first token, what others have asked.
         policy: in which order waiting sequences are admitted.
-        max_overtake_s: seconds after a sequence within which another one must have arrived to be
-            admitted before it in its lane; ``fcfs`` needs no such bound, ``edf`` only without a
-            deadline, and ``fair`` bounds by it for how long a tenant waits for its turn.
+        max_overtake_s: a sequence may be admitted before another of its lane only if it arrived at
+            most so many seconds later. ``fcfs`` ignores it, ``edf`` uses it only without a
+            deadline, and ``fair`` bounds a tenant's wait for its turn by it.
         num_host_blocks: blocks of host memory for swapped sequences; 0 for no swapping. As
             ``num_blocks``, of the first group.
         block_bytes: bytes of a block of the first group, for the counts of swapped bytes.

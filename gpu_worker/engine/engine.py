@@ -83,10 +83,10 @@ class Engine:
         """Take a request, or the rest of one that another worker began.
 
         Returns:
-            None if it was taken. If it ends at once, its only update, without tokens: it can never
-            fit (``prompt_too_long``, ``out_of_memory``), its options name tokens that the model
-            does not have (``invalid``), or what was published of it already satisfies a stop rule
-            and only the end was missing.
+            None if it was taken. If the request ends at once, its only update, without tokens. It
+            can never fit (``prompt_too_long``, ``out_of_memory``), or its options name tokens that
+            the model lacks (``invalid``). Or its published tokens already satisfy a stop rule, and
+            only the end was missing.
 
         Raises:
             InvalidRequest: the id is in the engine already, or the prompt is empty.
@@ -205,8 +205,8 @@ class Engine:
     ) -> list[Update]:
         """Take the accepted drafts of a span and the token after them.
 
-        They count as computed once they are the sequence's: what lies behind them in its blocks
-        are keys and values of refused drafts, which the next step overwrites.
+        They count as computed once they are the sequence's. Behind them its blocks hold keys and
+        values of refused drafts, which the next step overwrites.
         """
         sequence, num_before = span.sequence, span.sequence.num_tokens
         num_drafted = output.drafted.get(sequence, len(span.drafts))

@@ -25,9 +25,9 @@ class OutputState:
     2. a stop string: STOP; its tokens count, the text ends before it,
     3. ``max_tokens``, or a full context: LENGTH.
 
-    Where the output ends, held-back text is released. Text and end are a function of the token ids
-    alone, not of steps or workers: replaying the ids of a request gives the state another worker
-    had, including whether it has ended.
+    Where the output ends, held-back text is released. Text and end depend on the token ids alone,
+    not on steps or workers. Replaying a request's ids gives the state another worker had, including
+    whether it has ended.
     """
 
     __slots__ = ("_full", "_matcher", "_prompt_tokens", "_stop_ids", "_stream", "sequence")

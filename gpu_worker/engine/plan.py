@@ -39,11 +39,11 @@ class DraftSource(StrEnum):
 class Span:
     """The tokens of one sequence that one step computes.
 
-    Positions ``[start, start + num_tokens)`` are the queries; they attend to positions
-    ``[0, start)``, whose keys and values are in the sequence's blocks already, and causally to each
-    other. A prefill chunk, one decoded token, the rest after a prefix-cache hit, work repeated
-    after a preemption: they differ only in these two numbers. Speculative drafts are further query
-    tokens behind the end of ``token_ids``: each may become the sequence's next token or not.
+    Positions ``[start, start + num_tokens)`` are the queries. They attend causally to each other,
+    and to ``[0, start)``, whose keys and values are already in the sequence's blocks. A prefill
+    chunk, one decoded token, the rest after a prefix-cache hit, work repeated after a preemption:
+    they differ only in these two numbers. Speculative drafts are further query tokens behind the
+    end of ``token_ids``: each may become the sequence's next token or not.
 
     Attributes:
         sequence: whose tokens.
@@ -93,9 +93,9 @@ class Plan:
 
     Attributes:
         spans: at least one; each sequence appears once.
-        copies: to be run before the forward pass, in order, or all reads before all writes. (No
-            block is a target twice, and no copy reads what an earlier one wrote; but one may write
-            a block that an earlier one has read.)
+        copies: to be run before the forward pass, in order, or all reads before all writes. No
+            block is a target twice, and no copy reads what an earlier one wrote. But a copy may
+            write a block that an earlier one has read.
         swaps_out: from device blocks to host blocks, to be run before anything else.
         swaps_in: from host blocks to device blocks, to be run after ``swaps_out`` and before
             ``copies``.

@@ -87,7 +87,7 @@ class Update:
         discarded_tokens: output tokens that were generated and are no part of the answer, such as
             those of candidates that were not the best. Told with ``finish``.
         text_lengths: of several tokens, how many bytes of the text (UTF-8) came with each but the
-            last, which has the rest; empty if that is not known.
+            last, which has the rest. Empty if not known.
         deltas: what the tokens add to the parsed answer; empty if it is not parsed.
         result: the packed answer to a payload, told with ``finish``; empty for generated tokens.
         generated_none: the model made no token: these are the prompt's, for a request that asks for

@@ -51,9 +51,9 @@ class Constraint(Protocol):
 class Sequence:
     """One output of a request inside the engine; most requests have one.
 
-    There is no prefill and no decode phase: a sequence has ``num_tokens`` tokens, the keys and
-    values of the first ``num_computed_tokens`` of them are in its blocks, and every step lets it
-    catch up by some. Once all are computed the logits of the last one give the next token.
+    There is no prefill and no decode phase. A sequence has ``num_tokens`` tokens, and its blocks
+    hold the keys and values of the first ``num_computed_tokens``. Every step lets it catch up by
+    some. Once all are computed the logits of the last one give the next token.
 
     Owned by the engine: others read it, and only during the step whose plan names it.
 
@@ -91,7 +91,7 @@ class Sequence:
         siblings: the sequences of its request that the scheduler has, itself among them; empty for
             a request that has one. They may share the blocks of what they have in common.
         num_candidates: how many of the most likely next tokens the model side reports, for beam
-            search, which chooses among them; 0: it samples the next token.
+            search to choose among. 0: it samples the next token.
     """
 
     __slots__ = (

@@ -38,9 +38,8 @@ class StepOutput:
         logprobs: one per token of the sequences that ask for them.
         prompt_logprobs: of sequences that ask for them, one for each of the span's
             ``prompt_rows``: of the token behind it.
-        candidates: the most likely next tokens of the sequences that have ``num_candidates``, with
-            the natural logarithms of their probabilities, the most likely first; fewer than that
-            if no more are possible.
+        candidates: for sequences with ``num_candidates``, so many next tokens with the natural
+            logarithms of their probabilities, the most likely first. Fewer if no more are possible.
         moved: the plan's swaps and copies were made. If not, every span has failed.
         swap_s: seconds for which the plan's swaps held the step up; None if that is not known.
         deferred: indexes of spans that sample, but did not in this step, since what may follow was

@@ -14,8 +14,8 @@ __all__ = ["AnswerParser", "PlainAnswer", "StopMatcher", "TextStream"]
 class TextStream(Protocol):
     """An incremental detokeniser of one sequence's output.
 
-    Deterministic: the same ids give the same pieces, so a request that is continued elsewhere
-    replays its ids and stands exactly where the first worker stood.
+    Deterministic: the same ids give the same pieces. So a request continued elsewhere replays its
+    ids and stands exactly where the first worker stood.
     """
 
     def feed(self, token_id: int) -> str:
@@ -66,9 +66,9 @@ class StopMatcher:
     *First* is the one that is complete first; of two that are complete with the same character, the
     longer. That depends on the characters alone and not on how they were split into tokens.
 
-    One Aho-Corasick automaton (1975) over all stop strings: its state is the longest suffix of the
-    text that begins some stop string, and that suffix is precisely what must be held back. Each
-    character costs amortised O(1), whatever the length of the output and the number of strings.
+    One Aho-Corasick automaton (1975) over all stop strings. Its state is the longest suffix of the
+    text that begins some stop string: exactly what must be held back. Each character costs
+    amortised O(1), whatever the length of the output and the number of strings.
 
     Args:
         stops: non-empty strings; none at all makes every call pass its text through.
@@ -106,8 +106,8 @@ class StopMatcher:
             if stop is not None:
                 self.matched, self._held = stop, ""
                 return seen[: end - len(stop)]
-        # A match that begins in `seen` and is not complete keeps the state at least as deep as its
-        # begin lies back, so its begin is held; what is released can never be part of one.
+        # An incomplete match that begins in `seen` keeps the state at least as deep as its begin
+        # lies back. So its begin is held, and released text can never be part of a match.
         certain = len(seen) - self._depth[self._node]
         self._held = seen[certain:]
         return seen[:certain]

@@ -25,8 +25,8 @@ def engine_config(
         settings: the section ``engine``.
         num_blocks: KV blocks in the pool.
         max_model_len: most tokens of prompt and output together.
-        auto_batch_tokens: what ``max_batch_tokens`` of ``auto`` means while prompts are divided;
-            without chunks it is at least the longest sequence and a token of every other one.
+        auto_batch_tokens: what ``max_batch_tokens`` of ``auto`` means while prompts are divided.
+            Without chunks it is at least the longest sequence and a token of each other one.
         eos_token_ids: ids that end the output.
         vocab_size: token ids are below it; None: requests may name any.
 

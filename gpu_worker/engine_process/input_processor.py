@@ -39,8 +39,8 @@ _CHAT_THREADS = 4
 class InputProcessor:
     """Prepares requests, several at a time.
 
-    All methods belong to one thread, the loop's. :meth:`deliver` hands on what the pools have done,
-    so that reports about a run come in the order in which things happened.
+    All methods belong to one thread, the loop's. There :meth:`deliver` hands on what the pools have
+    done, so reports about a run come in order.
 
     Args:
         encode: turns a request's prompt (text, ids or chat messages) into token ids; may raise
@@ -52,8 +52,8 @@ class InputProcessor:
         add: gives a prepared request to the engine.
         report: takes the outcome of each.
         wake: called, from a pool's thread, when there is something to deliver.
-        constrain: the options of a request whose tools ask for a form of the output, with that
-            form as a grammar, given the prompt's ids; may raise :class:`InvalidRequest`. None:
+        constrain: given the prompt's ids, the options of a request whose tools ask for a form of
+            the output, with that form as a constraint. May raise :class:`InvalidRequest`. None:
             there are no such requests.
         decode: the text of a prompt's tokens, for requests that ask for nothing else; None: there
             are no such requests.

@@ -47,9 +47,9 @@ def run_isolated(runner: Runner, plan: Plan) -> StepOutput:
     A sequence that gets no memory even alone is run in shorter chunks, one after the other.
 
     Computing a span again is harmless: the same keys and values go to the same slots, and random
-    numbers are keyed by request and index. Block copies and swaps are not repeated, since they were
-    done before the forward pass that failed (a runner whose copies fail does not raise), and by now
-    their sources may hold something else.
+    numbers are keyed by request and index. Block copies and swaps are not repeated. They were done
+    before the forward pass that failed (a runner whose copies fail does not raise), and their
+    sources may have changed since.
 
     Returns:
         Tokens of the spans that could be computed, and the failures of the others.

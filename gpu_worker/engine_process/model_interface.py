@@ -28,8 +28,8 @@ class ServingModel:
             :attr:`EngineRequest.new_constraint`; raises ``InvalidRequest``.
         parser: what is needed to parse the answer to a request, given its prompt's ids, see
             :attr:`EngineRequest.new_parser`; raises ``InvalidRequest``.
-        constrain: the options of a request whose tools ask for a form of the output, with a grammar
-            of it, given the prompt's ids; raises ``InvalidRequest``.
+        constrain: given the prompt's ids, the options of a request whose tools ask for a form of
+            the output, with a constraint to it. Raises ``InvalidRequest``.
         decode: token ids to their text, special tokens included.
         new_text_stream: an incremental detokeniser of one output, given the prompt's ids.
         summary: one line for the log.

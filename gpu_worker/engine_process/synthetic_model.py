@@ -1,9 +1,8 @@
 """``--model synthetic``: a worker without a model, for load tests and fault storms.
 
 Everything but the arithmetic is the real worker: protocol, scheduler, block manager, stop rules.
-The next token is a hash of (seed, index, last token), so that a stream which was continued by
-another worker can be checked against what an undisturbed one would have given. It starts in a
-fraction of a second and imports no torch.
+The next token is a hash of (seed, index, last token). So a stream that another worker continued can
+be checked against an undisturbed one. It starts in a fraction of a second and imports no torch.
 """
 
 from __future__ import annotations

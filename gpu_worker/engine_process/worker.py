@@ -2,7 +2,7 @@
 
 One thread owns the engine and the model; no other touches them. It also reads its orders itself,
 since another thread would take the interpreter lock from it in the middle of a step. The results of
-a step leave in one message to the edge process, which publishes step n while step n + 1 runs: a
+a step leave in one message to the edge process, which publishes step n while step n + 1 runs. A
 slow Redis never holds the device, and a long step never holds the lease.
 """
 
@@ -203,8 +203,8 @@ class Worker:
     def _idle(self) -> None:
         """Show that the loop turns, and wait for orders."""
         self._publish(())
-        # A recount of the whole pool takes milliseconds, for which the next request would wait:
-        # it is for quiet moments, not for every gap between two requests.
+        # A recount of the whole pool takes milliseconds, and the next request would wait for it. So
+        # it waits for quiet moments, not for any gap between two requests.
         if not self._orders.wait(self._heartbeat_s) and not self._is_checked:
             self._engine.check_integrity()
             self._is_checked = True

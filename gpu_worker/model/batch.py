@@ -103,8 +103,8 @@ def pack(chunks: Sequence[SequenceChunk], pool: KVPool) -> PackedStep:
 def decode_chunks(pool: KVPool, num_sequences: int, *, longest: int) -> list[SequenceChunk]:
     """A decode step of short sequences, to time or warm up.
 
-    Each sequence has a block of its own and decodes the last position of it, below ``longest``:
-    there are at most as many sequences as the pool has blocks.
+    Each sequence has a block of its own and decodes its last position below ``longest``. So there
+    are at most as many sequences as blocks in the pool.
     """
     position = max(0, min(pool.block_size, longest) - 1)
     num_blocks = min(group.num_blocks for group in pool.groups)

@@ -235,8 +235,8 @@ class ModelRunner:
     def warm_up(self, *, max_batch_tokens: int, max_sequences: int) -> float:
         """Run the largest prefill and the largest decode step once, so that no request pays for it.
 
-        Memory the device must find for such a step is found or refused now, and what is set up on
-        a first call is set up. It writes to the pool: call it before that holds anything.
+        The device finds or refuses the memory of such a step now, and whatever a first call sets up
+        is set up. It writes to the pool: call it before that holds anything.
 
         Returns:
             Seconds it took.

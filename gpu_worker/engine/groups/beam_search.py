@@ -42,10 +42,10 @@ class Ended:
 class BeamSearch:
     """The state of one search.
 
-    Each step every beam reports its most likely next tokens, so many that even if all ending tokens
-    are among them ``width`` are left that go on. Of all continuations, those among the best
-    ``width`` that end are kept if they are better than what is kept already; of the others the best
-    ``width`` are the next beams. More of one beam is never taken, so nothing else can matter.
+    Each step every beam reports its most likely next tokens. They are so many that ``width`` go on
+    even if all ending tokens are among them. A continuation that ends among the best ``width`` is
+    kept if it is better than what is kept already. The best ``width`` of the others are the next
+    beams. More of one beam is never taken, so nothing else can matter.
 
     Args:
         options: of the request.

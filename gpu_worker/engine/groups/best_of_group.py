@@ -48,9 +48,9 @@ class Hypothesis:
 class BestOfGroup(ChoiceGroup):
     """Generates ``best_of`` outputs and publishes the ``n`` likeliest when all have ended.
 
-    Until then nothing is published, so that a worker that takes over begins anew; random numbers
-    are keyed by candidate and index, so it comes to the same. Each candidate's tokens are reported
-    with their log-probabilities, whether the request asks for them or not.
+    Until then nothing is published, so a worker that takes over begins anew. It draws the same
+    tokens, since random numbers are keyed by candidate and index. Each candidate's tokens are
+    reported with their log-probabilities, whether the request asks for them or not.
     """
 
     def __init__(

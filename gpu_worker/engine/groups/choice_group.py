@@ -21,8 +21,8 @@ __all__ = ["ChoiceGroup", "part_of", "summary"]
 class ChoiceGroup(SequenceGroup):
     """``n`` outputs of one prompt, each published as it comes.
 
-    The first computes the prompt; the others are let go when that is done, share its blocks and
-    compute only the prompt's last token, for logits of their own.
+    The first computes the prompt. Then the others start: they share its blocks and compute only the
+    prompt's last token, for logits of their own.
 
     Args:
         outputs: the choices that go on, by sequence, in order; at least one.

@@ -30,8 +30,8 @@ class BlockPool:
     order of their release. So taking the first block is both "use a free one" and "evict the least
     recently used", in O(1).
 
-    Methods come in pairs: one returns how many blocks a change takes of those available, the other
-    makes the change. :class:`KVManager` makes it only if every pool has enough.
+    Methods come in pairs: one returns how many available blocks a change takes, the other makes the
+    change. The :class:`KVManager` makes it only if every pool has enough.
 
     Args:
         group: number of blocks, and window of the layers.

@@ -10,9 +10,9 @@ __all__ = ["FreeList"]
 class FreeList:
     """The blocks no sequence holds, in the order in which they will be handed out.
 
-    The links are two arrays indexed by block number ("intrusive": no node objects), so a block can
-    leave from anywhere in O(1), which is what a prefix-cache hit needs. Index ``num_blocks`` is a
-    sentinel that closes the ring. Starts with all blocks in ascending order.
+    The links are two arrays indexed by block number ("intrusive": no node objects). So a block can
+    leave from anywhere in O(1), as a prefix-cache hit needs. Index ``num_blocks`` is a sentinel
+    that closes the ring. Starts with all blocks in ascending order.
     """
 
     _ABSENT = -1

@@ -17,17 +17,17 @@ class HostPool:
     """Keeps the keys and values of sequences that wait, in blocks of host memory.
 
     Swapping as in PagedAttention (Kwon et al., 2023, section 4.5). Knows block numbers, never
-    tensors. A host block is free, or in the ``host_blocks`` of exactly one sequence: nothing is
-    shared here, so what two sequences share on the device is kept twice. Each KV group has blocks
-    of its own, and a sequence is kept in all groups or in none. Of a group with a window, only what
+    tensors. A host block is free, or in the ``host_blocks`` of exactly one sequence. Sequences
+    share no host blocks: what two share on the device is kept twice. Each KV group has blocks of
+    its own, and a sequence is kept in all groups or in none. Of a group with a window, only what
     the sequence's next token sees is kept.
 
     A step copies out, then in, then from block to block, then computes. That order is right for
     every plan:
 
     - Out reads device blocks that were freed in this plan, before anything in it writes them.
-    - In reads host blocks that no copy of the plan writes after it: room is made before anybody is
-      admitted, so all of a plan's host blocks were taken before any is given back. (A sequence that
+    - In reads host blocks that no later copy of the plan writes. The scheduler makes room before it
+      admits, so a plan takes all its host blocks before it gives any back. (A sequence that
       displaces others is admitted at once, but only with room for all that go on, so no preemption
       follows it.)
     - In writes device blocks that were free when it was planned. The source of a block copy is not

@@ -35,8 +35,8 @@ def first_seen_block(position: int, window: int | None, block_size: int) -> int:
 def most_blocks_held(window: int, max_span: int, block_size: int) -> int:
     """Most blocks that one sequence of any length ever holds at the same time.
 
-    Positions in use are the ``window - 1`` before the step, those of the step, and up to
-    ``block_size - 1`` that have left the window since a block was last filled. They may begin at
+    Positions in use are the ``window - 1`` before the step and those of the step. Up to
+    ``block_size - 1`` more have left the window since a block was last filled. They may begin at
     the last position of a block.
 
     Args:

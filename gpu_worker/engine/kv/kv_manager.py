@@ -21,12 +21,12 @@ class KVManager:
     """Owns the block tables of all running sequences, after PagedAttention (Kwon et al., 2023).
 
     Knows block numbers, never tensors. Full attention needs the keys and values of all tokens, a
-    layer with a window only the last ones. So each KV cache group has a :class:`BlockPool` of its
-    own, and a sequence has a table in each; positions mean the same in all of them. Most models
-    have one group.
+    layer with a window only the last ones. So each KV cache group has its own :class:`BlockPool`,
+    and a sequence has a table in each. Positions mean the same in all of them. Most models have one
+    group.
 
-    Across pools two invariants hold: a sequence gets what it needs in all of them or in none, and
-    it has computed the same tokens in all of them.
+    Two invariants hold across pools. A sequence gets what it needs in all of them or in none, and
+    it has computed the same tokens in all.
 
     Only their own sequence writes positions from ``num_computed_tokens`` on. So only the block in
     which they begin can be both partly computed and shared, and only that one is ever copied
@@ -135,9 +135,9 @@ class KVManager:
     ) -> int | None:
         """How many of ``victims``, in their order, must lose their blocks to admit ``sequence``.
 
-        After that :meth:`try_admit` succeeds, and then :meth:`try_reserve` for all others. Before
-        it they would not all; but where several share the block they write next, the last of them
-        is counted with a copy that it need not make. None if all victims would not do.
+        After that :meth:`try_admit` succeeds, and then :meth:`try_reserve` for all others. With one
+        victim fewer not all would. But where several share the block they write next, the count
+        includes a copy that the last of them need not make. None if all victims would not do.
 
         Args:
             sequence: holds no block.
@@ -168,9 +168,9 @@ class KVManager:
     ) -> bool:
         """:meth:`try_admit` for a sequence that begins like one which holds blocks.
 
-        Full blocks of the common begin are shared; the begin of a block is copied, so that neither
-        ever writes into a block of the other's. All or nothing: False, also if what the sibling has
-        in common has left the window, leaves everything as it was.
+        They share the full blocks of their common begin. A block that is only partly common is
+        copied, so neither ever writes into the other's block. All or nothing: False, also if what
+        the sibling has in common has left the window, leaves everything as it was.
 
         Args:
             sequence: holds no block.
@@ -200,8 +200,8 @@ class KVManager:
         Args:
             sequence: holds the blocks of its computed tokens.
             stop: one past the last position that will be written.
-            copies: gets the copies that must run before the writing, if the first of these
-                positions lies in a block that is shared with another sequence.
+            copies: gets the copies that must run before the write, if the first position lies in a
+                block shared with another sequence.
         """
         for pool in self.pools:
             if pool.growth(sequence, stop) > pool.num_available:

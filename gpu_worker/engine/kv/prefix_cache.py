@@ -16,24 +16,24 @@ _DIGEST_BYTES = 16
 class PrefixCache:
     """An index from the content of full blocks to their numbers.
 
-    The keys and values at a position depend on every token before it, so a block is named by the
-    digest of (name of the block before, its own token ids), and the first block's predecessor is
-    the digest of the sequence's salt: equal digest, equal prefix, equal salt. BLAKE2b with 128
-    bits, because a collision would show one user another one's context; Python's ``hash`` of ints
-    is predictable and made for tables, not for this.
+    The keys and values at a position depend on every token before it. So a block's name is the
+    digest of (name of the block before, its own token ids). The first block's predecessor is the
+    digest of the sequence's salt: equal digest, equal prefix, equal salt. The digest is BLAKE2b
+    with 128 bits, because a collision would show one user another's context. Python's ``hash`` of
+    ints is predictable.
 
     Two invariants make a hit safe:
 
     - only blocks all of whose positions have really been computed are published, and a published
       block is never written again;
-    - :func:`longest_hit` leaves out the last token of a sequence, whose logits are needed, and with
-      it the block it stands in: a sequence never writes into a block it got from here.
+    - :func:`longest_hit` leaves out a sequence's last token, whose logits are needed, and that
+      token's block. So a sequence never writes into a block it got from here.
 
     The index knows nothing of reference counts; ``BlockPool`` tells it when it reuses a block.
 
-    With a window a sequence can also go on behind a prefix whose first blocks are gone, as long as
-    all that its next token sees is there: since names are chained, a block found by its name comes
-    after the right ones, cached or not.
+    With a window a sequence can also continue a prefix whose first blocks are gone, if all that its
+    next token sees is there. Names are chained, so a block found by name follows the right blocks,
+    cached or not.
 
     Args:
         block_size: tokens per block.
@@ -62,8 +62,8 @@ class PrefixCache:
         if self._window is None:
             found = (self._find(sequence, index) for index in range(limit))
             return next((index for index, block in enumerate(found) if block is None), limit)
-        # Each block is looked at once: one that is missing rules out all prefixes whose next token
-        # would see it, so the next candidate ends before it.
+        # Looks at each block once. A missing block rules out all prefixes whose next token would
+        # see it, so the next candidate ends before it.
         end = index = limit
         while index > self._first_seen(end):
             index -= 1

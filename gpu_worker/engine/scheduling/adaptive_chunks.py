@@ -11,12 +11,12 @@ __all__ = ["AdaptiveChunks"]
 class AdaptiveChunks:
     """As many as let the step end in time: a model of its cost, fitted while it is used.
 
-    A step over ``n`` sequences with ``p`` tokens beyond one of each and ``d`` drafts is taken to
-    cost ``a + b p + c n + e d`` seconds; solved for the target, that is the chunk. The more
-    sequences decode, the less is left for prompts; while none decodes, no reader waits, and
-    the chunk is the largest. Drafts have a cost of their own, since they come many to a sequence
-    with logits for each: it is learned so that it is not taken for a prompt token's or a
-    sequence's. Of the chunk they take what prompts leave, so a step with both ends in time, too.
+    The model: a step over ``n`` sequences, with ``p`` tokens beyond one of each and ``d`` drafts,
+    costs ``a + b p + c n + e d`` seconds. Solved for the target, ``p`` is the chunk. The more
+    sequences decode, the less is left for prompts; while none decodes, no reader waits, and the
+    chunk is the largest. Drafts have a cost of their own, since a sequence has many of them, each
+    with logits. Without it the fit would blame prompt tokens or sequences. Of the chunk they take
+    what prompts leave, so a step with both ends in time, too.
 
     The costs are followed by a :class:`CostFit`. Attention makes a token dearer with its
     position: the fit follows that, too, as it is about steps just made.

@@ -16,7 +16,7 @@ class Admission:
     """Admits in the policy's order, by what is free now and not by the worst case.
 
     A sequence is admitted when all tokens it has fit beside a small reserve, and gets blocks for
-    them at once; its future growth is unknown, so nothing is reserved for it. It begins with what a
+    them at once. Its growth is unknown, so nothing is reserved for that. It begins with what a
     running sibling shares, or else the prefix cache has, and then what the host kept of it.
 
     Args:
@@ -83,8 +83,8 @@ class Admission:
         """Blocks that must be left over when ``sequence`` joins ``num_running`` running ones."""
         if num_running == 0:
             return 0  # no sequence needs them, and the pool holds any one sequence
-        # Thrash guard, part 2: a preempted sequence comes back only when every running one can grow
-        # by a block, i.e. for about block_size steps, before KV is short again.
+        # Thrash guard, part 2: a preempted sequence comes back only when every running one can
+        # still grow by a block. That is about block_size steps before KV is short again.
         growth = num_running if sequence.num_preemptions else 0
         return self._state.config.watermark_blocks + growth
 

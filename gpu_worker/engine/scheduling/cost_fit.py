@@ -11,15 +11,15 @@ __all__ = ["CostFit"]
 class CostFit:
     """Seconds as a sum of amounts times costs, where the costs may change.
 
-    The costs are followed by a Kalman filter (1960) over a random walk: unlike least squares
-    with forgetting it forgets only in the direction in which it learns, so that hours of pure
-    decoding do not wipe out what a prompt token costs. What is further off than expected moves it
-    only as far as the expected would (Huber, 1964), so a pause of the machine is not taken for a
-    dear token, while a change that stays is followed within some ten steps.
+    A Kalman filter (1960) over a random walk follows the costs. Unlike least squares with
+    forgetting, it forgets only in the direction in which it learns. So hours of pure decoding do
+    not wipe out what a prompt token costs. A measurement that is too far off is cut to what could
+    be expected (Huber, 1964). So one pause of the machine makes no token dear, while the filter
+    follows a lasting change within some ten steps.
 
     Args:
-        least: of each amount, what is taken for the first measurement: any of the costs may have
-            been all of its time, spread over at least so much.
+        least: of each amount, what the first measurement counts at least: any one cost may explain
+            all of its time, spread over this amount.
     """
 
     _DRIFT = 1e-3
@@ -70,8 +70,8 @@ class CostFit:
     def _no_cost_is_negative(self) -> None:
         """Move to the likeliest costs of which none is below zero.
 
-        One after the other is set to zero, and the others by what is known of them together with
-        it; what that leaves below zero, by rounding or a second time, is cut.
+        Sets each negative cost to zero in turn, and corrects the others by their covariance with
+        it. Cuts what is still below zero then.
         """
         costs, variance = self.costs, self._variance
         for i in self._indices:

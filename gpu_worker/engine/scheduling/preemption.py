@@ -48,9 +48,9 @@ class Preemption:
     or thrown away. It is admitted like any other, with what the prefix cache still has of it, what
     the host kept, and the rest to compute.
 
-    A sequence that was already planned in a step is never preempted in it: blocks are taken only
-    from those behind, in the order of service, and from the sequence that needs them itself. So
-    plans and block copies need not be taken back.
+    A step never preempts a sequence that it has already planned. It takes blocks only from the
+    sequence that needs them, and from those behind it in the order of service. So plans and block
+    copies need not be taken back.
 
     Args:
         state: of the scheduler.

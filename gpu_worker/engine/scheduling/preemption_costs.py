@@ -11,11 +11,11 @@ __all__ = ["PreemptionCosts"]
 class PreemptionCosts:
     """Compares by what this device was measured to take.
 
-    Computing again costs a time per token, as the steps made so far show; a swap costs a time per
+    Computing again costs a time per token, learned from the steps so far. A swap costs a time per
     copy, there and back, and a time per block. Part of what was preempted comes back from the
-    prefix cache, and is neither computed nor copied back; it has been copied out all the same. So
-    swapping pays where blocks are cheap against their tokens and little of them stays on the
-    device, and computing again where sequences are short, the bus is slow, or the cache keeps them.
+    prefix cache. It is neither computed nor copied back, but was copied out all the same. So
+    swapping pays where a block costs little against its tokens and few blocks stay on the device.
+    Computing again pays where sequences are short, the bus is slow, or the cache keeps them.
 
     Args:
         steps: learns what a token costs.
@@ -24,7 +24,7 @@ class PreemptionCosts:
     _PACE = 0.1
     """Weight of one return in the share that the prefix cache gives back."""
     _CURIOSITY = 0.03
-    """What may be spent on swaps that seem too dear, to see what they cost now: a share of what
+    """What swaps that seem too dear may cost, to measure them anew: a share of the time that
     computing again has taken since the last swap."""
 
     def __init__(self, steps: AdaptiveChunks) -> None:

@@ -31,14 +31,13 @@ class Scheduler:
     Iteration-level scheduling (Orca, Yu et al., 2022) with chunked prefill mixed into decodes
     (Sarathi-Serve, Agrawal et al., 2024).
 
-    Each step first lets urgent work that waits take the place of less urgent work that runs
-    (``preemption``), then continues what runs, then admits what waits in the order of the policy
-    (``admission``). What runs is served in the *order of service* (``running``); when KV is short,
-    a sequence may take blocks only from those behind it in that order (``preemption``). Three
-    things follow:
+    Each step first lets urgent waiting work displace less urgent running work (``preemption``).
+    Then it continues what runs, and admits what waits in the order of the policy (``admission``).
+    It serves what runs in the *order of service* (``running``). When KV is short, a sequence may
+    take blocks only from those behind it in that order (``preemption``). Three things follow:
 
     - no sequence is preempted for a less urgent one;
-    - the first in the order advances in every step until it ends, then the next is the first: work
+    - the first in the order advances in every step until it ends, then the next is first. So work
       always gets done, and every running sequence ends;
     - a sequence that was already planned in this step is never preempted in it, so plans and block
       copies need not be taken back.
@@ -47,8 +46,8 @@ class Scheduler:
     refuses or ends those that would not. So a plan is empty only if nothing runs and nothing waits.
 
     Sequences of one request are admitted and preempted one by one. One that begins like a sibling
-    which runs shares its blocks. Beams advance together: one that has nothing to compute until the
-    others have caught up keeps its blocks and its place, and takes no part in the step.
+    which runs shares its blocks. Beams advance together. A beam that waits for the others to catch
+    up keeps its blocks and its place, and takes no part in the step.
     """
 
     def __init__(
@@ -103,8 +102,8 @@ class Scheduler:
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Let a new sequence run that has one token more than was computed for ``parent``.
 
-        It waits, before all others of its lane, if the sequence budget has no room, or the parent
-        does not run or has not computed as much.
+        It waits before all others of its lane if the sequence budget is used up, or the parent does
+        not run or has computed less.
         """
         full = len(self._state.running) >= self._state.config.max_sequences
         if full or parent.num_computed_tokens != child.num_tokens - 1:
@@ -204,8 +203,8 @@ class Scheduler:
     def _complete_first_group(self, step: PlanBuilder) -> None:
         """All that run are beams that wait for siblings: let the first search go on.
 
-        Nothing was planned, so everything that runs may lose its blocks; and then the rest of the
-        first one's group fits, as the engine takes no search that does not fit alone.
+        Nothing was planned, so everything that runs may lose its blocks. Then the rest of the first
+        one's group fits, as the engine refuses a search that does not fit alone.
         """
         first = next(iter(self._state.running), None)
         if first is None:

@@ -38,16 +38,16 @@ class SchedulerConfig:
             of the others low while a long prompt is read; larger reads it in fewer steps. With
             adaptive chunking the most prompt tokens of a step.
         max_model_len: tokens of prompt and output together that the model's context holds.
-        watermark: share of the pool that admission leaves available, so that running sequences can
-            grow for a while before one must be preempted; 0 to below 1.
+        watermark: share of the pool that admission leaves available, 0 to below 1. Running
+            sequences can grow into it before one must be preempted.
         chunking: whether and how prompts are divided among steps. ``off`` needs a
             ``max_batch_tokens`` of at least ``max_model_len + max_sequences``.
         target_itl_s: target for the duration of a step in which sequences decode, in seconds
             (adaptive).
         min_chunk_size: prompt tokens that a step may always compute (adaptive); at most
             ``chunk_size``.
-        preemption: what becomes of the KV of a preempted sequence: ``swap`` keeps it in host memory
-            while that has room, ``recompute`` throws it away, ``auto`` takes what costs less (see
+        preemption: what becomes of a preempted sequence's KV. ``swap`` keeps it in host memory
+            while that has room, ``recompute`` drops it, ``auto`` takes the cheaper (see
             ``preemption_costs``).
 
     Raises:

@@ -1,7 +1,7 @@
 """The measured gain of drafts at one class of batch sizes, which turns them on and off.
 
-No prediction turns drafts on: their steps are timed against steps without drafts before and after
-them, since the speed of a shared machine changes by half within a second.
+Measurement turns drafts on, not prediction. The speed of a shared machine changes by half within a
+second, so steps with drafts are timed against plain steps just before and after them.
 """
 
 from __future__ import annotations
@@ -15,38 +15,41 @@ from .draft_choice import FREE, Prices
 __all__ = ["BatchClass", "Mode"]
 
 _ON_GAIN, _OFF_GAIN = 1.05, 1.01
-"""A probe with the first gain turns drafts on, a gain below the second turns them off. In between
-nothing changes, so noise does not make them flap. The gain of steps that find nothing to draft goes
-to 1: that must turn them off, too."""
+"""A probe turns drafts on if it reaches the first gain; a gain below the second turns them off.
+Between the two nothing changes, so noise does not make drafts flap. Steps that find nothing to
+draft pull the gain to 1, which must turn drafts off, too."""
 
 _PLAIN_STEPS = 4
-"""Plain steps before a probe and after it: the mean of the last ones is what drafts must beat."""
+"""Plain steps before and after a probe. Drafts must beat the mean time of the last ones."""
 
 _PROBE_STEPS = 16
-"""Steps of a probe: some 30 tokens a sequence tell a gain of a tenth from none."""
+"""Steps of a probe. Some 30 tokens a sequence suffice to tell a gain of 10 % from none."""
 
 _MAX_PERIOD = 64
-"""Most steps with drafts between two plain ones, which cost 1 or 2 % of the time then."""
+"""Most steps with drafts between two plain ones. The plain ones then cost 1 or 2 % of the time."""
 
 _WINDOW = 32
-"""Steps over which the gain is measured, and the draft model's reading is spread."""
+"""Steps over which the gain is averaged, and over which the draft model's reading time is
+spread."""
 
 _LOSS_LIMIT = 4.0
-"""Plain steps' time that may seem lost before plain steps show whether it was."""
+"""When drafts seem to have lost the time of so many plain steps, plain steps check whether they
+did."""
 
 _PROBE_SHARE = 0.01
-"""Share of the time that failing probes may cost: the pause after one is as long as this asks."""
+"""Share of the time that failed probes may cost. It decides how long the pause after one lasts."""
 
 _MIN_PAUSE, _MAX_PAUSE = 64, 8192
-"""Bounds of that pause, in steps. A probe that cost little may have come at a bad moment; a stall
-of the machine may look like a very dear probe."""
+"""Bounds of that pause, in steps. Some pause follows even a cheap failure, and no stall of the
+machine during a probe may end drafting for good."""
 
 _OUTLIER = 2.0
-"""A step this many times slower than predicted was held up by something else, and counts as this
-slow. Should all steps become so slow, the predictions follow within some ten steps."""
+"""Something else held up a step that took more than so many times the prediction. It counts as so
+many times. If all steps stay slow, the predictions follow within some ten steps."""
 
 _TYPICAL_LENGTH = 4
-"""Drafts of each sequence that are first taken to cost a step's time or less."""
+"""Until more is known, so many drafts for every sequence are taken to cost at most a step's
+time."""
 
 
 class Mode(Enum):
@@ -60,16 +63,17 @@ class Mode(Enum):
 class BatchClass:
     """Steps of about as many decoding sequences, and what drafts cost and gain in them.
 
-    OFF: no drafts until some plain steps were timed, or a pause is over. PROBE: a few steps with
-    drafts. ON: drafts, with a plain step now and then, rarely once the gain has proved stable.
+    OFF: no drafts, until some plain steps were timed or a pause is over. PROBE: a few steps in
+    which every sequence drafts. ON: drafts where they pay, with a plain step now and then, and more
+    rarely while the gain holds.
 
     Args:
         most_sequences: of a step.
 
     Attributes:
         mode: the present one.
-        gain: tokens over time relative to plain steps, in about the last 32 steps of the present
-            probe or ON phase, those for which nothing was worth drafting included.
+        gain: tokens per time relative to plain steps, in about the last 32 steps of the present
+            probe or ON phase. Steps in which nothing was worth drafting count, too.
         num_drafted: steps with drafts so far.
     """
 
@@ -167,7 +171,7 @@ class BatchClass:
             return  # planned before drafts were turned off
         usual = min(draft_s, expected)
         self._reading_s += draft_s - usual
-        # A probe asks what drafts gain in the long run, when the draft model has read its texts.
+        # A probe asks what drafts gain in the long run, when the draft model has caught up.
         reading = self._reading_s / _WINDOW if self.mode is Mode.ON else 0.0
         self._reading_s -= reading
         self._num_pending += 1

@@ -1,7 +1,7 @@
 """Speculative decoding: how many drafts each sequence gets in a step, and from which source.
 
-A step verifies a sequence's drafts beside its last token and keeps those that the model agrees with
-(Leviathan, Kalman and Matias, 2023; Chen et al., 2023). The engine makes three calls:
+A step verifies a sequence's drafts beside its last token, and keeps those with which the model
+agrees (Leviathan et al., 2023; Chen et al., 2023). The engine makes three calls:
 
 - :meth:`Speculator.choose`, once a step is planned, for the drafts to add to it;
 - :meth:`Speculator.observe`, for each span whose drafts were verified;

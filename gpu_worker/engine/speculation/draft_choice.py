@@ -57,10 +57,10 @@ def choose_drafts(
 ) -> list[DraftOption]:
     """For each sequence the source and length with the greatest expected gain.
 
-    A draft is worth its place if the chance of its acceptance is at least its price: that is the
-    optimum of tokens over time (Dinkelbach, 1967), since prices come from the present throughput.
-    All sequences share the draft model's rounds. So it proposes only if the sequences that prefer
-    it gain more together than its rounds cost.
+    A draft is worth its place if the chance of its acceptance is at least its price. Prices come
+    from the present throughput, so this maximises tokens over time (Dinkelbach, 1967). All
+    sequences share the draft model's rounds. So it proposes only if the sequences that prefer it
+    gain more together than its rounds cost.
 
     Args:
         found: the possible choices of each sequence, own text first; ``count`` is the most.

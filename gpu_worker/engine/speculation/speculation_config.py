@@ -35,8 +35,8 @@ class SpeculationStats:
         drafted: verified drafts by source (``ngram`` or ``draft``) and position, where 1 is the
             first draft of a step.
         accepted: drafts that became output, by the same keys.
-        gain: measured tokens per second over those without drafts, at the batch size of the last
-            decode step; 1 while that batch size has no drafts.
+        gain: tokens per second measured with drafts over those without, at the last decode step's
+            batch size. 1 while that size has no drafts.
     """
 
     drafted: Mapping[tuple[Speculation, int], int]

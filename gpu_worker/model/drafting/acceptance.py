@@ -3,18 +3,18 @@
 Two ways, and both give the target's distribution exactly.
 
 **Coupled**, the default: each draft is compared with what the sequence would have been given in its
-place. The sampler draws the token of every row with the random number of that row's index, and
-drafts are taken up to the first that differs. So a stream with drafts is, token by token, the
-stream without, whatever the drafter, the length and the worker; and its distribution is the
-target's by construction. Drafts from a draft model are drawn with the same random numbers, so that
-the two agree where the distributions do (Daliri, Musco and Suresh, 2024, "Coupling without
-Communication and Drafter-Invariant Speculative Decoding").
+place. The sampler draws every row's token with the random number of that row's index. Drafts are
+taken up to the first that differs. So a stream with drafts is, token by token, the stream without,
+whatever the drafter, the length and the worker. Its distribution is the target's by construction. A
+draft model draws with the same random numbers, so the two agree where their distributions do. See
+Daliri, Musco and Suresh, 2024, "Coupling without Communication and Drafter-Invariant Speculative
+Decoding".
 
-**Rejection sampling** (Leviathan, Kalman and Matias, 2023, "Fast Inference from Transformers via
-Speculative Decoding"; Chen et al., 2023, "Accelerating Large Language Model Decoding with
-Speculative Sampling"): a draft ``x`` is accepted with probability ``min(1, p(x) / q(x))``, else
-the token is drawn from ``max(0, p - q)``. No other way accepts more; but which token comes then
-depends on where drafts began and ended, and so on load and worker. Its distribution does not.
+**Rejection sampling**: a draft ``x`` is accepted with probability ``min(1, p(x) / q(x))``, else the
+token is drawn from ``max(0, p - q)``. See Leviathan, Kalman and Matias, 2023, "Fast Inference from
+Transformers via Speculative Decoding". And Chen et al., 2023, "Accelerating Large Language Model
+Decoding with Speculative Sampling". No other way accepts more; but which token comes then depends
+on where drafts began and ended, and so on load and worker. Its distribution does not.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def reject(
 ) -> Tensor:
     """Choose each row's token by rejection sampling.
 
-    A rejected draft has a residual of 0 and is never drawn again, so the first row in which choice
+    A rejected draft has a residual of 0 and is never drawn again. So the first row in which choice
     and draft differ is the first rejected one, as :func:`agreed` takes it.
 
     Args:
@@ -98,9 +98,9 @@ def take_typical(
 ) -> Tensor:
     """Choose drafts that are likely enough, which is **not exact**, where a request allows it.
 
-    *Typical acceptance* (Cai et al., 2024, "Medusa"): a draft is taken where the target gives it at
-    least ``min(e, sqrt(e) * exp(-H))``, with the request's threshold ``e`` and the entropy ``H`` of
-    the distribution. What its options forbid has probability 0 and is never taken.
+    *Typical acceptance* (Cai et al., 2024, "Medusa") takes a draft to which the target gives at
+    least ``min(e, sqrt(e) * exp(-H))``. Here ``e`` is the request's threshold and ``H`` the entropy
+    of the distribution. What its options forbid has probability 0 and is never taken.
 
     Args:
         chosen: int64 ``[N]``, what was drawn.

@@ -85,17 +85,17 @@ class _Known:
 class DraftModel:
     """A small model with the target's vocabulary.
 
-    Its KV lies in tensors of its own, in the same blocks at the same offsets as the target's: what
-    the engine does with a block (sharing, copying, giving it away) is done for both. KV it has not
-    read, or that is another's, would cost acceptance and nothing else.
+    Its KV lies in tensors of its own, in the same blocks at the same offsets as the target's. So
+    sharing, copying or giving away a block covers both. KV it has not read, or that is another's,
+    would cost acceptance and nothing else.
 
-    Proposals are drawn with the target's own random numbers for the same places (common random
-    numbers), after the same options: where the two distributions are alike, the two tokens are.
+    It draws proposals with the target's own random numbers for the same places (common random
+    numbers), after the same options. Where the two distributions are alike, so are the two tokens.
 
-    What it has to read of all sequences goes into one forward of at most ``max_read`` tokens, those
-    first that are nearest to their last token. So beside the largest step of the target there is
-    at most one as large of a smaller model, however many sequences it must catch up with; and a
-    sequence that it has not caught up with yet has no drafts meanwhile.
+    One forward of at most ``max_read`` tokens reads what it lacks of all sequences, those first
+    that are nearest to their last token. So the target's largest step has at most one as large of a
+    smaller model beside it, however many sequences that must catch up with. Until it has caught up,
+    a sequence has no drafts.
 
     Args:
         loaded: the model.

@@ -37,9 +37,9 @@ class _Options(NamedTuple):
 class Embedder(EncoderBatcher):
     """Turns texts into vectors.
 
-    An item is a map: ``input``, a list of texts and lists of token ids; ``dimensions``, how many
-    numbers to keep; ``normalize``, so that each vector has length 1; ``prompt_name``, that of one
-    of the checkpoint's prompts; ``truncate``, to cut texts that are too long. Its answer is a map:
+    An item is a map. ``input`` is a list of texts and lists of token ids, ``dimensions`` how many
+    numbers to keep. ``normalize`` gives each vector length 1, ``prompt_name`` names one of the
+    checkpoint's prompts, ``truncate`` cuts texts that are too long. Its answer is a map:
     ``embeddings``, for each text the numbers as little-endian float32, and ``tokens``.
 
     Args:

@@ -17,9 +17,9 @@ def pool(states: Tensor, lengths: Tensor, skip: Tensor, modes: Sequence[str]) ->
         states: of a batch that is padded on the right ``[rows, tokens, width]``.
         lengths: tokens of each row ``[rows]``, int64.
         skip: tokens at the beginning of each row that do not count ``[rows]``, int64.
-        modes: ``cls`` takes the first token, ``lasttoken`` the last; ``mean``, ``max``;
-            ``mean_sqrt_len_tokens`` divides the sum by the root of the count; ``weightedmean``
-            weights each token by its position, from 1 on. Results are concatenated.
+        modes: ``cls`` takes the first token, ``lasttoken`` the last; further ``mean`` and ``max``.
+            ``mean_sqrt_len_tokens`` divides the sum by the root of the count, ``weightedmean``
+            weights each token by its position from 1 on. Results are concatenated.
 
     Returns:
         ``[rows, width * len(modes)]``, in the states' dtype; sums are made in float32.

@@ -63,9 +63,9 @@ class Reranker(_Scorer):
 class Classifier(_Scorer):
     """Says which classes texts belong to.
 
-    An item is a map: ``input``, a list of texts, of lists of token ids, and of pairs of texts that
-    are read together; ``truncate``, to cut what is too long. Its answer is a map: ``labels``, the
-    names of the classes; ``probs``, for each text the probability of each class; ``tokens``. As in
+    An item is a map. ``input`` is a list of texts, lists of token ids, and pairs of texts that are
+    read together. ``truncate`` cuts what is too long. Its answer is a map: ``labels``, the names of
+    the classes; ``probs``, for each text the probability of each class; ``tokens``. As in
     transformers' pipeline the probabilities of one text add up to 1 (softmax), unless the
     checkpoint has several labels for one text (``multi_label_classification``): sigmoid.
     """

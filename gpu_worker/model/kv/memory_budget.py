@@ -83,9 +83,9 @@ def kv_budget(setting: str | int | None, device: torch.device) -> int:
     """Bytes for the KV pool.
 
     Args:
-        setting: a size as :func:`parse_bytes` takes it; None leaves it to the device: on CPU a
-            quarter of the available memory and at most 1 GiB, on CUDA nine tenths of what is
-            free, so the weights must be loaded before.
+        setting: a size as :func:`parse_bytes` takes it. None takes a quarter of the available
+            memory on CPU, at most 1 GiB. On CUDA it takes nine tenths of what is free, so load the
+            weights first.
         device: where the pool will lie.
 
     Raises:
@@ -113,8 +113,8 @@ def swap_budget(setting: int | None, kv_bytes: int, device: torch.device) -> int
         setting: bytes; None takes as much as the KV pool has, but at most an eighth of what the
             host has available and 4 GiB.
         kv_bytes: of the KV pool.
-        device: where that lies. Beside CUDA the answer is a power of two: PyTorch's allocator of
-            pinned memory rounds up to one, and would take up to twice what was asked for.
+        device: where that lies. Beside CUDA the answer is a power of two. PyTorch's allocator of
+            pinned memory rounds up to one, and could take nearly twice what was asked for.
 
     Raises:
         InsufficientMemory: ``setting`` is more than the host has available.

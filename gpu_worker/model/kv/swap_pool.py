@@ -27,8 +27,8 @@ both hold waits for no copy."""
 class SwapPool:
     """Blocks of host memory; the engine knows which sequence owns which block.
 
-    One row of memory holds one block of the device in all layers of a KV cache group, so a block
-    crosses the bus as one copy. Beside a GPU the memory is pinned.
+    One row of memory holds one device block in all layers of a KV cache group. So a block crosses
+    the bus as one copy. Beside a GPU the memory is pinned.
 
     Args:
         pool: whose blocks are kept here.
@@ -63,8 +63,8 @@ class SwapPool:
     def swap(self, out: Sequence[BlockCopy], back: Sequence[BlockCopy]) -> None:
         """Copy blocks to the host, then blocks from the host.
 
-        On a GPU this only queues work: what is queued on the current stream afterwards finds the
-        copies made, and may write the blocks that were copied out.
+        On a GPU this only queues work. What the current stream runs afterwards finds the copies
+        made, and may write the blocks that were copied out.
         """
         for group, side in enumerate(self._sides):
             mine = [[copy for copy in copies if copy.group == group] for copies in (out, back)]

@@ -1,11 +1,11 @@
 """The fingerprint of a checkpoint: workers of one name must serve the same model.
 
 It covers whatever decides the tokens: configuration, weights, tokenizer, chat template, generation
-defaults, and the number format. Small files are hashed whole. Of each tensor in a larger weights
-file 4 KiB from its middle are hashed, besides the file's size and its header with all names, shapes
-and offsets: some 300 reads for a model of 7 billion parameters, where reading all would take as
-long as loading. Training, merging and quantising change whole tensors, so they are seen. A change
-of single weights elsewhere in a tensor is not.
+defaults, and the number format. Small files are hashed whole. Of a larger weights file the hash
+covers the size, the header with all names, shapes and offsets, and 4 KiB from each tensor's middle.
+That is some 300 reads for a model of 7 billion parameters; reading all would take as long as
+loading. Training, merging and quantising change whole tensors, so they are seen. A change of single
+weights elsewhere in a tensor is not.
 """
 
 from __future__ import annotations

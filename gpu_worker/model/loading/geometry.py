@@ -1,7 +1,7 @@
 """The shape of a model's KV, learned by watching one small forward.
 
-A configuration tells too little: heads may be local to a tensor-parallel rank, MLA caches other
-sizes than its head count suggests, layers may differ, and some reuse another layer's KV. So the
+A configuration tells too little. Heads may be local to a tensor-parallel rank, and MLA caches other
+sizes than its head count suggests. Layers may differ, and some reuse another layer's KV. So the
 shapes are read from the tensors that reach the attention function.
 """
 

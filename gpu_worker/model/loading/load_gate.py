@@ -1,8 +1,8 @@
 """The load gate refuses models whose output here would differ from their own.
 
 A configuration does not tell whether an unknown family works over a paged pool. Several families
-fail silently: chunked attention that lives in the mask alone, linear attention and convolutions
-that carry a state from token to token, embeddings that count positions themselves. So the gate
+fail silently: some keep chunked attention in the mask alone, others carry a state from token to
+token (linear attention, convolutions). Others' embeddings count positions themselves. So the gate
 tries the model: a few tokens, packed and in chunks over the pool, must give the logits of the
 model's own forward.
 """
@@ -95,9 +95,9 @@ def context_limit(config: Any) -> int | None:
     """Longest context in which a token's result depends on its own sequence alone; None: any.
 
     LongRoPE (Ding et al., 2024, "LongRoPE: Extending LLM Context Window Beyond 2 Million Tokens")
-    has two sets of frequencies. transformers takes the long one for a whole forward if any
-    position in it lies past the original context. Of a packed step that would be the tokens of
-    all sequences, and of a long prompt in chunks only those of its last chunks.
+    has two sets of frequencies. For a whole forward, transformers takes the long one if any
+    position in it lies past the original context. Of a packed step that would be the tokens of all
+    sequences, and of a long prompt in chunks only those of its last chunks.
     """
     text = config.get_text_config(decoder=True)
     rope = getattr(text, "rope_parameters", None) or {}

@@ -83,15 +83,15 @@ def load_model(
 
     Args:
         path: the directory, or ``"demo"`` for the model that is shipped here.
-        dtype: ``float32``, ``float16``, ``bfloat16`` or ``auto``: the checkpoint's own on a GPU.
-            On CPU ``auto`` is float32 for every checkpoint: greedy output is then token for token
-            transformers' own in float32 (of a quantised one: that of its dequantised weights), and
-            it is fast on every CPU, while half precision is fast only on those that compute in it.
+        dtype: ``float32``, ``float16``, ``bfloat16`` or ``auto``: the checkpoint's own on a GPU. On
+            CPU ``auto`` is float32 for every checkpoint. Greedy output is then, token for token,
+            transformers' own in float32 (of a quantised one: that of its dequantised weights). And
+            float32 is fast on every CPU, half precision only on those that compute in it.
         device: ``cpu``, ``cuda``, ``cuda:1`` ... or ``auto``: CUDA if there is one.
         max_model_len: prompt and output tokens of one sequence, at most; None takes what the model
             was made for.
-        native: on CPU, ``auto`` computes steps by the native library where it can, ``on`` refuses
-            a model that it cannot compute, ``off`` leaves all to torch.
+        native: on CPU, ``auto`` computes steps by the native library where it can. ``on`` refuses a
+            model that the library cannot compute, ``off`` leaves all to torch.
         runtime: the native library and its threads, where another model has them already.
         recipe: how weights are quantised.
         prepack: on CPU and without the native library, pack the weights of large linear layers

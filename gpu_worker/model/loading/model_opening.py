@@ -1,4 +1,4 @@
-"""Opens the model that a worker serves: from the record of an earlier start, or by transformers."""
+"""Opens the model that a worker serves, from an earlier start's record or by transformers."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ _PROOF_BLOCK = 8
 
 
 class OpenedModel(NamedTuple):
-    """A model and what an earlier start knew of it.
+    """A model, and whether an earlier start recorded it.
 
     Attributes:
         loaded: the model.
-        is_known: whether it comes from a record, and so has passed all trials before.
-        remember: records the model; does nothing if it is known, or cannot be recorded.
+        is_known: it comes from a record, so an earlier start ran all trials of it.
+        remember: records the model. Does nothing if it is known or cannot be recorded.
     """
 
     loaded: LoadedModel
@@ -62,17 +62,17 @@ def open_model(
     cache: Path | None = None,
     kv_cache_dtype: str = "auto",
 ) -> OpenedModel:
-    """Open a checkpoint; other arguments, and errors, are those of :func:`.loader.load_model`.
+    """Open a checkpoint. Errors are those of :func:`.loader.load_model`.
 
     Args:
         path: of the checkpoint.
-        dtype: see there, like the next five.
+        dtype: see :func:`.loader.load_model`, also for the next five.
         device: see ``dtype``.
         max_model_len: see ``dtype``.
         native: see ``dtype``.
         runtime: see ``dtype``.
         recipe: see ``dtype``.
-        records: whether to use and make a record.
+        records: whether to use a record, and to make one.
         cache: see :class:`.RecordStore`.
         kv_cache_dtype: see ``dtype``.
     """
@@ -164,7 +164,7 @@ def _decoder(
         return source.weight(module, shape)
 
     decoder = record.decoder.decoder(weights.read, recipe.quantize, stored)
-    # The program keeps the embedding, which must not keep the files mapped.
+    # The program keeps the embedding: a view would keep the files mapped.
     decoder = replace(decoder, embedding=decoder.embedding.clone())
     return NativeDecoder.of_description(decoder, record.dtype, runtime)
 
@@ -211,7 +211,8 @@ def _save(store: RecordStore | None, loaded: LoadedModel) -> None:
 def _proof(
     native: NativeDecoder, geometry: KVGeometry, dtype: torch.dtype, vocab_size: int
 ) -> Tensor:
-    """Logits of the last two of a few tokens, ``[2, vocab]``, by a prefill and a decode step."""
+    """Compute a few tokens by a prefill and a decode step; return the last two's logits, ``[2,
+    vocab]``."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, vocab_size, (_PROOF_TOKENS,), generator=generator).tolist()
     last, blocks = len(ids) - 1, list(range(-(-len(ids) // _PROOF_BLOCK)))

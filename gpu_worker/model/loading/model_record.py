@@ -1,9 +1,9 @@
 """What is known of a checkpoint from its last start, so that the next one need not find it out.
 
-A checkpoint that the native library computes runs without transformers' model: its program's
-description, the KV geometry and the tokens that end a text are all that is left of it. They are
-kept in the user's cache directory, under a key made of everything they depend on. Each start from a
-record computes a few tokens, whose logits must equal the recorded ones to the last bit.
+A checkpoint that the native library computes runs without transformers' model. Only its program's
+description, the KV geometry and the tokens that end a text are left of it. They are kept in the
+user's cache directory, under a key made of everything they depend on. Each start from a record
+computes a few tokens, whose logits must equal the recorded ones to the last bit.
 """
 
 from __future__ import annotations

@@ -75,8 +75,8 @@ def prepack_linears(model: nn.Module, trial: Callable[[], Tensor], spare_bytes: 
     Args:
         model: changed in place.
         trial: runs the model on some fixed input; returns its logits.
-        spare_bytes: memory that may be taken for weights that must be kept in both layouts,
-            because another module uses them too (an output layer tied to the embedding).
+        spare_bytes: memory for weights that must be kept in both layouts because another module
+            uses them, too (an output layer tied to the embedding).
 
     Returns:
         The number of packed layers; 0 where the operators are missing or the trial failed.

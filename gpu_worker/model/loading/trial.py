@@ -31,7 +31,7 @@ Forward = Callable[[PackedStep, KVPool], Tensor]
 class Trial:
     """Two sequences and their logits.
 
-    They go through the pool in three steps: one whole beside the begin of the other, then the
+    They go through the pool in three steps. First one whole beside the begin of the other, then the
     other's middle, then its last token beside a repeated one.
 
     Attributes:

@@ -1,7 +1,7 @@
 """A decoder's description as JSON: big weights by their names in the checkpoint, others beside it.
 
-What is big and has no name of its own in the checkpoint, such as a fused or converted weight, makes
-a description that cannot be recorded.
+A description cannot be recorded if it has a big tensor without a name of its own in the checkpoint,
+such as a fused or converted weight.
 """
 
 from __future__ import annotations

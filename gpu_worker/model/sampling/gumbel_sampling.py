@@ -4,15 +4,15 @@ Each token's score, ``logit / temperature``, gets Gumbel noise of its own, and t
 A token wins with the probability that the softmax gives it (Gumbel, 1954; the exponential race of
 Efraimidis and Spirakis, 2006, is the same). The noise is a function of (seed, choice, index, token
 id) alone. Inverting the cumulative distribution at one random number would need less noise. But
-there, a rounding in one logit moves the borders of all tokens behind it, and the token could change
-with the batch a row is computed in. Here a rounding decides only between two tokens that are equal
-to the last digit. For the same reason two models that nearly agree nearly always draw the same
-token, and drafts gain from that.
+there, a rounding in one logit moves the borders of all later tokens, and a row's token could change
+with its batch. Here a rounding decides only between two tokens that are equal to the last digit.
+For the same reason two models that nearly agree nearly always draw the same token, and drafts gain
+from that.
 
-Top-p compares probabilities that are held as **integers**:
-``trunc(exp((logit - largest) / temperature) * 2**s)``, with ``s`` the largest shift for which a
-row's sum fits into 62 bits (44 for a vocabulary of 2**18). Integer sums do not depend on the order
-of summation, so a row's token depends on that row alone, not on how a device splits a scan.
+Top-p compares probabilities that are held as **integers**: ``trunc(exp((logit - largest) /
+temperature) * 2**s)``. The shift ``s`` is the largest for which a row's sum fits into 62 bits (44
+for a vocabulary of 2**18). Integer sums do not depend on the order of summation. So a row's token
+depends on that row alone, not on how a device splits a scan.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ _FEW_LOGITS = 1 << 15
 
 _SLICE_ELEMENTS = {"cpu": 1 << 16}
 _SLICE_ELEMENTS_ELSEWHERE = 1 << 24
-"""Logits drawn from at a time. On a CPU the int64 temporaries stay in a core's second-level cache
-(4 times faster than whole batches at 32 rows of 150,000); elsewhere it bounds them to 128 MiB each.
+"""Logits drawn from at a time. On a CPU the int64 temporaries stay in a core's second-level cache:
+4 times faster than whole batches at 32 rows of 150,000. Elsewhere it bounds them to 128 MiB each.
 """
 
 

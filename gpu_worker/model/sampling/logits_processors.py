@@ -149,7 +149,7 @@ class LogitsProcessors:
 
         Args:
             logits: ``[P, V]`` in any float type; float32 is changed in place.
-            masks: on the host, int32 ``[words]`` of each constrained row in order: bit ``i % 32``
+            masks: on the host, int32 ``[words]`` of each constrained row in order. Bit ``i % 32``
                 of word ``i // 32`` tells whether token ``i`` may come next.
 
         Returns:

@@ -77,10 +77,10 @@ def uniform(seeds: Tensor, choices: Tensor, indexes: Tensor, stream: int = 0) ->
 def gumbel(bits: Tensor, ids: Tensor) -> Tensor:
     """Gumbel noise of each token of each row: ``-log(-log(u))`` of uniform numbers of their own.
 
-    A row's bits key a hash of the token id, so that a token has the same noise wherever it stands
-    and whichever others are looked at. Philox for each of them would cost ten times as much, and
-    no user's secret hangs on it: the ids are spread by one round of the mixer of Wellons (2018,
-    "Prospecting for Hash Functions"), keyed by an odd factor and a summand, and mixed once more.
+    A row's bits key a hash of the token id. So a token has the same noise at any place and beside
+    any others. Philox for each token would cost ten times as much, and no user's secret hangs on
+    it. One round of the mixer of Wellons (2018, "Prospecting for Hash Functions") spreads the ids.
+    An odd factor and a summand key it, and a last mixing follows.
 
     Args:
         bits: int64 ``[R]`` in ``[0, 2**62)``, as :func:`uniform_bits` gives them.

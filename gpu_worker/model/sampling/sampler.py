@@ -73,8 +73,8 @@ class _RowSampler:
     ) -> _RowSampler:
         mine = tuple(sequences[row] for row in rows)
         options = [sequence.options for sequence in mine]
-        # The division must stay defined for temperatures that float32 cannot hold; at the smallest
-        # one that it can, every token but the most likely has weight 0 already.
+        # Keeps the division defined for temperatures that float32 cannot hold. At the smallest that
+        # it can hold, every token but the most likely already has weight 0.
         temperature = [max(option.temperature, _SMALLEST) for option in options]
         seeds = torch.tensor([sequence.seed for sequence in mine])
         sampled = SampledRows(
@@ -233,9 +233,9 @@ class Sampler:
             masks: what may follow in each constrained row, see :class:`LogitsProcessors`.
 
         Returns:
-            int64 ``[N]``; :data:`INVALID_TOKEN` for a row without a distribution and
-            :data:`NO_TOKEN_LEFT` for one whose options forbid all of it, which say nothing about
-            the other rows.
+            int64 ``[N]``; :data:`INVALID_TOKEN` for a row without a distribution,
+            :data:`NO_TOKEN_LEFT` for one whose options forbid all tokens. Neither says anything
+            about the other rows.
 
         Raises:
             ValueError: the batch is for another number of rows.

@@ -2,9 +2,9 @@
 
 A constraint is untrusted input to native code, and a few kilobytes of it can overflow a stack. A
 chat template can make its compiler compute without end. So both are compiled here first, under
-limits, in a process that may crash. The server forks one process for each of them: it has one
-thread and little memory, so a fork is safe and takes about a millisecond, and the fork shares the
-words of the model's tokenizer.
+limits, in a process that may crash. The server forks one process for each of them. It has one
+thread and little memory, so a fork is safe, takes about a millisecond, and shares the words of the
+model's tokenizer.
 
 The argument is the descriptor of a Unix socket. Standard input brings one JSON object, see
 :class:`Setup`. Each message on the socket is one byte, the kind of a job, and a descriptor: the
@@ -12,8 +12,8 @@ socket of that job. The first constraint makes the words; some vocabularies take
 workers never need them.
 
 A rendering job is a conversation: see :mod:`.render_loop`. Any other is a JSON object of ``field``
-and ``source`` up to the end of file. The answer is a newline when the job has a process, and then a
-JSON object of ``outcome`` and ``message``; a process that crashes sends the newline alone.
+and ``source`` up to the end of file. The answer is a newline once the job has a process, and then a
+JSON object of ``outcome`` and ``message``. A process that crashes sends only the newline.
 """
 
 from __future__ import annotations

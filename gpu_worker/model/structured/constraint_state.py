@@ -1,6 +1,6 @@
 """Where an output is in its constraint, and the masks of what may follow.
 
-A state is a function of the constraint and the output's ids, so nothing of it is stored or sent: a
+A state depends on the constraint and the output's ids alone, so nothing of it is stored or sent. A
 worker that continues a request replays its ids, and stands where the first one stood.
 """
 

@@ -1,9 +1,9 @@
 """From a request's constraint to a matcher of llguidance.
 
-Both the compile server and the engine process run this, so it imports no torch. llguidance follows
-an output byte by byte, over the bytes of the model's own tokens. It makes a mask for the present
-state on demand and nothing ahead, so that most constraints are ready in a millisecond (Moskal et
-al., "LLGuidance: Making Structured Outputs Go Brrr", 2025).
+Both the compile server and the engine process run this, so it imports no torch. The library
+llguidance follows an output byte by byte, over the bytes of the model's own tokens. It makes a mask
+for the present state on demand, and nothing ahead. So most constraints are ready in a millisecond
+(Moskal et al., "LLGuidance: Making Structured Outputs Go Brrr", 2025).
 """
 
 from __future__ import annotations

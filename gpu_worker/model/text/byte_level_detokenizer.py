@@ -21,9 +21,9 @@ _LONGEST_PARTIAL = 3
 class ByteLevelDetokenizer:
     """The text that a sequence's output adds to its prompt, in pieces.
 
-    Joined, the pieces are those of ``IncrementalDetokenizer``: a byte-level vocabulary decodes to
-    the bytes of its tokens one after another, and each maximal invalid part becomes one U+FFFD.
-    A piece holds back the bytes of an incomplete character, and nothing else.
+    Joined, the pieces are those of ``IncrementalDetokenizer``. A byte-level vocabulary decodes to
+    its tokens' bytes one after another, and each maximal invalid part becomes one U+FFFD. A piece
+    holds back the bytes of an incomplete character, and nothing else.
 
     Args:
         words: the bytes of every token; empty for those that have no text.

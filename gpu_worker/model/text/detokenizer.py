@@ -46,22 +46,22 @@ class IncrementalDetokenizer:
     """The text that a sequence's output adds to its prompt, in pieces.
 
     Joined, the pieces are what decoding prompt and output together gives beyond the prompt's text,
-    special tokens left out. So a word's leading space is there or not as the prompt's end demands,
-    and a character that the prompt left incomplete comes with the token that completes it.
+    special tokens left out. So the prompt's end decides whether a word has a leading space. A
+    character that the prompt left incomplete comes with the token that completes it.
 
     A token is decoded together with a bounded window of those before it, which makes each token
-    O(1). Where the decoded text ends in U+FFFD, the last bytes may be the begin of a character:
-    they are held back until the tokens after them, or :meth:`flush`, settle what they are. Held
-    back is never more than 3 characters, the bytes of an incomplete one.
+    O(1). Where the decoded text ends in U+FFFD, the last bytes may begin a character. They are held
+    back until later tokens, or :meth:`flush`, decide what they are. Held back is never more than 3
+    characters, the bytes of an incomplete one.
 
     Vocabularies with byte fallback (``<0xE2>``, as SentencePiece has) decode a run of byte tokens
-    as a whole: one invalid byte turns also the valid characters around it into U+FFFD. Waiting for
-    the end of each run would delay valid text without bound, so runs are decoded here, by the
-    Unicode standard's rule: valid characters come through, and each maximal invalid part is one
+    as a whole. One invalid byte also turns the valid characters around it into U+FFFD. Waiting for
+    the end of each run would delay valid text without bound. So this class decodes runs itself, by
+    the Unicode standard's rule: valid characters come through, and each maximal invalid part is one
     U+FFFD. Only for invalid UTF-8 does this differ from the tokenizer's own ``decode``.
 
-    The pieces are a function of the prompt's and the output's ids alone, so feeding the same ids to
-    a new instance, on another worker, gives the same pieces.
+    The pieces depend on the prompt's and the output's ids alone. So a new instance on another
+    worker, fed the same ids, gives the same pieces.
 
     Args:
         tokenizer: of transformers.

@@ -34,8 +34,8 @@ def encode_prompt(
         chat: what the request says to it; None says nothing.
 
     Raises:
-        InvalidRequest: an id is out of range, the prompt has no tokens, the model has no chat
-            template, or the template does not accept the messages or an option.
+        InvalidRequest: an id is out of range, or the prompt has no tokens. Or the model has no chat
+            template, or it refuses the messages or an option.
     """
     if isinstance(prompt, str):
         ids = _encode_text(tokenizer, prompt)

@@ -18,23 +18,23 @@ __all__ = ["FairPolicy"]
 class FairPolicy(Policy):
     """Lane by lane; inside a lane the tenant that was served least; inside a tenant by arrival.
 
-    Every tenant has a virtual counter of tokens in each lane, and the least is next (start-time
-    fair queueing, Goyal et al., 1996; for tokens of LLMs, Sheng et al., 2024). Admission charges a
-    request's prompt and all tokens it may give, in all its sequences; each that ends pays back
-    those that it did not give. (A beam that is dropped pays nothing back, as another goes on in its
-    place; the end of the search does, for all.) So between two requests of one tenant that waits,
-    any other gets at most what the first of them cost, and one request more.
+    Every tenant has a virtual counter of tokens in each lane, and the tenant with the least is
+    next. This is start-time fair queueing (Goyal et al., 1996; for tokens of LLMs, Sheng et al.,
+    2024). Admission charges a request's prompt and all tokens that its sequences may give. Each
+    sequence that ends pays back those that it did not give. (A dropped beam pays nothing back, as
+    another takes its place; the end of the search pays for all.) So between two requests of a
+    waiting tenant, any other gets at most the cost of the first one, and one request more.
 
     Counters are kept only while sequences wait: a tenant alone takes nothing from others, and owes
     nothing later. A tenant that comes when others wait starts at the counter that is being served,
     so no tenant saves up credit by staying away.
 
     That alone would let an endless line of new tenants pass one whose counter is high. So a tenant
-    is *overdue* when a request has come that arrived more than ``max_overtake_s`` after both its
-    oldest one and its last turn; and while somebody is, every second admission of the lane is for
-    the tenant that has been without a turn for longest, whatever the counters say. An overdue one
-    waits for at most two admissions for each tenant that was without for longer, and one more; and
-    a flood of one tenant, however old it is, leaves the other half of the admissions to all.
+    is *overdue* once a request arrives more than ``max_overtake_s`` after both its oldest one and
+    its last turn. While a tenant is overdue, every second admission of the lane goes to the tenant
+    that has waited longest for a turn, whatever the counters say. An overdue tenant waits for at
+    most two admissions for each tenant that has waited longer, and one more. And one tenant's
+    flood, however old, leaves the other half of the admissions to all.
 
     Args:
         max_overtake_s: see above; 0 serves by arrival.

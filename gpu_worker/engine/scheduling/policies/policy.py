@@ -19,17 +19,17 @@ class Policy(ABC):
 
     - The scheduler looks only at the first (:meth:`peek`). When that one does not fit, no other
       overtakes it: small requests do not starve a large one.
-    - *Bounded overtaking*: of two sequences of a lane that wait for their first admission, one
-      that arrived more than ``max_overtake_s`` after the other is never admitted before it. Only
-      finitely many arrive in that time, and every running sequence ends. So no sequence starves
-      behind its own lane. (With ``edf`` a deadline takes the place of the bound, and ``fair``
-      bounds for how long a tenant waits for its turn.)
-    - No method takes time in proportion to the number of waiting sequences, except iteration: the
-      passage of time must not change the order of waiting sequences. So ageing is a constant in
-      each key (see ``ranked``), never a sum made anew.
+    - *Bounded overtaking*, among sequences of a lane that wait for their first admission: none is
+      admitted before one that arrived more than ``max_overtake_s`` earlier. Only finitely many
+      arrive in that time, and every running sequence ends. So no sequence starves behind its own
+      lane. (With ``edf`` a deadline takes the place of the bound, and ``fair`` bounds for how long
+      a tenant waits for its turn.)
+    - No method but iteration takes time in proportion to the number of waiting sequences. So the
+      passage of time must not change their order. So ageing is a constant in each key (see
+      ``ranked``), never a sum made anew.
 
-    Preempted sequences go before all others of their lane in every order, because they were
-    admitted first: a newcomer does not get the KV blocks that they lost.
+    In every order preempted sequences go before all others of their lane. They were admitted first,
+    so no newcomer gets the KV blocks that they lost.
     """
 
     @abstractmethod

@@ -11,17 +11,17 @@ __all__ = ["PriorityPolicy"]
 
 _LANE_SHARE = 0.75
 """Part of the time for which the least urgent lane may be overtaken; the rest is for length. With
-three lanes and equal lengths a lane is worth three eighths of the whole, which is more than the
-length is, so a more urgent lane goes first unless the other has waited for longer."""
+three lanes and equal lengths a lane is worth three eighths of the whole, more than the length. So a
+more urgent lane goes first unless the other has waited for longer."""
 
 
 class PriorityPolicy(RankedPolicy):
     """All lanes in one order: lane and length are worth a head start, and waiting makes up for it.
 
-    The only order in which a lane is no hard class, and so the only one that bounds for how long
-    ``batch`` may wait behind ``critical`` inside a worker: bounded overtaking holds between lanes,
-    too. Urgent work displaces running work of a less urgent lane only if that would wait behind it,
-    so what was admitted for its age is not thrown out again for its lane.
+    Only in this order is a lane no hard class: bounded overtaking holds between lanes, too. So only
+    it bounds how long ``batch`` may wait behind ``critical`` inside a worker. Urgent work displaces
+    running work of a less urgent lane only if that would wait behind it. So a sequence admitted for
+    its age is not thrown out again for its lane.
 
     Args:
         max_overtake_s: see :class:`RankedPolicy`; here between all sequences.

@@ -20,12 +20,12 @@ __all__ = ["Lengths", "RankedPolicy"]
 class RankedPolicy(Policy):
     """Serves by ``key = arrival + max_overtake_s x place``, where ``place`` is 0 or more.
 
-    That is linear ageing. Had everybody the urgency ``waited - max_overtake_s x place``, growing by
-    one a second, then the difference of two would stay what it is for ever; so the constant part,
-    the key, gives the same order at any time, and a heap by it need never be sorted again.
+    That is linear ageing. An urgency of ``waited - max_overtake_s x place`` grows by one a second,
+    so the difference of two never changes. The constant part, the key, gives the same order at any
+    time, and a heap by it is never sorted again.
 
-    It is bounded overtaking, too: a sequence served before another has no larger key, so it
-    arrived at most ``max_overtake_s x place`` after it, by the other's place.
+    Overtaking is bounded, too: a sequence served before another has no larger key. So it arrived at
+    most ``max_overtake_s`` times the other's place after it.
 
     Args:
         max_overtake_s: how much later one may have arrived that is admitted before another of its
@@ -103,12 +103,12 @@ class Lengths:
         """From 0 to 1 for the longest, by the logarithm.
 
         So twice the length is worth the same wait, be it 100 steps against 50 or 10,000 against
-        5,000; as a share of a context of 100,000 both would be nothing.
+        5,000. As shares of a context of 100,000, both would count for nothing.
 
-        Measured in steps, since that is for how long it holds its place in the batch: one for each
-        chunk of its prompt (and of what another worker gave of it), and one for each token that it
-        may still give. What it really gives is not known, nor what the prefix cache will have when
-        it is admitted; ``max_tokens`` and the context bound it.
+        The length is in steps, since for these it holds its place in the batch. Each chunk of its
+        prompt, and of what another worker gave of it, is a step. So is each token that it may still
+        give. What it really gives is not known, nor what the prefix cache will have when it is
+        admitted; ``max_tokens`` and the context bound it.
         """
         allowed = sequence.options.max_tokens - sequence.num_output_tokens
         outputs = max(0, min(allowed, self.longest - sequence.num_tokens))

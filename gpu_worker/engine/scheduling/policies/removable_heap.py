@@ -14,8 +14,8 @@ _Item = TypeVar("_Item", bound=Hashable)
 class RemovableHeap(Generic[_Item]):
     """Items by key, the smallest first; of equal keys the one that was put first.
 
-    :meth:`put`, :meth:`remove` and :meth:`first` take amortised O(log n): what leaves from the
-    middle stays in the array until it comes to the top, or until half of the array is such.
+    :meth:`put`, :meth:`remove` and :meth:`first` take amortised O(log n). An entry removed from the
+    middle stays in the array until it comes to the top, or until half of the array was removed.
     """
 
     __slots__ = ("_array", "_entries", "_puts")
