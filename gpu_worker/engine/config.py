@@ -2,32 +2,17 @@
 
 from __future__ import annotations
 
-import enum
 import math
 from dataclasses import dataclass
 
 from penstock.shared.errors import ConfigurationError
+from penstock.shared.policy_name import PolicyName
 
 from .kv.kv_cache_groups import KVCacheGroup
 from .scheduling.scheduler_config import SchedulerConfig, require_at_least
 from .speculation.speculation_config import SpeculationConfig
 
-__all__ = ["EngineConfig", "PolicyName"]
-
-
-class PolicyName(enum.StrEnum):
-    """Orders of admission; each is a class of the same name in ``policies``."""
-
-    FCFS = "fcfs"
-    """First come, first served."""
-    SJF = "sjf"
-    """Shortest remaining first."""
-    PRIORITY = "priority"
-    """Waiting time, length and lane together."""
-    FAIR = "fair"
-    """Tenants in turns, by tokens."""
-    EDF = "edf"
-    """Earliest deadline first."""
+__all__ = ["EngineConfig"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from penstock.shared.settings import EngineSettings
 
-from ..engine.config import EngineConfig, PolicyName
+from ..engine.config import EngineConfig
 from ..engine.scheduling.scheduler_config import Chunking
 
 __all__ = ["engine_config"]
@@ -48,7 +48,7 @@ def engine_config(
         vocab_size=vocab_size,
         prefix_cache=settings.prefix_cache,
         salt_by_tenant=settings.salt_by_tenant,
-        policy=PolicyName(settings.policy),
+        policy=settings.policy,
         max_overtake_s=settings.max_overtake_s,
         chunking=Chunking(settings.chunking),
         target_itl_s=settings.target_itl_ms / 1000,

@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import ByteSize
 
+from ..policy_name import PolicyName
 from .section import Section, setting
 
 __all__ = ["EngineSettings"]
@@ -59,12 +60,11 @@ class EngineSettings(Section):
         gt=0,
         le=60_000,
     )
-    policy: Literal["fcfs", "sjf", "priority", "fair", "edf"] = setting(
-        "fcfs",
-        "In which order claimed requests are admitted, lane by lane: `fcfs` first come, first "
-        "served; `sjf` fewest steps left first; `fair` tenants in turns, by tokens; `edf` earliest "
-        "deadline first. `priority` is one order of waiting time, length and lane together, so "
-        "that `batch` gets its turn behind `critical`, too.",
+    policy: PolicyName = setting(
+        PolicyName.FCFS,
+        "In which order claimed requests are admitted, lane by lane: "
+        + "; ".join(f"`{name}` {name.effect}" for name in PolicyName)
+        + ".",
     )
     max_overtake_s: float = setting(
         30.0,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from enum import StrEnum
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -100,6 +101,8 @@ def _allowed(field: FieldInfo, none: Any) -> str:
     or_none = f", or `{none}`" if none else ""
     if get_origin(kind) is Literal:
         return "one of " + ", ".join(f"`{word}`" for word in get_args(kind))
+    if isinstance(kind, type) and issubclass(kind, StrEnum):
+        return "one of " + ", ".join(f"`{word}`" for word in kind)
     if kind is bool:
         return "`true` or `false`"
     bounds = {

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from bench.commands import bench
 
+from penstock.shared.policy_name import PolicyName
 from penstock.tools.bench.queue.client_process import ages_of, stamp
 
 QUEUE = {
@@ -38,7 +39,7 @@ def test_scheduler() -> None:
         "scheduler", "--running", "4,8", "--waiting", "0,50", "--rounds", "3", "--steps", "5"
     )
     steps = {"step_us_4_0", "step_us_4_50", "step_us_8_0", "step_us_8_50"}
-    orders = ("fcfs", "sjf", "priority", "fair", "edf")
+    orders = tuple(PolicyName)
     admissions = {f"policy_us_{name}_{count}" for name in orders for count in (0, 50)}
     sizes = {f"bytes_per_waiting_request_{name}" for name in orders[1:]}
     assert facts["figures"].keys() == steps | admissions | sizes | {

@@ -20,7 +20,7 @@ from hypothesis.stateful import (
     RuleBasedStateMachine,
 )
 
-from penstock.gpu_worker.engine.config import EngineConfig, PolicyName
+from penstock.gpu_worker.engine.config import EngineConfig
 from penstock.gpu_worker.engine.engine import Engine
 from penstock.gpu_worker.engine.kv.kv_cache_groups import KVCacheGroup
 from penstock.gpu_worker.engine.plan import Plan
@@ -30,6 +30,7 @@ from penstock.gpu_worker.engine.scheduling.scheduler_config import Chunking
 from penstock.gpu_worker.engine.sequence import Sequence, SequenceStatus
 from penstock.gpu_worker.engine.speculation.controller import SpeculationConfig
 from penstock.gpu_worker.engine.step_output import StepOutput, StepTiming
+from penstock.shared.policy_name import PolicyName
 from penstock.shared.protocol.states import Reason
 
 prompts = st.one_of(

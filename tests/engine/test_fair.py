@@ -9,10 +9,10 @@ from engine.driving import engine
 from engine.fakes import request
 from engine.waiting_sequences import BOUND_S, drained, filled, make, sequence
 
-from penstock.gpu_worker.engine.config import PolicyName
 from penstock.gpu_worker.engine.plan import Plan
 from penstock.gpu_worker.engine.scheduling.policies.fair import FairPolicy
 from penstock.gpu_worker.engine.step_output import StepOutput
+from penstock.shared.policy_name import PolicyName
 from penstock.shared.protocol.states import Lane
 
 

@@ -22,7 +22,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from penstock.gpu_worker.engine.config import EngineConfig, PolicyName
+from penstock.gpu_worker.engine.config import EngineConfig
 from penstock.gpu_worker.engine.engine import Engine
 from penstock.gpu_worker.engine.kv.kv_cache_groups import KVCacheGroup
 from penstock.gpu_worker.engine.plan import Plan
@@ -30,6 +30,7 @@ from penstock.gpu_worker.engine.requests import EngineRequest, Finish, Update
 from penstock.gpu_worker.engine.scheduling.scheduler_config import Chunking
 from penstock.gpu_worker.engine.step_output import StepTiming
 from penstock.gpu_worker.engine_process.isolation import run_isolated
+from penstock.shared.policy_name import PolicyName
 from penstock.shared.protocol.states import Lane, Reason
 
 PROMPTS = st.integers(1, 14).map(lambda n: [1, 2, 1, 2, 3, 1, 2, 1, 2, 3, 1, 2, 1, 2][:n])

@@ -12,11 +12,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from penstock.gpu_worker.engine.config import PolicyName
 from penstock.gpu_worker.engine.scheduling.policies.removable_heap import RemovableHeap
 from penstock.gpu_worker.engine.scheduling.scheduler_config import Chunking
 from penstock.gpu_worker.engine.sequence import Sequence
 from penstock.shared.errors import ConfigurationError
+from penstock.shared.policy_name import PolicyName
 from penstock.shared.protocol.states import Lane
 
 ALL = pytest.mark.parametrize("name", list(PolicyName))

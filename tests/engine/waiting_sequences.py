@@ -7,10 +7,10 @@ from typing import Any, Protocol
 
 from engine.fakes import config
 
-from penstock.gpu_worker.engine.config import PolicyName
 from penstock.gpu_worker.engine.scheduling.policies.policy import Policy
 from penstock.gpu_worker.engine.scheduling.policies.registry import make_policy
 from penstock.gpu_worker.engine.sequence import Sequence
+from penstock.shared.policy_name import PolicyName
 from penstock.shared.protocol.sampling_options import SamplingOptions
 from penstock.shared.protocol.states import Lane
 

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator
 import pytest
 from simulate.fleets import drawn, engine, scenario
 
-from penstock.gpu_worker.engine.config import PolicyName
 from penstock.gpu_worker.engine.scheduling.scheduler_config import Chunking
+from penstock.shared.policy_name import PolicyName
 from penstock.tools.simulate import HARDWARE, MODELS, Lengths, Roofline, SimRequest, simulate
 
 MILLION = pytest.param(1_000_000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])

@@ -10,8 +10,8 @@ from typing import Annotated, TypeVar, get_args
 
 import typer
 
-from penstock.gpu_worker.engine.config import PolicyName
 from penstock.shared.errors import ConfigurationError
+from penstock.shared.policy_name import PolicyName
 from penstock.shared.protocol.states import Lane
 
 from ..report_view import show_progress
@@ -99,8 +99,8 @@ def simulate(
     ] = "all",
     target_itl_ms: Annotated[float, typer.Option(help="What adaptive chunks steer for.")] = 50.0,
     policy: Annotated[
-        str, typer.Option(help="Of fcfs, sjf, priority, fair, edf; several compare.")
-    ] = "fcfs",
+        str, typer.Option(help=f"Of {', '.join(PolicyName)}; several compare.")
+    ] = str(PolicyName.FCFS),
     preemption: Annotated[
         str, typer.Option(help="Of recompute, swap, auto; several compare.")
     ] = "recompute",

@@ -6,10 +6,11 @@ import random
 import time
 from collections.abc import Sequence as Seq
 
-from penstock.gpu_worker.engine.config import EngineConfig, PolicyName
+from penstock.gpu_worker.engine.config import EngineConfig
 from penstock.gpu_worker.engine.scheduling.policies.policy import Policy
 from penstock.gpu_worker.engine.scheduling.policies.registry import make_policy
 from penstock.gpu_worker.engine.sequence import Sequence
+from penstock.shared.policy_name import PolicyName
 from penstock.shared.protocol.sampling_options import SamplingOptions
 
 from ..rounds import Rounds

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from penstock.gpu_worker.engine.config import EngineConfig, PolicyName
+from penstock.gpu_worker.engine.config import EngineConfig
 from penstock.gpu_worker.engine.scheduling.scheduler_config import Chunking
 from penstock.shared.errors import ConfigurationError
+from penstock.shared.policy_name import PolicyName
 from penstock.shared.protocol.states import Lane
 
 from ...report import Check, Number, Report

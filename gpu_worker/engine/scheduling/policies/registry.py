@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from ...config import EngineConfig, PolicyName
+from penstock.shared.policy_name import PolicyName
+
+from ...config import EngineConfig
 from .bounded import BoundedPolicy
 from .edf import EdfPolicy
 from .fair import FairPolicy
