@@ -28,6 +28,7 @@ OPTIONS = {
     "int4": QuantizeOptions(method="int4", group_size=32),
     "int4-asym": QuantizeOptions(method="int4", group_size=16, symmetric=False),
     "int4-texts": QuantizeOptions(method="int4", group_size=32, texts=("abc def", "g h i")),
+    "int8-scaled": QuantizeOptions(method="int8", texts=("abc def",), scale_channels=True),
     "int8": QuantizeOptions(method="int8"),
     "fp8": QuantizeOptions(method="fp8"),
 }
@@ -157,6 +158,7 @@ def test_a_source_whose_weights_are_in_other_files(
         (["--method", "fp8", "--asymmetric"], "error: --asymmetric: got True with --method fp8"),
         (["--texts", "empty.txt"], "error: --texts: empty.txt has no text; give a file"),
         (["--texts", "none.txt"], "error: --texts: none.txt cannot be read"),
+        (["--scale-channels"], "error: --scale-channels: got True without --texts, whose"),
     ],
 )
 def test_options_that_cannot_be_are_one_line(

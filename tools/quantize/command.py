@@ -44,6 +44,14 @@ def quantize(
             show_default=False,
         ),
     ] = None,
+    scale_channels: Annotated[
+        bool,
+        typer.Option(
+            "--scale-channels",
+            help="Stretch the inputs that --texts show to be large before weights are rounded, "
+            "and fold the scales into the layer before.",
+        ),
+    ] = False,
     json: JsonOption = False,
 ) -> None:
     """Write a quantised copy of a checkpoint, in the format that transformers reads.
@@ -59,6 +67,11 @@ def quantize(
                 raise ConfigurationError(
                     f"{flag}: got {given} with --method {method}; int4 alone has it: leave it out"
                 )
+    if scale_channels and texts is None:
+        raise ConfigurationError(
+            "--scale-channels: got True without --texts, whose activations choose the scales; give "
+            "--texts FILE with a text a line"
+        )
     from penstock.gpu_worker.model.checkpoints.checkpoint_quantizer import (
         QuantizeOptions,
         quantize_checkpoint,
@@ -69,6 +82,7 @@ def quantize(
         group_size=64 if group_size is None else group_size,
         symmetric=not asymmetric,
         texts=() if texts is None else _lines(texts),
+        scale_channels=scale_channels,
     )
     with show_progress() as progress:
         reports = quantize_checkpoint(source, target, options, progress)
@@ -100,16 +114,24 @@ def _lines(path: Path) -> Sequence[str]:
 
 def _show(reports: Sequence[LayerReport], totals: dict[str, float], target: Path) -> None:
     console = Console(soft_wrap=True)
+    scaled = any(report.alpha is not None or report.unscaled for report in reports)
     table = Table("layer", box=None)
     for title in ("error", "bytes before", "bytes after"):
+        table.add_column(title, justify="right")
+    for title in ("alpha", "outputs unscaled", "outputs scaled") if scaled else ():
         table.add_column(title, justify="right")
     table.add_column("")
     for report in reports:
         error = "" if report.kept else f"{report.error:.4f}"
-        kept = f"kept: {report.kept}" if report.kept else ""
+        figures = (report.outputs_unscaled, report.outputs_error)
+        scaling = [
+            "" if report.alpha is None else f"{report.alpha:.2f}",
+            *("" if figure is None else f"{figure:.4f}" for figure in figures),
+        ]
         table.add_row(
-            report.name, error, f"{report.bytes_before:,}", f"{report.bytes_after:,}", kept
-        )
+            report.name, error, f"{report.bytes_before:,}", f"{report.bytes_after:,}",
+            *(scaling if scaled else []), _remark(report),
+        )  # fmt: skip
     console.print(table)
     console.print(
         f"wrote {target}: {totals['layers'] - totals['kept']:.0f} layers in "
@@ -117,3 +139,9 @@ def _show(reports: Sequence[LayerReport], totals: dict[str, float], target: Path
         f"errors up to {totals['greatest_error']:.4f}",
         markup=False, highlight=False,
     )  # fmt: skip
+
+
+def _remark(report: LayerReport) -> str:
+    if report.kept:
+        return f"kept: {report.kept}"
+    return f"not scaled: {report.unscaled}" if report.unscaled else ""

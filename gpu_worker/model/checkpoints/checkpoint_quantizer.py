@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -31,14 +32,20 @@ from ..quantization.form import QuantizedWeight
 from ..quantization.formats.compressed_writer import compressed_config, compressed_tensors_of
 from ..quantization.formats.stored_tensors import StoredTensors
 from ..quantization.quantizers import quantize_fp8, quantize_int4, quantize_int8
-from ..quantization.scale_search import mean_squares, search_scales, with_scales
+from ..quantization.scale_search import observe, search_scales, with_scales
+from .channel_scaling import ChannelScaling, scale_channels
+from .scale_folding import find_folds
 
 __all__ = ["LayerReport", "Method", "QuantizeOptions", "quantize_checkpoint"]
 
 Method = Literal["int8", "int4", "fp8"]
 Progress = Callable[[str, int, int], None]
 
+T = TypeVar("T")
+
 _SAMPLE_TOKENS = 512
+_SAMPLE_ROWS = 512
+_TRIAL_TOKENS = 32
 _INDEX = "model.safetensors.index.json"
 
 
@@ -52,12 +59,15 @@ class QuantizeOptions:
         symmetric: of ``int4``: codes around zero, instead of between a group's extremes.
         texts: what scales are chosen by, see :mod:`..quantization.scale_search`; empty: they cover
             all weights.
+        scale_channels: also scale channels before their weights are rounded, see
+            :mod:`.channel_scaling`; needs texts.
     """
 
     method: Method = "int4"
     group_size: int = 64
     symmetric: bool = True
     texts: Sequence[str] = ()
+    scale_channels: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +80,11 @@ class LayerReport:
         bytes_before: of its weight.
         bytes_after: of what stands for it.
         kept: why it stays in full; empty if it does not.
+        alpha: the exponent of its inputs' scales; None: they cannot be scaled, or were not to be.
+        outputs_unscaled: ``|outputs - quantised outputs| / |outputs|`` on the texts without such
+            scales; None where ``alpha`` is.
+        outputs_error: the same with them.
+        unscaled: why its inputs cannot be scaled; empty if they can or were not to be.
     """
 
     name: str
@@ -77,6 +92,10 @@ class LayerReport:
     bytes_before: int
     bytes_after: int
     kept: str = ""
+    alpha: float | None = None
+    outputs_unscaled: float | None = None
+    outputs_error: float | None = None
+    unscaled: str = ""
 
     def as_json(self) -> dict[str, object]:
         """For ``json.dumps``."""
@@ -110,8 +129,8 @@ def quantize_checkpoint(
     names = [name for name in layers if f"{name}.weight" in tensors.names]
     try:
         with _scratch(target) as new:
-            importance = _importance(folder, config, names, options.texts, progress)
-            writer = _Writer(tensors, new, options, importance, progress)
+            calibration = _calibrated(folder, config, names, tensors, options, progress)
+            writer = _Writer(tensors, new, options, calibration, progress)
             reports = writer.write(names)
             if writer.example is None:
                 raise _nothing_quantised(folder, reports, options)
@@ -163,26 +182,35 @@ def _nothing_quantised(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Calibration:
+    """What texts gave; empty without any."""
+
+    mean_squares: Mapping[str, Tensor] = field(default_factory=dict)
+    scaling: ChannelScaling = field(default_factory=ChannelScaling)
+    unscaled: Mapping[str, str] = field(default_factory=dict)
+
+
 class _Writer:
     def __init__(
         self,
         tensors: StoredTensors,
         target: Path,
         options: QuantizeOptions,
-        importance: dict[str, Tensor],
+        calibration: _Calibration,
         progress: Progress,
     ) -> None:
         self.places: dict[str, str] = {}
         self.num_bytes = 0
         self.example: QuantizedWeight | None = None
         self._tensors, self._target, self._options = tensors, target, options
-        self._importance, self._progress = importance, progress
+        self._calibration, self._progress = calibration, progress
         self._reports: list[LayerReport] = []
 
     def write(self, names: Sequence[str]) -> list[LayerReport]:
         """All files; ``names`` are the linear layers."""
         layers = {f"{name}.weight": name for name in names}
-        done = 0
+        scaling, done = self._calibration.scaling, 0
         for path, held in self._tensors.files():
             found: dict[str, Tensor] = {}
             for name in held:
@@ -192,7 +220,7 @@ class _Writer:
                     found |= self._layer(layers[name], tensor)
                     done += 1
                 else:
-                    found[name] = tensor
+                    found[name] = scaling.applied(name, tensor).to(tensor.dtype)
             save_file(found, self._target / path.name, metadata={"format": "pt"})
             (self._target / path.name).chmod(0o644)
             self.places |= dict.fromkeys(found, path.name)
@@ -200,17 +228,30 @@ class _Writer:
         return sorted(self._reports, key=lambda report: report.name)
 
     def _layer(self, name: str, weight: Tensor) -> dict[str, Tensor]:
+        scaling = self._calibration.scaling
+        values = scaling.applied(f"{name}.weight", weight)
         why = _why_kept(name, weight, self._options)
         if why:
             self._reports.append(LayerReport(name, 0.0, weight.nbytes, weight.nbytes, why))
-            return {f"{name}.weight": weight}
-        form = _quantized(weight, self._options, self._importance.get(name))
+            return {f"{name}.weight": values.to(weight.dtype)}
+        squares = self._calibration.mean_squares.get(name)
+        if squares is not None:
+            squares = scaling.mean_squares(name, squares)
+        values = values.float()
+        form = _quantized(values, weight.dtype, self._options, squares)
         self.example = form
         parts = compressed_tensors_of(form, weight.dtype)
-        values = weight.float()
         error = float((form.dequantize() - values).norm() / values.norm().clamp_min(1e-30))
         after = sum(part.nbytes for part in parts.values())
-        self._reports.append(LayerReport(name, error, weight.nbytes, after))
+        report = LayerReport(name, error, weight.nbytes, after)
+        scaled = scaling.layers.get(name)
+        if scaled is not None:
+            report = replace(
+                report, alpha=scaled.alpha, outputs_unscaled=scaled.before,
+                outputs_error=scaled.after,
+            )  # fmt: skip
+        unscaled = self._calibration.unscaled.get(name, "")
+        self._reports.append(replace(report, unscaled=unscaled))
         return {f"{name}.{end}": part.contiguous() for end, part in parts.items()}
 
 
@@ -236,37 +277,66 @@ def _why_kept(name: str, weight: Tensor, options: QuantizeOptions) -> str:
 
 
 def _quantized(
-    weight: Tensor, options: QuantizeOptions, importance: Tensor | None
+    weight: Tensor, dtype: torch.dtype, options: QuantizeOptions, importance: Tensor | None
 ) -> QuantizedWeight:
     if options.method == "int4":
         form = quantize_int4(weight, group_size=options.group_size, symmetric=options.symmetric)
     else:
         form = (quantize_int8 if options.method == "int8" else quantize_fp8)(weight)
     # Scales are stored in the weights' own type, and so must be exact in it.
-    form = with_scales(form, weight, form.scales.to(weight.dtype).float())
-    return form if importance is None else search_scales(form, weight, importance, weight.dtype)
+    form = with_scales(form, weight, form.scales.to(dtype).float())
+    return form if importance is None else search_scales(form, weight, importance, dtype)
 
 
-def _importance(
-    folder: Path, config: Any, names: Sequence[str], texts: Sequence[str], progress: Progress
-) -> dict[str, Tensor]:
-    if not texts:
-        return {}
+def _calibrated(
+    folder: Path,
+    config: Any,
+    names: Sequence[str],
+    tensors: StoredTensors,
+    options: QuantizeOptions,
+    progress: Progress,
+) -> _Calibration:
+    if not options.texts:
+        return _Calibration()
     progress("loading", 0, 0)
     with quiet():
         tokenizer = load_tokenizer(folder)
         model = load_weights(folder, config, torch.float32, torch.device("cpu"))
-    sequences = [tokenizer(text)["input_ids"][:_SAMPLE_TOKENS] for text in texts]
+    sequences = [tokenizer(text)["input_ids"][:_SAMPLE_TOKENS] for text in options.texts]
     sequences = [ids for ids in sequences if len(ids) > 1]
     if not sequences:
         raise ConfigurationError("--texts: no text in it has two tokens; give longer ones")
+    told = _told("activations", sequences, progress)
+    if not options.scale_channels:
+        return _Calibration(observe(model, names, told).mean_squares)
+    progress("trying scales", 0, 0)
+    found, unscaled = find_folds(model, names, sequences[0][:_TRIAL_TOKENS])
+    rounded = [n for n in names if not _why_kept(n, tensors.read(f"{n}.weight"), options)]
+    folds = []
+    for fold in found:
+        if f"{fold.source}.weight" not in tensors.names:
+            unscaled |= dict.fromkeys(fold.readers, f"{fold.source} is stored under another name")
+        elif not set(rounded).isdisjoint(fold.readers):
+            folds.append(fold)
+    sampled = {fold.readers[0] for fold in folds}
+    each = max(1, _SAMPLE_ROWS // len(sequences))
+    activations = observe(model, names, told, sampled, each)
+    del model
+    rounding = dict.fromkeys(rounded, functools.partial(_rounded, options))
+    scaling = scale_channels(_told("scaling", folds, progress), tensors, activations, rounding)
+    return _Calibration(activations.mean_squares, scaling, unscaled)
 
-    def told() -> Any:
-        for index, ids in enumerate(sequences):
-            progress("activations", index, len(sequences))
-            yield ids
 
-    return mean_squares(model, names, told())
+def _told(step: str, things: Sequence[T], progress: Progress) -> Iterator[T]:
+    for index, thing in enumerate(things):
+        progress(step, index, len(things))
+        yield thing
+
+
+def _rounded(
+    options: QuantizeOptions, weight: Tensor, dtype: torch.dtype, importance: Tensor
+) -> QuantizedWeight:
+    return _quantized(weight, dtype, options, importance)
 
 
 def _copy_rest(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .form import QuantizedWeight
 
-__all__ = ["mean_squares", "search_scales", "with_scales"]
+__all__ = ["Activations", "observe", "search_scales", "with_scales"]
 
 _FACTORS = (0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
 """Of the scales that cover all weights: a smaller one clips the largest and rounds others finer."""
@@ -50,7 +50,7 @@ def search_scales(
     Args:
         form: linear or e4m3, without a permutation.
         weight: floats ``[outputs, inputs]``.
-        importance: float32 ``[inputs]``, see :func:`mean_squares`.
+        importance: float32 ``[inputs]``, see :class:`Activations`.
         dtype: scales are rounded to it.
     """
     best = form
@@ -64,19 +64,39 @@ def search_scales(
     return with_scales(form, weight, scales)
 
 
+@dataclass(frozen=True, slots=True)
+class Activations:
+    """What the inputs of linear layers are like, by the layers' names.
+
+    Attributes:
+        mean_squares: float32 ``[inputs]``, of all rows.
+        rows: float32 ``[rows, inputs]``, some of them, of some layers.
+    """
+
+    mean_squares: dict[str, Tensor] = field(default_factory=dict)
+    rows: dict[str, Tensor] = field(default_factory=dict)
+
+
 @torch.inference_mode()
-def mean_squares(
-    model: Any, names: Iterable[str], sequences: Iterable[list[int]]
-) -> dict[str, Tensor]:
-    """The mean square of every input of linear layers, by their names.
+def observe(
+    model: Any,
+    names: Iterable[str],
+    sequences: Iterable[list[int]],
+    sampled: Collection[str] = (),
+    rows_each: int = 0,
+) -> Activations:
+    """What the inputs of linear layers are like.
 
     Args:
         model: of transformers.
         names: of the layers.
         sequences: token ids; each is computed alone.
+        sampled: layers of which rows are kept.
+        rows_each: so many of a sequence at most, evenly spread.
     """
     sums: dict[str, Tensor] = {}
     counts: dict[str, int] = {}
+    kept: dict[str, list[Tensor]] = {name: [] for name in sampled}
     handles = []
 
     def watch(name: str) -> Any:
@@ -84,6 +104,8 @@ def mean_squares(
             rows = inputs[0].reshape(-1, inputs[0].shape[-1]).float()
             sums[name] = sums.get(name, torch.zeros(())) + rows.square().sum(0)
             counts[name] = counts.get(name, 0) + len(rows)
+            if name in kept:
+                kept[name].append(rows[:: -(-len(rows) // rows_each)].clone())
 
         return add
 
@@ -96,7 +118,10 @@ def mean_squares(
     finally:
         for handle in handles:
             handle.remove()
-    return {name: total / counts[name] for name, total in sums.items()}
+    return Activations(
+        {name: total / counts[name] for name, total in sums.items()},
+        {name: torch.cat(rows) for name, rows in kept.items()},
+    )
 
 
 def _group_errors(form: QuantizedWeight, weight: Tensor, importance: Tensor) -> Tensor:
