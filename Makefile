@@ -92,7 +92,7 @@ soak: install ## A million requests through the simulator, twice, and minutes of
 install: $(VENV)/.linked $(VENV)/.native ## Make the virtual environment, or bring it up to date
 
 # Compiled now, so that no worker waits for it. Without a compiler PyTorch computes instead.
-$(VENV)/.native: $(wildcard kernels/cpu/src/* kernels/cpu/*.py) | $(VENV)/.linked
+$(VENV)/.native: $(shell find kernels/cpu/src -type f) $(wildcard kernels/cpu/*.py) | $(VENV)/.linked
 	@$(BIN)/python -m penstock.kernels.cpu || true
 	@touch $@
 

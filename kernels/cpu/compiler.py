@@ -129,7 +129,7 @@ def _build(compiler: str, flags: tuple[str, ...], target: Path, name: str) -> No
     log.info("building the native library for %s, which takes seconds, once", name)
     begin = time.perf_counter()
     with tempfile.TemporaryDirectory(dir=target.parent, prefix="build-") as scratch:
-        sources = sorted(SOURCES.glob("*.cpp"))
+        sources = sorted(SOURCES.rglob("*.cpp"))
         objects = [Path(scratch) / f"{source.stem}.o" for source in sources]
         commands = [
             [compiler, *flags, "-c", str(source), "-o", str(made)]
@@ -185,8 +185,9 @@ def machine_flags(instruction_set: str, have: frozenset[str]) -> tuple[str, ...]
 
 def _key(compiler: str, flags: tuple[str, ...]) -> str:
     digest = hashlib.sha256()
-    for path in sorted(SOURCES.iterdir()):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    for path in sorted(path for path in SOURCES.rglob("*") if path.is_file()):
+        name = path.relative_to(SOURCES).as_posix()
+        digest.update(name.encode() + b"\0" + path.read_bytes() + b"\0")
     try:
         version = subprocess.run(
             [compiler, "--version"], capture_output=True, text=True, timeout=30, check=True

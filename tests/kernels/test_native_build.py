@@ -124,7 +124,7 @@ def test_every_instruction_set_compiles_without_warnings(tmp_path: Path) -> None
         return subprocess.run(command, capture_output=True, text=True, check=False).stderr
 
     # The others are the same on all.
-    sources = [path for path in compiler.SOURCES.glob("*.cpp") if "Vec " in path.read_text()]
+    sources = [path for path in compiler.SOURCES.rglob("*.cpp") if "Vec " in path.read_text()]
     work = [(flags, source) for flags in kinds for source in sources]
     with ThreadPoolExecutor(os.cpu_count()) as threads:
         found = list(threads.map(lambda item: errors(*item), work))
