@@ -12,7 +12,7 @@
 #pragma once
 
 #include "split_rows.h"
-#include "vec.h"
+#include "machine/vec.h"
 
 namespace penstock {
 

@@ -13,8 +13,8 @@
 #include <vector>
 
 #include "codes.h"
-#include "elementary.h"
-#include "memory.h"
+#include "machine/elementary.h"
+#include "machine/memory.h"
 
 namespace penstock {
 

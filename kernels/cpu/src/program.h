@@ -10,7 +10,7 @@
 
 #include "attention.h"
 #include "experts.h"
-#include "pool.h"
+#include "machine/pool.h"
 #include "rows.h"
 
 namespace penstock {
