@@ -13,8 +13,8 @@
 #include <vector>
 
 #include "codes.h"
-#include "machine/elementary.h"
-#include "machine/memory.h"
+#include "../machine/elementary.h"
+#include "../machine/memory.h"
 
 namespace penstock {
 

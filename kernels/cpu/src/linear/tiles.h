@@ -1,7 +1,7 @@
 // What the register tiles of linear.cpp and coded_linear.cpp have in common.
 #pragma once
 
-#include "machine/vec.h"
+#include "../machine/vec.h"
 
 namespace penstock {
 
