@@ -4,7 +4,7 @@
 #include <chrono>
 
 #include "code_units.h"
-#include "../integer_linear.h"
+#include "integers/integer_linear.h"
 #include "tiles.h"
 
 namespace penstock {

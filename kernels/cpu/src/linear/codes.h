@@ -11,7 +11,7 @@
 // are exact then. Otherwise codes are decoded to bf16 or floats, in pieces of PIECE_STEPS steps.
 #pragma once
 
-#include "../split_rows.h"
+#include "integers/split_rows.h"
 #include "../machine/vec.h"
 
 namespace penstock {

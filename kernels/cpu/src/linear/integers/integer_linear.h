@@ -1,7 +1,7 @@
 // Sums of products of whole numbers, for weights in four or eight bits; see split_rows.h.
 #pragma once
 
-#include "linear/linear.h"
+#include "../linear.h"
 
 namespace penstock {
 

@@ -3,7 +3,7 @@
 // Included by integer_linear.cpp alone.
 #pragma once
 
-#include "linear/linear.h"
+#include "../linear.h"
 
 namespace penstock {
 namespace {

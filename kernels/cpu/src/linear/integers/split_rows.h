@@ -9,7 +9,7 @@
 // that cannot overflow, numbers are not cut in two but words.
 #pragma once
 
-#include "machine/vec.h"
+#include "../../machine/vec.h"
 
 namespace penstock {
 

@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "split_rows.h"
-#include "linear/tiles.h"
+#include "../tiles.h"
 
 #if defined(PENSTOCK_BYTE_DOT)
 #include "byte_dot.h"
