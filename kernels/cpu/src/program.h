@@ -8,7 +8,7 @@
 #include <variant>
 #include <vector>
 
-#include "attention.h"
+#include "attention/attention.h"
 #include "experts.h"
 #include "machine/pool.h"
 #include "rows.h"

@@ -5,7 +5,7 @@
 
 #include <vector>
 
-#include "kv_layout.h"
+#include "attention/kv_layout.h"
 #include "step.h"
 
 namespace penstock {

@@ -8,7 +8,7 @@
 // can be copied without knowing any of this.
 #pragma once
 
-#include "linear/linear.h"
+#include "../linear/linear.h"
 
 namespace penstock {
 

@@ -1,7 +1,7 @@
 // How sixteen cached keys meet a query, and sixteen dims of a cached value a weight.
 #pragma once
 
-#include "machine/vec.h"
+#include "../machine/vec.h"
 
 namespace penstock {
 
