@@ -9,9 +9,9 @@
 #include <vector>
 
 #include "attention/attention.h"
-#include "experts.h"
+#include "rows/experts.h"
 #include "machine/pool.h"
-#include "rows.h"
+#include "rows/rows.h"
 
 namespace penstock {
 

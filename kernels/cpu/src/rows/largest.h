@@ -1,7 +1,7 @@
 // The largest number of each row, as greedy decoding asks for it.
 #pragma once
 
-#include "machine/pool.h"
+#include "../machine/pool.h"
 
 namespace penstock {
 

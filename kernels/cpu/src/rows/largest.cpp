@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "machine/vec.h"
+#include "../machine/vec.h"
 
 namespace penstock {
 namespace {

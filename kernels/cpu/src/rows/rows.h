@@ -5,8 +5,8 @@
 
 #include <vector>
 
-#include "attention/kv_layout.h"
-#include "step.h"
+#include "../attention/kv_layout.h"
+#include "../step.h"
 
 namespace penstock {
 
