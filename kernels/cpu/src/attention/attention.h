@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "kv_layout.h"
-#include "../step.h"
+#include "../program/step.h"
 
 namespace penstock {
 

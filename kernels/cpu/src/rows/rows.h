@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "../attention/kv_layout.h"
-#include "../step.h"
+#include "../program/step.h"
 
 namespace penstock {
 

@@ -5,7 +5,7 @@
 #include <exception>
 #include <new>
 
-#include "rows/largest.h"
+#include "../rows/largest.h"
 #include "program.h"
 
 using namespace penstock;

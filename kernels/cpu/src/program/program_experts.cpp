@@ -3,7 +3,7 @@
 #include <cstring>
 #include <stdexcept>
 
-#include "linear/coded_linear.h"
+#include "../linear/coded_linear.h"
 #include "program.h"
 
 namespace penstock {

@@ -4,7 +4,7 @@
 #include <chrono>
 #include <stdexcept>
 
-#include "linear/coded_linear.h"
+#include "../linear/coded_linear.h"
 
 namespace penstock {
 namespace {

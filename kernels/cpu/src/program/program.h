@@ -8,10 +8,10 @@
 #include <variant>
 #include <vector>
 
-#include "attention/attention.h"
-#include "rows/experts.h"
-#include "machine/pool.h"
-#include "rows/rows.h"
+#include "../attention/attention.h"
+#include "../rows/experts.h"
+#include "../machine/pool.h"
+#include "../rows/rows.h"
 
 namespace penstock {
 
