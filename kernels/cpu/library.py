@@ -1,4 +1,4 @@
-"""The native library's C interface: the structures and functions of ``src/api.cpp``."""
+"""The native library's C interface: the structures and functions of ``src/program/api.cpp``."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class KVKind(ctypes.Structure):
 
 
 class StepInput(ctypes.Structure):
-    """What one step computes; see ``src/step.h``."""
+    """What one step computes; see ``src/program/step.h``."""
 
     _fields_: ClassVar = [
         ("rows", c_int64), ("sequences", c_int64), ("outputs", c_int64), ("kinds", c_int64),
