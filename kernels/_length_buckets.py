@@ -20,7 +20,7 @@ from torch import Tensor
 LONGEST_BATCHED_QUERY = 16
 
 # One more bucket costs 20 to 40 us of dispatch a layer. Gathering and multiplying this many bytes
-# of padding keys costs about the same (measured with fp32 on Zen 4 and on a Xeon), and so does
+# of padding keys costs about the same (measured with fp32 on Zen 4 and on a Xeon). So does
 # multiplying twice as many bytes of keys by padding queries.
 PADDING_BYTES = 256 * 1024
 

@@ -53,8 +53,8 @@ def paged_attention_torch(
             bucketed = query[rows]
         else:
             bucketed = query.index_select(0, rows)
-        # [B, Q, Hkv, G, D]: query heads of one key/value head stand together, so that GQA is a
-        # matter of shape and no key is ever repeated.
+        # [B, Q, Hkv, G, D]: query heads of one key/value head stand together. So GQA is a matter of
+        # shape, and no key is ever repeated.
         bucketed = bucketed.reshape(
             bucket.num_sequences, bucket.query_len, num_kv_heads, num_heads // num_kv_heads, key_dim
         )

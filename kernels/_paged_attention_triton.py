@@ -64,9 +64,8 @@ def paged_attention_kernel(
         sequence = tile
         tile_start = 0
     else:
-        # Tiles are numbered so that sequence s owns those from query_starts[s] // BLOCK_Q + s on:
-        # room for all of its own, and no table of tiles to build. Find the last s that starts here
-        # or before.
+        # Sequence s owns the tiles from number query_starts[s] // BLOCK_Q + s on. That is room for
+        # all of its own, and needs no table of tiles. Find the last s that starts here or before.
         low = 0
         high = num_sequences
         while high - low > 1:
@@ -191,8 +190,8 @@ def constants(
     queries_per_kv = num_heads // num_kv_heads
     padded_key_dim = max(16, triton.next_power_of_2(key_dim))
     padded_value_dim = max(16, triton.next_power_of_2(value_dim))
-    # Queries, and two iterations' keys and values for the pipeline, must fit the shared memory of a
-    # block (99 KiB on consumer cards), also in fp32 with heads of 256.
+    # Queries, and the pipeline's keys and values of two iterations, must fit a block's shared
+    # memory: 99 KiB on consumer cards, also in fp32 with heads of 256.
     row_bytes = max(padded_key_dim, padded_value_dim) * element_size
     rows = 16 if decode else 64 if row_bytes <= 512 else 32
     return {

@@ -1,7 +1,7 @@
 """How one block of the paged cache lies in memory.
 
-Blocks are copied, swapped and shared as units, so only what reads and writes single tokens must
-know more than a block's shape: the functions of :mod:`penstock.kernels` know ``TOKENS``, the native
+Blocks are copied, swapped and shared as units. So only code that reads or writes single tokens must
+know more than a block's shape. The functions of :mod:`penstock.kernels` know ``TOKENS``, the native
 library of :mod:`penstock.kernels.cpu` knows ``GROUPS``. Either knows its form in 8 bits, too.
 
 Formula of 8 bits, for a token's key or value ``x`` of one head, ``[D]``::
@@ -9,8 +9,8 @@ Formula of 8 bits, for a token's key or value ``x`` of one head, ``[D]``::
     scale = max |x| / 127, rounded up to bfloat16
     row = int8(round(x / scale)), ties to even; then the two bytes of scale
 
-So a number is at most half a scale off, an outlier keeps to its own row, and a row's bits depend on
-its token alone. What is not finite makes its row not finite.
+So a number is at most half a scale off, an outlier harms only its own row, and a row's bits depend
+on its token alone. What is not finite makes its row not finite.
 """
 
 from __future__ import annotations

@@ -55,8 +55,8 @@ def paged_attention(
         window: tokens a query sees including itself; None for all.
         softcap: bound of the scores (Gemma 2); None for none.
         sinks: [Hq], a logit per head that joins the softmax's denominator (gpt-oss); None for none.
-        workspace: shared by the layers of a step, so that the torch path lays the step out once;
-            None lays it out for this call alone.
+        workspace: shared by the layers of a step, so the torch path lays the step out once. None
+            lays it out for this call alone.
 
     Returns:
         [T, Hq, Dv], contiguous, dtype of ``query``.

@@ -1,9 +1,8 @@
 """The packed, unpadded batch one engine step computes, and where its keys and values live.
 
 A step mixes sequences that each contribute some query tokens: a prefill chunk, one decode token, a
-draft to verify. Their rows are concatenated (``T`` rows, no padding), and a sequence's keys and
-values are found through its block table (PagedAttention: Kwon et al. 2023,
-https://arxiv.org/abs/2309.06180).
+draft to verify. Their rows are concatenated (``T`` rows, no padding). A block table leads to a
+sequence's keys and values (PagedAttention: Kwon et al. 2023, https://arxiv.org/abs/2309.06180).
 """
 
 from __future__ import annotations
@@ -81,8 +80,8 @@ class RaggedBatch:
                 a sequence's first query token may be negative. None: layers see everything.
 
         Raises:
-            ValueError: lengths disagree, a query is longer than its context or empty, a block table
-                is too short for its context, or the id of a block that is seen is negative.
+            ValueError: lengths disagree, or a query is empty or longer than its context. Or a block
+                table is too short for its context, or a block that is seen has a negative id.
         """
         _validate(query_lens, context_lens, block_tables, block_size)
         starts = (0, *accumulate(query_lens))

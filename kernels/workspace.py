@@ -56,8 +56,8 @@ class AttentionWorkspace:
     def gather(self, name: str, source: Tensor, index: Tensor) -> Tensor:
         """``source[index]`` in scratch memory, overwritten by the next gather of that ``name``.
 
-        The layers of a step gather megabytes each. Fresh memory for each would go back to the
-        system and be faulted in again page by page, at several times the cost of the copy.
+        The layers of a step gather megabytes each. Fresh memory for each would return to the system
+        and fault in again page by page, at several times the cost of the copy.
         """
         needed = index.numel() * (source.numel() // source.shape[0])
         scratch = self._scratch.get(name)

@@ -1,9 +1,9 @@
 """A request's output as an asynchronous iterator: every token exactly once, by index.
 
 The log is the truth, and the channel is a fast copy of it. A stream reads the log first. If the
-request has not ended, the stream subscribes, reads the log again once Redis confirms the
-subscription, and then takes chunks as they are published. It goes back to the log whenever the
-channel may have lost something: after a gap, a reconnection, a buffer overflow or a second of
+request has not ended, the stream subscribes. It reads the log again once Redis confirms the
+subscription, and then takes chunks as they are published. It returns to the log whenever the
+channel may have lost something: after a gap, a reconnection, a buffer overflow or a second's
 silence.
 
 Workers end a request whose deadline has passed. Its readers do so, too, in case no worker lives.

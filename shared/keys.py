@@ -1,7 +1,7 @@
 """Every Redis key and channel name of penstock, built in one place.
 
-All names of one shard carry the hash tag ``{model.shard}``, so that they live in one slot of a
-Redis Cluster and one script may touch them together. Scale Redis by shards, workers freely.
+All names of one shard carry the hash tag ``{model.shard}``. So they live in one slot of a Redis
+Cluster, and one script may touch them together. Scale Redis by shards, workers freely.
 """
 
 from __future__ import annotations

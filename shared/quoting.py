@@ -1,8 +1,8 @@
 """The one way for bytes from outside into a message, a log line or a refusal.
 
-What comes out is one line, encodable as UTF-8 and bounded in length, whatever went in: lone
-surrogates, control characters, a megabyte of text, an integer of a million digits, a list nested a
-thousand deep.
+The result is always one line, encodable as UTF-8 and bounded in length. The value may be lone
+surrogates, control characters, a megabyte of text, an integer of a million digits, or a list nested
+a thousand deep.
 """
 
 from __future__ import annotations

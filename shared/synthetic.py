@@ -1,7 +1,7 @@
 """The tokens of ``--model synthetic``: a pure function of seed, choice, index and token before.
 
-Workers generate by it and fault storms check by it, so it belongs to neither: a stream that was
-continued by another worker must be what an undisturbed one would have given.
+Workers generate by it and fault storms check by it, so it belongs to neither. A stream that another
+worker continued must equal an undisturbed one.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What a measurement or a verification found: figures, checks with their limits, and notes.
 
-Every command that measures prints the same form: for people a table (see :mod:`.report_view`),
-for scripts one JSON object, and exit code 0 only if all checks hold.
+Every command that measures prints the same form: a table for people (see :mod:`.report_view`), one
+JSON object for scripts. Its exit code is 0 only if all checks hold.
 """
 
 from __future__ import annotations

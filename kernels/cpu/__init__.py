@@ -1,7 +1,7 @@
 """A whole step of a decoder on the CPU, in one call of a library of our own.
 
-The C++ sources in ``src/`` are compiled at first use, for the best instruction set of the machine.
-:func:`load_library` says why where that cannot be done; everything has another path in torch.
+The C++ sources in ``src/`` are compiled at first use, for the machine's best instruction set. Where
+that fails, :func:`load_library` says why; everything has another path in torch.
 """
 
 from __future__ import annotations

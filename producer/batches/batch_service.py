@@ -219,8 +219,8 @@ class BatchService:
     async def fire_schedules(self) -> None:
         """Start the batches whose time has come. One that cannot be started says so in its record.
 
-        The batch's id follows from the schedule and the firing's time, so a firing that several
-        processes see, or that one sees twice, is one batch.
+        The batch's id follows from the schedule and the firing's time. So a firing is one batch,
+        even if several processes see it or one sees it twice.
         """
         now = int(time.time())
         for schedule in await self.schedules.all():

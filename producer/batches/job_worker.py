@@ -1,8 +1,8 @@
 """The arq worker that drives batches, webhooks and schedules: ``penstock batches``.
 
-arq keeps a job that was killed from running again for the longest timeout of any function, so jobs
-are short: each drives one batch for some seconds, and queues the next one. A sweep every five
-seconds starts what should run and does not.
+After a kill, arq holds a job back for the longest timeout of any function. So jobs are short: each
+drives one batch for some seconds, and queues the next. A sweep every five seconds starts what
+should run and does not.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What the storage is to be rid of: noted in Redis first, so that no death leaves a body behind.
 
-A deletion is noted with the change of the record that makes it due; an upload is noted before its
+A deletion is noted with the change of the record that makes it due. An upload is noted before its
 first byte, and struck off once its record exists. A sweep therefore reads these notes alone, never
 the storage's listing, and two installations may share a directory.
 """

@@ -1,8 +1,8 @@
 """Puts the commands together and turns every expected error into one line and an exit code.
 
-Exit codes: 0 done; 1 the request ended, and not with ``completed``, a check failed, or the output
-could not be written; 2 nothing was done because something is wrong with the input or the
-surroundings; 130 interrupted; 143 terminated.
+Exit codes: 0 done. 1 the request ended, and not with ``completed``, a check failed, or the output
+could not be written. 2 nothing was done, because the input or the surroundings are wrong. 130
+interrupted; 143 terminated.
 """
 
 from __future__ import annotations

@@ -122,8 +122,8 @@ class TextWriter:
 class ChoiceWriter:
     """Writes a stream of one choice as it comes, and one of several so that they stay apart.
 
-    The choices are written one after the other under a line each; the text of those behind the
-    one that is being written waits until that has ended.
+    It writes the choices one after the other, each under a line of its own. A choice's text waits
+    until those before it have ended.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,8 @@
 """Errors as OpenAI's API gives them: a status, and an object with message, type, param and code.
 
 The status says what a client should do. OpenAI's clients retry 408, 409, 429 and every status from
-500 on, so 409 is never used, and ``x-should-retry: false`` stands where another try would meet the
-same.
+500 on. So 409 is never used, and ``x-should-retry: false`` tells where another try would fail
+alike.
 """
 
 from __future__ import annotations

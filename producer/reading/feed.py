@@ -37,10 +37,10 @@ class FeedReader(Protocol):
 class Feed:
     """The output of one request.
 
-    Where a :class:`~..stream.TokenStream` wakes a task for its next chunk, a feed hands out a chunk
-    in the very turn of the event loop in which it arrived. It exists from before the submission, so
-    that a request that was just accepted needs no look at its log. :class:`Feeds` reads the log for
-    all feeds that are *behind*: those which did not see the request's beginning, or may have missed
+    A :class:`~..stream.TokenStream` wakes a task for its next chunk. A feed hands out a chunk in
+    the same turn of the event loop in which it arrived. It exists before the submission, so a
+    request that was just accepted needs no look at its log. The class :class:`Feeds` reads the log
+    for all feeds that are *behind*: they did not see the request's beginning, or may have missed
     something.
 
     Args:

@@ -1,10 +1,10 @@
 """One pub/sub connection for all streams of a process.
 
-The channel is only a fast copy of the log, so this module may lose messages, and reports it when
-it did: a subscription that may have missed something is *behind*, and its owner reads the log. A
-subscription is behind whenever the server confirms it, because messages published earlier are not
-on the channel. This covers the first subscription and every reconnection. It is also behind when
-its buffer overflows.
+The channel is only a fast copy of the log, so this module may lose messages, and reports it. A
+subscription that may have missed something is *behind*: its owner reads the log. A subscription is
+behind whenever the server confirms it, because messages published earlier are not on the channel.
+This covers the first subscription and every reconnection. It is also behind when its buffer
+overflows.
 """
 
 from __future__ import annotations

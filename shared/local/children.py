@@ -1,8 +1,8 @@
 """Child processes that cannot outlive the process that started them, not even by ``kill -9``.
 
-On Linux a small launcher requests a parent-death signal from the kernel, checks that the parent
-still lives, and becomes the wanted program with ``exec``: same process id, no process in between.
-It does not use ``preexec_fn``, which is unsafe in a process with threads.
+On Linux a small launcher requests a parent-death signal from the kernel and checks that the parent
+still lives. Then it becomes the wanted program with ``exec``: same process id, no process in
+between. It does not use ``preexec_fn``, which is unsafe in a process with threads.
 
 The kernel ties the signal to the *thread* that started the child. A call outside the main thread
 therefore starts the child from a dedicated thread, which lives as long as the child. Callers may

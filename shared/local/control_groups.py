@@ -1,8 +1,8 @@
 """What the control groups of this process leave it: CPU time and memory.
 
-A container or a systemd service may have less than the machine. Linux writes the limits of a group
-as files, in version 2 of its interface (``cpu.max``, ``memory.max``) or in version 1; a group is
-also bound by the limits of those above it. See ``Documentation/admin-guide/cgroup-v2.rst``.
+A container or a systemd service may have less than the machine. Linux shows the limits of a group
+as files, in version 2 of its interface (``cpu.max``, ``memory.max``) or in version 1. The limits of
+the groups above bind it, too. See ``Documentation/admin-guide/cgroup-v2.rst``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """How many CPU cores this process may use: what it is bound to, and its container's CPU quota.
 
-A quota (``docker run --cpus=2``) hides no core: the kernel stops all threads of a container for the
-rest of a period once they have used up their time. Threads that wait for each other by looking, as
+A quota (``docker run --cpus=2``) hides no core. Once a container's threads have used up their time,
+the kernel stops them for the rest of the period. Threads that wait for each other by looking, as
 those of matrix products do, use it up while they wait.
 """
 

@@ -21,7 +21,7 @@ def yielding_to_others() -> Iterator[None]:
 
     It gets what processor time they leave, and hands over the interpreter lock within half a
     millisecond. Python's usual 5 ms are half of a small model's step, which takes the lock several
-    times. Threads and processes that it starts keep its low priority; so does the thread itself,
+    times. Threads and processes that it starts keep its low priority. So does the thread itself,
     because only a privileged one may raise it again: use a thread of its own.
     """
     before = sys.getswitchinterval()

@@ -188,12 +188,12 @@ class Chunk(NamedTuple):
     def pack(self, answer: Answer = Answer.MSGPACK) -> bytes:
         """Msgpack ``[start, [ids...], text, digest]``, or a JSON object of the same.
 
-        Further elements, and the names of the JSON fields: fifth, ``logprobs``,
-        ``[[logprob, [[id, logprob]...]]...]``; sixth, ``text_lengths``; seventh, ``parts``,
-        ``[[choice, start, num_tokens, text, reason or nil]...]``; eighth, ``prompt_logprobs``, like
-        the fifth, its first entry nil; ninth, ``deltas``,
-        ``[[token, kind, text, index, name]...]``; tenth, ``result``, *bin*, in JSON the value
-        itself. Elements before the last that do not apply are nil.
+        Further elements, named as in JSON: fifth, ``logprobs``, ``[[logprob, [[id,
+        logprob]...]]...]``; sixth, ``text_lengths``. Seventh, ``parts``, ``[[choice, start,
+        num_tokens, text, reason or nil]...]``; eighth, ``prompt_logprobs``, like the fifth, its
+        first entry nil. Ninth, ``deltas``, ``[[token, kind, text, index, name]...]``; tenth,
+        ``result``, *bin*, in JSON the value itself. Elements before the last that do not apply are
+        nil.
 
         Raises:
             ValueError: the result has no form in JSON.

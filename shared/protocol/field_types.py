@@ -239,8 +239,8 @@ class Text(FieldType):
 class Option:
     """The declaration of one request field that may be left out.
 
-    It is all that there is of the field's validation, its reader at the plain door, its flag on
-    the command line and its row in docs/options.md.
+    It alone gives the field's validation, its ingress reader, its flag on the command line and its
+    row in docs/options.md.
 
     Attributes:
         name: the field's name.

@@ -24,8 +24,8 @@ class ChannelConnection:
     connection's health for each one. Here the reader watches the connection as a whole. It speaks
     RESP2, in which messages are plain arrays.
 
-    Replies come in the order of the commands: one per channel, or a single one if the server
-    refuses the command or the command names no channel. A reply does not name its command, so the
+    Replies come in the order of the commands, one per channel. A command that the server refuses,
+    or that names no channel, has a single reply. A reply does not name its command, so the
     connection counts: the reader reports each reply with :meth:`answered` or :meth:`refused`.
 
     Args:

@@ -1,9 +1,9 @@
 """A client whose repeatable commands survive an outage of the server.
 
-Everything that a producer sends may arrive twice without harm: reads are reads, a submit is
-idempotent by its id, and cancelling an ended request changes nothing. So the client retries
-a command on a broken connection until the outage has lasted too long. A transient refusal counts
-as an outage, too.
+Everything that a producer sends may arrive twice without harm. Reads change nothing, a submit is
+idempotent by its id, and cancelling an ended request changes nothing. So the client retries a
+command on a broken connection until the outage has lasted too long. A transient refusal counts as
+an outage, too.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _CONCURRENT_COMMANDS = 8
 class RetryingClient:
     """A Redis client with retries, a limit on concurrent commands, and readable errors.
 
-    At most eight commands run at once, so that a thousand streams which all read their log after
-    a reconnection do not open a thousand connections.
+    At most eight commands run at once. A thousand streams that all read their log after a
+    reconnection must not open a thousand connections.
 
     Args:
         redis: the caller's own client, which the caller closes; or a URL. In a cluster the URL

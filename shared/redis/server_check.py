@@ -30,8 +30,8 @@ async def check_server(redis: Redis, key: str, section: str | None = None) -> di
         INFO's fields; None if this user may not run INFO, so that nothing more can be checked.
 
     Raises:
-        RedisUnavailable: unreachable, not Redis, access refused, too old, or the caller's own
-            client is connected to a node of a cluster that does not serve the shard.
+        RedisUnavailable: unreachable, not Redis, access refused, or too old. Or the caller's own
+            client is connected to a cluster's node that does not serve the shard.
     """
     pool = redis.connection_pool
     try:
@@ -66,8 +66,8 @@ async def check_durability(url: str, key: str, *, timeout_s: float) -> None:
         timeout_s: limit on connecting and on each reply, in seconds.
 
     Raises:
-        RedisUnavailable: see :func:`check_server`; also a replica that takes no writes, or a
-            server that evicts keys when its memory is full (an accepted request could vanish).
+        RedisUnavailable: see :func:`check_server`. Also a replica that takes no writes, or a server
+            that evicts keys when its memory is full: an accepted request could vanish.
     """
     redis = open_client(url, timeout_s=timeout_s)
     try:

@@ -2,8 +2,8 @@
 
 A log grows by one entry per step. Most entries hold one token, and their frame (names, counts, a
 digest) is several times as long. Once the request has ended, columns are smaller: all ids, the
-whole text, one digest, and the length of the text that came with each token. Parts of several
-choices stay as they were published, because they say where the texts may be cut.
+whole text, one digest, and each token's length of text. Parts of several choices stay as they were
+published, because they say where the texts may be cut.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import msgpack
 __all__ = ["compacted"]
 
 _KNOWN = {b"\x94", b"\x95", b"\x96", b"\x97", b"\x98", b"\x99"}
-"""How chunks of this version begin: as arrays of four elements, or of five with logprobs, six with
-text lengths, seven with parts, eight with logprobs of the prompt, nine with deltas."""
+"""How chunks of this version begin, as arrays of four elements or more. Five have logprobs, six
+text lengths, seven parts, eight logprobs of the prompt, nine deltas."""
 
 
 def compacted(chunks: Sequence[bytes]) -> bytes | None:
@@ -27,8 +27,8 @@ def compacted(chunks: Sequence[bytes]) -> bytes | None:
     a former chunk of several tokens could not be cut by token, its text comes with its last one.
 
     Returns:
-        None if the log must stay as it is: it has fewer than two chunks, a gap, or a chunk that is
-        JSON or written by a later version.
+        None if the log must stay as it is. It has fewer than two chunks, a gap, or a chunk in JSON
+        or from a later version.
     """
     if len(chunks) < 2 or not {packed[:1] for packed in chunks} <= _KNOWN:
         return None

@@ -118,8 +118,8 @@ class Operations(OperatorOperations):
             inbox: publish its output there, together with that of others; empty: in its own
                 channel. Not part of the request: of several submits the first decides.
             note: kept in the record. With another note the same request is a conflict.
-            reader_grace_ms: how long the request counts as having a reader from now on, if it ends
-                when its last reader leaves; 0: not before one says so.
+            reader_grace_ms: for a request that ends when its last reader leaves, how long it counts
+                as having one from now on. 0: not before a reader says so.
 
         Raises:
             InvalidRequest: the packed request is too large.

@@ -234,8 +234,8 @@ class Append(NamedTuple):
 AppendRow = Append | tuple[str, int, int, int, bytes]
 """An :class:`Append`, or only the beginning of one, for a request that goes on.
 
-There is one for every token: it takes a fifth of the time to make the bare tuple, and half of the
-time to pack so short a one.
+There is one for every token. The bare tuple takes a fifth of the time to make, and half of the time
+to pack.
 """
 
 

@@ -1,7 +1,7 @@
 """The header of a Lua script: its keys and arguments in order, and the role that runs it.
 
-The header is the one place that lists them. The typed calls take arguments by name and get their
-order, and the names of the keys, from here; so do the doctor and the tests of the protocol page.
+The header is the one place that lists them. The typed calls take arguments by name, and get their
+order and the keys' names from here. So do the doctor and the tests of the protocol page.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ class ArgumentSpec:
 
     Attributes:
         name: the argument's name.
-        kind: ``whole`` (an integer from 0 to 2^40), ``name`` (a text that is not empty), ``text``,
-            ``entry`` (the id of a stream entry), or the allowed texts with ``|`` between them,
-            where ``whole`` may be one of them.
+        kind: ``whole`` (an integer from 0 to 2^40), ``name`` (a text that is not empty), ``text``
+            or ``entry`` (a stream entry's id). Or the allowed texts with ``|`` between them, of
+            which one may be ``whole``.
         repeated: the call ends with any number of them.
         comment: what it is.
     """

@@ -54,9 +54,9 @@ def load_settings(
     """Build the settings from all sources.
 
     In order of priority: ``flags``; ``PENSTOCK_<SECTION>__<NAME>`` (an empty one counts as not
-    set); ``REDIS_URL``; the file named by ``config``, by ``PENSTOCK_CONFIG``, or ``penstock.toml``
-    in the current directory if there is one; the profile that ``worker.profile`` names; the
-    defaults.
+    set); ``REDIS_URL``; the file; the profile that ``worker.profile`` names; the defaults. The file
+    is that of ``config`` or ``PENSTOCK_CONFIG``, or ``penstock.toml`` in the current directory if
+    it exists.
 
     Args:
         flags: dotted names, such as ``redis.url``, with values from the command line; None values

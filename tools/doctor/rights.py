@@ -1,9 +1,8 @@
 """Which rights this user lacks for what a producer or a worker does.
 
-The commands of a role come from its scripts, so the list cannot be out of date. Each is tried in a
-form that changes nothing: on a key that does not exist, or with an argument that Redis refuses
-after it has checked the rights. (``ACL DRYRUN`` would need an administrator's rights, and
-Redis 7.)
+The commands of a role come from its scripts, so the list cannot be out of date. Each is tried
+without changing anything: on a key that does not exist, or with an argument that Redis refuses
+after checking the rights. (``ACL DRYRUN`` would need an administrator's rights, and Redis 7.)
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A fleet in virtual time: the real engine and the real order of claims, without a device.
 
-Read in this order: ``arrivals`` (the requests), ``step_time`` and ``fitted_step_time`` (the cost of
-a step), ``claim_order``, ``node`` (one worker), ``fleet`` (the clock), ``dispatch`` (which worker
-gets a request), ``measures``, ``scenario`` (one run), then ``report/``.
+Begin with ``arrivals`` (the requests), ``step_time`` and ``fitted_step_time`` (the cost of a step),
+``claim_order`` and ``node`` (one worker). Then read ``fleet`` (the clock), ``dispatch`` (which
+worker gets a request), ``measures``, ``scenario`` (one run) and ``report/``.
 """
 
 from .arrivals import Generator, Lengths, SimRequest, read_trace, write_trace

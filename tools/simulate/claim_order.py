@@ -1,9 +1,9 @@
 """The order in which ``claim`` hands out waiting requests, in plain Python.
 
-A model of the script ``claim.lua`` (with ``lib/queue.lua`` and ``lib/finish.lua``) as far as it
-decides who is next: lanes by virtual time with weights 8:4:1, tenants inside a lane by virtual time
-in tokens, start-time fair queueing (Goyal, Vin, Cheng, 1997). A test plays the same submissions,
-claims and ends against the script on a real Redis and compares the order.
+It models how ``claim.lua`` (with ``lib/queue.lua`` and ``lib/finish.lua``) decides who is next.
+Lanes go by virtual time with weights 8:4:1, tenants inside a lane by virtual time in tokens:
+start-time fair queueing (Goyal, Vin, Cheng, 1997). A test plays the same submissions, claims and
+ends against the script on a real Redis and compares the order.
 """
 
 from __future__ import annotations

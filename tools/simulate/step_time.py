@@ -148,8 +148,8 @@ HARDWARE = {
     ),
 }  # fmt: skip
 
-# `7b` is shaped like Llama-2-7B with grouped keys and values; `70b` like Llama-3-70B in 8 bits, so
-# that it fits on one device; `demo` like the model that is shipped.
+# `7b` is shaped like Llama-2-7B with grouped keys and values. `70b` is like Llama-3-70B in 8 bits,
+# to fit one device; `demo` like the model that is shipped.
 MODELS = {
     "70b": ModelShape(
         parameters=70.6e9, layers=80, query_heads=64, kv_heads=8, head_dim=128,

@@ -17,9 +17,9 @@ __all__ = ["verify"]
 def verify(options: VerifyOptions, progress: Progress) -> Report:
     """Prove that a checkpoint gives here what it gives in transformers.
 
-    Loads it twice, here and in transformers (so it takes the memory of two), and compares greedy
-    tokens in random batch mixes, logits, and the perplexity of a text. Exit code 0: all checks
-    hold; 1: one does not; 2: the input is wrong, or this model is not supported.
+    Loads it here and in transformers, which takes twice the memory. Compares greedy tokens in
+    random batch mixes, logits, and the perplexity of a text. Exit code 0: all checks hold; 1: one
+    does not; 2: the input is wrong, or this model is not supported.
     """
     from .verification import verify_model
 

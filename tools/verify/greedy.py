@@ -18,8 +18,8 @@ from .hf_reference import Reference
 __all__ = ["Greedy", "compare_greedy"]
 
 TIE = 1e-5
-"""Two logits that differ by less than this share of the row's largest are alike in float32: two
-right ways to compute them differ by some 1e-6, and either token is then as good."""
+"""Two logits that differ by less than this share of the row's largest are alike in float32. Two
+right ways to compute them differ by some 1e-6, so either token is as good."""
 
 _TRIES = 3
 """A round that did not do what it was for is drawn anew, and made to do it; all are compared."""
@@ -32,8 +32,8 @@ class Greedy:
     Attributes:
         sequences: prompt and reference output of each prompt.
         compared: tokens looked at. Past the first difference a prompt's tokens hang on different
-            pasts, so those after a tie are not compared, while those after a mismatch count as
-            compared and not equal.
+            pasts. So tokens after a tie are not compared; those after a mismatch count as compared
+            and not equal.
         equal: of these, tokens that agree.
         tied: first differences between tokens that are alike in the reference's logits.
         mismatched: first differences that are not, and outputs that ended early.

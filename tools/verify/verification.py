@@ -35,8 +35,8 @@ HALF_LIMITS: dict[str, Number] = {
     "logit_error_ratio": 1.5,
     "perplexity_rel_diff": 5e-2,
 }
-"""In float16 and bfloat16. The largest values seen over the same families were 1.05 and
-5e-3; a lost softcap, sink or scale, or a window off by one, gives ratios of 10 and more."""
+"""In float16 and bfloat16. The largest values seen over the same families were 1.05 and 5e-3. A
+lost softcap, sink or scale, or a window off by one, gives ratios from 10 on."""
 
 _SHOWN = 6
 """Differences between tokens that get a note each."""
@@ -45,29 +45,28 @@ _NO_ERROR = 1e-9
 """Below any rounding: keeps a ratio of errors defined."""
 
 _SMALL = 30_000_000
-"""Weights that a token is multiplied with, in a model whose operations end before a second thread
-wakes; on a machine that others use, too, threads that wait for each other made it 20 times slower.
-"""
+"""With so few weights per token, a model's operations end before a second thread wakes. On a shared
+machine, threads that waited for each other made it 20 times slower."""
 
 
 def verify_model(options: VerifyOptions, progress: Progress = lambda *_: None) -> Report:
     """Whether a checkpoint gives here what it gives in transformers.
 
-    Loads it twice, so it takes the memory of two (in half precision of four): for penstock, and
-    with ``AutoModelForCausalLM`` and eager attention as the reference. Then compares
+    Loads it for penstock, and with ``AutoModelForCausalLM`` and eager attention as the reference.
+    That takes twice the memory, in half precision four times. Then compares
 
-    1. greedy tokens: all prompts through the engine in random chunks and mixes, with plenty of KV
-       blocks, with so few that sequences are preempted and computed again, and so that they are
-       swapped; in two of these three rounds layers with a window have pools of their own; against
-       ``generate`` one prompt at a time. A round that did not do what it is for is no success,
+    1. greedy tokens of all prompts, in random chunks and mixes, with ``generate`` one prompt at a
+       time. Three rounds have plenty of KV blocks, so few that sequences are preempted and computed
+       again, and so few that they are swapped. In two of them layers with a window have pools of
+       their own. A round that did not do what it is for is no success,
     2. logits along the reference's sequences and the text: per token
        ``max|ours - theirs| / max|theirs|``; tokens alone would miss a lost softcap,
     3. the text's perplexity, ``exp`` of the mean negative log-likelihood.
 
     In float32 all three are checked. In half precision rounding decides between tokens that are
-    nearly alike, and in a deep model two right computations may differ by a tenth, so there tokens
-    are reported, and logits are measured against a third computation, of the same weights in
-    float32: ours may lie at most 1.5 times as far from it as transformers' own (medians over
+    nearly alike, and in a deep model two right computations may differ by a tenth. So there tokens
+    are only reported, and logits are measured against a third computation, of the same weights in
+    float32. Ours may lie at most 1.5 times as far from it as transformers' own (medians over
     tokens).
 
     Raises:

@@ -211,8 +211,7 @@ def _save(store: RecordStore | None, loaded: LoadedModel) -> None:
 def _proof(
     native: NativeDecoder, geometry: KVGeometry, dtype: torch.dtype, vocab_size: int
 ) -> Tensor:
-    """Compute a few tokens by a prefill and a decode step; return the last two's logits, ``[2,
-    vocab]``."""
+    """Logits of a prefill's last token and of a decode step's one, ``[2, vocab]``."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, vocab_size, (_PROOF_TOKENS,), generator=generator).tolist()
     last, blocks = len(ids) - 1, list(range(-(-len(ids) // _PROOF_BLOCK)))

@@ -87,8 +87,8 @@ class LineRequests:
     async def recover(self, batch: Batch, places: Sequence[int]) -> Batch:
         """The batch with those places in flight that were submitted and not recorded.
 
-        A driver that dies, or whose change another one's precedes, between a submission and its
-        record leaves them; so does a full queue that takes a later line of a group.
+        A driver leaves such lines if it dies between a submission and its record, or another driver
+        changes the record first. So does a full queue that takes a later line of a group.
 
         Args:
             batch: which.

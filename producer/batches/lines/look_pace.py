@@ -14,8 +14,8 @@ class LookPace:
     """A pause that follows the pace at which lines end.
 
     A look asks for the state of each line in flight, and what it finds costs two changes of the
-    record. So looks are as far apart as an eighth to a quarter of the lines need to end: the rest
-    of them keeps the workers busy meanwhile.
+    record. So an eighth to a quarter of the lines should end between two looks. The rest of them
+    keeps the workers busy meanwhile.
 
     Attributes:
         pause_s: how long to wait before the next look, in seconds.

@@ -1,8 +1,8 @@
 """``penstock serve``: one command, as other servers have it.
 
-Redis starts first, then workers and gateway side by side. They end in the other order: the gateway
-stops admission and lets its answers end, the workers return their running requests to the queue,
-and Redis stops last, so that nothing accepted is lost.
+Redis starts first, then workers and gateway side by side. They end in the other order. The gateway
+stops admission and lets its answers end, the workers return running requests to the queue, and
+Redis stops last. So nothing accepted is lost.
 """
 
 from __future__ import annotations

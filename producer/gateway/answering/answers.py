@@ -1,12 +1,12 @@
 """Answers to requests that were submitted: as a stream of events, or as one object at the end.
 
-Nothing is sent before something is known: the status waits for the first event, for the end of the
-request, or for the first keep-alive comment. So a request that a worker refuses at once gets its
-own status, also where a stream was asked for.
+The status waits until something is known: the first event, the end of the request, or the first
+keep-alive comment. So a request that a worker refuses at once gets its own status, also where a
+stream was asked for.
 
-An answer has one task, which sleeps from the first event to the last: tokens are written to the
-connection by the callback that brings them. A client that leaves is noticed at once. What becomes
-of its request is decided by ``on_leave``.
+An answer has one task, which sleeps from the first event to the last. The callback that brings
+tokens writes them to the connection. A client that leaves is noticed at once. ``on_leave`` decides
+what becomes of its request.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Server-sent events: their bytes, made from prepared pieces.
 
 Every event has an ``id``, the token index where a reader goes on. See "Server-sent events" in the
-HTML standard; clients that split lines as Python's ``splitlines`` does break on three further
-characters, so these are escaped in JSON strings.
+HTML standard. Clients that split lines like Python's ``splitlines`` break on three further
+characters, so JSON strings escape these.
 """
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ class OutputItems:
         response_id: the response's id; ids of items and calls are functions of it.
 
     Attributes:
-        reasoning_tokens: how many tokens have brought reasoning, with those before each of them
-            that had no text of their own, such as the mark with which it begins.
+        reasoning_tokens: how many tokens brought reasoning. Tokens without text before them count,
+            too, such as the mark with which it begins.
     """
 
     def __init__(self, response_id: str) -> None:

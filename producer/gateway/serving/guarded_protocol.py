@@ -1,8 +1,8 @@
 """HTTP connections with bounds on a request's head, which answers can write to directly.
 
-uvicorn has no such bounds for httptools: a client that opens a connection and sends a byte a minute
-would hold it for ever, and a head may be of any size. What is refused here never reaches the app,
-and gets the same error object.
+uvicorn has no such bounds for httptools. A client that sends a byte a minute would hold its
+connection for ever, and a head could have any size. What is refused here never reaches the app, and
+gets the same error object.
 """
 
 from __future__ import annotations

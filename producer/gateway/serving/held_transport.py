@@ -1,7 +1,7 @@
 """A transport that sends a response's head and the first piece of its body in one write.
 
-uvicorn writes them apart. uvloop hands each write to the system at once, so that a first event
-would cost two packets, and wake its client for a head that it can do nothing with.
+uvicorn writes them apart, and uvloop hands each write to the system at once. So a first event would
+cost two packets, and wake its client for a useless head.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@
 --
 -- Two guards on every write. The epoch: only the owner by the latest claim may write, so a worker
 -- that counted as dead and wakes up can write nothing. (The worker id is compared too: after a
--- failover that lost a claim, two workers may have the same epoch.) The index: a chunk is accepted
--- only if it starts at the count of tokens already there, so no token is doubled and no gap opens.
--- A broken request (wrong type, deleted record) harms no other.
+-- failover that lost a claim, two workers may have the same epoch.) The index: a chunk must start
+-- at the count of tokens already there, so no token is doubled and no gap opens. A broken request
+-- (wrong type, deleted record) harms no other.
 --
 -- Events of requests with an inbox are published together: one message per call and inbox.
 --

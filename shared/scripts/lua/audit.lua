@@ -8,8 +8,8 @@
 -- queues, without blame. This heals a claim whose reply was lost: a worker runs it after every
 -- exchange whose outcome is unknown.
 --
--- By epoch, and not by id alone: a worker whose lease lapsed unnoticed may own a request anew, by a
--- claim whose reply it never got.
+-- By epoch, and not by id alone. After a lease that lapsed unnoticed, a worker may own a request
+-- anew by a claim whose reply it never got.
 --
 -- For worker; runs at maxmemory.
 --

@@ -1,8 +1,8 @@
 --@include lib/common.lua
 -- list_compactable: ids of requests whose logs are to be made compact now.
 --
--- A worker that gets an id has some time to do it (see compact.lua), in which no other worker gets
--- it; then it is listed again.
+-- A worker that gets an id has some time to do it (see compact.lua). No other worker gets the id
+-- meanwhile; then it is listed again.
 --
 -- For worker; runs at maxmemory.
 --

@@ -1,6 +1,6 @@
 -- probe: run commands that change nothing, to learn which of them this user may run in a script.
 --
--- A user may do in a script what it may do outside, but a script is not rolled back when a command
+-- A user may do in a script what it may do outside. But a script is not rolled back when a command
 -- in its middle is denied. So `penstock doctor` asks beforehand.
 --
 -- For doctor; runs at maxmemory.

@@ -6,10 +6,11 @@
 --@include lib/repair.lua
 -- sweep: what time alone must bring about. Any worker may run it at any time.
 --
--- Requests past their deadline end `expired`; requests that all readers have left, and that asked
--- for it, end `cancelled`; requests of workers whose lease ended go back to the queues; streams of a
--- model that no worker serves any more end `failed`; and some requests in turn are looked at for what a script cut short or a deleted key left wrong. Bounded
--- per call, so that it never holds the server.
+-- Requests past their deadline end `expired`. Requests that asked to end with their last reader,
+-- and that all readers have left, end `cancelled`. Requests of workers whose lease ended go back to
+-- the queues. Streams of a model that no worker serves any more end `failed`. And the sweep
+-- repairs, some requests in turn, what a script cut short or a deleted key left wrong. Bounded per
+-- call, so that it never holds the server.
 --
 -- For worker; runs at maxmemory.
 --
@@ -50,8 +51,8 @@ local DEADLINES, LEASES, READERS = PREFIX .. 'deadlines', PREFIX .. 'leases', PR
 local FINGERPRINTS = PREFIX .. 'fingerprints'
 local MAX_EXPIRED, MAX_ABANDONED, MAX_WORKERS, MAX_REAPED, MAX_REPAIRED = 64, 64, 4, 128, 32
 local RETRY_MS = 100
--- Sweeps come at least every second. A longer pause is an outage, of the server or of all workers,
--- in which readers could not say that they are there: after it they get time to do so.
+-- Sweeps come at least every second. A longer pause is an outage of the server or of all workers.
+-- Readers could not say that they are there, so they get time to do so.
 local OUTAGE_MS, REPRIEVE_MS = 3000, 15000
 -- Leases are renewed every third of a lease at least, and swept no later than two thirds of one
 -- after the last sweep. A longer pause is an outage, in which leases of living workers may have

@@ -1,7 +1,7 @@
 """One load, served without batches, by fixed sizes, by windows, and in the application itself.
 
-Requests come at random times, at a rate that does not depend on the answers (an open loop): where
-a mode cannot keep up, its latencies grow for as long as the load lasts.
+Requests come at random times, at a rate that does not depend on the answers (an open loop). If a
+mode cannot keep up, its latencies grow as long as the load lasts.
 """
 
 from __future__ import annotations

@@ -47,9 +47,9 @@ class _Load:
     Attributes:
         name: part of the figures' names.
         context: tokens of a request, half of them prompt.
-        displaced: enough KV memory and a prefix cache, but places for half of the requests; every
-            few steps a short urgent request takes the place of a running one. Otherwise there are
-            places for all, and too little KV memory.
+        displaced: enough KV memory and a prefix cache, but places for half of the requests. Every
+            few steps a short urgent request displaces a running one. Otherwise there are places for
+            all, and too little KV memory.
     """
 
     name: str

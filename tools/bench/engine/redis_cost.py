@@ -1,9 +1,9 @@
 """The share of an engine's throughput that the way through Redis costs.
 
-A worker process behind Redis and the same engine alone in its own process generate the same
-trace, in turns of half a second: while one runs, the other is stopped. Neighbouring turns are
-compared, because the speed of a shared machine changes within seconds by more than the effect.
-Both always have waiting work, so this measures steady throughput.
+A worker process behind Redis, and the same engine alone in a process, generate the same trace. They
+take turns of half a second: while one runs, the other is stopped. Neighbouring turns are compared,
+because the speed of a shared machine changes within seconds by more than the effect. Both always
+have waiting work, so this measures steady throughput.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ async def measure_redis_cost(
     """Give each side ``turns`` turns.
 
     Adds per pair of turns ``tokens_per_s_in_process``, ``tokens_per_s_through_redis`` and
-    ``redis_cost_percent`` (their ratio). Where the system reports CPU times, adds once
-    ``redis_cost_cpu_percent`` (CPU per token of the whole worker over that of the engine alone)
-    and ``cores_beside_worker`` (CPU cores kept busy by the server and the reader).
+    ``redis_cost_percent`` (their ratio). Where the system reports CPU times, adds two figures once.
+    ``redis_cost_cpu_percent`` is the whole worker's CPU per token over that of the engine alone.
+    ``cores_beside_worker`` is how many CPU cores the server and the reader keep busy.
 
     Args:
         settings: the worker's; Redis and the arguments below override them.

@@ -39,8 +39,8 @@ __all__ = ["bench_chunking"]
 _PROMPT = 32
 _WARM_UP_STEPS = 40
 _LEAST_STEPS = 64
-"""Least number of steps measured after the arrival of the long prompt: with 16 streams, the one
-long gap of each is more than 1 % of all gaps."""
+"""Least number of steps measured after the long prompt's arrival. With 16 streams, the one long gap
+of each is more than 1 % of all gaps."""
 
 _AUTO_TARGET = 2.5
 """``auto``'s target in multiples of a decode step; a lower target leaves the prompt no time."""

@@ -32,9 +32,10 @@ def format_exactness(model: str, name: str, progress: Progress) -> dict[str, Num
         progress: told the windows of text that are done.
 
     Returns:
-        ``tokens_equal_percent``: of positions at which penstock gives the same token the largest
-        logit as transformers over the dequantised weights; ``perplexity_ratio`` of these weights
-        over full ones, and ``tokens_as_full_percent``: of positions with the same token as theirs.
+        ``tokens_equal_percent`` is the share of positions at which penstock and transformers over
+        the dequantised weights give the same token the largest logit. ``perplexity_ratio`` compares
+        these weights with full ones, and ``tokens_as_full_percent`` counts positions with the same
+        token as theirs.
 
     Raises:
         ModelError: the model cannot be loaded.

@@ -46,10 +46,10 @@ class Peer:
     """A peer process and its one task.
 
     Args:
-        task: ``submit`` (submits ``count`` requests, one every ``pause_ms``; answers with the time
-            in ns at which each submit began, by id) or ``subscribe`` (reads the channels of the
-            requests ``ids`` until ``tokens`` tokens came, whose texts are stamps; answers with
-            the ages in ns at which they came).
+        task: ``submit`` submits ``count`` requests, one every ``pause_ms``, and answers by id with
+            the time in ns at which each submit began. ``subscribe`` reads the channels of the
+            requests ``ids`` until ``tokens`` tokens came, whose texts are stamps. It answers with
+            their ages in ns.
         facts: of the task, and ``url`` and ``model``.
     """
 

@@ -67,8 +67,8 @@ async def measure_fairness(
 ) -> None:
     """Compare the order of claims with the ideal shares.
 
-    First tenant A queues ``flood`` requests, then B and C ``others`` each, all of the same cost:
-    B and C should be through after three times ``others``. Then the three lanes get ``10 * others``
+    First tenant A queues ``flood`` requests, then B and C ``others`` each, all of the same cost. B
+    and C should be through after three times ``others``. Then the three lanes get ``10 * others``
     each: until the urgent lane is empty, shares should be 8:4:1.
     """
     async with Redis.from_url(url) as redis:

@@ -39,8 +39,8 @@ class Measured:
     Attributes:
         cost: of a step.
         exchange_s: mean round trip with Redis.
-        wake_s: from the bell to the claim of an idle worker, plus all else that the first token of
-            a lone request takes beside its steps and one and a half exchanges.
+        wake_s: from the bell to the claim of an idle worker. Includes all else that a lone
+            request's first token takes beside its steps and 1.5 exchanges.
     """
 
     cost: FittedCost

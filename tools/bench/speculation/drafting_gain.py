@@ -37,9 +37,9 @@ def bench_speculation(options: SpeculationOptions, progress: Progress = lambda *
 
     ``ngram`` and ``draft`` draft ``length`` tokens always; ``auto`` decides for itself, in one
     engine that lives through all rounds, as a worker does. A round is ``tokens`` output tokens of
-    each sequence; the first three of each workload are not counted. CPU time of the process, as on
-    a busy machine the clock would tell of others; the clock's where several CPU threads compute,
-    as they wait for each other at work. The best mode is the one with the best median.
+    each sequence; the first three of each workload are not counted. CPU time of the process, since
+    on a busy machine the clock also counts others' work. With several CPU threads the clock's,
+    since they wait for each other at work. The best mode is the one with the best median.
 
     Raises:
         ModelError: a model cannot be loaded.

@@ -14,8 +14,8 @@ from penstock.gpu_worker.model.runner import ModelRunner
 __all__ = ["Side", "alternate"]
 
 _SLICE = 8
-"""Steps that a side makes before it is the next one's turn: on a machine whose speed comes and
-goes all of them have their share of it."""
+"""Steps that a side makes before the next one's turn. If the machine's speed comes and goes, all
+sides have their share of it."""
 
 
 class Side:

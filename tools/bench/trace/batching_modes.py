@@ -1,7 +1,8 @@
 """``penstock bench modes``: one engine and one load, under each batching mode in turn.
 
 The modes add one technique after the other: no batching, static batches, continuous batching (Orca:
-Yu et al., 2022), chunked prefill (Sarathi: Agrawal et al., 2023), the prefix cache, speculation.
+Yu et al., 2022). Then chunked prefill (Sarathi: Agrawal et al., 2023), the prefix cache, and
+speculation.
 """
 
 from __future__ import annotations
@@ -74,9 +75,9 @@ def bench_modes(options: ModesOptions, progress: Progress = lambda *_: None) -> 
     """Serve the same requests under each mode, ``rounds`` times in turn, on this CPU.
 
     Figures per mode: ``output_tokens_per_s``; ``vs_none``, its ratio to no batching within a round;
-    ``latency_ms_p50``, ``_p90`` and ``_p99`` from the start, when all requests wait;
-    ``mean_batch``; ``useful_percent``, the needed tokens (those not cached) over the computed ones;
-    ``utilisation_percent``, the occupied places.
+    ``mean_batch``. ``latency_ms_p50``, ``_p90`` and ``_p99`` count from the start, when all
+    requests wait. ``useful_percent`` is the needed tokens (those not cached) over the computed
+    ones, ``utilisation_percent`` the occupied places.
 
     Raises:
         ModelError: the model cannot be loaded.

@@ -1,8 +1,8 @@
 """Reads a trace: requests with lengths and arrivals, as the peers' benchmarks write them.
 
 A trace is one JSON object. Its ``requests`` are objects with ``prompt`` (token ids), ``output_len``
-(exact, past EOS) and ``arrival_unit`` (the arrival in units of the mean gap between two requests,
-so that one trace serves every rate).
+(exact, past EOS) and ``arrival_unit``. This is the arrival in mean gaps between two requests, so
+one trace serves every rate.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ constexpr int MOST_ROWS = 3;
 constexpr int MOST_ROWS = 1;
 #endif
 
-// Scores are held for so many groups at a time. The bounds lie at multiples of it from the begin of
-// a sequence, wherever a row or its window ends: the order of sums is part of a row's bits.
+// Scores are held for so many groups at a time. The bounds are multiples of it from a sequence's
+// beginning, wherever a row or its window ends. The order of sums is part of a row's bits.
 constexpr int64_t SPAN = 32;
 constexpr int64_t SCORE_STRIDE = SPAN * GROUP + LANES;  // floats; an odd number of cache lines
 constexpr int AHEAD = 6;                                // groups fetched before they are needed

@@ -3,9 +3,9 @@
 // A block of tokens is cut into groups of 16 for each key/value head. A group's keys are stored
 // transposed, as attention reads them: [key dim][16] floats, or [key dim / 2][16][2] bf16. Its
 // values are [16][value dim], the dim padded to a multiple of 16. A block whose size is no multiple
-// of 16 ends in a group with unused lanes. In 8 bits keys are [key dim][16] and values [16][value dim]
-// bytes, and behind either lie the bf16 scales of the 16 tokens; kv_layout.py has the formula. All of a block is one piece of each cache, so that blocks
-// can be copied without knowing any of this.
+// of 16 ends in a group with unused lanes. In 8 bits keys are [key dim][16] and values [16][value
+// dim] bytes. Behind either lie the bf16 scales of the 16 tokens; kv_layout.py has the formula. All
+// of a block is one piece of each cache, so that blocks can be copied without knowing any of this.
 #pragma once
 
 #include "../linear/linear.h"

@@ -1,14 +1,14 @@
 // Weights in four or eight bits, with a scale for each output and group of inputs.
 //
-// A panel of such a matrix is its groups one after the other, and a group is 32 scales, 32 offsets
-// if the matrix has any, and units of codes: of four inputs or two, for all 32 outputs. With the
-// codes' values v the group adds
+// A panel of such a matrix is its groups one after the other. A group is 32 scales, 32 offsets if
+// the matrix has any, and units of codes. A unit has four inputs or two, for all 32 outputs. With
+// the codes' values v the group adds
 //
 //   scale[n] * sum_k v[n, k] * x[k] + offset[n] * sum_k x[k]
 //
-// to output n, in pieces that begin at fixed inputs. Codes that are whole numbers meet activations
-// as split_rows.h has them, where the CPU is AVX2's or better and the model computes in bf16; sums
-// are exact then. Otherwise codes are decoded to bf16 or floats, in pieces of PIECE_STEPS steps.
+// to output n, in pieces that begin at fixed inputs. With AVX2 or better, in a bf16 model, codes
+// that are whole numbers multiply activations as split_rows.h has them. Sums are exact then.
+// Otherwise codes are decoded to bf16 or floats, in pieces of PIECE_STEPS steps.
 #pragma once
 
 #include "integers/split_rows.h"
@@ -52,8 +52,9 @@ constexpr int64_t WORD_REGISTER_BYTES = 64;
 constexpr int64_t WORD_REGISTER_BYTES = 32;
 #endif
 
-// A unit of four inputs as slices of so many outputs as a register has words, by two: of each pair of
-// inputs the first half of the outputs and then the second, in bytes or in the four bits of a word.
+// A unit of four inputs is cut into slices of half as many outputs as a register has words. A slice
+// holds, for each pair of inputs, first one half of its outputs and then the other, in bytes or in
+// the four bits of a word.
 constexpr int64_t word_place(Codes codes, int64_t input, int64_t output) {
   const int64_t columns = WORD_REGISTER_BYTES / 2, half = columns / 2;
   const int64_t slice = output / columns, number = input / 2 * 2 + output % columns / half;
@@ -74,8 +75,8 @@ constexpr int64_t code_place(const Coding& coding, int64_t input, int64_t output
                               : 16 * (2 * input + half) + lane);
 }
 
-// What is stored for a code as it comes: 128 more, for products of bytes; with byte tables sign
-// and magnitude, where -128 is minus zero.
+// How a code is stored: for products of bytes with 128 added. With byte tables as sign and
+// magnitude, where -128 is minus zero.
 inline uint8_t stored_code(const Coding& coding, uint8_t code) {
   if (coding.codes == Codes::INT8 && coding.integers) return HAS_BYTE_DOT ? code ^ 0x80 : code;
   if (coding.codes != Codes::INT8 || !HAS_BYTE_TABLES || code < 128) return code;

@@ -1,13 +1,14 @@
 // Linear layers over packed weights.
 //
-// Weights lie in panels of 32 outputs, and a panel in steps: a step holds the weights of one input
-// (float) or of two (bf16, side by side) for all 32 outputs, 128 bytes. With HALVES_APART all steps of
-// the first 16 outputs come before those of the others. A gated layer's panel has 16 outputs of the
-// gate and the same 16 of what it gates. What is missing to a whole panel or step is zero. Weights in
-// few bits lie as codes.h says.
+// Weights lie in panels of 32 outputs, and a panel is cut into steps. A step has 128 bytes: the
+// weights of one input (float) or of two (bf16, side by side) for all 32 outputs. With HALVES_APART
+// all steps of the first 16 outputs come before those of the others. A gated layer's panel has 16
+// outputs of the gate and the same 16 of what it gates. What is missing to a whole panel or step is
+// zero. Weights in few bits lie as codes.h says.
 //
-// Each output is one chain of fused multiply-adds over the inputs in their order (of coded weights:
-// one for each piece, and one over the pieces), and then its epilogue. So its bits depend neither on the rows beside it nor on who computes them.
+// Each output is one chain of fused multiply-adds over the inputs in their order, and then its
+// epilogue. (Coded weights have a chain for each piece, and one over the pieces.) So its bits
+// depend neither on the rows beside it nor on who computes them.
 #pragma once
 
 #include <vector>

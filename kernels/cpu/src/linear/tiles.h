@@ -19,7 +19,7 @@ constexpr int MOST_ROWS = 1;
 constexpr int64_t AHEAD_FEW_ROWS = 2048, AHEAD = 8192, FEW_ROWS = 4;
 
 // Rows of a register tile over weights that are not coded. With sixteen registers, six rows of half
-// a panel load less for each product than three of a whole one, and its halves lie one behind the
+// a panel load less for each product than three of a whole one. So the halves lie one behind the
 // other.
 #if defined(__AVX2__) && !defined(__AVX512F__)
 constexpr bool HALVES_APART = true;

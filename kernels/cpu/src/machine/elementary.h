@@ -12,8 +12,8 @@ struct Clamp {
   float slope = 1.f, limit = 0.f;
 };
 
-// Within about one unit in the last place (polynomial of the Cephes library, Moshier 1984); clamps
-// at the ends of the range, so -inf gives almost nothing instead of zero.
+// Right to about one unit in the last place (polynomial of the Cephes library, Moshier 1984).
+// Clamps at the ends of the range, so -inf gives almost nothing instead of zero.
 inline Vec exp(Vec x) {
   x = min(max(x, set1(-87.3f)), set1(88.3f));
   const Vec shift = set1(12582912.f);  // 1.5 * 2 ** 23: adding it rounds to a whole number

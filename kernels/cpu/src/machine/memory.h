@@ -50,8 +50,8 @@ class Memory {
   char* data_ = nullptr;
 };
 
-// Bytes from one row of a matrix to the next: an odd number of cache lines, so that the same column
-// of many rows does not fall into the same few sets of the cache.
+// Bytes from one row of a matrix to the next: an odd number of cache lines. Otherwise the same
+// column of many rows would fall into the same few sets of the cache.
 inline int64_t padded_row(int64_t bytes) {
   const int64_t lines = (bytes + 63) / 64;
   return 64 * (lines | 1);

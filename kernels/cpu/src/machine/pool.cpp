@@ -20,8 +20,8 @@ inline void pause() {
 #endif
 }
 
-// Holds the round in its upper half and the next free item of a share in its lower one, so a thread
-// that is still in an earlier round can take nothing: its exchange fails.
+// Holds the round in its upper half and a share's next free item in its lower one. So a thread that
+// is still in an earlier round can take nothing: its exchange fails.
 struct alignas(64) Share {
   std::atomic<uint64_t> next{0};
 };
@@ -171,8 +171,8 @@ void Pool::run(Work& work, const std::vector<uint32_t>& items) {
   state.work.store(&work);
   const uint64_t tag = static_cast<uint64_t>(round) << 32;
   for (uint32_t s = 0; s < items.size(); s++) {
-    // Closed before anything changes: a thread that is late for the last round, and reads the new
-    // number of items, sees the new tag and takes none of them.
+    // Closes the shares before anything changes. A thread still in the last round may read the new
+    // number of items, but sees the new tag and takes none.
     for (uint32_t t = 0; t < board.threads; t++)
       board.share(s, t).next.store(tag | UINT32_MAX, std::memory_order_relaxed);
     board.stages[s].items.store(items[s], std::memory_order_release);

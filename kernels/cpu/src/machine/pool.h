@@ -1,10 +1,10 @@
 // Threads that compute one round of work together, again and again.
 //
 // A round is a list of stages, a stage a number of items; a stage begins when all items of the one
-// before are done. Each thread has a share of neighbouring items, which it takes in order, so that
-// it reads on where it stopped; then it takes what others have left of theirs. Nobody waits for a
-// thread: one that the system has put aside, or that wakes late, finds its items taken by others and
-// joins at the stage they are at.
+// before are done. Each thread takes a share of neighbouring items in order, so that it reads on
+// where it stopped. Then it takes what others have left of theirs. No thread waits for another: if
+// the system put one aside, or it wakes late, others have taken its items. It joins at the stage
+// they are at.
 #pragma once
 
 #include <atomic>

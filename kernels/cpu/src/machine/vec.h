@@ -139,8 +139,8 @@ inline Native fma(Native a, Native b, Native c) {
   return a * b + c;
 #endif
 }
-// c = fma(a, b, c) where it stands: left to themselves, compilers turn it to the place of a or b in
-// long loops, and move registers to memory for that.
+// c = fma(a, b, c) in c's own register. In long loops compilers put the result in a's or b's place,
+// and spill registers for that.
 inline void add_product(Native a, Native b, Native& c) {
 #if defined(__AVX2__) && defined(__FMA__) && !defined(__AVX512F__)
   asm("vfmadd231ps %2, %1, %0" : "+x"(c) : "x"(a), "x"(b));

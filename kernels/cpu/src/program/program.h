@@ -57,8 +57,8 @@ struct AttendOp {
 struct CopyOp {
   int input, output;
 };
-// Chooses each row's experts. What follows until the next one is about this choice: rows are
-// gathered in the order of their experts, computed by two linear layers, and summed by weight.
+// Chooses each row's experts. The operations up to the next choice use this one: they gather rows
+// by expert, compute two linear layers, and sum by weight.
 struct RouteOp {
   Router router;
   int input;

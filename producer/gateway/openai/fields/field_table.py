@@ -58,8 +58,8 @@ class ApiField:
         kind: what becomes of it.
         effect: what it does, or why it is refused, for the documentation.
         type: what it may be; None for a refused field.
-        target: the field of the queue's request that it sets, where its value goes there as it is
-            or through ``convert``; empty where the endpoint reads it.
+        target: the field of the queue's request that takes its value, as it is or through
+            ``convert``. Empty where the endpoint reads it.
         convert: makes the queue's value of the API's.
         neutral: values of a refused field that ask for nothing, and are accepted.
     """

@@ -4,9 +4,9 @@
 -- Every key of a shard begins with the same prefix, which holds the cluster's hash tag. A script
 -- builds the names that it finds while it runs (the record behind a queue entry) from that prefix.
 --
--- Scripts do not roll back. So a script checks its arguments before it writes, and orders its
--- writes so that a sweep can repair what a script cut short left behind: see lib/repair.lua. (A
--- command denied by an ACL, or a key of another type, cuts a script short.)
+-- Scripts do not roll back. So a script checks its arguments before it writes. It orders its writes
+-- so that a sweep can repair what a script cut short left behind: see lib/repair.lua. (A command
+-- denied by an ACL, or a key of another type, cuts a script short.)
 --
 -- Redis writes a number with 17 digits if redis.call gets it as a number. Lua's own tostring and
 -- `..` keep 14: enough for counts and milliseconds, not for virtual times.

@@ -98,8 +98,8 @@ local function read_usage(event)
   return type(used) == 'table' and used or {}
 end
 
--- Correct a virtual time by the error of an estimate, but never below what is being served now:
--- tenants that arrived meanwhile started there, and would wait for the whole difference.
+-- Correct a virtual time by the error of an estimate, but never below what is being served now.
+-- Tenants that arrived meanwhile started there, and would wait for the whole difference.
 local function correct_virtual_time(key, member, amount, floor)
   local score = redis.call('ZSCORE', key, member)
   if not score then return end
@@ -206,8 +206,8 @@ local function finish(id, rec, how, now, retention)
 end
 
 -- end_orphan: end a request whose record is gone or no record any more (deleted, evicted,
--- overwritten). Readers get their End from the log; what else is known of it is in `claim`, the
--- value that owned:<worker> holds, and in `values`, its entry in a queue by field; or nil.
+-- overwritten). Readers get their End from the log. What else is known of it: `claim`, the value
+-- that owned:<worker> holds, and `values`, its entry in a queue by field. Either may be nil.
 local function end_orphan(id, worker, claim, now, retention, values)
   local record, log = PREFIX .. 'request:' .. id, PREFIX .. 'log:' .. id
   local entry, queue = string.match(claim or '', '^%d+ (%S+) (.+)$')

@@ -1,9 +1,9 @@
 -- Queue streams: queue:<lane>:<tenant>, continued:<lane> and suspects, and of the latter two those of
 -- one model, each with the consumer group `workers`. Included after common.lua.
 --
--- An entry is {id, lane, tenant, cost, bytes}: with what it adds to the counters, so that they can
--- be put right although the record is gone. An entry leaves its stream only with the request's end
--- or its return to a queue; until then it is pending for its owner.
+-- An entry is {id, lane, tenant, cost, bytes}. It holds what it adds to the counters, so that they
+-- can be put right although the record is gone. An entry leaves its stream only with the request's
+-- end or its return to a queue; until then it is pending for its owner.
 
 -- Blamed so often in a row, a request is a suspect.
 local SUSPECT_FROM = 2
@@ -35,8 +35,8 @@ local function drop_entry(queue, entry, worker)
 end
 
 -- The fields of that entry of that queue, or nil unless it is this request's. A queue that was
--- deleted and made anew may give an entry id a second time in the same millisecond, so an entry id
--- in an old record proves little.
+-- deleted and made anew may repeat an entry id in the same millisecond. So an entry id in an old
+-- record proves little.
 local function read_entry(queue, entry, id)
   local found = attempt(nil, 'XRANGE', queue, entry, entry)
   if not found or not found[1] then return nil end
@@ -65,8 +65,8 @@ local function push_back(queue, id, rec)
   return push_entry(queue, id, rec.lane, rec.tenant, rec.cost, rec.bytes)
 end
 
--- Start-time fair queueing (Goyal, Vin, Cheng, 1997): a tenant or lane that comes back from idle
--- starts at the virtual time being served and cannot claim the time it was away.
+-- Start-time fair queueing (Goyal, Vin, Cheng, 1997). A tenant or lane that was idle starts at the
+-- virtual time being served, and cannot claim the time it was away.
 local function join_lane(lane, tenant)
   local floors = redis.call('HMGET', PREFIX .. 'virtual_time', lane, 'lanes')
   redis.call('ZADD', PREFIX .. 'tenants:' .. lane, 'NX', floors[1] or 0, tenant)

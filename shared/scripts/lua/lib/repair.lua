@@ -1,9 +1,10 @@
 -- repair: look at one request that is in deadlines, and put right what a script cut short or a
 -- deleted key left wrong. Included after requeue.lua. Returns true if there was something.
 --
--- What must hold: a terminal request has no entry, no owner and is not in deadlines; a running one
--- is in owned:<worker> of a worker with a lease; a queued one has an entry that no worker has read,
--- in a queue that is served. (Counters are not repaired but counted anew: rebuild_counters.lua.)
+-- What must hold: a terminal request has no entry and no owner, and is not in deadlines. A running
+-- one is in owned:<worker> of a worker with a lease. A queued one has an entry that no worker has
+-- read, in a queue that is served. (Counters are not repaired but counted anew:
+-- rebuild_counters.lua.)
 local function repair(id, now, policy, retention)
   local rec = read_record(id)
   if not rec then

@@ -1,8 +1,8 @@
 -- The usage ledger: usage:<day>, a hash per day of Redis TIME (UTC). Included after common.lua.
 --
--- A field `<lane> <state> <tenant>` holds what the requests that ended so have used, as integers
--- with a space between them, in the order of USAGE. The field `rows` counts the others. Lane and
--- tenant of a request whose record was lost may be `(unknown)`.
+-- A field `<lane> <state> <tenant>` holds what the requests that ended so have used: integers with
+-- a space between them, in the order of USAGE. The field `rows` counts the others. Lane and tenant
+-- of a request whose record was lost may be `(unknown)`.
 --
 -- Counted in the script that ends the request, as its fence decides, so each end counts once. A
 -- script may be cut short: whoever ends a request reads its row first, and writes it right after

@@ -1,9 +1,9 @@
 // Activations as whole numbers of fifteen bits, for products of integers.
 //
 // The inputs x of a row are cut into pieces of 1024. A piece has a scale s, its largest magnitude
-// over 16383, and each input the number q = round(x / s) = 128 * high + low, of two signed bytes. So
-// an input is at most s / 2 off: sixty times less than bf16 rounds the piece's largest. Sums of the
-// numbers from the row's beginning, at every 32nd input, give those of any part.
+// over 16383. Each input becomes the number q = round(x / s) = 128 * high + low, of two signed
+// bytes. So an input is at most s / 2 off: sixty times less than bf16 rounds the piece's largest.
+// Sums of the numbers from the row's beginning, at every 32nd input, give those of any part.
 //
 // A row's memory: all high bytes, all low bytes, scales, sums. Where the CPU has no products of bytes
 // that cannot overflow, numbers are not cut in two but words.

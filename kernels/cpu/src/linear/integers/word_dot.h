@@ -1,8 +1,9 @@
 // Whole numbers multiplied as words of sixteen bits: two inputs at once, both factors with a sign.
 //
-// For CPUs without VNNI. Their products of bytes end at sixteen bits, where 255 * 127 * 2 overflows;
-// of words, 2 * 16383 * 128 does not come near the end of a sum. A register of weights is spread to
-// words when it is loaded, and a number of activations is one factor instead of two.
+// For CPUs without VNNI. Their products of bytes are summed in sixteen bits, where 255 * 127 * 2
+// overflows. Sums of words have 32, and 2 * 16383 * 128 does not come near their end. A register of
+// weights is spread to words when it is loaded, and a number of activations is one factor instead
+// of two.
 //
 // Included by integer_linear.cpp alone.
 #pragma once
