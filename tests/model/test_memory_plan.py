@@ -95,6 +95,17 @@ def test_a_plan_that_cannot_be_loaded_does_not_fit(tmp_path: Path) -> None:
     assert tight.formats[-2].missing_bytes > 0
 
 
+def test_experts_are_in_codes_where_they_are_rounded_at_load(tmp_path: Path) -> None:
+    folder = save_family("mixtral", tmp_path / "model")
+    formats = plan_memory(folder, memory_bytes=1 << 30, dtype="float32").formats
+    weights = {plan.name: plan.weight_bytes for plan in formats}
+    # Three layers of four experts with three matrices of 64 x 96 each, from 32 bits to 4.5.
+    experts = 3 * 4 * 3 * 64 * 96
+    saved = experts * 4 - (experts // 2 + experts // 64 * 4)
+    assert weights["int4"] - weights["nf4"] == saved
+    assert weights["int8"] > weights["int4"]
+
+
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--memory", "1GiB", "--context", "100", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)

@@ -16,7 +16,7 @@ from transformers.utils import logging as transformers_logging
 from penstock.gpu_worker.model.checkpoints.quantized_model import build_quantized
 from penstock.gpu_worker.model.loading.checkpoint import load_config, quantized_source
 from penstock.gpu_worker.model.loading.loader import LoadedModel
-from penstock.gpu_worker.model.quantization.quantized_modules import QuantizedLinear
+from penstock.gpu_worker.model.quantization.quantized_modules import QuantizedLinear, QuantizedStack
 from penstock.gpu_worker.model.quantization.recipe import AUTO, Recipe, quantize_model
 
 __all__ = ["Reference", "load_by_transformers", "load_reference"]
@@ -84,8 +84,8 @@ def load_by_transformers(
         path: of the checkpoint.
         dtype: of the weights.
         device: where they go.
-        recipe: by which linear layers are quantised; they become plain ones over the dequantised
-            weights.
+        recipe: by which linear layers and experts are quantised; they become plain ones over the
+            dequantised weights.
 
     Raises:
         ModelError: it cannot be read.
@@ -103,6 +103,11 @@ def load_by_transformers(
             )
     quantize_model(model, recipe)
     for name, layer in list(model.named_modules()):
+        for attribute, value in list(vars(layer).items()):
+            if isinstance(value, QuantizedStack):
+                full = nn.Parameter(value.dequantize(), requires_grad=False)
+                delattr(layer, attribute)
+                setattr(layer, attribute, full)
         if isinstance(layer, QuantizedLinear):
             plain: Any = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
             plain.weight = nn.Parameter(layer.quantized.dequantize(dtype), requires_grad=False)

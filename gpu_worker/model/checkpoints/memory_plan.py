@@ -19,6 +19,7 @@ from ..loading.checkpoint_folder import find_checkpoint, weight_files
 from ..loading.geometry import KVGeometry, probe_geometry
 from ..loading.loader import DTYPES, pick_dtype
 from ..loading.stored_sizes import usable_bytes
+from ..quantization.expert_stacks import find_mixtures
 
 __all__ = ["FormatPlan", "MemoryPlan", "plan_memory"]
 
@@ -157,9 +158,9 @@ def _weights(
         yield name, DTYPES[name], weights, weights
     for name, bits in _CODE_BITS.items():
         group = _GROUP if bits == 4 else 0
-        packed = sizes.coded_bytes(bits, group, beside)
-        full = sizes.full_bytes(beside)
-        load = sizes.coded_bytes(8, group, beside) if name in _COPIED else full
+        copied = name in _COPIED
+        packed = (sizes if copied else sizes.with_experts).coded_bytes(bits, group, beside)
+        load = sizes.coded_bytes(8, group, beside) if copied else sizes.full_bytes(beside)
         yield name, beside, packed, load
 
 
@@ -198,7 +199,8 @@ class _Sizes:
         linear: of linear layers but the head.
         outputs: of those layers, for scales by channel.
         head: of the output layer; on a CPU it is packed, also where it is the embedding.
-        rest: embeddings, norms and biases.
+        rest: embeddings, norms, biases and experts.
+        experts: of the rest what is rounded at load, but not in copies.
     """
 
     linear: int
@@ -206,6 +208,7 @@ class _Sizes:
     head: int
     rest: int
     tied: bool
+    experts: int
 
     @classmethod
     def of(cls, model: nn.Module, *, keeps_embedding: bool) -> _Sizes:
@@ -217,7 +220,19 @@ class _Sizes:
         tied = head is not None and head.weight is model.get_input_embeddings().weight  # type: ignore[operator]
         rest = total - linear - (0 if tied else head_size)
         outputs = sum(module.out_features for module in linears)
-        return cls(linear, outputs, head_size if keeps_embedding or not tied else 0, rest, tied)
+        experts = sum(
+            mixture.owner.get_parameter(stack).numel()
+            for mixture in find_mixtures(model)
+            for stack in mixture.stacks
+        )
+        counted = head_size if keeps_embedding or not tied else 0
+        return cls(linear, outputs, counted, rest, tied, experts)
+
+    @property
+    def with_experts(self) -> _Sizes:
+        """With experts among the linear layers."""
+        linear, rest = self.linear + self.experts, self.rest - self.experts
+        return replace(self, linear=linear, rest=rest, experts=0)
 
     @property
     def parameters(self) -> int:

@@ -85,12 +85,9 @@ def build_quantized(
         model.set_submodule(name, module)
     for name, shape in stacks.items():
         parent, attribute = _parent(model, name)
-        experts = source.stack(name, shape)
-        if dequantised:
-            full = torch.stack([weight.dequantize(model.dtype).T for weight in experts])
-            setattr(parent, attribute, nn.Parameter(full, requires_grad=False))
-        else:
-            setattr(parent, attribute, QuantizedStack(experts, model.dtype))
+        stack = QuantizedStack(source.stack(name, shape), model.dtype)
+        full = nn.Parameter(stack.dequantize(), requires_grad=False) if dequantised else None
+        setattr(parent, attribute, stack if full is None else full)
     return model, report
 
 

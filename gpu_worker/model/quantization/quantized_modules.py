@@ -106,20 +106,30 @@ class QuantizedEmbedding(nn.Module):
 
 
 class QuantizedStack:
-    """Stands for a parameter ``[experts, inputs, outputs]``, of which experts are read one by one.
+    """Stands for a parameter of all experts' weights, which are read one by one.
 
     Args:
         experts: a weight ``[outputs, inputs]`` each.
         dtype: of what is read.
+        transposed: whether the parameter is ``[experts, inputs, outputs]``, instead of
+            ``[experts, outputs, inputs]``.
     """
 
-    def __init__(self, experts: Sequence[QuantizedWeight], dtype: torch.dtype) -> None:
+    def __init__(
+        self, experts: Sequence[QuantizedWeight], dtype: torch.dtype, *, transposed: bool = True
+    ) -> None:
         self.experts = tuple(experts)
         self._dtype = dtype
+        self._transposed = transposed
 
     def __getitem__(self, expert: Tensor | int) -> Tensor:
-        """``[inputs, outputs]``, dequantised at every access."""
-        return self.experts[int(expert)].dequantize(self._dtype).T
+        """One expert's part of the parameter, dequantised at every access."""
+        weight = self.experts[int(expert)].dequantize(self._dtype)
+        return weight.T if self._transposed else weight
+
+    def dequantize(self) -> Tensor:
+        """The whole parameter."""
+        return torch.stack([self[expert] for expert in range(len(self.experts))])
 
 
 def packed_weight(form: QuantizedWeight) -> PackedWeight | None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal
@@ -14,6 +16,7 @@ from penstock.shared.errors import ConfigurationError, InsufficientMemory, Model
 from penstock.shared.settings import ModelSettings
 
 from ..kv.memory_budget import format_bytes
+from .expert_stacks import find_mixtures
 from .form import QuantizedWeight
 from .quantized_modules import QuantizedLinear
 from .quantizers import quantize_fp8, quantize_int4, quantize_int8, quantize_nf4
@@ -151,14 +154,14 @@ AUTO = Recipe()
 
 
 def quantize_model(model: Any, recipe: Recipe) -> int:
-    """Replace the linear layers of ``model`` by quantised ones, and free their weights.
+    """Replace linear layers and stacks of experts by quantised ones, and free their weights.
 
     Args:
         model: of transformers, with all its weights; changed in place.
         recipe: what to do; nothing if it does not quantise.
 
     Returns:
-        The number of quantised layers.
+        The number of quantised layers and stacks.
 
     Raises:
         ModelError: a weight is not finite; names it.
@@ -166,9 +169,37 @@ def quantize_model(model: Any, recipe: Recipe) -> int:
     """
     if not recipe.quantizes:
         return 0
-    begin = time.perf_counter()
+    begin, tally = time.perf_counter(), _Tally()
+    _quantize_linears(model, recipe, tally)
+    _quantize_experts(model, recipe, tally)
+    log.info(
+        "quantised %d linear layers and %d stacks of experts to %s in %.1f s: %s instead of %s, "
+        "and %s until they are packed", tally.linears, tally.stacks, recipe,
+        time.perf_counter() - begin, format_bytes(tally.after), format_bytes(tally.before),
+        format_bytes(tally.held),
+    )  # fmt: skip
+    return tally.linears + tally.stacks
+
+
+@dataclass(slots=True)
+class _Tally:
+    """What was quantised; bytes before, when packed, and until then."""
+
+    linears: int = 0
+    stacks: int = 0
+    before: int = 0
+    after: int = 0
+    held: int = 0
+
+    def add(self, full_bytes: int, quantized: Iterable[QuantizedWeight]) -> None:
+        self.before += full_bytes
+        for weight in quantized:
+            self.after += weight.packed_bytes
+            self.held += weight.num_bytes
+
+
+def _quantize_linears(model: Any, recipe: Recipe, tally: _Tally) -> None:
     names = {parameter.data_ptr(): name for name, parameter in model.named_parameters()}
-    before = after = held = count = 0
     for parent_name, parent in list(model.named_modules()):
         for child, layer in list(parent.named_children()):
             name = f"{parent_name}.{child}" if parent_name else child
@@ -176,25 +207,38 @@ def quantize_model(model: Any, recipe: Recipe) -> int:
             part = recipe.part_of(name) if type(layer) is nn.Linear else None
             if part is None:
                 continue
-            try:
+            with _naming(f"{name}.weight"):
                 quantized = recipe.quantize(layer.weight, part)
-            except ValueError as error:
-                raise ModelError(f"{name}.weight: {error}; use another checkpoint") from error
-            except MemoryError as error:
-                raise InsufficientMemory(
-                    f"{name}.weight: no memory is left to quantise it; use a larger machine"
-                ) from error
             made = QuantizedLinear(quantized, layer.bias)
             tensor = names.get(layer.weight.data_ptr())
             made.source = None if tensor is None else (tensor, part)
             setattr(parent, child, made.eval())
-            before += layer.weight.nbytes
-            after += quantized.packed_bytes
-            held += quantized.num_bytes
-            count += 1
-    log.info(
-        "quantised %d linear layers to %s in %.1f s: %s instead of %s, and %s until they are "
-        "packed", count, recipe, time.perf_counter() - begin, format_bytes(after),
-        format_bytes(before), format_bytes(held),
-    )  # fmt: skip
-    return count
+            tally.linears += 1
+            tally.add(layer.weight.nbytes, [quantized])
+
+
+def _quantize_experts(model: Any, recipe: Recipe, tally: _Tally) -> None:
+    for mixture in find_mixtures(model):
+        coded: dict[str, list[QuantizedWeight]] = {}
+        for stack in mixture.stacks:
+            name = f"{mixture.name}.{stack}"
+            if recipe.part_of(name) is not None:
+                with _naming(name):
+                    coded[stack] = [recipe.quantize(w, "layer") for w in mixture.weights(stack)]
+        full = {stack: mixture.num_bytes(stack) for stack in coded}
+        if coded and mixture.replace(coded, model.dtype):
+            tally.stacks += len(coded)
+            for stack, weights in coded.items():
+                tally.add(full[stack], weights)
+
+
+@contextmanager
+def _naming(tensor: str) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise ModelError(f"{tensor}: {error}; use another checkpoint") from error
+    except MemoryError as error:
+        raise InsufficientMemory(
+            f"{tensor}: no memory is left to quantise it; use a larger machine"
+        ) from error
