@@ -94,7 +94,8 @@ class WorkerMetrics:
             "step_failures", "Requests that failed inside a model step, alone after isolation"
         )
         self.deferrals = counter(
-            "grammar_deferrals", "Tokens put off by a step, whose grammar was not ready in time"
+            "constraint_deferrals",
+            "Tokens put off by a step, whose constraint was not ready in time",
         )
         self.door_entries = counter(
             "door_entries", "Entries taken in at the plain door, by verdict", "verdict"

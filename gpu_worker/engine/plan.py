@@ -9,7 +9,15 @@ from typing import Protocol
 
 from .sequence import Sequence
 
-__all__ = ["BlockCopy", "DraftChoice", "DraftChooser", "DraftSource", "Plan", "PlanBuilder", "Span"]
+__all__ = [
+    "BlockCopy",
+    "ChosenDrafts",
+    "DraftChooser",
+    "DraftSource",
+    "Plan",
+    "PlanBuilder",
+    "Span",
+]
 
 
 class DraftSource(StrEnum):
@@ -112,7 +120,7 @@ class Plan:
         return sum(span.num_tokens + span.num_drafts for span in self.spans)
 
 
-class DraftChoice(Protocol):
+class ChosenDrafts(Protocol):
     """Drafts that a step verifies behind one span; see :class:`Span` for what the fields mean."""
 
     @property
@@ -135,7 +143,7 @@ class DraftChoice(Protocol):
 class DraftChooser(Protocol):
     """Chooses drafts for a step; :class:`~.speculation.controller.Speculator` is one."""
 
-    def choose(self, spans: list[Span], budget: int) -> Iterable[DraftChoice]:
+    def choose(self, spans: list[Span], budget: int) -> Iterable[ChosenDrafts]:
         """Drafts for a planned step, at most ``budget`` of them together."""
 
     def forget(self, sequence: Sequence) -> None:
@@ -168,11 +176,11 @@ class PlanBuilder:
         self.spans.append(Span(sequence, start, num_tokens, samples))
         self.budget -= num_tokens
 
-    def add_drafts(self, choice: DraftChoice) -> None:
+    def add_drafts(self, chosen: ChosenDrafts) -> None:
         """Let the step verify drafts behind a span that computes the last token of its sequence."""
-        span, count = self.spans[choice.index], choice.count
-        self.spans[choice.index] = Span(
-            span.sequence, span.start, 1, True, choice.drafts[:count], count, choice.source
+        span, count = self.spans[chosen.index], chosen.count
+        self.spans[chosen.index] = Span(
+            span.sequence, span.start, 1, True, chosen.drafts[:count], count, chosen.source
         )
         self.budget -= count
 

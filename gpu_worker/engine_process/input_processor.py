@@ -1,6 +1,6 @@
 """Turns requests into what the engine takes, without holding the step loop.
 
-Small thread pools tokenise prompts and compile grammars; the libraries release the interpreter
+Small thread pools tokenise prompts and compile constraints; the libraries release the interpreter
 lock. A malformed request ends at once and harms no other.
 """
 
@@ -57,7 +57,7 @@ class InputProcessor:
             there are no such requests.
         decode: the text of a prompt's tokens, for requests that ask for nothing else; None: there
             are no such requests.
-        compile_timeout_s: how long a grammar may take a thread of its pool.
+        compile_timeout_s: how long a constraint may take a thread of its pool.
         timer: calls a function after so many seconds, in a thread of its own.
     """
 
@@ -87,7 +87,7 @@ class InputProcessor:
         self._decode = decode
         self._compile_timeout_s = compile_timeout_s
         self._timer = timer
-        # Several pools: prompts are not held up by chat templates, nor both by grammars.
+        # Several pools: prompts are not held up by chat templates, nor both by constraints.
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="prepare")
         self._chats = ThreadPoolExecutor(_CHAT_THREADS, thread_name_prefix="chat")
         self._compilers = ThreadPoolExecutor(_THREADS, thread_name_prefix="compile")
@@ -144,7 +144,7 @@ class InputProcessor:
             self._compilers.submit(self._follow, order, item)
 
     def _follow(self, order: Add, request: EngineRequest) -> None:
-        """In a thread of the pool for grammars: its time runs from here on."""
+        """In a thread of the pool for constraints: its time runs from here on."""
         if order.run not in self._wanted:
             self._wake()
             return
@@ -193,7 +193,7 @@ class InputProcessor:
             return bare_end(order.run, Reason.ENGINE_ERROR, f"preparation failed: {error}")
 
     def _read(self, order: Add) -> EngineRequest | Update:
-        """The request without its grammar; or its end, if only its tokens are wanted."""
+        """The request without its constraint; or its end, if only its tokens are wanted."""
         request = order.request
         prompt_ids = tuple(self._encode(request))
         if request.tokenize and self._decode is not None:

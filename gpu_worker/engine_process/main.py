@@ -229,7 +229,7 @@ def _serve(
         channel.wake,
         constrain=model.constrain,
         decode=model.decode,
-        compile_timeout_s=settings.engine.grammar_timeout_s,
+        compile_timeout_s=settings.engine.constraint_timeout_s,
     )
 
     def abort(run: str) -> None:

@@ -85,7 +85,7 @@ def build_model(settings: Settings) -> ServingModel:
         loaded.tokenizer,
         loaded.vocab_size,
         loaded.eos_token_ids,
-        limit_s=settings.engine.grammar_timeout_s,
+        limit_s=settings.engine.constraint_timeout_s,
     )
     if not opened.is_known:
         constraints.sandbox.start()
@@ -98,8 +98,8 @@ def build_model(settings: Settings) -> ServingModel:
     swap_pool = SwapPool(pool, num_host_blocks) if any(num_host_blocks) else None
     masks = MaskMaker(
         _mask_threads(),
-        wait_s=settings.engine.grammar_wait_ms / 1000,
-        limit_s=settings.engine.grammar_timeout_s,
+        wait_s=settings.engine.constraint_wait_ms / 1000,
+        limit_s=settings.engine.constraint_timeout_s,
     )
     rejection = settings.speculation.verification == "rejection"
     drafter = None if draft is None else _drafter(draft, loaded, config, rejection)

@@ -120,7 +120,7 @@ class EngineSettings(Section):
         ge=0,
         le=2**50,
     )
-    grammar_wait_ms: float = setting(
+    constraint_wait_ms: float = setting(
         2.0,
         "How long a step waits for masks of structured outputs, once the device has its work. "
         "A sequence whose mask is late gets its token in a later step.",
@@ -128,7 +128,7 @@ class EngineSettings(Section):
         ge=0,
         le=1000,
     )
-    grammar_timeout_s: float = setting(
+    constraint_timeout_s: float = setting(
         10.0,
         "A schema, regex or grammar that takes longer to compile, or to make one mask, is refused. "
         "Waiting for others does not count.",

@@ -28,8 +28,8 @@ def model(index: int, rate: float, count: int = LONGEST) -> DraftOption:
     return DraftOption(index, DraftSource.DRAFT, rate, count)
 
 
-def lengths(choices: list[DraftOption]) -> dict[int, tuple[str, int]]:
-    return {c.index: ("text" if c.source.is_text else "model", c.count) for c in choices}
+def lengths(chosen: list[DraftOption]) -> dict[int, tuple[str, int]]:
+    return {c.index: ("text" if c.source.is_text else "model", c.count) for c in chosen}
 
 
 @given(st.floats(0, 1), st.integers(0, 9))
@@ -60,8 +60,8 @@ def test_no_other_lengths_from_a_text_are_worth_more(
 
     found = [[text(i, rate)] for i, rate in enumerate(rates)]
     counts = [0] * len(rates)
-    for choice in choose_drafts(found, Prices(step, price, 0.0), probing=False):
-        counts[choice.index] = choice.count
+    for option in choose_drafts(found, Prices(step, price, 0.0), probing=False):
+        counts[option.index] = option.count
     best = max(map(value, itertools.product(range(LONGEST + 1), repeat=len(rates))))
     assert value(tuple(counts)) == pytest.approx(best, abs=1e-9)
 
@@ -87,7 +87,7 @@ def test_dear_rounds_of_the_draft_model_are_fewer() -> None:
     def rounds(price: float) -> int:
         found = [[model(i, 0.8)] for i in range(4)]
         chosen = choose_drafts(found, Prices(0.0, 0.05, price), probing=False)
-        return max((choice.count for choice in chosen), default=0)
+        return max((option.count for option in chosen), default=0)
 
     found = [rounds(price) for price in (0.0, 1.0, 2.0, 4.0)]
     assert found == sorted(found, reverse=True)

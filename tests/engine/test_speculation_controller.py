@@ -80,10 +80,10 @@ class World:
             reads = self.prompts > 0 and self._random.random() < self.prompts
             if reads:
                 spans.append(Span(prompt, 0, self.chunk, False))
-            for choice in speculator.choose(spans, 10_000):
-                spans[choice.index].num_drafts = choice.count
-                spans[choice.index].source = choice.source
-                spans[choice.index].drafts = choice.drafts[: choice.count]
+            for option in speculator.choose(spans, 10_000):
+                spans[option.index].num_drafts = option.count
+                spans[option.index].source = option.source
+                spans[option.index].drafts = option.drafts[: option.count]
             came = self._verify(speculator, spans[: self.count], self.rate(step))
             drafts = [span.num_drafts for span in spans]
             prompt_seconds = reads * self.chunk * self.per_draft * self.speed(step)

@@ -99,7 +99,7 @@ def test_what_came_in_a_pause_is_read_a_bounded_part_in_each_step() -> None:
         sequence.token_ids.append(0)
     spans = [Span(s, s.num_tokens - 1, 1, True) for s in sequences]
     read, steps = [0], 0
-    while len(choices := speculator.choose(spans, 10_000)) < 16:
+    while len(options := speculator.choose(spans, 10_000)) < 16:
         missing = [
             state._index.num_missing(s.token_ids)  # type: ignore[union-attr]
             for s, state in speculator._states.items()
@@ -108,4 +108,4 @@ def test_what_came_in_a_pause_is_read_a_bounded_part_in_each_step() -> None:
         assert read[-1] - read[-2] <= 1024 + 16 * 16
         steps += 1
     assert 16 * 4000 / (1024 + 16 * 16) - 1 <= steps <= 16 * 4000 / 1024 + 1
-    assert all(choice.drafts == (1, 2, 3) for choice in choices)
+    assert all(option.drafts == (1, 2, 3) for option in options)

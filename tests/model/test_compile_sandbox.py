@@ -223,7 +223,11 @@ def test_a_tokenizer_that_cannot_be_followed_still_has_its_template_checked() ->
 def test_a_model_with_such_a_template_is_refused(tmp_path: Path) -> None:
     path = save_family("llama", tmp_path)
     (path / "chat_template.jinja").write_text(ENDLESS_TEMPLATE)
-    settings = {"model.path": str(path), "engine.kv_memory": "8MiB", "engine.grammar_timeout_s": 1}
+    settings = {
+        "model.path": str(path),
+        "engine.kv_memory": "8MiB",
+        "engine.constraint_timeout_s": 1,
+    }
     with pytest.raises(ModelError, match=r"^the chat template in .* is unusable: compiling"):
         build_model(load_settings(settings))
 

@@ -28,7 +28,7 @@ def tiny(loaded: Loaded) -> LoadedModel:
 
 
 class Gated:
-    """A grammar state that makes no mask before its gate is open."""
+    """A constraint state that makes no mask before its gate is open."""
 
     def __init__(self, state: Any, gate: threading.Event, limit_s: float = 60.0) -> None:
         self.field, self.masks = state.field, state.masks
@@ -47,7 +47,7 @@ def gated(gate: threading.Event, limit_s: float = 60.0) -> Callable[[Any], Any]:
     return wrap
 
 
-def test_a_slow_grammar_puts_off_its_own_sequence_and_no_other(tiny: LoadedModel) -> None:
+def test_a_slow_constraint_puts_off_its_own_sequence_and_no_other(tiny: LoadedModel) -> None:
     gate = threading.Event()
     expected = [alone(tiny, seed, options) for seed, options in enumerate([*PLAIN, FORMS[0]])]
     slow_alone = alone(tiny, 9, FORMS[1])

@@ -47,7 +47,7 @@ METRIC_NAMES: dict[str, tuple[str, tuple[str, ...]]] = {
     "penstock_drafted_tokens_total": ("counter", BY_PLACE),
     "penstock_exchange_seconds": ("histogram", ()),
     "penstock_generation_tokens_total": ("counter", ()),
-    "penstock_grammar_deferrals_total": ("counter", ()),
+    "penstock_constraint_deferrals_total": ("counter", ()),
     "penstock_host_blocks_total": ("gauge", ()),
     "penstock_host_blocks_used": ("gauge", ()),
     "penstock_inter_token_latency_seconds": ("histogram", ()),

@@ -104,7 +104,7 @@ def test_what_can_not_be_prepared_ends_and_says_why() -> None:
     assert not told.added
 
 
-def test_a_slow_grammar_ends_its_request_and_no_other() -> None:
+def test_a_slow_constraint_ends_its_request_and_no_other() -> None:
     gate = threading.Event()
     told = prepare(
         lambda prompt: [1],
@@ -136,12 +136,12 @@ class Slow:
 
 
 def slow_orders() -> list[Add]:
-    """As many slow grammars as there are threads."""
+    """As many slow constraints as there are threads."""
     slow = SamplingOptions(regex="slow")
     return [order(f"slow{number}", options=slow) for number in range(2)]
 
 
-def test_prompts_are_not_held_by_grammars() -> None:
+def test_prompts_are_not_held_by_constraints() -> None:
     told, compile = Told(), Slow()
     inputs = InputProcessor(
         lambda request: [1], compile, no_parser, told.added.append, told.append, lambda: None
@@ -175,7 +175,7 @@ class Clock:
             timer.function(*timer.args)
 
 
-def test_a_grammar_is_refused_for_its_own_time_only() -> None:
+def test_a_constraint_is_refused_for_its_own_time_only() -> None:
     """Two take all threads and are refused; the one behind them is compiled when it is its turn."""
     told, compile, clock = Told(), Slow(), Clock()
     encoded: list[object] = []

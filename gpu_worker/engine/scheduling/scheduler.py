@@ -224,13 +224,13 @@ class Scheduler:
         A draft never preempts a sequence, and never makes one wait. Blocks of refused drafts go
         back after the step.
         """
-        for choice in chooser.choose(step.spans, step.budget):
-            span, count = step.spans[choice.index], choice.count
+        for chosen in chooser.choose(step.spans, step.budget):
+            span, count = step.spans[chosen.index], chosen.count
             sequence, stop = span.sequence, span.start + 1 + count
             if stop <= sequence.num_writable_tokens or self._state.kv.try_reserve(
                 sequence, stop, step.copies
             ):
-                step.add_drafts(choice)
+                step.add_drafts(chosen)
 
     def check_integrity(self, live: set[Sequence]) -> None:
         """Check queues and blocks against the sequences the engine knows.

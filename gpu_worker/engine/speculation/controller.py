@@ -78,7 +78,7 @@ class Speculator:
             budget: query tokens that are left.
 
         Returns:
-            Choices in the order of the spans, together of at most ``budget`` drafts.
+            One option for each span that drafts, in their order; at most ``budget`` drafts in all.
         """
         prices, probing, most = FREE, True, self._longest
         if self._config.length is None:
@@ -93,14 +93,14 @@ class Speculator:
             most = min(most, batch.num_drafted + 1)
         self._reading = _READING
         found = [both for i, span in enumerate(spans) if (both := self._options(i, span, most))]
-        choices = choose_drafts(found, prices, probing=probing) if found else []
+        chosen = choose_drafts(found, prices, probing=probing) if found else []
         self._catching_up = False
-        for choice in choices:
-            choice.count = min(choice.count, budget)
-            budget -= choice.count
-            if choice.count and not choice.drafts:
-                self._note_reading(spans[choice.index].sequence)
-        return [choice for choice in choices if choice.count]
+        for option in chosen:
+            option.count = min(option.count, budget)
+            budget -= option.count
+            if option.count and not option.drafts:
+                self._note_reading(spans[option.index].sequence)
+        return [option for option in chosen if option.count]
 
     def _batch_class(self, num_sequences: int) -> BatchClass:
         """Classes end with the powers of two."""
@@ -111,7 +111,7 @@ class Speculator:
         return batch
 
     def _options(self, index: int, span: Span, most: int) -> list[DraftOption]:
-        """The possible drafts of a span, own text first, each of at most ``most`` tokens."""
+        """What a span could draft, own text first, each of at most ``most`` tokens."""
         sequence = span.sequence
         options, wish = sequence.options, sequence.options.speculation
         constraint = sequence.constraint

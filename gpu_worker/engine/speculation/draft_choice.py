@@ -13,7 +13,7 @@ __all__ = ["FREE", "DraftOption", "Prices", "choose_drafts"]
 
 @dataclass(slots=True)
 class DraftOption:
-    """Drafts for one span.
+    """Drafts that one span could have.
 
     Attributes:
         index: of the span in the step.
@@ -63,20 +63,20 @@ def choose_drafts(
     gain more together than its rounds cost.
 
     Args:
-        found: the possible choices of each sequence, own text first; ``count`` is the most.
+        found: the options of each sequence, own text first; ``count`` is the most.
         prices: of drafts in this step.
         probing: give each sequence at least one draft, whatever it promises.
 
     Returns:
-        One choice for each sequence that gets drafts; none if the step as a whole does not pay.
+        One option of each sequence that gets drafts; none if the step as a whole does not pay.
     """
     price = prices.token
     chosen: list[DraftOption] = []
     preferred: list[tuple[DraftOption | None, DraftOption]] = []
     for both in found:
-        for choice in both:
-            wanted = worthwhile(choice.rate, price, choice.count)
-            choice.count = max(wanted, 1) if probing else wanted
+        for option in both:
+            wanted = worthwhile(option.rate, price, option.count)
+            option.count = max(wanted, 1) if probing else wanted
         text = both[0] if both[0].source.is_text else None
         model = None if both[-1].source.is_text else both[-1]
         if model is None or (text is not None and text.value(price) >= model.value(price)):
@@ -93,11 +93,11 @@ def choose_drafts(
     else:
         chosen += texts
         rounds_price = 0.0
-    chosen = [choice for choice in chosen if choice.count]
-    value = sum([choice.value(price) for choice in chosen]) - rounds_price - prices.step
+    chosen = [option for option in chosen if option.count]
+    value = sum([option.value(price) for option in chosen]) - rounds_price - prices.step
     if value <= 0 and not probing:
         return []
-    return sorted(chosen, key=lambda choice: choice.index)
+    return sorted(chosen, key=lambda option: option.index)
 
 
 def _limit_rounds(asking: Sequence[DraftOption], prices: Prices) -> float:
@@ -105,12 +105,12 @@ def _limit_rounds(asking: Sequence[DraftOption], prices: Prices) -> float:
 
     The first round stays: whether it pays depends on what the sequences could have instead.
     """
-    most = max([choice.count for choice in asking], default=0)
+    most = max([option.count for option in asking], default=0)
     for rounds in range(1, most):
-        gains = [c.rate ** (rounds + 1) - prices.token for c in asking if c.count > rounds]
+        gains = [o.rate ** (rounds + 1) - prices.token for o in asking if o.count > rounds]
         if sum(gains) < prices.round:
             most = rounds
             break
-    for choice in asking:
-        choice.count = min(choice.count, most)
+    for option in asking:
+        option.count = min(option.count, most)
     return prices.round * most

@@ -1,1 +1,1 @@
-"""Structured output: grammars, and the masks they put on logits."""
+"""Structured output: constraints, and the masks they put on logits."""

@@ -138,7 +138,7 @@ async def test_a_killed_workers_outputs_are_continued_in_mid_value(
 ) -> None:
     """The tokens are those of an undisturbed run, wherever in the value the first worker died.
 
-    Each choice has a grammar state of its own, which its own published tokens give back.
+    Each choice has a constraint state of its own, which its own published tokens give back.
     """
     forms: list[dict[str, Any]] = [
         {"json_schema": SCHEMA, "seed": seed, "max_tokens": 400} for seed in range(3)

@@ -226,7 +226,7 @@ def test_preempted_in_mid_draft_it_goes_on_in_its_form(loaded: Loaded) -> None:
 
 
 class Slow:
-    """A grammar state whose every third filling takes longer than a step waits."""
+    """A constraint state whose every third filling takes longer than a step waits."""
 
     def __init__(self, state: Any) -> None:
         self.field, self.masks, self.ahead = state.field, state.masks, state.ahead
