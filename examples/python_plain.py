@@ -3,7 +3,7 @@
 python examples/python_plain.py "The list type"
 
 The server is that of REDIS_URL. With TENANT=acme it uses that tenant's own ingress stream, as a
-client must that an ACL confines. docs/plain-door.md is the table of fields.
+client must that an ACL confines. docs/ingress.md is the table of fields.
 """
 
 from __future__ import annotations

@@ -97,8 +97,8 @@ class WorkerMetrics:
             "constraint_deferrals",
             "Tokens put off by a step, whose constraint was not ready in time",
         )
-        self.door_entries = counter(
-            "door_entries", "Entries taken in at the plain door, by verdict", "verdict"
+        self.ingress_entries = counter(
+            "ingress_entries", "Entries taken in at the ingress, by verdict", "verdict"
         )
         self.isolated_errors = counter(
             "isolated_errors", "Unexpected errors that cost one item of a task and no more", "task"

@@ -12,7 +12,7 @@
     ├── InvalidRequest              a field is missing, unknown or out of range
     │   └── ProtocolError           bytes on the wire are not our protocol
     ├── SubmitRefused
-    │   ├── QueueFull               a bound at the door was reached; retry later
+    │   ├── QueueFull               a bound on what waits was reached; retry later
     │   ├── IdConflict              this id was used for another payload
     │   └── IdInUse                 a dead letter's id is that of another request by now
     ├── UnknownDeadLetter           no dead letter of that name
@@ -109,7 +109,7 @@ class SubmitRefused(PenstockError):
 
 
 class QueueFull(SubmitRefused):
-    """A bound at the door was reached.
+    """A bound on what waits was reached.
 
     Attributes:
         bound: the bound: ``requests``, ``tokens`` or ``bytes``; with ``tenant_`` before it, what

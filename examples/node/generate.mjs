@@ -2,7 +2,7 @@
 //
 //   npm ci && REDIS_URL=redis://localhost:6379 node generate.mjs "The list type"
 //
-// With TENANT=acme it uses that tenant's own intake stream, as a client must that an ACL confines.
+// With TENANT=acme it uses that tenant's own ingress stream, as a client must that an ACL confines.
 
 import { createClient } from "redis";
 import { randomUUID } from "node:crypto";

@@ -1,6 +1,6 @@
-"""The plain door: entries that plain Redis clients add become requests.
+"""The ingress: entries that plain Redis clients add become requests.
 
-A task of its own on a connection of its own. It waits for entries of all intake streams at once,
+A task of its own on a connection of its own. It waits for entries of all ingress streams at once,
 has each read by :func:`read_entry`, and acts on it with one atomic script. Entries that were read
 and not acted on, here or by a worker that died, are found by the next look. So every failure is met
 in the same way: forget what is at hand, and look again.
@@ -36,7 +36,7 @@ __all__ = ["Ingress"]
 _log = logging.getLogger("penstock.ingress")
 
 _ENTRIES = 64
-"""Taken at a time over all intake streams. Each may hold a megabyte."""
+"""Taken at a time over all ingress streams. Each may hold a megabyte."""
 
 _PARSED_AT_ONCE = 16_384
 """Bytes of entries that are parsed on the event loop, in a millisecond or so; more in a thread."""
@@ -47,7 +47,7 @@ class Ingress:
 
     Args:
         redis: a client of its own, without ``decode_responses``: waiting blocks it.
-        operations: the scripts of the plain door.
+        operations: the scripts of the ingress.
         worker_id: unique to this process; never reused.
         metrics: counts entries by verdict.
         watch: for the task.
@@ -111,7 +111,7 @@ class Ingress:
         return await self._listen(wait_s)
 
     async def _poll(self) -> Sequence[Entry]:
-        """Find the intake streams, and the entries that were read and not acted on."""
+        """Find the ingress streams, and the entries that were read and not acted on."""
         call = self._operations.poll(self._worker_id, entries=_ENTRIES)
         (reply,) = await run_calls(self._redis, [call])
         found = self._operations.read_poll(reply)
@@ -119,7 +119,7 @@ class Ingress:
         if found.broken != self._broken:
             for tenant in found.broken:
                 name = self._operations.keys.ingress(tenant)
-                _log.error("not served: %s is no stream, or no name for a door", name)
+                _log.error("not served: %s is no stream, or no name of a tenant", name)
             self._broken = found.broken
         return found.entries
 
@@ -180,7 +180,7 @@ class Ingress:
         return self._operations.resolve(entry, refusal)
 
     def _count(self, entry: Entry, admitted: IngressReply) -> None:
-        self._metrics.door_entries.labels(admitted.verdict).inc()
+        self._metrics.ingress_entries.labels(admitted.verdict).inc()
         if admitted.verdict == "ok":
             self._admitted()
         elif admitted.verdict not in ("dup", "gone"):

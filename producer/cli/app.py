@@ -27,8 +27,8 @@ from .batches.webhook_commands import webhook
 from .batches.worker_command import batches
 from .demo.command import demo
 from .dlq import dlq
-from .door import door
 from .gateway_command import gateway
+from .ingress_tenants import ingress
 from .output import drop_output, make_encodable, one_line, open_missing
 from .serve.command import serve
 from .usage_command import usage
@@ -145,7 +145,7 @@ app.add_typer(batch, name="batch")
 app.add_typer(schedule, name="schedule")
 app.add_typer(webhook, name="webhook")
 app.add_typer(dlq, name="dlq")
-app.add_typer(door, name="door")
+app.add_typer(ingress, name="ingress")
 app.add_typer(keys, name="keys")
 
 

@@ -24,7 +24,7 @@ from penstock.shared.settings import Settings
 
 from ..batches.batch_service import BatchService
 from ..batches.webhooks.request_ends import RequestWatch
-from .access.key_access import door_of
+from .access.key_access import access_of
 from .answering.answers import CLIENT_LEFT
 from .answering.connection import connection_of
 from .answering.stored_answers import stream_routes
@@ -69,23 +69,23 @@ def create_app(settings: Settings, access: Access | None = None) -> GatewayApp:
 
     Args:
         settings: the sections ``redis``, ``queue`` and ``gateway``.
-        access: the door; None asks Redis for API keys, see :func:`.door_of`.
+        access: who may submit; None asks Redis for API keys, see :func:`.access_of`.
     """
-    directory, door = ModelDirectory(settings), access or door_of(settings)
+    directory, access = ModelDirectory(settings), access or access_of(settings)
     client = RetryingClient(
         require_url(settings.redis), socket_timeout_s=settings.redis.socket_timeout_s
     )
     batches = BatchService(client, settings)
-    gateway = Gateway(settings, door, directory, RequestWatch(client))
+    gateway = Gateway(settings, access, directory, RequestWatch(client))
 
     @contextlib.asynccontextmanager
     async def live(_: FastAPI) -> AsyncIterator[None]:
         await directory.connect()
-        await door.connect()
+        await access.connect()
         try:
             yield
         finally:
-            await door.aclose()
+            await access.aclose()
             await batches.aclose()
             await client.aclose()
             await directory.aclose()
@@ -100,7 +100,7 @@ def create_app(settings: Settings, access: Access | None = None) -> GatewayApp:
     writers = {**openai_writers(), **response_writers()}
     routers = [
         service_routes(gateway),
-        usage_routes(door, settings),
+        usage_routes(access, settings),
         openai_routes(gateway),
         response_routes(gateway),
         encoder_routes(gateway),

@@ -1,4 +1,4 @@
-"""Who calls: what the rest of the gateway knows of a client, and the door without keys."""
+"""Who calls: what the rest of the gateway knows of a client, and access without keys."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Admission(Protocol):
 
 
 class Access(Protocol):
-    """The door: who a client is, and whether it may submit now."""
+    """Who a client is, and whether it may submit now."""
 
     async def connect(self) -> None:
         """Begin; in the event loop that uses it."""

@@ -83,7 +83,7 @@ class Gateway:
 
     Args:
         settings: the whole tree.
-        access: the door.
+        access: who may submit.
         directory: the models.
         watch: keeps what is to be called at a request's end.
     """

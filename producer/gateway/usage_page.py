@@ -62,7 +62,7 @@ def usage_routes(access: Access, settings: Settings) -> APIRouter:
     """The route.
 
     Args:
-        access: the door.
+        access: who may look.
         settings: of the server whose ledgers are read.
     """
     router = APIRouter()

@@ -39,7 +39,7 @@ class FieldType(ABC):
 
     Attributes:
         wire: the type in msgpack and JSON, for documentation.
-        text: the form as text, at the plain door and on the command line, for documentation.
+        text: the form as text, at the ingress and on the command line, for documentation.
         repeated: a client without lists gives the field once for each item.
     """
 

@@ -16,12 +16,12 @@ Written by `python -m penstock.shared.protocol > docs/options.md`; do not edit b
 
 These are the fields of a request beside `id` and `prompt`. Each may be left out and then has its
 default. The names are the same for `Producer.submit`, in [the packed
-request](protocol.md#the-request) and at [the plain door](plain-door.md#its-fields). On [the command
+request](protocol.md#the-request) and at [the ingress](ingress.md#its-fields). On [the command
 line](cli.md#a-request) an option is a flag with hyphens: `max_tokens` is `--max-tokens`. An unknown
 field and a value out of range are refused: nothing is ignored or clamped.
 
-The plain door and the command line give each value as text, in the form of the third column. A list
-of strings is given item by item: the field or flag may be repeated. At the plain door `stop_json`
+The ingress and the command line give each value as text, in the form of the third column. A list
+of strings is given item by item: the field or flag may be repeated. At the ingress `stop_json`
 and `choice_json` hold the whole list as a JSON array, for clients whose fields are a map. On the
 command line a flag of `true` or `false` stands alone.
 

@@ -1,7 +1,7 @@
-"""Reads an entry that a plain Redis client added to an intake stream as a request.
+"""Reads an entry that a plain Redis client added to an ingress stream as a request.
 
 An entry is a flat list of names and values, all text: what ``XADD`` takes in every language.
-docs/plain-door.md describes it.
+docs/ingress.md describes it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _REPEATED = tuple(item.name for item in REQUEST_OPTIONS if item.type.repeated)
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One entry of an intake stream.
+    """One entry of an ingress stream.
 
     Attributes:
         tenant: the tenant that owns the stream; None for the stream that trusted clients share.

@@ -36,7 +36,7 @@ CONSTRAINTS = ("json_schema", "regex", "grammar", "choice")
 class SamplingOptions:
     """How tokens are chosen and when a request stops.
 
-    Each option is declared once, here: validation, the plain door, the flags of ``penstock submit``
+    Each option is declared once, here: validation, the ingress, the flags of ``penstock submit``
     and docs/options.md follow from it. The order is that of the packed form.
 
     Raises:

@@ -108,7 +108,7 @@ class Reason(StrEnum):
     INVALID = "invalid"
     """The worker found the request malformed (only possible past the client's own checks)."""
     QUEUE_FULL = "queue_full"
-    """It came through the plain door, and a bound on what may wait was reached."""
+    """It came through the ingress, and a bound on what may wait was reached."""
     PROMPT_TOO_LONG = "prompt_too_long"
     """The prompt leaves no room for a single token in the model's context or KV pool."""
     OUT_OF_MEMORY = "out_of_memory"

@@ -1,4 +1,4 @@
-"""The plain door: typed calls of its Lua scripts; see :mod:`..protocol.plain_entry`."""
+"""The ingress: typed calls of its Lua scripts; see :mod:`..protocol.plain_entry`."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class IngressReply:
 
 
 class IngressOperations(ShardScripts):
-    """The plain door of one shard.
+    """The ingress of one shard.
 
     Args:
         redis: a ``redis.asyncio.Redis`` without ``decode_responses``.
@@ -169,8 +169,8 @@ class IngressOperations(ShardScripts):
         Name(_TENANT, _TENANT_ALLOWED).check("tenant", tenant)
         if await self._command("SCARD", self._keys.ingress_tenants) >= MAX_INGRESS_TENANTS:
             raise ConfigurationError(
-                f"this shard has {MAX_INGRESS_TENANTS} doors already; remove some, or use "
-                "another shard"
+                f"this shard has {MAX_INGRESS_TENANTS} ingress tenants already; remove some, or "
+                "use another shard"
             )
         return bool(await self._command("SADD", self._keys.ingress_tenants, tenant))
 

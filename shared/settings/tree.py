@@ -107,7 +107,7 @@ class RedisSettings(Section):
 
 
 class QueueSettings(Section):
-    """Which queue is used, and what is answered at its door.
+    """Which queue is used, and what it accepts.
 
     Bounds count the queued requests of one shard, of all lanes and tenants together. A submit over
     a bound is refused at once with a hint when to try again; nothing is dropped later.

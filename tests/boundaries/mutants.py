@@ -78,7 +78,7 @@ MUTANTS = (
         Code(collection_types.Texts.check, "size > self.max_total_bytes", "False"),
         cases.payload("in all", choice=[f"{i:03}" + "x" * 1000 for i in range(100)]),
     ),
-    # entries of the plain door
+    # entries of the ingress
     Mutant(
         "entries of any size",
         Code(plain_entry._request_fields, "size > MAX_PAYLOAD_BYTES", "False"),

@@ -27,7 +27,7 @@ def gate(old: str, new: str) -> Later:
 
 
 PROCESS_MUTANTS = (
-    # entries of the plain door
+    # entries of the ingress
     Mutant(
         "large entries on the event loop", Bound(ingress, "_PARSED_AT_ONCE", 10**9),
         cases.large_entries,

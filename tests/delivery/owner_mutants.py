@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from delivery import (
+    test_admission,
     test_damage,
-    test_door,
     test_ends,
     test_fairness,
     test_guards,
@@ -262,10 +262,10 @@ OWNER_MUTANTS = (
         "redrive over a living request", "if state and state ~= 'dead' then", "if false then",
         test_lost_workers.test_redrive_of_what_is_not_there_or_in_use, "redrive",
     ),
-    without_oom("append", test_door.test_append_runs_at_maxmemory),
-    without_oom("claim", test_door.test_claim_runs_at_maxmemory),
-    without_oom("cancel", test_door.test_cancel_runs_at_maxmemory),
-    without_oom("release", test_door.test_a_death_at_maxmemory_keeps_its_letter),
-    without_oom("audit", test_door.test_audit_runs_at_maxmemory),
-    without_oom("sweep", test_door.test_sweep_runs_at_maxmemory),
+    without_oom("append", test_admission.test_append_runs_at_maxmemory),
+    without_oom("claim", test_admission.test_claim_runs_at_maxmemory),
+    without_oom("cancel", test_admission.test_cancel_runs_at_maxmemory),
+    without_oom("release", test_admission.test_a_death_at_maxmemory_keeps_its_letter),
+    without_oom("audit", test_admission.test_audit_runs_at_maxmemory),
+    without_oom("sweep", test_admission.test_sweep_runs_at_maxmemory),
 )  # fmt: skip

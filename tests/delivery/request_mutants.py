@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from delivery import (
+    test_admission,
     test_compaction,
     test_dead_letters,
-    test_door,
     test_ends,
     test_fairness,
     test_fingerprints,
@@ -94,21 +94,21 @@ REQUEST_MUTANTS = (
     Mutant(
         "counters go down by -0", "cost, bytes = sign * cost + 0, sign * bytes + 0",
         "cost, bytes = sign * cost, sign * bytes",
-        test_door.test_a_request_of_no_cost_and_no_bytes,
+        test_admission.test_a_request_of_no_cost_and_no_bytes,
     ),
     # submit: shares between tenants
     Mutant(
         "a tenant may hold everything", "held > 0 and held + add > most", "false",
-        test_tenant_shares.test_a_flood_of_one_tenant_closes_the_door_for_no_other, "submit",
+        test_tenant_shares.test_a_flood_of_one_tenant_closes_the_queue_for_no_other, "submit",
     ),
     Mutant(
         "batch may use all room", "if used + add > room then return '', room end", "",
         test_tenant_shares.test_batch_as_a_whole_leaves_room_for_urgent_lanes, "submit",
     ),
     Mutant(
-        "lanes are equal at the door", "share * WEIGHT[lane] * (room - used)",
+        "lanes are equal at submission", "share * WEIGHT[lane] * (room - used)",
         "share * (room - used)",
-        test_tenant_shares.test_a_flood_of_one_tenant_closes_the_door_for_no_other, "submit",
+        test_tenant_shares.test_a_flood_of_one_tenant_closes_the_queue_for_no_other, "submit",
     ),
     Mutant(
         "an empty queue refuses what fits", "if share == 0 or used == 0 then", "if share == 0 then",
@@ -133,7 +133,7 @@ REQUEST_MUTANTS = (
         "redis.call('HDEL', counters, held)",
         test_tenant_shares.test_what_leaves_the_queue_frees_its_share, "claim",
     ),
-    # submit and fairness at the door
+    # submit and fairness at submission
     Mutant(
         "idle tenant keeps its old time", "'NX', floors[1] or 0, tenant)", "'NX', 0, tenant)",
         test_fairness.test_a_returning_tenant_can_not_claim_its_idle_time,
@@ -144,15 +144,15 @@ REQUEST_MUTANTS = (
     ),
     Mutant(
         "one more than the bound", "+ adds[i] > limit then", "+ adds[i] > limit + 1 then",
-        test_door.test_the_bound_per_tenant_is_each_tenants_own,
+        test_admission.test_the_bound_per_tenant_is_each_tenants_own,
     ),
     Mutant(
         "old log kept", "redis.call('DEL', record, log)", "redis.call('DEL', record)",
-        test_door.test_an_id_is_free_again_after_its_retention,
+        test_admission.test_an_id_is_free_again_after_its_retention,
     ),
     Mutant(
         "submit runs at maxmemory", "arguments(9, 19)\n", "arguments(9, 19)\nallow_oom()\n",
-        test_door.test_submit_is_refused_at_maxmemory_and_stores_nothing,
+        test_admission.test_submit_is_refused_at_maxmemory_and_stores_nothing,
     ),
     # finish
     Mutant(
@@ -256,7 +256,7 @@ REQUEST_MUTANTS = (
     ),
     Mutant(
         "refusals not counted", "if row then add_usage(row, {}) end", "",
-        test_usage.test_a_refused_entry_of_the_plain_door_counts_once, "refuse_ingress",
+        test_usage.test_a_refused_entry_of_the_ingress_counts_once, "refuse_ingress",
     ),
     # inboxes
     Mutant(

@@ -45,7 +45,7 @@ async def test_a_lone_tenant_leaves_room(shard: Shard, lane: Lane, most: int) ->
     await shard.check()
 
 
-async def test_a_flood_of_one_tenant_closes_the_door_for_no_other(shard: Shard) -> None:
+async def test_a_flood_of_one_tenant_closes_the_queue_for_no_other(shard: Shard) -> None:
     """10,000 waiting `batch` requests of one tenant once refused another's `critical`."""
     for tenant in ("a", "b", "c"):
         await fill(shard, tenant, Lane.BATCH, BOUNDS)

@@ -184,13 +184,13 @@ async def add_entry(shard: Shard, tenant: str | None) -> Entry:
     return Entry(tenant, name.decode(), (b"prompt", b"x"))
 
 
-async def test_a_refused_entry_of_the_plain_door_counts_once(shard: Shard) -> None:
-    door = ingress(shard)
+async def test_a_refused_entry_of_the_ingress_counts_once(shard: Shard) -> None:
+    operations = ingress(shard)
     for tenant in (None, "acme"):
         entry = await add_entry(shard, tenant)
         refusal = Refusal(entry.own_id, Answer.MSGPACK, Reason.INVALID, "no")
         for _ in range(3):
-            await shard.call(door.resolve(entry, refusal))
+            await shard.call(operations.resolve(entry, refusal))
     assert await ledger(shard) == {
         ("(unknown)", "failed", "(unknown)"): UsageCounts(1),
         ("(unknown)", "failed", "acme"): UsageCounts(1),

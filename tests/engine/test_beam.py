@@ -79,7 +79,7 @@ def test_what_is_not_reported_could_not_matter(seed: int) -> None:
 
 
 def test_a_wide_search_with_many_ends_looks_at_few_candidates() -> None:
-    """All that the door lets in at once: 64 beams, 64 stop tokens and the model's own."""
+    """All that may be asked at once: 64 beams, 64 stop tokens and the model's own."""
     width, draw = 64, random.Random(1)
     options = SamplingOptions(
         beam_width=width, temperature=0, stop_token_ids=tuple(range(1000, 1064))

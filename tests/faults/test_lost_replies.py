@@ -96,9 +96,7 @@ async def test_reply_to_a_reader_that_attends_is_lost(tmp_path: Path, repetition
 
 @pytest.mark.parametrize("repetitions", [SHORT, LONG])
 @pytest.mark.parametrize("script", ["poll_ingress", "accept_ingress", "refuse_ingress"])
-async def test_reply_to_the_plain_door_is_lost(
-    tmp_path: Path, script: str, repetitions: int
-) -> None:
+async def test_reply_to_the_ingress_is_lost(tmp_path: Path, script: str, repetitions: int) -> None:
     async with open_rig(tmp_path) as rig:
         proxy, env = rig.env.workers_proxy, rig.env
         for number in range(repetitions):

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 import redis.asyncio
-from delivery import test_door, test_ends, test_fairness, test_guards, test_round_trips
+from delivery import test_admission, test_ends, test_fairness, test_guards, test_round_trips
 from delivery.fleet import Shard
 
 Directed = Callable[[Shard], Awaitable[None]]
@@ -27,14 +27,14 @@ async def flush(shard: Shard) -> None:
 
 async def duplicates(shard: Shard) -> None:
     async with crowd(shard) as many:
-        await test_door.test_a_hundred_concurrent_duplicates_run_once(many)
+        await test_admission.test_a_hundred_concurrent_duplicates_run_once(many)
 
 
 async def bounds(shard: Shard) -> None:
-    for bound in test_door.BOUNDS:
+    for bound in test_admission.BOUNDS:
         await shard.redis.flushall()
         async with crowd(shard) as many:
-            await test_door.test_bounds_are_never_exceeded_by_one(many, bound)
+            await test_admission.test_bounds_are_never_exceeded_by_one(many, bound)
 
 
 @contextlib.asynccontextmanager
@@ -53,7 +53,7 @@ TIMES: dict[Directed, int] = {
     bounds: 7,  # 400 submits for each of four bounds
     test_ends.test_deadline_of_queued_and_running: 100,
     flush: 3,  # 100 flushes at least each
-    test_door.test_drained_shard_takes_work_again: 10,
+    test_admission.test_drained_shard_takes_work_again: 10,
     test_fairness.test_a_flood_does_not_delay_others: 5,
 }
 

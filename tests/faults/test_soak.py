@@ -19,7 +19,7 @@ PAUSE_S = float(os.environ.get("SOAK_PAUSE_S", "0"))
 """Between two rounds: a long soak need not take the whole machine."""
 RETENTION_S = 5
 CONSTANT_KEYS = 40
-"""More than lanes, tenants and doors of these tests have lasting keys."""
+"""More than lanes, tenants and ingress streams of these tests have lasting keys."""
 
 
 async def sample(rig: Rig) -> dict[str, int]:

@@ -79,7 +79,7 @@ def payload(dice: random.Random) -> bytes:
 
 
 def entry_parts(dice: random.Random) -> list[bytes]:
-    """Fields and values of an entry of the plain door."""
+    """Fields and values of an entry of the ingress."""
     parts: list[bytes] = []
     for name, item in fields(dice).items():
         shown = item if isinstance(item, str) else json_text(item)

@@ -95,7 +95,7 @@ class Payloads(Target):
 
 
 class Entries(Target):
-    """Entries of the plain door."""
+    """Entries of the ingress."""
 
     def case(self, dice: random.Random) -> tuple[str | None, list[bytes]]:
         return dice.choice((None, "acme")), make.entry_parts(dice)

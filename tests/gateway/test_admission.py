@@ -136,16 +136,16 @@ class Late(ModelDirectory):
 async def opened(url: str, limits: Limits) -> AsyncIterator[tuple[Gateway, Late, str]]:
     """The parts of a gateway in this process, and the secret of a key."""
     settings = load_settings({"redis.url": url, "gateway.extra_models": "nobody"})
-    directory, door = Late(settings), KeyAccess(settings, required=True)
+    directory, access = Late(settings), KeyAccess(settings, required=True)
     async with AsyncExitStack() as stack:
         client = RetryingClient(url)
         stack.push_async_callback(client.aclose)
         stack.push_async_callback(directory.aclose)
-        stack.push_async_callback(door.aclose)
+        stack.push_async_callback(access.aclose)
         await directory.connect()
-        await door.connect()
+        await access.connect()
         secret, _ = await KeyStore(client).create(KeyRecord("", "acme", limits=limits))
-        yield Gateway(settings, door, directory, RequestWatch(client)), directory, secret
+        yield Gateway(settings, access, directory, RequestWatch(client)), directory, secret
 
 
 async def submit(gateway: Gateway, secret: str, key: str) -> Submission:

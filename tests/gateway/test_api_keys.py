@@ -1,4 +1,4 @@
-"""The door of a running gateway: who gets in, what is answered, and what a dead gateway leaves."""
+"""Access to a running gateway: who gets in, what is answered, and what a dead gateway leaves."""
 
 from __future__ import annotations
 

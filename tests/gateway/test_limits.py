@@ -24,7 +24,7 @@ MINUTE_MS = 60_000
 
 
 @dataclass
-class Door:
+class AccessScripts:
     """The scripts of a server, and keys made for a test."""
 
     client: RetryingClient
@@ -47,7 +47,7 @@ class Door:
 
 @dataclass
 class Key:
-    door: Door
+    access: AccessScripts
     digest: str
     id: str
 
@@ -60,17 +60,17 @@ class Key:
         charge: bool = True,
     ) -> Verdict:
         if lease is None:
-            self.door.leases += 1
-            lease = f"lease{self.door.leases}"
-        return await self.door.scripts.admit(
+            self.access.leases += 1
+            lease = f"lease{self.access.leases}"
+        return await self.access.scripts.admit(
             self.digest, self.id, lease, cost=cost, lease_ms=lease_ms, charge=charge
         )
 
     async def settle(self, lease: str, used: int, *, submitted: bool = True) -> bool:
-        return await self.door.scripts.settle(self.id, lease, submitted=submitted, used=used)
+        return await self.access.scripts.settle(self.id, lease, submitted=submitted, used=used)
 
     async def window(self) -> dict[str, str]:
-        raw = await self.door.redis.hgetall(f"ps:{{gateway}}:window:{self.id}")
+        raw = await self.access.redis.hgetall(f"ps:{{gateway}}:window:{self.id}")
         return {k.decode(): v.decode() for k, v in raw.items()}
 
     async def let_pass(self, seconds: int) -> None:
@@ -78,20 +78,20 @@ class Key:
         name = f"ps:{{gateway}}:window:{self.id}"
         for at, value in (await self.window()).items():
             if at.isdigit():
-                await self.door.redis.hdel(name, at)
-                await self.door.redis.hset(name, str(int(at) - seconds), value)
+                await self.access.redis.hdel(name, at)
+                await self.access.redis.hset(name, str(int(at) - seconds), value)
 
 
 @pytest.fixture
-async def door(any_redis_url: str) -> AsyncIterator[Door]:
+async def access(any_redis_url: str) -> AsyncIterator[AccessScripts]:
     client = RetryingClient(any_redis_url)
-    yield Door(client)
+    yield AccessScripts(client)
     await client.redis.config_set("maxmemory", 0)
     await client.aclose()
 
 
-async def test_requests_per_minute(door: Door) -> None:
-    key = await door.key(requests_per_minute=3)
+async def test_requests_per_minute(access: AccessScripts) -> None:
+    key = await access.key(requests_per_minute=3)
     verdicts = [await key.admit() for _ in range(4)]
     assert [v.verdict for v in verdicts] == ["ok", "ok", "ok", "full"]
     assert [v.requests_left for v in verdicts] == [2, 1, 0, 0]
@@ -104,9 +104,9 @@ async def test_requests_per_minute(door: Door) -> None:
     assert (await key.admit()).verdict == "ok"
 
 
-async def test_no_sixty_seconds_hold_more_than_the_limit(door: Door) -> None:
+async def test_no_sixty_seconds_hold_more_than_the_limit(access: AccessScripts) -> None:
     """Two halves, 40 s apart: the first leaves the window before the second does."""
-    key = await door.key(requests_per_minute=4)
+    key = await access.key(requests_per_minute=4)
     assert [(await key.admit()).verdict for _ in range(2)] == ["ok"] * 2
     await key.let_pass(40)
     assert [(await key.admit()).verdict for _ in range(3)] == ["ok", "ok", "full"]
@@ -115,8 +115,8 @@ async def test_no_sixty_seconds_hold_more_than_the_limit(door: Door) -> None:
     assert [(await key.admit()).verdict for _ in range(3)] == ["ok", "ok", "full"]
 
 
-async def test_tokens_per_minute_by_what_was_used(door: Door) -> None:
-    key = await door.key(tokens_per_minute=100)
+async def test_tokens_per_minute_by_what_was_used(access: AccessScripts) -> None:
+    key = await access.key(tokens_per_minute=100)
     assert (await key.admit(60, lease="a")).tokens_left == 40
     full = await key.admit(41)
     assert (full.verdict, full.bound) == ("full", "tokens")
@@ -128,20 +128,20 @@ async def test_tokens_per_minute_by_what_was_used(door: Door) -> None:
     assert (await key.admit(1)).bound == "tokens"
 
 
-async def test_a_request_above_the_limit_never_fits(door: Door) -> None:
-    key = await door.key(tokens_per_minute=100)
+async def test_a_request_above_the_limit_never_fits(access: AccessScripts) -> None:
+    key = await access.key(tokens_per_minute=100)
     assert (await key.admit(101)).bound == "tokens"
 
 
-async def test_what_was_not_submitted_does_not_count(door: Door) -> None:
-    key = await door.key(requests_per_minute=1, tokens_per_minute=10, tokens_per_day=10)
+async def test_what_was_not_submitted_does_not_count(access: AccessScripts) -> None:
+    key = await access.key(requests_per_minute=1, tokens_per_minute=10, tokens_per_day=10)
     await key.admit(10, lease="a")
     assert await key.settle("a", 0, submitted=False)
     assert (await key.admit(10)).verdict == "ok"
 
 
-async def test_concurrent_requests(door: Door) -> None:
-    key = await door.key(concurrent=2)
+async def test_concurrent_requests(access: AccessScripts) -> None:
+    key = await access.key(concurrent=2)
     await key.admit(lease="a")
     await key.admit(lease="b")
     full = await key.admit()
@@ -151,13 +151,13 @@ async def test_concurrent_requests(door: Door) -> None:
     assert (await key.admit()).verdict == "full"
 
 
-async def test_a_dead_gateway_holds_no_place_for_ever(door: Door) -> None:
-    key = await door.key(concurrent=2, tokens_per_day=100)
+async def test_a_dead_gateway_holds_no_place_for_ever(access: AccessScripts) -> None:
+    key = await access.key(concurrent=2, tokens_per_day=100)
     for lease in ("dead", "alive"):
         await key.admit(30, lease=lease)
     leases, long_ago = f"ps:{{gateway}}:leases:{key.id}", 1
-    await door.redis.zadd(leases, {"dead": long_ago, "alive": long_ago})
-    assert await door.scripts.renew({key.id: ["alive", "unknown"]}, lease_ms=MINUTE_MS) == 1
+    await access.redis.zadd(leases, {"dead": long_ago, "alive": long_ago})
+    assert await access.scripts.renew({key.id: ["alive", "unknown"]}, lease_ms=MINUTE_MS) == 1
     assert (await key.admit(30, lease="next")).verdict == "ok"
     assert (await key.admit()).bound == "concurrent"
     assert not await key.settle("dead", 1), "its estimate stays charged"
@@ -165,8 +165,8 @@ async def test_a_dead_gateway_holds_no_place_for_ever(door: Door) -> None:
     assert (await key.admit(11)).bound == "budget"
 
 
-async def test_a_budget_per_day(door: Door) -> None:
-    key = await door.key(tokens_per_day=100)
+async def test_a_budget_per_day(access: AccessScripts) -> None:
+    key = await access.key(tokens_per_day=100)
     await key.admit(80, lease="a")
     full = await key.admit(21)
     assert (full.verdict, full.bound) == ("full", "budget")
@@ -179,86 +179,88 @@ async def test_a_budget_per_day(door: Door) -> None:
     assert (await key.admit(1)).bound == "budget", "a day is longer than a minute"
     (day,) = [name for name in await key.window() if name.startswith("day:")]
     name = f"ps:{{gateway}}:window:{key.id}"
-    await door.redis.hdel(name, day)
-    await door.redis.hset(name, f"day:{int(day[4:]) - 1}", 100)
+    await access.redis.hdel(name, day)
+    await access.redis.hset(name, f"day:{int(day[4:]) - 1}", 100)
     assert (await key.admit(1)).verdict == "ok", "and yesterday's is gone"
 
 
-async def test_a_repeated_call_counts_once(door: Door) -> None:
+async def test_a_repeated_call_counts_once(access: AccessScripts) -> None:
     """Its reply was lost."""
-    key = await door.key(requests_per_minute=2, concurrent=1)
+    key = await access.key(requests_per_minute=2, concurrent=1)
     for _ in range(3):
         assert (await key.admit(lease="a")).verdict == "ok"
     assert (await key.admit()).requests_left == 1
 
 
-async def test_what_joins_a_request_uses_no_limit(door: Door) -> None:
-    key = await door.key(requests_per_minute=1, tokens_per_minute=10, concurrent=1)
+async def test_what_joins_a_request_uses_no_limit(access: AccessScripts) -> None:
+    key = await access.key(requests_per_minute=1, tokens_per_minute=10, concurrent=1)
     assert (await key.admit(7)).verdict == "ok"
     before = await key.window()
     for _ in range(2):
         joined = await key.admit(7, charge=False)
         assert (joined.verdict, joined.requests_left, joined.tokens_left) == ("ok", 0, 3)
     assert await key.window() == before
-    await door.store.revoke(key.id)
+    await access.store.revoke(key.id)
     assert (await key.admit(7, charge=False)).verdict == "revoked"
 
 
-async def test_revoked_and_expired_keys_are_refused_at_once(door: Door) -> None:
-    key = await door.key()
+async def test_revoked_and_expired_keys_are_refused_at_once(access: AccessScripts) -> None:
+    key = await access.key()
     assert (await key.admit()).verdict == "ok"
-    await door.store.revoke(key.id)
+    await access.store.revoke(key.id)
     assert (await key.admit()).verdict == "revoked"
-    secret, record = await door.store.create(KeyRecord("", "acme"), lifetime_ms=1)
+    secret, record = await access.store.create(KeyRecord("", "acme"), lifetime_ms=1)
     await asyncio.sleep(0.003)
-    assert (await Key(door, digest_of(secret), record.id).admit()).verdict == "expired"
-    assert (await Key(door, digest_of("sk-penstock-x"), "key-x").admit()).verdict == "unknown"
+    assert (await Key(access, digest_of(secret), record.id).admit()).verdict == "expired"
+    assert (await Key(access, digest_of("sk-penstock-x"), "key-x").admit()).verdict == "unknown"
 
 
-async def test_rotation_keeps_limits_and_ends_the_old_secret(door: Door) -> None:
-    key = await door.key(requests_per_minute=3)
+async def test_rotation_keeps_limits_and_ends_the_old_secret(access: AccessScripts) -> None:
+    key = await access.key(requests_per_minute=3)
     await key.admit()
-    secret, record = await door.store.rotate(key.id, grace_ms=MINUTE_MS)
-    new = Key(door, digest_of(secret), record.id)
+    secret, record = await access.store.rotate(key.id, grace_ms=MINUTE_MS)
+    new = Key(access, digest_of(secret), record.id)
     assert (await new.admit()).requests_left == 1
     assert (await key.admit()).verdict == "ok", "in its grace"
-    secret, record = await door.store.rotate(key.id)
+    secret, record = await access.store.rotate(key.id)
     assert (await key.admit()).verdict == "expired"
     assert (await new.admit()).verdict == "expired"
-    third = Key(door, digest_of(secret), record.id)
+    third = Key(access, digest_of(secret), record.id)
     assert (await third.admit()).bound == "requests"
-    await door.store.revoke(key.id)
+    await access.store.revoke(key.id)
     assert [(await k.admit()).verdict for k in (new, third)] == ["revoked", "revoked"]
     assert (await key.admit()).verdict == "expired"
-    assert len(await door.store.all()) == 1
+    assert len(await access.store.all()) == 1
 
 
-async def test_secrets_are_not_stored(door: Door) -> None:
-    secret, record = await door.store.create(KeyRecord("", "acme"))
-    for name in await door.redis.keys("*"):
+async def test_secrets_are_not_stored(access: AccessScripts) -> None:
+    secret, record = await access.store.create(KeyRecord("", "acme"))
+    for name in await access.redis.keys("*"):
         assert secret.encode() not in name
-        assert secret.encode() not in (await door.redis.dump(name))
-    found = await door.store.find(secret)
+        assert secret.encode() not in (await access.redis.dump(name))
+    found = await access.store.find(secret)
     assert found == record
-    assert await door.store.find(secret[:-1]) is None
+    assert await access.store.find(secret[:-1]) is None
     digest = digest_of(secret)
-    await door.redis.rename(f"ps:{{gateway}}:key:{digest}", f"ps:{{gateway}}:key:{digest_of('x')}")
-    assert await door.store.find("x") is None, "a record of another key"
+    await access.redis.rename(
+        f"ps:{{gateway}}:key:{digest}", f"ps:{{gateway}}:key:{digest_of('x')}"
+    )
+    assert await access.store.find("x") is None, "a record of another key"
 
 
-async def test_settling_and_renewing_run_at_maxmemory(door: Door) -> None:
-    key = await door.key(concurrent=1)
+async def test_settling_and_renewing_run_at_maxmemory(access: AccessScripts) -> None:
+    key = await access.key(concurrent=1)
     await key.admit(lease="a")
-    await door.redis.config_set("maxmemory", 1)
-    assert await door.scripts.renew({key.id: ["a"]}, lease_ms=MINUTE_MS) == 1
+    await access.redis.config_set("maxmemory", 1)
+    assert await access.scripts.renew({key.id: ["a"]}, lease_ms=MINUTE_MS) == 1
     assert await key.settle("a", 1)
 
 
 async def test_two_hundred_keys_under_a_thousand_concurrent_requests(any_redis_url: str) -> None:
     """Four gateways; each key is asked for more than each of its limits allows."""
     clients = [RetryingClient(any_redis_url) for _ in range(4)]
-    doors = [Door(client) for client in clients]
-    store = doors[0].store
+    accesses = [AccessScripts(client) for client in clients]
+    store = accesses[0].store
     keys = []
     for i in range(200):
         limits = Limits(
@@ -272,7 +274,7 @@ async def test_two_hundred_keys_under_a_thousand_concurrent_requests(any_redis_u
     async def one(number: int) -> tuple[int, str]:
         who = number % 200
         digest, key_id = keys[who]
-        verdict = await doors[number % 4].scripts.admit(
+        verdict = await accesses[number % 4].scripts.admit(
             digest, key_id, f"l{number}", cost=10, lease_ms=MINUTE_MS
         )
         return who, verdict.verdict
@@ -284,7 +286,7 @@ async def test_two_hundred_keys_under_a_thousand_concurrent_requests(any_redis_u
         await client.aclose()
 
 
-MUTANTS: tuple[tuple[str, str, str, Callable[[Door], Awaitable[None]]], ...] = (
+MUTANTS: tuple[tuple[str, str, str, Callable[[AccessScripts], Awaitable[None]]], ...] = (
     ("admit", "used.requests + 1 > limits.requests", "used.requests > limits.requests",
      test_requests_per_minute),
     ("admit", "used.tokens + cost > limits.tokens", "used.tokens > limits.tokens",
@@ -322,17 +324,23 @@ MUTANTS: tuple[tuple[str, str, str, Callable[[Door], Awaitable[None]]], ...] = (
     ("name", "old", "new", "directed"), MUTANTS, ids=[f"{m[0]}-{m[1][:30]}" for m in MUTANTS]
 )
 async def test_a_mutant_is_noticed(
-    redis_url: str, name: str, old: str, new: str, directed: Callable[[Door], Awaitable[None]]
+    redis_url: str,
+    name: str,
+    old: str,
+    new: str,
+    directed: Callable[[AccessScripts], Awaitable[None]],
 ) -> None:
     source = load_limit_script(name).source
     assert source.count(old) == 1
     mutant = Script.of(name, source.replace(old, new))
     client = RetryingClient(redis_url)
     assert await client.redis.script_load(mutant.source) == mutant.digest
-    door = Door(client, lambda wanted: mutant if wanted == name else load_limit_script(wanted))
+    access = AccessScripts(
+        client, lambda wanted: mutant if wanted == name else load_limit_script(wanted)
+    )
     try:
         with pytest.raises((Exception, pytest.fail.Exception)):
-            await directed(door)
+            await directed(access)
     finally:
         await client.redis.config_set("maxmemory", 0)
         await client.aclose()

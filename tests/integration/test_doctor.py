@@ -54,7 +54,7 @@ async def test_a_fit_server_has_no_errors(
     [
         ({"maxmemory-policy": "allkeys-lru"}, "eviction", Level.ERROR, "throws accepted requests"),
         ({"maxmemory": MIB // 2}, "memory", Level.ERROR, "submits are refused"),
-        ({"maxmemory": 100 * MIB}, "memory", Level.WARNING, "before the bound at the door"),
+        ({"maxmemory": 100 * MIB}, "memory", Level.WARNING, "before the bound on what waits"),
         ({"maxmemory": 0}, "memory", Level.NOTE, "kernel kills the server"),
         ({"timeout": 30}, "timeouts", Level.NOTE, "closes idle connections"),
         ({"tcp-keepalive": 0}, "timeouts", Level.NOTE, "vanished"),

@@ -100,7 +100,7 @@ async def test_long_entries_hold_up_no_neighbour(
     assert "stood still" not in worker.log.read_text()
 
 
-async def test_entries_of_the_plain_door_fail_alone(served: tuple[str, WorkerProcess]) -> None:
+async def test_entries_of_the_ingress_fail_alone(served: tuple[str, WorkerProcess]) -> None:
     """Each is refused with a terminal event, and the entry behind it is served."""
     url, worker = served
     async with Producer(url) as producer, Redis.from_url(url) as redis:
@@ -109,7 +109,7 @@ async def test_entries_of_the_plain_door_fail_alone(served: tuple[str, WorkerPro
             await redis.execute_command("XADD", KEYS.ingress(), "*", "id", f"bad-{number}", *parts)
         behind = ("id", "behind", "prompt", "x", "max_tokens", "4")
         await redis.execute_command("XADD", KEYS.ingress(), "*", *behind)
-        async with asyncio.timeout(60):  # until the door has looked at all of them
+        async with asyncio.timeout(60):  # until the ingress has looked at all of them
             while not await redis.exists(KEYS.request("behind")):
                 await asyncio.sleep(0.01)
         for number, name in enumerate(ENTRIES):

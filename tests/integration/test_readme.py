@@ -73,7 +73,7 @@ def test_python_of_the_page(page: str, run: Run, tmp_path: Path) -> None:
     assert re.match(r"completed \((length|stop)\)", last)
 
 
-def test_every_example_is_run_here_or_with_the_plain_door() -> None:
+def test_every_example_is_run_here_or_with_the_ingress() -> None:
     tested = {"stream.py", "lanes.py", "resume.py", "blocking.py", "by_hand.py"}
     assert {path.name for path in EXAMPLES.glob("*.py")} == tested | {"python_plain.py"}
 

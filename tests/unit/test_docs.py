@@ -42,7 +42,7 @@ METRIC_NAMES: dict[str, tuple[str, tuple[str, ...]]] = {
     "penstock_cached_prompt_tokens_total": ("counter", ()),
     "penstock_claims_total": ("counter", ()),
     "penstock_compacted_logs_total": ("counter", ()),
-    "penstock_door_entries_total": ("counter", ("verdict",)),
+    "penstock_ingress_entries_total": ("counter", ("verdict",)),
     "penstock_draft_failures_total": ("counter", ()),
     "penstock_drafted_tokens_total": ("counter", BY_PLACE),
     "penstock_exchange_seconds": ("histogram", ()),

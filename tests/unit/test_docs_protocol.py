@@ -207,8 +207,8 @@ def test_json_events_say_the_same() -> None:
 
 
 def test_captured_json_answer_is_one_whole_stream() -> None:
-    door = PROTOCOL[PROTOCOL.index("## The plain door") :]
-    entries = re.findall(r'^ +2\) "(\{.*\})"$', door, re.MULTILINE)
+    section = PROTOCOL[PROTOCOL.index("## Ingress") :]
+    entries = re.findall(r'^ +2\) "(\{.*\})"$', section, re.MULTILINE)
     chunk, end = (unpack_event(ast.literal_eval(f'b"{entry}"')) for entry in entries)
     assert isinstance(chunk, Chunk)
     assert isinstance(end, End)

@@ -40,8 +40,8 @@ def test_an_error_is_told_in_one_bounded_line(
 ) -> None:
     configure_logging("w")
     metrics = WorkerMetrics()
-    assert Guard("door", metrics).isolated("item\n2026-01-01 forged", error) == shown
-    assert isolated(metrics, "door") == 1
+    assert Guard("ingress", metrics).isolated("item\n2026-01-01 forged", error) == shown
+    assert isolated(metrics, "ingress") == 1
     first, *trace = capsys.readouterr().err.splitlines()
     assert "item\\n2026-01-01 forged" in first
     assert all(line.startswith("    ") for line in trace), "no line of it passes for an event"
@@ -65,11 +65,11 @@ async def test_turns_go_on_after_each_kind_of_error() -> None:
         done.set()
         return 60.0
 
-    task = GuardedTask("door", turn, metrics=metrics, watch=watch, patience_s=1)
+    task = GuardedTask("ingress", turn, metrics=metrics, watch=watch, patience_s=1)
     task.start()
     await asyncio.wait_for(done.wait(), 60)
     await task.close()
-    assert isolated(metrics, "door") == 2
+    assert isolated(metrics, "ingress") == 2
     assert metrics.registry.get_sample_value("penstock_redis_errors_total") == 1
     assert watch.look() is None
 

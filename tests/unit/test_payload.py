@@ -81,7 +81,7 @@ def test_a_payload_is_bounded() -> None:
         Request.build(id="r", payload=b"x" * (1 << 20)).pack()
 
 
-def test_from_the_plain_door() -> None:
+def test_from_the_ingress() -> None:
     fields = [b"id", b"r", b"payload", b'{"pixels": [1, 2.5]}']
     admitted = read_entry(Entry(None, "1-0", fields))
     assert isinstance(admitted, Admission)

@@ -199,7 +199,7 @@ def test_outputs_whose_options_contradict_each_other(field: str, options: dict[s
         ({"beam_width": 4, "length_penalty": -1, "early_stopping": True}, 4),
     ],
 )
-def test_every_sequence_counts_at_the_door(options: dict[str, Any], sequences: int) -> None:
+def test_every_sequence_counts_at_submission(options: dict[str, Any], sequences: int) -> None:
     request = Request.build(id="r", prompt=[1, 2, 3], max_tokens=10, **options)
     assert request.options.num_sequences == sequences
     assert request.cost_estimate == 3 + 10 * sequences

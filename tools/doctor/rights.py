@@ -204,7 +204,7 @@ async def look_at_default_user(patient: Patient) -> Finding:
     return Finding(
         "default_user", Level.WARNING, "open: AUTH default with any password is accepted",
         "every confined user becomes one that may do everything, by one command",
-        "switch it off with deploy/acl/default.acl, see docs/plain-door.md",
+        "switch it off with deploy/acl/default.acl, see docs/ingress.md",
     )  # fmt: skip
 
 

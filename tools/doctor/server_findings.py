@@ -174,7 +174,7 @@ def _memory(info: Mapping[str, Any], max_queued_bytes: int) -> Finding:
         return Finding(
             "memory", Level.WARNING,
             f"{shown}; queue.max_queued_bytes is {max_queued_bytes / _MIB:.0f} MiB",
-            "memory can fill up before the bound at the door refuses anything",
+            "memory can fill up before the bound on what waits refuses anything",
             "set queue.max_queued_bytes well below half of maxmemory",
         )  # fmt: skip
     return Finding("memory", Level.OK, shown)

@@ -34,7 +34,7 @@ LASTING = (
 """Keys without expiry by design."""
 
 LASTING_PREFIXES = ("queue:", "continued:", "suspects", "owned:", "ingress:")
-"""The same, for as long as requests wait or run, or a tenant has a door."""
+"""The same, for as long as requests wait or run, or a tenant has an ingress stream."""
 
 
 @dataclass
@@ -196,8 +196,8 @@ class Shard:
             return Finding("counters", Level.NOTE, f"{wrong} were wrong and are right now")
         return Finding(
             "counters", Level.ERROR, f"{wrong} differ from a recount",
-            "bounds at the door and autoscaling go by wrong numbers; this comes from keys deleted "
-            "by hand or from commands denied in the middle of scripts",
+            "bounds on what waits and autoscaling go by wrong numbers; this comes from keys "
+            "deleted by hand or from commands denied in the middle of scripts",
             "penstock doctor --repair sets them right",
         )  # fmt: skip
 

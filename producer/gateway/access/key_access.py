@@ -1,4 +1,4 @@
-"""The door with API keys: who calls, and whether the key's limits let the request in."""
+"""Access with API keys: who calls, and whether the key's limits let the request in."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .key_records import KeyRecord, digest_of
 from .key_store import KeyStore
 from .limit_scripts import LimitScripts, Verdict
 
-__all__ = ["KeyAccess", "are_keys", "door_of"]
+__all__ = ["KeyAccess", "access_of", "are_keys"]
 
 _log = logging.getLogger("penstock.gateway")
 
@@ -238,8 +238,8 @@ class KeyAccess:
         task.add_done_callback(self._tasks.discard)
 
 
-def door_of(settings: Settings) -> KeyAccess:
-    """The door of a gateway: others than this machine need a key, in any case."""
+def access_of(settings: Settings) -> KeyAccess:
+    """The access to a gateway: others than this machine always need a key."""
     return KeyAccess(settings, required=not is_loopback(settings.gateway.host))
 
 
@@ -249,7 +249,7 @@ async def are_keys(settings: Settings) -> bool:
     Raises:
         RedisUnavailable: Redis is away.
     """
-    access = door_of(settings)
+    access = access_of(settings)
     try:
         await access.connect()
         return await access.count() > 0

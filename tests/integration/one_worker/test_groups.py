@@ -116,7 +116,7 @@ async def test_a_search_wider_than_the_worker_fails_alone(producer: Producer) ->
     assert len(fine.choices) == 2
 
 
-async def test_the_plain_door_takes_them(producer: Producer, server: EmbeddedRedis) -> None:
+async def test_the_ingress_takes_them(producer: Producer, server: EmbeddedRedis) -> None:
     async with redis.asyncio.Redis.from_url(server.url) as client:
         entry = await client.xadd(
             KEYS.ingress(),

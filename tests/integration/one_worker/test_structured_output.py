@@ -118,7 +118,7 @@ async def test_a_constraint_that_crashes_its_compiler_costs_nobody_else(
     assert worker.metric("redeliveries_total") == 0
 
 
-async def test_the_plain_door_takes_forms(server: EmbeddedRedis, worker: WorkerProcess) -> None:
+async def test_the_ingress_takes_forms(server: EmbeddedRedis, worker: WorkerProcess) -> None:
     async with redis.asyncio.Redis.from_url(server.url) as client, Producer(server.url) as producer:
         fields = ["id", "plain", "prompt", "x", "answer", "json", "choice", "yes", "choice", "no"]
         await client.execute_command("XADD", KEYS.ingress(), "*", *fields)

@@ -1,4 +1,4 @@
-"""Commands denied in the middle of the door's scripts, and scripts with a guard taken out."""
+"""Commands denied in the middle of ingress scripts, and scripts with a guard taken out."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable
 import pytest
 from delivery.mutation import check_compiles
 from delivery.test_denied_commands import deny, heal, refused
-from door import test_admission, test_door_workers
-from door.plain import PlainDoor
+from ingress import test_admission, test_ingress_workers
+from ingress.shard_ingress import ShardIngress
 from redis.asyncio import Redis
 
 from penstock.shared.scripts.script_loader import Script, load_script
@@ -26,48 +26,48 @@ CASES = [(script, command) for script in INGRESS_SCRIPTS for command in commands
 
 @pytest.mark.parametrize(("script", "command"), CASES)
 async def test_a_denied_command(
-    newest_door: PlainDoor, redis_url: str, script: str, command: str
+    newest_ingress: ShardIngress, redis_url: str, script: str, command: str
 ) -> None:
     """Whatever is cut short where, the next look puts right, and nothing happens twice."""
-    door = newest_door
+    ingress = newest_ingress
     if script != "poll_ingress":
-        await door.lease("w")
-        await door.poll("w")
-    await door.add(id="good", prompt="Hi", max_tokens=8)
-    await door.add(id="bad", prompt="")
-    await deny(door.shard, command)
+        await ingress.lease("w")
+        await ingress.poll("w")
+    await ingress.add(id="good", prompt="Hi", max_tokens=8)
+    await ingress.add(id="bad", prompt="")
+    await deny(ingress.shard, command)
     async with Redis.from_url(redis_url.replace("//", "//limited:pw@")) as limited:
-        hindered = PlainDoor(limited)
+        hindered = ShardIngress(limited)
         if script == "poll_ingress":
             await refused(hindered.poll("w"))
         else:
-            good, bad = await door.read("w")
+            good, bad = await ingress.read("w")
             await refused(hindered.resolve(good if script == "accept_ingress" else bad))
     for _ in range(2):
-        await door.take_in()
-    await heal(door.shard)
-    assert await door.left() == (0, 0)
-    await door.shard.check(stale_entries=True)
-    worker = door.shard.worker("w")
+        await ingress.take_in()
+    await heal(ingress.shard)
+    assert await ingress.left() == (0, 0)
+    await ingress.shard.check(stale_entries=True)
+    worker = ingress.shard.worker("w")
     (claim,) = await worker.claim(9)
     assert claim.id == "good"
     await worker.send(worker.ending(claim, 0, 2))
-    assert len(await door.shard.log("bad")) == 1
-    await door.shard.check(ended=True, stale_entries=True)
+    assert len(await ingress.shard.log("bad")) == 1
+    await ingress.shard.check(ended=True, stale_entries=True)
 
 
-Test = Callable[[PlainDoor], Awaitable[None]]
+Test = Callable[[ShardIngress], Awaitable[None]]
 
 MUTANTS: dict[str, tuple[str, str, Test]] = {
     "acts on what is gone": (
         "if not entry_exists(ingress, entry) then",
         "if false then",
-        test_door_workers.test_an_entry_is_acted_on_once,
+        test_ingress_workers.test_an_entry_is_acted_on_once,
     ),
     "refuses what is gone": (
         "if entry_exists(ingress, entry) then",
         "if true then",
-        test_door_workers.test_an_entry_is_acted_on_once,
+        test_ingress_workers.test_an_entry_is_acted_on_once,
     ),
     "stays in the stream": (
         "attempt(nil, 'XDEL', ingress, entry)",
@@ -107,7 +107,7 @@ MUTANTS: dict[str, tuple[str, str, Test]] = {
     "no bounds": (
         "whole('max_requests', max_requests)",
         "0",
-        test_door_workers.test_bounds_are_never_exceeded_by_one_with_two_workers,
+        test_ingress_workers.test_bounds_are_never_exceeded_by_one_with_two_workers,
     ),
     "refused at maxmemory": (
         "\nallow_oom()\n",
@@ -117,22 +117,22 @@ MUTANTS: dict[str, tuple[str, str, Test]] = {
     "the dead keep their entries": (
         "if reader ~= worker and not has_lease(reader) then",
         "if false then",
-        test_door_workers.test_a_worker_killed_between_reading_and_acting,
+        test_ingress_workers.test_a_worker_killed_between_reading_and_acting,
     ),
     "the living are robbed": (
         "return lease and tonumber(lease) > now",
         "return false",
-        test_door_workers.test_entries_of_a_living_worker_are_left_to_it,
+        test_ingress_workers.test_entries_of_a_living_worker_are_left_to_it,
     ),
     "lost replies stay lost": (
         "  take_over(tenant, ingress, worker)\n",
         "",
-        test_door_workers.test_entries_of_a_living_worker_are_left_to_it,
+        test_ingress_workers.test_entries_of_a_living_worker_are_left_to_it,
     ),
     "the dead stay consumers": (
         "      forget_consumer(ingress, reader)\n",
         "",
-        test_door_workers.test_a_worker_killed_between_reading_and_acting,
+        test_ingress_workers.test_a_worker_killed_between_reading_and_acting,
     ),
     "only what comes after the first worker": (
         "'CREATE', ingress, GROUP, '0', 'MKSTREAM'",
@@ -148,7 +148,7 @@ MUTANTS: dict[str, tuple[str, str, Test]] = {
 
 
 @pytest.mark.parametrize("name", MUTANTS, ids=lambda name: name.replace(" ", "-"))
-async def test_mutant_is_noticed(newest_door: PlainDoor, name: str) -> None:
+async def test_mutant_is_noticed(newest_ingress: ShardIngress, name: str) -> None:
     old, new, test = MUTANTS[name]
     changed: list[Script] = []
 
@@ -163,9 +163,9 @@ async def test_mutant_is_noticed(newest_door: PlainDoor, name: str) -> None:
 
     for script in INGRESS_SCRIPTS:
         load(script)
-    mutated = PlainDoor(newest_door.redis, load=load)
+    mutated = ShardIngress(newest_ingress.redis, load=load)
     assert changed, f"{old!r} occurs in no script any more"
-    await check_compiles(newest_door.redis, changed)
+    await check_compiles(newest_ingress.redis, changed)
     survived = False
     try:
         await test(mutated)
@@ -173,7 +173,7 @@ async def test_mutant_is_noticed(newest_door: PlainDoor, name: str) -> None:
     except (Exception, pytest.fail.Exception):  # however the test fails, it has noticed
         pass
     finally:
-        await newest_door.redis.config_set("maxmemory", 0)
+        await newest_ingress.redis.config_set("maxmemory", 0)
     assert not survived, (
         f"{test.__name__} passes with {[script.name for script in changed]} changed"
     )

@@ -1,4 +1,4 @@
-"""docs/plain-door.md says what is."""
+"""docs/ingress.md says what is."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from penstock.shared.protocol.request import MAX_PAYLOAD_BYTES, REQUEST_OPTIONS
 from penstock.shared.protocol.states import Answer, Reason
 from penstock.shared.scripts.ingress_operations import MAX_INGRESS_TENANTS
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "plain-door.md").read_text("utf-8")
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "ingress.md").read_text("utf-8")
 
 
 def table(*head: str) -> list[list[str]]:

@@ -1,4 +1,4 @@
-"""A plain door on a real server: entries added by hand, and taken in step by step or by loops."""
+"""An ingress on a real server: entries added by hand, and taken in step by step or by loops."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ MINUTE_MS = 60_000
 
 
 @dataclass
-class PlainDoor:
-    """The door of one shard, and shortcuts to look into it."""
+class ShardIngress:
+    """The ingress of one shard, and shortcuts to look into it."""
 
     redis: Redis
     bounds: Bounds = field(default_factory=Bounds)
@@ -42,8 +42,8 @@ class PlainDoor:
             load=self.load,
         )
 
-    def with_bounds(self, **bounds: int) -> PlainDoor:
-        return PlainDoor(self.redis, Bounds(**bounds), self.load)
+    def with_bounds(self, **bounds: int) -> ShardIngress:
+        return ShardIngress(self.redis, Bounds(**bounds), self.load)
 
     async def add(self, tenant: str | None = None, **fields: object) -> str:
         """XADD as any client does it; returns the entry's name."""
@@ -96,14 +96,14 @@ class PlainDoor:
         return admitted
 
     async def left(self, tenant: str | None = None) -> tuple[int, int]:
-        """Entries in an intake stream, and those of them that some worker has read."""
-        intake = self.keys.ingress(tenant)
-        pending = await self.redis.xpending(intake, GROUP)
-        return await self.redis.xlen(intake), pending["pending"]
+        """Entries in an ingress stream, and those of them that some worker has read."""
+        stream = self.keys.ingress(tenant)
+        pending = await self.redis.xpending(stream, GROUP)
+        return await self.redis.xlen(stream), pending["pending"]
 
     @asynccontextmanager
     async def loop(self, worker: str, *, interval_s: float = 0.05) -> AsyncIterator[Ingress]:
-        """A worker's own loop at the door, with a connection of its own and a lease."""
+        """A worker's own loop at the ingress, with a connection of its own and a lease."""
         await self.lease(worker)
         client = Redis(
             connection_pool=type(self.redis.connection_pool)(

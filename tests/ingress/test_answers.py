@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import redis
 from delivery.fleet import Shard, chunk
-from door.plain import PlainDoor
+from ingress.shard_ingress import ShardIngress
 from waiting import wait_until
 from workers import WorkerFactory, WorkerProcess
 
@@ -177,7 +177,7 @@ def test_a_worker_process_lost_between_reading_and_acting(
         assert client.events(id)[-1]["state"] == "completed"
     if fate == "only stopped":
         first.signal(signal.SIGCONT)
-        wait_until(lambda: first.metric("door_entries_total") >= 30, "it has acted, too late")
+        wait_until(lambda: first.metric("ingress_entries_total") >= 30, "it has acted, too late")
     for id in ids:
         assert len(ids_of(client.events(id))) == 3
     assert client.redis.hget(KEYS.counters, "ended:completed") == "31"
@@ -212,14 +212,14 @@ async def end_of(shard: Shard) -> dict[str, Any]:
     return event
 
 
-async def test_ends_that_scripts_write_are_json_too(door: PlainDoor) -> None:
-    shard = door.shard.with_retry(max_blames=1)
+async def test_ends_that_scripts_write_are_json_too(ingress: ShardIngress) -> None:
+    shard = ingress.shard.with_retry(max_blames=1)
 
     async def submit(**changes: Any) -> None:
         await shard.redis.delete(shard.keys.request("x"), shard.keys.log("x"))
         fields = {"id": "x", "prompt": "Hi", "answer": "json", "max_tokens": 4, **changes}
         await shard.ops.submit(
-            Request.build(**fields), bounds=door.bounds, default_deadline_ms=60_000
+            Request.build(**fields), bounds=ingress.bounds, default_deadline_ms=60_000
         )
 
     await submit()

@@ -1,4 +1,4 @@
-"""``penstock door list | add | remove``: tenants with an intake stream of their own."""
+"""``penstock ingress list | add | remove``: tenants with an ingress stream of their own."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from penstock.shared.settings import Settings
 from .options import JsonOption, with_client_settings
 from .output import printable, write_json, write_note
 
-__all__ = ["door"]
+__all__ = ["ingress"]
 
 _T = TypeVar("_T")
 
-door = typer.Typer(
+ingress = typer.Typer(
     no_args_is_help=False,
-    help="Tenants with an intake stream of their own, for clients that an ACL confines to it.",
+    help="Tenants with an ingress stream of their own, for clients that an ACL confines to it.",
 )
 
 TenantArgument = Annotated[
@@ -31,21 +31,21 @@ TenantArgument = Annotated[
 ]
 
 
-@door.callback(invoke_without_command=True)
+@ingress.callback(invoke_without_command=True)
 def _group(context: typer.Context) -> None:
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
 
 
-@door.command("list")
+@ingress.command("list")
 @with_client_settings
-def list_doors(
+def list_tenants(
     *,
     json: JsonOption = False,
     settings: Settings,
 ) -> None:
     """Show the tenants that have one."""
-    tenants = asyncio.run(_run(settings, lambda ingress: ingress.tenants()))
+    tenants = asyncio.run(_run(settings, lambda operations: operations.tenants()))
     if json:
         write_json({"tenants": list(tenants)})
         return
@@ -53,7 +53,7 @@ def list_doors(
         typer.echo(printable(tenant))
 
 
-@door.command()
+@ingress.command()
 @with_client_settings
 def add(
     *,
@@ -61,12 +61,12 @@ def add(
     json: JsonOption = False,
     settings: Settings,
 ) -> None:
-    """Have workers read a tenant's intake stream."""
-    changed = asyncio.run(_run(settings, lambda ingress: ingress.add_tenant(tenant)))
+    """Have workers read a tenant's ingress stream."""
+    changed = asyncio.run(_run(settings, lambda operations: operations.add_tenant(tenant)))
     _tell(settings, tenant, changed, json, "is read from now on" if changed else "is read already")
 
 
-@door.command()
+@ingress.command()
 @with_client_settings
 def remove(
     *,
@@ -74,8 +74,8 @@ def remove(
     json: JsonOption = False,
     settings: Settings,
 ) -> None:
-    """Have workers read a tenant's intake stream no more; what is in it stays there."""
-    changed = asyncio.run(_run(settings, lambda ingress: ingress.remove_tenant(tenant)))
+    """Have workers read a tenant's ingress stream no more; what is in it stays there."""
+    changed = asyncio.run(_run(settings, lambda operations: operations.remove_tenant(tenant)))
     _tell(settings, tenant, changed, json, "is read no more" if changed else "was not read")
 
 

@@ -1,4 +1,4 @@
-"""The plain door's examples, run as they are, against a real worker; also as a confined tenant."""
+"""The ingress's examples, run as they are, against a real worker; also as a confined tenant."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import redis
-from door.test_acl import Server
+from ingress.test_acl import Server
 from waiting import wait_until
 from workers import WorkerFactory
 

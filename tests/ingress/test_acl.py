@@ -212,12 +212,12 @@ def test_what_a_confined_producer_must_not_do(server: Server, acme: redis.Redis)
 
 def test_the_holes_that_are_stated_are_there(server: Server, acme: redis.Redis) -> None:
     """Documented, so a server that closes one should be noticed."""
-    intake = KEYS.ingress("acme")
+    stream = KEYS.ingress("acme")
     for _ in range(3):
-        acme.xadd(intake, {"prompt": "Hi"})
-    acme.execute_command("XADD", intake, "MAXLEN", 0, "*", "prompt", "Hi")
-    assert server.admin.xlen(intake) == 0
-    page = (ROOT / "docs" / "plain-door.md").read_text("utf-8")
+        acme.xadd(stream, {"prompt": "Hi"})
+    acme.execute_command("XADD", stream, "MAXLEN", 0, "*", "prompt", "Hi")
+    assert server.admin.xlen(stream) == 0
+    page = (ROOT / "docs" / "ingress.md").read_text("utf-8")
     assert "MAXLEN 0" in page
     if server.old:
         assert acme.xadd(OWN, {"chunk": "x"})
