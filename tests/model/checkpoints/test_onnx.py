@@ -10,8 +10,8 @@ from typing import Any
 import onnx
 import pytest
 import torch
-from model.onnx_writer import NAMES, write_onnx
-from model.test_quantised_checkpoints import expected_greedy, greedy
+from model.checkpoints.onnx_writer import NAMES, write_onnx
+from model.checkpoints.test_quantised_checkpoints import expected_greedy, greedy
 from onnx import TensorProto, helper
 
 from penstock.gpu_worker.model.checkpoints.memory_plan import plan_memory

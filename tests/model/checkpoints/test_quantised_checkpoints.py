@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from model.engine_run import Bench
-from model.families import save_family
-from model.quantised_checkpoints import (
+from model.checkpoints.quantised_checkpoints import (
     awq,
     bnb_int8,
     bnb_nf4,
@@ -20,6 +18,8 @@ from model.quantised_checkpoints import (
     rewrite,
     rewrite_experts,
 )
+from model.engine_run import Bench
+from model.families import save_family
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GenerationConfig
 

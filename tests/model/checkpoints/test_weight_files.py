@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from model.test_quantised_checkpoints import expected_greedy, greedy
+from model.checkpoints.test_quantised_checkpoints import expected_greedy, greedy
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
