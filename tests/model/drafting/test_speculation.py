@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from model.drafting.speculating import BLOCK_SIZE, Oracle, Served, draft_model, serve
 from model.families import VOCAB_SIZE, WINDOW, others_slow
-from model.speculating import BLOCK_SIZE, Oracle, Served, draft_model, serve
 
 from penstock.gpu_worker.engine.kv.kv_cache_groups import KVCacheGroup, most_blocks_held
 from penstock.gpu_worker.engine.plan import Span

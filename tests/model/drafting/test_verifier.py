@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from model.drafting.speculating import Oracle, draft_model, serve
+from model.drafting.test_speculation import OUTPUT_TOKENS, PROMPTS, SAMPLED
 from model.families import VOCAB_SIZE
-from model.speculating import Oracle, draft_model, serve
-from model.test_speculation import OUTPUT_TOKENS, PROMPTS, SAMPLED
 
 from penstock.gpu_worker.engine.sequence import Sequence
 from penstock.gpu_worker.engine.speculation.controller import SpeculationConfig

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from model.drafting.speculating import Oracle, draft_model, serve
 from model.families import VOCAB_SIZE
-from model.speculating import Oracle, draft_model, serve
 from torch import Tensor
 
 from penstock.gpu_worker.engine.speculation.controller import SpeculationConfig

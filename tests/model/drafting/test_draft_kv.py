@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 import torch
+from model.drafting.speculating import BLOCK_SIZE, Served, serve
 from model.families import VOCAB_SIZE
-from model.speculating import BLOCK_SIZE, Served, serve
 from torch import Tensor
 
 from penstock.gpu_worker.engine.plan import BlockCopy, Span

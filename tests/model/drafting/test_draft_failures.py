@@ -10,8 +10,8 @@ from itertools import count
 
 import pytest
 import torch
-from model.speculating import BLOCK_SIZE, serve
-from model.test_speculation import PROMPTS, requests
+from model.drafting.speculating import BLOCK_SIZE, serve
+from model.drafting.test_speculation import PROMPTS, requests
 from torch import Tensor
 
 from penstock.gpu_worker.engine.plan import BlockCopy, Span

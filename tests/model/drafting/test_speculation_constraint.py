@@ -10,9 +10,9 @@ from collections.abc import Sequence as Seq
 from typing import Any
 
 import pytest
+from model.drafting.speculating import Oracle, draft_model
 from model.engine_run import Bench, compiler_of
 from model.families import VOCAB_SIZE
-from model.speculating import Oracle, draft_model
 
 from penstock.gpu_worker.engine.plan import Span
 from penstock.gpu_worker.engine.speculation.controller import SpeculationConfig
