@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from model.goodness_of_fit import chi_square, chi_square_quantile
+from model.sampling.goodness_of_fit import chi_square, chi_square_quantile
 from transformers import (
     LogitsProcessorList,
     NoBadWordsLogitsProcessor,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from model.goodness_of_fit import chi_square, chi_square_quantile
+from model.sampling.goodness_of_fit import chi_square, chi_square_quantile
 
 from penstock.gpu_worker.model.sampling.random_numbers import (
     gumbel,

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from model.goodness_of_fit import chi_square, chi_square_quantile
+from model.sampling.goodness_of_fit import chi_square, chi_square_quantile
 from transformers import (
     MinPLogitsWarper,
     TemperatureLogitsWarper,
