@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from model.engine_run import Bench
-from model.test_constraints import FORMS, PLAIN, alone, ended
+from model.structured.test_constraints import FORMS, PLAIN, alone, ended
 from waiting import wait_until
 
 from penstock.gpu_worker.model.loading.loader import LoadedModel

@@ -27,7 +27,7 @@ from penstock.shared.protocol.sampling_options import SamplingOptions
 from penstock.shared.protocol.states import Reason
 from penstock.shared.settings import load_settings
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 TOKENIZER = ROOT / "gpu_worker/demo_model/target/tokenizer.json"
 
 
@@ -161,7 +161,7 @@ def test_its_processes_end_with_their_owner() -> None:
     program = f"""
 import sys
 sys.path.insert(0, {str(ROOT / "tests")!r})
-from model.test_compile_sandbox import ENDLESS, new_sandbox
+from model.structured.test_compile_sandbox import ENDLESS, new_sandbox
 sandbox = new_sandbox()
 sandbox.check("regex", "a")
 print("ready", flush=True)
