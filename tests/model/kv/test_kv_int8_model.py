@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from model.engine_run import Bench
-from model.test_mode_matrix import CELLS, OUTPUT_TOKENS, SUBJECT, Cell, serve
+from model.oracle.test_mode_matrix import CELLS, OUTPUT_TOKENS, SUBJECT, Cell, serve
 
 from penstock.gpu_worker.engine.config import EngineConfig
 from penstock.gpu_worker.engine.scheduling.scheduler_config import Chunking

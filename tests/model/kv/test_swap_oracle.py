@@ -7,7 +7,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from model.test_oracle import BLOCK_SIZE, GREEDY, OUTPUT_TOKENS, PROMPTS, Expected, Loaded, Oracle
+from model.oracle.test_oracle import (
+    BLOCK_SIZE,
+    GREEDY,
+    OUTPUT_TOKENS,
+    PROMPTS,
+    Expected,
+    Loaded,
+    Oracle,
+)
 
 from penstock.gpu_worker.engine.config import EngineConfig
 from penstock.gpu_worker.engine.engine import Engine

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from model.test_oracle import MODES, OUTPUT_TOKENS, PROMPTS, Expected, serve
+from model.oracle.test_oracle import MODES, OUTPUT_TOKENS, PROMPTS, Expected, serve
 
 from penstock.gpu_worker.model.loading.loader import LoadedModel
 from penstock.shared.protocol.events import TokenLogprobs
