@@ -91,11 +91,14 @@ def entry_parts(dice: random.Random) -> list[bytes]:
 
 
 def mutated(dice: random.Random, data: bytes) -> bytes:
-    """Half of the time as it is; else bytes flipped, dropped, repeated or exchanged."""
-    if dice.random() < 0.5:
-        return data
+    """Half of the time as it is, else damaged."""
+    return data if dice.random() < 0.5 else damaged(dice, data, dice.randrange(1, 4))
+
+
+def damaged(dice: random.Random, data: bytes, times: int) -> bytes:
+    """Bytes flipped, dropped, repeated or exchanged, so many times."""
     changed = bytearray(data)
-    for _ in range(dice.randrange(1, 4)):
+    for _ in range(times):
         at = dice.randrange(len(changed) + 1)
         piece = changed[at : at + dice.randrange(1, 9)]
         way = dice.randrange(4)

@@ -9,7 +9,8 @@ from typing import Any
 import msgpack
 import pytest
 from fuzz.corpus import ENTRIES, PAYLOADS
-from fuzz.generators import PROMPTS, VALID
+from fuzz.generators import PROMPTS, VALID, damaged
+from fuzz.targets import EVENTS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -100,20 +101,8 @@ def packed(fields: Any) -> bytes:
 
 def mutated(data: bytes, seed: int) -> bytes:
     """Bytes with some of them flipped, dropped, repeated or exchanged."""
-    dice, changed = random.Random(seed), bytearray(data)
-    for _ in range(dice.randrange(4)):
-        at = dice.randrange(len(changed) + 1)
-        piece = changed[at : at + dice.randrange(1, 9)]
-        way = dice.randrange(4)
-        if way == 0 and at < len(changed):
-            changed[at] ^= 1 << dice.randrange(8)
-        elif way == 1:
-            del changed[at : at + len(piece)]
-        elif way == 2:
-            changed[at:at] = piece * dice.randrange(1, 200)
-        else:
-            changed[at : at + 1] = dice.randbytes(2)
-    return bytes(changed)
+    dice = random.Random(seed)
+    return damaged(dice, data, dice.randrange(4))
 
 
 @pytest.mark.parametrize("payload", PAYLOADS.values(), ids=PAYLOADS.keys())
@@ -184,13 +173,6 @@ def test_values_from_a_program(fields: dict[str, Any]) -> None:
         Request.build(**{"id": "a", "prompt": "x", **fields})
     except InvalidRequest as error:
         check_refusal(str(error))
-
-
-EVENTS = [
-    [0, [299, 265], " is a", 461606752],
-    [0, [1], "", 3, [[-0.5, [[1, -0.5]]]], None, [[0, 0, 1, "x", None]], None],
-    [-1, 2, "completed", "length", "", {"prompt_tokens": 3, "attempts": 1}],
-]
 
 
 @settings(FUZZ)
