@@ -10,7 +10,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from model.checkpoints.test_quantised_checkpoints import expected_greedy, greedy
+from model.checkpoints.greedy_tokens import expected_greedy, greedy
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 

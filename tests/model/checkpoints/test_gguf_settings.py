@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from model.checkpoints import test_gguf
-from model.checkpoints.test_quantised_checkpoints import expected_greedy, greedy
+from model.checkpoints.greedy_tokens import expected_greedy, greedy
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from penstock.gpu_worker.model.checkpoints.gguf_file import GGUFSource

@@ -10,8 +10,8 @@ from typing import Any
 import onnx
 import pytest
 import torch
+from model.checkpoints.greedy_tokens import expected_greedy, tokens_of
 from model.checkpoints.onnx_writer import NAMES, write_onnx
-from model.checkpoints.test_quantised_checkpoints import expected_greedy, greedy
 from onnx import TensorProto, helper
 
 from penstock.gpu_worker.model.checkpoints.memory_plan import plan_memory
@@ -20,14 +20,6 @@ from penstock.gpu_worker.model.loading.loader import load_model
 from penstock.shared.errors import ModelError, UnsupportedModel
 
 Checkpoint = Callable[[str], Path]
-
-
-def tokens_of(folder: Path) -> Any:
-    loaded = load_model(folder, device="cpu")
-    try:
-        return greedy(loaded)
-    finally:
-        loaded.close()
 
 
 @pytest.mark.parametrize("names", NAMES)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from model.checkpoints.greedy_tokens import expected_greedy, greedy
 from model.checkpoints.quantised_checkpoints import (
     awq,
     bnb_int8,
@@ -18,10 +19,8 @@ from model.checkpoints.quantised_checkpoints import (
     rewrite,
     rewrite_experts,
 )
-from model.engine_run import Bench
 from model.families import save_family
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GenerationConfig
 
 from penstock.gpu_worker.model.loading import checkpoint as checkpoint_module
 from penstock.gpu_worker.model.loading.checkpoint import load_config, quantized_source
@@ -37,9 +36,6 @@ from penstock.shared.errors import (
     ModelNotFound,
     UnsupportedModel,
 )
-
-PROMPTS = ((7,), (3, 4, 5, 6), tuple(range(10, 40)))
-MAX_TOKENS = 12
 
 
 def _gptq(bits: int, size: int, **options: Any) -> tuple[Any, dict[str, Any]]:
@@ -91,30 +87,6 @@ FORMATS: dict[str, Callable[[], tuple[Any, dict[str, Any]]]] = {
         "float-quantized", num_bits=8, type="float", strategy="block", block_structure=[16, 32]
     ),
 }  # fmt: skip
-
-
-def greedy(model: LoadedModel) -> list[list[int]]:
-    bench = Bench(model)
-    for index, prompt in enumerate(PROMPTS):
-        bench.add(str(index), prompt, max_tokens=MAX_TOKENS, temperature=0.0, ignore_eos=True)
-    answers = bench.run()
-    return [answers[str(index)].token_ids for index in range(len(PROMPTS))]
-
-
-def expected_greedy(folder: Path) -> list[list[int]]:
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
-    )
-    config = GenerationConfig(
-        max_new_tokens=MAX_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0
-    )
-    model.generation_config = GenerationConfig()
-    outputs = []
-    for prompt in PROMPTS:
-        ids = torch.tensor([prompt])
-        output = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
-        outputs.append(output[0, len(prompt) :].tolist())
-    return outputs
 
 
 def check_counted(loaded: LoadedModel, folder: Path) -> None:

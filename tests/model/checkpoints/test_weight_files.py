@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from model.checkpoints.test_quantised_checkpoints import expected_greedy, greedy
+from model.checkpoints.greedy_tokens import expected_greedy, tokens_of
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -21,14 +21,6 @@ from penstock.shared.errors import InsufficientMemory, ModelError, ModelNotFound
 Checkpoint = Callable[[str], Path]
 Tensors = dict[str, torch.Tensor]
 UP = "model.layers.1.mlp.up_proj.weight"
-
-
-def tokens_of(folder: Path) -> Any:
-    loaded = load_model(folder, device="cpu")
-    try:
-        return greedy(loaded)
-    finally:
-        loaded.close()
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 from model.drafting.speculating import BLOCK_SIZE, Oracle, Served, draft_model, serve
 from model.families import VOCAB_SIZE, WINDOW, others_slow
+from model.oracle.generate_alone import generate_alone
 
 from penstock.gpu_worker.engine.kv.kv_cache_groups import KVCacheGroup, most_blocks_held
 from penstock.gpu_worker.engine.plan import Span
@@ -67,15 +67,8 @@ def generated(oracle: Callable[[str], Any]) -> Callable[..., dict[str, tuple[int
         if (family, allowed) not in made:
             model, others = oracle(family), sorted({*range(VOCAB_SIZE)} - {*allowed})
             made[family, allowed] = {
-                name: tuple(
-                    model.generate(
-                        torch.tensor([prompt]),
-                        attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
-                        do_sample=False,
-                        max_new_tokens=OUTPUT_TOKENS,
-                        pad_token_id=0,
-                        suppress_tokens=others if allowed else None,
-                    )[0, len(prompt) :].tolist()
+                name: generate_alone(
+                    model, prompt, OUTPUT_TOKENS, suppress_tokens=others if allowed else None
                 )
                 for name, prompt in PROMPTS.items()
             }

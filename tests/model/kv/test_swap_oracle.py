@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-import torch
+from model.oracle.generate_alone import generate_alone
 from model.oracle.test_oracle import (
     BLOCK_SIZE,
     GREEDY,
@@ -42,22 +42,14 @@ NUM_BLOCKS = 14
 @pytest.fixture(scope="module")
 def expected(oracle: Oracle) -> Callable[[str], Expected]:
     """What ``generate`` puts out for each prompt alone."""
-
-    def generate(model_type: str, prompt: tuple[int, ...]) -> tuple[int, ...]:
-        ids = oracle(model_type).generate(
-            torch.tensor([prompt]),
-            attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
-            do_sample=False,
-            max_new_tokens=OUTPUT_TOKENS,
-            pad_token_id=0,
-        )
-        return tuple(ids[0, len(prompt) :].tolist())
-
     made: dict[str, Expected] = {}
 
     def get(model_type: str) -> Expected:
         if model_type not in made:
-            made[model_type] = {prompt: generate(model_type, prompt) for prompt in PROMPTS}
+            model = oracle(model_type)
+            made[model_type] = {
+                prompt: generate_alone(model, prompt, OUTPUT_TOKENS) for prompt in PROMPTS
+            }
         return made[model_type]
 
     return get

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from model.families import VOCAB_SIZE, WINDOW, others_slow
+from model.oracle.generate_alone import generate_alone
 
 from penstock.gpu_worker.engine.config import EngineConfig
 from penstock.gpu_worker.engine.engine import Engine
@@ -67,16 +68,8 @@ def generated(oracle: Oracle) -> Callable[[str], Outputs]:
     def get(model_type: str) -> Outputs:
         if model_type not in made:
             model = oracle(model_type)
-            options = {"do_sample": False, "max_new_tokens": TOKENS, "min_new_tokens": TOKENS}
             made[model_type] = {
-                prompt: tuple(
-                    model.generate(
-                        torch.tensor([prompt]),
-                        attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
-                        pad_token_id=0,
-                        **options,
-                    )[0, len(prompt) :].tolist()
-                )
+                prompt: generate_alone(model, prompt, TOKENS, min_new_tokens=TOKENS)
                 for prompt in PROMPTS
             }
         return made[model_type]

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-import torch
 from model.families import VOCAB_SIZE, WINDOW
+from model.oracle.generate_alone import generate_alone
 
 from penstock.gpu_worker.engine.config import EngineConfig
 from penstock.gpu_worker.engine.engine import Engine
@@ -169,14 +169,7 @@ def expected(oracle: Oracle) -> Callable[[str], tuple[int, ...]]:
 
     def get(family: str) -> tuple[int, ...]:
         if family not in made:
-            out = oracle(family).generate(
-                torch.tensor([SUBJECT]),
-                attention_mask=torch.ones(1, len(SUBJECT), dtype=torch.int64),
-                do_sample=False,
-                max_new_tokens=OUTPUT_TOKENS,
-                pad_token_id=0,
-            )
-            made[family] = tuple(out[0, len(SUBJECT) :].tolist())
+            made[family] = generate_alone(oracle(family), SUBJECT, OUTPUT_TOKENS)
         return made[family]
 
     return get

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from model.families import SUPPORTED, VOCAB_SIZE, WINDOW
+from model.oracle.generate_alone import generate_alone
 
 from penstock.gpu_worker.engine.config import EngineConfig
 from penstock.gpu_worker.engine.engine import Engine
@@ -110,16 +111,7 @@ def generated(oracle: Oracle) -> Callable[[str], Expected]:
         if model_type not in made:
             model = oracle(model_type)
             made[model_type] = {
-                prompt: tuple(
-                    model.generate(
-                        torch.tensor([prompt]),
-                        attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
-                        do_sample=False,
-                        max_new_tokens=OUTPUT_TOKENS,
-                        pad_token_id=0,
-                    )[0, len(prompt) :].tolist()
-                )
-                for prompt in PROMPTS
+                prompt: generate_alone(model, prompt, OUTPUT_TOKENS) for prompt in PROMPTS
             }
         return made[model_type]
 

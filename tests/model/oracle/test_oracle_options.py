@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from model.oracle.generate_alone import generate_alone
 from model.oracle.test_oracle import MODES, OUTPUT_TOKENS, PROMPTS, Expected, serve
 
 from penstock.gpu_worker.model.loading.loader import LoadedModel
@@ -48,19 +49,7 @@ def test_tokens_are_those_of_generate(
 
 
 def generate(model: Any, options: dict[str, Any]) -> Expected:
-    return {
-        prompt: tuple(
-            model.generate(
-                torch.tensor([prompt]),
-                attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
-                do_sample=False,
-                max_new_tokens=OUTPUT_TOKENS,
-                pad_token_id=0,
-                **options,
-            )[0, len(prompt) :].tolist()
-        )
-        for prompt in PROMPTS
-    }
+    return {prompt: generate_alone(model, prompt, OUTPUT_TOKENS, **options) for prompt in PROMPTS}
 
 
 @pytest.mark.parametrize("mode", ["chunks", "preempted", "resumed"])
