@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import os
 import secrets
-import socket
 import subprocess
 import tempfile
 import time
@@ -26,6 +25,7 @@ from redis.retry import Retry
 from ..errors import ConfigurationError, RedisUnavailable
 from ..settings import RedisSettings
 from .children import spawn_bound
+from .ports import free_port
 from .server_binary import ServerBinary, find_server, remedy
 
 __all__ = [
@@ -107,7 +107,7 @@ class EmbeddedRedis:
         self._make_data_dir()
         for _ in range(_PORT_ATTEMPTS):
             # Another process may take the port before the server binds it; then try another port.
-            self.port = _free_port()
+            self.port = free_port()
             self._launch()
             try:
                 if self._wait_until_ready():
@@ -294,10 +294,3 @@ def _connection(url: str) -> Iterator[redis.Redis]:
         yield client
     finally:
         client.close()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -13,13 +13,14 @@ from pathlib import Path
 
 import pytest
 from batches.conftest import completion_lines, read_lines, start
-from durable_redis import free_port, start_durable_redis
+from durable_redis import start_durable_redis
 from workers import WorkerFactory
 
 from penstock.producer.batches.batch_service import BatchService
 from penstock.producer.batches.records import Batch, BatchState
 from penstock.shared.keys import BatchKeys
 from penstock.shared.local.children import spawn_bound
+from penstock.shared.local.ports import free_port
 from penstock.shared.redis.retrying_client import RetryingClient
 from penstock.shared.settings import load_settings
 

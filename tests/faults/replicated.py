@@ -20,12 +20,12 @@ from typing import Any, Self
 from penstock.shared.errors import RedisUnavailable
 from penstock.shared.keys import Keys
 from penstock.shared.local.children import spawn_bound
+from penstock.shared.local.ports import free_port
 from penstock.shared.local.server_binary import find_server
 from penstock.tools.chaos.faults.storm_server import (
     KillableServer,
     OwnServer,
     Server,
-    free_port,
     through,
 )
 from penstock.tools.chaos.faults.tcp_proxy import Proxy

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import time
 import urllib.error
 import urllib.request
@@ -18,6 +17,7 @@ from workers import WorkerFactory, WorkerProcess
 
 from penstock.producer import BlockingProducer
 from penstock.shared.local.embedded import EmbeddedRedis
+from penstock.shared.local.ports import free_port
 from penstock.shared.protocol.states import Reason
 from penstock.shared.synthetic import synthetic_tokens
 
@@ -158,9 +158,7 @@ def test_a_worker_that_loads_is_healthy_and_replaced_if_it_is_stopped_meanwhile(
     """A load may take minutes. It is the edge whose heartbeat shows life meanwhile."""
     site = mutated(tmp_path, "gpu_worker/engine_process/main.py", LOAD, SLOW_LOAD + LOAD)
     monkeypatch.setenv("PYTHONPATH", site)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     loaded = tmp_path / "loaded"
     process = workers.command(
         "loading", "--model", "synthetic", "--metrics-port", str(port), LOADED=str(loaded),

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import redis
-from durable_redis import free_port
 from redis.exceptions import AuthenticationError, NoPermissionError, ResponseError
 from waiting import wait_until
 from workers import WorkerFactory
 
 from penstock.shared.keys import Keys
 from penstock.shared.local.children import spawn_bound
+from penstock.shared.local.ports import free_port
 from penstock.shared.local.server_binary import ServerBinary, find_servers
 from penstock.shared.scripts.script_loader import load_script, script_names
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +20,7 @@ from penstock.producer import BlockingProducer, Producer
 from penstock.shared.errors import ConfigurationError, RedisUnavailable
 from penstock.shared.keys import Keys
 from penstock.shared.local.children import spawn_bound
+from penstock.shared.local.ports import free_port
 from penstock.shared.local.server_binary import find_server
 from penstock.shared.redis.cluster import Rerouted, Route, moved_to
 from penstock.shared.redis.opening import open_pool
@@ -72,9 +72,7 @@ class Cluster:
             process.wait(60)
 
     def _start_node(self) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1] % 30_000 + 10_000  # the bus takes this plus 10,000
+        port = free_port() % 30_000 + 10_000  # the bus takes this plus 10,000
         folder = self._folder / str(port)
         folder.mkdir()
         options = (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -20,6 +19,7 @@ from penstock.shared.errors import RedisUnavailable
 from penstock.shared.keys import Keys
 from penstock.shared.local.children import spawn_bound
 from penstock.shared.local.embedded import EmbeddedRedis
+from penstock.shared.local.ports import free_port
 from penstock.shared.local.server_binary import find_servers
 from penstock.shared.protocol.states import Lane
 from penstock.tools.doctor import Finding, Level, examine
@@ -175,9 +175,7 @@ async def test_a_replica_is_no_primary(
 
 
 async def test_a_cluster_node_that_serves_the_shard_and_one_that_does_not(tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1] % 30_000 + 10_000  # the cluster bus takes this plus 10,000
+    port = free_port() % 30_000 + 10_000  # the cluster bus takes this plus 10,000
     program = find_servers()[0].path
     options = ("--port", str(port), "--cluster-enabled", "yes", "--save", "")
     process = spawn_bound([str(program), *options], cwd=tmp_path)

@@ -25,6 +25,7 @@ from penstock.shared.errors import ConfigurationError, RedisUnavailable
 from penstock.shared.local import embedded
 from penstock.shared.local.children import spawn_bound
 from penstock.shared.local.embedded import EmbeddedRedis, open_redis, require_url, resolve_url
+from penstock.shared.local.ports import free_port
 from penstock.shared.local.server_binary import (
     ServerBinary,
     check_version,
@@ -194,8 +195,8 @@ def test_a_port_taken_in_the_meantime_is_given_up(
     first = start_redis(password="")
     with socket.create_server(("127.0.0.1", 0)) as silent:
         taken = [first.port, silent.getsockname()[1]]
-        ports = iter([*taken, embedded._free_port()])
-        monkeypatch.setattr(embedded, "_free_port", lambda: next(ports))
+        ports = iter([*taken, free_port()])
+        monkeypatch.setattr(embedded, "free_port", lambda: next(ports))
         # A listener that never answers must not hold us for longer than its own failure to bind.
         second = start_redis(password="")
     assert second.port not in taken

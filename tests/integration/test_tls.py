@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import socket
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ from penstock.producer import BlockingProducer, Producer
 from penstock.shared.errors import RedisUnavailable
 from penstock.shared.keys import Keys
 from penstock.shared.local.children import spawn_bound
+from penstock.shared.local.ports import free_port
 from penstock.shared.local.server_binary import find_servers
 from penstock.shared.synthetic import synthetic_tokens
 
@@ -33,9 +33,7 @@ def place(tmp_path: Path) -> Iterator[str]:
         acl_rules("default.acl") + acl_rules("operator.acl", "boss", "boss-pw", "-")
         + acl_rules("worker.acl", "worker", "worker-pw", "-")
     )  # fmt: skip
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     options = {
         "bind": "127.0.0.1", "port": 0, "tls-port": port, "tls-cert-file": certificate,
         "tls-key-file": key, "tls-auth-clients": "no", "aclfile": tmp_path / "users.acl",

@@ -19,13 +19,14 @@ from typing import Any
 import pytest
 import redis
 import redis.asyncio
-from durable_redis import free_port, start_durable_redis
+from durable_redis import start_durable_redis
 from waiting import is_running, wait_until
 from workers import WorkerFactory, WorkerProcess
 
 from penstock.producer import Producer, Result
 from penstock.shared.keys import Keys
 from penstock.shared.local.embedded import EmbeddedRedis
+from penstock.shared.local.ports import free_port
 from penstock.shared.protocol.states import Lane
 from penstock.shared.synthetic import synthetic_tokens
 from penstock.tools.chaos.faults.process_table import children

@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import ipaddress
 import secrets
-import socket
 import subprocess
 import time
 from abc import ABC, abstractmethod
@@ -25,11 +24,12 @@ from redis.exceptions import RedisError, ResponseError
 
 from penstock.shared.errors import ConfigurationError, RedisUnavailable
 from penstock.shared.local.children import spawn_bound
+from penstock.shared.local.ports import free_port
 from penstock.shared.local.server_binary import find_server
 from penstock.shared.redis.address import redact_url
 from penstock.shared.redis.opening import open_client
 
-__all__ = ["KillableServer", "OwnServer", "Server", "free_port", "given_server", "through"]
+__all__ = ["KillableServer", "OwnServer", "Server", "given_server", "through"]
 
 _START_TIMEOUT_S = 60.0
 _PUBSUB_LIMIT = "pubsub 32768 16384 1"
@@ -294,11 +294,3 @@ def through(url: str, port: int) -> str:
     parts = urlsplit(url)
     user, at, _ = parts.netloc.rpartition("@")
     return urlunsplit(parts._replace(netloc=f"{user}{at}127.0.0.1:{port}"))
-
-
-def free_port() -> int:
-    """A port on loopback that nobody has taken."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

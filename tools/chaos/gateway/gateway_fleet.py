@@ -6,7 +6,6 @@ import asyncio
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from typing import Self
 
 from penstock.shared.errors import PenstockError
 from penstock.shared.local.children import spawn_bound
+from penstock.shared.local.ports import free_port
 
 __all__ = ["GatewayFleet"]
 
@@ -40,7 +40,7 @@ class GatewayFleet:
     """
 
     def __init__(self, size: int, url: str, folder: Path) -> None:
-        self.ports = [_free_port() for _ in range(size)]
+        self.ports = [free_port() for _ in range(size)]
         self.kills = 0
         self.restarts = 0
         self._folder = folder
@@ -122,10 +122,3 @@ async def _accepts(port: int) -> bool:
         return False
     writer.transport.abort()
     return True
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
