@@ -107,7 +107,7 @@ class UsageReader:
 
 
 def _before(day: datetime.date, days: int) -> datetime.date:
-    """So many days before, or the first day there is."""
+    """The date ``days`` before ``day``; the calendar's first date where that lies before it."""
     return datetime.date.fromordinal(max(1, day.toordinal() - days))
 
 

@@ -21,6 +21,7 @@ from ..engine.kv.kv_cache_groups import KVCacheGroup
 from ..engine.text_stream import TextStream
 from ..engine_process.engine_settings import engine_config
 from ..engine_process.model_interface import ServingModel
+from .compute_threads import set_compute_threads
 from .drafting.drafters import DraftModel
 from .drafting.setup import load_draft, speculation_config
 from .kv.kv_pool import KVPool, blocks_in_budget
@@ -31,7 +32,7 @@ from .loading.checkpoint_folder import find_checkpoint, is_quantized
 from .loading.fingerprint import fingerprint_of
 from .loading.geometry import KVGeometry
 from .loading.loaded_model import LoadedModel
-from .loading.model_opening import open_model
+from .loading.model_opening import is_on_cpu, open_model
 from .quantization.recipe import recipe_of, settled
 from .runner import ModelRunner
 from .sampling.sampler import Sampler
@@ -65,10 +66,7 @@ def build_model(settings: Settings) -> ServingModel:
         ModelError: the checkpoint is missing, refused by the load gate, or does not fit.
         ConfigurationError: a setting contradicts the model or another setting.
     """
-    if settings.engine.threads is not None:
-        torch.set_num_threads(settings.engine.threads)
-    elif torch.get_num_threads() > usable_cores():
-        torch.set_num_threads(usable_cores())  # torch counts cores that a container has no time on
+    set_compute_threads(settings.engine.threads)
     wanted = _settled(settings.model)
     opened = open_model(
         wanted.path,
@@ -149,8 +147,8 @@ def build_model(settings: Settings) -> ServingModel:
 
 
 def _settled(wanted: ModelSettings) -> ModelSettings:
-    on_cpu = wanted.device == "cpu" or (wanted.device == "auto" and not torch.cuda.is_available())
-    return settled(wanted, quantized=is_quantized(find_checkpoint(wanted.path)), on_cpu=on_cpu)
+    quantized = is_quantized(find_checkpoint(wanted.path))
+    return settled(wanted, quantized=quantized, on_cpu=is_on_cpu(wanted.device))
 
 
 def _text_streams(

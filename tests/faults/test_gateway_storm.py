@@ -1,6 +1,6 @@
 """Storms at the gateway: gateways, workers and Redis are killed under clients that resume.
 
-They print what they counted (``pytest -s``).
+Each test prints the storm's figures (``pytest -s``).
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ POSTED = (
 
 @pytest.fixture(scope="module")
 def locked(server: EmbeddedRedis, folder: Path) -> Iterator[GatewayProcess]:
-    """A gateway that lets in nobody without a key."""
+    """A gateway that refuses every call without a key."""
     assert main(["keys", "create", "--tenant", "first", "--json", "--redis", server.url]) == 0
     process = GatewayProcess(
         server.url,

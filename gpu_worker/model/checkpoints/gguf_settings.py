@@ -94,7 +94,7 @@ def open_gguf(path: Path) -> tuple[Any, str]:
 
 
 def is_a_setting(name: str) -> bool:
-    """Whether a tensor is no weight: :func:`complete_config` reads it, or nobody needs it."""
+    """Whether a tensor is no weight: :func:`complete_config` reads it, or it is redundant."""
     # Converters of old kept the inverse frequencies, which follow from the settings.
     return name in (_FREQUENCIES, _LONG, _SHORT) or name.endswith(".attn_rot_embd.weight")
 

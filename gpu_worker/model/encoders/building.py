@@ -8,11 +8,11 @@ from operator import itemgetter
 
 import torch
 
-from penstock.shared.local.cores import usable_cores
 from penstock.shared.protocol.states import ModelKind
 from penstock.shared.settings import Settings
 
 from ...batchers.batcher_class import ServedBatcher
+from ..compute_threads import set_compute_threads
 from ..loading.fingerprint import fingerprint_of
 from .embedder import Embedder
 from .encoder import Encoder, Row
@@ -41,10 +41,7 @@ def build_encoder(settings: Settings, kind: ModelKind) -> ServedBatcher:
         ModelError: it is missing or cannot be served.
         ConfigurationError: a setting contradicts it.
     """
-    if settings.engine.threads is not None:
-        torch.set_num_threads(settings.engine.threads)
-    elif torch.get_num_threads() > usable_cores():
-        torch.set_num_threads(usable_cores())
+    set_compute_threads(settings.engine.threads)
     wanted = settings.model
     server = _CLASSES[kind](
         wanted.path, dtype=wanted.dtype, device=wanted.device, max_tokens=wanted.max_model_len

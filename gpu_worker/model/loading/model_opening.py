@@ -27,7 +27,7 @@ from .geometry import KVGeometry
 from .loaded_model import LoadedModel
 from .model_record import CheckpointWeights, ModelRecord, RecordStore
 
-__all__ = ["OpenedModel", "open_model"]
+__all__ = ["OpenedModel", "is_on_cpu", "open_model"]
 
 log = logging.getLogger(__name__)
 
@@ -78,8 +78,7 @@ def open_model(
     """
     begin = time.perf_counter()
     store: RecordStore | None = None
-    on_cpu = device == "cpu" or (device == "auto" and not torch.cuda.is_available())
-    if records and native != "off" and on_cpu:
+    if records and native != "off" and is_on_cpu(device):
         folder = find_checkpoint(path)
         try:
             runtime = NativeRuntime() if runtime is None else runtime
@@ -110,6 +109,11 @@ def open_model(
         kv_cache_dtype=kv_cache_dtype,
     )
     return OpenedModel(loaded, False, lambda: _save(store, loaded))
+
+
+def is_on_cpu(device: str) -> bool:
+    """Whether a model with this setting of its device runs on the CPU."""
+    return device == "cpu" or (device == "auto" and not torch.cuda.is_available())
 
 
 def _from_record(

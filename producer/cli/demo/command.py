@@ -13,7 +13,7 @@ import contextlib
 import importlib.util
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -22,6 +22,7 @@ from penstock.shared.distribution import install_command
 from penstock.shared.errors import ConfigurationError, PenstockError
 from penstock.shared.local.cores import usable_cores
 from penstock.shared.local.embedded import open_redis
+from penstock.shared.protocol.events import Chunk
 from penstock.shared.settings import Settings, load_settings
 from penstock.shared.settings.sources import environment_name
 
@@ -197,15 +198,13 @@ async def _serve(
     tasks: list[asyncio.Task[Any]] = []
     try:
         for row in rows:
+            if http is None:
+                submitted = await producer.submit(
+                    row.prompt, lane=row.lane, tenant=row.tenant, **row.options
+                )
+                row.id = submitted.id
             readers.append((row, Absence()))
-            if http is not None:
-                tasks.append(asyncio.create_task(_follow_http(http, producer, *readers[-1], view)))
-                continue
-            submitted = await producer.submit(
-                row.prompt, lane=row.lane, tenant=row.tenant, **row.options
-            )
-            row.id = submitted.id
-            tasks.append(asyncio.create_task(_follow(producer, *readers[-1], view)))
+            tasks.append(asyncio.create_task(_follow(producer, http, *readers[-1], view)))
         if len(workers) > 1:
             room = _MAX_SEQUENCES[len(workers)]
             faults = disturb(producer, readers, workers, room, view)
@@ -221,30 +220,12 @@ async def _serve(
         raise
 
 
-async def _follow(producer: Producer, row: Row, absence: Absence, view: PlainView) -> None:
-    """Read a stream to its end, with the absence if one is wanted."""
-    while row.end is None:
-        async with producer.stream(
-            row.id, from_index=row.tokens, from_digest=row.digest, timeout=_SILENCE_S
-        ) as stream:
-            async for chunk in stream:
-                row.add(chunk)
-                if absence.wanted and not absence.begun:
-                    break
-            row.end = stream.end
-        if row.end is None:
-            absence.begun = True
-            await absence.over.wait()
-    row.mean_itl_ms = (await producer.status(row.id)).mean_itl_ms
-    view.ended(row)
-
-
-async def _follow_http(
-    http: HttpReader, producer: Producer, row: Row, absence: Absence, view: PlainView
+async def _follow(
+    producer: Producer, http: HttpReader | None, row: Row, absence: Absence, view: PlainView
 ) -> None:
-    """Send a request and read its stream to its end, with the absence if one is wanted."""
+    """Read a stream to its end, with the absence if one is wanted; HTTP sends the request, too."""
     while row.end is None:
-        chunks = http.chunks(row)
+        chunks = _chunks(producer, row) if http is None else http.chunks(row)
         async with contextlib.aclosing(chunks):
             while chunk := await asyncio.wait_for(anext(chunks, None), _SILENCE_S):
                 row.add(chunk)
@@ -257,6 +238,12 @@ async def _follow_http(
             await absence.over.wait()
     row.mean_itl_ms = (await producer.status(row.id)).mean_itl_ms
     view.ended(row)
+
+
+async def _chunks(producer: Producer, row: Row) -> AsyncGenerator[Chunk, None]:
+    async with producer.stream(row.id, from_index=row.tokens, from_digest=row.digest) as stream:
+        async for chunk in stream:
+            yield chunk
 
 
 async def _cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:

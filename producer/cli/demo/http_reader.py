@@ -50,14 +50,18 @@ class GatewayChild(Child):
         Raises:
             PenstockError: the gateway has ended, or does not know the model within a minute.
         """
-        async with asyncio.timeout(_START_S):
-            while True:
-                self.check()
-                if self._address is not None:
-                    reader = HttpReader(self._address, model)
-                    if await reader.is_served():
-                        return reader
-                await asyncio.sleep(_POLL_S)
+        try:
+            async with asyncio.timeout(_START_S):
+                while True:
+                    self.check()
+                    if self._address is not None:
+                        reader = HttpReader(self._address, model)
+                        if await reader.is_served():
+                            return reader
+                    await asyncio.sleep(_POLL_S)
+        except TimeoutError:
+            message = f"the gateway does not serve {model!r}; it last said: {self.last_line}"
+            raise PenstockError(message) from None
 
 
 class HttpReader:

@@ -41,7 +41,7 @@ class SourceBytes(NamedTuple):
 
     @classmethod
     def of_codes(cls, count: int, bits: int, scales: int) -> SourceBytes:
-        """Of so many codes of ``bits`` bits, with that many scales and zeros in float32."""
+        """The memory of ``count`` codes of ``bits`` bits and ``scales`` float32 numbers beside."""
         beside = _SCALE * scales
         return cls(count + beside, count // (2 if bits <= 4 else 1) + beside)
 
