@@ -62,7 +62,15 @@ class ConfigurationError(PenstockError):
 
 
 class RedisUnavailable(PenstockError):
-    """No Redis server was found, it cannot be reached, or it is too old."""
+    """No Redis server was found, it cannot be reached, or it is too old.
+
+    Attributes:
+        outage: what is wrong for now, without names of hosts; empty where waiting does not help.
+    """
+
+    def __init__(self, message: str, *, outage: str = "") -> None:
+        super().__init__(message)
+        self.outage = outage
 
 
 class ModelError(PenstockError):

@@ -18,7 +18,7 @@ from .documented import json_answer, with_errors
 from .gateway import Gateway
 from .model_directory import Shard
 
-__all__ = ["service_routes"]
+__all__ = ["redis_away", "service_routes"]
 
 _MODEL: Mapping[str, Any] = {
     "type": "object",
@@ -65,8 +65,8 @@ def service_routes(gateway: Gateway) -> APIRouter:
     async def health() -> Response:
         try:
             served = await gateway.directory.served()
-        except RedisUnavailable:
-            return JSONResponse({"status": "redis unavailable"}, status_code=503)
+        except RedisUnavailable as error:
+            return JSONResponse(redis_away(error), status_code=503)
         return JSONResponse({"status": "ok", "models": _workers(served)})
 
     @router.get(
@@ -79,6 +79,11 @@ def service_routes(gateway: Gateway) -> APIRouter:
         return Response(page, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     return router
+
+
+def redis_away(error: RedisUnavailable) -> dict[str, str]:
+    """What ``/health`` says; everybody may read it, so it names no address."""
+    return {"status": "redis unavailable", "reason": error.outage or "it refuses a command"}
 
 
 async def _models(gateway: Gateway, caller: Caller) -> dict[str, dict[str, Any]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ssl
+
 from redis.asyncio.connection import ConnectionPool
 from redis.exceptions import AuthenticationError, BusyLoadingError, InvalidResponse, ResponseError
 
@@ -33,7 +35,8 @@ def unavailable(error: Exception, pool: ConnectionPool) -> RedisUnavailable:
             if "read only replica" in reason
             else "wait until it does, and look at its log"
         )
-        return RedisUnavailable(f"{server} answers but serves no requests now: {reason}; {remedy}")
+        text = f"{server} answers but serves no requests now: {reason}; {remedy}"
+        return RedisUnavailable(text, outage=f"it serves no requests now: {reason}")
     if isinstance(error, ResponseError):
         return RedisUnavailable(
             f"{server} refuses the connection: {reason}; "
@@ -42,8 +45,18 @@ def unavailable(error: Exception, pool: ConnectionPool) -> RedisUnavailable:
     tls = ", which must be redis:// unless it speaks TLS on that port" if uses_tls(pool) else ""
     return RedisUnavailable(
         f"cannot reach {server}: {reason}; start the server, "
-        f"or set REDIS_URL or --redis to its address{tls}"
+        f"or set REDIS_URL or --redis to its address{tls}",
+        outage="" if _is_refused_by_tls(error) else "it cannot be reached",
     )
+
+
+def _is_refused_by_tls(error: BaseException | None) -> bool:
+    """Whether the two sides disagree on TLS: a certificate, or whether to speak it at all."""
+    while error is not None:
+        if isinstance(error, ssl.SSLError):
+            return not isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError)
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def refused_command(error: Exception, pool: ConnectionPool) -> RedisUnavailable:

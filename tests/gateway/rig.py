@@ -33,10 +33,13 @@ RESPONSE_EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 class GatewayProcess:
     """``penstock gateway`` on a free port, ready to serve.
 
-    Settings are given as ``section__name=value``.
+    Settings are given as ``section__name=value``. With ``ready=False`` nothing is waited for, and
+    the port must be given.
     """
 
-    def __init__(self, redis_url: str, log: Path, *flags: str, **settings: object) -> None:
+    def __init__(
+        self, redis_url: str, log: Path, *flags: str, ready: bool = True, **settings: object
+    ) -> None:
         given = {"redis.url": redis_url, "gateway.port": "0"}
         given["batches.storage"] = str(log.parent / "files")
         given |= {name.replace("__", "."): str(value) for name, value in settings.items()}
@@ -50,7 +53,8 @@ class GatewayProcess:
                 stderr=subprocess.STDOUT,
                 env=os.environ | environment,
             )
-        self.url = self._wait_for_url()
+        port = given["gateway.port"]
+        self.url = self._wait_for_url() if ready else f"http://127.0.0.1:{port}"
 
     def _wait_for_url(self) -> str:
         deadline = time.monotonic() + START_TIMEOUT_S

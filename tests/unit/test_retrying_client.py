@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import ssl
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -22,6 +23,7 @@ from penstock.producer.reading.subscription import Subscription
 from penstock.shared.errors import ConfigurationError, RedisUnavailable
 from penstock.shared.protocol.states import State
 from penstock.shared.redis.retrying_client import RetryingClient
+from penstock.shared.redis.unavailable import unavailable
 
 
 @pytest.fixture
@@ -73,6 +75,7 @@ async def test_an_outage_ends_with_an_error_that_names_the_server() -> None:
         "start the server, or set REDIS_URL or --redis to its address"
     )
     assert server.asked > 1
+    assert caught.value.outage == "it cannot be reached"
 
 
 @pytest.mark.parametrize(
@@ -86,9 +89,26 @@ async def test_a_refusal_is_not_tried_again(
     fake: fakeredis.FakeAsyncRedis, error: Exception, message: str
 ) -> None:
     server = Server(error)
-    with pytest.raises(RedisUnavailable, match=message):
+    with pytest.raises(RedisUnavailable, match=message) as caught:
         await RetryingClient(fake).call(server)
     assert server.asked == 1
+    assert caught.value.outage == ""
+
+
+@pytest.mark.parametrize(
+    ("cause", "may_pass"),
+    [
+        (ssl.SSLCertVerificationError("self-signed certificate"), False),
+        (ssl.SSLError("[SSL: WRONG_VERSION_NUMBER]"), False),
+        (ssl.SSLEOFError("the server ended amid the handshake"), True),
+        (ConnectionRefusedError("nothing listens"), True),
+    ],
+)
+def test_two_sides_that_disagree_on_tls_are_no_outage(cause: Exception, may_pass: bool) -> None:
+    error = RedisConnectionError("what redis-py says")
+    error.__context__ = cause
+    client = RetryingClient("rediss://somewhere:7000")
+    assert bool(unavailable(error, client.redis.connection_pool).outage) == may_pass
 
 
 async def test_a_cancellation_that_the_command_swallowed_still_counts(

@@ -6,7 +6,6 @@ started again. All end with this process, however it ends.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import os
@@ -24,10 +23,9 @@ from penstock.shared.local.children import spawn_bound
 from penstock.shared.settings import Settings
 
 from ..access.addresses import is_loopback
-from ..access.key_access import are_keys
-from ..model_directory import ModelDirectory
 from .http_server import GatewayServer
 from .tls import tls_arguments
+from .waiting_server import reach_redis
 
 __all__ = ["run_child", "serve"]
 
@@ -41,6 +39,8 @@ _LEAST_LIFE_S = 1.0
 def serve(settings: Settings, announce: Callable[[str, bool], None]) -> None:
     """Serve until SIGTERM or SIGINT; returns when everything is closed.
 
+    While Redis cannot be reached it waits, and answers 503.
+
     Args:
         settings: the whole tree.
         announce: called with the address, and whether there are API keys, once connections are
@@ -49,14 +49,16 @@ def serve(settings: Settings, announce: Callable[[str, bool], None]) -> None:
     Raises:
         ConfigurationError: the address or TLS cannot be used, or the address is open to others
             without API keys.
-        RedisUnavailable: Redis cannot be reached.
+        RedisUnavailable: Redis refuses access, or is none that can be used.
     """
     gateway = settings.gateway
-    has_keys = _check_address(settings)
     tls = tls_arguments(gateway)
-    asyncio.run(_reach_redis(settings))
     _raise_file_limit()
     with _listen(gateway.host, gateway.port) as listener:
+        has_keys = reach_redis(settings, listener)
+        if has_keys is None:
+            return
+        _check_address(gateway.host, has_keys)
         host, port = listener.getsockname()[:2]
         scheme = "https" if tls else "http"
         shown = f"[{host}]" if ":" in host else host
@@ -72,6 +74,8 @@ def serve(settings: Settings, announce: Callable[[str, bool], None]) -> None:
 def run_child(settings: Settings, descriptor: int) -> bool:
     """Serve as one of several processes on an inherited socket; whether it could start."""
     with socket.socket(fileno=descriptor) as listener:
+        if reach_redis(settings, listener) is None:
+            return True  # told to end while it waited
         return GatewayServer(settings).serve_on(listener)
 
 
@@ -145,28 +149,17 @@ def _raise_file_limit() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-async def _reach_redis(settings: Settings) -> None:
-    directory = ModelDirectory(settings)
-    try:
-        await directory.connect()
-    finally:
-        await directory.aclose()
-
-
-def _check_address(settings: Settings) -> bool:
-    """Whether there are API keys: without them anybody who reaches the port may use everything.
+def _check_address(host: str, has_keys: bool) -> None:
+    """Without API keys anybody who reaches the port may use everything.
 
     Raises:
         ConfigurationError: there are none, and others than this machine could reach it.
-        RedisUnavailable: Redis cannot be reached.
     """
-    host, has_keys = settings.gateway.host, asyncio.run(are_keys(settings))
     if not has_keys and not is_loopback(host):
         raise ConfigurationError(
             f"gateway.host is {host!r}, but there are no API keys: without them the gateway "
             "listens on a loopback address only; `penstock keys create` makes one"
         )
-    return has_keys
 
 
 def _listen(host: str, port: int) -> socket.socket:

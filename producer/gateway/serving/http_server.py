@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import socket
 from types import FrameType
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from penstock.shared.local.gc_tuning import calm_collector
-from penstock.shared.settings import Settings
+from penstock.shared.settings import GatewaySettings, Settings
 
 from ..application import create_app
 from .guarded_protocol import guarded_protocol
 from .tls import tls_arguments
 
-__all__ = ["GatewayServer"]
-
-_log = logging.getLogger("penstock.gateway")
+__all__ = ["GatewayServer", "HttpServer"]
 
 _LOGGING = {
     "version": 1,
@@ -33,29 +31,26 @@ _LAST_WORDS_S = 2
 """How long the streams that a drain ends may take to say so."""
 
 
-class GatewayServer(uvicorn.Server):
-    """Serves the app on a socket that listens already.
-
-    After SIGTERM or SIGINT it accepts nothing more, lets answers end for
-    ``gateway.drain_timeout_s``, and then tells the streams that are left where to resume.
+class HttpServer(uvicorn.Server):
+    """Serves an app on a socket that listens already, until SIGTERM or SIGINT.
 
     Args:
-        settings: the whole tree.
+        app: the app.
+        options: the section ``gateway``.
+        lifespan: the app wants to hear of its life.
 
     Raises:
         ConfigurationError: see :func:`.tls_arguments`.
     """
 
-    def __init__(self, settings: Settings) -> None:
-        options = settings.gateway
-        app = create_app(settings)
+    def __init__(self, app: ASGIApp, options: GatewaySettings, *, lifespan: bool) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
                 http=guarded_protocol(options.body_timeout_s),
                 loop="uvloop",
                 ws="none",
-                lifespan="on",
+                lifespan="on" if lifespan else "off",
                 log_config=_LOGGING,
                 access_log=False,
                 proxy_headers=False,
@@ -66,22 +61,44 @@ class GatewayServer(uvicorn.Server):
                 **tls_arguments(options),
             )
         )
-        self._gateway = app.gateway
-        self._drain_s = options.drain_timeout_s
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Begin to drain; a second signal ends at once.
+        """Accept nothing more; a second signal ends at once.
 
         uvicorn's own would raise the signal again at the end, and a drain is no failure.
         """
         del sig, frame
         self.force_exit = self.should_exit
         self.should_exit = True
-        loop = asyncio.get_running_loop()
-        loop.call_soon_threadsafe(loop.call_later, self._drain_s, self._gateway.end_streams)
 
     def serve_on(self, listener: socket.socket) -> bool:
-        """Serve until a signal; returns whether it could start."""
+        """Serve until a signal; returns whether it could start. The socket stays open."""
         with calm_collector():
-            self.run(sockets=[listener])
+            self.run(sockets=[listener.dup()])  # which uvicorn closes
         return self.started
+
+
+class GatewayServer(HttpServer):
+    """Serves the gateway's app.
+
+    After SIGTERM or SIGINT it lets answers end for ``gateway.drain_timeout_s``, and then tells the
+    streams that are left where to resume.
+
+    Args:
+        settings: the whole tree.
+
+    Raises:
+        ConfigurationError: see :func:`.tls_arguments`.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        app = create_app(settings)
+        super().__init__(app, settings.gateway, lifespan=True)
+        self._gateway = app.gateway
+        self._drain_s = settings.gateway.drain_timeout_s
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Begin to drain; a second signal ends at once."""
+        super().handle_exit(sig, frame)
+        loop = asyncio.get_running_loop()
+        loop.call_soon_threadsafe(loop.call_later, self._drain_s, self._gateway.end_streams)
