@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from penstock.shared.protocol.chat.deltas import CONTENT, REASONING, TOOL_CALL, Delta, moved_deltas
+from penstock.shared.protocol.chat.deltas import (
+    CONTENT,
+    REASONING,
+    TOOL_CALL,
+    Delta,
+    ReasoningCount,
+    moved_deltas,
+)
 from penstock.shared.protocol.events import Chunk, End, TokenLogprobs
 from penstock.shared.protocol.states import Reason, State
 
@@ -45,17 +52,10 @@ class Choice:
 
     @property
     def reasoning_tokens(self) -> int:
-        """How many tokens have brought reasoning; 0 if the answer was not parsed.
-
-        Those before each of them count, too, that had no text of their own, such as the mark with
-        which reasoning begins.
-        """
-        count = stop = 0
-        for delta in self.deltas:
-            if delta.kind == REASONING:
-                count += delta.token + 1 - stop
-            stop = delta.token + 1
-        return count
+        """How many tokens have brought reasoning; 0 if the answer was not parsed."""
+        count = ReasoningCount()
+        count.add(self.deltas)
+        return count.tokens
 
     @property
     def tool_calls(self) -> tuple[tuple[str, str], ...]:

@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 from gateway.rig import GatewayProcess, events
-from tool_model import TOOLS, save_tool_model
+from tool_model import TOOLS, save_tool_model, tool_tokenizer
 from workers import WorkerFactory
 
 GRAMMAR = r"""
@@ -87,6 +87,50 @@ def test_a_resumed_stream_still_ends_with_tool_calls(gateway: GatewayProcess) ->
         rest = list(events(response))
     assert rest[0].data["choices"][0]["finish_reason"] == "tool_calls"
     assert rest[-1].data == "[DONE]"
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_reasoning_is_counted_alike_in_every_answer(gateway: GatewayProcess, n: int) -> None:
+    """Its tokens begin with the mark and end before the one behind it."""
+    body = {key: value for key, value in ASK.items() if key not in ("extra_body", "tools")}
+    grammar = GRAMMAR.replace("{20,40}/", "{20,40}[a-z]/")  # no space at the end, which is cut
+    body |= {"structured_outputs": {"grammar": grammar}, "n": n}
+    body["stream_options"] = {"include_usage": True}
+    url = f"{gateway.url}/v1/chat/completions"
+    plain = {**body, "return_token_ids": True}
+    del plain["stream_options"]
+    whole = httpx.post(url, json=plain, timeout=60).json()
+    counted = whole["usage"]["completion_tokens_details"]["reasoning_tokens"]
+    end = tool_tokenizer().convert_tokens_to_ids("</think>")
+    assert counted == sum(choice["token_ids"].index(end) for choice in whole["choices"]) > n
+
+    headers = {"idempotency-key": f"reasoning {n}"}
+    body["stream"] = True
+    with httpx.stream("POST", url, json=body, headers=headers, timeout=60) as response:
+        found = list(events(response))
+    assert found[-1].data == "[DONE]"
+    usage = found[-2].data["usage"]
+    assert usage["completion_tokens_details"] == whole["usage"]["completion_tokens_details"]
+    ids = sorted({event.id for event in found if event.id})
+    for last in ids[:: len(ids) // 8]:
+        headers["last-event-id"] = str(last)
+        with httpx.stream("POST", url, json=body, headers=headers, timeout=60) as response:
+            rest = list(events(response))
+        assert rest[-2].data["usage"] == usage
+
+
+def test_reasoning_is_counted_as_in_responses(client: openai.OpenAI) -> None:
+    chat = client.chat.completions.create(
+        model="caller", messages=ASK["messages"], max_tokens=200, temperature=0, tools=TOOLS
+    )
+    asked = {"model": "caller", "input": ASK["messages"][0]["content"], "tools": FLAT_TOOLS}
+    same = client.responses.create(**asked, max_output_tokens=200, temperature=0)
+    assert chat.usage is not None
+    assert chat.usage.completion_tokens_details is not None
+    assert same.usage is not None
+    assert chat.usage.completion_tokens == same.usage.output_tokens
+    counted = same.usage.output_tokens_details.reasoning_tokens
+    assert chat.usage.completion_tokens_details.reasoning_tokens == counted
 
 
 def test_refusals_name_the_field(client: openai.OpenAI) -> None:

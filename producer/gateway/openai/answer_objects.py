@@ -49,6 +49,7 @@ def answer_object(
         ApiError: a request was not completed.
     """
     choices: list[dict[str, Any]] = []
+    reasoning_tokens = 0
     for form, result in zip(forms, results, strict=False):
         error = end_error(result.end, fields.names, fields.prompt)
         if error is not None:
@@ -57,6 +58,8 @@ def answer_object(
         for item in result.choices:
             made = choice(head, form, item, names, result.prompt_logprobs)
             choices.append({**made, "index": first + item.index})
+            reasoning_tokens += item.reasoning_tokens
+    is_parsed = choice is chat_choice
     answer = {
         "id": head.id,
         "object": object_name,
@@ -64,7 +67,9 @@ def answer_object(
         "model": head.model,
         "service_tier": forms[0].tier,
         "choices": choices,
-        "usage": sum_of_usages([result.usage for result in results]),
+        "usage": sum_of_usages(
+            [result.usage for result in results], reasoning_tokens if is_parsed else None
+        ),
     }
     return json.dumps(answer, ensure_ascii=False, separators=(",", ":")).encode()
 

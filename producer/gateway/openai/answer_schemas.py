@@ -19,6 +19,10 @@ _USAGE = {
         "completion_tokens": _COUNT,
         "total_tokens": _COUNT,
         "prompt_tokens_details": {"type": "object", "properties": {"cached_tokens": _COUNT}},
+        "completion_tokens_details": {
+            "type": "object",
+            "properties": {"reasoning_tokens": _COUNT},
+        },
     },
 }
 

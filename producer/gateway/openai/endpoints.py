@@ -161,7 +161,7 @@ async def _form(
         usage=usage,
         token_ids=bool(own.get("return_token_ids")),
         reasoning_field=gateway.settings.reasoning_field,
-        reads_all="tools" in fields or (endpoint is _COMPLETION and "logprobs" in fields),
+        reads_all=("tools" in fields or usage) if endpoint is _CHAT else "logprobs" in fields,
     )
     echoes = endpoint is _COMPLETION and needs_prompt_tokens(own, fields)
     if not echoes and not continuous:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from penstock.shared.protocol.chat.deltas import TOOL_CALL
+from penstock.shared.protocol.chat.deltas import ReasoningCount, cut_deltas
 from penstock.shared.protocol.events import Chunk, End, Run, TokenLogprobs
 from penstock.shared.protocol.states import Reason
 
@@ -117,7 +119,8 @@ class _Writer(ABC):
             choice = self._last_choice(FINISH_REASONS[end.reason])
             events = self._event(end.n, choice)
         if self._form.usage and end.usage is not None:
-            usage = json.dumps(usage_object(end.usage), separators=(",", ":"))
+            counts = usage_object(end.usage, self._reasoning_tokens())
+            usage = json.dumps(counts, separators=(",", ":"))
             events += f'id: {end.n}{self._head}],"usage":{usage}}}\n\n'
         return events.encode() + DONE
 
@@ -147,6 +150,10 @@ class _Writer(ABC):
     def _last_choice(self, reason: str) -> str:
         """The choice of the last event, with the reason."""
 
+    def _reasoning_tokens(self) -> int | None:
+        """How many tokens brought reasoning; None for answers that are not taken apart."""
+        return None
+
     def _finish(self, run: Run) -> str:
         return "null" if run.reason is None else f'"{FINISH_REASONS[run.reason]}"'
 
@@ -169,8 +176,14 @@ class ChatWriter(_Writer):
 
     object_name = "chat.completion.chunk"
 
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._reasoning: defaultdict[int, ReasoningCount] = defaultdict(ReasoningCount)
+
     def _choice(self, run: Run) -> str:
         deltas = run.deltas
+        if self._form.usage:
+            self._reasoning[run.choice].add(deltas, run.start)
         if deltas and has_call(deltas):
             self._calling.add(run.choice)
         shows = deltas or run.start == 0 or run.reason is not None or run.logprobs
@@ -190,9 +203,14 @@ class ChatWriter(_Writer):
 
     def _skip(self, chunk: Chunk, count: int) -> None:
         for run in chunk.runs():
-            if any(d.kind == TOOL_CALL and d.token < count for d in run.deltas):
+            deltas = cut_deltas(run.deltas, 0, count)
+            self._reasoning[run.choice].add(deltas, run.start)
+            if has_call(deltas):
                 self._calling.add(run.choice)
             count -= len(run.token_ids)
+
+    def _reasoning_tokens(self) -> int:
+        return sum(count.tokens for count in self._reasoning.values())
 
     def _finish(self, run: Run) -> str:
         if run.reason is None:

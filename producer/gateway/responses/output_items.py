@@ -10,7 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from penstock.shared.protocol.chat.deltas import CONTENT, REASONING, TOOL_CALL, Delta
+from penstock.shared.protocol.chat.deltas import (
+    CONTENT,
+    REASONING,
+    TOOL_CALL,
+    Delta,
+    ReasoningCount,
+)
 from penstock.shared.protocol.events import End
 from penstock.shared.protocol.states import Reason, State
 
@@ -30,17 +36,12 @@ class OutputItems:
 
     Args:
         response_id: the response's id; ids of items and calls are functions of it.
-
-    Attributes:
-        reasoning_tokens: how many tokens brought reasoning. Tokens without text before them count,
-            too, such as the mark with which it begins.
     """
 
     def __init__(self, response_id: str) -> None:
-        self.reasoning_tokens = 0
         self._id = response_id
         self._items: list[_Item] = []
-        self._stop = 0
+        self._reasoning = ReasoningCount()
 
     @classmethod
     def of(cls, response_id: str, deltas: Iterable[Delta], end: End) -> OutputItems:
@@ -50,6 +51,11 @@ class OutputItems:
             items.add(delta)
         items.close(end)
         return items
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """How many tokens have brought reasoning."""
+        return self._reasoning.tokens
 
     @property
     def open_text(self) -> str | None:
@@ -65,10 +71,7 @@ class OutputItems:
     def add(self, delta: Delta, start: int = 0) -> list[ItemEvent]:
         """Take a delta, whose token is counted from the token ``start`` on; its events."""
         events: list[ItemEvent] = []
-        stop = start + delta.token + 1
-        if delta.kind == REASONING:
-            self.reasoning_tokens += stop - self._stop
-        self._stop = stop
+        self._reasoning.add((delta,), start)
         last = self._items[-1] if self._items else None
         if last is None or (last.kind, last.call) != (delta.kind, delta.index):
             events = self._close_last() + self._open(delta)

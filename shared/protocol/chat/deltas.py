@@ -10,6 +10,7 @@ __all__ = [
     "REASONING",
     "TOOL_CALL",
     "Delta",
+    "ReasoningCount",
     "cut_deltas",
     "moved_deltas",
     "packed_deltas",
@@ -39,6 +40,31 @@ class Delta(NamedTuple):
     index: int = 0  # type: ignore[assignment]  # a field in place of tuple.index
     name: str = ""
     token: int = 0
+
+
+class ReasoningCount:
+    """How many tokens of one output have brought reasoning.
+
+    Those before each of them count, too, that had no text of their own, such as the mark with
+    which reasoning begins. The mark behind reasoning does not.
+
+    Attributes:
+        tokens: how many so far.
+    """
+
+    __slots__ = ("_stop", "tokens")
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self._stop = 0
+
+    def add(self, deltas: Iterable[Delta], start: int = 0) -> None:
+        """Take the next deltas, whose tokens are counted from the output's token ``start`` on."""
+        for delta in deltas:
+            stop = start + delta.token + 1
+            if delta.kind == REASONING:
+                self.tokens += stop - self._stop
+            self._stop = stop
 
 
 def read_deltas(wire: Any, num_tokens: int) -> tuple[Delta, ...]:
