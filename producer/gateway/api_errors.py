@@ -11,6 +11,7 @@ import json
 import logging
 from collections.abc import Mapping
 
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from penstock.shared.errors import (
@@ -26,6 +27,7 @@ from penstock.shared.protocol.events import End
 from penstock.shared.protocol.states import Reason
 
 from ..batches.storage import StorageError
+from .request_log import CLIENT_LEFT_STATUS
 
 __all__ = [
     "MAX_RETRY_AFTER_S",
@@ -34,6 +36,7 @@ __all__ = [
     "error_of",
     "error_response",
     "invalid",
+    "response_of",
 ]
 
 _log = logging.getLogger("penstock.gateway")
@@ -117,6 +120,18 @@ def error_response(error: ApiError, headers: Mapping[str, str] | None = None) ->
         headers={**(headers or {}), **error.headers()},
         media_type="application/json",
     )
+
+
+def response_of(error: BaseException) -> Response:
+    """What a client is told of an error that its endpoint raised."""
+    if isinstance(error, ApiError):
+        return error_response(error)
+    if isinstance(error, PenstockError):
+        return error_response(error_of(error))
+    if isinstance(error, ClientDisconnect):
+        return Response(status_code=CLIENT_LEFT_STATUS)
+    _log.error("an endpoint failed", exc_info=error)
+    return error_response(ApiError(500, "an internal error", "internal_error"))
 
 
 def invalid(param: str | None, message: str, code: str = "invalid_value") -> ApiError:

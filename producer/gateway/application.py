@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from typing import TypeGuard
@@ -28,7 +27,7 @@ from .access.key_access import access_of
 from .answering.answers import CLIENT_LEFT
 from .answering.connection import connection_of
 from .answering.stored_answers import stream_routes
-from .api_errors import ApiError, error_of, error_response
+from .api_errors import ApiError, error_response, response_of
 from .batch_files.batch_endpoints import batch_routes
 from .batch_files.file_endpoints import file_routes
 from .callers import Access
@@ -44,8 +43,6 @@ from .tokenize_pages import tokenize_routes
 from .usage_page import usage_routes
 
 __all__ = ["GatewayApp", "create_app"]
-
-_log = logging.getLogger("penstock.gateway")
 
 
 class GatewayApp:
@@ -200,24 +197,13 @@ class _DirectRoutes:
         try:
             response: Response = await route.endpoint(Request(scope, receive))
         except Exception as error:
-            response = _response_of(error)
+            response = response_of(error)
         await response(scope, receive, send)
-
-
-def _response_of(error: Exception) -> Response:
-    if isinstance(error, ApiError):
-        return error_response(error)
-    if isinstance(error, PenstockError):
-        return error_response(error_of(error))
-    if isinstance(error, ClientDisconnect):
-        return Response(status_code=CLIENT_LEFT_STATUS)
-    _log.error("an endpoint failed", exc_info=error)
-    return error_response(ApiError(500, "an internal error", "internal_error"))
 
 
 def _handle_errors(app: FastAPI) -> None:
     async def answer(_: Request, error: Exception) -> Response:
-        return _response_of(error)
+        return response_of(error)
 
     for kind in (ApiError, PenstockError, ClientDisconnect):
         app.add_exception_handler(kind, answer)

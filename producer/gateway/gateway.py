@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import hashlib
@@ -305,6 +306,9 @@ class Gateway:
             return await submission.shard.producer.result(submission.id, check=False)
         except PenstockError as error:
             raise error_of(error) from None
+        except asyncio.CancelledError:  # its client left
+            await _leave(submission)
+            raise
         finally:
             await submission.admission.release()
 

@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from ...results import Result, Status
 from ..answering.answers import EventWriter
+from ..answering.prepared_answer import PreparedAnswer
 from ..answering.stored_answers import MakeWriter
 from ..documented import json_answer, json_body, with_errors
 from ..gateway import Gateway, Submission
@@ -117,6 +118,22 @@ async def _answer(
     own: Mapping[str, Any],
     prompts: Sequence[dict[str, Any]],
 ) -> Response:
+    """Answer with the output of a request for each prompt."""
+    submit = functools.partial(_submit_all, gateway, request, endpoint, body, own, prompts)
+    if any(_needs_prompt_tokens(endpoint, own, fields) for fields in prompts):
+        streams = bool(own.get("stream"))
+        return PreparedAnswer(submit, answers=gateway.answers, streams=streams)
+    return await submit()
+
+
+async def _submit_all(
+    gateway: Gateway,
+    request: Request,
+    endpoint: _Endpoint,
+    body: Mapping[str, Any],
+    own: Mapping[str, Any],
+    prompts: Sequence[dict[str, Any]],
+) -> Response:
     """Submit a request for each prompt and answer with their output."""
     submissions: list[Submission] = []
     forms: list[AnswerForm] = []
@@ -143,6 +160,14 @@ async def _answer(
         return answer_object(head, forms, kind, results, table, endpoint.choice, names)
 
     return gateway.joined(submissions, build)
+
+
+def _needs_prompt_tokens(
+    endpoint: _Endpoint, own: Mapping[str, Any], fields: Mapping[str, Any]
+) -> bool:
+    """Whether a worker must tell the prompt's tokens before the request is submitted."""
+    _, continuous = wants_usage(own)
+    return continuous or (endpoint is _COMPLETION and needs_prompt_tokens(own, fields))
 
 
 async def _form(
