@@ -103,11 +103,11 @@ def test_errors_before_a_comment_have_their_own_status(
         return "letters" in httpx.get(f"{patient.url}/health", timeout=60).json()["models"]
 
     wait_until(is_served, "the worker")
-    for fields, status, param in (
-        ({"model": "unknown"}, 404, "model"),
-        ({"model": "letters", "prompt": "a" * 70_000}, 400, "prompt"),
+    for fields, status, params in (
+        ({"model": "unknown"}, 404, ("model", "model")),
+        ({"model": "letters", "prompt": "a" * 70_000}, 400, ("prompt", "logprobs")),
     ):
-        for kind in FIRST:
+        for kind, param in zip(FIRST, params, strict=True):
             with stream(patient, **{**kind, **fields}) as response:
                 answer = json.loads(response.read())
             assert response.status_code == status

@@ -99,13 +99,15 @@ def no_effect(name: str, type: FieldType, why: str) -> ApiField:
     return ApiField(name, Kind.NO_EFFECT, why, type)
 
 
-_FORM_NAMES = {
+_NAMES = {
     "json_schema": "response_format",
     "regex": "structured_outputs.regex",
     "grammar": "structured_outputs.grammar",
     "choice": "structured_outputs.choice",
+    "prompt_logprobs": "logprobs",  # with `echo`
 }
-"""What a form of the output is called in an error; there are several names for most."""
+"""What fields of the queue's request are called in an error. Forms of the output have several names
+in the API."""
 
 
 class FieldTable:
@@ -118,7 +120,7 @@ class FieldTable:
     """
 
     def __init__(
-        self, fields: Iterable[ApiField], prompt: str, names: Mapping[str, str] = _FORM_NAMES
+        self, fields: Iterable[ApiField], prompt: str, names: Mapping[str, str] = _NAMES
     ) -> None:
         self.fields = {field.name: field for field in fields}
         self.prompt = prompt
