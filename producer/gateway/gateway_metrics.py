@@ -22,6 +22,7 @@ class GatewayMetrics:
     Attributes:
         registry: holds them.
         requests: answers by endpoint and status; 499 if the client left.
+        refused_heads: requests that were refused before their endpoint was known, by code.
         open_streams: event streams that are open.
         stream_tokens: tokens sent in events.
         first_token: from the request to the first event, in seconds.
@@ -33,6 +34,12 @@ class GatewayMetrics:
             "penstock_gateway_requests_total",
             "Answers by endpoint and HTTP status; 499: the client left.",
             ("endpoint", "status"),
+            registry=self.registry,
+        )
+        self.refused_heads = Counter(
+            "penstock_gateway_refused_heads_total",
+            "Requests refused for their head, by code: too large, too slow, or no HTTP.",
+            ("code",),
             registry=self.registry,
         )
         self.open_streams = Gauge(
@@ -52,6 +59,10 @@ class GatewayMetrics:
             registry=self.registry,
             buckets=_SECONDS,
         )
+
+    def count_refused_head(self, code: str) -> None:
+        """A request was refused before its endpoint was known."""
+        self.refused_heads.labels(code).inc()
 
     def exposition(self) -> bytes:
         """The page that Prometheus reads."""

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 import select
 import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from gateway.rig import GatewayProcess
 
+from penstock.producer.gateway.gateway_metrics import GatewayMetrics
 from penstock.shared.local.embedded import EmbeddedRedis
 
 pytestmark = pytest.mark.usefixtures("synthetic_worker")
@@ -64,7 +67,15 @@ def check(answer: bytes, status: int, code: str) -> None:
     assert (error["type"], error["code"]) == ("invalid_request_error", code)
 
 
-def test_a_head_without_end(connection: socket.socket) -> None:
+def refused(gateway: GatewayProcess, code: str) -> float:
+    """How often, as ``/metrics`` says."""
+    page = httpx.get(f"{gateway.url}/metrics", timeout=60).text
+    name = f'penstock_gateway_refused_heads_total{{code="{code}"}} '
+    return sum(float(line[len(name) :]) for line in page.splitlines() if line.startswith(name))
+
+
+def test_a_head_without_end(gateway: GatewayProcess, connection: socket.socket) -> None:
+    before = refused(gateway, "head_too_large")
     connection.sendall(BEGUN)
     sent = 0
     try:
@@ -74,17 +85,32 @@ def test_a_head_without_end(connection: socket.socket) -> None:
     except (BrokenPipeError, ConnectionResetError):
         pass
     check(read_all(connection), 431, "head_too_large")
+    assert refused(gateway, "head_too_large") == before + 1
 
 
 def test_a_slow_head(impatient: GatewayProcess) -> None:
     with socket.create_connection(("127.0.0.1", impatient.port), timeout=60) as connection:
         connection.sendall(BEGUN)
+        before = refused(impatient, "request_timeout")
         check(read_all(connection), 408, "request_timeout")
+        assert refused(impatient, "request_timeout") == before + 1
 
 
-def test_what_is_no_http(connection: socket.socket) -> None:
+def test_what_is_no_http(gateway: GatewayProcess, connection: socket.socket) -> None:
+    before = refused(gateway, "invalid_http")
     connection.sendall(b"GARBAGE\r\n\r\n")
     check(read_all(connection), 400, "invalid_http")
+    assert refused(gateway, "invalid_http") == before + 1
+
+
+def test_the_documentation_names_every_figure() -> None:
+    page = Path(__file__).parents[2].joinpath("docs/gateway.md").read_text("utf-8")
+    told = dict(re.findall(r"^\| `(gateway_\w+)` \| (\w+) \|", page, re.MULTILINE))
+    found = {
+        family.name.removeprefix("penstock_") + ("_total" if family.type == "counter" else ""):
+        family.type for family in GatewayMetrics().registry.collect()
+    }  # fmt: skip
+    assert told == found
 
 
 def test_a_refusal_is_not_written_into_an_answer(connection: socket.socket) -> None:

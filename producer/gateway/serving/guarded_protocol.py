@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any, cast
 
@@ -23,11 +24,14 @@ __all__ = ["guarded_protocol"]
 _MAX_HEAD_BYTES = 64 << 10
 
 
-def guarded_protocol(head_timeout_s: float) -> type[asyncio.Protocol]:
+def guarded_protocol(
+    head_timeout_s: float, on_refused: Callable[[str], object]
+) -> type[asyncio.Protocol]:
     """The protocol for uvicorn's ``http`` option.
 
     Args:
         head_timeout_s: how long a request's head may take to arrive.
+        on_refused: told the ``code`` of what never reaches the app.
     """
 
     class GuardedProtocol(HttpToolsProtocol):
@@ -122,6 +126,7 @@ def guarded_protocol(head_timeout_s: float) -> type[asyncio.Protocol]:
             self._end_head()
             if self.transport.is_closing():
                 return
+            on_refused(error.code)
             answer = self.cycle
             if answer is None or answer.response_complete or not answer.response_started:
                 self.transport.write(_whole_answer(error))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import Callable
 from types import FrameType
 
 import uvicorn
@@ -38,16 +39,24 @@ class HttpServer(uvicorn.Server):
         app: the app.
         options: the section ``gateway``.
         lifespan: the app wants to hear of its life.
+        on_refused: told the ``code`` of each request that is refused before the app sees it.
 
     Raises:
         ConfigurationError: see :func:`.tls_arguments`.
     """
 
-    def __init__(self, app: ASGIApp, options: GatewaySettings, *, lifespan: bool) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        options: GatewaySettings,
+        *,
+        lifespan: bool,
+        on_refused: Callable[[str], object],
+    ) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
-                http=guarded_protocol(options.body_timeout_s),
+                http=guarded_protocol(options.body_timeout_s, on_refused),
                 loop="uvloop",
                 ws="none",
                 lifespan="on" if lifespan else "off",
@@ -93,7 +102,8 @@ class GatewayServer(HttpServer):
 
     def __init__(self, settings: Settings) -> None:
         app = create_app(settings)
-        super().__init__(app, settings.gateway, lifespan=True)
+        count = app.gateway.metrics.count_refused_head
+        super().__init__(app, settings.gateway, lifespan=True, on_refused=count)
         self._gateway = app.gateway
         self._drain_s = settings.gateway.drain_timeout_s
 

@@ -62,7 +62,12 @@ class WaitingServer(HttpServer):
 
     def __init__(self, settings: Settings, error: RedisUnavailable) -> None:
         self._page = _AwayPage(error)
-        super().__init__(self._page, settings.gateway, lifespan=False)
+        super().__init__(
+            self._page,
+            settings.gateway,
+            lifespan=False,
+            on_refused=lambda _: None,  # there are no metrics before Redis answers
+        )
         self._settings = settings
         self._has_keys: bool | None = None
 
