@@ -167,8 +167,9 @@ def test_usage_is_the_tenants_own(
     locked: GatewayProcess, keys: Keys, capsys: pytest.CaptureFixture[str]
 ) -> None:
     mine, boss = keys.create(capsys, "mine"), keys.create(capsys, "boss", "--admin")
-    with locked.client(api_key=mine) as client:
-        ask(client)
+    for secret in (mine, keys.create(capsys, "neighbour")):
+        with locked.client(api_key=secret) as client:
+            ask(client)
 
     def usage(secret: str, query: str = "") -> Any:
         headers = {"authorization": f"Bearer {secret}"}
@@ -176,10 +177,10 @@ def test_usage_is_the_tenants_own(
 
     (line,) = usage(mine, "by=model").json()["data"]
     assert (line["model"], line["requests"], line["output_tokens"]) == ("letters", 1, 4)
-    refused = usage(mine, "tenant=acme")
+    refused = usage(mine, "tenant=neighbour")
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tenant")
     rows = usage(boss, "by=tenant").json()["data"]
-    assert {"acme", "mine"} <= {row["tenant"] for row in rows}
+    assert {"neighbour", "mine"} <= {row["tenant"] for row in rows}
     assert usage(boss, "to=0001-01-01").json()["data"] == []
     refused_queries = (
         "by=colour", "from=yesterday", "colour=red", "from=2026-01-02&to=2026-01-01", "format=xml",
