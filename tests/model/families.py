@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
@@ -51,7 +53,12 @@ _ALTERNATING = {
 }
 _MOE = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
 
+_GPTJ = {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": CONTEXT, "rotary_dim": 8}
+_GPTJ_IS_SERVED = Version(transformers.__version__) >= Version("5.24")
+"""Before, its attention could not be replaced."""
+
 SUPPORTED: Mapping[str, Mapping[str, Any]] = {
+    **({"gptj": _GPTJ} if _GPTJ_IS_SERVED else {}),
     "llama": {},
     "qwen2": {},
     "qwen3": {"head_dim": 24},
@@ -163,13 +170,7 @@ REFUSED: Mapping[str, Mapping[str, Any]] = {
     "qwen3_5_text": _LINEAR_ATTENTION,
     "bloom": {"n_layer": 3, "n_head": 4},
     "falcon": {"num_kv_heads": 2, "num_key_value_heads": None},
-    "gptj": {
-        "n_embd": 64,
-        "n_layer": 3,
-        "n_head": 4,
-        "n_positions": CONTEXT,
-        "rotary_dim": 8,
-    },
+    **({} if _GPTJ_IS_SERVED else {"gptj": _GPTJ}),
     "mamba": {"state_size": 8},
     "lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
     "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_state": 8},
