@@ -17,6 +17,11 @@ KINDS = list(Codes)
 FOUR_BITS = (Codes.TABLE4, Codes.INT4)
 
 
+WITH_WHOLE_NUMBERS = [name for name in SETS if name != "portable"] or [
+    pytest.param(None, marks=pytest.mark.skip("this CPU decodes all codes in registers"))
+]
+
+
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(*shape, generator=generator).to(dtype)
@@ -182,7 +187,7 @@ def test_split_activations_are_exact_enough(kind: Codes) -> None:
 
 @pytest.mark.parametrize("offsets", [False, True])
 @pytest.mark.parametrize("kind", [Codes.INT4, Codes.INT8])
-@pytest.mark.parametrize("name", [name for name in SETS if name != "portable"])
+@pytest.mark.parametrize("name", WITH_WHOLE_NUMBERS)
 def test_sums_of_whole_numbers_are_exact(name: str, kind: Codes, offsets: bool) -> None:
     # The largest factors of one sign, for as long as a piece is: sums of 2 ** 31 less a few.
     inputs, outputs = 1024, 40

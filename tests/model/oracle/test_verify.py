@@ -151,7 +151,7 @@ def test_half_precision_has_limits_of_its_own(verify: Verify, checkpoint: Checkp
         "perplexity_rel_diff",
     }
     assert report.figures["max_rel_logit_diff"] > 1e-3  # so other limits are needed
-    assert 0.5 < report.figures["logit_error_ratio"] < 1.5
+    assert 0 < report.figures["logit_error_ratio"] < 1.5  # less where activations stay in float32
     assert any("bfloat16 equal tokens are reported but not required" in n for n in report.notes)
 
 
