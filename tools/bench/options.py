@@ -239,6 +239,10 @@ class TraceOptions(MeasurementOptions):
         bool, Option("--in-process", help="The engine alone, without Redis and worker.")
     ] = False
     limit: Annotated[int | None, Option(help="Replay only this many requests."), Range(1)] = None
+    temperature: Annotated[
+        float, Option(help="Draw tokens at this temperature; 0: greedy."), Range(0, 100)
+    ] = 0.0
+    top_p: Annotated[float, Option(help="Top-p of drawn tokens."), Range(0, 1, above=True)] = 1.0
     slots: _Slots = 16
     rate: Annotated[
         float | None,

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.shared.errors import ConfigurationError
+from penstock.shared.protocol.sampling_options import SamplingOptions
 
 __all__ = ["TraceRequest", "read_trace_file"]
 
@@ -30,11 +31,25 @@ class TraceRequest:
         prompt_ids: token ids of the prompt.
         output_len: output tokens, generated exactly.
         arrival_units: arrival in units of the mean gap between two requests.
+        temperature: of sampling; 0: greedy.
+        top_p: of sampling.
     """
 
     prompt_ids: tuple[int, ...]
     output_len: int
     arrival_units: float
+    temperature: float = 0.0
+    top_p: float = 1.0
+
+    @property
+    def sampling(self) -> SamplingOptions:
+        """Exactly ``output_len`` tokens, past EOS."""
+        return SamplingOptions(
+            max_tokens=self.output_len,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            ignore_eos=True,
+        )
 
     def arrival_s(self, rate: float | None) -> float:
         """Arrival in seconds at ``rate`` requests per second; 0 without a rate: all at once."""

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from penstock.gpu_worker.engine.engine import Engine
 from penstock.gpu_worker.engine.requests import EngineRequest
@@ -14,7 +15,6 @@ from penstock.producer import Producer
 from penstock.shared.errors import ConfigurationError, PenstockError
 from penstock.shared.local.embedded import EmbeddedRedis
 from penstock.shared.protocol.request import Request
-from penstock.shared.protocol.sampling_options import SamplingOptions
 from penstock.shared.settings import Settings, load_settings
 
 from ...report import Report
@@ -24,7 +24,7 @@ from ..rounds import Machine, Progress, Rounds
 from .token_times import TokenTimes
 from .trace_file import TraceRequest, read_trace_file
 
-__all__ = ["bench_trace", "engine_request", "sampling"]
+__all__ = ["bench_trace", "engine_request"]
 
 _WARM_UP = 4
 """Uncounted requests before the first round: first calls allocate, load scripts and connect."""
@@ -33,7 +33,7 @@ _TIMEOUT_S = 600.0
 
 
 def bench_trace(options: TraceOptions, progress: Progress = lambda *_: None) -> Report:
-    """Replay a trace ``rounds`` times, greedy and past EOS, with exact output lengths.
+    """Replay a trace ``rounds`` times, past EOS, with exact output lengths.
 
     Raises:
         ConfigurationError: the trace cannot be read, or does not fit the model.
@@ -41,7 +41,10 @@ def bench_trace(options: TraceOptions, progress: Progress = lambda *_: None) -> 
         RedisUnavailable: no server can be started.
         PenstockError: a request did not complete.
     """
-    requests = read_trace_file(options.trace, options.limit)
+    requests = [
+        replace(request, temperature=options.temperature, top_p=options.top_p)
+        for request in read_trace_file(options.trace, options.limit)
+    ]
     settings = trace_settings(options)
     rounds, machine = Rounds(), Machine()
     progress("loading", 0, 0)
@@ -51,7 +54,9 @@ def bench_trace(options: TraceOptions, progress: Progress = lambda *_: None) -> 
         notes = asyncio.run(_through_redis(options, settings, requests, rounds, progress))
     tokens = sum(request.output_len for request in requests)
     rate = f"{options.rate:g} requests/s" if options.rate else "all at once"
-    notes = (*notes, f"{len(requests)} requests, {tokens} output tokens, {rate}")
+    drawn = f"temperature {options.temperature:g}, top-p {options.top_p:g}"
+    how = drawn if options.temperature else "greedy"
+    notes = (*notes, f"{len(requests)} requests, {tokens} output tokens, {rate}, {how}")
     return rounds.report("trace", machine, notes=notes)
 
 
@@ -84,15 +89,10 @@ def _in_profile(options: TraceOptions) -> dict[str, object]:
     return given
 
 
-def sampling(tokens: int) -> SamplingOptions:
-    """Greedy decoding of exactly ``tokens`` tokens."""
-    return SamplingOptions(max_tokens=tokens, temperature=0.0, ignore_eos=True)
-
-
 def warm_up(requests: Sequence[TraceRequest]) -> list[TraceRequest]:
     """A few short requests of the trace, all at once."""
     return [
-        TraceRequest(request.prompt_ids, min(_WARM_UP_TOKENS, request.output_len), 0.0)
+        replace(request, output_len=min(_WARM_UP_TOKENS, request.output_len), arrival_units=0.0)
         for request in requests[:_WARM_UP]
     ]
 
@@ -146,8 +146,8 @@ def replay_in_process(
 
 
 def engine_request(served: ServingModel, index: int, request: TraceRequest) -> EngineRequest:
-    """The request at ``index`` for an engine, greedy and with its exact length."""
-    asked = Request(id=str(index), prompt=request.prompt_ids, options=sampling(request.output_len))
+    """The request at ``index`` for an engine, with its exact length."""
+    asked = Request(id=str(index), prompt=request.prompt_ids, options=request.sampling)
     return EngineRequest(
         id=asked.id,
         lane=asked.lane,
@@ -192,7 +192,8 @@ async def _replay_through_redis(
             list(request.prompt_ids),
             timeout=_TIMEOUT_S,
             max_tokens=request.output_len,
-            temperature=0,
+            temperature=request.temperature,
+            top_p=request.top_p,
             ignore_eos=True,
         )
         async for chunk in stream:
