@@ -253,7 +253,7 @@ def _drafter(
     pool = KVPool(draft.geometry, config.num_blocks, config.block_size, draft.device, draft.dtype)
     max_read = config.max_batch_tokens
     return DraftModel(
-        draft, pool, Sampler(draft.largest), target, max_read=max_read, independent=rejection
+        draft, pool, Sampler(draft.row_operations), target, max_read=max_read, independent=rejection
     )
 
 

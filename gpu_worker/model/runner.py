@@ -78,7 +78,7 @@ class ModelRunner:
         self.swap_pool = swap_pool
         self._drafter = None if drafter is None else DraftFallback(drafter)
         self._draft_rows = DraftRows()
-        self._sampler = Sampler(loaded.largest) if sampler is None else sampler
+        self._sampler = Sampler(loaded.row_operations) if sampler is None else sampler
         self._verifier = Verifier(self._sampler, loaded.eos_token_ids, rejection=rejection)
         self._masks = MaskMaker() if masks is None else masks
         self._batch: SamplingBatch | None = None
@@ -267,7 +267,7 @@ class ModelRunner:
         for _ in range(repeats):
             began = time.perf_counter()
             logits = self._forward(self._decode_chunks(num_sequences))
-            self.loaded.largest(logits)[1].cpu()  # waits for it
+            self.loaded.row_operations.largest(logits)[1].cpu()  # waits for it
             seconds.append(time.perf_counter() - began)
         return min(seconds)
 

@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 from .compiler import NativeUnavailable, build, supported_sets
 
 __all__ = [
-    "Activation", "AttendSpec", "Codes", "Error", "KVKind", "Library", "LinearSpec", "NormSpec",
-    "RotateSpec", "RowKind", "StepInput", "Type", "load_library",
+    "Activation", "AttendSpec", "Codes", "DrawInput", "Error", "KVKind", "Library", "LinearSpec",
+    "LogitsInput", "NormSpec", "RotateSpec", "RowKind", "StepInput", "Type", "load_library",
 ]  # fmt: skip
 
 
@@ -123,6 +123,25 @@ class StepInput(ctypes.Structure):
     ]  # fmt: skip
 
 
+class LogitsInput(ctypes.Structure):
+    """Rows that tokens are drawn from; see ``src/rows/draw.h``."""
+
+    _fields_: ClassVar = [
+        ("values", c_void_p), ("rows", c_int64), ("columns", c_int64), ("stride", c_int64),
+        ("largest", c_void_p),
+    ]  # fmt: skip
+
+
+class DrawInput(ctypes.Structure):
+    """How tokens are drawn; see ``src/rows/draw.h``."""
+
+    _fields_: ClassVar = [
+        ("count", c_int64), ("rows", c_void_p), ("temperature", c_void_p), ("seeds", c_void_p),
+        ("choices", c_void_p), ("indexes", c_void_p), ("stream", c_int64), ("top_k", c_void_p),
+        ("top_p", c_void_p), ("log_min_p", c_void_p),
+    ]  # fmt: skip
+
+
 _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "instruction_set": (c_char_p, []),
     "activation_type": (c_int32, [c_int32]),
@@ -190,6 +209,10 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "largest": (
         c_int32,
         [c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p, POINTER(Error)],
+    ),
+    "draw": (
+        c_int32,
+        [c_void_p, POINTER(LogitsInput), POINTER(DrawInput), c_void_p, POINTER(Error)],
     ),
     "op_kinds": (c_int32, []),
     "times": (None, [c_void_p, c_void_p]),

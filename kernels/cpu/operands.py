@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["Cache", "Clamp", "HeadShape", "NormWeights", "Rotary"]
+__all__ = ["Cache", "Clamp", "Draws", "HeadShape", "NormWeights", "Rotary"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +70,34 @@ class HeadShape:
     def columns(self) -> int:
         """Of a row that holds queries, keys and values."""
         return (self.heads + self.kv_heads) * self.key_dim + self.kv_heads * self.value_dim
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """How tokens are drawn from ``R`` rows of logits.
+
+    Attributes:
+        rows: int64 ``[R]``, which rows.
+        temperature: float32 ``[R]``, positive.
+        seeds: int64 ``[R]``, of the requests.
+        choices: int64 ``[R]``, which of a request's outputs.
+        indexes: int64 ``[R]``, of the token in its output.
+        stream: which of a token's streams of random numbers.
+        top_k: int64 ``[R]``, 0 for all; None, as is ``top_p``, if every row is drawn from its whole
+            vocabulary.
+        top_p: float64 ``[R]``, 1 for all.
+        log_min_p: float32 ``[R]``, -inf for all; None with ``top_k``, or if every row keeps all.
+    """
+
+    rows: Tensor
+    temperature: Tensor
+    seeds: Tensor
+    choices: Tensor
+    indexes: Tensor
+    stream: int
+    top_k: Tensor | None = None
+    top_p: Tensor | None = None
+    log_min_p: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

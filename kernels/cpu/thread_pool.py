@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import weakref
 
 import torch
 from torch import Tensor
 
-from .library import Library
+from .library import DrawInput, Library, LogitsInput
+from .operands import Draws
 
 __all__ = ["ThreadPool"]
 
@@ -49,3 +51,36 @@ class ThreadPool:
             values.data_ptr(), places.data_ptr(),
         )  # fmt: skip
         return values, places
+
+    def draw(self, logits: Tensor, largest: Tensor, draws: Draws) -> Tensor:
+        """Draw tokens by temperature, top-k, top-p and min-p, with Gumbel noise.
+
+        A token depends on its row, its options and its random numbers alone.
+
+        Args:
+            logits: float32 ``[N, M]``, whose columns are neighbours in memory.
+            largest: float32 ``[N]``, the largest of each row.
+            draws: from which rows, and how.
+
+        Returns:
+            int64 ``[R]``; 0 for a row whose largest logit is not finite.
+        """
+        if logits.dtype != torch.float32 or logits.stride(-1) != 1:
+            raise ValueError(f"logits of {logits.dtype}, strides {logits.stride()}")
+        rows, columns = logits.shape
+        stride = max(columns, logits.stride(0))
+        given = LogitsInput(logits.data_ptr(), rows, columns, stride, largest.data_ptr())
+        how = DrawInput(
+            draws.rows.numel(), draws.rows.data_ptr(), draws.temperature.data_ptr(),
+            draws.seeds.data_ptr(), draws.choices.data_ptr(), draws.indexes.data_ptr(),
+            draws.stream, *map(_address, (draws.top_k, draws.top_p, draws.log_min_p)),
+        )  # fmt: skip
+        tokens = torch.empty_like(draws.rows)
+        self._library.checked(
+            "draw", self.handle, ctypes.byref(given), ctypes.byref(how), tokens.data_ptr()
+        )
+        return tokens
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

@@ -17,7 +17,7 @@ from ..kv.kv_pool import KVPool
 from ..program.native_decoder import NativeDecoder
 from ..quantization.quantized_modules import QuantizedStack
 from ..quantization.recipe import AUTO, Recipe
-from ..sampling.gumbel_sampling import largest
+from ..sampling.row_operations import RowOperations, TorchRows
 from .geometry import KVGeometry
 
 __all__ = ["LoadedModel"]
@@ -81,9 +81,10 @@ class LoadedModel:
             return self.native.forward(step, pool)
         return forward_logits(self.model, self.context, step, pool)
 
-    def largest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """The largest logit of each row and the first token that has it."""
-        return largest(logits) if self.native is None else self.native.largest(logits)
+    @property
+    def row_operations(self) -> RowOperations:
+        """What a sampler computes with."""
+        return TorchRows() if self.native is None else self.native
 
     def close(self) -> None:
         """Give the attention function's name back; the model cannot run any more.

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from penstock.kernels.cpu import (
     Cache,
+    Draws,
     Library,
     NativeProgram,
     NativeUnavailable,
@@ -26,7 +27,7 @@ from ..loading.geometry import KVGeometry
 from ..loading.trial import ROUTED_SHARE, Trial, are_within
 from ..quantization.coding import Linear, is_permuted, packed_bytes
 from ..quantization.quantized_modules import QuantizedLinear
-from ..sampling.gumbel_sampling import largest
+from ..sampling.gumbel_sampling import SampledRows, draw, largest
 from .assembly import assemble
 from .decoder_record import DecoderRecord, record_decoder
 from .description import Decoder, describe
@@ -187,9 +188,19 @@ class NativeDecoder:
 
         Torch has threads of its own, and while both kinds look for work they share the cores.
         """
-        if logits.dtype != torch.float32 or logits.stride(-1) != 1:
-            return largest(logits)
-        return self.runtime.threads.largest(logits)
+        return self.runtime.threads.largest(logits) if _are_rows(logits) else largest(logits)
+
+    def draw(self, logits: Tensor, largest: Tensor, sampled: SampledRows) -> Tensor:
+        """As :func:`..sampling.gumbel_sampling.draw`, by the step's threads."""
+        if not _are_rows(logits):
+            return draw(logits, largest, sampled)
+        keys, filters = sampled.keys, sampled.filters
+        limits = () if filters is None else (filters.top_k, filters.top_p, filters.log_min_p)
+        draws = Draws(
+            sampled.rows, sampled.temperature, keys.seeds, keys.choices, keys.indexes, keys.stream,
+            *limits,
+        )  # fmt: skip
+        return self.runtime.threads.draw(logits, largest, draws)
 
     @property
     def summary(self) -> str:
@@ -207,6 +218,11 @@ class NativeDecoder:
             cache = self.program.bind(layers, [layer.group for layer in pool.layers])
             self._caches[pool] = cache
         return cache
+
+
+def _are_rows(logits: Tensor) -> bool:
+    """Whether the library can read them."""
+    return logits.dtype == torch.float32 and logits.stride(-1) == 1
 
 
 def _parameter_names(model: Any) -> dict[int, str]:

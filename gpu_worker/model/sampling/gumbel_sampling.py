@@ -26,7 +26,7 @@ from torch import Tensor
 
 from penstock.shared.protocol.sampling_options import SamplingOptions
 
-from .random_numbers import BITS, gumbel
+from .random_numbers import BITS, DrawKeys, gumbel
 
 __all__ = [
     "Filters",
@@ -141,49 +141,69 @@ class SampledRows:
         rows: int64 ``[R]``, positions in the batch.
         temperature: float32 ``[R, 1]``, positive.
         filters: None if no row has top-k, top-p or min-p.
-        bits: int64 ``[R]``, this step's random bits.
+        keys: of this step's random numbers.
     """
 
     rows: Tensor
     temperature: Tensor
     filters: Filters | None
-    bits: Tensor
-
-    def slices(self, vocab_size: int) -> Iterator[SampledRows]:
-        """These rows in parts of bounded size."""
-        step = _rows_of(self.rows.device, vocab_size)
-        for start in range(0, self.rows.numel(), step):
-            part = slice(start, start + step)
-            filters = None if self.filters is None else self.filters.of(part)
-            yield SampledRows(self.rows[part], self.temperature[part], filters, self.bits[part])
+    keys: DrawKeys
 
 
-def draw(logits: Tensor, largest: Tensor, valid: Tensor, sampled: SampledRows) -> Tensor:
-    """Tokens int64 ``[R]`` of these rows; an arbitrary one for a row that is not valid."""
-    scores = _scores(logits, largest, valid, sampled)
-    if sampled.filters is None:
-        ids = torch.arange(scores.shape[1], device=scores.device)
-        return scores.add_(gumbel(sampled.bits, ids)).argmax(dim=-1)
-    width = max(sampled.filters.widest_k + 1, _CANDIDATES)
-    return _draw_filtered(scores, sampled.filters, sampled.bits, width)
+def draw(logits: Tensor, largest: Tensor, sampled: SampledRows) -> Tensor:
+    """Draw a token from each of these rows.
+
+    Args:
+        logits: ``[N, V]`` in any float type; not changed.
+        largest: ``[N]``, the largest of each row.
+        sampled: which rows, and how.
+
+    Returns:
+        int64 ``[R]``; an arbitrary token for a row whose largest logit is not finite.
+    """
+    bits = sampled.keys.bits(logits.device)
+    parts = []
+    for part in _slices(sampled, logits.shape[1]):
+        scores = _scores(logits, largest, sampled, part)
+        if sampled.filters is None:
+            ids = torch.arange(scores.shape[1], device=scores.device)
+            parts.append(scores.add_(gumbel(bits[part], ids)).argmax(dim=-1))
+            continue
+        width = max(sampled.filters.widest_k + 1, _CANDIDATES)
+        parts.append(_draw_filtered(scores, sampled.filters.of(part), bits[part], width))
+    return torch.cat(parts)
 
 
-def weights(logits: Tensor, largest: Tensor, valid: Tensor, sampled: SampledRows) -> Tensor:
-    """Integer weights int64 ``[R, V]`` that :func:`draw` draws by."""
-    scores = _scores(logits, largest, valid, sampled)
-    vocab_size = scores.shape[1]
-    if sampled.filters is None:
-        return integer_weights(scores, vocab_size)
-    ranking = rank(scores, sampled.filters, vocab_size)
-    return torch.zeros_like(ranking.weights).scatter_(1, ranking.ids, ranking.weights)
+def weights(logits: Tensor, largest: Tensor, sampled: SampledRows) -> Tensor:
+    """Integer weights int64 ``[R, V]`` that :func:`draw` draws by; arguments as there."""
+    vocab_size = logits.shape[1]
+    parts = []
+    for part in _slices(sampled, vocab_size):
+        scores = _scores(logits, largest, sampled, part)
+        if sampled.filters is None:
+            parts.append(integer_weights(scores, vocab_size))
+            continue
+        ranking = rank(scores, sampled.filters.of(part), vocab_size)
+        parts.append(torch.zeros_like(ranking.weights).scatter_(1, ranking.ids, ranking.weights))
+    return torch.cat(parts)
 
 
-def _scores(logits: Tensor, largest: Tensor, valid: Tensor, sampled: SampledRows) -> Tensor:
-    """Float32 ``[R, V]`` at the rows' temperatures, 0 for the most likely; 0 if not valid."""
-    rows = sampled.rows
-    scores = logits[rows].float()
-    scores.sub_(largest[rows].float().unsqueeze(1)).div_(sampled.temperature)
-    return scores.masked_fill_(~valid[rows].unsqueeze(1), 0.0)
+def _slices(sampled: SampledRows, vocab_size: int) -> Iterator[slice]:
+    """The rows in parts of bounded size."""
+    step = _rows_of(sampled.rows.device, vocab_size)
+    for start in range(0, sampled.rows.numel(), step):
+        yield slice(start, start + step)
+
+
+def _scores(logits: Tensor, largest: Tensor, sampled: SampledRows, part: slice) -> Tensor:
+    """Float32 ``[R, V]`` of a part of the rows, at their temperatures.
+
+    0 for the most likely token, and for every token of a row whose largest logit is not finite.
+    """
+    rows = sampled.rows[part]
+    highest = largest[rows].float().unsqueeze(1)
+    scores = logits[rows].float().sub_(highest).div_(sampled.temperature[part])
+    return scores.masked_fill_(~torch.isfinite(highest), 0.0)
 
 
 def rows_at_once(logits: Tensor) -> int:

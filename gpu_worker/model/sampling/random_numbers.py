@@ -7,10 +7,12 @@ Moraes, Dror and Shaw, SC'11, "Parallel random numbers: as easy as 1, 2, 3").
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-__all__ = ["BITS", "gumbel", "philox4x32", "uniform", "uniform_bits"]
+__all__ = ["BITS", "DrawKeys", "gumbel", "philox4x32", "uniform", "uniform_bits"]
 
 BITS = 62
 """Random bits per draw."""
@@ -23,6 +25,29 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
 _MIX = (0x7FEB352D, 0x846CA68B - (1 << 32))
 _BELOW_ONE = 1 - 2.0**-24
+
+
+@dataclass(frozen=True, slots=True)
+class DrawKeys:
+    """What names the random numbers of ``R`` draws; on the host.
+
+    Attributes:
+        seeds: int64 ``[R]`` in ``[0, 2**63)``.
+        choices: int64 ``[R]`` in ``[0, 2**32)``: which of a request's outputs.
+        indexes: int64 ``[R]`` in ``[0, 2**32)``: index of the token in its output.
+        stream: which of a token's streams of random numbers.
+    """
+
+    seeds: Tensor
+    choices: Tensor
+    indexes: Tensor
+    stream: int = 0
+
+    def bits(self, device: torch.device) -> Tensor:
+        """Random bits int64 ``[R]``, see :func:`uniform_bits`."""
+        # Drawn on the host, where the indexes are: a step sends one small tensor to the device.
+        bits = uniform_bits(self.seeds, self.choices, self.indexes, self.stream)
+        return bits.to(device, non_blocking=True)
 
 
 def philox4x32(counter: Tensor, key: Tensor) -> Tensor:

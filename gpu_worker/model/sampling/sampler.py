@@ -8,7 +8,7 @@ matrix of their own, which :mod:`.logits_processors` fills.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
 from typing import Protocol
@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from .beam_candidates import CandidateRows, CandidateTokens
-from .gumbel_sampling import Filters, SampledRows, draw, largest, narrows, weights
+from .gumbel_sampling import Filters, SampledRows, largest, narrows, weights
 from .logits_processors import LogitsProcessors, Processable, processes
 from .logprobs import LogprobRows, Logprobs
-from .random_numbers import uniform_bits
+from .random_numbers import DrawKeys
+from .row_operations import RowOperations, TorchRows
 
 __all__ = ["INVALID_TOKEN", "NO_TOKEN_LEFT", "Sampleable", "Sampler", "SamplingBatch"]
 
@@ -55,17 +56,11 @@ class _RowSampler:
 
     Attributes:
         sequences: ``R`` sequences.
-        seeds: int64 ``[R]``, on the host.
-        choices: int64 ``[R]``, on the host.
-        sampled: the rows, without random bits.
-        stream: which of a token's streams of random numbers to use.
+        sampled: the rows, as of the first token of each output.
     """
 
     sequences: tuple[Sampleable, ...]
-    seeds: Tensor
-    choices: Tensor
     sampled: SampledRows
-    stream: int
 
     @classmethod
     def of(
@@ -77,21 +72,19 @@ class _RowSampler:
         # it can hold, every token but the most likely already has weight 0.
         temperature = [max(option.temperature, _SMALLEST) for option in options]
         seeds = torch.tensor([sequence.seed for sequence in mine])
+        choices = torch.tensor([sequence.choice for sequence in mine])
         sampled = SampledRows(
             torch.tensor(rows, device=device),
             torch.tensor(temperature, dtype=torch.float32, device=device).unsqueeze(1),
             Filters.from_options(options, device),
-            bits=torch.empty_like(seeds),
+            DrawKeys(seeds, choices, torch.zeros_like(seeds), stream),
         )
-        choices = torch.tensor([sequence.choice for sequence in mine])
-        return cls(mine, seeds, choices, sampled, stream)
+        return cls(mine, sampled)
 
     def draw(self) -> SampledRows:
-        """The rows with the random bits of each sequence's next token."""
+        """The rows with the random numbers of each sequence's next token."""
         indexes = torch.tensor([sequence.num_output_tokens for sequence in self.sequences])
-        # Drawn on the host, where the indexes are: a step sends one small tensor to the device.
-        bits = uniform_bits(self.seeds, self.choices, indexes, self.stream)
-        return replace(self.sampled, bits=bits.to(self.sampled.rows.device, non_blocking=True))
+        return replace(self.sampled, keys=replace(self.sampled.keys, indexes=indexes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,11 +211,11 @@ class Sampler:
     """Picks one token per row of logits.
 
     Args:
-        largest: finds the largest logit of each row, and the first token that has it.
+        operations: what computes over whole rows of logits; None: PyTorch.
     """
 
-    def __init__(self, largest: Callable[[Tensor], tuple[Tensor, Tensor]] = largest) -> None:
-        self._largest = largest
+    def __init__(self, operations: RowOperations | None = None) -> None:
+        self._operations = TorchRows() if operations is None else operations
 
     def sample(self, logits: Tensor, batch: SamplingBatch, masks: Sequence[Tensor] = ()) -> Tensor:
         """The token of each row.
@@ -274,14 +267,12 @@ class Sampler:
 
     def _pick(self, logits: Tensor, sampled: Sequence[SampledRows]) -> Tensor:
         """Tokens int64 ``[N]``: drawn in the sampled rows, the most likely in all others."""
-        highest, tokens = self._largest(logits)  # NaN is larger than everything here
-        if not sampled and highest.device.type == "cpu" and all(map(isfinite, highest.tolist())):
-            return tokens  # the usual step: each operation on tensors would cost it microseconds
-        valid = torch.isfinite(highest)
+        highest, tokens = self._operations.largest(logits)  # NaN is larger than everything here
         for rows in sampled:
-            for part in rows.slices(logits.shape[1]):
-                tokens[part.rows] = draw(logits, highest, valid, part)
-        return tokens.masked_fill_(~valid, INVALID_TOKEN)
+            tokens[rows.rows] = self._operations.draw(logits, highest, rows)
+        if highest.device.type == "cpu" and all(map(isfinite, highest.tolist())):
+            return tokens  # the usual step: each operation on tensors would cost it microseconds
+        return tokens.masked_fill_(~torch.isfinite(highest), INVALID_TOKEN)
 
 
 def _weights(logits: Tensor, sampled: Sequence[SampledRows]) -> Tensor:
@@ -289,8 +280,6 @@ def _weights(logits: Tensor, sampled: Sequence[SampledRows]) -> Tensor:
     highest, tokens = largest(logits)
     result = torch.zeros(logits.shape, dtype=torch.float64, device=logits.device)
     result.scatter_(1, tokens.unsqueeze(1), 1.0)
-    valid = torch.isfinite(highest)
     for rows in sampled:
-        for part in rows.slices(logits.shape[1]):
-            result[part.rows] = weights(logits, highest, valid, part).double()
+        result[rows.rows] = weights(logits, highest, rows).double()
     return result

@@ -15,8 +15,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from penstock.gpu_worker.model.sampling import gumbel_sampling
-from penstock.gpu_worker.model.sampling import sampler as sampler_module
+from penstock.gpu_worker.model.sampling import gumbel_sampling, random_numbers
 from penstock.gpu_worker.model.sampling.sampler import INVALID_TOKEN, Sampler, SamplingBatch
 from penstock.shared.protocol.sampling_options import SamplingOptions
 
@@ -182,7 +181,7 @@ EXTREMES = [0, 1, 2**61, 2**62 - 2, 2**62 - 1]
 
 @pytest.mark.parametrize("bits", EXTREMES)
 def test_a_filtered_token_is_never_picked_whatever_the_bits(monkeypatch, bits):
-    monkeypatch.setattr(sampler_module, "uniform_bits", lambda seeds, *_: seeds * 0 + bits)
+    monkeypatch.setattr(random_numbers, "uniform_bits", lambda seeds, *_: seeds * 0 + bits)
     for position in (0, 3, 7):
         logits = torch.zeros(1, 8)
         logits[0, position] = 5.0

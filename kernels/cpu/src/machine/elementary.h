@@ -1,4 +1,4 @@
-// exp, tanh and the activations of gated and plain MLPs, sixteen values at a time.
+// exp, log, tanh and the activations of gated and plain MLPs, sixteen values at a time.
 #pragma once
 
 #include "vec.h"
@@ -28,6 +28,34 @@ inline Vec exp(Vec x) {
   p = fma(p, r, set1(5.0000001201e-1f));
   p = fma(p, r * r, r) + set1(1.f);
   return p * power_of_two(n);
+}
+
+// Of positive normal numbers; right to about one unit in the last place (Cephes, as above).
+inline Vec log(Vec x) {
+  const Vec one = set1(1.f), f = fraction(x), e = exponent(x);
+  // x = (1 + m) * 2 ** n, with 1 + m from sqrt(1/2) to sqrt(2).
+  const Vec n = where_less(f, set1(1.41421356f), e, e + one);
+  const Vec m = where_less(f, set1(1.41421356f), f, f * set1(0.5f)) - one;
+  Vec p = set1(7.0376836292e-2f);
+  p = fma(p, m, set1(-1.1514610310e-1f));
+  p = fma(p, m, set1(1.1676998740e-1f));
+  p = fma(p, m, set1(-1.2420140846e-1f));
+  p = fma(p, m, set1(1.4249322787e-1f));
+  p = fma(p, m, set1(-1.6668057665e-1f));
+  p = fma(p, m, set1(2.0000714765e-1f));
+  p = fma(p, m, set1(-2.4999993993e-1f));
+  p = fma(p, m, set1(3.3333331174e-1f));
+  const Vec z = m * m;
+  Vec y = fma(n, set1(-2.12194440e-4f), p * m * z);
+  y = fma(z, set1(-0.5f), y);
+  return fma(n, set1(0.693359375f), m + y);
+}
+
+// log(1 - x) of 0 < x < 1, where the difference may round.
+inline Vec log_below_one(Vec x) {
+  const Vec one = set1(1.f), rounded = one - x;
+  const Vec lost = (one - rounded) - x;
+  return log(rounded) + lost / rounded;
 }
 
 inline Vec tanh(Vec x) {

@@ -62,6 +62,17 @@ struct VecOf<WIDTH> {
 };
 using Vec = VecOf<LANES>::type;
 
+// Sixteen words of 32 bits, in as many registers.
+template <int N>
+struct WordsOf {
+  using type = Pair<typename WordsOf<N / 2>::type>;
+};
+template <>
+struct WordsOf<WIDTH> {
+  using type = NativeBits;
+};
+using Words = WordsOf<LANES>::type;
+
 template <class T>
 constexpr int lanes_of = static_cast<int>(sizeof(T) / sizeof(float));
 
@@ -128,6 +139,11 @@ struct Make<Pair<Half>> {
 };
 
 inline void store(void* p, Native v) { *static_cast<LooseNative*>(p) = v; }
+// As whole numbers, towards zero.
+inline void store_ints(int32_t* p, Native v) {
+  const NativeInt whole = __builtin_convertvector(v, NativeInt);
+  std::memcpy(p, &whole, sizeof whole);
+}
 inline Native fma(Native a, Native b, Native c) {
 #if defined(__AVX512F__)
   return _mm512_fmadd_ps(a, b, c);
@@ -154,6 +170,33 @@ inline Native where_less(Native a, Native b, Native x, Native y) { return a < b 
 // 2 ** n for whole numbers n in -126 .. 127.
 inline Native power_of_two(Native n) {
   return reinterpret_cast<Native>((__builtin_convertvector(n, NativeInt) + 127) << 23);
+}
+// A positive normal number is fraction(x) * 2 ** exponent(x), the fraction in 1 .. 2.
+inline Native exponent(Native x) {
+  const NativeInt biased = reinterpret_cast<NativeInt>(reinterpret_cast<NativeBits>(x) >> 23);
+  return __builtin_convertvector(biased - 127, Native);
+}
+inline Native fraction(Native x) {
+  return reinterpret_cast<Native>((reinterpret_cast<NativeBits>(x) & 0x7fffffu) | 0x3f800000u);
+}
+inline bool all_less(Native a, Native b) {
+#if defined(__AVX512F__)
+  return _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ) == 0xffff;
+#elif defined(__AVX2__)
+  return _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_LT_OQ)) == 0xff;
+#else
+  bool all = true;
+  for (int i = 0; i < WIDTH; i++) all &= a[i] < b[i];
+  return all;
+#endif
+}
+inline NativeBits times(NativeBits a, uint32_t b) { return a * b; }
+inline NativeBits plus(NativeBits a, uint32_t b) { return a + b; }
+inline NativeBits masked(NativeBits a, uint32_t b) { return a & b; }
+inline NativeBits xor_shifted(NativeBits a, int bits) { return a ^ (a >> bits); }
+// Of words below 2 ** 31.
+inline Native to_floats(NativeBits a) {
+  return __builtin_convertvector(reinterpret_cast<NativeInt>(a), Native);
 }
 // Rounded to the nearest, ties to even; what is not a number stays none.
 inline void store_bf16(bf16* p, Native v) {
@@ -200,9 +243,34 @@ inline Pair<H> where_less(Pair<H> a, Pair<H> b, Pair<H> x, Pair<H> y) {
 template <class H>
 inline Pair<H> power_of_two(Pair<H> n) { return {power_of_two(n.lo), power_of_two(n.hi)}; }
 template <class H>
+inline Pair<H> exponent(Pair<H> x) { return {exponent(x.lo), exponent(x.hi)}; }
+template <class H>
+inline Pair<H> fraction(Pair<H> x) { return {fraction(x.lo), fraction(x.hi)}; }
+template <class H>
+inline bool all_less(Pair<H> a, Pair<H> b) { return all_less(a.lo, b.lo) && all_less(a.hi, b.hi); }
+template <class H>
+inline Pair<H> times(Pair<H> a, uint32_t b) { return {times(a.lo, b), times(a.hi, b)}; }
+template <class H>
+inline Pair<H> plus(Pair<H> a, uint32_t b) { return {plus(a.lo, b), plus(a.hi, b)}; }
+template <class H>
+inline Pair<H> masked(Pair<H> a, uint32_t b) { return {masked(a.lo, b), masked(a.hi, b)}; }
+template <class H>
+inline Pair<H> xor_shifted(Pair<H> a, int bits) {
+  return {xor_shifted(a.lo, bits), xor_shifted(a.hi, bits)};
+}
+template <class H>
+inline auto to_floats(Pair<H> a) -> Pair<decltype(to_floats(a.lo))> {
+  return {to_floats(a.lo), to_floats(a.hi)};
+}
+template <class H>
 inline void store(void* p, Pair<H> v) {
   store(p, v.lo);
   store(static_cast<float*>(p) + lanes_of<H>, v.hi);
+}
+template <class H>
+inline void store_ints(int32_t* p, Pair<H> v) {
+  store_ints(p, v.lo);
+  store_ints(p + lanes_of<H>, v.hi);
 }
 template <class H>
 inline void store_bf16(bf16* p, Pair<H> v) {
@@ -221,6 +289,13 @@ inline Vec load_odd(const void* p) { return Make<Vec>::load_odd(p); }
 inline Vec iota() {
   static const float numbers[LANES] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   return load(numbers);
+}
+// The words begin .. begin + 15.
+inline Words count_from(uint32_t begin) {
+  static const uint32_t numbers[LANES] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  Words words;
+  std::memcpy(&words, numbers, sizeof words);
+  return plus(words, begin);
 }
 // Lanes first .. last - 1 of x, and `other` in those around them.
 inline Vec keep(Vec x, int first, int last, Vec other) {

@@ -5,6 +5,7 @@
 #include <exception>
 #include <new>
 
+#include "../rows/draw.h"
 #include "../rows/largest.h"
 #include "program.h"
 
@@ -324,6 +325,20 @@ int penstock_largest(Pool* pool, const float* rows, int64_t count, int64_t colum
     if (count < 0 || count > UINT32_MAX || columns < 1 || stride < columns)
       throw std::invalid_argument("rows that cannot be");
     largest(*pool, rows, count, columns, stride, values, places);
+    return 0;
+  });
+}
+
+int penstock_draw(Pool* pool, const Logits* logits, const Draws* draws, int64_t* tokens,
+                  Error* error) {
+  return guarded(error, [&] {
+    if (logits->rows < 0 || logits->columns < 1 || logits->columns > INT32_MAX ||
+        logits->stride < logits->columns || draws->count < 0 || draws->count > UINT32_MAX)
+      throw std::invalid_argument("rows that cannot be");
+    for (int64_t i = 0; i < draws->count; i++)
+      if (draws->rows[i] < 0 || draws->rows[i] >= logits->rows || !(draws->temperature[i] > 0.f))
+        throw std::invalid_argument("a draw from a row that is not there, or without temperature");
+    draw(*pool, *logits, *draws, tokens);
     return 0;
   });
 }
