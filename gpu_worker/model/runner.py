@@ -109,7 +109,7 @@ class ModelRunner:
         prompts = PromptRows.of(plan.spans, drafts, self.loaded.device)
         if prompts is None:
             return self._sample(plan, logits, sampling, asked, proposals, times)
-        figures = prompts.compute(logits)
+        figures = prompts.compute(logits, self.loaded.row_operations)
         logits = logits[prompts.sampled]
         output = self._sample(plan, logits, sampling, asked, proposals, times)
         return replace(output, prompt_logprobs=prompts.by_sequence(figures))

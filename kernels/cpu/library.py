@@ -12,7 +12,8 @@ from .compiler import NativeUnavailable, build, supported_sets
 
 __all__ = [
     "Activation", "AttendSpec", "Codes", "DrawInput", "Error", "KVKind", "Library", "LinearSpec",
-    "LogitsInput", "NormSpec", "RotateSpec", "RowKind", "StepInput", "Type", "load_library",
+    "LogitsInput", "NormSpec", "ReportInput", "RotateSpec", "RowKind", "StepInput", "Type",
+    "load_library",
 ]  # fmt: skip
 
 
@@ -124,7 +125,7 @@ class StepInput(ctypes.Structure):
 
 
 class LogitsInput(ctypes.Structure):
-    """Rows that tokens are drawn from; see ``src/rows/draw.h``."""
+    """Rows of logits; see ``src/rows/scores.h``."""
 
     _fields_: ClassVar = [
         ("values", c_void_p), ("rows", c_int64), ("columns", c_int64), ("stride", c_int64),
@@ -139,6 +140,14 @@ class DrawInput(ctypes.Structure):
         ("count", c_int64), ("rows", c_void_p), ("temperature", c_void_p), ("seeds", c_void_p),
         ("choices", c_void_p), ("indexes", c_void_p), ("stream", c_int64), ("top_k", c_void_p),
         ("top_p", c_void_p), ("log_min_p", c_void_p),
+    ]  # fmt: skip
+
+
+class ReportInput(ctypes.Structure):
+    """Whose log-probabilities are wanted; see ``src/rows/logprobs.h``."""
+
+    _fields_: ClassVar = [
+        ("count", c_int64), ("rows", c_void_p), ("tokens", c_void_p), ("width", c_int64),
     ]  # fmt: skip
 
 
@@ -213,6 +222,18 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "draw": (
         c_int32,
         [c_void_p, POINTER(LogitsInput), POINTER(DrawInput), c_void_p, POINTER(Error)],
+    ),
+    "logprobs": (
+        c_int32,
+        [
+            c_void_p,
+            POINTER(LogitsInput),
+            POINTER(ReportInput),
+            c_void_p,
+            c_void_p,
+            c_void_p,
+            POINTER(Error),
+        ],
     ),
     "op_kinds": (c_int32, []),
     "times": (None, [c_void_p, c_void_p]),

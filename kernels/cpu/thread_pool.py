@@ -8,7 +8,7 @@ import weakref
 import torch
 from torch import Tensor
 
-from .library import DrawInput, Library, LogitsInput
+from .library import DrawInput, Library, LogitsInput, ReportInput
 from .operands import Draws
 
 __all__ = ["ThreadPool"]
@@ -65,11 +65,7 @@ class ThreadPool:
         Returns:
             int64 ``[R]``; 0 for a row whose largest logit is not finite.
         """
-        if logits.dtype != torch.float32 or logits.stride(-1) != 1:
-            raise ValueError(f"logits of {logits.dtype}, strides {logits.stride()}")
-        rows, columns = logits.shape
-        stride = max(columns, logits.stride(0))
-        given = LogitsInput(logits.data_ptr(), rows, columns, stride, largest.data_ptr())
+        given = _logits_input(logits, largest)
         how = DrawInput(
             draws.rows.numel(), draws.rows.data_ptr(), draws.temperature.data_ptr(),
             draws.seeds.data_ptr(), draws.choices.data_ptr(), draws.indexes.data_ptr(),
@@ -80,6 +76,41 @@ class ThreadPool:
             "draw", self.handle, ctypes.byref(given), ctypes.byref(how), tokens.data_ptr()
         )
         return tokens
+
+    def logprobs(
+        self, logits: Tensor, largest: Tensor, rows: Tensor, tokens: Tensor, width: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-probabilities of a token of each of ``R`` rows, and of the most likely ones.
+
+        Args:
+            logits: float32 ``[N, M]``, whose columns are neighbours in memory.
+            largest: float32 ``[N]``, the largest of each row.
+            rows: int64 ``[R]``.
+            tokens: int64 ``[R]``.
+            width: how many of the most likely tokens.
+
+        Returns:
+            float32 ``[R]``, float32 ``[R, width]`` and their ids int64 ``[R, width]``, most likely
+            first, of equals the lowest id first. They mean nothing for a row whose largest logit is
+            not finite.
+        """
+        given, count = _logits_input(logits, largest), rows.numel()
+        wanted = ReportInput(count, rows.data_ptr(), tokens.data_ptr(), width)
+        chosen, values = torch.empty(count), torch.empty(count, width)
+        ids = torch.empty(count, width, dtype=torch.int64)
+        self._library.checked(
+            "logprobs", self.handle, ctypes.byref(given), ctypes.byref(wanted),
+            chosen.data_ptr(), values.data_ptr(), ids.data_ptr(),
+        )  # fmt: skip
+        return chosen, values, ids
+
+
+def _logits_input(logits: Tensor, largest: Tensor) -> LogitsInput:
+    if logits.dtype != torch.float32 or logits.stride(-1) != 1:
+        raise ValueError(f"logits of {logits.dtype}, strides {logits.stride()}")
+    rows, columns = logits.shape
+    stride = max(columns, logits.stride(0))
+    return LogitsInput(logits.data_ptr(), rows, columns, stride, largest.data_ptr())
 
 
 def _address(tensor: Tensor | None) -> int | None:

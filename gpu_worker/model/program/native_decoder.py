@@ -27,7 +27,8 @@ from ..loading.geometry import KVGeometry
 from ..loading.trial import ROUTED_SHARE, Trial, are_within
 from ..quantization.coding import Linear, is_permuted, packed_bytes
 from ..quantization.quantized_modules import QuantizedLinear
-from ..sampling.gumbel_sampling import SampledRows, draw, largest
+from ..sampling.gumbel_sampling import SampledRows
+from ..sampling.row_operations import TorchRows
 from .assembly import assemble
 from .decoder_record import DecoderRecord, record_decoder
 from .description import Decoder, describe
@@ -188,12 +189,13 @@ class NativeDecoder:
 
         Torch has threads of its own, and while both kinds look for work they share the cores.
         """
-        return self.runtime.threads.largest(logits) if _are_rows(logits) else largest(logits)
+        threads = self.runtime.threads
+        return threads.largest(logits) if _are_rows(logits) else TorchRows().largest(logits)
 
     def draw(self, logits: Tensor, largest: Tensor, sampled: SampledRows) -> Tensor:
         """As :func:`..sampling.gumbel_sampling.draw`, by the step's threads."""
         if not _are_rows(logits):
-            return draw(logits, largest, sampled)
+            return TorchRows().draw(logits, largest, sampled)
         keys, filters = sampled.keys, sampled.filters
         limits = () if filters is None else (filters.top_k, filters.top_p, filters.log_min_p)
         draws = Draws(
@@ -201,6 +203,15 @@ class NativeDecoder:
             *limits,
         )  # fmt: skip
         return self.runtime.threads.draw(logits, largest, draws)
+
+    def logprobs(
+        self, logits: Tensor, rows: Tensor, tokens: Tensor, width: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """As :class:`..sampling.row_operations.RowOperations` has it, by the step's threads."""
+        if not _are_rows(logits):
+            return TorchRows().logprobs(logits, rows, tokens, width)
+        highest, _ = self.largest(logits)
+        return self.runtime.threads.logprobs(logits, highest, rows, tokens, width)
 
     @property
     def summary(self) -> str:

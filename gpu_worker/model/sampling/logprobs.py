@@ -1,8 +1,7 @@
 """Log-probabilities of sampled tokens, for the rows whose requests ask for them.
 
 They belong to the distribution of the model's logits, before temperature and all other options, as
-those of OpenAI and vLLM do. The sum over the vocabulary is of the sampler's integer weights. So a
-row's figures depend neither on how a device splits the sum nor on the batch.
+those of OpenAI and vLLM do.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from torch import Tensor
 from penstock.shared.protocol.events import TokenLogprobs
 from penstock.shared.protocol.sampling_options import SamplingOptions
 
-from .gumbel_sampling import integer_weights, most_likely, rows_at_once, weight_shift
+from .row_operations import RowOperations
 
 __all__ = ["LogprobRows", "Logprobs"]
 
@@ -45,22 +44,18 @@ class LogprobRows:
         rows = tuple(wanted)
         return cls(rows, torch.tensor(rows, device=device), tuple(wanted.values()))
 
-    def compute(self, logits: Tensor, tokens: Tensor) -> Logprobs:
+    def compute(self, logits: Tensor, tokens: Tensor, operations: RowOperations) -> Logprobs:
         """Queue the work for one step.
 
         Args:
             logits: ``[N, V]``; not changed.
             tokens: int64 ``[N]``; for a negative one, a row without distribution, the result means
                 nothing.
+            operations: what computes.
         """
         width = min(max(self.widths), logits.shape[1])
-        step = rows_at_once(logits)
-        slices = [self.index[start : start + step] for start in range(0, len(self.rows), step)]
-        parts = [
-            _of_rows(logits[rows].float(), tokens[rows].clamp(min=0), width) for rows in slices
-        ]
-        chosen, values, ids = (torch.cat(column) for column in zip(*parts, strict=True))
-        return Logprobs(self, chosen, values, ids)
+        mine = tokens[self.index].clamp(min=0)
+        return Logprobs(self, *operations.logprobs(logits, self.index, mine, width))
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,16 +86,3 @@ class Logprobs:
             top = tuple((token_id, value) for token_id, value in pairs if value > -math.inf)
             found[row] = TokenLogprobs(chosen, top)
         return found
-
-
-def _of_rows(scores: Tensor, tokens: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
-    scores = scores - scores.max(dim=-1, keepdim=True).values
-    vocab_size = scores.shape[1]
-    total = integer_weights(scores.clone(), vocab_size).sum(dim=-1, keepdim=True)
-    log_total = total.double().log() - weight_shift(vocab_size) * math.log(2)
-    chosen = scores.gather(1, tokens.unsqueeze(1)).double() - log_total
-    if width:
-        values, ids = most_likely(scores, width)
-    else:
-        values, ids = scores[:, :0], torch.empty_like(tokens).unsqueeze(1)[:, :0]
-    return chosen.squeeze(1).float(), (values.double() - log_total).float(), ids

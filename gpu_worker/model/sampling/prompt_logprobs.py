@@ -17,6 +17,7 @@ from penstock.shared.protocol.events import TokenLogprobs
 from ...engine.plan import Span
 from ...engine.sequence import Sequence as EngineSequence
 from .logprobs import LogprobRows, Logprobs
+from .row_operations import RowOperations
 
 __all__ = ["PromptRows"]
 
@@ -77,11 +78,11 @@ class PromptRows:
             torch.tensor(sampled, dtype=torch.int64, device=device),
         )
 
-    def compute(self, logits: Tensor) -> Logprobs:
+    def compute(self, logits: Tensor, operations: RowOperations) -> Logprobs:
         """Queue the work; ``logits [rows, V]`` are those of the whole step, and stay unchanged."""
         tokens = torch.zeros(logits.shape[0], dtype=torch.int64, device=logits.device)
         tokens[self.figures.index] = self.tokens
-        return self.figures.compute(logits, tokens)
+        return self.figures.compute(logits, tokens, operations)
 
     def by_sequence(self, figures: Logprobs) -> dict[EngineSequence, tuple[TokenLogprobs, ...]]:
         """The result of :meth:`compute` by sequence. Waits for the device."""

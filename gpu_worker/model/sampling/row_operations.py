@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
-from .gumbel_sampling import SampledRows, draw, largest
+from .gumbel_sampling import (
+    SampledRows,
+    draw,
+    integer_weights,
+    largest,
+    most_likely,
+    rows_at_once,
+    weight_shift,
+)
 
 __all__ = ["RowOperations", "TorchRows"]
 
@@ -20,6 +30,22 @@ class RowOperations(Protocol):
     def draw(self, logits: Tensor, largest: Tensor, sampled: SampledRows) -> Tensor:
         """A token of each sampled row; see :func:`.gumbel_sampling.draw`."""
 
+    def logprobs(
+        self, logits: Tensor, rows: Tensor, tokens: Tensor, width: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-probabilities of a token of each of ``R`` rows, and of the most likely ones.
+
+        Args:
+            logits: ``[N, V]``; not changed.
+            rows: int64 ``[R]``.
+            tokens: int64 ``[R]``.
+            width: how many of the most likely tokens.
+
+        Returns:
+            float32 ``[R]``, float32 ``[R, width]`` and their ids int64 ``[R, width]``, most likely
+            first. They mean nothing for a row without a distribution.
+        """
+
 
 class TorchRows:
     """By PyTorch, on any device."""
@@ -31,3 +57,28 @@ class TorchRows:
     def draw(self, logits: Tensor, largest: Tensor, sampled: SampledRows) -> Tensor:
         """See :class:`RowOperations`."""
         return draw(logits, largest, sampled)
+
+    def logprobs(
+        self, logits: Tensor, rows: Tensor, tokens: Tensor, width: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See :class:`RowOperations`."""
+        step = rows_at_once(logits)
+        slices = [slice(start, start + step) for start in range(0, rows.numel(), step)]
+        parts = [_logprobs(logits[rows[part]].float(), tokens[part], width) for part in slices]
+        chosen, values, ids = (torch.cat(column) for column in zip(*parts, strict=True))
+        return chosen, values, ids
+
+
+def _logprobs(scores: Tensor, tokens: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    scores = scores - scores.max(dim=-1, keepdim=True).values
+    vocab_size = scores.shape[1]
+    # Of the sampler's integer weights, so that a row's figures depend neither on how a device
+    # splits the sum nor on the batch.
+    total = integer_weights(scores.clone(), vocab_size).sum(dim=-1, keepdim=True)
+    log_total = total.double().log() - weight_shift(vocab_size) * math.log(2)
+    chosen = scores.gather(1, tokens.unsqueeze(1)).double() - log_total
+    if width:
+        values, ids = most_likely(scores, width)
+    else:
+        values, ids = scores[:, :0], torch.empty_like(tokens).unsqueeze(1)[:, :0]
+    return chosen.squeeze(1).float(), (values.double() - log_total).float(), ids

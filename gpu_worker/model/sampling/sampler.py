@@ -259,7 +259,9 @@ class Sampler:
 
     def report(self, logits: Tensor, batch: SamplingBatch, tokens: Tensor) -> Logprobs | None:
         """The log-probabilities of what :meth:`sample` gave, where they are asked for."""
-        return None if batch.reported is None else batch.reported.compute(logits, tokens)
+        if batch.reported is None:
+            return None
+        return batch.reported.compute(logits, tokens, self._operations)
 
     def candidates(self, logits: Tensor, batch: SamplingBatch) -> CandidateTokens | None:
         """The most likely tokens of the rows that are beams."""

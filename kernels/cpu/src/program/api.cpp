@@ -7,6 +7,7 @@
 
 #include "../rows/draw.h"
 #include "../rows/largest.h"
+#include "../rows/logprobs.h"
 #include "program.h"
 
 using namespace penstock;
@@ -329,16 +330,35 @@ int penstock_largest(Pool* pool, const float* rows, int64_t count, int64_t colum
   });
 }
 
+static void check(const Logits& logits, int64_t count) {
+  if (logits.rows < 0 || logits.columns < 1 || logits.columns > INT32_MAX ||
+      logits.stride < logits.columns || count < 0 || count > UINT32_MAX)
+    throw std::invalid_argument("rows that cannot be");
+}
+
 int penstock_draw(Pool* pool, const Logits* logits, const Draws* draws, int64_t* tokens,
                   Error* error) {
   return guarded(error, [&] {
-    if (logits->rows < 0 || logits->columns < 1 || logits->columns > INT32_MAX ||
-        logits->stride < logits->columns || draws->count < 0 || draws->count > UINT32_MAX)
-      throw std::invalid_argument("rows that cannot be");
+    check(*logits, draws->count);
     for (int64_t i = 0; i < draws->count; i++)
       if (draws->rows[i] < 0 || draws->rows[i] >= logits->rows || !(draws->temperature[i] > 0.f))
         throw std::invalid_argument("a draw from a row that is not there, or without temperature");
     draw(*pool, *logits, *draws, tokens);
+    return 0;
+  });
+}
+
+int penstock_logprobs(Pool* pool, const Logits* logits, const Reports* reports, float* chosen,
+                      float* values, int64_t* ids, Error* error) {
+  return guarded(error, [&] {
+    check(*logits, reports->count);
+    if (reports->width < 0 || reports->width > logits->columns)
+      throw std::invalid_argument("more of the most likely tokens than there are");
+    for (int64_t i = 0; i < reports->count; i++)
+      if (reports->rows[i] < 0 || reports->rows[i] >= logits->rows || reports->tokens[i] < 0 ||
+          reports->tokens[i] >= logits->columns)
+        throw std::invalid_argument("a row or token that is not there");
+    logprobs(*pool, *logits, *reports, chosen, values, ids);
     return 0;
   });
 }

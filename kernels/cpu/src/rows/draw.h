@@ -4,14 +4,9 @@
 #include <cstdint>
 
 #include "../machine/pool.h"
+#include "scores.h"
 
 namespace penstock {
-
-struct Logits {
-  const float* values;  // [rows][columns], `stride` floats apart
-  int64_t rows, columns, stride;
-  const float* largest;  // [rows]
-};
 
 // How `count` of the rows are drawn from; arrays have an entry for each of them.
 struct Draws {
