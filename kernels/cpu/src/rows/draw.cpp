@@ -11,8 +11,8 @@
 namespace penstock {
 namespace {
 
-constexpr int64_t BINS = 1024;
-constexpr float BINS_A_UNIT = 16.f;  // of a score; the last bin holds all below -64
+constexpr int64_t BINS = 2048;
+constexpr float BINS_A_UNIT = 64.f;  // of a score; the last bin holds all below -32
 
 // What may be drawn: scores of at least `least`, and of those equal to `edge` ids up to `last`.
 struct Kept {
@@ -44,21 +44,20 @@ class Histogram {
       if (WEIGHED) scores.weigh(s, weights);
       const int here = static_cast<int>(std::min<int64_t>(LANES, scores.columns() - i));
       for (int lane = 0; lane < here; lane++)
-        sums_[lane % 2][bins[lane]] += WEIGHED ? static_cast<int64_t>(weights[lane]) : 1;
+        sums_[bins[lane]] += WEIGHED ? static_cast<int64_t>(weights[lane]) : 1;
     }
-    for (int64_t bin = 0; bin < BINS; bin++) sums_[0][bin] += sums_[1][bin];
   }
-  int64_t total() const { return std::accumulate(sums_[0], sums_[0] + BINS, int64_t{0}); }
+  int64_t total() const { return std::accumulate(sums_, sums_ + BINS, int64_t{0}); }
   // The bin in which the running sum reaches the goal, and the sum before it.
   float reached(int64_t goal, int64_t& before_it) const {
     int64_t bin = 0;
-    for (before_it = 0; bin < BINS - 1 && before_it + sums_[0][bin] < goal; bin++)
-      before_it += sums_[0][bin];
+    for (before_it = 0; bin < BINS - 1 && before_it + sums_[bin] < goal; bin++)
+      before_it += sums_[bin];
     return static_cast<float>(bin);
   }
 
  private:
-  int64_t sums_[2][BINS] = {};  // of even and odd lanes: no sum waits for the one before
+  int64_t sums_[BINS] = {};
 };
 
 // Those whose scores lie in a bin, or from `least` up; returns how many.
@@ -83,8 +82,9 @@ int64_t collect(const Scores& scores, Wanted wanted, Candidate* found) {
 struct InBin {
   float bin;
   bool none(Vec s) const {
-    const Vec place = Histogram::places(s);
-    return all_less(place, set1(bin)) || all_less(set1(bin + 1.f), place);
+    // Further from its middle than its ends are; what only rounding puts inside has() tells.
+    const Vec d = Histogram::places(s) - set1(bin) - set1(0.5f);
+    return all_less(set1(0.25f), d * d);
   }
   bool has(float s) const {
     const float place = std::min(s * -BINS_A_UNIT, static_cast<float>(BINS - 1));
