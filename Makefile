@@ -70,7 +70,7 @@ bench: install ## Measure engine, scheduler and queue on this machine
 check-native: install ## Test the native library under address and undefined-behaviour sanitisers
 	NATIVE_SANITISERS=1 ASAN_OPTIONS=detect_leaks=0 \
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
-	$(BIN)/python -m pytest -n 0 tests/kernels/test_native_largest.py tests/kernels/test_native_draw.py tests/kernels/test_native_logprobs.py \
+	$(BIN)/python -m pytest -n 0 tests/kernels/test_native_largest.py tests/kernels/test_native_draw.py tests/kernels/test_native_logprobs.py tests/kernels/test_native_forbid.py \
 	  tests/kernels/test_native_linear.py tests/kernels/test_native_coded.py \
 	  tests/kernels/test_native_experts.py \
 	  tests/kernels/test_native_attention.py \

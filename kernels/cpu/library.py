@@ -12,8 +12,8 @@ from .compiler import NativeUnavailable, build, supported_sets
 
 __all__ = [
     "Activation", "AttendSpec", "Codes", "DrawInput", "Error", "KVKind", "Library", "LinearSpec",
-    "LogitsInput", "NormSpec", "ReportInput", "RotateSpec", "RowKind", "StepInput", "Type",
-    "load_library",
+    "LogitsInput", "MaskInput", "NormSpec", "ReportInput", "RotateSpec", "RowKind", "StepInput",
+    "Type", "load_library",
 ]  # fmt: skip
 
 
@@ -143,6 +143,15 @@ class DrawInput(ctypes.Structure):
     ]  # fmt: skip
 
 
+class MaskInput(ctypes.Structure):
+    """Which tokens of which rows are forbidden; see ``src/rows/forbid.h``."""
+
+    _fields_: ClassVar = [
+        ("values", c_void_p), ("rows", c_int64), ("columns", c_int64), ("stride", c_int64),
+        ("count", c_int64), ("which", c_void_p), ("masks", c_void_p), ("words", c_int64),
+    ]  # fmt: skip
+
+
 class ReportInput(ctypes.Structure):
     """Whose log-probabilities are wanted; see ``src/rows/logprobs.h``."""
 
@@ -223,6 +232,7 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
         c_int32,
         [c_void_p, POINTER(LogitsInput), POINTER(DrawInput), c_void_p, POINTER(Error)],
     ),
+    "forbid": (c_int32, [c_void_p, POINTER(MaskInput), POINTER(Error)]),
     "logprobs": (
         c_int32,
         [

@@ -8,7 +8,7 @@ import weakref
 import torch
 from torch import Tensor
 
-from .library import DrawInput, Library, LogitsInput, ReportInput
+from .library import DrawInput, Library, LogitsInput, MaskInput, ReportInput
 from .operands import Draws
 
 __all__ = ["ThreadPool"]
@@ -103,6 +103,25 @@ class ThreadPool:
             chosen.data_ptr(), values.data_ptr(), ids.data_ptr(),
         )  # fmt: skip
         return chosen, values, ids
+
+    def forbid(self, logits: Tensor, rows: Tensor, masks: Tensor) -> None:
+        """Make the logits of forbidden tokens -inf, in place.
+
+        Args:
+            logits: float32 ``[N, M]``, whose columns are neighbours in memory.
+            rows: int64 ``[R]``, no row twice.
+            masks: int32 ``[R, words]``, contiguous. Bit ``i % 32`` of word ``i // 32`` tells
+                whether token ``i`` may come.
+        """
+        count = rows.numel()
+        if masks.dtype != torch.int32 or not masks.is_contiguous() or len(masks) != count:
+            raise ValueError(f"masks of {masks.dtype} {tuple(masks.shape)} for {count} rows")
+        given = _logits_input(logits, logits)
+        wanted = MaskInput(
+            given.values, given.rows, given.columns, given.stride, count, rows.data_ptr(),
+            masks.data_ptr(), masks.shape[1],
+        )  # fmt: skip
+        self._library.checked("forbid", self.handle, ctypes.byref(wanted))
 
 
 def _logits_input(logits: Tensor, largest: Tensor) -> LogitsInput:

@@ -213,6 +213,11 @@ class NativeDecoder:
         highest, _ = self.largest(logits)
         return self.runtime.threads.logprobs(logits, highest, rows, tokens, width)
 
+    def forbid(self, logits: Tensor, rows: Tensor, masks: Tensor) -> None:
+        """As :class:`..sampling.row_operations.RowOperations` has it, by the step's threads."""
+        operations = self.runtime.threads if _are_rows(logits) else TorchRows()
+        operations.forbid(logits, rows, masks)
+
     @property
     def summary(self) -> str:
         """What computes, in a few words."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .logits_processors import LogitsProcessors, Processable, processes
+from .row_operations import RowOperations
 
 __all__ = ["CandidateRows", "CandidateTokens"]
 
@@ -64,15 +65,16 @@ class CandidateRows:
         processed = torch.tensor(changed, device=device)
         return cls(rows, index, tuple(wanted.values()), processed, processors)
 
-    def compute(self, logits: Tensor) -> CandidateTokens:
+    def compute(self, logits: Tensor, operations: RowOperations) -> CandidateTokens:
         """Queue the work for one step.
 
         Args:
             logits: ``[N, V]`` in any float type; not changed.
+            operations: what computes over whole rows.
         """
         scores = torch.log_softmax(logits[self.index].float(), dim=-1)
         if self.processors is not None and self.processed is not None:
-            scores[self.processed] = self.processors.apply(scores[self.processed])
+            scores[self.processed] = self.processors.apply(scores[self.processed], operations)
         values, ids = scores.topk(min(max(self.widths), scores.shape[1]), dim=-1)
         return CandidateTokens(self, values, ids)
 

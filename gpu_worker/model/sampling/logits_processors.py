@@ -31,7 +31,7 @@ from penstock.shared.protocol.states import Reason
 
 from ...engine.requests import Finish
 from ..drafting.draft_rows import DraftRow, base_of
-from .gumbel_sampling import rows_at_once
+from .row_operations import RowOperations
 from .token_history import TokenHistory, Tokens
 
 __all__ = ["LogitsProcessors", "Processable", "nothing_left", "processes"]
@@ -144,11 +144,14 @@ class LogitsProcessors:
         self._open_now: list[int] = []
         self._ending: _Places | None = None
 
-    def apply(self, logits: Tensor, masks: Sequence[Tensor] = ()) -> Tensor:
+    def apply(
+        self, logits: Tensor, operations: RowOperations, masks: Sequence[Tensor] = ()
+    ) -> Tensor:
         """The logits to which temperature and filters apply.
 
         Args:
             logits: ``[P, V]`` in any float type; float32 is changed in place.
+            operations: what computes over whole rows.
             masks: on the host, int32 ``[words]`` of each constrained row in order. Bit ``i % 32``
                 of word ``i // 32`` tells whether token ``i`` may come next.
 
@@ -171,19 +174,8 @@ class LogitsProcessors:
             scores.index_fill_(0, self._restricted, -math.inf)
             scores[self._allowed.rows, self._allowed.ids] = kept
         if self.constrained.numel():
-            self._constrain(scores, masks)
+            operations.forbid(scores, self.constrained, torch.stack(tuple(masks)))
         return scores
-
-    def _constrain(self, scores: Tensor, masks: Sequence[Tensor]) -> None:
-        words = torch.stack(tuple(masks)).to(self._device, non_blocking=True)
-        shifts = torch.arange(32, dtype=torch.int32, device=self._device)
-        # A few rows at a time: unpacked, a row is 32 times as large.
-        step = rows_at_once(scores)
-        for start in range(0, words.shape[0], step):
-            rows, part = self.constrained[start : start + step], words[start : start + step]
-            bits = (part.unsqueeze(-1) >> shifts).bitwise_and_(1).flatten(1)
-            forbidden = bits[:, : scores.shape[1]] == 0
-            scores[rows] = scores[rows].masked_fill_(forbidden, -math.inf)
 
     def _penalise(self, scores: Tensor, counted: Tensor) -> None:
         """Change only the tokens that have occurred, a thousandth of a large vocabulary."""

@@ -46,6 +46,16 @@ class RowOperations(Protocol):
             first. They mean nothing for a row without a distribution.
         """
 
+    def forbid(self, logits: Tensor, rows: Tensor, masks: Tensor) -> None:
+        """Make the logits of forbidden tokens -inf, in place.
+
+        Args:
+            logits: float32 ``[N, V]``.
+            rows: int64 ``[R]``, no row twice.
+            masks: int32 ``[R, words]`` on the host. Bit ``i % 32`` of word ``i // 32`` tells
+                whether token ``i`` may come.
+        """
+
 
 class TorchRows:
     """By PyTorch, on any device."""
@@ -67,6 +77,18 @@ class TorchRows:
         parts = [_logprobs(logits[rows[part]].float(), tokens[part], width) for part in slices]
         chosen, values, ids = (torch.cat(column) for column in zip(*parts, strict=True))
         return chosen, values, ids
+
+    def forbid(self, logits: Tensor, rows: Tensor, masks: Tensor) -> None:
+        """See :class:`RowOperations`."""
+        words = masks.to(logits.device, non_blocking=True)
+        shifts = torch.arange(32, dtype=torch.int32, device=logits.device)
+        # A few rows at a time: unpacked, a row is 32 times as large.
+        step = rows_at_once(logits)
+        for start in range(0, words.shape[0], step):
+            which, part = rows[start : start + step], words[start : start + step]
+            bits = (part.unsqueeze(-1) >> shifts).bitwise_and_(1).flatten(1)
+            forbidden = bits[:, : logits.shape[1]] == 0
+            logits[which] = logits[which].masked_fill_(forbidden, -math.inf)
 
 
 def _logprobs(scores: Tensor, tokens: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -238,7 +238,8 @@ class Sampler:
         tokens = self._pick(logits, batch.sampled)
         if (processed := batch.processed) is not None:
             rows = processed.rows
-            picked = self._pick(processed.processors.apply(logits[rows], masks), processed.sampled)
+            scores = processed.processors.apply(logits[rows], self._operations, masks)
+            picked = self._pick(scores, processed.sampled)
             picked.masked_fill_(picked == INVALID_TOKEN, NO_TOKEN_LEFT)
             # A model's NaN stays one, even if its token was forbidden.
             tokens[rows] = picked.masked_fill_(tokens[rows] == INVALID_TOKEN, INVALID_TOKEN)
@@ -253,7 +254,7 @@ class Sampler:
         """
         table = _weights(logits, batch.sampled)
         if (processed := batch.processed) is not None:
-            scores = processed.processors.apply(logits[processed.rows], masks)
+            scores = processed.processors.apply(logits[processed.rows], self._operations, masks)
             table[processed.rows] = _weights(scores, processed.sampled)
         return table / table.sum(dim=-1, keepdim=True)
 
@@ -265,7 +266,7 @@ class Sampler:
 
     def candidates(self, logits: Tensor, batch: SamplingBatch) -> CandidateTokens | None:
         """The most likely tokens of the rows that are beams."""
-        return None if batch.beams is None else batch.beams.compute(logits)
+        return None if batch.beams is None else batch.beams.compute(logits, self._operations)
 
     def _pick(self, logits: Tensor, sampled: Sequence[SampledRows]) -> Tensor:
         """Tokens int64 ``[N]``: drawn in the sampled rows, the most likely in all others."""

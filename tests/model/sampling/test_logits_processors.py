@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from penstock.gpu_worker.model.sampling.logits_processors import LogitsProcessors
+from penstock.gpu_worker.model.sampling.row_operations import TorchRows
 from penstock.gpu_worker.model.sampling.sampler import (
     INVALID_TOKEN,
     NO_TOKEN_LEFT,
@@ -57,7 +58,7 @@ def random_logits(rows: int, seed: int) -> torch.Tensor:
 
 
 def processed(logits: torch.Tensor, rows: list[Row]) -> torch.Tensor:
-    return LogitsProcessors(rows, CPU, EOS).apply(logits.clone())
+    return LogitsProcessors(rows, CPU, EOS).apply(logits.clone(), TorchRows())
 
 
 def sample(logits: torch.Tensor, rows: list[Row], previous: Any = None) -> list[int]:
@@ -151,7 +152,7 @@ def test_min_tokens_ends_when_the_output_is_long_enough() -> None:
     processors = LogitsProcessors([short, longer], CPU, EOS)
     blocked = []
     for _ in range(4):
-        found = processors.apply(random_logits(2, 0))
+        found = processors.apply(random_logits(2, 0), TorchRows())
         blocked.append(found[:, sorted(EOS)].isinf().all(dim=1).tolist())
         short.token_ids.append(5)
         longer.token_ids.append(5)

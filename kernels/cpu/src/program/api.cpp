@@ -6,6 +6,7 @@
 #include <new>
 
 #include "../rows/draw.h"
+#include "../rows/forbid.h"
 #include "../rows/largest.h"
 #include "../rows/logprobs.h"
 #include "program.h"
@@ -28,6 +29,13 @@ int guarded(Error* error, Function function) {
     std::snprintf(error->text, sizeof error->text, "%s", e.what());
   }
   return -1;
+}
+
+template <class Rows>
+void check(const Rows& rows, int64_t count) {
+  if (rows.rows < 0 || rows.columns < 1 || rows.columns > INT32_MAX || rows.stride < rows.columns ||
+      count < 0 || count > UINT32_MAX)
+    throw std::invalid_argument("rows that cannot be");
 }
 
 std::vector<float> copied(const float* values, int64_t count) {
@@ -330,10 +338,17 @@ int penstock_largest(Pool* pool, const float* rows, int64_t count, int64_t colum
   });
 }
 
-static void check(const Logits& logits, int64_t count) {
-  if (logits.rows < 0 || logits.columns < 1 || logits.columns > INT32_MAX ||
-      logits.stride < logits.columns || count < 0 || count > UINT32_MAX)
-    throw std::invalid_argument("rows that cannot be");
+int penstock_forbid(Pool* pool, const Masking* masking, Error* error) {
+  return guarded(error, [&] {
+    check(*masking, masking->count);
+    if (masking->words < (masking->columns + 31) / 32)
+      throw std::invalid_argument("masks of fewer tokens than there are");
+    for (int64_t i = 0; i < masking->count; i++)
+      if (masking->which[i] < 0 || masking->which[i] >= masking->rows)
+        throw std::invalid_argument("a row that is not there");
+    forbid(*pool, *masking);
+    return 0;
+  });
 }
 
 int penstock_draw(Pool* pool, const Logits* logits, const Draws* draws, int64_t* tokens,
