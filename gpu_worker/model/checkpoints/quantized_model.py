@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import logging
+import re
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from ..quantization.form import QuantizedWeight
@@ -21,6 +22,9 @@ from ..quantization.quantized_modules import (
 __all__ = ["build_quantized", "move_quantized"]
 
 log = logging.getLogger(__name__)
+
+_UNUSED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|[qkv]_scale|(input|output)_scale)$")
+"""What follows from the configuration, and scales of activations, which are not rounded here."""
 
 
 class _Vacant(nn.Module):
@@ -51,7 +55,8 @@ def build_quantized(
             what the quantised model is compared with.
 
     Returns:
-        The model, and transformers' report of missing and unexpected weights.
+        The model, and transformers' report of missing and unexpected weights, but for those
+        without which the output is the same.
 
     Raises:
         ModelError: a tensor is missing, damaged or of another shape.
@@ -73,9 +78,12 @@ def build_quantized(
                 _vacate(self, name, vacancies, stacks)
 
     Vacated.__name__, Vacated.__module__ = base.__name__, base.__module__
+    plain = source.plain()
+    spare = {name for name, tensor in plain.items() if _is_spare(name, tensor)}
     model, report = Vacated.from_pretrained(
-        None, config=config, state_dict=source.plain(), dtype=dtype, output_loading_info=True
+        None, config=config, state_dict=plain, dtype=dtype, output_loading_info=True
     )
+    report["unexpected_keys"] = set(report["unexpected_keys"]) - spare
     model.__class__ = base
     for name, vacant in vacancies.items():
         weight = source.weight(name, vacant.shape)
@@ -89,6 +97,12 @@ def build_quantized(
         full = nn.Parameter(stack.dequantize(), requires_grad=False) if dequantised else None
         setattr(parent, attribute, stack if full is None else full)
     return model, report
+
+
+def _is_spare(name: str, tensor: Tensor) -> bool:
+    """Whether a model that has no place for that tensor computes the same without it."""
+    # Some writers of GPTQ add biases of zeros.
+    return bool(_UNUSED.search(name)) or (name.endswith(".bias") and not bool(tensor.any()))
 
 
 def move_quantized(model: nn.Module) -> None:

@@ -42,6 +42,7 @@ from ..kv.memory_budget import available_bytes, format_bytes
 from ..quantization.formats.checkpoint_formats import format_of
 from ..quantization.formats.quantized_source import QuantizedSource, SafetensorsSource
 from ..quantization.formats.stored_tensors import StoredTensors
+from ..quantization.formats.weight_format import CONVERT
 from . import load_gate
 from .checkpoint_folder import DEMO, DEMO_DRAFT, REMEDY, find_checkpoint, single_file, weight_files
 from .stored_sizes import loaded_bytes, usable_bytes
@@ -163,7 +164,7 @@ def load_weights(
         ) from error
     except Exception as error:
         raise _weights_error(folder, error) from error
-    _check_report(folder, report, unused)
+    _check_report(folder, report, unused, is_quantized=source is not None)
     model.eval().requires_grad_(False)
     return model
 
@@ -199,8 +200,13 @@ def _read_weights(
     return model, report
 
 
-def _check_report(folder: Path, report: Mapping[str, Any], unused: tuple[str, ...]) -> None:
-    """Refuse weights that are missing or of another shape; those of other names may be why."""
+def _check_report(
+    folder: Path, report: Mapping[str, Any], unused: tuple[str, ...], *, is_quantized: bool
+) -> None:
+    """Refuse weights that are missing or of another shape; those of other names may be why.
+
+    A quantised checkpoint may have its own tensors beside codes, without which the output is wrong.
+    """
     mismatched = sorted(report.get("mismatched_keys", ()))
     if mismatched:
         name, found, expected = mismatched[0]
@@ -209,12 +215,17 @@ def _check_report(folder: Path, report: Mapping[str, Any], unused: tuple[str, ..
             f"as {name!r} with {list(found)} instead of {list(expected)}; copy both again"
         )
     missing = sorted(key for key in report["missing_keys"] if not key.startswith(unused))
+    unknown = sorted(report.get("unexpected_keys", ()))
     if missing:
-        unknown = sorted(report.get("unexpected_keys", ()))
         others = f" and has {len(unknown)} of unknown names ({listed(unknown)})" if unknown else ""
         raise ModelError(
             f"the checkpoint in {folder} lacks {len(missing)} weights ({listed(missing)}){others}; "
             "copy it again, all its files"
+        )
+    if is_quantized and unknown:
+        raise UnsupportedModel(
+            f"the quantised checkpoint in {folder} has {len(unknown)} tensors that the model has "
+            f"no place for ({listed(unknown)}), and would compute without them; {CONVERT}"
         )
 
 

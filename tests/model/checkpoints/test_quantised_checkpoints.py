@@ -309,3 +309,23 @@ def test_a_layer_that_the_model_lacks_is_named(coded: Path, tmp_path: Path) -> N
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UnsupportedModel, match=r"quantises 'model\.layers\.9\.mlp\.up_proj'"):
         load_model(folder, device="cpu")
+
+
+def test_tensors_without_a_place_are_named(
+    checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """As AutoAWQ has them for StarCoder2, whose activations are divided by them."""
+    write, config = FORMATS["awq"]()
+    rewrite(checkpoint("starcoder2"), tmp_path / "coded", write, config)
+    file, layer = tmp_path / "coded/model.safetensors", "model.layers.1"
+    tensors = load_file(file) | {
+        f"{layer}.mlp.up_proj.bias": torch.zeros(96),
+        f"{layer}.self_attn.k_scale": torch.ones(1),
+        f"{layer}.self_attn.rotary_emb.inv_freq": torch.ones(8),
+    }
+    save_file(tensors, file, metadata={"format": "pt"})
+    load_model(tmp_path / "coded", device="cpu", native="off").close()  # these change nothing
+    scales = {f"{layer}.mlp.act.scales": torch.full((96,), 2.0)}
+    save_file(tensors | scales, file, metadata={"format": "pt"})
+    with pytest.raises(UnsupportedModel, match=r"1 tensors .*\(model\.layers\.1\.mlp\.act\.scales"):
+        load_model(tmp_path / "coded", device="cpu", native="off")
