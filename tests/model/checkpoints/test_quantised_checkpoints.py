@@ -280,6 +280,28 @@ def test_a_corrupt_tensor_is_named(coded: Path, tmp_path: Path, fault: str) -> N
     assert str(folder) in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "scale", "stored"),
+    [
+        ("ct-int8", "weight_scale", "I8"),
+        ("ct-fp8", "weight_scale", "F8_E4M3"),
+        ("bnb-int8", "SCB", "I8"),
+    ],
+)
+def test_codes_without_a_scale_are_no_weights(
+    name: str, scale: str, stored: str, checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    write, config = FORMATS[name]()
+    rewrite(checkpoint("llama"), tmp_path / "coded", write, config)
+    file = tmp_path / "coded/model.safetensors"
+    tensors = load_file(file)
+    del tensors[f"{NAME}.{scale}"]
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(ModelError) as refused:
+        load_model(tmp_path / "coded", device="cpu")
+    assert f"{NAME}.weight' is unusable: it holds codes ({stored}) without" in str(refused.value)
+
+
 def test_a_truncated_file_is_named(coded: Path, tmp_path: Path) -> None:
     folder = changed(coded, tmp_path / "broken")
     file = folder / "model.safetensors"

@@ -61,7 +61,11 @@ class QuantizedSource(Protocol):
         ...
 
     def plain(self) -> Mapping[str, Tensor]:
-        """All other tensors by name, mapped from the files."""
+        """All other tensors by name, mapped from the files.
+
+        Raises:
+            ModelError: one holds codes, and what they stand for is missing.
+        """
         ...
 
     def num_bytes(self, dtype: torch.dtype) -> SourceBytes:
@@ -107,7 +111,14 @@ class SafetensorsSource:
     def plain(self) -> dict[str, Tensor]:
         """See :class:`QuantizedSource`."""
         taken = {name for parts in self._parts.values() for name in parts}
-        return {name: self._tensors.read(name) for name in self._tensors.names - taken}
+        rest = self._tensors.names - taken
+        for name in rest:
+            # transformers would take the codes for numbers.
+            if name.endswith(".weight") and self._tensors.stored(name) not in FULL:
+                raise self._tensors.fault(
+                    name, f"it holds codes ({self._tensors.stored(name)}) without a scale"
+                )
+        return {name: self._tensors.read(name) for name in rest}
 
     def num_bytes(self, dtype: torch.dtype) -> SourceBytes:
         """See :class:`QuantizedSource`."""
