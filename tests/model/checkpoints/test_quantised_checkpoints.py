@@ -26,6 +26,7 @@ from penstock.gpu_worker.model.loading import checkpoint as checkpoint_module
 from penstock.gpu_worker.model.loading.checkpoint import load_config, quantized_source
 from penstock.gpu_worker.model.loading.loader import LoadedModel, load_model
 from penstock.gpu_worker.model.loading.model_opening import open_model
+from penstock.gpu_worker.model.quantization.formats.checkpoint_formats import format_of
 from penstock.gpu_worker.model.quantization.quantized_modules import (
     QuantizedLinear,
     QuantizedStack,
@@ -238,6 +239,19 @@ def test_what_is_not_served_is_named(
     with pytest.raises(UnsupportedModel) as refused:
         load_model(changed(coded, tmp_path / "changed", **settings), device="cpu")
     assert text in str(refused.value)
+
+
+def _with_transform(location: str) -> dict[str, Any]:
+    apply = [{"targets": ["Linear"], "location": location, "inverse": False}]
+    return {"config_groups": {"u": {"type": "hadamard", "apply": apply}}}
+
+
+def test_transforms_of_activations_are_refused() -> None:
+    _, config = FORMATS["ct-int8"]()
+    for computed in ({}, None, _with_transform("weight_input")):
+        assert format_of(config | {"transform_config": computed}).bits == 8
+    with pytest.raises(UnsupportedModel, match=r"transform location 'input'; served: weight_input"):
+        format_of(config | {"transform_config": _with_transform("input")})
 
 
 def _with(tensors: dict[str, Any], name: str, change: Callable[[Any], Any]) -> None:

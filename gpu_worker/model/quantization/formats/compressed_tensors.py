@@ -77,6 +77,8 @@ class CompressedTensors:
         choose(_LABEL, "sparsity format", sparsity, ("dense",))
         choose(_LABEL, "quantization_status", config.get("quantization_status"), ("compressed",))
         try:
+            for location in _transform_locations(config):
+                choose(_LABEL, "transform location", location, ("weight_input", "weight_output"))
             self._schemes = tuple(
                 _scheme(group, str(group.get("format") or config.get("format")))
                 for group in config["config_groups"].values()
@@ -121,6 +123,12 @@ class CompressedTensors:
         if permutation is not None:
             codes = codes[:, permutation].contiguous()
         return linear_weight(scheme.bits, codes, scales, zeros, size, permutation)
+
+
+def _transform_locations(config: Mapping[str, Any]) -> list[str]:
+    """Where inputs or weights are multiplied with Hadamard matrices; in weights that is done."""
+    groups = (config.get("transform_config") or {}).get("config_groups") or {}
+    return [str(each["location"]) for group in groups.values() for each in group["apply"]]
 
 
 def _scheme(group: Mapping[str, Any], layout: str) -> _Scheme:
