@@ -38,12 +38,12 @@ _FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantiz
 _PARTS = ("weight", "weight_packed", "weight_scale", "weight_shape", "weight_zero_point",
           "weight_g_idx", "input_scale", "input_zero_point", "output_scale")  # fmt: skip
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+_CLASSES = ("Embedding", "Linear")
 _LABEL = "compressed-tensors"
 
 
 @dataclass(frozen=True, slots=True)
 class _Scheme:
-    targets: tuple[str, ...]
     packed: bool
     bits: int
     is_float: bool
@@ -51,14 +51,6 @@ class _Scheme:
     strategy: str
     group_size: int
     block: tuple[int, int]
-
-    def concerns(self, module: str) -> bool:
-        return any(
-            re.match(target[3:], module)
-            if target.startswith("re:")
-            else target in ("Linear", "Embedding", module)
-            for target in self.targets
-        )
 
 
 class CompressedTensors:
@@ -79,17 +71,20 @@ class CompressedTensors:
         try:
             for location in _transform_locations(config):
                 choose(_LABEL, "transform location", location, ("weight_input", "weight_output"))
-            self._schemes = tuple(
-                _scheme(group, str(group.get("format") or config.get("format")))
+            found = {
+                str(target): _scheme(group, str(group.get("format") or config.get("format")))
                 for group in config["config_groups"].values()
-            )
+                for target in group["targets"]
+            }
         except (KeyError, AttributeError, TypeError) as error:
             raise ModelError(
                 f"quantization_config in config.json is no compressed-tensors one ({error!r}); "
                 "copy the checkpoint again"
             ) from error
-        self.bits = min((s.bits for s in self._schemes if s.packed), default=8)
-        kinds = sorted({f"{'fp' if s.is_float else 'int'}{s.bits}" for s in self._schemes})
+        self._schemes = dict(sorted(found.items(), key=lambda item: _rank(item[0])))
+        schemes = self._schemes.values()
+        self.bits = min((s.bits for s in schemes if s.packed), default=8)
+        kinds = sorted({f"{'fp' if s.is_float else 'int'}{s.bits}" for s in schemes})
         self.label = f"{_LABEL}, {' and '.join(kinds)}"
 
     def modules(self, names: Iterable[str]) -> dict[str, tuple[str, ...]]:
@@ -100,7 +95,8 @@ class CompressedTensors:
         self, tensors: StoredTensors, module: str, shape: tuple[int, int]
     ) -> QuantizedWeight:
         """The weight of ``module``, of ``shape`` ``(outputs, inputs)``."""
-        scheme = next((s for s in self._schemes if s.concerns(module)), None)
+        found = (s for target, s in self._schemes.items() if _concerns(target, module))
+        scheme = next(found, None)
         if scheme is None:
             raise tensors.fault(f"{module}.weight_scale", "no config group targets its layer")
         outputs, inputs = shape
@@ -125,6 +121,26 @@ class CompressedTensors:
         return linear_weight(scheme.bits, codes, scales, zeros, size, permutation)
 
 
+def _rank(target: str) -> tuple[int, str]:
+    """Where the library looks for it: among names, then among patterns, then among classes."""
+    if not target.startswith("re:"):
+        return 2 if target in _CLASSES else 0, target
+    try:
+        re.compile(target[3:])
+    except re.error as error:
+        raise ModelError(
+            f"quantization_config in config.json has the target {target!r}, which is no pattern "
+            f"({error}); copy the checkpoint again"
+        ) from error
+    return 1, target
+
+
+def _concerns(target: str, module: str) -> bool:
+    if target.startswith("re:"):
+        return re.match(target[3:], module) is not None
+    return target in (module, *_CLASSES)
+
+
 def _transform_locations(config: Mapping[str, Any]) -> list[str]:
     """Where inputs or weights are multiplied with Hadamard matrices; in weights that is done."""
     groups = (config.get("transform_config") or {}).get("config_groups") or {}
@@ -146,7 +162,6 @@ def _scheme(group: Mapping[str, Any], layout: str) -> _Scheme:
             f"group; {CONVERT}"
         )
     return _Scheme(
-        targets=tuple(group["targets"]),
         packed=layout == "pack-quantized",
         bits=bits,
         is_float=kind == "float",
