@@ -27,6 +27,7 @@ from ..loading.checkpoint import (
     load_weights,
     one_line,
     quiet,
+    stored_quantization,
 )
 from ..quantization.form import QuantizedWeight
 from ..quantization.formats.compressed_writer import compressed_config, compressed_tensors_of
@@ -155,11 +156,10 @@ def _scratch(target: Path) -> Iterator[Path]:
 
 
 def _check_source(folder: Path, config: Any) -> None:
-    described = getattr(config, "quantization_config", None)
+    described = stored_quantization(folder, config)
     if described is not None:
-        tree = described if isinstance(described, dict) else described.to_dict()
         raise UnsupportedModel(
-            f"source: {str(folder)!r} is quantised already ({tree.get('quant_method')}); "
+            f"source: {str(folder)!r} is quantised already ({described.get('quant_method')}); "
             "give the full checkpoint, or serve this one as it is"
         )
     if folder.is_file() or not any(folder.glob("*.safetensors")):

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from ..kv.memory_budget import available_bytes
 from ..loading import load_gate
-from ..loading.checkpoint import load_config, one_line, quantized_source, quiet
+from ..loading.checkpoint import load_config, one_line, quantized_source, quiet, stored_quantization
 from ..loading.checkpoint_folder import find_checkpoint, weight_files
 from ..loading.geometry import KVGeometry, probe_geometry
 from ..loading.loader import DTYPES, pick_dtype
@@ -168,11 +168,10 @@ def _method(folder: Path, config: Any) -> str | None:
     """How a checkpoint is quantised, which is then the only way to load it; None if it is not."""
     if folder.is_file():
         return "gguf"
-    found = getattr(config.get_text_config(decoder=True), "quantization_config", None)
-    found = getattr(config, "quantization_config", None) or found
+    found = stored_quantization(folder, config)
     if found is None:
         return None
-    name = found.get("quant_method") if isinstance(found, dict) else found.quant_method
+    name = found.get("quant_method")
     return str(getattr(name, "value", name) or "quantised")
 
 

@@ -57,6 +57,7 @@ __all__ = [
     "one_line",
     "quantized_source",
     "quiet",
+    "stored_quantization",
 ]
 
 LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
@@ -239,12 +240,31 @@ def quantized_source(folder: Path, config: Any) -> QuantizedSource | None:
     """
     if folder.suffix == ".gguf":
         return GGUFSource(folder, config)
-    described = getattr(config, "quantization_config", None)
-    if described is None:
-        return None
-    tree = described if isinstance(described, dict) else described.to_dict()
-    kind = format_of(tree)
-    return SafetensorsSource(StoredTensors(folder), kind)
+    described = stored_quantization(folder, config)
+    return (
+        None
+        if described is None
+        else SafetensorsSource(StoredTensors(folder), format_of(described))
+    )
+
+
+def stored_quantization(folder: Path, config: Any) -> dict[str, Any] | None:
+    """The ``quantization_config`` of a checkpoint, or of the language model in it.
+
+    Args:
+        folder: the checkpoint.
+        config: its configuration.
+
+    Returns:
+        None: its weights are in full. Of a GGUF file with blocks it says only that.
+    """
+    if folder.suffix == ".gguf":
+        return {"quant_method": "gguf"} if GGUFSource(folder, config).modules else None
+    for part in (config, config.get_text_config(decoder=True)):
+        described = getattr(part, "quantization_config", None)
+        if described is not None:
+            return described if isinstance(described, dict) else dict(described.to_dict())
+    return None
 
 
 def _weights_error(folder: Path, error: Exception) -> ModelError:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 from penstock.shared.errors import ModelError, ModelNotFound
 
@@ -15,6 +17,7 @@ __all__ = [
     "checkpoint_files",
     "find_checkpoint",
     "is_quantized",
+    "quantization_in",
     "single_file",
     "weight_files",
 ]
@@ -77,10 +80,16 @@ def is_quantized(checkpoint: Path) -> bool:
         return True
     try:
         tree = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
-        parts = (tree, tree.get("text_config") or {})
-        return any(part.get("quantization_config") is not None for part in parts)
+        return quantization_in(tree) is not None
     except (OSError, ValueError, AttributeError):
         return False
+
+
+def quantization_in(tree: Mapping[str, Any]) -> Any:
+    """``quantization_config`` in what config.json holds, or in its language model's part."""
+    parts = (tree, tree.get("text_config") or {})
+    found = (part.get("quantization_config") for part in parts)
+    return next((described for described in found if described is not None), None)
 
 
 def checkpoint_files(checkpoint: Path) -> list[Path]:

@@ -35,6 +35,7 @@ from .checkpoint import (
     load_weights,
     one_line,
     quiet,
+    stored_quantization,
 )
 from .geometry import KVGeometry, probe_geometry
 from .loaded_model import LoadedModel
@@ -120,7 +121,8 @@ def load_model(
     with quiet():
         config = load_config(folder)
         load_gate.check_config(config)
-        recipe.check(getattr(config, "quantization_config", None))
+        if recipe.method != "auto":
+            recipe.check(stored_quantization(folder, config))
         context_length = _context_length(config, max_model_len)
         tokenizer = load_tokenizer(folder)
         model = load_weights(folder, config, pick_dtype(dtype, target), target)

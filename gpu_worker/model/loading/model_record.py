@@ -32,7 +32,7 @@ from ..program.decoder_record import DecoderRecord
 from ..quantization.formats.checkpoint_formats import format_of
 from ..quantization.formats.quantized_source import QuantizedSource, SafetensorsSource
 from ..quantization.formats.stored_tensors import StoredTensors
-from .checkpoint_folder import checkpoint_files
+from .checkpoint_folder import checkpoint_files, quantization_in
 from .geometry import KVGeometry, LayerGeometry
 
 __all__ = ["CheckpointWeights", "ModelRecord", "RecordStore"]
@@ -120,7 +120,7 @@ class CheckpointWeights:
         path = self._folder / "config.json"
         if not self._file_of or not path.is_file():
             return None
-        described = json.loads(path.read_text(encoding="utf-8")).get("quantization_config")
+        described = quantization_in(json.loads(path.read_text(encoding="utf-8")))
         if described is None:
             return None
         return SafetensorsSource(StoredTensors(self._folder), format_of(described))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -75,7 +75,7 @@ class Recipe:
         kept = f" keep={','.join(self.keep)}" if self.keep else ""
         return f"{self.method}{details.get(self.method, '')} head={self.head}{kept}"
 
-    def check(self, quantization: Any) -> None:
+    def check(self, quantization: Mapping[str, Any] | None) -> None:
         """Check it against a checkpoint's ``quantization_config``; None: it has none.
 
         Raises:
@@ -83,9 +83,7 @@ class Recipe:
         """
         if quantization is None or self.method == "auto":
             return
-        name = getattr(quantization, "quant_method", None)
-        if name is None and isinstance(quantization, dict):
-            name = quantization.get("quant_method")
+        name = quantization.get("quant_method")
         raise ConfigurationError(
             f"model.quantization: got {self.method}, and the checkpoint is quantised already "
             f"({getattr(name, 'value', name) or 'by an unnamed method'}); allowed: auto, which "

@@ -24,7 +24,8 @@ from penstock.gpu_worker.model.quantization.quantized_modules import (
     QuantizedEmbedding,
     QuantizedLinear,
 )
-from penstock.shared.errors import ModelError, UnsupportedModel
+from penstock.gpu_worker.model.quantization.recipe import Recipe
+from penstock.shared.errors import ConfigurationError, ModelError, UnsupportedModel
 
 HIDDEN, INNER, HEADS, KV_HEADS, LAYERS = 256, 256, 4, 2, 2
 KINDS = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "F16", "BF16"]
@@ -227,3 +228,17 @@ def test_types_that_are_not_served(tmp_path: Path) -> None:
     write(file, "TQ2_0", tied=False)
     with pytest.raises(UnsupportedModel, match=r"is TQ2_0; served: Q4_0, Q4_1, Q5_0, Q5_1, Q8_0"):
         load_model(file, device="cpu")
+
+
+def test_blocks_are_quantised_weights_and_plain_types_are_not(tmp_path: Path) -> None:
+    coded_file, full_file = tmp_path / "coded.gguf", tmp_path / "full.gguf"
+    write(coded_file, "Q8_0", tied=False)
+    write(full_file, "F16", tied=False)
+    for method in ("none", "int4"):
+        recipe = Recipe(method, group_size=32)
+        with pytest.raises(ConfigurationError, match=f"got {method}, .* already .gguf"):
+            load_model(coded_file, device="cpu", recipe=recipe)
+        loaded = load_model(full_file, device="cpu", native="off", recipe=recipe)
+        loaded.close()
+        layers = [m for m in loaded.model.modules() if isinstance(m, QuantizedLinear)]
+        assert len(layers) == (7 * LAYERS + 1 if method == "int4" else 0)

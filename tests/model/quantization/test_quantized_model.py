@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from penstock.gpu_worker.model.batch import Rows, SequenceChunk, pack
 from penstock.gpu_worker.model.kv.kv_pool import KVPool
+from penstock.gpu_worker.model.loading.checkpoint import load_config, quantized_source
 from penstock.gpu_worker.model.loading.checkpoint_folder import find_checkpoint, is_quantized
 from penstock.gpu_worker.model.loading.fingerprint import fingerprint_of
 from penstock.gpu_worker.model.loading.loaded_model import LoadedModel
@@ -23,7 +24,7 @@ from penstock.gpu_worker.model.quantization.form import QuantizedWeight
 from penstock.gpu_worker.model.quantization.quantized_modules import QuantizedLinear
 from penstock.gpu_worker.model.quantization.recipe import Recipe, quantize_model, settled
 from penstock.kernels.cpu import CodedWeight, Codes, NativeUnavailable, load_library
-from penstock.shared.errors import ConfigurationError, ModelError
+from penstock.shared.errors import ConfigurationError, ModelError, ModelNotFound
 from penstock.shared.settings import ModelSettings, load_settings
 
 try:
@@ -109,6 +110,16 @@ def test_a_quantised_checkpoint_goes_with_auto_alone(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigurationError, match=r"model\.quantization: got none"):
         load_model(folder, recipe=Recipe("none"))
+
+
+def test_the_language_models_part_may_say_how_a_checkpoint_is_quantised(tmp_path: Path) -> None:
+    described = {"quant_method": "gptq", "bits": 4}
+    tree = {"model_type": "gemma3", "text_config": {"quantization_config": described}}
+    (tmp_path / "config.json").write_text(json.dumps(tree))
+    with pytest.raises(ConfigurationError, match=r"got none, .* quantised already .gptq"):
+        load_model(tmp_path, recipe=Recipe("none"))
+    with pytest.raises(ModelNotFound, match=r"no \*\.safetensors"):  # it looks for codes
+        quantized_source(tmp_path, load_config(tmp_path))
 
 
 def test_what_is_preferred_gives_way_and_what_is_asked_for_does_not(
