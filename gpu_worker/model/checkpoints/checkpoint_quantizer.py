@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from penstock.shared.errors import ConfigurationError, UnsupportedModel
 
+from ..loading import load_gate
 from ..loading.checkpoint import (
     find_checkpoint,
     load_config,
@@ -114,8 +115,9 @@ def quantize_checkpoint(
     Raises:
         ConfigurationError: ``target`` exists or cannot be written, the texts are shorter than two
             tokens, or groups of that size divide no layer's inputs.
-        UnsupportedModel: the source is quantised already, or its weights are in other files.
-        ModelError: the source cannot be read.
+        UnsupportedModel: the source is quantised already, its weights are in other files, or it is
+            no causal language model.
+        ModelError: the source cannot be read, or a weight is not finite; names the tensor.
     """
     folder = find_checkpoint(source)
     if target.exists():
@@ -238,7 +240,7 @@ class _Writer:
         if squares is not None:
             squares = scaling.mean_squares(name, squares)
         values = values.float()
-        form = _quantized(values, weight.dtype, self._options, squares)
+        form = _rounded(self._tensors, self._options, name, values, weight.dtype, squares)
         self.example = form
         parts = compressed_tensors_of(form, weight.dtype)
         error = float((form.dequantize() - values).norm() / values.norm().clamp_min(1e-30))
@@ -256,8 +258,12 @@ class _Writer:
 
 
 def _linear_layers(config: Any) -> list[str]:
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except Exception as error:
+        why = f"its linear layers cannot be found ({one_line(error)})"
+        raise load_gate.unsupported(config, why) from error
     head = model.get_output_embeddings()
     return [
         name
@@ -322,7 +328,7 @@ def _calibrated(
     each = max(1, _SAMPLE_ROWS // len(sequences))
     activations = observe(model, names, told, sampled, each)
     del model
-    rounding = dict.fromkeys(rounded, functools.partial(_rounded, options))
+    rounding = {name: functools.partial(_rounded, tensors, options, name) for name in rounded}
     scaling = scale_channels(_told("scaling", folds, progress), tensors, activations, rounding)
     return _Calibration(activations.mean_squares, scaling, unscaled)
 
@@ -334,9 +340,17 @@ def _told(step: str, things: Sequence[T], progress: Progress) -> Iterator[T]:
 
 
 def _rounded(
-    options: QuantizeOptions, weight: Tensor, dtype: torch.dtype, importance: Tensor
+    tensors: StoredTensors,
+    options: QuantizeOptions,
+    layer: str,
+    weight: Tensor,
+    dtype: torch.dtype,
+    importance: Tensor | None,
 ) -> QuantizedWeight:
-    return _quantized(weight, dtype, options, importance)
+    try:
+        return _quantized(weight, dtype, options, importance)
+    except ValueError as error:
+        raise tensors.fault(f"{layer}.weight", str(error)) from error
 
 
 def _copy_rest(

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    CompressedTensorsConfig,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from penstock.gpu_worker.model.checkpoints.checkpoint_quantizer import (
     QuantizeOptions,
@@ -20,7 +27,7 @@ from penstock.gpu_worker.model.quantization.quantized_modules import QuantizedLi
 from penstock.gpu_worker.model.quantization.quantizers import quantize_int4
 from penstock.gpu_worker.model.quantization.scale_search import search_scales
 from penstock.producer.cli import main
-from penstock.shared.errors import ConfigurationError, UnsupportedModel
+from penstock.shared.errors import ConfigurationError, ModelError, UnsupportedModel
 from penstock.tools.verify.options import VerifyOptions
 from penstock.tools.verify.verification import verify_model
 
@@ -132,6 +139,28 @@ def test_bad_input(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="--group-size: got 7, which divides the inputs"):
         quantize_checkpoint(full, tmp_path / "other", QuantizeOptions(group_size=7), silent)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["coded"]
+
+
+@pytest.mark.parametrize("name", ["int8", "int8-scaled"])
+def test_a_weight_that_is_not_finite_is_named(
+    name: str, checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    shutil.copytree(checkpoint("llama"), tmp_path / "model")
+    file, layer = tmp_path / "model/model.safetensors", "model.layers.2.mlp.down_proj"
+    tensors = load_file(file)
+    tensors[f"{layer}.weight"][3, 5] = torch.nan
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(
+        ModelError, match=rf"{file}: tensor '{layer}.weight' is unusable: .* finite"
+    ):
+        quantize_checkpoint(tmp_path / "model", tmp_path / "new", OPTIONS[name], silent)
+
+
+def test_a_model_of_another_kind_is_refused(tmp_path: Path) -> None:
+    config = T5Config(d_model=64, d_ff=96, num_layers=2, num_heads=4, d_kv=16, vocab_size=100)
+    T5ForConditionalGeneration(config).save_pretrained(tmp_path / "t5")
+    with pytest.raises(UnsupportedModel, match=r"\(model type t5\) is not supported: its linear"):
+        quantize_checkpoint(tmp_path / "t5", tmp_path / "new", OPTIONS["int8"], silent)
 
 
 def test_a_target_that_cannot_be_written(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
