@@ -116,6 +116,31 @@ def test_a_target_that_is_no_pattern_is_named() -> None:
         format_of(config)
 
 
+def _grouped(size: object) -> dict[str, Any]:
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": size}
+    return {"config_groups": {"a": {"targets": ["Linear"], "weights": weights}}}
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "text"),
+    [
+        ("gptq", {"group_size": "all"}, "has group_size 'all', and GPTQ a whole number"),
+        ("awq", {"group_size": [128]}, "has group_size [128], and AWQ a whole number"),
+        ("gptq", {"dynamic": [1]}, "is no gptq one (AttributeError"),
+        ("ct-int8", {"sparsity_config": "dense"}, "has sparsity_config 'dense', which is no"),
+        ("ct-int8", {"config_groups": {}, "transform_config": [1]}, "no compressed-tensors one"),
+        ("ct-int8", {"config_groups": None}, "is no compressed-tensors one (AttributeError"),
+        ("ct-int4", _grouped("all"), "has group_size 'all', and compressed-tensors a whole"),
+        ("ct-int4", _grouped(None), "has strategy 'group' with group_size 0"),
+    ],
+)
+def test_a_field_that_cannot_be_is_named(name: str, change: dict[str, Any], text: str) -> None:
+    _, config = FORMATS[name]()
+    with pytest.raises(ModelError) as refused:
+        format_of(config | change)
+    assert text in str(refused.value)
+
+
 def _with(tensors: dict[str, Any], name: str, change: Callable[[Any], Any]) -> None:
     tensors[name] = change(tensors[name]).contiguous()
 

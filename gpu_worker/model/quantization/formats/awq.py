@@ -20,7 +20,7 @@ from torch import Tensor
 from ..form import QuantizedWeight
 from .codes import linear_weight, unpack_words
 from .stored_tensors import StoredTensors
-from .weight_format import choose, tensors_by_module
+from .weight_format import choose, tensors_by_module, whole_number
 
 __all__ = ["AWQ"]
 
@@ -44,7 +44,8 @@ class AWQ:
         choose("AWQ", "bits", config.get("bits", config.get("w_bit")), (4,))
         layout = str(config.get("version") or config.get("format") or "gemm").lower()
         choose("AWQ", "version", layout, ("gemm", "exllama"))
-        self.group_size = int(config.get("group_size", config.get("q_group_size")) or -1)
+        size = config.get("group_size", config.get("q_group_size"))
+        self.group_size = whole_number("AWQ", "group_size", size, -1)
         self.bits = 4
         self.label = f"AWQ, 4 bits in groups of {self.group_size}"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from penstock.shared.errors import UnsupportedModel
+from penstock.shared.errors import ModelError, UnsupportedModel
 
 from .awq import AWQ
 from .bitsandbytes import BitsAndBytes
@@ -42,4 +42,10 @@ def format_of(config: Mapping[str, Any]) -> WeightFormat | MXFP4:
             f"this checkpoint is quantised by {method!r}; served: {', '.join(_FORMATS)}, GGUF; "
             f"{CONVERT}"
         ) from None
-    return kind(config)
+    try:
+        return kind(config)
+    except (KeyError, AttributeError, TypeError, ValueError) as error:
+        raise ModelError(
+            f"quantization_config in config.json is no {method} one ({error!r}); "
+            "copy the checkpoint again"
+        ) from error

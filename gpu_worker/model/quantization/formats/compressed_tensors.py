@@ -30,7 +30,7 @@ from ..form import QuantizedWeight
 from ..quantizers import FP8_VALUES
 from .codes import grouping, linear_weight, unpack_words
 from .stored_tensors import StoredTensors
-from .weight_format import CONVERT, choose, tensors_by_module
+from .weight_format import CONVERT, choose, tensors_by_module, whole_number
 
 __all__ = ["CompressedTensors"]
 
@@ -61,26 +61,25 @@ class CompressedTensors:
 
     Raises:
         UnsupportedModel: a format, bits or a strategy that is not served.
-        ModelError: the configuration is not one.
+        ModelError: a field has a value that it cannot have.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        sparsity = (config.get("sparsity_config") or {}).get("format", "dense")
-        choose(_LABEL, "sparsity format", sparsity, ("dense",))
-        choose(_LABEL, "quantization_status", config.get("quantization_status"), ("compressed",))
-        try:
-            for location in _transform_locations(config):
-                choose(_LABEL, "transform location", location, ("weight_input", "weight_output"))
-            found = {
-                str(target): _scheme(group, str(group.get("format") or config.get("format")))
-                for group in config["config_groups"].values()
-                for target in group["targets"]
-            }
-        except (KeyError, AttributeError, TypeError) as error:
+        sparsity = config.get("sparsity_config") or {}
+        if not isinstance(sparsity, Mapping):
             raise ModelError(
-                f"quantization_config in config.json is no compressed-tensors one ({error!r}); "
-                "copy the checkpoint again"
-            ) from error
+                f"quantization_config in config.json has sparsity_config {sparsity!r}, which is no "
+                "object; copy the checkpoint again"
+            )
+        choose(_LABEL, "sparsity format", sparsity.get("format", "dense"), ("dense",))
+        choose(_LABEL, "quantization_status", config.get("quantization_status"), ("compressed",))
+        for location in _transform_locations(config):
+            choose(_LABEL, "transform location", location, ("weight_input", "weight_output"))
+        found = {
+            str(target): _scheme(group, str(group.get("format") or config.get("format")))
+            for group in config["config_groups"].values()
+            for target in group["targets"]
+        }
         self._schemes = dict(sorted(found.items(), key=lambda item: _rank(item[0])))
         schemes = self._schemes.values()
         self.bits = min((s.bits for s in schemes if s.packed), default=8)
@@ -161,13 +160,19 @@ def _scheme(group: Mapping[str, Any], layout: str) -> _Scheme:
             f"this {_LABEL} checkpoint has int weights by blocks; served: by tensor, channel or "
             f"group; {CONVERT}"
         )
+    size = whole_number(_LABEL, "group_size", weights.get("group_size"), 0)
+    if strategy == "group" and size < 1:
+        raise ModelError(
+            f"quantization_config in config.json has strategy 'group' with group_size {size}; "
+            "allowed: from 1; copy the checkpoint again"
+        )
     return _Scheme(
         packed=layout == "pack-quantized",
         bits=bits,
         is_float=kind == "float",
         symmetric=bool(weights.get("symmetric", True)),
         strategy=strategy,
-        group_size=int(weights.get("group_size") or 0),
+        group_size=size,
         block=(int(block[0]), int(block[1])),
     )
 

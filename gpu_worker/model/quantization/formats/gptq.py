@@ -22,7 +22,7 @@ from penstock.shared.errors import UnsupportedModel
 from ..form import QuantizedWeight
 from .codes import grouping, linear_weight, unpack_words
 from .stored_tensors import StoredTensors
-from .weight_format import choose, tensors_by_module
+from .weight_format import choose, tensors_by_module, whole_number
 
 __all__ = ["GPTQ"]
 
@@ -44,7 +44,7 @@ class GPTQ:
         self.bits = choose("GPTQ", "bits", config.get("bits"), (4, 8))
         written = config.get("checkpoint_format") or config.get("format") or "gptq"
         layout = choose("GPTQ", "checkpoint_format", written, ("gptq", "gptq_v2"))
-        self.group_size = int(config.get("group_size") or -1)
+        self.group_size = whole_number("GPTQ", "group_size", config.get("group_size"), -1)
         overrides = [name for name in config.get("dynamic") or {} if not name.startswith("-")]
         if overrides:
             raise UnsupportedModel(

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
-from penstock.shared.errors import UnsupportedModel
+from penstock.shared.errors import ModelError, UnsupportedModel
 
 from ..form import QuantizedWeight
 from .stored_tensors import StoredTensors
 
-__all__ = ["CONVERT", "WeightFormat", "choose", "tensors_by_module"]
+__all__ = ["CONVERT", "WeightFormat", "choose", "tensors_by_module", "whole_number"]
 
 CONVERT = (
     "quantise the unquantised checkpoint with `penstock quantize SRC DST`, or serve that with "
@@ -70,6 +70,20 @@ def choose(label: str, field: str, value: object, served: Sequence[Value]) -> Va
     allowed = ", ".join(map(str, served))
     raise UnsupportedModel(
         f"this {label} checkpoint has {field} {value!r}; served: {allowed}; {CONVERT}"
+    )
+
+
+def whole_number(label: str, field: str, value: object, default: int) -> int:
+    """``value`` if it is a whole number; ``default`` for None, and for 0, which means the same.
+
+    Raises:
+        ModelError: it is neither; names the field.
+    """
+    if value is None or (isinstance(value, int) and not isinstance(value, bool)):
+        return value or default
+    raise ModelError(
+        f"quantization_config in config.json has {field} {value!r}, and {label} a whole number "
+        "there; copy the checkpoint again"
     )
 
 
