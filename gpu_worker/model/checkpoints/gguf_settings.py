@@ -20,7 +20,7 @@ from penstock.shared.errors import ModelError, UnsupportedModel
 
 __all__ = ["ARCHITECTURES", "complete_config", "is_a_setting", "open_gguf"]
 
-ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3")
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3")
 """Whose conversion changes nothing but the order of rows and norms."""
 
 _REMEDY = (
@@ -62,6 +62,16 @@ class _File:
     def get(self, key: str, default: Any = None) -> Any:
         """A setting of the architecture."""
         return self.values.get(f"{self.architecture}.{key}", default)
+
+    def number(self, key: str) -> float | None:
+        """A setting of the architecture that is a number; None: there is none."""
+        value = self.get(key)
+        if value is not None and not isinstance(value, int | float):
+            raise ModelError(
+                f"{self.path}: {self.architecture}.{key} is {value!r}, and no number; "
+                "copy the file again"
+            )
+        return value
 
     def refusal(self, what: str) -> UnsupportedModel:
         return UnsupportedModel(f"{self.path}: {what}; {_REMEDY}")
@@ -109,7 +119,7 @@ def complete_config(config: Any, path: Path) -> None:
     Raises:
         UnsupportedModel: a setting is not served; names it. Of architectures that are not served
             nothing is checked.
-        ModelError: the file is damaged, or the package gguf is missing.
+        ModelError: the file is damaged, a setting is no number, or the package gguf is missing.
     """
     reader, architecture = open_gguf(path)
     if architecture not in ARCHITECTURES:
@@ -129,14 +139,14 @@ def complete_config(config: Any, path: Path) -> None:
 
 def _set_attention(config: Any, file: _File) -> None:
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
-        value = file.get(key)
+        value = file.number(key)
         if value and not hasattr(config, key):
             raise file.refused_key(key)
         if value:
             setattr(config, key, float(value))
-    window = file.get("attention.sliding_window")
+    window = file.number("attention.sliding_window")
     if window and window < config.max_position_embeddings:
-        if file.architecture not in ("gemma2", "gemma3", "phi3", "mistral"):
+        if file.architecture not in ("gemma2", "gemma3", "phi3"):
             raise file.refused_key("attention.sliding_window")
         config.sliding_window = int(window)
     if file.architecture in _LARGEST_GEMMA:
@@ -147,7 +157,7 @@ def _set_attention(config: Any, file: _File) -> None:
 
 def _set_rotary(config: Any, file: _File) -> None:
     changes = _scaling(config, file)
-    turned, width = file.get("rope.dimension_count"), _head_width(config)
+    turned, width = file.number("rope.dimension_count"), _head_width(config)
     if turned and turned != width:
         if file.architecture != "phi3":
             raise file.refused_key("rope.dimension_count")
@@ -156,7 +166,8 @@ def _set_rotary(config: Any, file: _File) -> None:
     for key in (name.removeprefix(prefix) for name in file.values if name.startswith(prefix)):
         value = file.get(f"rope.{key}")
         if key == "freq_base_swa" and file.architecture == "gemma3":
-            config.rope_parameters["sliding_attention"]["rope_theta"] = float(value)
+            base = file.number("rope.freq_base_swa")
+            config.rope_parameters["sliding_attention"]["rope_theta"] = base
         elif key == "dimension_count_swa" and value == width:
             continue
         elif key not in _TAKEN and value not in _NEUTRAL.get(key, ()):
@@ -179,10 +190,10 @@ def _set_rotary(config: Any, file: _File) -> None:
 
 def _scaling(config: Any, file: _File) -> dict[str, Any]:
     """What becomes of the rotary embedding's parameters; nothing where positions are as usual."""
-    kind, factor = file.get("rope.scaling.type"), float(file.get("rope.scaling.factor", 1) or 1)
+    kind, factor = file.get("rope.scaling.type"), file.number("rope.scaling.factor") or 1.0
     if kind is None:  # which llama.cpp takes for linear
         kind = "none" if factor == 1 else "linear"
-    original = file.get("rope.scaling.original_context_length")
+    original = file.number("rope.scaling.original_context_length")
     if _LONG in file.tensors or _SHORT in file.tensors:
         return _longrope(file, kind, original)
     if _FREQUENCIES in file.tensors:
@@ -191,7 +202,7 @@ def _scaling(config: Any, file: _File) -> dict[str, Any]:
         return {}
     if file.architecture == "phi3" or kind not in ("linear", "yarn"):
         raise file.refused_key("rope.scaling.type")
-    if file.get("rope.scaling.attn_factor", 1) != 1:
+    if file.number("rope.scaling.attn_factor") not in (None, 1):
         raise file.refused_key("rope.scaling.attn_factor")
     if kind == "linear":
         return {"rope_type": "linear", "factor": factor}
@@ -199,9 +210,9 @@ def _scaling(config: Any, file: _File) -> dict[str, Any]:
         missing = "without rope.scaling.original_context_length" if original is None else "here"
         raise file.refusal(f"rope.scaling.type is 'yarn', which {missing} is not served from GGUF")
     betas = {
-        f"beta_{end}": float(value)
+        f"beta_{end}": value
         for end in ("fast", "slow")
-        if (value := file.get(f"rope.scaling.yarn_beta_{end}")) is not None
+        if (value := file.number(f"rope.scaling.yarn_beta_{end}")) is not None
     }
     return {
         "rope_type": "yarn",
@@ -218,13 +229,13 @@ def _longrope(file: _File, kind: str, original: Any) -> dict[str, Any]:
             f"it has {_LONG} or {_SHORT}, which are served of phi3 only, both together with "
             "phi3.rope.scaling.original_context_length"
         )
-    factor = file.get("rope.scaling.attn_factor")
+    factor = file.number("rope.scaling.attn_factor")
     return {
         "rope_type": "longrope",
         "short_factor": file.factors(_SHORT).tolist(),
         "long_factor": file.factors(_LONG).tolist(),
         "original_max_position_embeddings": int(original),
-        **({} if factor is None else {"attention_factor": float(factor)}),
+        **({} if factor is None else {"attention_factor": factor}),
     }
 
 

@@ -90,6 +90,10 @@ def load_config(folder: Path) -> Any:
     """
     try:
         config = AutoConfig.from_pretrained(**_where(folder), **LOCAL)
+        if folder.suffix == ".gguf":
+            complete_config(config, folder)
+    except PenstockError:
+        raise
     except Exception as error:
         text = one_line(error)
         if "does not recognize this architecture" in text or "contains custom code" in text:
@@ -101,8 +105,6 @@ def load_config(folder: Path) -> Any:
             f"{folder if folder.is_file() else folder / 'config.json'} cannot be read: {text}; "
             "copy the checkpoint again"
         ) from error
-    if folder.suffix == ".gguf":
-        complete_config(config, folder)
     return config
 
 

@@ -15,10 +15,12 @@ from model.checkpoints.greedy_tokens import expected_greedy, greedy
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from penstock.gpu_worker.model.checkpoints.gguf_file import GGUFSource
+from penstock.gpu_worker.model.checkpoints.gguf_settings import ARCHITECTURES
+from penstock.gpu_worker.model.checkpoints.memory_plan import plan_memory
 from penstock.gpu_worker.model.loading.checkpoint import load_config
 from penstock.gpu_worker.model.loading.load_gate import context_limit
 from penstock.gpu_worker.model.loading.loader import load_model
-from penstock.shared.errors import UnsupportedModel
+from penstock.shared.errors import ModelError, UnsupportedModel
 
 HIDDEN, HEADS, WIDTH = 64, 4, 16
 
@@ -186,6 +188,30 @@ def test_what_is_not_served_is_named(
     with pytest.raises(UnsupportedModel, match=named) as refused:
         load_config(file)
     assert "use the model's own checkpoint" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "key", "named"),
+    [
+        ("llama", "rope.scaling.factor", r"llama\.rope\.scaling\.factor is 'x', and no number"),
+        ("phi3", "attention.sliding_window", r"sliding_window is 'x', and no number"),
+        ("gemma2", "attn_logit_softcapping", r"softcapping is 'x', and no number"),
+    ],
+)
+def test_a_setting_of_another_type_is_named(
+    architecture: str, key: str, named: str, tmp_path: Path
+) -> None:
+    file = header(tmp_path / "a.gguf", architecture, {key: "x"})
+    with pytest.raises(ModelError, match=named):
+        load_config(file)
+
+
+def test_an_architecture_that_gguf_does_not_have_is_refused(tmp_path: Path) -> None:
+    """llama.cpp's converter writes Mistral's models as llama."""
+    assert set(ARCHITECTURES) <= set(gguf.MODEL_ARCH_NAMES.values())
+    file = header(tmp_path / "a.gguf", "mistral", {})
+    with pytest.raises(UnsupportedModel, match=r"has the architecture 'mistral'; served from GGUF"):
+        plan_memory(file)
 
 
 def test_tensors_without_a_place_are_named(tmp_path: Path) -> None:
