@@ -25,7 +25,7 @@ from ..kv.kv_pool import KVPool
 from ..kv.memory_budget import available_bytes, format_bytes
 from ..loading.geometry import KVGeometry
 from ..loading.trial import ROUTED_SHARE, Trial, are_within
-from ..quantization.coding import Linear, is_permuted, packed_bytes
+from ..quantization.coding import Linear, is_coded_otherwise, is_permuted, packed_bytes
 from ..quantization.quantized_modules import QuantizedLinear
 from ..sampling.gumbel_sampling import SampledRows
 from ..sampling.row_operations import TorchRows
@@ -254,6 +254,8 @@ def _report_mixed(decoder: Decoder, dtype: torch.dtype) -> None:
         more = packed_bytes(matrix, dtype) > sum(packed_bytes((layer,), dtype) for layer in matrix)
         if any(is_permuted(layer) for layer in matrix):
             whys.setdefault(_PERMUTED, []).append(matrix)
+        elif any(is_coded_otherwise(layer) for layer in matrix):
+            whys.setdefault(_OTHERWISE, []).append(matrix)
         elif coded and more:
             whys.setdefault(_DIFFERENT, []).append(matrix)
     for why, matrices in whys.items():
@@ -272,6 +274,11 @@ def _report_mixed(decoder: Decoder, dtype: torch.dtype) -> None:
 _PERMUTED = (
     "%d linear layers have permuted inputs (desc_act) and are computed with dequantised weights: "
     "%s instead of %s in memory; a checkpoint without desc_act stays in its codes"
+)
+_OTHERWISE = (
+    "%d linear layers have groups whose inputs are no multiple of 4 (of 2 in 8 bits) and are "
+    "computed with dequantised weights: %s instead of %s in memory; a checkpoint with groups of "
+    "32, 64 or 128 stays in its codes"
 )
 _DIFFERENT = (
     "%d linear layers are parts of products whose parts are quantised differently, and take the "

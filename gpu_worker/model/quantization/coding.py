@@ -15,7 +15,15 @@ from .form import QuantizedWeight
 from .quantized_modules import QuantizedLinear
 from .quantizers import FP8_VALUES
 
-__all__ = ["Form", "Linear", "common_form", "is_permuted", "matrix_parts", "packed_bytes"]
+__all__ = [
+    "Form",
+    "Linear",
+    "common_form",
+    "is_coded_otherwise",
+    "is_permuted",
+    "matrix_parts",
+    "packed_bytes",
+]
 
 Linear = nn.Linear | QuantizedLinear
 
@@ -97,6 +105,11 @@ def matrix_parts(
 def is_permuted(layer: Linear) -> bool:
     """Whether its inputs are permuted (``desc_act``), so that it is computed in full."""
     return isinstance(layer, QuantizedLinear) and layer.quantized.permutation is not None
+
+
+def is_coded_otherwise(layer: Linear) -> bool:
+    """Whether it is quantised in a form without codes of the library, such as odd groups."""
+    return isinstance(layer, QuantizedLinear) and _form(layer, look=False) is None
 
 
 def packed_bytes(layers: Sequence[Linear], dtype: torch.dtype) -> int:

@@ -93,7 +93,7 @@ class Recipe:
     def part_of(self, name: str) -> Literal["layer", "head"] | None:
         """As what the module of that dotted name is quantised; None: it stays in full."""
         last = name.rpartition(".")[2]
-        if any(fnmatchcase(name, p) or fnmatchcase(last, p) for p in self.keep):
+        if any(_matches(pattern, name) for pattern in self.keep):
             return None
         if last == _HEAD and self.head != "same":
             return None if self.head == "full" else "head"
@@ -167,6 +167,7 @@ def quantize_model(model: Any, recipe: Recipe) -> int:
     """
     if not recipe.quantizes:
         return 0
+    _report_unmatched(model, recipe)
     begin, tally = time.perf_counter(), _Tally()
     _quantize_linears(model, recipe, tally)
     _quantize_experts(model, recipe, tally)
@@ -177,6 +178,19 @@ def quantize_model(model: Any, recipe: Recipe) -> int:
         format_bytes(tally.held),
     )  # fmt: skip
     return tally.linears + tally.stacks
+
+
+def _report_unmatched(model: Any, recipe: Recipe) -> None:
+    names = [name for name, _ in model.named_modules()]
+    names += [f"{found.name}.{stack}" for found in find_mixtures(model) for stack in found.stacks]
+    for pattern in recipe.keep:
+        if not any(_matches(pattern, name) for name in names):
+            # No error: a draft model is quantised by its target's recipe.
+            log.warning("model.quantization_keep: %r matches no module of the model", pattern)
+
+
+def _matches(pattern: str, name: str) -> bool:
+    return fnmatchcase(name, pattern) or fnmatchcase(name.rpartition(".")[2], pattern)
 
 
 @dataclass(slots=True)

@@ -160,6 +160,27 @@ def test_what_is_preferred_gives_way_and_what_is_asked_for_does_not(
     assert not is_quantized(tmp_path)
 
 
+def test_groups_that_the_library_does_not_compute_with_are_reported(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with pytest.raises(ConfigurationError, match=r"model\.quantization_group"):
+        load_settings({"model.quantization_group": 50}, environment={})
+    for size in (0, 12):
+        load_model("demo-draft", native="on", recipe=Recipe("int4", group_size=size)).close()
+    assert "dequantised" not in caplog.text
+    loaded = load_model("demo-draft", native="on", recipe=Recipe("int4", group_size=50))
+    loaded.close()
+    count = sum(isinstance(m, QuantizedLinear) for m in loaded.model.modules()) - 1  # the head
+    assert f"{count} linear layers have groups whose inputs are no multiple of 4" in caplog.text
+
+
+def test_a_pattern_that_keeps_nothing_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    recipe = Recipe("int8", keep=("*.down_proj", "lm_head", "*.dwon_proj"))
+    load_model("demo-draft", native="off", recipe=recipe).close()
+    assert "quantization_keep: '*.dwon_proj' matches no module" in caplog.text
+    assert caplog.text.count("matches no module") == 1
+
+
 def test_weights_that_are_not_finite_are_named() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[1].weight.data[2, 3] = torch.inf
