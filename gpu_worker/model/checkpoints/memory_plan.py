@@ -151,7 +151,10 @@ def _weights(
     source = None if method is None else quantized_source(folder, config)
     if method is not None and source is not None:
         found = source.num_bytes(beside)
-        yield method, beside, found.packed, found.loaded
+        # The copy that is packed of a head which is the embedding; a coded one is counted.
+        is_tied = sizes.tied and "lm_head" not in source.modules
+        head = sizes.head * beside.itemsize if is_tied else 0
+        yield method, beside, found.packed + head, found.loaded + head
         return
     for name in _FULL:
         weights = sizes.full_bytes(DTYPES[name])

@@ -55,11 +55,14 @@ def test_the_first_format_that_fits(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("method", ["int8", "int4", "fp8"])
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
+@pytest.mark.parametrize("tied", [False, True])
 def test_a_copy_takes_what_the_plan_of_its_original_says(
-    method: Method, dtype: str, tmp_path: Path
+    method: Method, dtype: str, tied: bool, tmp_path: Path
 ) -> None:
     """The dtype beside codes is the worker's, the head is full, and codes have a byte at first."""
-    folder = save_family("llama", tmp_path / "model", intermediate_size=128)
+    folder = save_family(
+        "llama", tmp_path / "model", intermediate_size=128, tie_word_embeddings=tied
+    )
     copy = tmp_path / "copy"
     quantize_checkpoint(folder, copy, QuantizeOptions(method=method), lambda *_: None)
     plan = plan_memory(folder, memory_bytes=1 << 30, dtype=dtype)
@@ -75,7 +78,8 @@ def test_a_copy_takes_what_the_plan_of_its_original_says(
         packed = numbers + sum(layer.quantized.packed_bytes for layer in layers)
         # On a CPU the plan counts the head once more where it is the embedding, too.
         head = loaded.model.lm_head.weight
-        if head is loaded.model.get_input_embeddings().weight:
+        assert (head is loaded.model.get_input_embeddings().weight) == tied
+        if tied:
             held, packed = held + head.nbytes, packed + head.nbytes
         assert planned.load_bytes == pytest.approx(held, rel=0.02)
         assert planned.weight_bytes == pytest.approx(packed, rel=0.02)
