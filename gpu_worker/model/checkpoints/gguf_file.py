@@ -96,14 +96,16 @@ class GGUFSource:
         """See :class:`QuantizedSource`."""
         return frozenset(self._coded)
 
-    def plain(self) -> dict[str, Tensor]:
+    def plain(self, dtype: torch.dtype | str) -> dict[str, Tensor]:
         """See :class:`QuantizedSource`."""
         found = {}
         for name, tensor in self._tensors.items():
             if name.removesuffix(".weight") not in self._coded:
                 values = self._dequantize(tensor.data, tensor.tensor_type)
                 changed = self._processor.process(weights=values, name=tensor.name)
-                found[name] = torch.from_numpy(np.array(changed.weights))
+                made = torch.from_numpy(np.array(changed.weights))
+                # Now, and not by transformers: that has all of them in float32 at once.
+                found[name] = made.to(dtype) if isinstance(dtype, torch.dtype) else made
         return found
 
     def num_bytes(self, dtype: torch.dtype) -> SourceBytes:

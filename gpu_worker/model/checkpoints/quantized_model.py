@@ -78,7 +78,7 @@ def build_quantized(
                 _vacate(self, name, vacancies, stacks)
 
     Vacated.__name__, Vacated.__module__ = base.__name__, base.__module__
-    plain = source.plain()
+    plain = source.plain(dtype)
     spare = {name for name, tensor in plain.items() if _is_spare(name, tensor)}
     model, report = Vacated.from_pretrained(
         None, config=config, state_dict=plain, dtype=dtype, output_loading_info=True

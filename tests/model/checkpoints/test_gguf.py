@@ -242,3 +242,15 @@ def test_blocks_are_quantised_weights_and_plain_types_are_not(tmp_path: Path) ->
         loaded.close()
         layers = [m for m in loaded.model.modules() if isinstance(m, QuantizedLinear)]
         assert len(layers) == (7 * LAYERS + 1 if method == "int4" else 0)
+
+
+def test_plain_types_are_read_in_the_models_dtype(tmp_path: Path) -> None:
+    """Else all of a file in F16 were in memory in float32 while the model is built."""
+    file = tmp_path / "tiny.gguf"
+    dense = write(file, "F16", tied=False)
+    source = GGUFSource(file, load_config(file))
+    assert {values.dtype for values in source.plain("auto").values()} == {torch.float32}
+    found = source.plain(torch.bfloat16)
+    assert {values.dtype for values in found.values()} == {torch.bfloat16}
+    expected = torch.from_numpy(dense["output.weight"]).to(torch.bfloat16)
+    assert torch.equal(found["lm_head.weight"], expected)

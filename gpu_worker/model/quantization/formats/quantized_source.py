@@ -60,8 +60,8 @@ class QuantizedSource(Protocol):
         """Linear layers, embeddings and stacks of experts that are quantised, by name."""
         ...
 
-    def plain(self) -> Mapping[str, Tensor]:
-        """All other tensors by name, mapped from the files.
+    def plain(self, dtype: torch.dtype | str) -> Mapping[str, Tensor]:
+        """All other tensors by name: mapped from the files, or in ``dtype`` if they are made anew.
 
         Raises:
             ModelError: one holds codes, and what they stand for is missing.
@@ -108,8 +108,9 @@ class SafetensorsSource:
         """See :class:`QuantizedSource`."""
         return frozenset(self._parts)
 
-    def plain(self) -> dict[str, Tensor]:
+    def plain(self, dtype: torch.dtype | str) -> dict[str, Tensor]:
         """See :class:`QuantizedSource`."""
+        del dtype
         taken = {name for parts in self._parts.values() for name in parts}
         rest = self._tensors.names - taken
         for name in rest:
