@@ -48,6 +48,8 @@ T = TypeVar("T")
 _SAMPLE_TOKENS = 512
 _SAMPLE_ROWS = 512
 _TRIAL_TOKENS = 32
+_COPIED = ("", ".bpe", ".jinja", ".json", ".md", ".model", ".py", ".spm", ".tiktoken", ".txt")
+"""Suffixes of files that a copy takes over: configurations, tokenizers, licences. No weights."""
 _INDEX = "model.safetensors.index.json"
 
 
@@ -357,7 +359,7 @@ def _copy_rest(
     folder: Path, target: Path, writer: _Writer, example: QuantizedWeight, kept: Sequence[str]
 ) -> None:
     for path in folder.iterdir():
-        if path.is_file() and path.suffix not in (".safetensors", ".bin", ".pt", ".gguf"):
+        if path.is_file() and path.suffix in _COPIED and not path.name.endswith(".index.json"):
             shutil.copy(path, target / path.name)
     tree = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     tree["quantization_config"] = compressed_config(example, ["lm_head", *kept])

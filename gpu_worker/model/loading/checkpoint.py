@@ -44,7 +44,15 @@ from ..quantization.formats.quantized_source import QuantizedSource, Safetensors
 from ..quantization.formats.stored_tensors import StoredTensors
 from ..quantization.formats.weight_format import CONVERT
 from . import load_gate
-from .checkpoint_folder import DEMO, DEMO_DRAFT, REMEDY, find_checkpoint, single_file, weight_files
+from .checkpoint_folder import (
+    DEMO,
+    DEMO_DRAFT,
+    REMEDY,
+    find_checkpoint,
+    safetensors_files,
+    single_file,
+    weight_files,
+)
 from .stored_sizes import loaded_bytes, usable_bytes
 
 __all__ = [
@@ -284,7 +292,7 @@ def _weights_error(folder: Path, error: Exception) -> ModelError:
 
 def _damaged(folder: Path) -> str:
     """Names the first safetensors file that cannot be opened."""
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in safetensors_files(folder):
         try:
             with safe_open(path, framework="pt"):
                 pass

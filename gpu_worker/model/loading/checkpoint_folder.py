@@ -18,6 +18,7 @@ __all__ = [
     "find_checkpoint",
     "is_quantized",
     "quantization_in",
+    "safetensors_files",
     "single_file",
     "weight_files",
 ]
@@ -99,6 +100,29 @@ def checkpoint_files(checkpoint: Path) -> list[Path]:
     return sorted(path for path in checkpoint.iterdir() if path.is_file())
 
 
+def safetensors_files(folder: Path) -> list[Path]:
+    """The files that weights in safetensors are read from, as transformers chooses; sorted.
+
+    Others may lie beside them, such as Mistral's consolidated.safetensors.
+
+    Returns:
+        Paths, of which the index may name some that are not there.
+
+    Raises:
+        ModelError: the index cannot be read.
+    """
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.is_file():
+        return [single]
+    if not index.is_file():
+        return sorted(folder.glob("*.safetensors"))
+    try:
+        places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        return sorted({folder / str(place) for place in places.values()})
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ModelError(f"{index} cannot be read ({error}); copy it again") from error
+
+
 def single_file(folder: Path) -> Path | None:
     """The ``.onnx``, ``.pt`` or ``.pth`` file that weights are read from.
 
@@ -148,5 +172,5 @@ _OTHERS = (".jinja", ".json", ".md", ".model", ".py", ".txt")
 
 def _own_files(folder: Path) -> list[Path]:
     """Weights in the layout of transformers, safetensors first, as it chooses."""
-    names = ("*.safetensors", "pytorch_model*.bin")
-    return next((found for name in names if (found := sorted(folder.glob(name)))), [])
+    found = [path for path in safetensors_files(folder) if path.is_file()]
+    return found or sorted(folder.glob("pytorch_model*.bin"))

@@ -32,7 +32,7 @@ from ..program.decoder_record import DecoderRecord
 from ..quantization.formats.checkpoint_formats import format_of
 from ..quantization.formats.quantized_source import QuantizedSource, SafetensorsSource
 from ..quantization.formats.stored_tensors import StoredTensors
-from .checkpoint_folder import checkpoint_files, quantization_in
+from .checkpoint_folder import checkpoint_files, quantization_in, safetensors_files
 from .geometry import KVGeometry, LayerGeometry
 
 __all__ = ["CheckpointWeights", "ModelRecord", "RecordStore"]
@@ -88,7 +88,7 @@ class CheckpointWeights:
     def __init__(self, folder: Path, dtype: torch.dtype) -> None:
         self._folder, self._dtype = folder, dtype
         self._file_of: dict[str, Any] = {}
-        for path in sorted(folder.glob("*.safetensors")):
+        for path in safetensors_files(folder):
             file = safe_open(path, framework="pt")
             self._file_of.update(dict.fromkeys(file.keys(), file))
 

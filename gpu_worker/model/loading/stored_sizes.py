@@ -8,6 +8,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ..quantization.formats.stored_tensors import FULL
+from .checkpoint_folder import safetensors_files
 
 __all__ = ["RESERVE", "loaded_bytes", "usable_bytes"]
 
@@ -28,7 +29,7 @@ def loaded_bytes(checkpoint: Path, dtype: torch.dtype) -> int:
     Returns:
         Bytes; 0 where no file tells.
     """
-    return sum(_file_bytes(path, dtype) for path in sorted(checkpoint.glob("*.safetensors")))
+    return sum(_file_bytes(path, dtype) for path in safetensors_files(checkpoint))
 
 
 def usable_bytes(memory: int) -> int:

@@ -22,7 +22,10 @@ from penstock.gpu_worker.model.checkpoints.checkpoint_quantizer import (
     QuantizeOptions,
     quantize_checkpoint,
 )
+from penstock.gpu_worker.model.checkpoints.memory_plan import plan_memory
 from penstock.gpu_worker.model.loading.loader import load_model
+from penstock.gpu_worker.model.loading.stored_sizes import loaded_bytes
+from penstock.gpu_worker.model.quantization.formats.stored_tensors import StoredTensors
 from penstock.gpu_worker.model.quantization.quantized_modules import QuantizedLinear
 from penstock.gpu_worker.model.quantization.quantizers import quantize_int4
 from penstock.gpu_worker.model.quantization.scale_search import search_scales
@@ -139,6 +142,31 @@ def test_bad_input(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="--group-size: got 7, which divides the inputs"):
         quantize_checkpoint(full, tmp_path / "other", QuantizeOptions(group_size=7), silent)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["coded"]
+
+
+def test_files_of_other_weights_are_neither_counted_nor_copied(
+    checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """As Mistral has all weights once more in consolidated.safetensors."""
+    folder = tmp_path / "model"
+    model: Any = AutoModelForCausalLM.from_pretrained(checkpoint("llama"))
+    shutil.copytree(checkpoint("llama"), folder)
+    weights = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").unlink()
+    model.save_pretrained(folder, max_shard_size="200KB")
+    kept = {"LICENSE": b"", "tokenizer.model": b""}
+    others = {f"model.{end}": b"" for end in ("pth", "onnx", "h5", "msgpack", "bin.index.json")}
+    alone = loaded_bytes(folder, torch.float32)
+    for name, data in (kept | others | {"consolidated.safetensors": weights}).items():
+        (folder / name).write_bytes(data)
+    assert loaded_bytes(folder, torch.float32) == alone
+    assert plan_memory(folder).stored_bytes < 1.1 * alone
+    target = tmp_path / "copy"
+    quantize_checkpoint(folder, target, OPTIONS["int8"], silent)
+    found = {path.name for path in target.iterdir()}
+    assert found == {path.name for path in folder.iterdir()} - {"consolidated.safetensors", *others}
+    assert len(StoredTensors(target).files()) > 2
+    load_model(target, device="cpu", native="off").close()
 
 
 @pytest.mark.parametrize("name", ["int8", "int8-scaled"])

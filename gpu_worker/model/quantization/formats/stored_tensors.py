@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, KeysView
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from penstock.shared.errors import ModelError, ModelNotFound
+
+from ...loading.checkpoint_folder import safetensors_files
 
 __all__ = ["FULL", "StoredTensors"]
 
@@ -40,9 +41,15 @@ class StoredTensors:
         self.folder = folder
         self._files: dict[str, Any] = {}
         self._paths: dict[str, Path] = {}
-        paths = sorted(folder.glob("*.safetensors"))
+        paths = safetensors_files(folder)
         if not paths:
             raise ModelNotFound(f"no *.safetensors in {folder}; copy the checkpoint again")
+        missing = [path.name for path in paths if not path.is_file()]
+        if missing:
+            raise ModelNotFound(
+                f"{folder} lacks {len(missing)} of its {len(paths)} weights files "
+                f"({', '.join(missing[:3])}); copy them"
+            )
         for path in paths:
             try:
                 file = safe_open(path, framework="pt")
@@ -55,7 +62,6 @@ class StoredTensors:
                         "the file that does not belong to the checkpoint"
                     )
                 self._files[name], self._paths[name] = file, path
-        self._check_index()
 
     @property
     def names(self) -> KeysView[str]:
@@ -120,20 +126,4 @@ class StoredTensors:
             raise ModelError(
                 f"the checkpoint in {self.folder} lacks tensor {name!r}; copy it again, all its "
                 "files"
-            )
-
-    def _check_index(self) -> None:
-        index = self.folder / "model.safetensors.index.json"
-        if not index.is_file():
-            return
-        try:
-            places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            files = sorted({str(place) for place in places.values()})
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise ModelError(f"{index} cannot be read ({error}); copy it again") from error
-        missing = [name for name in files if not (self.folder / name).is_file()]
-        if missing:
-            raise ModelNotFound(
-                f"{self.folder} lacks {len(missing)} of its {len(files)} weights files "
-                f"({', '.join(missing[:3])}); copy them"
             )
