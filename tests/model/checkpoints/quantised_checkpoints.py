@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 __all__ = [
-    "Written", "awq", "bnb_int8", "bnb_nf4", "compressed", "gptq", "mxfp4", "pack", "rewrite",
+    "Written", "awq", "bnb_four", "bnb_int8", "compressed", "gptq", "mxfp4", "pack", "rewrite",
     "rewrite_experts",
 ]  # fmt: skip
 
@@ -131,14 +131,14 @@ def bnb_int8(weight: Tensor) -> Written:
     return parts, codes * largest.unsqueeze(1) / 127
 
 
-def bnb_nf4(*, double: bool) -> Any:
+def bnb_four(*, double: bool, kind: str = "nf4") -> Any:
     """Codes by bitsandbytes itself. Where blocks run over the ends of rows, its dequantisation on
     a CPU (0.50) is off by more than a step, so what they stand for is by the formula."""
     from bitsandbytes import functional
 
     def write(weight: Tensor) -> Written:
         packed, state = functional.quantize_4bit(
-            weight, blocksize=64, quant_type="nf4", compress_statistics=double
+            weight, blocksize=64, quant_type=kind, compress_statistics=double
         )
         parts = {f"weight.{end}": value for end, value in state.as_dict(packed=True).items()}
         scales = state.absmax

@@ -11,8 +11,8 @@ import torch
 from model.checkpoints.greedy_tokens import expected_greedy, greedy
 from model.checkpoints.quantised_checkpoints import (
     awq,
+    bnb_four,
     bnb_int8,
-    bnb_nf4,
     compressed,
     gptq,
     rewrite,
@@ -55,10 +55,13 @@ FORMATS: dict[str, Callable[[], tuple[Any, dict[str, Any]]]] = {
         {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"},
     ),
     "bnb-nf4": lambda: (
-        bnb_nf4(double=False), _bnb(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+        bnb_four(double=False), _bnb(load_in_4bit=True, bnb_4bit_quant_type="nf4")
     ),
     "bnb-nf4-double": lambda: (
-        bnb_nf4(double=True), _bnb(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+        bnb_four(double=True), _bnb(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    ),
+    "bnb-fp4": lambda: (
+        bnb_four(double=False, kind="fp4"), _bnb(load_in_4bit=True, bnb_4bit_quant_type="fp4")
     ),
     "bnb-int8": lambda: (bnb_int8, _bnb(load_in_8bit=True)),
     "ct-int4": lambda: compressed(
@@ -73,6 +76,18 @@ FORMATS: dict[str, Callable[[], tuple[Any, dict[str, Any]]]] = {
     "ct-int8": lambda: compressed("int-quantized", num_bits=8, type="int", strategy="channel"),
     "ct-int8-tensor": lambda: compressed(
         "int-quantized", num_bits=8, type="int", strategy="tensor"
+    ),
+    "ct-int8-asym": lambda: compressed(
+        "int-quantized", num_bits=8, type="int", strategy="channel", symmetric=False
+    ),
+    "ct-int8-grouped": lambda: compressed(
+        "int-quantized", num_bits=8, type="int", strategy="group", group_size=32, symmetric=False
+    ),
+    "ct-fp8-tensor": lambda: compressed(
+        "float-quantized", num_bits=8, type="float", strategy="tensor"
+    ),
+    "ct-fp8-group": lambda: compressed(
+        "float-quantized", num_bits=8, type="float", strategy="group", group_size=32
     ),
     "ct-fp8": lambda: compressed("float-quantized", num_bits=8, type="float", strategy="channel"),
     "ct-fp8-block": lambda: compressed(
