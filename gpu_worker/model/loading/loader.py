@@ -17,6 +17,7 @@ from penstock.kernels.kv_layout import KVLayout
 from penstock.shared.errors import (
     ConfigurationError,
     InsufficientMemory,
+    ModelError,
     PenstockError,
 )
 
@@ -187,7 +188,7 @@ def adopt_model(
     began = time.perf_counter() if begin is None else begin
     target = model.device
     with quiet():
-        context, attention_name, geometry, vocab_size, trial = _attach(model, model.config, target)
+        context, attention_name, geometry, vocab_size, trial = _attach(model, path, target)
         decoder = _native_decoder(native, model, geometry, max_model_len, trial, runtime)
     if decoder is not None:
         geometry = replace(geometry, layout=KVLayout.GROUPS)
@@ -290,10 +291,11 @@ def _context_length(config: Any, wanted: int | None) -> int:
 
 
 def _attach(
-    model: Any, config: Any, device: torch.device
+    model: Any, path: Path, device: torch.device
 ) -> tuple[ForwardContext, str, KVGeometry, int, Trial]:
     """Put the paged attention into ``model``, and check it with the load gate."""
     name: str | None = None
+    config = model.config
     try:
         load_gate.check_attention(model)
         probe = probe_geometry(model, device)
@@ -309,9 +311,10 @@ def _attach(
             f"{device} has no memory left for a trial step beside the weights; use a smaller "
             "dtype, a quantised checkpoint or a larger device"
         ) from error
-    except PenstockError:
+    except PenstockError as error:
         if name is not None:
             unregister(name)
+        _check_finite(model, path, error)
         raise
     except Exception as error:
         if name is not None:
@@ -319,6 +322,15 @@ def _attach(
         log.debug("trial step failed", exc_info=True)
         raise load_gate.unsupported(config, f"a trial step fails ({one_line(error)})") from error
     return context, name, probe.geometry, probe.vocab_size, trial
+
+
+def _check_finite(model: Any, path: Path, refusal: PenstockError) -> None:
+    """Name the weight if one is why the model was refused, not its architecture."""
+    for name, parameter in model.named_parameters():
+        if not bool(parameter.isfinite().all()):
+            raise ModelError(
+                f"{path}: tensor {name!r} has values that are not finite; copy the checkpoint again"
+            ) from refusal
 
 
 def _eos_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:

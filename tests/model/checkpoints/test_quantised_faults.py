@@ -166,6 +166,53 @@ FAULTS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
 }
 
 
+def _without_blocks(tensors: dict[str, Any]) -> None:
+    name = f"{NAME}.weight.quant_state.bitsandbytes__nf4"
+    state = json.loads(bytes(tensors[name].tolist()))
+    del state["nested_blocksize"]
+    tensors[name] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "text"),
+    [
+        ("bnb-nf4-double", _without_blocks, "weight.nested_absmax' is unusable: the state has no"),
+        (
+            "ct-fp8",
+            lambda t: _with(t, f"{NAME}.weight", lambda x: torch.full_like(x, torch.nan)),
+            "weight' is unusable: codes that are no number",
+        ),
+        (
+            "ct-int8-grouped",
+            lambda t: t.update({f"{NAME}.weight_zero_point": torch.zeros(1, dtype=torch.int8)}),
+            "weight_zero_point' is unusable: 1 zero points, expected: 192",
+        ),
+        (
+            "ct-int8",
+            lambda t: _with(t, "model.norm.weight", lambda x: x * torch.nan),
+            "tensor 'model.norm.weight' has values that are not finite",
+        ),
+    ],
+)
+def test_a_corrupt_tensor_of_other_formats_is_named(
+    name: str,
+    change: Callable[[dict[str, Any]], object],
+    text: str,
+    checkpoint: Callable[[str], Path],
+    tmp_path: Path,
+) -> None:
+    write, config = FORMATS[name]()
+    rewrite(checkpoint("llama"), tmp_path / "coded", write, config)
+    file = tmp_path / "coded/model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(ModelError) as refused:
+        load_model(tmp_path / "coded", device="cpu")
+    assert text in str(refused.value)
+    assert str(tmp_path / "coded") in str(refused.value)
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_corrupt_tensor_is_named(coded: Path, tmp_path: Path, fault: str) -> None:
     folder = changed(coded, tmp_path / "broken")

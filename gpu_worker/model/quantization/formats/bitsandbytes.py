@@ -126,8 +126,15 @@ def _absolute_maxima(
     if nested not in tensors.names:
         return tensors.read(f"{name}.absmax", (count,), _FLOATS).float()
     codes = tensors.read(f"{name}.absmax", (count,), (torch.uint8,))
-    size = int(state["nested_blocksize"])
+    try:
+        size, offset = int(state["nested_blocksize"]), float(state["nested_offset"])
+        if size < 1:
+            raise ValueError(size)
+    except (KeyError, TypeError, ValueError) as error:
+        raise tensors.fault(
+            nested, f"the state has no blocks or offset for it ({error!r})"
+        ) from error
     outer = tensors.read(nested, (-(-count // size),), _FLOATS).float()
     values = tensors.read(f"{name}.nested_quant_map", (256,), _FLOATS).float()[codes.int()]
     scaled = values * outer.repeat_interleave(size)[:count]
-    return scaled + float(state["nested_offset"])
+    return scaled + offset

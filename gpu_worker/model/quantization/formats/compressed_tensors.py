@@ -103,6 +103,8 @@ class CompressedTensors:
         scales = _scales(tensors, module, shape, scheme)
         if scheme.is_float:
             weight = tensors.read(f"{module}.weight", shape, (torch.float8_e4m3fn,))
+            if bool(((weight.view(torch.uint8) & 0x7F) == 0x7F).any()):
+                raise tensors.fault(f"{module}.weight", "codes that are no number")
             return QuantizedWeight(
                 8,
                 weight.view(torch.uint8),
@@ -221,6 +223,7 @@ def _zeros(
         words = tensors.read(name, (rows, groups), (torch.int32,))
         return unpack_words(words.T, scheme.bits)[:, :outputs].T.float()
     zeros = tensors.read(name).float() + (1 << (scheme.bits - 1))
-    if zeros.numel() not in (1, outputs * groups):
-        raise tensors.fault(name, f"{zeros.numel()} zero points, expected: {outputs * groups}")
+    expected = 1 if scheme.strategy == "tensor" else outputs * groups
+    if zeros.numel() != expected:
+        raise tensors.fault(name, f"{zeros.numel()} zero points, expected: {expected}")
     return zeros.reshape(-1, groups).expand(outputs, groups)
