@@ -81,7 +81,7 @@ def _rounded(weight: Tensor, bits: int, groups: Tensor, symmetric: bool) -> tupl
         else:
             low, high = part.amin(1).clamp_max(0), part.amax(1).clamp_min(0)
             scales[:, group] = (high - low) / (2**bits - 1)
-            zeros[:, group] = (-low / scales[:, group]).round().clamp(1, 2**bits - 1)
+            zeros[:, group] = (-low / scales[:, group]).round().clamp(0, 2**bits - 1)
     scales = scales.half().float()
     codes = (weight / scales[:, groups]).round() + zeros[:, groups]
     return codes.clamp(0, 2**bits - 1), scales, zeros
@@ -89,6 +89,7 @@ def _rounded(weight: Tensor, bits: int, groups: Tensor, symmetric: bool) -> tupl
 
 def gptq(bits: int, size: int, *, symmetric: bool, act_order: bool, version: int) -> Any:
     """After AutoGPTQ's and GPTQModel's layout."""
+    ones = int(f"{1:0{bits}b}" * (32 // bits), 2)
 
     def write(weight: Tensor) -> Written:
         inputs = weight.shape[1]
@@ -98,7 +99,8 @@ def gptq(bits: int, size: int, *, symmetric: bool, act_order: bool, version: int
         codes, scales, zeros = _rounded(weight, bits, groups, symmetric)
         parts = {
             "qweight": pack(codes, bits).T,
-            "qzeros": pack((zeros - int(version == 1)).T, bits),
+            # Off whole words, as GPTQModel's convert_gptq_v2_to_v1_format does it.
+            "qzeros": pack(zeros.T, bits) - (ones if version == 1 else 0),
             "scales": scales.T.half(),
             "g_idx": groups.int(),
         }

@@ -24,6 +24,9 @@ from safetensors.torch import load_file
 from penstock.gpu_worker.model.loading.checkpoint import load_config, quantized_source
 from penstock.gpu_worker.model.loading.loader import LoadedModel, load_model
 from penstock.gpu_worker.model.loading.model_opening import open_model
+from penstock.gpu_worker.model.quantization.formats.checkpoint_formats import format_of
+from penstock.gpu_worker.model.quantization.formats.quantized_source import SafetensorsSource
+from penstock.gpu_worker.model.quantization.formats.stored_tensors import StoredTensors
 from penstock.gpu_worker.model.quantization.quantized_modules import (
     QuantizedLinear,
     QuantizedStack,
@@ -46,6 +49,8 @@ def _bnb(**config: Any) -> dict[str, Any]:
 
 FORMATS: dict[str, Callable[[], tuple[Any, dict[str, Any]]]] = {
     "gptq": lambda: _gptq(4, 32, symmetric=True, act_order=False),
+    "gptq-asym": lambda: _gptq(4, 32, symmetric=False, act_order=False),
+    "gptq-8-asym": lambda: _gptq(8, 32, symmetric=False, act_order=False),
     "gptq-v2": lambda: _gptq(4, 32, symmetric=False, act_order=False, version=2),
     "gptq-act-order": lambda: _gptq(4, 16, symmetric=False, act_order=True),
     "gptq-8": lambda: _gptq(8, 32, symmetric=False, act_order=True, version=2),
@@ -146,6 +151,26 @@ def test_tokens_are_those_of_the_dequantised_model(
         assert found == 3 * 7
     finally:
         loaded.close()
+
+
+@pytest.mark.parametrize("name", ["gptq-asym", "gptq-8-asym"])
+def test_a_zero_point_of_0_borrows_from_its_word_in_gptq_v1(
+    name: str, checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    write, config = FORMATS[name]()
+
+    def partly_positive(weight: torch.Tensor) -> Any:
+        weight[::3] = weight[::3].abs()
+        return write(weight)
+
+    rewrite(checkpoint("llama"), tmp_path / "coded", partly_positive, config, tmp_path / "dense")
+    dense = load_file(tmp_path / "dense/model.safetensors")
+    source = SafetensorsSource(StoredTensors(tmp_path / "coded"), format_of(config))
+    form = source.weight("model.layers.1.mlp.up_proj", (96, 64))
+    assert form.zeros is not None
+    assert (float(form.zeros.min()), float(form.zeros[:, 0].argmin())) == (0, 0)
+    expected = dense["model.layers.1.mlp.up_proj.weight"]
+    torch.testing.assert_close(form.dequantize(), expected, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("name", ["gptq", "gptq-act-order", "awq", "bnb-nf4", "ct-int4-asym"])

@@ -5,7 +5,9 @@ Transformers", 2022; layout: ``qlinear`` of AutoGPTQ and of GPTQModel. For a lin
 
 - ``X.qweight`` int32 ``[inputs * bits / 32, outputs]``: codes of consecutive inputs in a word,
 - ``X.qzeros`` int32 ``[groups, outputs * bits / 32]``: zero points of consecutive outputs in a
-  word, one too low in format v1 (``gptq``) and as they are in v2 (``gptq_v2``),
+  word; as they are in format v2 (``gptq_v2``), and in v1 (``gptq``) with one taken off each, as
+  GPTQModel does it: off the word, so that a zero point of 0 borrows from the next. Other readers
+  take the 15 it leaves for 16, or miss the borrow. AutoGPTQ lost the zero points behind a 0,
 - ``X.scales`` ``[groups, outputs]``,
 - ``X.g_idx`` int32 ``[inputs]``: the group of each input, in any order with ``desc_act``; optional.
 """
@@ -27,6 +29,8 @@ from .weight_format import choose, tensors_by_module, whole_number
 __all__ = ["GPTQ"]
 
 _PARTS = ("qweight", "qzeros", "scales", "g_idx")
+_ONES = {4: 0x11111111, 8: 0x01010101}
+"""A word of ones, by the bits of a code."""
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -51,7 +55,7 @@ class GPTQ:
                 f"this GPTQ checkpoint has bits of their own for {overrides[0]!r}; served: the "
                 "same for all layers, quantise it again without 'dynamic'"
             )
-        self._offset = 1 if layout == "gptq" else 0
+        self._ones = _ONES[self.bits] if layout == "gptq" else 0
         self.label = f"GPTQ, {self.bits} bits" + (
             f" in groups of {self.group_size}" if self.group_size > 0 else ""
         )
@@ -71,7 +75,7 @@ class GPTQ:
         words = tensors.read(f"{module}.qweight", (-(-inputs // packed), outputs), int32)
         codes = unpack_words(words.T, self.bits)[:, :inputs]
         zero_words = tensors.read(f"{module}.qzeros", (groups, -(-outputs // packed)), int32)
-        zeros = unpack_words(zero_words, self.bits)[:, :outputs].T.float() + self._offset
+        zeros = unpack_words(zero_words + self._ones, self.bits)[:, :outputs].T.float()
         scales = tensors.read(f"{module}.scales", (groups, outputs), _FLOATS).T
         permutation = None
         if f"{module}.g_idx" in tensors.names:
