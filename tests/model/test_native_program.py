@@ -181,11 +181,15 @@ def test_a_program_that_computes_something_else_is_not_taken(
 
 
 def test_memory_for_a_second_copy_is_asked_for_first(
-    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(native_decoder, "available_bytes", lambda device: 1000)
     with pytest.raises(ConfigurationError, match=r"packing its weights takes .* are free"):
         load_model(checkpoint("llama"), device="cpu", native="on")
+    model = load_model(checkpoint("llama"), device="cpu")
+    assert model.native is None
+    warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert any("by torch and not by the native library: packing its" in text for text in warned)
 
 
 # ---- modules, one at a time

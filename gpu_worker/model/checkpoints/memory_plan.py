@@ -41,8 +41,8 @@ class FormatPlan:
         dtype: what is not quantised is in, as a worker of these settings has it.
         kv_cache_dtype: ``auto``: keys and values are in ``dtype``, too; or ``int8``.
         weight_bytes: of all weights; about, where they are quantised.
-        load_bytes: the most that weights take while they are loaded: each code has a byte of its
-            own until all are packed. Of ``nf4``, of which there are no copies, the full weights.
+        load_bytes: the most that weights take until they are packed: each code has a byte of its
+            own. Of ``nf4``, of which there are no copies, the full weights.
         token_bytes: of one token's keys and values.
         sequences: of the context length that fit beside the weights; 0: none does. Layers with a
             sliding window count as if they kept everything.

@@ -25,7 +25,7 @@ from ..attention import PagedAttention
 from ..attention_registry import register, unregister
 from ..forward_context import ForwardContext
 from ..kv.memory_budget import available_bytes
-from ..program.native_decoder import NativeDecoder, NativeRuntime
+from ..program.native_decoder import NativeDecoder, NativeRuntime, NoRoomToPack
 from ..quantization.recipe import AUTO, Recipe, quantize_model
 from . import load_gate
 from .checkpoint import (
@@ -232,7 +232,8 @@ def _native_decoder(
                 f"model.native: this model cannot be computed by the native library: {error}; "
                 "set it to auto or off"
             ) from error
-        log.info("computed by torch and not by the native library: %s", error)
+        level = logging.WARNING if isinstance(error, NoRoomToPack) else logging.INFO
+        log.log(level, "computed by torch and not by the native library: %s", error)
         return None
 
 

@@ -34,13 +34,17 @@ from .decoder_record import DecoderRecord, record_decoder
 from .description import Decoder, describe
 from .modules import Unrecognised
 
-__all__ = ["NativeDecoder", "NativeRuntime"]
+__all__ = ["NativeDecoder", "NativeRuntime", "NoRoomToPack"]
 
 log = logging.getLogger(__name__)
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-1}
 """Largest relative L2 difference of one token's logits from the model's own forward. In bfloat16
 the two round in other places; how far apart that leads is the load gate's tolerance."""
+
+
+class NoRoomToPack(NativeUnavailable):
+    """Packed weights do not fit beside those that they are made of."""
 
 
 class NativeRuntime:
@@ -291,8 +295,9 @@ def _check_memory(decoder: Decoder, dtype: torch.dtype) -> None:
     needed = sum(packed_bytes(matrix, dtype) for matrix in decoder.matrices())
     spare = available_bytes(torch.device("cpu"))
     if needed > spare:
-        raise NativeUnavailable(
-            f"packing its weights takes {format_bytes(needed)}, and {format_bytes(spare)} are free"
+        raise NoRoomToPack(
+            f"packing its weights takes {format_bytes(needed)}, and {format_bytes(spare)} are free "
+            "beside them"
         )
 
 
