@@ -94,7 +94,7 @@ def _show(found: MemoryPlan) -> None:
     if fit.name in ("int8", "fp8", "int4"):
         console.print(
             f"it fits quantised{cache}: penstock quantize SRC DST --method {fit.name} makes a "
-            "copy, one layer in memory at a time"
+            "copy, one weights file in memory at a time"
         )
     elif cache:
         console.print(f"it fits in {fit.name}{cache}")

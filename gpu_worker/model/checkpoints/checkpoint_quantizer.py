@@ -111,8 +111,8 @@ def quantize_checkpoint(
 ) -> list[LayerReport]:
     """Quantise the linear layers of ``source``, all but its head, and write ``target``.
 
-    One weights file after the other: without texts memory holds one layer at a time. ``target``
-    appears when all is written.
+    One weights file after the other: without texts memory holds the codes of one file, and one
+    layer in full. ``target`` appears when all is written.
 
     Raises:
         ConfigurationError: ``target`` exists or cannot be written, the texts are shorter than two
