@@ -23,8 +23,9 @@ __all__ = ["build_quantized", "move_quantized"]
 
 log = logging.getLogger(__name__)
 
-_UNUSED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|[qkv]_scale|(input|output)_scale)$")
-"""What follows from the configuration, and scales of activations, which are not rounded here."""
+_UNUSED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|([qkv]|kv|input|output)_(scale|zero_point))$")
+"""What follows from the configuration, and scales of activations and of the KV cache, which are not
+rounded by them here."""
 
 
 class _Vacant(nn.Module):

@@ -290,6 +290,8 @@ def test_tensors_without_a_place_are_named(
     tensors = load_file(file) | {
         f"{layer}.mlp.up_proj.bias": torch.zeros(96),
         f"{layer}.self_attn.k_scale": torch.ones(1),
+        f"{layer}.self_attn.kv_scale": torch.ones(1),
+        f"{layer}.self_attn.k_proj.output_zero_point": torch.ones(1),
         f"{layer}.self_attn.rotary_emb.inv_freq": torch.ones(8),
     }
     save_file(tensors, file, metadata={"format": "pt"})
