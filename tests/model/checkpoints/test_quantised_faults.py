@@ -109,6 +109,20 @@ def test_a_name_goes_before_a_pattern_and_a_pattern_before_a_class(
         source.weight(NAME, (96, 64))
 
 
+def test_a_class_is_that_of_the_layer(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    write, config = FORMATS["ct-int8"]()
+    rewrite(checkpoint("llama"), tmp_path / "coded", write, config)
+    group = config["config_groups"]["group_0"]
+    by_tensor = {"targets": ["Embedding"], "weights": group["weights"] | {"strategy": "tensor"}}
+    config["config_groups"] = {"embedding": group | by_tensor, "others": group}
+    source = SafetensorsSource(StoredTensors(tmp_path / "coded"), format_of(config))
+    source.weight(NAME, (96, 64))
+    alone = format_of(config | {"config_groups": {"embedding": group | by_tensor}})
+    source = SafetensorsSource(StoredTensors(tmp_path / "coded"), alone)
+    with pytest.raises(ModelError, match=r"no config group targets its layer"):
+        source.weight(NAME, (96, 64))
+
+
 def test_a_target_that_is_no_pattern_is_named() -> None:
     _, config = FORMATS["ct-int8"]()
     config["config_groups"]["group_0"]["targets"] = ["re:*_proj"]

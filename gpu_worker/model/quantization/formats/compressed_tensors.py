@@ -139,7 +139,11 @@ def _rank(target: str) -> tuple[int, str]:
 def _concerns(target: str, module: str) -> bool:
     if target.startswith("re:"):
         return re.match(target[3:], module) is not None
-    return target in (module, *_CLASSES)
+    if target not in _CLASSES:
+        return target == module
+    last = module.rpartition(".")[2]
+    is_embedding = "embed" in last or last == "wte"  # as all families call it
+    return is_embedding == (target == "Embedding")
 
 
 def _transform_locations(config: Mapping[str, Any]) -> list[str]:
