@@ -24,7 +24,7 @@ from penstock.shared.errors import (
     UnknownRequest,
 )
 from penstock.shared.protocol.events import End
-from penstock.shared.protocol.states import Reason
+from penstock.shared.protocol.states import Reason, State
 
 from ..batches.storage import StorageError
 from .request_log import CLIENT_LEFT_STATUS
@@ -189,6 +189,7 @@ _ENDS: Mapping[Reason, tuple[int, str, bool | None]] = {
     Reason.PROMPT_TOO_LONG: (400, "context_length_exceeded", None),
     Reason.OUT_OF_MEMORY: (400, "out_of_memory", None),
     Reason.ENGINE_ERROR: (500, "engine_error", None),
+    Reason.MODEL_CHANGED: (503, "model_changed", None),
     Reason.CLIENT: (410, "request_cancelled", False),
     Reason.DISCONNECTED: (410, "request_cancelled", False),
     Reason.DEADLINE: (504, "deadline_exceeded", False),
@@ -206,9 +207,9 @@ def end_error(end: End, names: Mapping[str, str], prompt: str) -> ApiError | Non
         names: names of the queue's fields in the API.
         prompt: name of the field that holds the prompt.
     """
-    if end.reason not in _ENDS:
+    if end.state is State.COMPLETED:
         return None
-    status, code, retry = _ENDS[end.reason]
+    status, code, retry = _ENDS.get(end.reason, (500, end.reason.value, None))
     message = end.message or f"the request ended {end.state.value} ({end.reason.value})"
     param = None
     if end.reason is Reason.INVALID:
