@@ -39,8 +39,10 @@ async def read_object(request: Request, settings: GatewaySettings) -> dict[str, 
     except UnicodeDecodeError as error:
         raise invalid(None, f"the body is not UTF-8: byte {error.start}", "invalid_json") from None
     try:
-        body = parse_json("body", text, "a JSON object", max_depth=_MAX_DEPTH)
+        body = parse_json("", text, "a JSON object", max_depth=_MAX_DEPTH)
     except InvalidRequest as error:
+        if error.field:  # of one number
+            raise invalid(error.field, str(error), "invalid_json") from None
         raise invalid(None, f"the body is not {error.allowed}", "invalid_json") from None
     if not isinstance(body, dict):
         raise invalid(None, "the body is not a JSON object", "invalid_json")

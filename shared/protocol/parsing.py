@@ -8,6 +8,7 @@ for every later check to walk it.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -89,19 +90,40 @@ def _parts(value: object, path: str) -> Iterator[tuple[str, object]]:
 
 
 def parse_json(field: str, text: str, allowed: str, *, max_depth: int = MAX_DEPTH) -> Any:
-    """Parse the JSON value of a field.
+    """Parse the JSON value of a field, without what Python reads beyond JSON: NaN and infinity.
 
     Raises:
-        InvalidRequest: it is no JSON, or goes over a bound; ``allowed`` says what is accepted.
+        InvalidRequest: it is no JSON, or goes over a bound; ``allowed`` says what is accepted. Or a
+            number in it is not finite, whose place the error names.
     """
+    strange: list[str] = []
+
+    def note(number: str) -> float:
+        strange.append(number)
+        return math.nan
+
+    def finite(number: str) -> float:
+        value = float(number)
+        return value if math.isfinite(value) else note(number)
+
     try:
-        value = json.loads(text)
+        value = json.loads(text, parse_float=finite, parse_constant=note)
     except PARSER_ERRORS as error:
         why = _BOUND if isinstance(error, RecursionError) else getattr(error, "msg", "it is none")
         raise InvalidRequest(field, text, f"{allowed}; {why}") from None
     if not _is_flat(value, max_depth):
         raise InvalidRequest(field, text, f"{allowed}; {_BOUND}")
+    if strange and (path := _find_nan(value, field)) is not None:
+        raise InvalidRequest(path, strange[0], "a finite number")
     return value
+
+
+def _find_nan(value: object, path: str) -> str | None:
+    """Where the first NaN stands in a parsed value; None if it has none."""
+    if isinstance(value, float):
+        return path if math.isnan(value) else None
+    found = (_find_nan(part, where) for where, part in _parts(value, path))
+    return next((where for where in found if where is not None), None)
 
 
 def parse_msgpack(field: str, data: bytes) -> Any:

@@ -194,6 +194,42 @@ def test_text_whose_pairs_are_whole_is_served(gateway: GatewayProcess) -> None:
         assert post(gateway, "/v1/completions", data).status_code == 200
 
 
+DEEP: list[tuple[str, dict[str, Any], str]] = [
+    (
+        "/v1/responses",
+        {**ASKED, **text_format(schema={"maximum": "NUMBER"}), "background": True},
+        "text.format.schema.maximum",
+    ),
+    (
+        "/v1/responses",
+        {**ASKED, **tool(parameters={"properties": {"a": {"enum": [1, "NUMBER"]}}})},
+        "tools[0].parameters.properties.a.enum[1]",
+    ),
+    ("/v1/responses", {**ASKED, "metadata": {"a": "NUMBER"}}, "metadata.a"),
+    (
+        "/v1/chat/completions",
+        {**CHAT, **json_schema(schema={"maximum": "NUMBER"})},
+        "response_format.json_schema.schema.maximum",
+    ),
+    ("/v1/chat/completions", {**CHAT, "metadata": {"a": "NUMBER"}}, "metadata.a"),
+    ("/v1/completions", {**TEXT, "logit_bias": {"1": "NUMBER"}}, "logit_bias.1"),
+    ("/v1/batches", {"metadata": {"a": "NUMBER"}}, "metadata.a"),
+    ("/v1/infer", {"model": "letters", "input": {"a": [0.5, "NUMBER"]}}, "input.a[1]"),
+    ("/tokenize", {"model": "letters", "prompt": "NUMBER"}, "prompt"),
+]
+
+
+@pytest.mark.parametrize("number", ["1e999", "-1e999", "NaN", "-Infinity"])
+@pytest.mark.parametrize(("path", "body", "param"), DEEP, ids=lambda value: str(value)[:40])
+def test_a_number_that_is_not_finite_is_named(
+    gateway: GatewayProcess, path: str, body: dict[str, Any], param: str, number: str
+) -> None:
+    data = json.dumps(body).replace('"NUMBER"', number)
+    error = check(post(gateway, path, data), 400)
+    assert (error["param"], error["code"]) == (param, "invalid_json")
+    assert number in error["message"]
+
+
 def test_every_field_of_every_endpoint_refuses_a_number_that_is_none(
     gateway: GatewayProcess,
 ) -> None:

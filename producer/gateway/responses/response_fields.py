@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -127,7 +126,7 @@ def echoed_fields(own: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str
     return echoed
 
 
-def _schema(text: Mapping[str, Any]) -> str | None:
+def _schema(text: Mapping[str, Any]) -> Any:
     check_members("text", text, {"format": OBJECT, "verbosity": TEXT})
     if text.get("verbosity") not in (None, "medium"):
         raise invalid("text.verbosity", "text.verbosity: is not served", "unsupported_parameter")
@@ -144,7 +143,7 @@ def _schema(text: Mapping[str, Any]) -> str | None:
         return '{"type":"object"}'
     if form.get("schema") is None:
         raise invalid("text.format.schema", "text.format.schema: give a JSON Schema")
-    return json.dumps(form["schema"])
+    return form["schema"]
 
 
 def _check_metadata(metadata: Mapping[str, Any] | None) -> None:
