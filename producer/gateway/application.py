@@ -24,8 +24,8 @@ from penstock.shared.settings import Settings
 from ..batches.batch_service import BatchService
 from ..batches.webhooks.request_ends import RequestWatch
 from .access.key_access import access_of
-from .answering.answers import CLIENT_LEFT
 from .answering.connection import connection_of
+from .answering.output_answer import CLIENT_LEFT
 from .answering.stored_answers import stream_routes
 from .api_errors import ApiError, error_response, response_of
 from .batch_files.batch_endpoints import batch_routes

@@ -14,9 +14,9 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from ..api_errors import ApiError, error_response, response_of
-from .answers import CLIENT_LEFT
 from .connection import Connection, connection_of
 from .open_answers import OpenAnswers
+from .output_answer import CLIENT_LEFT
 from .sse import HEADERS, KEEP_ALIVE
 
 __all__ = ["PreparedAnswer"]
