@@ -18,6 +18,7 @@ from penstock.shared.errors import (
     IdConflict,
     InvalidRequest,
     PenstockError,
+    ProtocolError,
     QueueFull,
     RedisUnavailable,
     StreamError,
@@ -32,6 +33,7 @@ from .request_log import CLIENT_LEFT_STATUS
 __all__ = [
     "MAX_RETRY_AFTER_S",
     "ApiError",
+    "api_error_of",
     "end_error",
     "error_of",
     "error_response",
@@ -124,14 +126,19 @@ def error_response(error: ApiError, headers: Mapping[str, str] | None = None) ->
 
 def response_of(error: BaseException) -> Response:
     """What a client is told of an error that its endpoint raised."""
-    if isinstance(error, ApiError):
-        return error_response(error)
-    if isinstance(error, PenstockError):
-        return error_response(error_of(error))
     if isinstance(error, ClientDisconnect):
         return Response(status_code=CLIENT_LEFT_STATUS)
-    _log.error("an endpoint failed", exc_info=error)
-    return error_response(ApiError(500, "an internal error", "internal_error"))
+    return error_response(api_error_of(error))
+
+
+def api_error_of(error: BaseException, names: Mapping[str, str] | None = None) -> ApiError:
+    """Any error as its client is told of it; for ``names`` see :func:`error_of`."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, PenstockError):
+        return error_of(error, names)
+    _log.error("a request failed", exc_info=error)
+    return ApiError(500, "an internal error", "internal_error")
 
 
 def invalid(param: str | None, message: str, code: str = "invalid_value") -> ApiError:
@@ -146,6 +153,9 @@ def error_of(error: PenstockError, names: Mapping[str, str] | None = None) -> Ap
         error: the error.
         names: names of the queue's fields in the API; others keep theirs.
     """
+    if isinstance(error, ProtocolError):  # what a worker wrote, not what a client did
+        _log.error("%s", error)
+        return ApiError(500, f"the answer cannot be shown: {error}", "invalid_answer")
     if isinstance(error, InvalidRequest):
         return _invalid_field(error, names or {})
     if isinstance(error, QueueFull):

@@ -140,7 +140,7 @@ class _Envelope:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        connection, status, name = connection_of(scope), CLIENT_LEFT_STATUS, b""
+        connection, status, name = connection_of(scope), 500, b""
 
         async def send_with_id(message: Message) -> None:
             nonlocal status, name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from penstock.producer.results import Result
 from penstock.shared.protocol.chat.deltas import CONTENT, Delta
 from penstock.shared.protocol.choice_parts import Part
 from penstock.shared.protocol.events import Chunk, End
+from penstock.shared.protocol.payload import pack_result
 from penstock.shared.protocol.states import Reason, State
 
 BAD = [reason for reason in Reason if reason.state is not State.COMPLETED]
@@ -70,3 +72,12 @@ def test_a_line_of_a_batch_has_failed(reason: Reason, url: str) -> None:
     answer = line.respond("x", result, TokenNames(()))
     assert answer["status_code"] >= 400
     assert answer["body"]["error"]["code"]
+
+
+def test_an_answer_that_json_has_not_is_an_error_of_its_line() -> None:
+    end = End(n=1, reason=Reason.STOP)
+    choices = gather_choices([], end)
+    result = Result(id="x", choices=choices, end=end, packed_value=pack_result([math.nan]))
+    line = line_endpoint("/v1/infer").translate({"model": "m", "input": 1})
+    answer = line.respond("x", result, TokenNames(()))
+    assert (answer["status_code"], answer["body"]["error"]["code"]) == (500, "invalid_answer")

@@ -11,6 +11,7 @@ import httpx
 import pytest
 from batches.conftest import drive, read_lines, start
 from gateway.rig import GatewayProcess
+from waiting import wait_until
 from workers import WorkerFactory
 
 from penstock.producer.batches.batch_service import BatchService
@@ -55,6 +56,7 @@ def test_bytes_go_and_come_as_base64(gateway: GatewayProcess) -> None:
         ({"input_base64": "?"}, 400, "invalid_value"),
         ({"input": {"x": 1, "raise": "value"}}, 400, "invalid_request"),
         ({"input": {"x": 1, "raise": "other"}}, 500, "engine_error"),
+        ({"input": {"x": 1, "return": "nan"}}, 500, "invalid_answer"),
         ({"input": [2**70]}, 400, "invalid_value"),
     ],
 )
@@ -63,6 +65,8 @@ def test_what_is_wrong(
 ) -> None:
     answer = post(gateway, model="doubler", **body)
     assert (answer.status_code, answer.json()["error"]["code"]) == (status, code), answer.text
+    line = f"POST /v1/infer {status} {answer.headers['x-request-id']}"
+    wait_until(lambda: line in gateway.log.read_text(), "the log's line")
 
 
 def test_from_a_shell(

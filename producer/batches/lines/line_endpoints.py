@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.shared.errors import InvalidRequest
+from penstock.shared.errors import InvalidRequest, PenstockError
 from penstock.shared.protocol.request import Request
 
-from ...gateway.api_errors import ApiError, end_error, error_of
+from ...gateway.api_errors import ApiError, api_error_of, end_error, error_of
 from ...gateway.encoders.encoder_endpoints import ENCODER_ENDPOINTS, EncoderEndpoint
 from ...gateway.model_directory import check_model
 from ...gateway.openai.answer_form import AnswerForm
@@ -126,8 +126,9 @@ def _respond(
 ) -> dict[str, Any]:
     try:
         status, body = 200, respond(request_id, result, names)
-    except ApiError as error:
-        status, body = error.status, error.body()
+    except (ApiError, PenstockError) as error:
+        shown = api_error_of(error)
+        status, body = shown.status, shown.body()
     return {"status_code": status, "request_id": request_id, "body": json.loads(body)}
 
 

@@ -14,7 +14,7 @@ from penstock.shared.protocol.states import State
 
 from ...choices import gather_choices
 from ...results import Result
-from ..api_errors import ApiError
+from ..api_errors import ApiError, api_error_of
 from .connection import Connection, connection_of
 from .open_answers import OpenAnswers
 from .output_answer import Leave, OutputAnswer
@@ -137,7 +137,10 @@ class StreamedAnswer(OutputAnswer):
         if error is not None:
             raise error
         assert self._end is not None
-        return self._writer.end(self._end)
+        try:
+            return self._writer.end(self._end)
+        except Exception as failed:
+            raise api_error_of(failed) from failed
 
     def _last_or_error(self) -> bytes:
         try:
@@ -193,17 +196,25 @@ class WholeAnswer(OutputAnswer):
             body = self._body()
         except ApiError as error:
             if len(self._outputs) > 1:
-                await self._on_leave()
+                await self._give_up()
             await self._fail(error, scope, receive, send)
         else:
             response = Response(body, headers=dict(self._extra), media_type="application/json")
             await response(scope, receive, send)
 
     def _body(self) -> bytes:
+        """The object.
+
+        Raises:
+            ApiError: there is none.
+        """
         error = self._error()
         if error is not None:
             raise error
-        return self._build([part.result() for part in self._parts if part.end is not None])
+        try:
+            return self._build([part.result() for part in self._parts if part.end is not None])
+        except Exception as failed:
+            raise api_error_of(failed) from failed
 
 
 class _Part:

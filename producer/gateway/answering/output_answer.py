@@ -22,7 +22,7 @@ from starlette.types import Receive, Scope, Send
 from penstock.shared.errors import PenstockError
 from penstock.shared.protocol.events import End
 
-from ..api_errors import ApiError, error_of, error_response
+from ..api_errors import ApiError, api_error_of, error_response
 from .connection import connection_of
 from .open_answers import OpenAnswers
 from .request_output import RETURN_S, Output
@@ -83,9 +83,7 @@ class OutputAnswer(Response, ABC):
             await self._answer(scope, receive, send)
             if self._left:
                 scope[CLIENT_LEFT] = self._output.feed.id
-                await self._on_leave()
-        except PenstockError as error:
-            _log.warning("the request %s of a client that left: %s", self._output.feed.id, error)
+                await self._give_up()
         finally:
             connection.listen(None)
             self._answers.remove(self)
@@ -99,6 +97,13 @@ class OutputAnswer(Response, ABC):
     @abstractmethod
     def _start(self) -> None:
         """Have the outputs read."""
+
+    async def _give_up(self) -> None:
+        """Nobody waits any more for what still runs."""
+        try:
+            await self._on_leave()
+        except PenstockError as error:
+            _log.warning("the request %s could not be given up: %s", self._output.feed.id, error)
 
     def _close_feeds(self) -> None:
         for output in self._outputs:
@@ -161,12 +166,7 @@ class OutputAnswer(Response, ABC):
 
     def _error(self) -> ApiError | None:
         """The error that the output ended with."""
-        error = self._failure
-        if error is None or isinstance(error, ApiError):
-            return error
-        if isinstance(error, PenstockError):
-            return error_of(error, _NAMES)
-        return ApiError(500, "an internal error", "internal_error")
+        return None if self._failure is None else api_error_of(self._failure, _NAMES)
 
     async def _settle(self) -> None:
         """Be done before the last byte: its client may ask for more as soon as it has that."""
