@@ -3,6 +3,7 @@ leaves, a gateway that ends."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,11 +12,15 @@ from typing import Any
 import httpx
 import pytest
 import redis
+import redis.asyncio
+from delivery.fleet import FakeWorker, Shard
 from gateway.rig import GatewayProcess
-from waiting import wait_until
+from waiting import wait_until, wait_until_async
 from workers import WorkerFactory
 
+from penstock.shared.keys import Keys
 from penstock.shared.local.embedded import EmbeddedRedis
+from penstock.shared.scripts.operations import Claim
 
 COMMENT = [": keep-alive", ""]
 CONTINUOUS = {
@@ -33,7 +38,7 @@ def start(server: EmbeddedRedis, folder: Path, name: str) -> GatewayProcess:
         server.url,
         folder / f"{name}.log",
         gateway__keep_alive_s=0.4,
-        gateway__extra_models="nobody,late",
+        gateway__extra_models="nobody,late,played",
         gateway__drain_timeout_s=0.1,
     )
 
@@ -94,6 +99,37 @@ def test_the_answer_follows_the_comments(patient: GatewayProcess, fleet: WorkerF
     assert usages[-1]["completion_tokens"] == 4
     assert {usage["prompt_tokens"] for usage in usages} == {3}
     assert json.loads(error)["error"]["code"] == "context_length_exceeded"
+
+
+async def next_claim(worker: FakeWorker) -> Claim:
+    """The request that was submitted first of those that wait."""
+
+    async def is_there() -> bool:
+        return bool(await worker.claim(1))
+
+    await wait_until_async(is_there, "a request")
+    return list(worker.claims.values())[-1]
+
+
+async def test_no_prompt_runs_before_all_are_tokenized(
+    patient: GatewayProcess, server: EmbeddedRedis
+) -> None:
+    """A request that is submitted while others are tokenized would lose its reader meanwhile."""
+    body = {"model": "played", "prompt": [[1], [2]], "echo": True, "max_tokens": 2}
+    url = f"{patient.url}/v1/completions"
+    async with (
+        redis.asyncio.Redis.from_url(server.url) as client,
+        httpx.AsyncClient(timeout=60) as http,
+    ):
+        worker = Shard(client, keys=Keys("played")).worker("w")
+        asking = asyncio.create_task(http.post(url, json=body))
+        for kind in ("tok-", "tok-", "cmpl-", "cmpl-"):
+            claim = await next_claim(worker)
+            assert claim.id.startswith(kind)
+            await worker.send(worker.ending(claim, 0, 2))
+        answer = await asking
+    assert answer.status_code == 200, answer.text
+    assert len(answer.json()["choices"]) == 2
 
 
 def test_errors_before_a_comment_have_their_own_status(

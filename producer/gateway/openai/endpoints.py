@@ -135,12 +135,14 @@ async def _submit_all(
     prompts: Sequence[dict[str, Any]],
 ) -> Response:
     """Submit a request for each prompt and answer with their output."""
+    # Workers tell all prompts' tokens first: a submitted request has no reader until its answer is.
+    forms = [
+        await _form(gateway, request, endpoint, own, fields, number)
+        for number, fields in enumerate(prompts)
+    ]
     submissions: list[Submission] = []
-    forms: list[AnswerForm] = []
     try:
-        for number, fields in enumerate(prompts):
-            form = await _form(gateway, request, endpoint, own, fields, number)
-            forms.append(form)
+        for number, (fields, form) in enumerate(zip(prompts, forms, strict=True)):
             submissions.append(
                 await _submit(gateway, request, endpoint, body, own, fields, form, number)
             )
