@@ -25,6 +25,7 @@ from ..batches.webhooks.request_ends import RequestWatch
 from ..client import Producer
 from ..results import Result
 from .answering.answers import EventWriter, StreamedAnswer, WholeAnswer
+from .answering.event_ids import last_event_id
 from .answering.open_answers import OpenAnswers
 from .answering.request_output import Output
 from .api_errors import error_of, invalid
@@ -33,7 +34,7 @@ from .gateway_metrics import GatewayMetrics
 from .model_directory import ModelDirectory, Shard, check_kind, check_model
 from .request_body import read_object
 
-__all__ = ["WEBHOOK_HEADER", "Gateway", "Submission", "last_event_id", "read_index"]
+__all__ = ["WEBHOOK_HEADER", "Gateway", "Submission"]
 
 WEBHOOK_HEADER = "x-penstock-webhook"
 """URL to call when the request, or the batch, has ended."""
@@ -42,8 +43,6 @@ _log = logging.getLogger("penstock.gateway")
 
 _CALLER = "penstock.caller"
 """Where a request's scope holds its :class:`Caller`, once that was asked for."""
-
-_MAX_INDEX = 2**31 - 1
 
 
 class _Names(Protocol):
@@ -338,26 +337,6 @@ async def _release(submission: Submission) -> None:
 
 async def _nothing() -> None:
     """Nothing is to be done."""
-
-
-def last_event_id(request: Request) -> int:
-    """The index that a reader goes on from; 0 if it begins.
-
-    Raises:
-        ApiError: 400, it is no index.
-    """
-    return read_index(request.headers.get("last-event-id", "0"), "Last-Event-ID")
-
-
-def read_index(text: str, where: str) -> int:
-    """An event's id.
-
-    Raises:
-        ApiError: 400, it is none.
-    """
-    if not (text.isascii() and text.isdigit() and len(text) <= 10 and int(text) <= _MAX_INDEX):
-        raise invalid(where, f"{where}: the id of an event is a whole number")
-    return int(text)
 
 
 def _pack_note(note: Mapping[str, Any], body: Mapping[str, Any] | None) -> bytes:

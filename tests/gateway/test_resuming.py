@@ -82,6 +82,29 @@ def test_a_stream_is_taken_over_in_mid_sentence(
     assert seen + text(rest) == text(whole)
 
 
+def resumed(gateway: GatewayProcess, path: str, last: int, **params: str) -> list[Event]:
+    """What an EventSource gets that reconnects: it repeats its URL and adds the header."""
+    url, headers = f"{gateway.url}/v1/{path}", {"last-event-id": str(last)}
+    with httpx.stream("GET", url, params=params, headers=headers, timeout=60) as response:
+        return list(events(response))
+
+
+def test_the_header_wins_over_the_parameter(gateway: GatewayProcess) -> None:
+    _, whole = read(gateway, BODY, idempotency_key="event source")
+    rest = resumed(gateway, f"streams/{whole[0].data['id']}", 17, **{"from": "3"})
+    assert text(rest) == text(whole)[17:]
+    body = {"model": "letters", "input": "abc", "max_output_tokens": 40, "stream": True}
+    with httpx.stream("POST", f"{gateway.url}/v1/responses", json=body, timeout=60) as response:
+        live = list(events(response))
+    name = response.headers["x-request-id"]
+    for path, params in (
+        (f"streams/{name}", {"from": "3"}),
+        (f"responses/{name}", {"stream": "true", "starting_after": "3"}),
+        (f"responses/{name}", {"stream": "true"}),
+    ):
+        assert resumed(gateway, path, live[9].id or 0, **params) == live[10:]
+
+
 def test_a_key_with_another_body_is_refused(gateway: GatewayProcess) -> None:
     read(gateway, BODY, idempotency_key="second")
     for other in ({"max_tokens": 41}, {"user": "u"}, {"stream": False}):

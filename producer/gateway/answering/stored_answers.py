@@ -19,9 +19,10 @@ from penstock.shared.errors import InvalidRequest, PenstockError
 from ...results import Status
 from ..api_errors import ApiError, error_of
 from ..documented import with_errors
-from ..gateway import Gateway, last_event_id, read_index
+from ..gateway import Gateway
 from ..model_directory import Shard
 from .answers import EventWriter
+from .event_ids import last_event_id
 
 __all__ = ["MakeWriter", "note_of", "stream_routes"]
 
@@ -56,8 +57,7 @@ def stream_routes(gateway: Gateway, writers: dict[str, MakeWriter]) -> APIRouter
         },
     )
     async def read_stream(request: Request, request_id: str) -> Response:
-        given = request.query_params.get("from")
-        start = last_event_id(request) if given is None else read_index(given, "from")
+        start = last_event_id(request, "from")
         shard, status = await _find(gateway, request, request_id)
         note = note_of(status)
         make_writer = writers.get(str(note.get("endpoint")))

@@ -6,8 +6,8 @@ from typing import Any
 
 from starlette.requests import Request
 
+from ..answering.event_ids import read_index
 from ..api_errors import invalid
-from ..gateway import read_index
 
 __all__ = ["page_limit", "page_object"]
 

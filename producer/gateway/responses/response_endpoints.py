@@ -15,10 +15,11 @@ from penstock.shared.protocol.states import TERMINAL_STATES, State
 
 from ...results import Result, Status
 from ..answering.answers import EventWriter
+from ..answering.event_ids import last_event_id, read_index
 from ..answering.stored_answers import MakeWriter, note_of
 from ..api_errors import ApiError, error_of, invalid
 from ..documented import json_answer, json_body, with_errors
-from ..gateway import Gateway, read_index
+from ..gateway import Gateway
 from ..model_directory import Shard
 from ..openai.fields.common_fields import service_tier
 from ..openai.fields.field_schema import body_schema
@@ -150,8 +151,10 @@ class _Responses:
         if request.query_params.get("stream") not in ("true", "1", "True"):
             whole = await _object(shard, status, head)
             return JSONResponse(whole, headers={"x-request-id": status.id})
+        after = last_event_id(request) - 1  # the header wins, see there
         given = request.query_params.get("starting_after")
-        after = -1 if given is None else read_index(given, "starting_after")
+        if given is not None and "last-event-id" not in request.headers:
+            after = read_index(given, "starting_after")
         return self._gateway.replay(shard, status.id, ResponseWriter(head, after))
 
     async def cancel(self, request: Request, response_id: str) -> Response:
