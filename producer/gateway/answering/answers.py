@@ -18,7 +18,7 @@ from ..api_errors import ApiError, api_error_of
 from .connection import Connection, connection_of
 from .open_answers import OpenAnswers
 from .output_answer import Leave, OutputAnswer
-from .request_output import Output
+from .request_output import RETURN_S, Output
 from .sse import HEADERS, KEEP_ALIVE
 
 __all__ = ["EventWriter", "StreamedAnswer", "WholeAnswer"]
@@ -26,6 +26,10 @@ __all__ = ["EventWriter", "StreamedAnswer", "WholeAnswer"]
 
 class EventWriter(Protocol):
     """Turns a request's output into the bytes of events."""
+
+    @property
+    def position(self) -> int:
+        """The ``id`` of the last event so far: where a reader goes on that has seen it."""
 
     def chunk(self, chunk: Chunk) -> bytes:
         """Events of a chunk; may be empty."""
@@ -80,6 +84,16 @@ class StreamedAnswer(OutputAnswer):
         self._silent_ticks += 1
         if self._silent_ticks > keep_alive_after:
             self._write(KEEP_ALIVE)
+
+    def _way_on(self) -> str:
+        path = f"/v1/streams/{self._output.feed.id}?from={self._writer.position}"
+        limit = f" within {RETURN_S} s" if self._output.needs_reader else ""
+        return f"the request goes on: GET {path} at another one{limit}"
+
+    async def _settle(self) -> None:
+        await super()._settle()
+        if self._moves:
+            await self._output.hold()
 
     def _write(self, data: bytes) -> None:
         if not data:
@@ -185,6 +199,9 @@ class WholeAnswer(OutputAnswer):
         failed = end.state is not State.COMPLETED
         if failed or all(part.end is not None for part in self._parts):
             super().on_end(end)
+
+    def _way_on(self) -> str:
+        return "send the request again; with the same Idempotency-Key it joins this one"
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         if not self._is_over():

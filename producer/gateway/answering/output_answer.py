@@ -25,7 +25,7 @@ from penstock.shared.protocol.events import End
 from ..api_errors import ApiError, api_error_of, error_response
 from .connection import connection_of
 from .open_answers import OpenAnswers
-from .request_output import RETURN_S, Output
+from .request_output import Output
 
 __all__ = ["CLIENT_LEFT", "Leave", "OutputAnswer"]
 
@@ -138,17 +138,15 @@ class OutputAnswer(Response, ABC):
     def end_early(self) -> None:
         """See :class:`.open_answers.OpenAnswer`."""
         if not self._is_over():
-            feed = self._output.feed
-            message = (
-                f"the gateway ends; the request goes on: GET /v1/streams/{feed.id}"
-                f"?from={feed.index} at another one"
-            )
-            if self._output.needs_reader:
-                message += f" within {RETURN_S} s"
             self._moves = True
+            message = f"the gateway ends: {self._way_on()}"
             self._failure = ApiError(503, message, "gateway_shutdown", retry_after_s=1)
             self._close_feeds()
             self._wake()
+
+    @abstractmethod
+    def _way_on(self) -> str:
+        """What a client is to do whose gateway ends."""
 
     def tick(self, keep_alive_after: int) -> None:
         """See :class:`.open_answers.OpenAnswer`."""
@@ -172,8 +170,6 @@ class OutputAnswer(Response, ABC):
         """Be done before the last byte: its client may ask for more as soon as it has that."""
         if self._end is not None:
             await self._on_done()
-        elif self._moves:
-            await asyncio.gather(*(output.hold() for output in self._outputs))
 
     async def _fail(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
         await error_response(error, self._extra)(scope, receive, send)

@@ -81,6 +81,7 @@ class _Writer(ABC):
         self._fields = fields
         self._names = names
         self._start = start
+        self.position = start
         self._of_prompt: Sequence[TokenLogprobs | None] = ()
         self._parted = False
         self._calling: set[int] = set()  # choices that call tools
@@ -88,6 +89,7 @@ class _Writer(ABC):
 
     def chunk(self, chunk: Chunk) -> bytes:
         """One event for each run of tokens; none for tokens that add nothing to be shown."""
+        self.position = max(self.position, chunk.stop)
         self._parted = self._parted or bool(chunk.parts)
         self._of_prompt = chunk.prompt_logprobs or self._of_prompt
         if chunk.start < self._start:

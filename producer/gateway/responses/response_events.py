@@ -43,6 +43,11 @@ class ResponseWriter:
         self._text_item: str | None = None
         self._text_event = ""
 
+    @property
+    def position(self) -> int:
+        """See :class:`..answering.answers.EventWriter`."""
+        return max(self._number, self._after + 1)
+
     def chunk(self, chunk: Chunk) -> bytes:
         """The first events before the first token, and those of each token."""
         events = [self._begin()]
