@@ -89,6 +89,37 @@ async def test_a_response_goes_on_where_its_error_says(
         assert [event["sequence_number"] for event in rest] == list(range(9, 9 + len(rest)))
         assert rest[0]["delta"] == "0."
         assert rest[-1]["type"] == "response.incomplete"
+        after = {"stream": "true", "starting_after": str(error["sequence_number"])}
+        url = f"{gateway.url}/v1/responses/{claim.id}"
+        assert (await http.get(url, params=after)).text == found.text
+
+
+async def test_an_error_before_the_first_token_has_a_number_to_go_on_from(
+    server: EmbeddedRedis, gateway: GatewayProcess, worker: FakeWorker, tmp_path: Path
+) -> None:
+    """Comments have come, so that the error is an event."""
+    patient = GatewayProcess(
+        server.url,
+        tmp_path / "patient.log",
+        gateway__drain_timeout_s=0.1,
+        gateway__keep_alive_s=0.4,
+        gateway__extra_models="played",
+    )
+    async with httpx.AsyncClient(timeout=60) as http:
+        async with http.stream("POST", f"{patient.url}/v1/responses", json=ASKED) as response:
+            claim = await next_claim(worker)
+            patient.process.terminate()
+            seen = data_of([line async for line in response.aiter_lines()])
+        patient.kill()
+        assert [event["type"] for event in seen] == [
+            "response.created",
+            "response.in_progress",
+            "error",
+        ]
+        await worker.send(content(worker, claim, 0, 2), worker.ending(claim, 2))
+        after = {"stream": "true", "starting_after": str(seen[-1]["sequence_number"])}
+        found = await http.get(f"{gateway.url}/v1/responses/{claim.id}", params=after)
+    assert data_of(found.text.splitlines())[0]["sequence_number"] == 2
 
 
 @pytest.mark.parametrize("prompt", ["abc", ["a", "b"]], ids=["one", "several"])

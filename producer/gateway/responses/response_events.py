@@ -78,15 +78,19 @@ class ResponseWriter:
         return "".join(events).encode()
 
     def error(self, error: ApiError) -> bytes:
-        """The event of a stream that breaks although its response goes on."""
+        """The event of a stream that breaks although its response goes on.
+
+        It has the number of the event before it, so that ``starting_after`` misses none.
+        """
+        begun = self._begin()
         body = {
             "type": "error",
             "code": error.code,
             "message": error.message,
             "param": error.param,
-            "sequence_number": self._number,
+            "sequence_number": self.position - 1,
         }
-        return f"event: error\ndata: {_json(body)}\n\n".encode()
+        return f"{begun}event: error\ndata: {_json(body)}\n\n".encode()
 
     def _begin(self) -> str:
         if self._number:
