@@ -110,7 +110,9 @@ class Producer(EncoderClient):
         self._default_deadline_ms = queue.default_deadline_ms
         self._log = LogReader(self._client, self._operations, self._keys)
         self._subscriber = Subscriber(self._client.redis)
-        self._heartbeat = ReaderHeartbeat(self._client, self._operations, grace_ms=self._grace_ms)
+        self._heartbeat = ReaderHeartbeat(
+            self._client, self._operations, grace_ms=self._grace_ms, inbox=self._inbox
+        )
         self.feeds = Feeds(self._inbox, self._keys, self._log, self._subscriber, self._heartbeat)
 
     @property
@@ -320,7 +322,8 @@ class Producer(EncoderClient):
 
         Args:
             id: which request.
-            reason: ``client``, or ``disconnected`` if its reader has left.
+            reason: ``client``, or ``disconnected`` if its reader here has left: a request that is
+                read elsewhere, too, then goes on until its last reader has.
 
         Raises:
             UnknownRequest: no such request.

@@ -364,11 +364,12 @@ def _headers(submission: Submission) -> dict[str, str]:
 
 
 async def _leave(submission: Submission) -> None:
-    """What becomes of the request of a client that left."""
-    if submission.keep:
+    """What becomes of the request of a client that left, and perhaps reads it again elsewhere."""
+    producer = submission.shard.producer
+    if submission.keep or producer.feeds.is_read(submission.id):
         return
     with contextlib.suppress(UnknownRequest):
-        await submission.shard.producer.cancel(submission.id, reason=Reason.DISCONNECTED)
+        await producer.cancel(submission.id, reason=Reason.DISCONNECTED)
 
 
 def _wants_to_stay(request: Request) -> bool:

@@ -118,6 +118,10 @@ class Feeds:
             feed.expires_at = _now() + time_left_ms / 1000 + _EXPIRY_GRACE_S
         feed.start(reader, index=index, is_new=is_new)
 
+    def is_read(self, request_id: str) -> bool:
+        """Whether a reader here says that a request has one."""
+        return self._heartbeat.has_reader(request_id)
+
     async def hold(self, feed: Feed, grace_ms: int) -> None:
         """Let a feed's request go on without a reader for so long; see :class:`ReaderHeartbeat`."""
         await self._heartbeat.hold(feed.id, grace_ms)

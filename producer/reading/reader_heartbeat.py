@@ -38,12 +38,16 @@ class ReaderHeartbeat:
         client: the connection.
         operations: the scripts of the shard.
         grace_ms: how long a reader counts as present after its last heartbeat.
+        inbox: of this process; empty if it has none.
     """
 
-    def __init__(self, client: RetryingClient, operations: Operations, *, grace_ms: int) -> None:
+    def __init__(
+        self, client: RetryingClient, operations: Operations, *, grace_ms: int, inbox: str
+    ) -> None:
         self._client = client
         self._operations = operations
         self._grace_ms = grace_ms
+        self._inbox = inbox
         self._readers: Counter[str] = Counter()
         self._new: set[str] = set()
         self._registered = asyncio.Event()
@@ -76,6 +80,10 @@ class ReaderHeartbeat:
             del self._readers[registration.request_id]
             self._new.discard(registration.request_id)
 
+    def has_reader(self, request_id: str) -> bool:
+        """Whether this process reads a request."""
+        return request_id in self._readers
+
     async def hold(self, request_id: str, grace_ms: int) -> None:
         """Let a request go on without a reader for so long: one comes back, perhaps elsewhere.
 
@@ -83,7 +91,9 @@ class ReaderHeartbeat:
             RedisUnavailable: see :meth:`RetryingClient.call`.
         """
         await self._client.call(
-            lambda: self._operations.reader_heartbeat([request_id], grace_ms=grace_ms)
+            lambda: self._operations.reader_heartbeat(
+                [request_id], grace_ms=grace_ms, inbox=self._inbox
+            )
         )
 
     async def aclose(self) -> None:
@@ -118,7 +128,9 @@ class ReaderHeartbeat:
             return
         try:
             await self._client.call(
-                lambda: self._operations.reader_heartbeat(ids, grace_ms=self._grace_ms)
+                lambda: self._operations.reader_heartbeat(
+                    ids, grace_ms=self._grace_ms, inbox=self._inbox
+                )
             )
         except PenstockError as error:
             # The next beat tries again; the grace bounds how long that may go on.

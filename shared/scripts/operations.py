@@ -139,7 +139,7 @@ class Operations(OperatorOperations):
         ]  # fmt: skip
         if reader_grace_ms:
             # In the same round trip: a client that dies before its first heartbeat was a reader.
-            calls.append(self._call("reader_heartbeat", grace_ms=reader_grace_ms, ids=[request.id]))
+            calls.append(self._heartbeat([request.id], reader_grace_ms, inbox))
         reply, *_ = await self.run(calls)
         accepted("submit", reply)
         verdict = reply[0]
@@ -154,6 +154,9 @@ class Operations(OperatorOperations):
 
     async def cancel(self, request_id: str, reason: Reason = Reason.CLIENT) -> CancelReply:
         """End a request at once, queued or running; harmless if it has ended.
+
+        With the reason ``disconnected`` a request goes on that another process has read: it ends
+        when its last reader has left.
 
         Raises:
             RedisUnavailable: the server refuses.
@@ -181,12 +184,15 @@ class Operations(OperatorOperations):
         )
         return reply
 
-    async def reader_heartbeat(self, ids: Sequence[str], *, grace_ms: int) -> list[bool]:
+    async def reader_heartbeat(
+        self, ids: Sequence[str], *, grace_ms: int, inbox: str = ""
+    ) -> list[bool]:
         """Say that these requests have a reader, which says so again within the grace.
 
         Args:
             ids: any number; they go in one round trip, 256 a script.
             grace_ms: how long the reader counts as there.
+            inbox: of the reader's process; empty if it has none.
 
         Returns:
             For each, whether it matters: False if it has ended, or goes on without readers.
@@ -196,13 +202,16 @@ class Operations(OperatorOperations):
         """
         replies = await self.run(
             [
-                self._call("reader_heartbeat", grace_ms=grace_ms, ids=ids[at : at + _IDS_PER_CALL])
+                self._heartbeat(ids[at : at + _IDS_PER_CALL], grace_ms, inbox)
                 for at in range(0, len(ids), _IDS_PER_CALL)
             ]
         )
         for reply in replies:
             accepted("reader_heartbeat", reply)
         return [bool(matters) for reply in replies for matters in reply]
+
+    def _heartbeat(self, ids: Sequence[str], grace_ms: int, inbox: str) -> Call:
+        return self._call("reader_heartbeat", grace_ms=grace_ms, inbox=inbox, ids=ids)
 
     async def register(self, *, lease_ms: int, rolling: bool) -> str | None:
         """Say, before the first claim, which model this worker serves.

@@ -107,7 +107,7 @@ class CancelReply:
 
     Attributes:
         changed: this call ended it.
-        state: the terminal state; None if the request is not known.
+        state: the state now; None if the request is not known.
     """
 
     changed: bool

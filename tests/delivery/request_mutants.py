@@ -269,10 +269,22 @@ REQUEST_MUTANTS = (
     ),
     # cancel, for readers of a request whose time is over
     Mutant(
-        "ended before its time", "if not how.reason then return {'early'} end", "",
+        "ended before its time", "if not how.reason then return {'early', rec.state} end", "",
         test_ends.test_readers_end_what_is_overdue_and_nothing_else, "cancel",
     ),
-    # reader_heartbeat, and the sweep's part of it
+    # reader_heartbeat, and the parts of cancel and the sweep in it
+    Mutant(
+        "ended under another reader", "'disconnected' and rec.shared then", "'no' then",
+        test_readers.test_a_submitter_does_not_end_what_is_read_elsewhere, "cancel",
+    ),
+    Mutant(
+        "ended by nobody who is read elsewhere", "reason == 'disconnected' and rec.shared",
+        "rec.shared", test_readers.test_a_submitter_does_not_end_what_is_read_elsewhere, "cancel",
+    ),
+    Mutant(
+        "every reader is another", "if (v[3] or '') ~= inbox then", "if true then",
+        test_readers.test_a_submitter_ends_what_it_alone_reads, "reader_heartbeat",
+    ),
     Mutant(
         "readers not looked for", "if now >= reprieve then", "if false then",
         test_readers.test_a_running_request_ends_when_its_reader_has_left, "sweep",

@@ -8,7 +8,7 @@ from redis.asyncio import Redis
 
 from penstock.shared.errors import InvalidRequest
 from penstock.shared.protocol.request import Request
-from penstock.shared.protocol.states import Reason
+from penstock.shared.protocol.states import Reason, State
 
 LONG_AGO = 1
 
@@ -84,6 +84,27 @@ async def test_of_two_readers_the_one_that_stays_counts(shard: Shard) -> None:
     await shard.wait_ms(5)
     assert (await shard.sweep()).abandoned == 0
     assert await shard.state("x") == "queued"
+
+
+async def test_a_submitter_ends_what_it_alone_reads(shard: Shard) -> None:
+    await shard.submit("x", on_disconnect="cancel", inbox="here")
+    await shard.submit("y", on_disconnect="cancel")
+    await shard.ops.reader_heartbeat(["x"], grace_ms=MINUTE_MS, inbox="here")
+    await shard.ops.reader_heartbeat(["y"], grace_ms=MINUTE_MS)
+    for name in ("x", "y"):
+        assert (await shard.ops.cancel(name, Reason.DISCONNECTED)).changed
+    await shard.check(ended=True)
+
+
+async def test_a_submitter_does_not_end_what_is_read_elsewhere(shard: Shard) -> None:
+    await shard.submit("x", on_disconnect="cancel", inbox="here")
+    await shard.ops.reader_heartbeat(["x"], grace_ms=1, inbox="here")
+    await shard.ops.reader_heartbeat(["x"], grace_ms=MINUTE_MS, inbox="there")
+    reply = await shard.ops.cancel("x", Reason.DISCONNECTED)
+    assert (reply.changed, reply.state) == (False, State.QUEUED)
+    assert await shard.state("x") == "queued"
+    assert (await shard.ops.cancel("x", Reason.CLIENT)).changed
+    await shard.check(ended=True)
 
 
 async def test_a_request_that_finished_meanwhile_stays_finished(shard: Shard) -> None:

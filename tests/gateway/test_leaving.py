@@ -78,6 +78,36 @@ def test_a_client_may_keep_its_stream(
         wait_until(lambda name=name: state(name) == "completed", "completed")  # type: ignore[misc]
 
 
+@pytest.mark.parametrize("where", ["here", "elsewhere"])
+def test_of_two_readers_the_first_leaves(
+    gateway: GatewayProcess,
+    state: Callable[[str], str],
+    server: EmbeddedRedis,
+    folder: Path,
+    where: str,
+) -> None:
+    """A client that resumes is the second: its first connection may break much later."""
+    url, body = f"{gateway.url}/v1/completions", {**LONG, "stream": True}
+    with contextlib.ExitStack() as second:
+        other = gateway
+        if where == "elsewhere":
+            other = GatewayProcess(server.url, folder / "second.log")
+            second.callback(other.kill)
+        with httpx.stream("POST", url, json=body, timeout=60) as response:
+            first = events(response)  # which closes the response when it is forgotten
+            name = next(first).data["id"]
+            path = f"{other.url}/v1/streams/{name}"
+            found = events(second.enter_context(httpx.stream("GET", path, timeout=60)))
+            next(found)
+            with redis.Redis.from_url(server.url) as client:
+                shared, record = where == "elsewhere", f"ps:{{letters.0}}:request:{name}"
+                wait_until(lambda: client.hexists(record, "shared") == shared, "the heartbeat")
+        wait_until(lambda: f" 499 {name}" in gateway.log.read_text(), "that the first has left")
+        assert state(name) == "running"
+        assert next(found).data["id"] == name
+    wait_until(lambda: state(name) == "cancelled", "cancelled")
+
+
 def test_a_dead_gateway_ends_its_streams(server: EmbeddedRedis, folder: Path) -> None:
     """A second by Redis' clock, and then the first sweep of the workers, which sweep each second.
 

@@ -25,12 +25,13 @@
 --   note                  what its submitter keeps with it for its readers
 --   retention             how long record and log are kept after the end, in ms
 --   on_disconnect         'cancel' if it ends when its last reader has left
+--   shared                1 if such a request was read elsewhere than where it was submitted
 --   fingerprint           of the model of the worker that claimed it last
 --   usage                 what its workers said last that it has used, until it ends: USED
 local FIELDS = {'state', 'epoch', 'worker', 'tokens', 'claimed_tokens', 'attempts', 'deaths',
   'blames', 'lane', 'tenant', 'cost', 'output_cost', 'bytes', 'accepted_at', 'claimed_at',
   'first_token_at', 'deadline', 'queue_deadline', 'queue', 'entry', 'answer', 'inbox',
-  'on_disconnect', 'fingerprint', 'usage', 'retention'}
+  'on_disconnect', 'shared', 'fingerprint', 'usage', 'retention'}
 local NUMBERS = {'epoch', 'tokens', 'claimed_tokens', 'attempts', 'deaths', 'blames', 'cost',
   'output_cost', 'bytes', 'accepted_at', 'deadline', 'queue_deadline'}
 
