@@ -82,6 +82,24 @@ def test_a_stream_is_taken_over_in_mid_sentence(
     assert seen + text(rest) == text(whole)
 
 
+def test_several_choices_have_one_reason_each_from_every_token(gateway: GatewayProcess) -> None:
+    _, whole = read(gateway, {**BODY, "n": 2}, idempotency_key="two choices")
+    path = f"{gateway.url}/v1/streams/{whole[0].data['id']}"
+    last = whole[-2].id or 0
+    for start in (0, last - 1, last):
+        with httpx.stream("GET", path, params={"from": start}, timeout=60) as response:
+            found = list(events(response))
+        expected = sum(
+            choice["finish_reason"] is not None
+            for event in whole[:-1]
+            if (event.id or 0) > start
+            for choice in event.data["choices"]
+        )
+        reasons = [event.data["choices"][0]["finish_reason"] for event in found[:-1]]
+        assert found[-1].data == "[DONE]"
+        assert len(reasons) - reasons.count(None) == expected, start
+
+
 def resumed(gateway: GatewayProcess, path: str, last: int, **params: str) -> list[Event]:
     """What an EventSource gets that reconnects: it repeats its URL and adds the header."""
     url, headers = f"{gateway.url}/v1/{path}", {"last-event-id": str(last)}

@@ -18,6 +18,7 @@ class AnswerForm:
 
     Attributes:
         tier: the service tier that was used.
+        several: there are several choices, each of which ends with a token of its own.
         usage: token counts follow in an event of their own.
         token_ids: choices name their tokens' ids.
         reasoning_field: name of the field for reasoning.
@@ -30,6 +31,7 @@ class AnswerForm:
     """
 
     tier: str = "default"
+    several: bool = False
     usage: bool = False
     token_ids: bool = False
     reasoning_field: str = "reasoning_content"

@@ -185,6 +185,7 @@ async def _form(
     usage, continuous = wants_usage(own)
     form = AnswerForm(
         tier=tier,
+        several=fields.get("n", 1) > 1,
         usage=usage,
         token_ids=bool(own.get("return_token_ids")),
         reasoning_field=gateway.settings.reasoning_field,

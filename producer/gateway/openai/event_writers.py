@@ -83,7 +83,7 @@ class _Writer(ABC):
         self._start = start
         self.position = start
         self._of_prompt: Sequence[TokenLogprobs | None] = ()
-        self._parted = False
+        self._parted = form.several
         self._calling: set[int] = set()  # choices that call tools
         self._offsets: dict[int, int] = {}  # characters of each choice, where they are shown
 
