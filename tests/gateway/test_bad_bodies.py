@@ -68,6 +68,7 @@ BAD_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"seed": 1.5}, "seed"),
     ({"stop": [""]}, "stop[0]"),
     ({"logit_bias": {"x": 1}}, "logit_bias['x']"),
+    ({"max_tokens": 4, "max_completion_tokens": 5}, "max_tokens"),
     ({"top_logprobs": 2}, "top_logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"stream_options": {}}, "stream_options"),
@@ -267,6 +268,11 @@ def test_every_field_of_every_endpoint_refuses_a_number_that_is_none(
 )  # fmt: skip
 def test_what_is_no_object_is_refused(gateway: GatewayProcess, data: bytes) -> None:
     check(post(gateway, "/v1/chat/completions", data), 400)
+
+
+def test_both_names_of_a_limit_may_say_the_same(gateway: GatewayProcess) -> None:
+    data = json.dumps({**CHAT, "max_completion_tokens": CHAT["max_tokens"]})
+    assert post(gateway, "/v1/chat/completions", data).status_code == 200
 
 
 def test_other_refusals(gateway: GatewayProcess) -> None:

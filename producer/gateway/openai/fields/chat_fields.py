@@ -38,7 +38,8 @@ CHAT_FIELDS = FieldTable(
         served(
             "max_tokens",
             Integer(1, 1 << 17),
-            "The older name of the same. The default is `gateway.default_max_tokens`.",
+            "The older name of the same; both may stand only if equal. "
+            "The default is `gateway.default_max_tokens`.",
         ),
         served("logprobs", Flag(), "Report log-probabilities of the output tokens."),
         served(
@@ -99,7 +100,10 @@ def chat_request(
         raise invalid("messages[0]", "messages[0]: a message is an object with role and content")
     fields["prompt"] = own["messages"]
     fields["parse_response"] = True
-    fields.setdefault("max_tokens", own.get("max_tokens", default_max_tokens))
+    most = fields.setdefault("max_tokens", own.get("max_tokens", default_max_tokens))
+    if own.get("max_tokens", most) != most:
+        message = f"max_tokens: max_completion_tokens is {most}; give one of them"
+        raise invalid("max_tokens", message)
     fields.update(output_form(own))
     _read_logprobs(own, fields)
     return fields
