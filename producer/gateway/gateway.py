@@ -203,6 +203,7 @@ class Gateway:
                 feed,
                 index=start,
                 is_new=not submitted.duplicate,
+                repeats=key is not None,
                 attended=not keep,
                 time_left_ms=producer.time_left_ms(built),
             ),

@@ -11,6 +11,7 @@ from typing import Any
 from delivery.recount import violations
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
+from waiting import wait_until_async
 
 from penstock.shared.keys import Keys
 from penstock.shared.protocol.event_reader import unpack_event
@@ -228,6 +229,15 @@ class FakeWorker:
     async def claim_one(self, **options: Any) -> Claim:
         (claim,) = await self.claim(1, **options)
         return claim
+
+    async def next_claim(self) -> Claim:
+        """Wait for a request, and claim it."""
+
+        async def is_there() -> bool:
+            return bool(await self.claim(1))
+
+        await wait_until_async(is_there, "a request")
+        return list(self.claims.values())[-1]
 
     def tokens(self, claim: Claim, start: int, count: int) -> Append:
         packed = chunk(claim.id, start, count).pack()

@@ -17,7 +17,6 @@ import pytest
 from delivery.fleet import FakeWorker, Shard, chunk
 from gateway.rig import GatewayProcess
 from redis.asyncio import Redis
-from waiting import wait_until_async
 
 from penstock.shared.keys import Keys
 from penstock.shared.local.embedded import EmbeddedRedis
@@ -47,14 +46,6 @@ def ending(server: EmbeddedRedis, tmp_path: Path) -> Iterator[GatewayProcess]:
     process.kill()
 
 
-async def next_claim(worker: FakeWorker) -> Claim:
-    async def is_there() -> bool:
-        return bool(await worker.claim(1))
-
-    await wait_until_async(is_there, "a request")
-    return list(worker.claims.values())[-1]
-
-
 def content(worker: FakeWorker, claim: Claim, start: int, count: int) -> Append:
     """Tokens of a parsed answer, each with a delta."""
     deltas = tuple(Delta(CONTENT, f"{i}.", token=i) for i in range(count))
@@ -72,7 +63,7 @@ async def test_a_response_goes_on_where_its_error_says(
     lines: list[str] = []
     async with httpx.AsyncClient(timeout=60) as http:
         async with http.stream("POST", f"{ending.url}/v1/responses", json=ASKED) as response:
-            claim = await next_claim(worker)
+            claim = await worker.next_claim()
             await worker.send(content(worker, claim, 0, 5))
             async for line in response.aiter_lines():
                 lines.append(line)
@@ -107,7 +98,7 @@ async def test_an_error_before_the_first_token_has_a_number_to_go_on_from(
     )
     async with httpx.AsyncClient(timeout=60) as http:
         async with http.stream("POST", f"{patient.url}/v1/responses", json=ASKED) as response:
-            claim = await next_claim(worker)
+            claim = await worker.next_claim()
             patient.process.terminate()
             seen = data_of([line async for line in response.aiter_lines()])
         patient.kill()
@@ -129,7 +120,7 @@ async def test_a_whole_answer_is_to_be_asked_for_again(
     async with httpx.AsyncClient(timeout=60) as http:
         body = {**BODY, "prompt": prompt}
         asking = asyncio.create_task(http.post(f"{ending.url}/v1/completions", json=body))
-        claim = await next_claim(worker)
+        claim = await worker.next_claim()
         await worker.send(worker.tokens(claim, 0, 5))
         ending.process.terminate()
         answer = await asking

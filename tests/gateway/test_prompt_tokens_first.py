@@ -13,14 +13,13 @@ import httpx
 import pytest
 import redis
 import redis.asyncio
-from delivery.fleet import FakeWorker, Shard
+from delivery.fleet import Shard
 from gateway.rig import GatewayProcess
-from waiting import wait_until, wait_until_async
+from waiting import wait_until
 from workers import WorkerFactory
 
 from penstock.shared.keys import Keys
 from penstock.shared.local.embedded import EmbeddedRedis
-from penstock.shared.scripts.operations import Claim
 
 COMMENT = [": keep-alive", ""]
 CONTINUOUS = {
@@ -101,16 +100,6 @@ def test_the_answer_follows_the_comments(patient: GatewayProcess, fleet: WorkerF
     assert json.loads(error)["error"]["code"] == "context_length_exceeded"
 
 
-async def next_claim(worker: FakeWorker) -> Claim:
-    """The request that was submitted first of those that wait."""
-
-    async def is_there() -> bool:
-        return bool(await worker.claim(1))
-
-    await wait_until_async(is_there, "a request")
-    return list(worker.claims.values())[-1]
-
-
 async def test_no_prompt_runs_before_all_are_tokenized(
     patient: GatewayProcess, server: EmbeddedRedis
 ) -> None:
@@ -124,7 +113,7 @@ async def test_no_prompt_runs_before_all_are_tokenized(
         worker = Shard(client, keys=Keys("played")).worker("w")
         asking = asyncio.create_task(http.post(url, json=body))
         for kind in ("tok-", "tok-", "cmpl-", "cmpl-"):
-            claim = await next_claim(worker)
+            claim = await worker.next_claim()
             assert claim.id.startswith(kind)
             await worker.send(worker.ending(claim, 0, 2))
         answer = await asking

@@ -172,4 +172,6 @@ class OutputAnswer(Response, ABC):
             await self._on_done()
 
     async def _fail(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._end is not None and self._output.repeats:
+            error.retry, error.retry_after_s = False, None
         await error_response(error, self._extra)(scope, receive, send)

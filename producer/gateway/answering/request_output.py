@@ -31,6 +31,7 @@ class Output:
         feed: the request's.
         index: the first token wanted.
         is_new: the request was accepted after the feed was opened.
+        repeats: the same call gets this output again, however it ended.
         attended: it ends when its last reader leaves.
         time_left_ms: until it expires.
     """
@@ -39,13 +40,14 @@ class Output:
     feed: Feed
     index: int = 0
     is_new: bool = False
+    repeats: bool = False
     attended: bool = False
     time_left_ms: int | None = None
 
     @classmethod
     def of(cls, feeds: Feeds, request_id: str, index: int = 0) -> Output:
         """The output of a request that exists."""
-        return cls(feeds, feeds.open(request_id), index)
+        return cls(feeds, feeds.open(request_id), index, repeats=True)
 
     def start(self, reader: FeedReader) -> None:
         """Hand it to this reader."""
