@@ -23,10 +23,11 @@ BEGUN = b"GET /health HTTP/1.1\r\nhost: x\r\n"
 BODY = json.dumps(
     {"model": "letters", "prompt": "abc", "max_tokens": 60_000, "stream": True}
 ).encode()
-STREAM = (
+STREAM_HEAD = (
     b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
-    b"content-length: %d\r\n\r\n%b" % (len(BODY), BODY)
+    b"content-length: %d\r\n\r\n"
 )
+STREAM = STREAM_HEAD % len(BODY) + BODY
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +87,30 @@ def test_a_head_without_end(gateway: GatewayProcess, connection: socket.socket) 
         pass
     check(read_all(connection), 431, "head_too_large")
     assert refused(gateway, "head_too_large") == before + 1
+
+
+def test_a_complete_head_has_the_same_bound(
+    gateway: GatewayProcess, connection: socket.socket
+) -> None:
+    before = refused(gateway, "head_too_large")
+    connection.sendall(BEGUN + b"\r\n")
+    assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
+    # Its first piece arrives when no head is open, so that its size is known at its end alone.
+    connection.sendall(BEGUN + b"x-filler: " + b"x" * 66_000 + b"\r\n\r\n")
+    check(read_all(connection), 431, "head_too_large")
+    assert refused(gateway, "head_too_large") == before + 1
+
+
+def test_a_body_behind_a_split_head_is_no_head(
+    gateway: GatewayProcess, connection: socket.socket
+) -> None:
+    body = json.dumps({"model": "letters", "prompt": "abc", "user": "x" * 70_000}).encode()
+    request = STREAM_HEAD % len(body) + body
+    connection.sendall(request[:50])
+    # Another connection's answer says that the gateway has read the first piece of this one.
+    assert httpx.get(f"{gateway.url}/health", timeout=60).status_code == 200
+    connection.sendall(request[50:])
+    assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
 
 
 def test_a_slow_head(impatient: GatewayProcess) -> None:

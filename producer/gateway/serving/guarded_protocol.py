@@ -88,12 +88,10 @@ def guarded_protocol(
         def data_received(self, data: bytes) -> None:
             if self._head_timer is not None:
                 self._head_bytes += len(data)
-                # What follows the head in the same piece counts, too; no head is near the bound.
-                if self._head_bytes > _MAX_HEAD_BYTES and len(data) < self._head_bytes:
-                    message = f"the request's head is larger than {_MAX_HEAD_BYTES} bytes"
-                    self._refuse(ApiError(431, message, "head_too_large"))
-                    return
             super().data_received(data)
+            # Of a head that ended in this piece, on_headers_complete knows the size.
+            if self._head_timer is not None and self._head_bytes > _MAX_HEAD_BYTES:
+                self._refuse_large_head()
 
         def send_400_response(self, msg: str) -> None:
             """Refuse what is no HTTP; uvicorn has logged it."""
@@ -107,7 +105,20 @@ def guarded_protocol(
 
         def on_headers_complete(self) -> None:
             self._end_head()
-            super().on_headers_complete()
+            # Around a name and its value stand a colon, a space and the line's end.
+            fields = sum(len(name) + len(value) + 4 for name, value in self.headers)
+            if len(self.url) + fields > _MAX_HEAD_BYTES:
+                self._refuse_large_head()
+            if not self.transport.is_closing():
+                super().on_headers_complete()
+
+        def on_body(self, body: bytes) -> None:
+            if not self.transport.is_closing():  # nor is there an answer to a refused head
+                super().on_body(body)
+
+        def on_message_complete(self) -> None:
+            if not self.transport.is_closing():
+                super().on_message_complete()
 
         def _begin_head(self) -> None:
             self._head_bytes = 0
@@ -117,6 +128,10 @@ def guarded_protocol(
             if self._head_timer is not None:
                 self._head_timer.cancel()
                 self._head_timer = None
+
+        def _refuse_large_head(self) -> None:
+            message = f"the request's head is larger than {_MAX_HEAD_BYTES} bytes"
+            self._refuse(ApiError(431, message, "head_too_large"))
 
         def _refuse_slow_head(self) -> None:
             message = f"the request's head did not come within {head_timeout_s:g} s"
