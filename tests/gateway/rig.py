@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -19,6 +21,7 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletionChunk
 from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
+from waiting import wait_until
 
 from penstock.shared.local.children import spawn_bound
 from penstock.shared.settings import environment_name
@@ -139,3 +142,24 @@ def _as_typed(choice: dict[str, Any]) -> dict[str, Any]:
         tops = [top or {} for top in found["top_logprobs"] or ()]
         choice["logprobs"] = {**found, "token_logprobs": values, "top_logprobs": tops}
     return choice
+
+
+def trickle(connection: socket.socket) -> bytes:
+    """The error that a request gets before its body came.
+
+    It announces the end of the connection, and bytes of the body do not put that off.
+    """
+    answer = b""
+    while not answer.endswith(b"}"):
+        answer += connection.recv(1 << 16)
+    assert b"\r\nconnection: close\r\n" in answer
+
+    def is_over() -> bool:
+        try:
+            connection.send(b"1")
+            return bool(select.select([connection], [], [], 0.1)[0]) and not connection.recv(1)
+        except (BrokenPipeError, ConnectionResetError):
+            return True
+
+    wait_until(is_over, "the end of the connection")
+    return answer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from gateway.rig import GatewayProcess
+from gateway.rig import GatewayProcess, trickle
 from waiting import wait_until
 
 from penstock.producer.cli import main
@@ -68,6 +69,15 @@ def test_nobody_gets_in_without_a_key(locked: GatewayProcess, key: str) -> None:
         client.models.list()
     assert httpx.get(f"{locked.url}/v1/usage", timeout=60).status_code == 401
     assert httpx.get(f"{locked.url}/health", timeout=60).status_code == 200
+
+
+def test_nobody_holds_a_connection_without_a_key(locked: GatewayProcess) -> None:
+    with socket.create_connection(("127.0.0.1", locked.port), timeout=60) as connection:
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            b"content-length: 1000000\r\n\r\n"
+        )
+        assert trickle(connection).startswith(b"HTTP/1.1 401 ")
 
 
 def test_models_and_lanes_of_a_key(

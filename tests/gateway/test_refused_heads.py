@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
-from gateway.rig import GatewayProcess
+from gateway.rig import GatewayProcess, trickle
 
 from penstock.producer.gateway.gateway_metrics import GatewayMetrics
 from penstock.shared.local.embedded import EmbeddedRedis
@@ -119,6 +119,43 @@ def test_a_slow_head(impatient: GatewayProcess) -> None:
         before = refused(impatient, "request_timeout")
         check(read_all(connection), 408, "request_timeout")
         assert refused(impatient, "request_timeout") == before + 1
+
+
+ANSWERED_EARLY = {
+    415: ("gateway", b"POST /v1/completions HTTP/1.1\r\ncontent-length: 1000000\r\n"),
+    404: ("gateway", b"POST /v1/nothing HTTP/1.1\r\ntransfer-encoding: chunked\r\n"),
+    413: (
+        "gateway",
+        b"POST /v1/completions HTTP/1.1\r\ncontent-type: application/json\r\n"
+        b"content-length: 1000000000\r\n",
+    ),
+    408: (
+        "impatient",
+        b"POST /v1/completions HTTP/1.1\r\ncontent-type: application/json\r\n"
+        b"content-length: 1000000\r\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("status", ANSWERED_EARLY)
+def test_who_was_answered_cannot_hold_a_connection_by_its_body(
+    request: pytest.FixtureRequest, status: int
+) -> None:
+    name, head = ANSWERED_EARLY[status]
+    port = request.getfixturevalue(name).port
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+        connection.sendall(head + b"host: x\r\n\r\n")
+        assert trickle(connection).startswith(b"HTTP/1.1 %d " % status)
+
+
+def test_a_body_that_still_comes_costs_nobody_the_answer(connection: socket.socket) -> None:
+    body = b"x" * (4 << 20)
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n"
+    connection.sendall(head % len(body))
+    found = connection.recv(1 << 16)
+    connection.sendall(body)
+    found += read_all(connection)
+    check(found, 415, "unsupported_media_type")
 
 
 def test_what_is_no_http(gateway: GatewayProcess, connection: socket.socket) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any, cast
 
+from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from ..answering.connection import CONNECTION, ConnectionListener
@@ -22,6 +23,10 @@ from .held_transport import HeldTransport
 __all__ = ["guarded_protocol"]
 
 _MAX_HEAD_BYTES = 64 << 10
+
+_LINGER_S = 5.0
+"""How long a connection takes in the rest of a body that is answered already. Closing at once
+would reset it, and its client might lose the answer."""
 
 
 def guarded_protocol(
@@ -43,6 +48,8 @@ def guarded_protocol(
             self._head_bytes = 0
             self._listener: ConnectionListener | None = None
             self._is_lost = False
+            self._lingers = False
+            self._app, self.app = self.app, self._serve
 
         def listen(self, listener: ConnectionListener | None) -> None:
             """See :class:`..answering.connection.Connection`."""
@@ -119,6 +126,34 @@ def guarded_protocol(
         def on_message_complete(self) -> None:
             if not self.transport.is_closing():
                 super().on_message_complete()
+                if self._lingers and self.cycle.response_complete:
+                    self.transport.close()
+
+        def on_response_complete(self) -> None:
+            super().on_response_complete()
+            if self._lingers and self.cycle.more_body:
+                self.loop.call_later(_LINGER_S, self.transport.close)
+            elif self._lingers:
+                self.transport.close()
+
+        async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+            """Call the app; an answer that leaves before all of the body came ends the connection.
+
+            Else its client could hold it for ever, with a byte of the body now and then.
+            """
+
+            async def send_or_end(message: Message) -> None:
+                cycle = self.cycle  # of the next request, if this one came whole
+                begins = message["type"] == "http.response.start"
+                if not (begins and cycle.scope is scope and cycle.more_body):
+                    await send(message)
+                    return
+                cycle.keep_alive = False  # uvicorn tells the client,
+                await send(message)
+                cycle.keep_alive = True  # but we close, once the body has come or its time is over
+                self._lingers = True
+
+            await self._app(scope, receive, send_or_end)
 
         def _begin_head(self) -> None:
             self._head_bytes = 0
