@@ -25,7 +25,7 @@ class GatewayMetrics:
         refused_heads: requests that were refused before their endpoint was known, by code.
         open_streams: event streams that are open.
         stream_tokens: tokens sent in events.
-        first_token: from the request to the first event, in seconds.
+        first_token: from a new request to its first token, in seconds; comments are none.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class GatewayMetrics:
         )
         self.first_token = Histogram(
             "penstock_gateway_time_to_first_token_seconds",
-            "From a streaming request to its first event.",
+            "From a new streaming request to its first token.",
             registry=self.registry,
             buckets=_SECONDS,
         )

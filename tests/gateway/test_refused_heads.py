@@ -121,19 +121,12 @@ def test_a_slow_head(impatient: GatewayProcess) -> None:
         assert refused(impatient, "request_timeout") == before + 1
 
 
+COMPLETION = b"POST /v1/completions HTTP/1.1\r\ncontent-type: application/json\r\n"
 ANSWERED_EARLY = {
-    415: ("gateway", b"POST /v1/completions HTTP/1.1\r\ncontent-length: 1000000\r\n"),
     404: ("gateway", b"POST /v1/nothing HTTP/1.1\r\ntransfer-encoding: chunked\r\n"),
-    413: (
-        "gateway",
-        b"POST /v1/completions HTTP/1.1\r\ncontent-type: application/json\r\n"
-        b"content-length: 1000000000\r\n",
-    ),
-    408: (
-        "impatient",
-        b"POST /v1/completions HTTP/1.1\r\ncontent-type: application/json\r\n"
-        b"content-length: 1000000\r\n",
-    ),
+    408: ("impatient", COMPLETION + b"content-length: 1000000\r\n"),
+    413: ("gateway", COMPLETION + b"content-length: 1000000000\r\n"),
+    415: ("gateway", b"POST /v1/completions HTTP/1.1\r\ncontent-length: 1000000\r\n"),
 }
 
 

@@ -71,12 +71,17 @@ class StreamedAnswer(OutputAnswer):
         self._pending: list[bytes] = []
         self._connection: Connection | None = None  # once the head is sent
         self._silent_ticks = 0
+        now = asyncio.get_running_loop().time()
+        self._asked_at = now if output.is_new else None  # until its first token
 
     def _start(self) -> None:
         self._output.start(self)
 
     def on_chunk(self, chunk: Chunk) -> None:
         """Write its events."""
+        if self._asked_at is not None:
+            now, asked_at, self._asked_at = asyncio.get_running_loop().time(), self._asked_at, None
+            self._answers.metrics.first_token.observe(now - asked_at)
         self._write(self._writer.chunk(chunk))
 
     def tick(self, keep_alive_after: int) -> None:
@@ -107,7 +112,7 @@ class StreamedAnswer(OutputAnswer):
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         metrics, feed = self._answers.metrics, self._output.feed
-        began, first = asyncio.get_running_loop().time(), self._output.index
+        first = self._output.index
         metrics.open_streams.inc()
         try:
             last = b""
@@ -120,7 +125,6 @@ class StreamedAnswer(OutputAnswer):
                     await self._settle()
                     await self._fail(error, scope, receive, send)
                     return
-            metrics.first_token.observe(asyncio.get_running_loop().time() - began)
             await send({"type": "http.response.start", "status": 200, "headers": self._head()})
             self._connection = connection_of(scope)
             if self._pending:

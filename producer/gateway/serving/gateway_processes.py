@@ -18,6 +18,8 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 
+from prometheus_client.multiprocess import mark_process_dead
+
 from penstock.shared.errors import ConfigurationError
 from penstock.shared.local.children import spawn_bound
 from penstock.shared.settings import Settings
@@ -91,6 +93,7 @@ class _Children:
     def __init__(self, settings: Settings, listener: socket.socket, folder: str) -> None:
         self._settings = settings.model_dump_json().encode()
         self._listener = listener
+        self._folder = folder
         self._environment = os.environ | {"PROMETHEUS_MULTIPROC_DIR": folder}
         self._running: list[tuple[subprocess.Popen[bytes], float]] = []
         self._stopping = False
@@ -125,6 +128,7 @@ class _Children:
         if code is None:
             return True
         _log.error("a gateway process ended with exit code %d; another one starts", code)
+        mark_process_dead(process.pid, self._folder)  # type: ignore[no-untyped-call]
         time.sleep(max(0.0, started + _LEAST_LIFE_S - time.monotonic()))
         return False
 
