@@ -8,6 +8,7 @@ import json
 import os
 import re
 import signal
+import ssl
 import subprocess
 import sys
 import urllib.request
@@ -15,9 +16,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from certificates import self_signed
 from waiting import wait_until
 
 from penstock.producer import Producer, State
+from penstock.producer.cli import main
 from penstock.producer.cli.serve.data_directory import default_directory, owned
 from penstock.shared.errors import ConfigurationError
 from penstock.shared.local.children import spawn_bound
@@ -102,6 +105,7 @@ async def test_it_serves_drains_and_goes_on_where_it_was(tmp_path: Path) -> None
     flags = ("--workers", "2", "--processes", "2", "--config", str(config))
     with serving(tmp_path, *flags) as served:
         assert "2 workers" in served.text
+        assert "authorization" not in served.text
         wait_until(lambda: gateway_processes(served.process.pid) == 2, "two processes", 60)
         with await asyncio.to_thread(
             urllib.request.urlopen, ask(served, None, stream=False), timeout=60
@@ -137,6 +141,29 @@ async def test_it_serves_drains_and_goes_on_where_it_was(tmp_path: Path) -> None
             assert result.usage.attempts == 2
         served.process.send_signal(signal.SIGTERM)
         assert await asyncio.to_thread(served.process.wait, 60) == 0
+
+
+@pytest.mark.parametrize("clients", ["all", "with a certificate"])
+def test_a_gateway_with_tls_and_keys_is_ready(
+    tmp_path: Path, redis_url: str, capsys: pytest.CaptureFixture[str], clients: str
+) -> None:
+    assert main(["keys", "create", "--tenant", "acme", "--redis", redis_url]) == 0
+    secret = capsys.readouterr().out.split()[0]
+    certificate, key = self_signed(tmp_path)
+    lines = ["[gateway]", f'tls_certificate = "{certificate}"', f'tls_key = "{key}"']
+    if clients != "all":
+        lines.append(f'tls_client_ca = "{certificate}"')
+    config = tmp_path / "settings.toml"
+    config.write_text("\n".join(lines))
+    with serving(tmp_path, "--config", str(config), "--redis", redis_url) as served:
+        assert served.base_url.startswith("https://")
+        assert "-H 'authorization: Bearer YOUR_API_KEY'" in served.text
+        if clients == "all":
+            request = ask(served, 4, stream=False)
+            request.add_header("authorization", f"Bearer {secret}")
+            trust = ssl.create_default_context(cafile=str(certificate))
+            with urllib.request.urlopen(request, timeout=60, context=trust) as reply:
+                assert len(json.load(reply)["choices"][0]["text"]) == 4
 
 
 def test_a_worker_that_refuses_ends_all(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import importlib.util
 import json
 import os
 import signal
+import ssl
 import sys
 import time
 import urllib.request
@@ -109,6 +110,7 @@ class _Deployment:
         self._screen = screen
         self._stop = asyncio.Event()
         self._base_url = ""
+        self._has_keys = False
         given: dict[str, object] = {
             "redis.url": url,
             "redis.embedded": "never",
@@ -178,7 +180,9 @@ class _Deployment:
                 await ready
                 seconds, count = time.monotonic() - began, len(self._workers)
                 model, kind = self._settings.queue.model, await self._kind()
-                self._screen.ready(self._base_url, model, kind, self._url, count, seconds)
+                self._screen.ready(
+                    self._base_url, model, kind, self._url, count, seconds, self._has_keys
+                )
             await watching
         finally:
             ready.cancel()
@@ -199,6 +203,8 @@ class _Deployment:
         """
         deadline = time.monotonic() + _GATEWAY_START_S
         while True:
+            if self._base_url and self._settings.gateway.tls_client_ca is not None:
+                return  # it answers who has a certificate; that it listens must do
             if self._base_url:
                 health = self._base_url.removesuffix("/v1") + "/health"
                 with contextlib.suppress(OSError):
@@ -212,7 +218,8 @@ class _Deployment:
 
     def _hear_gateway(self, line: str) -> None:
         if line.startswith(_SPEAKS) and not self._base_url:
-            self._base_url = line.removeprefix(_SPEAKS).split()[0]
+            self._base_url, _, about = line.removeprefix(_SPEAKS).partition(" ")
+            self._has_keys = about.startswith("(API keys")
         else:
             self._screen.line(line)
 
@@ -275,7 +282,10 @@ def _require_packages(settings: Settings) -> None:
 
 
 def _served(health: str) -> dict[str, int]:
-    """The models that a gateway finds, and their workers."""
-    with urllib.request.urlopen(health, timeout=5) as reply:
+    """The models that our own gateway finds, and their workers."""
+    context = ssl.create_default_context()
+    context.check_hostname = False  # the certificate is for other names than this address
+    context.verify_mode = ssl.CERT_NONE
+    with urllib.request.urlopen(health, timeout=5, context=context) as reply:
         models: dict[str, int] = json.load(reply)["models"]
         return models

@@ -85,6 +85,7 @@ class Screen:
         redis_url: str,
         workers: int,
         seconds: float,
+        needs_key: bool,
     ) -> None:
         """Say what to do now."""
         path, fields, command = _QUESTIONS.get(kind, _QUESTIONS[ModelKind.GENERATE])
@@ -94,6 +95,7 @@ class Screen:
             f"{model} is served by {count}, ready after {seconds:.1f} s. Ask it:",
             "",
             f"  curl {base_url}/{path} -H 'content-type: application/json' \\",
+            *(["    -H 'authorization: Bearer YOUR_API_KEY' \\"] if needs_key else []),
             f"    -d '{body}'",
             f"  export REDIS_URL={redis_url}" + (command and f"; {command} --model {model}"),
             "",
