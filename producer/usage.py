@@ -22,7 +22,15 @@ from penstock.shared.settings import Settings
 
 from .shards_found import find_shards
 
-__all__ = ["GROUPS", "UsageReader", "UsageSum", "read_usage", "sum_usage", "write_usage"]
+__all__ = [
+    "GROUPS",
+    "UsageReader",
+    "UsageSum",
+    "read_days",
+    "read_usage",
+    "sum_usage",
+    "write_usage",
+]
 
 GROUPS = ("day", "tenant", "model", "lane", "state")
 """By what usage can be summed."""
@@ -97,13 +105,25 @@ class UsageReader:
             InvalidRequest: the last day comes before the first, or there are too many.
             RedisUnavailable: see :class:`Producer`.
         """
-        client = self._client
-        seconds, _ = await client.call(lambda: client.redis.time())
-        last = last or datetime.datetime.fromtimestamp(seconds, datetime.UTC).date()
-        first = first or _before(last, _DEFAULT_DAYS - 1)
-        shards = await find_shards(client, "usage:*") or [self._own]
-        wanted = [keys for keys in shards if model in (None, keys.model)]
-        return await read_usage(client, wanted, first, last, tenant=tenant)
+        shards = await find_shards(self._client, "usage:*") or [self._own]
+        return await read_days(self._client, shards, first, last, tenant=tenant, model=model)
+
+
+async def read_days(
+    client: RetryingClient,
+    shards: Iterable[Keys],
+    first: datetime.date | None = None,
+    last: datetime.date | None = None,
+    *,
+    tenant: str | None = None,
+    model: str | None = None,
+) -> list[UsageRow]:
+    """The same of these shards alone; for arguments and errors see :meth:`UsageReader.read`."""
+    seconds, _ = await client.call(lambda: client.redis.time())
+    last = last or datetime.datetime.fromtimestamp(seconds, datetime.UTC).date()
+    first = first or _before(last, _DEFAULT_DAYS - 1)
+    wanted = [keys for keys in shards if model in (None, keys.model)]
+    return await read_usage(client, wanted, first, last, tenant=tenant)
 
 
 def _before(day: datetime.date, days: int) -> datetime.date:

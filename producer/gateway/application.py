@@ -97,7 +97,7 @@ def create_app(settings: Settings, access: Access | None = None) -> GatewayApp:
     writers = {**openai_writers(), **response_writers()}
     routers = [
         service_routes(gateway),
-        usage_routes(access, settings),
+        usage_routes(access, directory),
         openai_routes(gateway),
         response_routes(gateway),
         encoder_routes(gateway),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import datetime
 import hashlib
 from collections.abc import Iterable
 from contextlib import AsyncExitStack
@@ -14,12 +15,14 @@ from penstock.shared.keys import Keys
 from penstock.shared.local.embedded import require_url
 from penstock.shared.protocol.states import ModelKind
 from penstock.shared.redis.retrying_client import RetryingClient
+from penstock.shared.scripts.usage_ledger import UsageRow
 from penstock.shared.settings import Settings
 
 from ..client import Producer
 from ..results import Status
 from ..served_models import ModelCard
 from ..shards_found import find_known_shards
+from ..usage import read_days
 from .api_errors import ApiError
 
 __all__ = ["ModelDirectory", "Shard", "check_kind", "check_model"]
@@ -184,6 +187,19 @@ class ModelDirectory:
             others = [shard for shard in self._ordered() if shard.keys not in known]
             found = await _status_in(others, request_id)
         return found
+
+    async def usage(
+        self,
+        first: datetime.date | None,
+        last: datetime.date | None,
+        *,
+        tenant: str | None,
+        model: str | None,
+    ) -> list[UsageRow]:
+        """What was used of the shards that are known; see :meth:`.UsageReader.read`."""
+        await self._search()
+        shards = [shard.keys for shard in self._ordered()]
+        return await read_days(self._client, shards, first, last, tenant=tenant, model=model)
 
     def _ordered(self) -> list[Shard]:
         return [self._shards[keys] for keys in sorted(self._shards, key=_order)]

@@ -16,12 +16,12 @@ from starlette.responses import JSONResponse, Response
 
 from penstock.shared.errors import InvalidRequest
 from penstock.shared.scripts.usage_ledger import UsageCounts
-from penstock.shared.settings import Settings
 
-from ..usage import GROUPS, UsageReader, sum_usage, write_usage
+from ..usage import GROUPS, sum_usage, write_usage
 from .api_errors import error_of, invalid
 from .callers import Access
 from .documented import json_answer, with_errors
+from .model_directory import ModelDirectory
 
 __all__ = ["usage_routes"]
 
@@ -58,12 +58,12 @@ _USAGE: Mapping[str, Any] = {
 }
 
 
-def usage_routes(access: Access, settings: Settings) -> APIRouter:
+def usage_routes(access: Access, directory: ModelDirectory) -> APIRouter:
     """The route.
 
     Args:
         access: who may look.
-        settings: of the server whose ledgers are read.
+        directory: knows the shards whose ledgers are read.
     """
     router = APIRouter()
 
@@ -88,15 +88,13 @@ def usage_routes(access: Access, settings: Settings) -> APIRouter:
         groups = [
             name for part in query.get("by", "day,model").split(",") if (name := part.strip())
         ]
-        async with UsageReader(settings, outage_s=settings.gateway.outage_s) as reader:
-            try:
-                rows = await reader.read(
-                    _day("from", query), _day("to", query),
-                    tenant=tenant, model=query.get("model"),
-                )  # fmt: skip
-                sums = sum_usage(rows, groups)
-            except InvalidRequest as error:
-                raise error_of(error) from None
+        try:
+            rows = await directory.usage(
+                _day("from", query), _day("to", query), tenant=tenant, model=query.get("model")
+            )
+            sums = sum_usage(rows, groups)
+        except InvalidRequest as error:
+            raise error_of(error) from None
         if form == "csv":
             text = io.StringIO()
             write_usage(text, groups, sums)

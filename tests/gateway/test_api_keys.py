@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+import redis
 from gateway.rig import GatewayProcess, trickle
 from waiting import wait_until
 
@@ -197,6 +199,27 @@ def test_usage_is_the_tenants_own(
     )  # fmt: skip
     for wrong in refused_queries:
         assert usage(boss, wrong).status_code == 400, wrong
+
+
+def test_usage_is_not_searched_for_at_every_call(
+    locked: GatewayProcess, keys: Keys, capsys: pytest.CaptureFixture[str]
+) -> None:
+    headers = {"authorization": f"Bearer {keys.create(capsys, 'curious')}"}
+    with redis.Redis.from_url(keys.url) as client:
+
+        def scans() -> int:
+            return int(client.info("commandstats").get("cmdstat_scan", {}).get("calls", 0))
+
+        before, connections, began = scans(), connections_of(client), time.monotonic()
+        for _ in range(20):
+            assert httpx.get(f"{locked.url}/v1/usage", headers=headers, timeout=60).is_success
+        # A look counts for two seconds; all this takes a fraction of one, but may stand still.
+        assert scans() - before <= 1 + (time.monotonic() - began) / 2
+        assert connections_of(client) - connections < 20
+
+
+def connections_of(client: redis.Redis) -> int:
+    return int(client.info("stats")["total_connections_received"])
 
 
 def test_usage_as_csv_is_what_the_command_writes(
