@@ -9,30 +9,34 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from penstock.shared.protocol.collection_types import TokenIds
+from penstock.shared.protocol.request import MAX_PROMPT_TOKENS
 from penstock.shared.protocol.states import Lane
 
 from ..results import Result
 from .api_errors import end_error, invalid
 from .documented import json_answer, json_body, with_errors
 from .gateway import Gateway
+from .openai.fields.chat_fields import read_messages
 from .openai.fields.common_fields import LIST, TEXT
 from .openai.fields.field_schema import body_schema
 from .openai.fields.field_table import FieldTable, served
 
 __all__ = ["tokenize_routes"]
 
-_TOKENIZE = FieldTable(
-    (
-        served("model", TEXT, "Which model."),
-        served("prompt", TEXT, "A text; or give `messages`."),
-        served("messages", LIST, "A conversation, which the chat template renders."),
-    ),
-    prompt="prompt",
+_FIELDS = (
+    served("model", TEXT, "Which model."),
+    served("prompt", TEXT, "A text; or give `messages`."),
+    served("messages", LIST, "A conversation, which the chat template renders."),
+)
+_TOKENIZE, _TOKENIZE_CHAT = (
+    FieldTable(_FIELDS, prompt=name, required=("model",), either=("prompt", "messages"))
+    for name in ("prompt", "messages")
 )
 _DETOKENIZE = FieldTable(
     (
         served("model", TEXT, "Which model."),
-        served("tokens", LIST, "Token ids."),
+        served("tokens", TokenIds(MAX_PROMPT_TOKENS), "Token ids."),
     ),
     prompt="tokens",
 )
@@ -54,8 +58,10 @@ def tokenize_routes(gateway: Gateway) -> APIRouter:
         own, _ = _TOKENIZE.read(body)
         if ("prompt" in own) == ("messages" in own):
             raise invalid("prompt", "prompt: give a prompt, or messages", "missing_value")
-        name = "prompt" if "prompt" in own else "messages"
-        return await _answer(gateway, request, _TOKENIZE, body, own, own[name], _tokens)
+        if "prompt" in own:
+            return await _answer(gateway, request, _TOKENIZE, body, own, own["prompt"], _tokens)
+        messages = read_messages(own)
+        return await _answer(gateway, request, _TOKENIZE_CHAT, body, own, messages, _tokens)
 
     @router.post(
         "/detokenize",

@@ -153,6 +153,27 @@ def test_members_that_are_null_count_as_not_given(gateway: GatewayProcess) -> No
     assert post(gateway, "/v1/chat/completions", json.dumps({**CHAT, **form})).status_code == 200
 
 
+MESSAGE = {"role": "user", "content": "Hi"}
+OF_ANOTHER_KIND: list[tuple[str, dict[str, Any], str]] = [
+    ("/v1/completions", {"prompt": [MESSAGE]}, "prompt[0]"),
+    ("/v1/completions", {"prompt": ["a", [MESSAGE]]}, "prompt[1][0]"),
+    ("/tokenize", {"messages": [1, 2]}, "messages[0]"),
+    ("/tokenize", {"messages": [MESSAGE, 1]}, "messages[1]"),
+    ("/tokenize", {"messages": []}, "messages"),
+    ("/detokenize", {"tokens": [MESSAGE]}, "tokens[0]"),
+    ("/detokenize", {"tokens": [1, MESSAGE]}, "tokens[1]"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "param"), OF_ANOTHER_KIND)
+def test_a_prompt_of_another_kind_is_named(
+    gateway: GatewayProcess, path: str, body: dict[str, Any], param: str
+) -> None:
+    error = check(post(gateway, path, json.dumps({"model": "letters", **body})), 400)
+    assert error["param"] == param
+    assert error["message"].startswith(f"{param}: ")
+
+
 @pytest.mark.parametrize(
     "prompt", [None, "", [], [[]], ["a", ""], ["a", 1], [1, "a"], [-1], [[1, "a"]], {"a": 1}, 7]
 )

@@ -93,12 +93,7 @@ def chat_request(
     Raises:
         ApiError: 400, with the name of the field at fault.
     """
-    fields = dict(values)
-    if not own.get("messages"):
-        raise invalid("messages", "messages: give at least one message", "missing_value")
-    if not isinstance(own["messages"][0], dict):
-        raise invalid("messages[0]", "messages[0]: a message is an object with role and content")
-    fields["prompt"] = own["messages"]
+    fields = {**values, "prompt": read_messages(own)}
     fields["parse_response"] = True
     most = fields.setdefault("max_tokens", own.get("max_tokens", default_max_tokens))
     if own.get("max_tokens", most) != most:
@@ -107,6 +102,20 @@ def chat_request(
     fields.update(output_form(own))
     _read_logprobs(own, fields)
     return fields
+
+
+def read_messages(own: Mapping[str, Any]) -> list[Any]:
+    """The conversation, which the queue's request checks further.
+
+    Raises:
+        ApiError: 400, it is none: the queue would take numbers for token ids.
+    """
+    messages: list[Any] = own.get("messages") or []
+    if not messages:
+        raise invalid("messages", "messages: give at least one message", "missing_value")
+    if not isinstance(messages[0], dict):
+        raise invalid("messages[0]", "messages[0]: a message is an object with role and content")
+    return messages
 
 
 def _read_logprobs(own: Mapping[str, Any], fields: dict[str, Any]) -> None:

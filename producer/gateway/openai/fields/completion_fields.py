@@ -99,6 +99,10 @@ def _prompts(prompt: Any) -> list[Any]:
     prompts = prompt if several else [prompt]
     if not all(isinstance(one, str | list) and one for one in prompts):
         raise invalid("prompt", "prompt: give text or token ids", "missing_value")
+    for number, one in enumerate(prompts):
+        if isinstance(one[0], dict):  # the queue would take it for a conversation
+            where = f"prompt[{number}][0]" if several else "prompt[0]"
+            raise invalid(where, f"{where}: a token id is a whole number")
     return prompts
 
 

@@ -117,13 +117,23 @@ class FieldTable:
         fields: the declarations.
         prompt: which field holds the prompt.
         names: what fields of the queue's request are called that no declaration sets.
+        required: for OpenAPI, which a body must have; empty: its model and its prompt.
+        either: and of these exactly one.
     """
 
     def __init__(
-        self, fields: Iterable[ApiField], prompt: str, names: Mapping[str, str] = _NAMES
+        self,
+        fields: Iterable[ApiField],
+        prompt: str,
+        names: Mapping[str, str] = _NAMES,
+        *,
+        required: tuple[str, ...] = (),
+        either: tuple[str, ...] = (),
     ) -> None:
         self.fields = {field.name: field for field in fields}
         self.prompt = prompt
+        self.required = required or ("model", prompt)
+        self.either = either
         self.names = {field.target: field.name for field in self.fields.values() if field.target}
         self.names["prompt"] = self.names["payload"] = prompt
         self.names |= names
