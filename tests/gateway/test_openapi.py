@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+import jsonschema_rs
 import pytest
 from gateway.rig import GatewayProcess
 from workers import WorkerFactory
@@ -108,6 +109,58 @@ def test_streamed_answers_are_as_they_are_documented(
     streamed.write_text(json.dumps(page))
     flags = ("--phases", "fuzzing", "--mode", "positive", "--include-path", "/v1/completions")
     run_schemathesis(gateway, streamed, 5, "--no-shrink", *flags)
+
+
+MODEL = {"model": "letters"}
+MESSAGES = {"messages": [{"role": "user", "content": "Hi"}]}
+LEAST: list[tuple[str, dict[str, object]]] = [
+    ("/v1/chat/completions", {**MODEL, **MESSAGES}),
+    ("/v1/completions", {**MODEL, "prompt": "Hi"}),
+    ("/v1/responses", {**MODEL, "input": "Hi"}),
+    ("/v1/embeddings", {**MODEL, "input": "Hi"}),
+    ("/v1/rerank", {**MODEL, "query": "Hi", "documents": ["Ho"]}),
+    ("/v1/classify", {**MODEL, "input": "Hi"}),
+    ("/v1/infer", {**MODEL, "input": "Hi"}),
+    ("/v1/infer", {**MODEL, "input": None, "input_base64": "SGk="}),
+    ("/tokenize", {**MODEL, "prompt": "Hi"}),
+    ("/tokenize", {**MODEL, **MESSAGES}),
+    ("/detokenize", {**MODEL, "tokens": [1]}),
+    (
+        "/v1/batches",
+        {"input_file_id": "f", "endpoint": "/v1/embeddings", "completion_window": "24h"},
+    ),
+]
+BOTH: list[tuple[str, dict[str, object]]] = [
+    ("/v1/infer", {**MODEL, "input": "Hi", "input_base64": "SGk="}),
+    ("/tokenize", {**MODEL, "prompt": "Hi", **MESSAGES}),
+]
+
+
+def test_what_is_required_is_documented(gateway: GatewayProcess) -> None:
+    """Without any of these fields a body is refused, by the document as by the endpoint."""
+    page = httpx.get(f"{gateway.url}/openapi.json", timeout=60).json()
+    bodies = {
+        path: body["content"]["application/json"]["schema"]
+        for path, methods in page["paths"].items()
+        if "application/json" in (body := methods.get("post", {}).get("requestBody", {})).get(
+            "content", ())
+    }  # fmt: skip
+    assert {path for path, _ in LEAST} == set(bodies)
+
+    def is_complete(path: str, body: dict[str, object]) -> bool:
+        answer = httpx.post(f"{gateway.url}{path}", json=body, timeout=60).json()
+        error = answer.get("error") or {}  # a response has one that is null
+        return bool(error.get("code") != "missing_value")
+
+    for path, body in LEAST:
+        given = [name for name, value in body.items() if value is not None]
+        parts = [{key: body[key] for key in body if key != name} for name in given]
+        for one, complete in ((body, True), *((part, False) for part in parts)):
+            assert is_complete(path, one) == complete, (path, one)
+            assert jsonschema_rs.is_valid(bodies[path], one) == complete, (path, one)
+    for path, body in BOTH:
+        assert not is_complete(path, body)
+        assert not jsonschema_rs.is_valid(bodies[path], body)
 
 
 def test_every_error_is_documented(gateway: GatewayProcess) -> None:

@@ -40,6 +40,7 @@ BATCH_FIELDS = FieldTable(
         served("output_expires_after", OBJECT, "`anchor` and `seconds`: life of the outputs."),
     ),
     prompt="input_file_id",
+    required=("input_file_id", "endpoint", "completion_window"),
 )
 
 
@@ -58,7 +59,7 @@ def batch_routes(gateway: Gateway, service: BatchService) -> APIRouter:
             message = "this API key may not use the lane batch"
             raise ApiError(403, message, "tier_not_allowed")
         own, _ = BATCH_FIELDS.read(await gateway.read_object(request))
-        for name in ("input_file_id", "endpoint", "completion_window"):
+        for name in BATCH_FIELDS.required:
             if name not in own:
                 raise invalid(name, f"{name}: the field is required", "missing_value")
         if own["completion_window"] != "24h":

@@ -98,6 +98,7 @@ RERANK_FIELDS = FieldTable(
         refused("max_tokens_per_doc", "is not served: see truncate"),
     ),
     prompt="documents",
+    required=("model", "query", "documents"),
 )
 
 CLASSIFY_FIELDS = FieldTable(
@@ -120,6 +121,8 @@ INFER_FIELDS = FieldTable(
         *_QUEUE,
     ),
     prompt="input",
+    required=("model",),
+    either=("input", "input_base64"),
 )
 
 

@@ -23,12 +23,18 @@ __all__ = ["body_schema"]
 def body_schema(table: FieldTable) -> dict[str, Any]:
     """The schema of an endpoint's body, without the fields that are refused."""
     fields = [field for field in table.fields.values() if field.kind is not Kind.REFUSED]
-    return {
+    schema: dict[str, Any] = {
         "type": "object",
-        "required": ["model", table.prompt],
+        "required": list(table.required),
         "properties": {field.name: _property(field) for field in fields},
         "additionalProperties": False,
     }
+    if table.either:
+        given = {"not": {"type": "null"}}
+        schema["oneOf"] = [
+            {"required": [name], "properties": {name: given}} for name in table.either
+        ]
+    return schema
 
 
 def _property(field: ApiField) -> dict[str, Any]:
