@@ -98,7 +98,7 @@ def test_nobody_is_asked_for_a_body_without_a_key(locked: GatewayProcess) -> Non
     """The body never comes: who wants to read it first would answer 408 half a minute later."""
     for path in POSTED:
         with socket.create_connection(("127.0.0.1", locked.port), timeout=60) as connection:
-            head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            head = f"POST {path} HTTP/1.1\r\nhost: [::1]\r\ncontent-type: application/json\r\n"
             connection.sendall(f"{head}content-length: 1000000\r\n\r\n".encode())
             assert connection.recv(1 << 16).startswith(b"HTTP/1.1 401 "), path
 

@@ -76,10 +76,18 @@ def test_nobody_gets_in_without_a_key(locked: GatewayProcess, key: str) -> None:
 def test_nobody_holds_a_connection_without_a_key(locked: GatewayProcess) -> None:
     with socket.create_connection(("127.0.0.1", locked.port), timeout=60) as connection:
         connection.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            b"POST /v1/completions HTTP/1.1\r\nhost: [::1]\r\ncontent-type: application/json\r\n"
             b"content-length: 1000000\r\n\r\n"
         )
         assert trickle(connection).startswith(b"HTTP/1.1 401 ")
+
+
+def test_who_has_a_key_may_call_the_gateway_by_any_name(
+    locked: GatewayProcess, keys: Keys, capsys: pytest.CaptureFixture[str]
+) -> None:
+    headers = {"host": "api.example", "authorization": f"Bearer {keys.create(capsys, 'acme')}"}
+    answer = httpx.get(f"{locked.url}/v1/models", headers=headers, timeout=60)
+    assert answer.status_code == 200
 
 
 def test_models_and_lanes_of_a_key(

@@ -11,7 +11,7 @@ from waiting import wait_until
 
 from penstock.shared.local.embedded import EmbeddedRedis
 
-HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: [::1]\r\ncontent-type: application/json\r\n"
 
 
 def status_of(gateway: GatewayProcess, length: int) -> bytes:

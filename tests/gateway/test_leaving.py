@@ -62,7 +62,7 @@ def test_a_client_that_leaves_ends_what_it_waits_for_whole(
     wait_until(lambda: not running(server), "an idle server")
     with socket.create_connection(("127.0.0.1", gateway.port)) as connection:
         body = json.dumps(LONG).encode()
-        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: [::1]\r\ncontent-type: application/json\r\n"
         connection.sendall(head + b"content-length: %d\r\n\r\n" % len(body) + body)
         wait_until(lambda: running(server), "the request")
     wait_until(lambda: not running(server), "its end")
@@ -217,7 +217,7 @@ def test_a_slow_reader_takes_no_memory_and_loses_nothing(
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.connect(("127.0.0.1", gateway.port))
-        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: [::1]\r\ncontent-type: application/json\r\n"
         head += b"idempotency-key: slow\r\nconnection: close\r\n"
         connection.sendall(head + b"content-length: %d\r\n\r\n" % len(data) + data)
         wait_until(lambda: running(server), "the request")

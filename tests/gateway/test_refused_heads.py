@@ -19,12 +19,12 @@ from penstock.shared.local.embedded import EmbeddedRedis
 
 pytestmark = pytest.mark.usefixtures("synthetic_worker")
 
-BEGUN = b"GET /health HTTP/1.1\r\nhost: x\r\n"
+BEGUN = b"GET /health HTTP/1.1\r\nhost: [::1]\r\n"
 BODY = json.dumps(
     {"model": "letters", "prompt": "abc", "max_tokens": 60_000, "stream": True}
 ).encode()
 STREAM_HEAD = (
-    b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    b"POST /v1/completions HTTP/1.1\r\nhost: [::1]\r\ncontent-type: application/json\r\n"
     b"content-length: %d\r\n\r\n"
 )
 STREAM = STREAM_HEAD % len(BODY) + BODY
@@ -137,13 +137,13 @@ def test_who_was_answered_cannot_hold_a_connection_by_its_body(
     name, head = ANSWERED_EARLY[status]
     port = request.getfixturevalue(name).port
     with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
-        connection.sendall(head + b"host: x\r\n\r\n")
+        connection.sendall(head + b"host: [::1]\r\n\r\n")
         assert trickle(connection).startswith(b"HTTP/1.1 %d " % status)
 
 
 def test_a_body_that_still_comes_costs_nobody_the_answer(connection: socket.socket) -> None:
     body = b"x" * (4 << 20)
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: [::1]\r\ncontent-length: %d\r\n\r\n"
     connection.sendall(head % len(body))
     found = connection.recv(1 << 16)
     connection.sendall(body)

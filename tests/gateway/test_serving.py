@@ -93,12 +93,12 @@ def test_tls_and_cors(guarded: GatewayProcess, trust: ssl.SSLContext) -> None:
 
 def test_a_head_comes_with_its_body_in_one_piece(gateway: GatewayProcess) -> None:
     body = json.dumps({**BODY, "stream": True}).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: [::1]\r\ncontent-type: application/json\r\n"
     asked = (
         (head + b"content-length: %d\r\n\r\n" % len(body) + body, True, b"\r\n0\r\n\r\n"),
-        (b"GET /v1/nothing HTTP/1.1\r\nhost: x\r\n\r\n", True, b"}"),
+        (b"GET /v1/nothing HTTP/1.1\r\nhost: [::1]\r\n\r\n", True, b"}"),
         # A head without a body; were it kept, the connection would stand still.
-        (b"HEAD /v1/models HTTP/1.1\r\nhost: x\r\n\r\n", False, b"\r\n\r\n"),
+        (b"HEAD /v1/models HTTP/1.1\r\nhost: [::1]\r\n\r\n", False, b"\r\n\r\n"),
     )
     with socket.create_connection(("127.0.0.1", gateway.port), timeout=60) as connection:
         for request, has_body, at_end in asked * 2:

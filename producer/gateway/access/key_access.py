@@ -17,7 +17,7 @@ from penstock.shared.settings import Settings
 
 from ..api_errors import ApiError
 from ..callers import Admission, Caller, OpenAdmission, Used
-from .addresses import is_loopback
+from .addresses import is_loopback, names_loopback
 from .key_records import KeyRecord, digest_of
 from .key_store import KeyStore
 from .limit_scripts import LimitScripts, Verdict
@@ -116,18 +116,17 @@ class KeyAccess:
         """The tenant of the bearer key.
 
         Raises:
-            ApiError: 401, there is none, or it is not in force.
+            ApiError: 401, there is none, or it is not in force; 403, it is not needed, but the
+                request is for another host.
             RedisUnavailable: Redis is away.
         """
         secret = _secret(headers)
-        if not secret:
-            if await self._is_required():
-                raise _unauthorized("no API key: send `authorization: Bearer KEY`")
-            return Caller("default")
-        record = await self._look_up(secret)
+        record = await self._look_up(secret) if secret else None
+        if record is None and await self._is_required():
+            known = "the API key is not known, revoked or expired"
+            raise _unauthorized(known if secret else "no API key: send `authorization: Bearer KEY`")
         if record is None:
-            if await self._is_required():
-                raise _unauthorized("the API key is not known, revoked or expired")
+            _check_host(headers)
             return Caller("default")
         return Caller(
             record.tenant, record.id, record.models, record.lanes, record.admin, digest_of(secret)
@@ -263,6 +262,24 @@ def _secret(headers: Mapping[str, str]) -> str:
     if kind.lower() != "bearer" or len(secret) > _MAX_SECRET_CHARS:
         return ""
     return secret
+
+
+def _check_host(headers: Mapping[str, str]) -> None:
+    """See that a request without a key was meant for this machine.
+
+    A web page can have its own name resolve to a loopback address (DNS rebinding). Its browser
+    takes that for the page's own server, but says the name.
+
+    Raises:
+        ApiError: 403, it was not.
+    """
+    host = headers.get("host")
+    if host is not None and not names_loopback(host):
+        message = (
+            f"without API keys the gateway answers for localhost and loopback addresses only, and "
+            f"not for {host[:100]!r}; `penstock keys create` makes a key"
+        )
+        raise ApiError(403, message, "host_not_allowed", retry=False)
 
 
 def _unauthorized(message: str) -> ApiError:
