@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
 import yaml
 
 from penstock.shared.local.server_binary import find_server
@@ -104,6 +107,34 @@ def test_environments_are_valid_settings(services: dict[str, Any], tmp_path: Pat
         settings = load_settings(environment=environment)
         assert settings.redis.url == "redis://default:se%2Fcret@redis:6379/0"
     assert settings.redis.embedded == "never"
+
+
+def test_a_key_is_made_at_the_first_start_and_where_redis_lost_it(
+    services: dict[str, Any], redis_url: str, tmp_path: Path
+) -> None:
+    (script,) = services["first_key"]["command"]
+    script = script.replace("/secrets/", f"{tmp_path}/").replace("/tmp/key", f"{tmp_path}/made")
+    programs = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": programs, "PENSTOCK_REDIS__URL": redis_url}
+
+    def start() -> str:
+        subprocess.run(["sh", "-c", script], env=environment, check=True, timeout=100)
+        return (tmp_path / "api_key").read_text()
+
+    def keys_in_redis() -> int:
+        with redis.Redis.from_url(redis_url) as client:
+            return int(client.hlen("ps:{gateway}:keys"))  # type: ignore[arg-type]
+
+    first = start()
+    assert first.startswith("sk-penstock-")
+    assert start() == first
+    assert keys_in_redis() == 1
+    with redis.Redis.from_url(redis_url) as client:
+        client.flushall()
+    second = start()
+    assert second.startswith("sk-penstock-")
+    assert second != first
+    assert keys_in_redis() == 1
 
 
 def test_drains_fit_into_the_grace_periods(services: dict[str, Any]) -> None:
