@@ -68,7 +68,8 @@ def create_app(settings: Settings, access: Access | None = None) -> GatewayApp:
         settings: the sections ``redis``, ``queue`` and ``gateway``.
         access: who may submit; None asks Redis for API keys, see :func:`.access_of`.
     """
-    directory, access = ModelDirectory(settings), access or access_of(settings)
+    directory = ModelDirectory(settings)
+    access = access or access_of(settings, directory.locate)
     client = RetryingClient(
         require_url(settings.redis), socket_timeout_s=settings.redis.socket_timeout_s
     )

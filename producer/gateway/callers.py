@@ -7,11 +7,12 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from penstock.shared.protocol.events import End
 from penstock.shared.protocol.states import Lane
 
 from .api_errors import ApiError, invalid
 
-__all__ = ["Access", "Admission", "Caller", "OpenAdmission", "Used"]
+__all__ = ["Access", "Admission", "Caller", "OpenAdmission", "Used", "tokens_of"]
 
 _MAX_KEY_CHARS = 256
 
@@ -64,6 +65,12 @@ Used = Callable[[], Awaitable[int | None]]
 """Asks how many tokens a request has used; None while it has not ended."""
 
 
+def tokens_of(end: End) -> int:
+    """What a request that has ended has used of its key's tokens."""
+    usage = end.usage
+    return usage.prompt_tokens + usage.output_tokens if usage else end.n
+
+
 class Admission(Protocol):
     """The permission for one request."""
 
@@ -97,12 +104,15 @@ class Access(Protocol):
             ApiError: 401, no valid key.
         """
 
-    async def admit(self, caller: Caller, cost: int, *, joins: bool = False) -> Admission:
+    async def admit(
+        self, caller: Caller, cost: int, request_id: str, *, joins: bool = False
+    ) -> Admission:
         """Let a request of about ``cost`` tokens in.
 
         Args:
             caller: who asks.
             cost: estimated tokens.
+            request_id: its id, by which any gateway finds what it has used.
             joins: it joins a request that was charged: no limit holds it back, and none is used.
 
         Raises:

@@ -29,7 +29,7 @@ from .answering.event_ids import last_event_id
 from .answering.open_answers import OpenAnswers
 from .answering.request_output import Output
 from .api_errors import error_of, invalid
-from .callers import Access, Admission, Caller
+from .callers import Access, Admission, Caller, tokens_of
 from .gateway_metrics import GatewayMetrics
 from .model_directory import ModelDirectory, Shard, check_kind, check_model
 from .request_body import read_object
@@ -171,7 +171,9 @@ class Gateway:
             check_kind(shard, kind)
             if webhook is not None:
                 await self._watch.check(webhook)
-            admission = await self.access.admit(caller, built.cost_estimate, joins=is_known)
+            admission = await self.access.admit(
+                caller, built.cost_estimate, request_id, joins=is_known
+            )
             producer, feed = shard.producer, shard.producer.feeds.open(request_id)
             try:
                 submitted = await producer.send(
@@ -231,7 +233,7 @@ class Gateway:
             ApiError: it is refused, and does not run.
         """
         try:
-            return await self.access.admit(caller, built.cost_estimate)
+            return await self.access.admit(caller, built.cost_estimate, built.id)
         except BaseException:
             with contextlib.suppress(UnknownRequest):
                 await producer.cancel(built.id)
@@ -354,10 +356,7 @@ async def _tokens_used(producer: Producer, request_id: str) -> int | None:
         end = (await producer.status(request_id)).end
     except UnknownRequest:
         return 0
-    if end is None:
-        return None
-    usage = end.usage
-    return usage.prompt_tokens + usage.output_tokens if usage else end.n
+    return None if end is None else tokens_of(end)
 
 
 def _headers(submission: Submission) -> dict[str, str]:

@@ -103,8 +103,8 @@ class GatewaySettings(Section):
     )
     admission_lease_ms: int = setting(
         30_000,
-        "How long a request of a gateway that died still counts among its key's `concurrent` "
-        "requests. Gateways renew what runs three times as often.",
+        "After how long another gateway looks after the requests of one that ended, for the "
+        "limits of their keys. Gateways renew what runs three times as often.",
         unit="ms",
         ge=300,
         le=3_600_000,

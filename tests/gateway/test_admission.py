@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 from collections.abc import AsyncIterator, Iterator
@@ -15,6 +16,7 @@ import redis
 from gateway.rig import GatewayProcess
 from starlette.datastructures import Headers
 from starlette.requests import Request
+from waiting import wait_until_async
 
 from penstock.producer.batches.webhooks.request_ends import RequestWatch
 from penstock.producer.cli import main
@@ -175,6 +177,29 @@ async def test_the_later_of_two_first_calls_gives_back_what_it_was_charged(
         await later.admission.release()
         other = await submit(gateway, secret, "one more")
         assert other.admission.headers["x-ratelimit-remaining-requests"] == "0"
+
+
+async def test_one_task_looks_for_the_ends_of_all_requests_that_go_on(
+    server: EmbeddedRedis,
+) -> None:
+    async with opened(server.url, Limits(concurrent=20)) as (gateway, directory, secret):
+        going_on = [await submit(gateway, secret, f"goes on {i}") for i in range(20)]
+        tasks = len(asyncio.all_tasks())
+        for submission in going_on:
+            await submission.admission.release()
+        assert len(asyncio.all_tasks()) == tasks
+        producer = (await directory.choose("nobody", "any")).producer
+        for submission in going_on:
+            await producer.cancel(submission.id)
+
+        async def is_free() -> bool:
+            try:
+                await submit(gateway, secret, "one more")
+            except ApiError:
+                return False
+            return True
+
+        await wait_until_async(is_free, "their places are given back")
 
 
 async def test_who_joins_a_request_that_is_forgotten_is_charged(server: EmbeddedRedis) -> None:

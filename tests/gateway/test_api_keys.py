@@ -183,6 +183,41 @@ def test_a_killed_gateway_gives_its_places_back(
         ask(other)  # and that one's place is given back at its end
 
 
+def test_what_goes_on_without_its_gateway_counts_and_is_settled(
+    server: EmbeddedRedis, folder: Path, locked: GatewayProcess, keys: Keys,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """After a graceful end, too; and its estimate of the day's tokens becomes what it used."""
+    made = keys.run(
+        capsys, "create", "--tenant", "acme", "--concurrent", "1", "--tokens-per-day", "100100"
+    )
+    headers = {"authorization": f"Bearer {made['secret']}"}
+    ending = GatewayProcess(server.url, folder / "ending.log", gateway__admission_lease_ms=LEASE_MS)
+    body = {"model": "letters", "input": "abc", "max_output_tokens": 100_000, "background": True}
+    answer = httpx.post(f"{ending.url}/v1/responses", json=body, headers=headers, timeout=60)
+    assert answer.status_code == 200, answer.text
+    assert ending.terminate() == 0
+    leases = f"ps:{{gateway}}:leases:{made['id']}"
+    with (
+        redis.Redis.from_url(server.url) as client,
+        locked.client(api_key=made["secret"]) as other,
+    ):
+        ((lease, lapses_at),) = client.zrange(leases, 0, -1, withscores=True)
+
+        def is_taken_over() -> bool:
+            with pytest.raises(openai.RateLimitError):
+                ask(other)
+            return bool(client.zscore(leases, lease) > lapses_at)
+
+        wait_until(is_taken_over, "another gateway looks after the request")
+        with pytest.raises(openai.RateLimitError):
+            ask(other)
+        url = f"{locked.url}/v1/responses/{answer.json()['id']}/cancel"
+        assert httpx.post(url, headers=headers, timeout=60).status_code == 200
+        wait_until(lambda: not client.zcard(leases), "it is settled")
+        assert ask(other, max_tokens=50_000, stop=list("etaoin")).parse()
+
+
 def test_usage_is_the_tenants_own(
     locked: GatewayProcess, keys: Keys, capsys: pytest.CaptureFixture[str]
 ) -> None:

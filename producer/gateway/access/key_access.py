@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import logging
-import uuid
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 
 from penstock.shared.errors import PenstockError
 from penstock.shared.keys import GatewayKeys
@@ -16,15 +13,14 @@ from penstock.shared.redis.retrying_client import RetryingClient
 from penstock.shared.settings import Settings
 
 from ..api_errors import ApiError
-from ..callers import Admission, Caller, OpenAdmission, Used
+from ..callers import Admission, Caller, OpenAdmission
 from .addresses import is_loopback, names_loopback
 from .key_records import KeyRecord, digest_of
 from .key_store import KeyStore
 from .limit_scripts import LimitScripts, Verdict
+from .running_requests import Locate, RunningRequests, lease_of
 
 __all__ = ["KeyAccess", "access_of", "are_keys"]
-
-_log = logging.getLogger("penstock.gateway")
 
 _FRESH_S = 1.0
 """How long a look at a key counts: a revoked key lists models that much longer. `admit` looks anew
@@ -32,32 +28,10 @@ at every request."""
 
 _MOST_CACHED = 10_000
 _MAX_SECRET_CHARS = 256
-_SETTLE_EVERY_S = 1.0
 
 
-class _Held:
-    """The permission for one request, as its key's limits count it."""
-
-    def __init__(
-        self, settle: Callable[[str, str, Used | None], Awaitable[None]], key_id: str, lease: str,
-        headers: Mapping[str, str],
-    ) -> None:  # fmt: skip
-        self._settle = settle
-        self._key_id = key_id
-        self._lease = lease
-        self._used: Used | None = None
-        self._is_held = True
-        self.headers = headers
-
-    def bind(self, used: Used) -> None:
-        """See :class:`..callers.Admission`."""
-        self._used = used
-
-    async def release(self) -> None:
-        """See :class:`..callers.Admission`."""
-        if self._is_held:
-            self._is_held = False
-            await self._settle(self._key_id, self._lease, self._used)
+async def _nothing_is_known(_: str) -> None:
+    """Where no requests can be looked for."""
 
 
 class KeyAccess:
@@ -68,6 +42,7 @@ class KeyAccess:
         required: refuse who has no key even while there is none at all. (On a loopback address a
             gateway without any key lets everybody in; once it has seen a key, never again.)
         scripts: makes the scripts' calls; tests put altered ones in their place.
+        locate: finds requests of gateways that ended.
     """
 
     def __init__(
@@ -76,6 +51,7 @@ class KeyAccess:
         *,
         required: bool,
         scripts: Callable[[RetryingClient], LimitScripts] = LimitScripts,
+        locate: Locate = _nothing_is_known,
     ) -> None:
         gateway = settings.gateway
         self._client = RetryingClient(
@@ -89,19 +65,16 @@ class KeyAccess:
         self._required = required
         self._checked_at = float("-inf")
         self._cache: OrderedDict[str, tuple[float, KeyRecord | None]] = OrderedDict()
-        self._running: dict[str, set[str]] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._running = RunningRequests(self._scripts, self._lease_ms, locate)
 
     async def connect(self) -> None:
         """Find the server, and begin to renew what runs here."""
         await self._client.connect(GatewayKeys().index)
-        self._spawn(self._renew())
+        self._running.start()
 
     async def aclose(self) -> None:
-        """End. What is still admitted here counts as running until its lease ends."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        """End; see :meth:`RunningRequests.aclose`."""
+        await self._running.aclose()
         await self._client.aclose()
 
     async def count(self) -> int:
@@ -132,16 +105,18 @@ class KeyAccess:
             record.tenant, record.id, record.models, record.lanes, record.admin, digest_of(secret)
         )
 
-    async def admit(self, caller: Caller, cost: int, *, joins: bool = False) -> Admission:
+    async def admit(
+        self, caller: Caller, cost: int, request_id: str, *, joins: bool = False
+    ) -> Admission:
         """See :class:`..callers.Access`.
 
         Raises:
             ApiError: 401, the key was revoked just now; 429, a limit is reached.
             RedisUnavailable: Redis is away.
         """
-        lease = uuid.uuid4().hex
         if not caller.key_id:
             return OpenAdmission()
+        lease = lease_of(request_id)
         verdict = await self._scripts.admit(
             caller.digest,
             caller.key_id,
@@ -150,6 +125,8 @@ class KeyAccess:
             lease_ms=self._lease_ms,
             charge=not joins,
         )
+        if verdict.lapsed:
+            self._running.claim(caller.key_id)
         if verdict.verdict == "full":
             raise _full(verdict, cost)
         if verdict.verdict != "ok":
@@ -157,51 +134,7 @@ class KeyAccess:
             raise _unauthorized("the API key is not known, revoked or expired")
         if joins:
             return OpenAdmission(_limit_headers(verdict))
-        self._running.setdefault(caller.key_id, set()).add(lease)
-        return _Held(self._release, caller.key_id, lease, _limit_headers(verdict))
-
-    async def _release(self, key_id: str, lease: str, used: Used | None) -> None:
-        """End an admission: of a request that was never submitted, or has used this much.
-
-        A request that goes on without its client counts as running until it has ended.
-        """
-        if used is None:
-            await self._settle(key_id, lease, submitted=False, used=0)
-            return
-        tokens = None
-        with contextlib.suppress(PenstockError):
-            tokens = await used()
-        if tokens is None:
-            self._spawn(self._settle_later(key_id, lease, used))
-        else:
-            await self._settle(key_id, lease, submitted=True, used=tokens)
-
-    async def _settle(self, key_id: str, lease: str, *, submitted: bool, used: int) -> None:
-        leases = self._running.get(key_id, set())
-        leases.discard(lease)
-        if not leases:
-            self._running.pop(key_id, None)
-        try:
-            await self._scripts.settle(key_id, lease, submitted=submitted, used=used)
-        except PenstockError as error:
-            _log.warning("a request of %s stays charged by estimate: %s", key_id, error)
-
-    async def _settle_later(self, key_id: str, lease: str, used: Used) -> None:
-        tokens = None
-        while tokens is None:
-            await asyncio.sleep(_SETTLE_EVERY_S)
-            with contextlib.suppress(PenstockError):
-                tokens = await used()
-        await self._settle(key_id, lease, submitted=True, used=tokens)
-
-    async def _renew(self) -> None:
-        while True:
-            await asyncio.sleep(self._lease_ms / 3000)
-            leases = {key_id: sorted(names) for key_id, names in self._running.items()}
-            try:
-                await self._scripts.renew(leases, lease_ms=self._lease_ms)
-            except PenstockError as error:
-                _log.warning("what runs could not be renewed: %s", error)
+        return self._running.hold(caller.key_id, lease, _limit_headers(verdict))
 
     async def _look_up(self, secret: str) -> KeyRecord | None:
         """The record of a key in force; Redis is asked once a second."""
@@ -231,15 +164,11 @@ class KeyAccess:
                 raise
         return self._required
 
-    def _spawn(self, work: Awaitable[None]) -> None:
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
-
-def access_of(settings: Settings) -> KeyAccess:
+def access_of(settings: Settings, locate: Locate = _nothing_is_known) -> KeyAccess:
     """The access to a gateway: others than this machine always need a key."""
-    return KeyAccess(settings, required=not is_loopback(settings.gateway.host))
+    required = not is_loopback(settings.gateway.host)
+    return KeyAccess(settings, required=required, locate=locate)
 
 
 async def are_keys(settings: Settings) -> bool:

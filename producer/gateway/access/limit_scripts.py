@@ -41,6 +41,7 @@ class Verdict(NamedTuple):
         tokens: as for requests.
         tokens_left: as for requests.
         tokens_reset_ms: as for requests.
+        lapsed: how many running requests of the key have a gateway that counts as dead.
     """
 
     verdict: str
@@ -52,6 +53,7 @@ class Verdict(NamedTuple):
     tokens: int
     tokens_left: int
     tokens_reset_ms: int
+    lapsed: int
 
 
 class LimitScripts:
@@ -99,7 +101,7 @@ class LimitScripts:
         return Verdict(reply[0].decode(), reply[1].decode(), *reply[2:])
 
     async def settle(self, key_id: str, lease: str, *, submitted: bool, used: int) -> bool:
-        """Say that a request has ended; whether it was still counted as running.
+        """Say that a request has ended; whether it was not settled before.
 
         Raises:
             RedisUnavailable: the server is away or refuses.
@@ -108,6 +110,15 @@ class LimitScripts:
             "settle", key_id=key_id, lease=lease, requests=int(submitted), used=used
         )
         return bool(reply)
+
+    async def claim(self, key_id: str, *, lease_ms: int) -> list[tuple[str, int]]:
+        """Take over requests whose gateway counts as dead: their leases, and estimated tokens.
+
+        Raises:
+            RedisUnavailable: the server is away or refuses.
+        """
+        (reply,) = await self._run("claim", key_id=key_id, lease_ms=lease_ms)
+        return [(name.decode(), cost) for name, cost in zip(reply[::2], reply[1::2], strict=True)]
 
     async def renew(self, leases: Mapping[str, Sequence[str]], *, lease_ms: int) -> int:
         """Say that requests still run; how many of them still counted as running.

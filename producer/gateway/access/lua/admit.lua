@@ -13,15 +13,16 @@
 -- KEYS
 --   key:<digest>            hash    the key: key_records.py has its fields
 --   window:<key_id>         hash    second -> requests and tokens admitted in it; day -> tokens
---   leases:<key_id>         zset    admitted requests by when their gateway counts as dead
+--   leases:<key_id>         zset    admitted requests by when their gateway counts as dead; they
+--                                   count as running until another one settles them (claim.lua)
 --   reserved:<key_id>       hash    admitted request -> second, day and tokens charged
 -- ARGV
 --   lease                   name    of this request, unique
 --   cost                    whole   estimated tokens
 --   lease_ms                whole   how long it counts as running unless it is renewed
 --   charge                  0|1     0: it joins a request that was charged; only say what is left
--- Reply {verdict, bound, retry_ms, limit of requests, left of it, ms until all of it, and the same
---       three of tokens}; verdict is 'ok', 'full' (a bound is reached), 'unknown', 'revoked' or
+-- Reply {verdict, bound, retry_ms, limit of requests, left of it, ms until all of it, the same
+--       three of tokens, and how many running requests have a dead gateway}; verdict is 'ok', 'full' (a bound is reached), 'unknown', 'revoked' or
 --       'expired' (the key); bound is 'requests', 'tokens', 'concurrent' or 'budget'; a limit of 0
 --       is none
 local lease, cost, lease_ms, charge = arguments(4, 4)
@@ -36,9 +37,9 @@ local day = math.floor(second / DAY_S)
 
 local fields = redis.call('HMGET', KEY, 'id', 'revoked_at', 'expires_at', 'requests_per_minute',
   'tokens_per_minute', 'concurrent', 'tokens_per_day')
-if not fields[1] then return {'unknown', '', 0, 0, 0, 0, 0, 0, 0} end
-if fields[2] then return {'revoked', '', 0, 0, 0, 0, 0, 0, 0} end
-if fields[3] and tonumber(fields[3]) <= now then return {'expired', '', 0, 0, 0, 0, 0, 0, 0} end
+if not fields[1] then return {'unknown', '', 0, 0, 0, 0, 0, 0, 0, 0} end
+if fields[2] then return {'revoked', '', 0, 0, 0, 0, 0, 0, 0, 0} end
+if fields[3] and tonumber(fields[3]) <= now then return {'expired', '', 0, 0, 0, 0, 0, 0, 0, 0} end
 local limits = {requests = tonumber(fields[4]) or 0, tokens = tonumber(fields[5]) or 0,
   concurrent = tonumber(fields[6]) or 0, budget = tonumber(fields[7]) or 0}
 
@@ -81,15 +82,13 @@ local function reply(verdict, bound, retry_ms)
     answer[#answer + 1] = math.max(0, limits[what] - used[what])
     answer[#answer + 1] = wait_ms(what)
   end
+  answer[#answer + 1] = redis.call('ZCOUNT', LEASES, '-inf', now)
   return answer
 end
 
 if charge == '0' or redis.call('HEXISTS', RESERVED, lease) == 1 then return reply('ok', '', 0) end
 
--- Leases of gateways that died. Their tokens stay charged as estimated.
-local lapsed = redis.call('ZRANGEBYSCORE', LEASES, '-inf', now, 'LIMIT', 0, 256)
-if limits.concurrent > 0 and
-  redis.call('ZCARD', LEASES) - #lapsed >= limits.concurrent then
+if limits.concurrent > 0 and redis.call('ZCARD', LEASES) >= limits.concurrent then
   return reply('full', 'concurrent', 1000)
 end
 if limits.requests > 0 and used.requests + 1 > limits.requests then
@@ -102,10 +101,6 @@ if limits.budget > 0 and spent + cost > limits.budget then
   return reply('full', 'budget', (day + 1) * DAY_S * 1000 - now)
 end
 
-for _, gone in ipairs(lapsed) do
-  redis.call('ZREM', LEASES, gone)
-  redis.call('HDEL', RESERVED, gone)
-end
 for _, field in ipairs(old) do redis.call('HDEL', WINDOW, field) end
 local bucket = seconds[second] or {requests = 0, tokens = 0}
 seconds[second] = {requests = bucket.requests + 1, tokens = bucket.tokens + cost}

@@ -12,7 +12,7 @@
 --   lease                   name    of the request
 --   requests                0|1     0: it was never submitted, and does not count
 --   used                    whole   tokens that it has used
--- Reply 1 | 0 it was settled before, or counts as that of a dead gateway
+-- Reply 1 | 0 it was settled before
 local lease, requests, used = arguments(3, 3)
 name('lease', lease)
 requests, used = tonumber(one_of('requests', requests, '0', '1')), whole('used', used)
