@@ -15,6 +15,7 @@ from redis.exceptions import AuthenticationError, NoPermissionError, ResponseErr
 from waiting import wait_until
 from workers import WorkerFactory
 
+from penstock.producer.gateway.access.limit_scripts import load_limit_script
 from penstock.shared.keys import Keys
 from penstock.shared.local.children import spawn_bound
 from penstock.shared.local.ports import free_port
@@ -287,11 +288,15 @@ def answers(client: redis.Redis) -> bool:
         return False
 
 
-def test_the_workers_rules_have_every_command_of_every_script() -> None:
-    rules = set(render("worker.acl", "w", "pw", "-"))
-    for name in script_names():
-        for command in load_script(name).header.commands:
-            assert f"+{command.lower()}" in rules, f"{name} needs {command}"
+@pytest.mark.parametrize("template", ["worker.acl", "gateway.acl"])
+def test_the_rules_have_every_command_of_every_script(template: str) -> None:
+    rules = set(render(template, "w", "pw", "-"))
+    scripts = [load_script(name) for name in script_names()]
+    if template == "gateway.acl":
+        scripts += [load_limit_script(name) for name in ("admit", "claim", "renew", "settle")]
+    for script in scripts:
+        for command in script.header.commands:
+            assert f"+{command.lower()}" in rules, f"{script.name} needs {command}"
 
 
 @pytest.mark.parametrize(
