@@ -16,6 +16,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,11 @@ class Deployment:
     def in_gateway(self, *command: str) -> str:
         return run(self.docker, "exec", self.containers("gateway")[0], *command)
 
+    def attempts(self, read: Read) -> int:
+        """How many workers a stream's request has had."""
+        found = json.loads(self.in_gateway("penstock", "result", read.id, "--json"))
+        return int(found["usage"]["attempts"])
+
     def inspect(self, service: str, form: str) -> str:
         return run(self.docker, "inspect", "--format", form, self.containers(service)[0]).strip()
 
@@ -130,21 +136,35 @@ def ask(key: str, body: dict[str, Any]) -> urllib.request.Request:
     )
 
 
-def read_stream(key: str, seed: int) -> tuple[str, str]:
-    """The text of a stream, and how it ended."""
+@dataclass(frozen=True)
+class Read:
+    """A stream as its client saw it: the text, the last event, and when that came."""
+
+    id: str
+    text: str
+    end: str
+    ended_at: float
+
+
+def read_stream(key: str, seed: int, begun: list[int]) -> Read:
+    """Read a stream; its seed is added to ``begun`` once it has text."""
     body = {
         "model": "demo", "prompt": "The list type", "max_tokens": TOKENS, "seed": seed,
         "temperature": 0.7, "stream": True, "ignore_eos": True,
     }  # fmt: skip
     text, last = "", ""
+    name = ""
     with urllib.request.urlopen(ask(key, body), timeout=120) as reply:
+        name = reply.headers["x-request-id"]
         for line in reply:
             if line.startswith(b"data: "):
                 last = line.removeprefix(b"data: ").decode().strip()
                 if last != "[DONE]":
                     choices = json.loads(last)["choices"]
                     text += choices[0]["text"] if choices else ""
-    return text, last
+                    if text and seed not in begun:
+                        begun.append(seed)
+    return Read(name, text, last, time.monotonic())
 
 
 def test_nothing_is_lost_whatever_is_killed_scaled_or_restarted(deployment: Deployment) -> None:
@@ -155,11 +175,15 @@ def test_nothing_is_lost_whatever_is_killed_scaled_or_restarted(deployment: Depl
     assert refused.value.code == 401
     with concurrent.futures.ThreadPoolExecutor(STREAMS) as pool:
 
-        def storm() -> list[concurrent.futures.Future[tuple[str, str]]]:
-            return [pool.submit(read_stream, key, seed) for seed in range(STREAMS)]
+        def storm() -> list[concurrent.futures.Future[Read]]:
+            """Streams that all run."""
+            begun: list[int] = []
+            streams = [pool.submit(read_stream, key, seed, begun) for seed in range(STREAMS)]
+            wait_until(lambda: len(begun) == STREAMS, "text of every stream", 120)
+            return streams
 
         undisturbed = [future.result() for future in storm()]
-        rounds = []
+        rounds, over_at = [], []
         for disturb in (
             deployment.kill_worker,
             lambda: deployment.scale(1),
@@ -168,10 +192,11 @@ def test_nothing_is_lost_whatever_is_killed_scaled_or_restarted(deployment: Depl
         ):
             streams = storm()
             disturb()
+            over_at.append(time.monotonic())
             rounds.append([future.result() for future in streams])
-    lost = sum(end != "[DONE]" for answers in rounds for _, end in answers)
+    lost = sum(answer.end != "[DONE]" for answers in rounds for answer in answers)
     changed = sum(
-        answer != same
+        answer.text != same.text
         for answers in rounds
         for answer, same in zip(answers, undisturbed, strict=True)
     )
@@ -183,8 +208,11 @@ def test_nothing_is_lost_whatever_is_killed_scaled_or_restarted(deployment: Depl
         f"3 -> 1 -> 4 workers, 1 restart of Redis; {lost} lost, {changed} changed; "
         f"{time.monotonic() - began:.0f} s"
     )
-    assert all(end == "[DONE]" for _, end in undisturbed)
+    assert all(answer.end == "[DONE]" for answer in undisturbed)
     assert (lost, changed) == (0, 0)
+    assert max(map(deployment.attempts, rounds[0])) > 1, "the kill hit no running stream"
+    # They had begun before, and none goes on while Redis is away.
+    assert max(answer.ended_at for answer in rounds[3]) > over_at[3], "nor did the restart"
 
 
 def test_containers_have_no_rights(deployment: Deployment) -> None:
