@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -30,6 +31,10 @@ CHECKS = (
     "not_a_server_error,status_code_conformance,content_type_conformance,"
     "response_schema_conformance"
 )
+
+EXAMPLES, CASES = 3000, 20_000
+"""Of ``make api-fuzz``: how many per operation, and the least that they must come to in all. Pages
+without a body have few different ones."""
 
 MAX_TOKENS = {"max_tokens", "max_completion_tokens", "max_output_tokens"}
 
@@ -84,8 +89,12 @@ def test_the_api_is_as_it_is_documented(gateway: GatewayProcess, document: Path)
 def test_the_api_is_as_it_is_documented_in_many_cases(
     gateway: GatewayProcess, document: Path
 ) -> None:
-    examples = int(os.environ.get("API_FUZZ_EXAMPLES", "3000"))
-    print(run_schemathesis(gateway, document, examples)[-2000:])
+    examples = int(os.environ.get("API_FUZZ_EXAMPLES", EXAMPLES))
+    summary = run_schemathesis(gateway, document, examples)[-2000:]
+    print(summary)
+    cases = re.search(r"Test cases:\n\s+(\d+) generated", summary)
+    assert cases is not None
+    assert int(cases[1]) >= CASES * min(examples, EXAMPLES) // EXAMPLES
 
 
 def test_streamed_answers_are_as_they_are_documented(
