@@ -12,9 +12,10 @@ from batches.conftest import completion_lines, drive, start
 from batches.receiver import Receiver
 
 from penstock.producer.batches.batch_service import BatchService
-from penstock.producer.batches.webhooks.caller import CallFailed, WebhookCaller
+from penstock.producer.batches.webhooks.caller import WebhookCaller
 from penstock.producer.batches.webhooks.deliveries import (
     RETRY_AFTER_S,
+    CallFailed,
     Delivery,
     signing_keys,
 )

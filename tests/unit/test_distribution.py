@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import tomllib
 
 import pytest
@@ -40,3 +42,21 @@ def test_pages_name_no_other_distribution() -> None:
     for name, extra in named:
         assert name in (".", PROJECT["name"])
         assert extra in PROJECT["optional-dependencies"]
+
+
+START_GATEWAY = """\
+import sys
+sys.modules.update(dict.fromkeys(sys.argv[1:]))  # importing one of these fails
+import penstock.producer.gateway.serving.gateway_processes
+"""
+
+
+def test_the_gateway_starts_with_its_own_extra() -> None:
+    required = " ".join(PROJECT["optional-dependencies"]["gateway"]).replace("-", "_")
+    brought = {"starlette", *re.findall(r"[a-z]\w+", required)}  # starlette comes with fastapi
+    absent = sorted(EXTRA_OF.keys() - brought)
+    assert {"arq", "httpx", "torch"} <= set(absent)
+    run = subprocess.run(
+        [sys.executable, "-c", START_GATEWAY, *absent], capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr

@@ -14,17 +14,13 @@ from collections.abc import Callable, Sequence
 
 import httpx
 
-from .deliveries import Delivery
+from .deliveries import CallFailed, Delivery
 from .public_address import is_public
 
-__all__ = ["CallFailed", "WebhookCaller"]
+__all__ = ["WebhookCaller"]
 
 _TIMEOUT_S = 10.0
 _MAX_ANSWER_BYTES = 1 << 16
-
-
-class CallFailed(Exception):
-    """An attempt to call a webhook failed; the message says why."""
 
 
 class WebhookCaller:

@@ -19,13 +19,17 @@ from penstock.shared.errors import ConfigurationError
 
 from ..records import Batch
 
-__all__ = ["RETRY_AFTER_S", "Delivery", "signature", "signing_keys"]
+__all__ = ["RETRY_AFTER_S", "CallFailed", "Delivery", "signature", "signing_keys"]
 
 RETRY_AFTER_S = (5, 30, 120, 600, 3600, 6 * 3600, 24 * 3600)
 """Pauses between attempts, in seconds. After the last one a call is given up."""
 
 _SECRET_PREFIX = "whsec_"
 _MIN_SECRET_BYTES = 24
+
+
+class CallFailed(Exception):
+    """An attempt to call a webhook failed; the message says why."""
 
 
 class Delivery(BaseModel):

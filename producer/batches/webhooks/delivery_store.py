@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
+from typing import TYPE_CHECKING
 
 from penstock.shared.errors import InvalidRequest
 from penstock.shared.keys import BatchKeys
 from penstock.shared.redis.retrying_client import RetryingClient
 
-from .caller import CallFailed, WebhookCaller
-from .deliveries import Delivery
+from .deliveries import CallFailed, Delivery
+
+if TYPE_CHECKING:
+    from .caller import WebhookCaller  # its package is an extra that a gateway does not need
 
 __all__ = ["DeliveryStore"]
 
