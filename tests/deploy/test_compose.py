@@ -222,9 +222,14 @@ def test_containers_have_no_rights(deployment: Deployment) -> None:
         assert deployment.inspect(service, "{{.HostConfig.CapDrop}}") == "[ALL]"
         for secret in ("requirepass ", deployment.in_gateway("cat", "/secrets/api_key").strip()):
             assert secret not in deployment.inspect(service, "{{json .Config.Env}}")
-    password = deployment.in_gateway("cat", "/secrets/redis_password").strip()
+    password = deployment.in_gateway("cat", "/redis-secret/password").strip()
     assert len(password) == 32
     arguments = run(deployment.docker, "top", deployment.containers("redis")[0])
     assert password not in arguments
+    for service in ("redis", "gpu_worker"):  # Redis' password is all that they see
+        container = deployment.containers(service)[0]
+        found = run(deployment.docker, "exec", container, "sh", "-c", "ls /secrets /redis-secret/*",
+                    check=False)  # fmt: skip
+        assert found.split() == ["/redis-secret/password"]
     first = deployment.in_gateway("cat", "/proc/1/comm").strip()
     assert first == "tini"

@@ -102,7 +102,7 @@ def test_environments_are_valid_settings(services: dict[str, Any], tmp_path: Pat
     for name in ("gpu_worker", "gateway", "first_key", "submit"):
         environment = dict(services[name]["environment"])
         environment |= override.get(name, {}).get("environment", {})
-        assert environment["PENSTOCK_REDIS__PASSWORD_FILE"] == "/secrets/redis_password"
+        assert environment["PENSTOCK_REDIS__PASSWORD_FILE"] == "/redis-secret/password"
         environment |= {"PENSTOCK_REDIS__PASSWORD_FILE": str(secret)}
         settings = load_settings(environment=environment)
         assert settings.redis.url == "redis://default:se%2Fcret@redis:6379/0"
@@ -151,7 +151,12 @@ def test_containers_have_no_rights_and_no_secrets_in_sight(services: dict[str, A
         assert service["read_only"], name
         assert service["cap_drop"] == ["ALL"], name
         assert service["security_opt"] == ["no-new-privileges:true"], name
-        assert "secrets:/secrets" in [volume.removesuffix(":ro") for volume in service["volumes"]]
+        volumes = {volume.removesuffix(":ro") for volume in service["volumes"]}
+        assert "redis-secret:/redis-secret" in volumes, name
+        # The API key is seen by whom it is made, and by whom it is shown.
+        assert ("secrets:/secrets" in volumes) == (name in ("first_key", "gateway")), name
+        writers = {volume for volume in service["volumes"] if re.search("secrets?$", volume)}
+        assert len(writers) == (name in ("password", "first_key")), name
         assert not any(
             "PASSWORD" in key and "FILE" not in key for key in service.get("environment", {})
         )
