@@ -62,15 +62,16 @@ def is_transient(error: ResponseError) -> bool:
 class RetryableConnection(AbstractConnection):
     """A connection that breaks on a transient refusal, so that callers simply retry."""
 
-    async def disconnect(self, nowait: bool = False) -> None:
+    async def disconnect(self, nowait: bool = False, **options: Any) -> None:
         """Close the connection.
 
         Args:
             nowait: drop what is not sent yet, and take no leave of a server that speaks TLS.
                 Without this a socket stays open for up to 30 s, or for ever if the loop ends.
+            **options: what redis-py tells itself since 7.3: the error, how many attempts failed.
         """
         writer = self._writer
-        await super().disconnect(nowait)
+        await super().disconnect(nowait, **options)
         if nowait and writer is not None:
             writer.transport.abort()
 
