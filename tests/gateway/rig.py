@@ -17,20 +17,13 @@ from typing import Any
 
 import httpx
 import openai
-from openai.types import Completion
-from openai.types.chat import ChatCompletionChunk
-from openai.types.responses import ResponseStreamEvent
-from pydantic import TypeAdapter
+from gateway.openai_forms import check_event
 from waiting import wait_until
 
 from penstock.shared.local.children import spawn_bound
 from penstock.shared.settings import environment_name
 
 START_TIMEOUT_S = 90.0
-
-CHAT_CHUNK = TypeAdapter(ChatCompletionChunk)
-COMPLETION = TypeAdapter(Completion)
-RESPONSE_EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 
 
 class GatewayProcess:
@@ -104,7 +97,7 @@ class Event:
 
 
 def events(response: httpx.Response) -> Iterator[Event]:
-    """The events of a response that is being read, by OpenAI's own types; comments are skipped."""
+    """The events of a response that is being read, each checked; comments are skipped."""
     number: int | None = None
     for line in response.iter_lines():
         if line.startswith("id: "):
@@ -113,35 +106,9 @@ def events(response: httpx.Response) -> Iterator[Event]:
             data = line[6:]
             if data != "[DONE]":
                 data = json.loads(data)
-                check_form(data)
+                check_event(data)
             yield Event(number, data)
             number = None
-
-
-def check_form(data: dict[str, Any]) -> None:
-    """See that an event's data are what OpenAI's own client calls well-formed."""
-    if data.get("object") == "chat.completion.chunk":
-        CHAT_CHUNK.validate_python(data, strict=True)
-    elif data.get("object") == "text_completion":
-        choices = [_as_typed(choice) for choice in data["choices"]]
-        COMPLETION.validate_python({**data, "choices": choices}, strict=True)
-    elif "error" in data:
-        assert data["error"]["message"]
-    else:
-        RESPONSE_EVENT.validate_python(data)
-
-
-def _as_typed(choice: dict[str, Any]) -> dict[str, Any]:
-    """A completion's choice without what the API sends and its types do not know.
-
-    In a stream the reason comes with the last event; an echo's first token has no log-probability.
-    """
-    choice = {**choice, "finish_reason": choice["finish_reason"] or "stop"}
-    if found := choice.get("logprobs"):
-        values = [0.0 if value is None else value for value in found["token_logprobs"]]
-        tops = [top or {} for top in found["top_logprobs"] or ()]
-        choice["logprobs"] = {**found, "token_logprobs": values, "top_logprobs": tops}
-    return choice
 
 
 def trickle(connection: socket.socket) -> bytes:
