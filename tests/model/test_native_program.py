@@ -34,7 +34,7 @@ Checkpoint = Callable[[str], Path]
 Loaded = Callable[[str], LoadedModel]
 
 BY_TORCH = {
-    "gemma3n_text", "gemma4_text", "gpt2", "gpt_neox", "opt",
+    "gemma3n_text", "gemma4_text", "gpt2", "gpt_neox", "gptj", "opt",
     "deepseek_v3",
 }  # fmt: skip
 NATIVE = sorted(set(SUPPORTED) - BY_TORCH)

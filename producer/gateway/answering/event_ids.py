@@ -26,6 +26,8 @@ def last_event_id(request: Request, parameter: str = "") -> int:
     given = request.headers.get("last-event-id")
     if given is not None:
         return read_index(given, "Last-Event-ID")
+    if not parameter:
+        return 0
     return read_index(request.query_params.get(parameter, "0"), parameter)
 
 
