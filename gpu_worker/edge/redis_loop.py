@@ -357,6 +357,10 @@ class RedisLoop:
             _log.warning("took %d requests from %d dead workers", swept.reaped, swept.workers)
         if swept.failed:
             _log.error("a sweep could not mend %d requests: %s", swept.failed, swept.error)
+        if swept.grace_ms:  # a request ends with its last reader's grace, not up to a second later
+            grace_s = swept.grace_ms / 1000
+            self._next_sweep = min(self._next_sweep, time.monotonic() + grace_s)
+            asyncio.get_running_loop().call_later(grace_s, self._wake.set)
         # No bell rings when the turn of a suspect comes, or of work that had to be left.
         self._empty_to_rank = -1
         if swept.more:  # with the next exchange, so that tokens are not held back

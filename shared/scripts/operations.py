@@ -293,10 +293,10 @@ class Operations(OperatorOperations):
             RedisUnavailable: the reply is the server's refusal.
         """
         accepted("sweep", reply)
-        expired, reaped, workers, repaired, failed, error, abandoned, more, orphans = reply
+        expired, reaped, workers, repaired, failed, error, abandoned, more, *rest = reply
         why = error.decode(errors="replace")
         return SweepReply(
-            expired, reaped, workers, repaired, failed, why, abandoned, bool(more), orphans
+            expired, reaped, workers, repaired, failed, why, abandoned, bool(more), *rest
         )
 
     def depth(self) -> Command:

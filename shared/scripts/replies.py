@@ -18,24 +18,10 @@ if TYPE_CHECKING:
     from ..settings import QueueSettings  # takes longer to load than all the rest of the client
 
 __all__ = [
-    "Append",
-    "AppendRow",
-    "AppendStatus",
-    "Bounds",
-    "CancelReply",
-    "Claim",
-    "ClaimReply",
-    "DeadLetter",
-    "RedriveReply",
-    "RetryPolicy",
-    "SubmitReply",
-    "SweepReply",
-    "Used",
-    "accepted",
-    "read_claims",
-    "read_dead_letter",
-    "read_statuses",
-]
+    "Append", "AppendRow", "AppendStatus", "Bounds", "CancelReply", "Claim", "ClaimReply",
+    "DeadLetter", "RedriveReply", "RetryPolicy", "SubmitReply", "SweepReply", "Used", "accepted",
+    "read_claims", "read_dead_letter", "read_statuses",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,13 +243,13 @@ class SweepReply:
         expired: requests ended past their deadline or their time in the queue.
         reaped: requests taken from dead workers.
         workers: dead workers forgotten.
-        repaired: requests found in a state that only a script cut short or a key deleted by hand
-            leaves behind, and put right.
+        repaired: requests put right that a cut script or a key deleted by hand had left wrong.
         failed: requests that the sweep could not handle, and will try again.
         error: why, for the last of them.
         abandoned: requests cancelled because all their readers had left.
-        more: it did as much as one sweep may, so there may be more: sweep again at once.
+        more: it did as much as one sweep may: sweep again at once.
         orphans: streams ended because no worker serves the model any more that began them.
+        grace_ms: until the next reader's grace may end; 0: no request ends with its reader.
     """
 
     expired: int
@@ -275,6 +261,7 @@ class SweepReply:
     abandoned: int = 0
     more: bool = False
     orphans: int = 0
+    grace_ms: int = 0
 
 
 @dataclass(frozen=True, slots=True)

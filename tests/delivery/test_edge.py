@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -101,6 +102,29 @@ async def test_many_requests_with_one_deadline_end_soon_after_it(
     side.redis_loop.stop()
     assert await working
     await shard.check()
+
+
+async def test_a_worker_sweeps_when_a_readers_grace_ends(
+    newest_shard: Shard, side: WorkerSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it would after a second, so long would the device work for a reader that has left."""
+    sweeps, read = [0], side.operations.read_sweep
+
+    def counted(reply: Any) -> Any:
+        sweeps[0] += 1
+        return replace(read(reply), grace_ms=20)
+
+    monkeypatch.setattr(side.operations, "read_sweep", counted)
+    running = asyncio.create_task(side.redis_loop.run())
+    try:
+
+        async def often() -> bool:
+            return sweeps[0] > 40
+
+        await eventually(often, "sweeps as asked for", timeout_s=20)  # at a second each: 40 s
+    finally:
+        side.redis_loop.stop()
+        await running
 
 
 async def test_one_claim_asks_for_no_more_than_can_be_parsed_between_two_exchanges(

@@ -48,6 +48,21 @@ async def test_a_queued_request_ends_when_its_reader_has_left(shard: Shard) -> N
     await shard.check()
 
 
+async def test_a_sweep_tells_when_the_next_grace_ends(shard: Shard) -> None:
+    """Then a worker sweeps again, so that a request ends with its last reader's grace."""
+    for name in "xyz":
+        await shard.submit(name, on_disconnect="cancel")
+    assert (await shard.sweep()).grace_ms == 0
+    await shard.ops.reader_heartbeat(["x"], grace_ms=2 * MINUTE_MS)
+    await shard.ops.reader_heartbeat(["y"], grace_ms=MINUTE_MS)
+    await lapse(shard, "z")
+    swept = await shard.sweep()
+    assert swept.abandoned == 1
+    (_, first), _ = await shard.redis.zrange(shard.keys.readers, 0, -1, withscores=True)
+    assert 0 < swept.grace_ms <= MINUTE_MS
+    assert await shard.now_ms() + swept.grace_ms >= first
+
+
 async def test_before_its_first_reader_a_request_goes_on(shard: Shard) -> None:
     await shard.submit("x", on_disconnect="cancel")
     assert await readers(shard) == []

@@ -40,7 +40,8 @@
 --   usage_retention_ms      whole   how long a day's usage ledger is kept after the day
 -- Reply {expired, requests taken from dead workers, dead workers, repaired, failed, last error,
 --        cancelled because their readers left, 1 if a bound ended it: sweep again,
---        failed because nobody serves their model any more}
+--        failed because nobody serves their model any more,
+--        ms until the next reader's grace may end, 0 if no request ends with its reader}
 local max_blames, max_attempts, retention, lease, fingerprint, usage_retention = arguments(13, 6)
 local policy = {
   max_blames = whole('max_blames', max_blames), max_attempts = whole('max_attempts', max_attempts),
@@ -227,5 +228,9 @@ keep_usage(now, usage_retention)
 redis.call('HSET', PREFIX .. 'sweep', 'cursor', scanned[1], 'swept_at', now,
   'readers_spared_until', reprieve, 'leases_spared_until', spared)
 if reaped + repaired > 0 then wake_workers() end
+
+local following = (attempt(nil, 'ZRANGEBYSCORE', READERS, '(' .. now, '+inf', 'WITHSCORES',
+  'LIMIT', 0, 1) or {})[2]
+local grace = following and math.max(tonumber(following), reprieve) - now or 0
 return {expired, reaped, workers, repaired, failed, why, abandoned, more and 1 or 0,
-  orphans}
+  orphans, grace}
