@@ -11,6 +11,7 @@ from redis.exceptions import ResponseError
 from penstock.shared.keys import GROUP, Keys
 from penstock.shared.protocol.states import Lane
 from penstock.shared.quoting import one_line
+from penstock.shared.redis.resp import field_pairs
 from penstock.shared.scripts.operations import Bounds
 from penstock.shared.scripts.script_loader import load_script
 
@@ -295,9 +296,9 @@ def _lasts(name: str) -> bool:
     return name in LASTING or name.startswith(LASTING_PREFIXES)
 
 
-def _last_delivered(groups: list[list[Any]]) -> str | None:
+def _last_delivered(groups: list[Any]) -> str | None:
     for group in groups:
-        facts = dict(zip(group[::2], group[1::2], strict=True))
+        facts = dict(field_pairs(group))
         if facts[b"name"] == GROUP.encode():
             return str(facts[b"last-delivered-id"].decode())
     return None
