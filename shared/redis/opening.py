@@ -66,7 +66,8 @@ def open_pool(url: str, *, route: Route | None = None, **options: Any) -> Connec
         raise ConfigurationError(
             f"the Redis address {redact_url(url)} cannot be used: {error}"
         ) from None
-    options = {"retry": Retry(NoBackoff(), 0), **options, **named}
+    # redis-py 8 would speak RESP3, in which replies to plain commands have other shapes.
+    options = {"retry": Retry(NoBackoff(), 0), "protocol": 2, **options, **named}
     if not issubclass(kind, Connection):  # a Unix socket leads to no other node
         return ConnectionPool(connection_class=RetryableUnixConnection, **options)
     following = ClusterSSLConnection if issubclass(kind, SSLConnection) else ClusterConnection
