@@ -60,6 +60,7 @@ class _Part(NamedTuple):
     call: Call | Command
     handle: Callable[[Any], None]
     name: str
+    after_outage: Call | None = None  # what to send instead if Redis has been away
 
 
 class RedisLoop:
@@ -109,6 +110,7 @@ class RedisLoop:
         self._next_renewal = 0.0
         self._next_sweep = 0.0
         self._sweep_again = False
+        self._lost_redis = False
         self._needs_audit = False
         self._stopping = False
         self._running: asyncio.Timeout | None = None
@@ -177,7 +179,7 @@ class RedisLoop:
         parts = self._parts(now)
         if not parts:
             return
-        replies = await self._send([part.call for part in parts])
+        replies = await self._send(parts)
         if replies is None:
             return
         self._next_renewal = now + self._capacity.heartbeat_ms / 1000
@@ -224,8 +226,9 @@ class RedisLoop:
         if budget.requests or (now >= self._next_renewal and not parts):
             parts.append(_Part(self._claim(budget), partial(self._receive, budget), "claim"))
         if now >= self._next_sweep or self._sweep_again:
-            sweep = operations.sweep(lease_ms=lease_ms)
-            parts.append(_Part(sweep, partial(self._after_sweep, now), "sweep"))
+            sweep = partial(operations.sweep, lease_ms=lease_ms)
+            call, sparing = sweep(spare_readers=self._lost_redis), sweep(spare_readers=True)
+            parts.append(_Part(call, partial(self._after_sweep, now), "sweep", sparing))
             parts.append(_Part(operations.depth(), self._show_depth, "depth"))
         return parts
 
@@ -253,17 +256,19 @@ class RedisLoop:
             least_urgent=budget.least_urgent,
         )
 
-    async def _send(self, calls: Sequence[Call | Command]) -> list[Any] | None:
-        """Send until answered. What to send is fixed: only the outcome is unknown in between.
+    async def _send(self, parts: Sequence[_Part]) -> list[Any] | None:
+        """Send until answered. What was sent may have been executed, so the same is sent again.
 
         None if the engine ended before Redis answered: then other workers take over, and soon.
         """
+        calls = [part.call for part in parts]
         for attempt in itertools.count():
             began = time.perf_counter()
             try:
                 replies = await self._operations.run(calls)
             except (RedisConnectionError, RedisTimeoutError, OSError) as error:
-                self._needs_audit = True
+                self._needs_audit = self._lost_redis = True
+                calls = [part.after_outage or part.call for part in parts]
                 if self.engine_failure is not None:
                     return None
                 await self._pause(attempt, error)
@@ -351,14 +356,14 @@ class RedisLoop:
             self._next_sweep = now + min(1.0, self._capacity.lease_ms / 3000)
         if self._is_refused("sweep", reply):
             return
+        self._lost_redis = False
         swept = self._operations.read_sweep(reply)
         self._metrics.count_sweep(swept)
         if swept.reaped:
             _log.warning("took %d requests from %d dead workers", swept.reaped, swept.workers)
         if swept.failed:
             _log.error("a sweep could not mend %d requests: %s", swept.failed, swept.error)
-        if swept.grace_ms:  # a request ends with its last reader's grace, not up to a second later
-            grace_s = swept.grace_ms / 1000
+        if grace_s := swept.grace_ms / 1000:  # a request ends with its last reader's grace
             self._next_sweep = min(self._next_sweep, time.monotonic() + grace_s)
             asyncio.get_running_loop().call_later(grace_s, self._wake.set)
         # No bell rings when the turn of a suspect comes, or of work that had to be left.

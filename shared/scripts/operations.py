@@ -273,16 +273,19 @@ class Operations(OperatorOperations):
             lease_ms=lease_ms, retention_ms=self._retention_ms, rows=blob,
         )  # fmt: skip
 
-    def sweep(self, *, lease_ms: int) -> Call:
+    def sweep(self, *, lease_ms: int, spare_readers: bool = False) -> Call:
         """Expire what is past its deadline and take work from dead workers.
 
         Args:
             lease_ms: lease of the worker that sweeps. After an outage it spares other workers for
                 one lease.
+            spare_readers: the worker has just lost Redis, and so may readers: they get time to say
+                that they are there.
         """
         return self._call(
             "sweep", lease_ms=lease_ms, fingerprint=self._fingerprint,
-            usage_retention_ms=self._usage_retention_ms, **self._policy,
+            usage_retention_ms=self._usage_retention_ms, spare_readers=int(spare_readers),
+            **self._policy,
         )  # fmt: skip
 
     @staticmethod

@@ -108,8 +108,9 @@ class Shard:
             inbox=inbox,
         )
 
-    async def sweep(self, lease_ms: int = MINUTE_MS) -> SweepReply:
-        return self.ops.read_sweep(await self.call(self.ops.sweep(lease_ms=lease_ms)))
+    async def sweep(self, lease_ms: int = MINUTE_MS, *, spare_readers: bool = False) -> SweepReply:
+        call = self.ops.sweep(lease_ms=lease_ms, spare_readers=spare_readers)
+        return self.ops.read_sweep(await self.call(call))
 
     async def sweep_until(
         self, done: Callable[[SweepReply], bool], lease_ms: int = MINUTE_MS

@@ -294,6 +294,18 @@ REQUEST_MUTANTS = (
         test_readers.test_after_an_outage_readers_get_time_to_come_back, "sweep",
     ),
     Mutant(
+        "no time after a short outage", "elseif spare == 1 and", "elseif false and",
+        test_readers.test_readers_get_time_after_a_worker_lost_redis, "sweep",
+    ),
+    Mutant(
+        "who has left is spared for ever", "now > reprieve + SHORT_REPRIEVE_MS then", "true then",
+        test_readers.test_readers_get_time_after_a_worker_lost_redis, "sweep",
+    ),
+    Mutant(
+        "the next grace is not told", "local grace = following and", "local grace = false and",
+        test_readers.test_a_sweep_tells_when_the_next_grace_ends, "sweep",
+    ),
+    Mutant(
         "cancelled without having asked for it", "if rec and rec.on_disconnect == 'cancel' and",
         "if rec and", test_readers.test_others_go_on_without_readers, "sweep",
     ),

@@ -35,7 +35,7 @@ GOOD: dict[str, Value] = {
     "max_blames": 5, "max_attempts": 20, "known": ("running", 1), "mode": "all", "loss": 0,
     "requests": 5, "tokens": 100, "suspect": 1, "least_urgent": "batch", "last_chunk": b"",
     "chunk": b"", "after_ms": 0, "count": 5, "fingerprint": "f", "rolling": 0,
-    "usage_retention_ms": 60_000,
+    "usage_retention_ms": 60_000, "spare_readers": 0,
 }  # fmt: skip
 
 CHANGED: dict[str, dict[str, Value]] = {

@@ -127,6 +127,30 @@ async def test_a_worker_sweeps_when_a_readers_grace_ends(
         await running
 
 
+async def test_a_restart_of_redis_ends_no_request_whose_reader_it_kept_away(
+    newest_shard: Shard, side: WorkerSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its grace ended meanwhile, and the worker comes back first."""
+    shard, run = newest_shard, side.operations.run
+    await shard.submit("x", on_disconnect="cancel")
+    await side.claim_all(1)
+    await shard.ops.reader_heartbeat(["x"], grace_ms=1)
+    await shard.wait_ms(2)
+
+    async def away(calls: object) -> None:
+        monkeypatch.undo()
+        raise RedisConnectionError("restarting")
+
+    async def spared() -> bool:
+        return float(await shard.redis.hget(shard.keys.sweep, "readers_spared_until") or 0) > 0
+
+    while not await spared():
+        monkeypatch.setattr(side.operations, "run", away)
+        await claim(side)  # with a sweep when its time has come
+        assert side.operations.run == run
+        assert await shard.state("x") == "running"
+
+
 async def test_one_claim_asks_for_no_more_than_can_be_parsed_between_two_exchanges(
     newest_shard: Shard, side: WorkerSide
 ) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from delivery.fleet import MINUTE_MS, Shard
 from redis.asyncio import Redis
@@ -61,6 +63,24 @@ async def test_a_sweep_tells_when_the_next_grace_ends(shard: Shard) -> None:
     (_, first), _ = await shard.redis.zrange(shard.keys.readers, 0, -1, withscores=True)
     assert 0 < swept.grace_ms <= MINUTE_MS
     assert await shard.now_ms() + swept.grace_ms >= first
+
+
+async def test_readers_get_time_after_a_worker_lost_redis(shard: Shard) -> None:
+    """They lost it, too, and could not say that they are there. Then they have left indeed."""
+    await shard.submit("x", on_disconnect="cancel")
+    await lapse(shard, "x")
+    swept = await shard.sweep(spare_readers=True)
+    assert swept.abandoned == 0
+    spared = float(await shard.redis.hget(shard.keys.sweep, "readers_spared_until") or 0)
+    # Connections that break all the time spare nobody for ever.
+    ended = False
+    while not ended:
+        before = await shard.now_ms()
+        ended = (await shard.sweep(spare_readers=True)).abandoned == 1
+        assert ended or before < spared
+        await asyncio.sleep(0.01)
+    assert float((await shard.record("x"))["ended_at"]) >= spared
+    await shard.check(ended=True)
 
 
 async def test_before_its_first_reader_a_request_goes_on(shard: Shard) -> None:

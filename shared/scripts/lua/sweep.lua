@@ -38,16 +38,19 @@
 --   lease_ms                whole   the lease of the worker that sweeps
 --   fingerprint             text    of its model; empty: it serves none
 --   usage_retention_ms      whole   how long a day's usage ledger is kept after the day
+--   spare_readers           whole   1: the worker that sweeps has just lost Redis, and so may readers
 -- Reply {expired, requests taken from dead workers, dead workers, repaired, failed, last error,
 --        cancelled because their readers left, 1 if a bound ended it: sweep again,
 --        failed because nobody serves their model any more,
 --        ms until the next reader's grace may end, 0 if no request ends with its reader}
-local max_blames, max_attempts, retention, lease, fingerprint, usage_retention = arguments(13, 6)
+local max_blames, max_attempts, retention, lease, fingerprint, usage_retention, spare =
+  arguments(13, 7)
 local policy = {
   max_blames = whole('max_blames', max_blames), max_attempts = whole('max_attempts', max_attempts),
 }
 retention, lease = whole('retention_ms', retention), whole('lease_ms', lease)
 usage_retention = whole('usage_retention_ms', usage_retention)
+spare = whole('spare_readers', spare)
 local DEADLINES, LEASES, READERS = PREFIX .. 'deadlines', PREFIX .. 'leases', PREFIX .. 'readers'
 local FINGERPRINTS = PREFIX .. 'fingerprints'
 local MAX_EXPIRED, MAX_ABANDONED, MAX_WORKERS, MAX_REAPED, MAX_REPAIRED = 64, 64, 4, 128, 32
@@ -55,6 +58,9 @@ local RETRY_MS = 100
 -- Sweeps come at least every second. A longer pause is an outage of the server or of all workers.
 -- Readers could not say that they are there, so they get time to do so.
 local OUTAGE_MS, REPRIEVE_MS = 3000, 15000
+-- A shorter outage shows in a worker's lost connection alone. Connections that break all the time
+-- must not spare for ever those who have left, so sweeps without a reprieve lie in between.
+local SHORT_REPRIEVE_MS = 3000
 -- Leases are renewed every third of a lease at least, and swept no later than two thirds of one
 -- after the last sweep. A longer pause is an outage, in which leases of living workers may have
 -- ended, too.
@@ -118,7 +124,11 @@ local times = redis.call('HMGET', PREFIX .. 'sweep', 'cursor', 'swept_at', 'read
   'leases_spared_until')
 local pause = now - (tonumber(times[2]) or now)
 local reprieve = tonumber(times[3]) or 0
-if pause > OUTAGE_MS then reprieve = now + REPRIEVE_MS end
+if pause > OUTAGE_MS then
+  reprieve = now + REPRIEVE_MS
+elseif spare == 1 and now > reprieve + SHORT_REPRIEVE_MS then
+  reprieve = now + SHORT_REPRIEVE_MS
+end
 local abandoned = 0
 if now >= reprieve then
   local lapsed = attempt(nil, 'ZRANGEBYSCORE', READERS, '-inf', now, 'LIMIT', 0, MAX_ABANDONED)
