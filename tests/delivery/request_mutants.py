@@ -298,7 +298,7 @@ REQUEST_MUTANTS = (
         test_readers.test_readers_get_time_after_a_worker_lost_redis, "sweep",
     ),
     Mutant(
-        "who has left is spared for ever", "now > reprieve + SHORT_REPRIEVE_MS then", "true then",
+        "who has left is spared for ever", "now - pause >= reprieve then", "true then",
         test_readers.test_readers_get_time_after_a_worker_lost_redis, "sweep",
     ),
     Mutant(

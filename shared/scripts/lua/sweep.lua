@@ -59,7 +59,7 @@ local RETRY_MS = 100
 -- Readers could not say that they are there, so they get time to do so.
 local OUTAGE_MS, REPRIEVE_MS = 3000, 15000
 -- A shorter outage shows in a worker's lost connection alone. Connections that break all the time
--- must not spare for ever those who have left, so sweeps without a reprieve lie in between.
+-- must not spare for ever those who have left, so a sweep without reprieve lies in between.
 local SHORT_REPRIEVE_MS = 3000
 -- Leases are renewed every third of a lease at least, and swept no later than two thirds of one
 -- after the last sweep. A longer pause is an outage, in which leases of living workers may have
@@ -126,7 +126,7 @@ local pause = now - (tonumber(times[2]) or now)
 local reprieve = tonumber(times[3]) or 0
 if pause > OUTAGE_MS then
   reprieve = now + REPRIEVE_MS
-elseif spare == 1 and now > reprieve + SHORT_REPRIEVE_MS then
+elseif spare == 1 and now - pause >= reprieve then
   reprieve = now + SHORT_REPRIEVE_MS
 end
 local abandoned = 0
