@@ -31,7 +31,7 @@ class StreamClient(asyncio.Protocol):
         body = {"model": model, "prompt": [1, 2, 3], "max_tokens": max_tokens, "stream": True}
         data = json.dumps(body).encode()
         self._request = (
-            b"POST /v1/completions HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json\r\n"
+            b"POST /v1/completions HTTP/1.1\r\nhost: [::1]\r\ncontent-type: application/json\r\n"
             b"content-length: %d\r\n\r\n" % len(data)
         ) + data
         self._tail = b""

@@ -77,7 +77,7 @@ async def _read_on(
     events_left = rng.randint(*_DROP_EVENTS)
     try:
         head = (
-            "POST /v1/completions HTTP/1.1\r\nhost: storm\r\ncontent-type: application/json\r\n"
+            "POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
             f"idempotency-key: {answer.key}\r\nlast-event-id: {answer.index}\r\n"
             f"connection: close\r\ncontent-length: {len(data)}\r\n\r\n"
         )
