@@ -107,7 +107,7 @@ class RunningRequests:
             await self._settle_if_ended(lease)
 
     async def _settle_unattended(self) -> None:
-        """Look every second for the ends of all requests that nobody waits for."""
+        """Every second, look for the ends of requests that no answer waits for."""
         while True:
             await asyncio.sleep(_SETTLE_EVERY_S)
             for lease in list(self._unattended):

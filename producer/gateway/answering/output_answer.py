@@ -99,7 +99,7 @@ class OutputAnswer(Response, ABC):
         """Have the outputs read."""
 
     async def _give_up(self) -> None:
-        """Nobody waits any more for what still runs."""
+        """Give up what still runs: no client waits for it."""
         try:
             await self._on_leave()
         except PenstockError as error:

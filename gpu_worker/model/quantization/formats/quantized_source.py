@@ -64,7 +64,7 @@ class QuantizedSource(Protocol):
         """All other tensors by name: mapped from the files, or in ``dtype`` if they are made anew.
 
         Raises:
-            ModelError: one holds codes, and what they stand for is missing.
+            ModelError: a tensor holds codes, and their scale is missing.
         """
         ...
 
