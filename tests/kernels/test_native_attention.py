@@ -107,22 +107,34 @@ def test_bits_do_not_depend_on_chunks_neighbours_or_threads(
     assert torch.equal(all_rows([50, LENGTH - 50], threads=1), whole)
 
 
-def test_long_contexts_keep_their_sums_in_order() -> None:
-    # Past several spans of scores, with the largest of them late.
+@pytest.mark.parametrize("window", [None, 700])
+@pytest.mark.parametrize("name", SETS)
+def test_long_contexts_keep_their_sums_in_order(name: str, window: int | None) -> None:
+    # Past several spans of scores, with the largest of them late. Alone a thread computes one span
+    # after the other; of many threads each takes some, also of a single row.
     shape, length = HeadShape(2, 1, 16, 16), 1300
     rows = table(shape, torch.float32, length)
     rows[:, 32:48] *= torch.linspace(0.1, 4, length)[:, None]
-    expected = reference(*split(rows, shape), 0.5)
-    found = []
-    for chunks in ([length], [700, 1, 599]):
-        subject = AttentionProgram(rows, shape, torch.float32, num_blocks=82, scale=0.5)
-        done, parts = 0, []
-        for size in chunks:
-            parts.append(subject.step([Span(range(done, done + size), done, range(82))]))
-            done += size
-        found.append(torch.cat(parts))
-    compare(found[0], expected, torch.float32)
-    assert torch.equal(found[0], found[1])
+    expected = reference(*split(rows, shape), 0.5, window=window)
+    subject = AttentionProgram(
+        rows, shape, torch.float32, name, num_blocks=82, scale=0.5, window=window
+    )
+
+    def in_steps(*ends: int, threads: int) -> Tensor:
+        return torch.cat(
+            [
+                subject.step(
+                    [Span(range(begin, end), begin, range(82))], threads=threads, window=window
+                )
+                for begin, end in itertools.pairwise((0, *ends))
+            ]
+        )
+
+    whole = in_steps(length, threads=1)
+    compare(whole, expected, torch.float32)
+    assert torch.equal(in_steps(700, 701, length, threads=2), whole)
+    for threads in (3, 8):
+        assert torch.equal(in_steps(length - 1, length, threads=threads), whole)
 
 
 @settings(max_examples=20, deadline=None)

@@ -175,7 +175,8 @@ void finish(const Matrix& matrix, const Epilogue& epilogue, const RowBlock& bloc
 
 }  // namespace
 
-Matrix::Matrix(int64_t outputs_, int64_t inputs_, Type type_, bool gated_, const Coding& coding_)
+Matrix::Matrix(Arena& arena, int64_t outputs_, int64_t inputs_, Type type_, bool gated_,
+               const Coding& coding_)
     : outputs(outputs_),
       inputs(inputs_),
       panels(gated_ ? (outputs_ + LANES - 1) / LANES : (outputs_ + PANEL - 1) / PANEL),
@@ -199,7 +200,7 @@ Matrix::Matrix(int64_t outputs_, int64_t inputs_, Type type_, bool gated_, const
     header_bytes = PANEL * 4 * (coding.offsets ? 2 : 1);
     panel_bytes = groups * header_bytes + units * unit_bytes(coding);
   }
-  weights = Memory(static_cast<size_t>(panels * panel_bytes));
+  weights = arena.take(static_cast<size_t>(panels * panel_bytes));
 }
 
 void Matrix::fill(const void* source, Type source_type, int64_t first, int64_t count, int part) {
@@ -207,7 +208,7 @@ void Matrix::fill(const void* source, Type source_type, int64_t first, int64_t c
   for (int64_t n = 0; n < count; n++) {
     const int64_t output = first + n, lane = output % wide + part * LANES;
     const int64_t half = HALVES_APART ? steps * TILE_BYTES : STEP_BYTES / 2;
-    char* const at = weights.data() + (output / wide) * panel_bytes + lane / LANES * half +
+    char* const at = weights + (output / wide) * panel_bytes + lane / LANES * half +
                      lane % LANES * 4;
     for (int64_t k = 0; k < inputs; k++) {
       const int64_t from = n * inputs + k;
@@ -229,7 +230,7 @@ void Matrix::fill(const uint8_t* codes, const float* scales, const float* offset
   const int64_t wide = gated ? LANES : PANEL, together = unit_inputs(coding);
   for (int64_t n = 0; n < count; n++) {
     const int64_t output = first + n, lane = output % wide + part * LANES;
-    char* const panel = weights.data() + (output / wide) * panel_bytes;
+    char* const panel = weights + (output / wide) * panel_bytes;
     for (int64_t g = 0; g < groups; g++) {
       char* const group = panel + g * (header_bytes + group_units * unit_bytes(coding));
       std::memcpy(group + lane * 4, scales + n * groups + g, 4);

@@ -27,8 +27,9 @@ constexpr int PANEL = 2 * LANES;
 constexpr int STEP_BYTES = PANEL * 4;
 
 struct Matrix {
-  // Throws std::invalid_argument for a coding that cannot be.
-  Matrix(int64_t outputs, int64_t inputs, Type type, bool gated, const Coding& coding = Coding());
+  // Its weights lie in `arena`. Throws std::invalid_argument for a coding that cannot be.
+  Matrix(Arena& arena, int64_t outputs, int64_t inputs, Type type, bool gated,
+         const Coding& coding = Coding());
 
   // Packs rows [count, inputs] of `source`, to outputs `first` and after. Of a gated matrix `part`
   // 0 is the gate and 1 what is gated; otherwise it is 0.
@@ -37,7 +38,7 @@ struct Matrix {
   void fill(const uint8_t* codes, const float* scales, const float* offsets, int64_t first,
             int64_t count, int part);
   bool is_coded() const { return coding.codes != Codes::NONE; }
-  const char* panel(int64_t index) const { return weights.data() + index * panel_bytes; }
+  const char* panel(int64_t index) const { return weights + index * panel_bytes; }
 
   int64_t outputs;  // of a gated matrix: after gating
   int64_t inputs;
@@ -51,7 +52,7 @@ struct Matrix {
   // Of coded weights. The last group may be shorter.
   int64_t units = 0, group_units = 0, groups = 0, header_bytes = 0;
   int register_rows = 0;  // see most_register_rows
-  Memory weights;
+  char* weights;
 };
 
 // The type in which activations are multiplied with such weights.

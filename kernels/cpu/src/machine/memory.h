@@ -3,10 +3,12 @@
 
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <new>
 #include <utility>
+#include <vector>
 
 namespace penstock {
 
@@ -48,6 +50,32 @@ class Memory {
   void* base_ = nullptr;
   size_t length_ = 0;
   char* data_ = nullptr;
+};
+
+// Cuts pieces off large memory, so that small ones lie on huge pages, too.
+class Arena {
+ public:
+  // Zeros, aligned to cache lines; they live as long as the arena. Throws std::bad_alloc.
+  char* take(size_t bytes) {
+    bytes = (bytes + 63) / 64 * 64;
+    if (bytes > left_) {
+      // As much as there is already: few chunks, and little that is never touched.
+      left_ = std::max(bytes, std::min(total_, MOST_CHUNK));
+      chunks_.emplace_back(left_);
+      next_ = chunks_.back().data();
+      total_ += left_;
+    }
+    char* const piece = next_;
+    next_ += bytes;
+    left_ -= bytes;
+    return piece;
+  }
+
+ private:
+  static constexpr size_t MOST_CHUNK = size_t{1} << 30;
+  std::vector<Memory> chunks_;
+  char* next_ = nullptr;
+  size_t left_ = 0, total_ = 0;
 };
 
 // Bytes from one row of a matrix to the next: an odd number of cache lines. Otherwise the same

@@ -94,8 +94,17 @@ struct Make<Native> {
   static Native set1(float x) { return native_set1(x); }
   static Native load(const void* p) { return *static_cast<const LooseNative*>(p); }
   static Native load_bf16(const bf16* p) {
+    // By name: GCC 12 widens a vector's halves one by one, and puts them together again.
+#if defined(__AVX512F__)
+    const __m512i words = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(words, 16));
+#elif defined(__AVX2__)
+    const __m256i words = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(words, 16));
+#else
     const NativeHalves halves = *reinterpret_cast<const LooseHalves*>(p);
     return reinterpret_cast<Native>(__builtin_convertvector(halves, NativeBits) << 16);
+#endif
   }
   static Native load_int8(const int8_t* p) {
 #if defined(__AVX512F__)

@@ -11,8 +11,6 @@ namespace {
 
 // Items for each thread, so that one that the system interrupts leaves its share to the others.
 constexpr int64_t ITEMS_PER_THREAD = 4;
-// Below so many attention items for each thread, query heads of a key/value head go separate ways.
-constexpr int64_t FEW_ITEMS = 3;
 
 int64_t nanoseconds() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(
@@ -53,7 +51,7 @@ int Program::add_matrix(int64_t outputs, int64_t inputs, Type type, bool gated,
   require(outputs > 0 && inputs > 0, "a matrix needs outputs and inputs");
   const bool widened = type == Type::WIDENED && coding.codes == Codes::NONE;
   require(type == Type::FLOAT || type == Type::BF16 || widened, "no such weights");
-  matrices_.emplace_back(outputs, inputs, type, gated, coding);
+  matrices_.emplace_back(weights_, outputs, inputs, type, gated, coding);
   return static_cast<int>(matrices_.size()) - 1;
 }
 
@@ -126,6 +124,7 @@ void Program::add(Op op) {
     require(buffer(a->output).rows == Rows::TOKENS && buffer(a->output).copies == 1, "attention keeps its rows");
     require(o.sinks.empty() || static_cast<int64_t>(o.sinks.size()) == o.heads, "a sink per head");
     layers_ = std::max(layers_, o.layer + 1);
+    a->cut = cut_for(o);
   } else if (auto* c = std::get_if<CopyOp>(&op)) {
     const Buffer& to = buffer(c->output);
     require(buffer(c->input).columns == to.columns, "a copy has as many columns");
@@ -205,20 +204,12 @@ void Program::check(const StepInput& s) const {
     }
 }
 
-void Program::make_tiles(const StepInput& s) {
-  for (auto& tiles : tiles_) tiles.clear();
-  for (const Op& op : ops_)
-    if (const auto* a = std::get_if<AttendOp>(&op)) {
-      const auto most = static_cast<size_t>(tile_rows(a->attention));
-      if (tiles_.size() <= most) tiles_.resize(most + 1);
-      auto& tiles = tiles_[most];
-      if (!tiles.empty()) continue;
-      for (int32_t q = 0; q < s.sequences; q++)
-        for (int32_t r = s.query_starts[q]; r < s.query_starts[q + 1];
-             r += static_cast<int32_t>(most))
-          tiles.push_back(
-              {q, r, std::min(static_cast<int32_t>(most), s.query_starts[q + 1] - r)});
-    }
+size_t Program::cut_for(const Attention& attention) {
+  const auto fits = [&](const AttentionCut& cut) { return cut.fits(attention); };
+  const auto found = std::find_if(attention_cuts_.begin(), attention_cuts_.end(), fits);
+  const auto index = static_cast<size_t>(found - attention_cuts_.begin());
+  if (found == attention_cuts_.end()) attention_cuts_.emplace_back(attention);
+  return index;
 }
 
 void Program::fit(const StepInput& s, int threads) {
@@ -259,12 +250,8 @@ uint32_t Program::cut(const Op& op, int threads, Cut& cut) {
     cut.items_per_block = divided_up(m.panels, cut.panels_per_item);
     return static_cast<uint32_t>(divided_up(cut.rows, cut.rows_per_item) * cut.items_per_block);
   }
-  if (const auto* a = std::get_if<AttendOp>(&op)) {
-    const Attention& o = a->attention;
-    const auto tiles = static_cast<int64_t>(tiles_[static_cast<size_t>(tile_rows(o))].size());
-    cut.by_head = tiles * o.kv_heads < FEW_ITEMS * threads;
-    return static_cast<uint32_t>(tiles * (cut.by_head ? o.heads : o.kv_heads));
-  }
+  if (const auto* a = std::get_if<AttendOp>(&op))
+    return static_cast<uint32_t>(attention_cuts_[a->cut].size());
   if (const auto* x = std::get_if<ExpertsOp>(&op)) return cut_experts(*x, threads, cut);
   if (const auto* e = std::get_if<EmbedOp>(&op)) return by_rows(buffer(e->output));
   if (const auto* n = std::get_if<NormOp>(&op)) return by_rows(buffer(n->input));
@@ -279,7 +266,7 @@ void Program::run(Pool& pool, const StepInput& step) {
   check(step);
   fit(step, pool.threads());
   step_ = step;
-  make_tiles(step);
+  for (AttentionCut& cut : attention_cuts_) cut.cut(step, pool.threads());
   cuts_.resize(ops_.size());
   items_.resize(ops_.size());
   for (size_t i = 0; i < ops_.size(); i++) items_[i] = cut(ops_[i], pool.threads(), cuts_[i]);
@@ -342,16 +329,11 @@ void Program::item(const RotateOp& op, const Cut& cut, int64_t index, Scratch& s
                      reinterpret_cast<float*>(row(op.buffer, r)), scratch.row.data());
 }
 
-void Program::item(const AttendOp& op, const Cut& cut, int64_t index, Scratch& scratch) {
+void Program::item(const AttendOp& op, const Cut&, int64_t index, Scratch& scratch) {
   const Attention& o = op.attention;
-  const int64_t together = cut.by_head ? 1 : o.heads_per_kv(), parts = o.heads / together;
-  const auto& tiles = tiles_[static_cast<size_t>(tile_rows(o))];
-  const auto at = [&](int64_t i) {
-    return AttentionItem{tiles[static_cast<size_t>(i / parts)], i % parts * together, together};
-  };
-  const bool is_last = index + 1 == static_cast<int64_t>(tiles.size()) * parts;
-  const AttentionItem here = at(index), next = at(is_last ? index : index + 1);
-  attend(o, layout(o.kv_heads, o.key_dim, o.value_dim), step_, here, is_last ? nullptr : &next,
+  const AttentionCut& cut = attention_cuts_[op.cut];
+  const AttentionItem* next = index + 1 < cut.size() ? &cut.item(index + 1) : nullptr;
+  attend(o, layout(o.kv_heads, o.key_dim, o.value_dim), step_, cut.item(index), next,
          row(op.input, 0), buffer(op.input).stride, row(op.output, 0), buffer(op.output).stride,
          buffer(op.output).type, scratch.attention);
 }

@@ -4,6 +4,7 @@
 // end. Operations follow one another strictly; within one, items are independent.
 #pragma once
 
+#include <deque>
 #include <string>
 #include <variant>
 #include <vector>
@@ -52,6 +53,7 @@ struct RotateOp {
 struct AttendOp {
   Attention attention;
   int input, output;
+  size_t cut = 0;  // which AttentionCut, found when it is added
 };
 // Copies all rows, or those whose logits are wanted, to a buffer of the same or another type.
 struct CopyOp {
@@ -113,7 +115,6 @@ class Program final : private Work {
   // How an operation is cut into items in this step.
   struct Cut {
     int64_t rows = 0, rows_per_item = 1, panels_per_item = 1, items_per_block = 1;
-    bool by_head = false;
   };
 
   void compute(int stage, uint32_t item, int thread) override;
@@ -138,7 +139,7 @@ class Program final : private Work {
   void expect(int index, int64_t columns, Type type) const;
   void check(const StepInput& step) const;
   void fit(const StepInput& step, int threads);
-  void make_tiles(const StepInput& step);
+  size_t cut_for(const Attention& attention);
   int64_t rows_of(Rows rows) const { return rows == Rows::TOKENS ? step_.rows : step_.outputs; }
   int64_t rows_of(const Buffer& b) const { return rows_of(b.rows) * b.copies; }
   char* row(int index, int64_t row) const {
@@ -150,6 +151,7 @@ class Program final : private Work {
   }
 
   std::vector<Buffer> buffers_;
+  Arena weights_;  // of all matrices, in the order in which steps read them
   std::vector<Matrix> matrices_;
   std::vector<Op> ops_;
   Type cache_type_ = Type::FLOAT;
@@ -164,7 +166,7 @@ class Program final : private Work {
   std::vector<uint32_t> items_;
   std::vector<Scratch> scratch_;
   Routing routing_;
-  std::vector<std::vector<QueryTile>> tiles_;  // by how many rows a tile may have
+  std::deque<AttentionCut> attention_cuts_;
   int64_t times_[OP_KINDS] = {};
   int64_t last_time_ = 0;
 };
