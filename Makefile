@@ -2,12 +2,12 @@
 #
 #   make demo PYTHON=python3.12     another interpreter (3.11 to 3.13)
 #   make test ARGS="-k settings"    arguments for pytest, which then runs one test after the other
-#   make test JOBS=8                so many side by side
+#   make test JOBS=8                so many side by side; more than cores, as half of the tests wait
 
 PYTHON ?= python3
 VENV   ?= .venv
 ARGS   ?=
-JOBS   ?= 2
+JOBS   ?= 3
 BIN    := $(VENV)/bin
 EXTRAS := worker,gateway,batch,embedded,dev
 
