@@ -37,7 +37,6 @@ __all__ = ["Producer"]
 _MAX_INDEX = 2**31 - 1
 _MAX_DIGEST = 2**32 - 1
 _MAX_TIMEOUT_S = 1e9
-_FIRST_GRACES = 3  # for the first heartbeat of a reader that attends from the submission
 
 
 class Producer(EncoderClient):
@@ -180,7 +179,8 @@ class Producer(EncoderClient):
             tenant: the tenant that the request is charged to.
             note: what :attr:`Status.note` gives its readers, in any process, until the retention
                 is over. It counts as a part of the payload.
-            attend: count this client as a reader at once, for ``on_disconnect`` ``cancel``.
+            attend: count this client as a reader at once, for one grace, for ``on_disconnect``
+                ``cancel``.
             **options: further fields of :class:`~penstock.shared.protocol.Request` and
                 :class:`~penstock.shared.protocol.SamplingOptions`, such as ``max_tokens``.
 
@@ -211,7 +211,7 @@ class Producer(EncoderClient):
                 default_deadline_ms=self._default_deadline_ms,
                 inbox=self._inbox,
                 note=note,
-                reader_grace_ms=_FIRST_GRACES * self._grace_ms if attend else 0,
+                reader_grace_ms=self._grace_ms if attend else 0,
             )
         )
         return Submitted(id=request.id, **asdict(reply))

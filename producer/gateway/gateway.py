@@ -18,12 +18,18 @@ from starlette.responses import Response
 
 from penstock.shared.errors import IdConflict, PenstockError, UnknownRequest
 from penstock.shared.protocol.request import Request as QueueRequest
-from penstock.shared.protocol.states import Lane, ModelKind, OnDisconnect, Reason
+from penstock.shared.protocol.states import (
+    TERMINAL_STATES,
+    Lane,
+    ModelKind,
+    OnDisconnect,
+    Reason,
+)
 from penstock.shared.settings import BatchesSettings, GatewaySettings, Settings
 
 from ..batches.webhooks.request_ends import RequestWatch
 from ..client import Producer
-from ..results import Result
+from ..results import Result, Status
 from .answering.answers import EventWriter, StreamedAnswer, WholeAnswer
 from .answering.event_ids import last_event_id
 from .answering.open_answers import OpenAnswers
@@ -174,7 +180,8 @@ class Gateway:
             admission = await self.access.admit(
                 caller, built.cost_estimate, request_id, joins=is_known
             )
-            producer, feed = shard.producer, shard.producer.feeds.open(request_id)
+            producer = shard.producer
+            feed = producer.feeds.open(request_id, attended=not keep)
             try:
                 submitted = await producer.send(
                     built, note=_pack_note(note, body if key else None), attend=not keep
@@ -206,7 +213,6 @@ class Gateway:
                 index=start,
                 is_new=not submitted.duplicate,
                 repeats=key is not None,
-                attended=not keep,
                 time_left_ms=producer.time_left_ms(built),
             ),
         )
@@ -240,7 +246,12 @@ class Gateway:
             raise
 
     def stream(
-        self, submission: Submission, writer: EventWriter, *, reads_all: bool = False
+        self,
+        submission: Submission,
+        writer: EventWriter,
+        *,
+        reads_all: bool = False,
+        opens: bool = False,
     ) -> Response:
         """The answer as events.
 
@@ -248,6 +259,7 @@ class Gateway:
             submission: the request.
             writer: makes the events from where the client wants them.
             reads_all: the writer needs the tokens before that, too.
+            opens: events that need no token are sent at once. A worker's refusal is an event then.
         """
         if reads_all:
             submission.output.index = 0
@@ -258,19 +270,19 @@ class Gateway:
             on_leave=functools.partial(_leave, submission),
             on_done=submission.admission.release,
             headers=_headers(submission),
+            opens=opens,
         )
 
-    def replay(
-        self, shard: Shard, request_id: str, writer: EventWriter, index: int = 0
-    ) -> Response:
+    def replay(self, shard: Shard, status: Status, writer: EventWriter, index: int = 0) -> Response:
         """The output of a request that exists, from a token on; who only reads decides nothing."""
         return StreamedAnswer(
-            Output.of(shard.producer.feeds, request_id, index),
+            Output.of(shard.producer.feeds, status.id, index),
             writer,
             answers=self.answers,
             on_leave=_nothing,
             on_done=_nothing,
-            headers={"x-request-id": request_id},
+            headers={"x-request-id": status.id},
+            opens=status.state not in TERMINAL_STATES,
         )
 
     def whole(self, submission: Submission, build: Callable[[Result], bytes]) -> Response:

@@ -79,8 +79,14 @@ class Feeds:
         self._work = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
-    def open(self, request_id: str) -> Feed:
-        """A feed of a request that is submitted next, or exists; see :meth:`Feed.start`."""
+    def open(self, request_id: str, *, attended: bool = False) -> Feed:
+        """A feed of a request that is submitted next, or exists; see :meth:`Feed.start`.
+
+        Args:
+            request_id: the request.
+            attended: it is submitted next, ends when its last reader leaves, and the submission
+                brings the first heartbeat. The next ones do not wait for its reply.
+        """
         if self._anchor is None or self._anchor.closed:
             self._anchor = _Anchor(self._channel)
             self._subscriber.attach(self._anchor)
@@ -89,6 +95,8 @@ class Feeds:
         feed = Feed(request_id, self._channel, catch_up=self._queue, on_close=self._forget)
         self._subscriber.attach(feed)
         self._open.add(feed)
+        if attended:
+            feed.registration = self._heartbeat.register(request_id, is_known=True)
         return feed
 
     def start(
@@ -98,7 +106,6 @@ class Feeds:
         *,
         index: int = 0,
         is_new: bool,
-        attended: bool = False,
         time_left_ms: int | None = None,
     ) -> None:
         """Hand out chunks from now on.
@@ -108,12 +115,8 @@ class Feeds:
             reader: gets the chunks.
             index: the first token wanted.
             is_new: the request was accepted after the feed was opened.
-            attended: of a new request: it ends when its last reader leaves, and the first heartbeat
-                was sent with it.
             time_left_ms: of a new request: until it expires.
         """
-        if attended:
-            feed.registration = self._heartbeat.register(feed.id, is_known=True)
         if time_left_ms is not None:
             feed.expires_at = _now() + time_left_ms / 1000 + _EXPIRY_GRACE_S
         feed.start(reader, index=index, is_new=is_new)

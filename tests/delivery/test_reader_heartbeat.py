@@ -211,6 +211,26 @@ async def test_many_streams_share_one_heartbeat(
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
+async def test_heartbeats_do_not_wait_for_the_reply_to_a_submission(
+    newest_shard: Shard, redis_url: str
+) -> None:
+    shard = newest_shard
+    settings = load_settings({"redis.url": redis_url, "queue.reader_grace_ms": GRACE_MS})
+    async with Producer(settings=settings, inbox=True) as producer:
+        feed = producer.feeds.open("x", attended=True)
+        await producer.submit("hi", id="x", on_disconnect="cancel", attend=True)
+        first = await shard.redis.zscore(shard.keys.readers, "x")
+        assert first is not None
+        assert first <= await shard.now_ms() + GRACE_MS
+
+        async def beats() -> bool:
+            return await shard.redis.zscore(shard.keys.readers, "x") != first
+
+        await eventually(beats, "a heartbeat of a feed that has not started")
+        feed.close()
+        await sweep_away(shard)
+
+
 async def test_others_are_not_attended(newest_shard: Shard, producer: Producer) -> None:
     await producer.submit("hi", id="x")
     stream = producer.stream("x", timeout=0.1)

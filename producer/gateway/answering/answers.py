@@ -31,8 +31,11 @@ class EventWriter(Protocol):
     def position(self) -> int:
         """The ``id`` of the last event so far: where a reader goes on that has seen it."""
 
+    def opening(self) -> bytes:
+        """Events that need no token; may be empty. They come once, before all others."""
+
     def chunk(self, chunk: Chunk) -> bytes:
-        """Events of a chunk; may be empty."""
+        """Events of a chunk, behind the opening ones; may be empty."""
 
     def end(self, end: End) -> bytes:
         """The last events.
@@ -52,6 +55,7 @@ class StreamedAnswer(OutputAnswer):
         output: the request's output.
         writer: makes the events.
         answers, on_leave, on_done, headers: see :class:`OutputAnswer`.
+        opens: the status need not wait: the opening events are sent at once, if there are any.
     """
 
     def __init__(
@@ -63,11 +67,13 @@ class StreamedAnswer(OutputAnswer):
         on_leave: Leave,
         on_done: Leave,
         headers: Mapping[str, str],
+        opens: bool = False,
     ) -> None:
         super().__init__(
             [output], answers=answers, on_leave=on_leave, on_done=on_done, headers=headers
         )
         self._writer = writer
+        self._opens = opens
         self._pending: list[bytes] = []
         self._connection: Connection | None = None  # once the head is sent
         self._silent_ticks = 0
@@ -85,10 +91,10 @@ class StreamedAnswer(OutputAnswer):
         self._write(self._writer.chunk(chunk))
 
     def tick(self, keep_alive_after: int) -> None:
-        """Write a comment after a long silence."""
+        """Write a comment after a long silence, or the opening events, if they are due yet."""
         self._silent_ticks += 1
         if self._silent_ticks > keep_alive_after:
-            self._write(KEEP_ALIVE)
+            self._write(self._writer.opening() or KEEP_ALIVE)
 
     def _way_on(self) -> str:
         path = f"/v1/streams/{self._output.feed.id}?from={self._writer.position}"
@@ -116,6 +122,8 @@ class StreamedAnswer(OutputAnswer):
         metrics.open_streams.inc()
         try:
             last = b""
+            if self._opens:
+                self._write(self._writer.opening())
             if not self._pending and not self._is_over():
                 await self._sleep()
             if not self._pending and not self._left:

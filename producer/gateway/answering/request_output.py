@@ -32,7 +32,6 @@ class Output:
         index: the first token wanted.
         is_new: the request was accepted after the feed was opened.
         repeats: the same call gets this output again, however it ended.
-        attended: it ends when its last reader leaves.
         time_left_ms: until it expires.
     """
 
@@ -41,7 +40,6 @@ class Output:
     index: int = 0
     is_new: bool = False
     repeats: bool = False
-    attended: bool = False
     time_left_ms: int | None = None
 
     @classmethod
@@ -56,14 +54,13 @@ class Output:
             reader,
             index=self.index,
             is_new=self.is_new,
-            attended=self.attended,
             time_left_ms=self.time_left_ms,
         )
 
     @property
     def needs_reader(self) -> bool:
         """Whether the request ends when its last reader leaves, as far as is known here."""
-        return self.attended or self.feed.registration is not None
+        return self.feed.registration is not None
 
     async def hold(self) -> None:
         """Let the request go on without a reader for :data:`RETURN_S`, if it needs one."""

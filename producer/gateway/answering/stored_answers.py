@@ -65,7 +65,7 @@ def stream_routes(gateway: Gateway, writers: dict[str, MakeWriter]) -> APIRouter
             message = f"the request {request_id!r} did not come through a gateway"
             raise ApiError(404, message, "request_not_found")
         writer, first = await make_writer(shard, status, note, start)
-        return gateway.replay(shard, status.id, writer, first)
+        return gateway.replay(shard, status, writer, first)
 
     @router.delete("/v1/streams/{request_id}", responses=with_errors())
     async def cancel_stream(request: Request, request_id: str) -> Response:

@@ -87,6 +87,10 @@ class _Writer(ABC):
         self._calling: set[int] = set()  # choices that call tools
         self._offsets: dict[int, int] = {}  # characters of each choice, where they are shown
 
+    def opening(self) -> bytes:
+        """Every event has tokens."""
+        return b""
+
     def chunk(self, chunk: Chunk) -> bytes:
         """One event for each run of tokens; none for tokens that add nothing to be shown."""
         self.position = max(self.position, chunk.stop)

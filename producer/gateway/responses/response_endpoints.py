@@ -128,7 +128,7 @@ class _Responses:
         head = ResponseHead(submission.id, created, submission.model, tier, echoed)
         if own.get("stream"):
             writer = ResponseWriter(head, submission.start - 1, refuses=not background)
-            return gateway.stream(submission, writer, reads_all=True)
+            return gateway.stream(submission, writer, reads_all=True, opens=background)
         if background:
             submission.output.feed.close()
             await submission.admission.release()
@@ -155,13 +155,13 @@ class _Responses:
         given = request.query_params.get("starting_after")
         if given is not None and "last-event-id" not in request.headers:
             after = read_index(given, "starting_after")
-        return self._gateway.replay(shard, status.id, ResponseWriter(head, after))
+        return self._gateway.replay(shard, status, ResponseWriter(head, after))
 
     async def cancel(self, request: Request, response_id: str) -> Response:
         """Stop a background response."""
         shard, status, note = await self._find(request, response_id)
         head = _head_of(shard, status, note)
-        if not head.echoed.get("background"):
+        if not head.background:
             message = "only a response with background true can be cancelled"
             raise invalid("response_id", message, "not_cancellable")
         with contextlib.suppress(UnknownRequest):

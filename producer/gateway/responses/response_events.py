@@ -39,6 +39,7 @@ class ResponseWriter:
         self._after = after
         self._refuses = refuses
         self._number = 0  # of the next event
+        self._is_running = False  # as far as events say
         self._items = OutputItems(head.id)
         self._text_item: str | None = None
         self._text_event = ""
@@ -47,6 +48,10 @@ class ResponseWriter:
     def position(self) -> int:
         """See :class:`..answering.answers.EventWriter`."""
         return max(self._number, self._after + 1)
+
+    def opening(self) -> bytes:
+        """The events of a response that was accepted: they need no token, and come once."""
+        return self._open().encode()
 
     def chunk(self, chunk: Chunk) -> bytes:
         """The first events before the first token, and those of each token."""
@@ -82,7 +87,7 @@ class ResponseWriter:
 
         It has the number of the event before it, so that ``starting_after`` misses none.
         """
-        begun = self._begin()
+        opened = self._open()
         body = {
             "type": "error",
             "code": error.code,
@@ -90,16 +95,21 @@ class ResponseWriter:
             "param": error.param,
             "sequence_number": self.position - 1,
         }
-        return f"{begun}event: error\ndata: {_json(body)}\n\n".encode()
+        return f"{opened}event: error\ndata: {_json(body)}\n\n".encode()
 
-    def _begin(self) -> str:
+    def _open(self) -> str:
         if self._number:
             return ""
+        kinds = ("created", "queued") if self._head.background else ("created",)
         queued = response_object(self._head, State.QUEUED)
+        return self._events([(kind, {"response": queued}) for kind in kinds])
+
+    def _begin(self) -> str:
+        if self._is_running:
+            return ""
+        self._is_running = True
         running = response_object(self._head, State.RUNNING)
-        return self._events(
-            [("created", {"response": queued}), ("in_progress", {"response": running})]
-        )
+        return self._open() + self._events([("in_progress", {"response": running})])
 
     def _events(self, events: Iterable[ItemEvent]) -> str:
         shown = []

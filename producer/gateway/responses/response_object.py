@@ -43,6 +43,11 @@ class ResponseHead:
     tier: str
     echoed: dict[str, Any]
 
+    @property
+    def background(self) -> bool:
+        """Nobody waits for the response."""
+        return bool(self.echoed.get("background"))
+
 
 def response_object(
     head: ResponseHead,
@@ -67,7 +72,7 @@ def response_object(
         "object": "response",
         "created_at": head.created,
         "status": status,
-        "background": bool(echoed.get("background")),
+        "background": head.background,
         "error": error,
         "incomplete_details": details,
         "instructions": echoed.get("instructions"),
