@@ -121,6 +121,47 @@ def test_a_slow_head(impatient: GatewayProcess) -> None:
         assert refused(impatient, "request_timeout") == before + 1
 
 
+def test_an_empty_line_does_not_hold_a_connection(impatient: GatewayProcess) -> None:
+    with socket.create_connection(("127.0.0.1", impatient.port), timeout=60) as connection:
+        connection.sendall(BEGUN + b"\r\n")
+        assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
+        connection.sendall(b"\r\n")
+        check(read_all(connection), 408, "request_timeout")
+
+
+CHUNKED = (
+    b"POST /v1/completions HTTP/1.1\r\nhost: [::1]\r\ncontent-type: application/json\r\n"
+    b"transfer-encoding: chunked\r\n\r\n"
+)
+SHORT = b'{"model": "letters", "prompt": "abc", "max_tokens": 2}'
+LAST_CHUNK = b"%x\r\n%b\r\n0\r\n" % (len(SHORT), SHORT)
+
+
+@pytest.mark.parametrize("trailer", [b"x-filler: x\r\n" * 500, b"x" * 7500], ids=["many", "one"])
+def test_trailers_without_end(
+    gateway: GatewayProcess, connection: socket.socket, trailer: bytes
+) -> None:
+    before = refused(gateway, "head_too_large")
+    connection.sendall(CHUNKED + LAST_CHUNK)
+    sent = 0
+    try:
+        while not select.select([connection], [], [], 0)[0]:
+            sent += connection.send(trailer)
+            assert sent < 64 << 20
+    except (BrokenPipeError, ConnectionResetError):
+        pass
+    check(read_all(connection), 431, "head_too_large")
+    assert refused(gateway, "head_too_large") == before + 1
+
+
+def test_a_trailer_is_no_header(connection: socket.socket) -> None:
+    """An index without a key is refused."""
+    connection.sendall(CHUNKED + LAST_CHUNK + b"last-event-id: 3\r\n\r\n")
+    assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
+    connection.sendall(BEGUN + b"\r\n")
+    assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
+
+
 COMPLETION = b"POST /v1/completions HTTP/1.1\r\ncontent-type: application/json\r\n"
 ANSWERED_EARLY = {
     404: ("gateway", b"POST /v1/nothing HTTP/1.1\r\ntransfer-encoding: chunked\r\n"),

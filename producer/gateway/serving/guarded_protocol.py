@@ -1,4 +1,4 @@
-"""HTTP connections with bounds on a request's head, which answers can write to directly.
+"""HTTP connections with bounds on heads and trailers, which answers can write to directly.
 
 uvicorn has no such bounds for httptools. A client that sends a byte a minute would hold its
 connection for ever, and a head could have any size. What is refused here never reaches the app, and
@@ -46,6 +46,9 @@ def guarded_protocol(
             super().__init__(*arguments, **options)
             self._head_timer: asyncio.TimerHandle | None = None
             self._head_bytes = 0
+            self._reads_body = False
+            self._quiet_bytes = 0  # since the last piece of a body
+            self._trailer_bytes = 0
             self._listener: ConnectionListener | None = None
             self._is_lost = False
             self._lingers = False
@@ -93,12 +96,18 @@ def guarded_protocol(
                 self._listener.on_lost()
 
         def data_received(self, data: bytes) -> None:
+            if self._head_timer is None and self._is_between_requests():
+                self._begin_head()  # an empty line may come first, which no callback tells
             if self._head_timer is not None:
                 self._head_bytes += len(data)
+            self._quiet_bytes += len(data)
             super().data_received(data)
             # Of a head that ended in this piece, on_headers_complete knows the size.
             if self._head_timer is not None and self._head_bytes > _MAX_HEAD_BYTES:
                 self._refuse_large_head()
+            # So has a trailer that goes on: the parser keeps it, and tells nothing before its end.
+            if self._reads_body and self._quiet_bytes > _MAX_HEAD_BYTES:
+                self._refuse_large_trailers()
 
         def send_400_response(self, msg: str) -> None:
             """Refuse what is no HTTP; uvicorn has logged it."""
@@ -110,8 +119,18 @@ def guarded_protocol(
             if self._head_timer is None:
                 self._begin_head()
 
+        def on_header(self, name: bytes, value: bytes) -> None:
+            """Keep a field of the head. A trailer must not pass for one, and is dropped."""
+            if not self._reads_body:
+                super().on_header(name, value)
+                return
+            self._trailer_bytes += len(name) + len(value) + 4
+            if self._trailer_bytes > _MAX_HEAD_BYTES:
+                self._refuse_large_trailers()
+
         def on_headers_complete(self) -> None:
             self._end_head()
+            self._reads_body, self._quiet_bytes, self._trailer_bytes = True, 0, 0
             # Around a name and its value stand a colon, a space and the line's end.
             fields = sum(len(name) + len(value) + 4 for name, value in self.headers)
             if len(self.url) + fields > _MAX_HEAD_BYTES:
@@ -120,10 +139,12 @@ def guarded_protocol(
                 super().on_headers_complete()
 
         def on_body(self, body: bytes) -> None:
+            self._quiet_bytes = 0
             if not self.transport.is_closing():  # nor is there an answer to a refused head
                 super().on_body(body)
 
         def on_message_complete(self) -> None:
+            self._reads_body = False
             if not self.transport.is_closing():
                 super().on_message_complete()
                 if self._lingers and self.cycle.response_complete:
@@ -155,6 +176,9 @@ def guarded_protocol(
 
             await self._app(scope, receive, send_or_end)
 
+        def _is_between_requests(self) -> bool:
+            return self.cycle is not None and self.cycle.response_complete and not self._reads_body
+
         def _begin_head(self) -> None:
             self._head_bytes = 0
             self._head_timer = self.loop.call_later(head_timeout_s, self._refuse_slow_head)
@@ -166,6 +190,10 @@ def guarded_protocol(
 
         def _refuse_large_head(self) -> None:
             message = f"the request's head is larger than {_MAX_HEAD_BYTES} bytes"
+            self._refuse(ApiError(431, message, "head_too_large"))
+
+        def _refuse_large_trailers(self) -> None:
+            message = f"the trailers of the request's body are larger than {_MAX_HEAD_BYTES} bytes"
             self._refuse(ApiError(431, message, "head_too_large"))
 
         def _refuse_slow_head(self) -> None:
