@@ -163,8 +163,8 @@ def error_of(error: PenstockError, names: Mapping[str, str] | None = None) -> Ap
         return ApiError(429, str(error), "queue_full", retry_after_s=wait_s)
     if isinstance(error, IdConflict):
         message = (
-            "this Idempotency-Key was used with another body; "
-            "use a new key, or send exactly the same body to join the first request"
+            "this Idempotency-Key was used with another body, or at another endpoint; "
+            "use a new key, or send exactly the same request to join the first one"
         )
         return ApiError(422, message, "idempotency_key_reused", retry=False)
     if isinstance(error, RedisUnavailable):

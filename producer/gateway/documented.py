@@ -35,7 +35,7 @@ _DESCRIPTIONS = {
     410: "The request was cancelled, or its output is gone.",
     413: "The body is too large.",
     415: "The body is not sent as JSON.",
-    422: "The Idempotency-Key was used with another body.",
+    422: "The Idempotency-Key was used with another body, or at another endpoint.",
     429: "A limit is reached; `retry-after` says when to try again.",
     500: "The request failed.",
     503: "No worker, no queue, or the gateway ends; `retry-after` says when to try again.",

@@ -8,7 +8,6 @@ import functools
 import hashlib
 import json
 import logging
-import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
@@ -33,6 +32,7 @@ from ..results import Result, Status
 from .answering.answers import EventWriter, StreamedAnswer, WholeAnswer
 from .answering.event_ids import last_event_id
 from .answering.open_answers import OpenAnswers
+from .answering.request_ids import IdPrefix, new_id, other_ids
 from .answering.request_output import Output
 from .api_errors import error_of, invalid
 from .callers import Access, Admission, Caller, tokens_of
@@ -129,7 +129,7 @@ class Gateway:
         request: Request,
         table: _Names,
         *,
-        prefix: str,
+        prefix: IdPrefix,
         model: object,
         lane: Lane,
         fields: Mapping[str, Any],
@@ -165,15 +165,16 @@ class Gateway:
             raise invalid(None, "Last-Event-ID: needs the Idempotency-Key of the first request")
         webhook = request.headers.get(WEBHOOK_HEADER)
         keep = keep or key is not None or webhook is not None or _wants_to_stay(request)
-        request_id = prefix + (uuid.uuid4().hex if key is None else caller.id_of(key))
-        request_id += f"-{number}" if number else ""
+        digest = None if key is None else caller.id_of(key)
+        request_id = new_id(prefix, digest, number)
         on_disconnect = OnDisconnect.CONTINUE if keep else OnDisconnect.CANCEL
         values = {
             **fields, "lane": lane, "tenant": caller.tenant, "on_disconnect": on_disconnect,
         }  # fmt: skip
         try:
             built = QueueRequest.build(id=request_id, **values)
-            shard, is_known = await self._shard(name, request_id, key)
+            others = () if digest is None or number else other_ids(prefix, digest)
+            shard, is_known = await self._shard(name, request_id, key, others)
             check_kind(shard, kind)
             if webhook is not None:
                 await self._watch.check(webhook)
@@ -217,14 +218,21 @@ class Gateway:
             ),
         )
 
-    async def _shard(self, model: str, request_id: str, key: str | None) -> tuple[Shard, bool]:
+    async def _shard(
+        self, model: str, request_id: str, key: str | None, others: Sequence[str]
+    ) -> tuple[Shard, bool]:
         """Where a request goes: to its first submission, if it is one more of the same key.
 
         Returns:
             The shard, and whether the request is known there.
+
+        Raises:
+            IdConflict: the key was used at another endpoint or for another model.
         """
         found = None if key is None else await self.directory.locate(request_id)
         if found is None:
+            if others and await self.directory.knows_any(others):
+                raise IdConflict(request_id)
             return await self.directory.choose(model, request_id), False
         if found[0].keys.model != model:
             raise IdConflict(request_id)

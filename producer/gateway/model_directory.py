@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import datetime
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
@@ -187,6 +187,19 @@ class ModelDirectory:
             others = [shard for shard in self._ordered() if shard.keys not in known]
             found = await _status_in(others, request_id)
         return found
+
+    async def knows_any(self, ids: Sequence[str]) -> bool:
+        """Whether a known shard holds one of these requests.
+
+        Raises:
+            RedisUnavailable: Redis is away.
+        """
+
+        async def count(keys: Keys) -> int:
+            names = [keys.request(one) for one in ids]
+            return int(await self._client.call(lambda: self._client.redis.exists(*names)))
+
+        return any(await asyncio.gather(*(count(keys) for keys in self._shards)))
 
     async def usage(
         self,

@@ -14,6 +14,7 @@ from penstock.shared.protocol.request import MAX_PROMPT_TOKENS
 from penstock.shared.protocol.states import Lane
 
 from ..results import Result
+from .answering.request_ids import IdPrefix
 from .api_errors import end_error, invalid
 from .documented import json_answer, json_body, with_errors
 from .gateway import Gateway
@@ -91,7 +92,7 @@ async def _answer(
     submission = await gateway.submit(
         request,
         table,
-        prefix="tok-",
+        prefix=IdPrefix.TOKENS,
         model=own.get("model"),
         lane=Lane.NORMAL,
         fields={"prompt": prompt, "tokenize": True, "max_tokens": 1},

@@ -15,6 +15,7 @@ from penstock.shared.local.embedded import EmbeddedRedis
 pytestmark = pytest.mark.usefixtures("synthetic_worker")
 
 BODY = {"model": "letters", "prompt": "abc", "max_tokens": 40, "stream": True}
+CONTINUOUS = {"include_usage": True, "continuous_usage_stats": True}
 
 
 @pytest.fixture(scope="module")
@@ -129,6 +130,21 @@ def test_a_key_with_another_body_is_refused(gateway: GatewayProcess) -> None:
         status, error = read(gateway, {**BODY, **other}, idempotency_key="second")
         assert status == 422
         assert error["error"]["code"] == "idempotency_key_reused"
+
+
+def test_a_key_belongs_to_the_endpoint_that_was_called_first(gateway: GatewayProcess) -> None:
+    chat = {"model": "letters", "messages": [{"role": "user", "content": "abc"}], "max_tokens": 2}
+    bodies = {
+        "completions": {"model": "letters", "prompt": "abc", "max_tokens": 2},
+        "chat/completions": {**chat, "stream": True, "stream_options": CONTINUOUS},
+        "responses": {"model": "letters", "input": "abc", "max_output_tokens": 2},
+    }
+    for first in bodies:
+        headers = {"idempotency-key": f"belongs to {first}"}
+        for path in (first, *bodies, first):
+            url = f"{gateway.url}/v1/{path}"
+            answer = httpx.post(url, json=bodies[path], headers=headers, timeout=60)
+            assert answer.status_code == (200 if path == first else 422), (first, path)
 
 
 def test_resuming_needs_a_stream_that_exists(gateway: GatewayProcess) -> None:

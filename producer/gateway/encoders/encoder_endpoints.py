@@ -13,6 +13,7 @@ from starlette.responses import Response
 from penstock.shared.protocol.states import ModelKind
 
 from ...results import Result
+from ..answering.request_ids import IdPrefix
 from ..api_errors import end_error
 from ..documented import json_answer, json_body, with_errors
 from ..gateway import Gateway
@@ -60,7 +61,7 @@ class EncoderEndpoint:
     """
 
     kind: ModelKind
-    prefix: str
+    prefix: IdPrefix
     table: FieldTable
     payload: Callable[[Own], Any]
     schema: Mapping[str, Any]
@@ -82,7 +83,7 @@ class EncoderEndpoint:
 ENCODER_ENDPOINTS: Mapping[str, EncoderEndpoint] = {
     "/v1/embeddings": EncoderEndpoint(
         ModelKind.EMBED,
-        "embd-",
+        IdPrefix.EMBEDDING,
         EMBEDDING_FIELDS,
         embedding_payload,
         EMBEDDING_ANSWER,
@@ -90,7 +91,7 @@ ENCODER_ENDPOINTS: Mapping[str, EncoderEndpoint] = {
     ),
     "/v1/rerank": EncoderEndpoint(
         ModelKind.RERANK,
-        "rerank-",
+        IdPrefix.RERANK,
         RERANK_FIELDS,
         rerank_payload,
         RERANK_ANSWER,
@@ -100,7 +101,7 @@ ENCODER_ENDPOINTS: Mapping[str, EncoderEndpoint] = {
     ),
     "/v1/classify": EncoderEndpoint(
         ModelKind.CLASSIFY,
-        "classify-",
+        IdPrefix.CLASSIFICATION,
         CLASSIFY_FIELDS,
         classify_payload,
         CLASSIFY_ANSWER,
@@ -108,7 +109,7 @@ ENCODER_ENDPOINTS: Mapping[str, EncoderEndpoint] = {
     ),
     "/v1/infer": EncoderEndpoint(
         ModelKind.BATCH,
-        "infer-",
+        IdPrefix.INFERENCE,
         INFER_FIELDS,
         infer_payload,
         INFER_ANSWER,

@@ -14,6 +14,7 @@ from starlette.responses import Response
 from ...results import Result, Status
 from ..answering.answers import EventWriter
 from ..answering.prepared_answer import PreparedAnswer
+from ..answering.request_ids import IdPrefix
 from ..answering.stored_answers import MakeWriter
 from ..documented import json_answer, json_body, with_errors
 from ..gateway import Gateway, Submission
@@ -85,7 +86,7 @@ class _Endpoint:
     def __init__(
         self,
         name: str,
-        prefix: str,
+        prefix: IdPrefix,
         object_name: str,
         fields: FieldTable,
         writer: Callable[..., ChatWriter | CompletionWriter],
@@ -99,10 +100,10 @@ class _Endpoint:
         self.choice = choice
 
 
-_CHAT = _Endpoint("chat", "chatcmpl-", "chat.completion", CHAT_FIELDS, ChatWriter, chat_choice)
+_CHAT = _Endpoint("chat", IdPrefix.CHAT, "chat.completion", CHAT_FIELDS, ChatWriter, chat_choice)
 _COMPLETION = _Endpoint(
     "completion",
-    "cmpl-",
+    IdPrefix.COMPLETION,
     "text_completion",
     COMPLETION_FIELDS,
     CompletionWriter,

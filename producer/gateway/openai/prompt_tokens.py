@@ -8,6 +8,7 @@ from typing import Any
 from starlette.requests import Request
 
 from ...results import Result
+from ..answering.request_ids import IdPrefix
 from ..api_errors import end_error
 from ..gateway import Gateway
 from .fields.common_fields import service_tier
@@ -45,7 +46,7 @@ async def prompt_tokens(
     submission = await gateway.submit(
         request,
         table,
-        prefix="tok-",
+        prefix=IdPrefix.TOKENS,
         model=own.get("model"),
         lane=lane,
         fields={**kept, "tokenize": True, "max_tokens": 1},

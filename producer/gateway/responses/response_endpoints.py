@@ -16,6 +16,7 @@ from penstock.shared.protocol.states import TERMINAL_STATES, State
 from ...results import Result, Status
 from ..answering.answers import EventWriter
 from ..answering.event_ids import last_event_id, read_index
+from ..answering.request_ids import IdPrefix
 from ..answering.stored_answers import MakeWriter, note_of
 from ..api_errors import ApiError, error_of, invalid
 from ..documented import json_answer, json_body, with_errors
@@ -116,7 +117,7 @@ class _Responses:
         submission = await gateway.submit(
             request,
             RESPONSE_FIELDS,
-            prefix="resp_",
+            prefix=IdPrefix.RESPONSE,
             model=own.get("model"),
             lane=lane,
             fields=fields,
