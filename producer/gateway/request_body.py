@@ -27,11 +27,15 @@ async def read_object(request: Request, settings: GatewaySettings) -> dict[str, 
 
     Raises:
         ApiError: 400, it is none; 408, it did not come in time; 413, it is too large; 415, it is
-            not sent as JSON.
+            not sent as JSON, or is compressed.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
         message = "the body must be JSON, sent with content-type: application/json"
+        raise ApiError(415, message, "unsupported_media_type")
+    coding = request.headers.get("content-encoding", "identity").strip().lower()
+    if coding not in ("", "identity"):
+        message = f"the body must not be compressed; content-encoding says {coding[:40]!r}"
         raise ApiError(415, message, "unsupported_media_type")
     data = await _read(request, settings)
     try:

@@ -61,6 +61,7 @@ def service_routes(gateway: Gateway) -> APIRouter:
             raise ApiError(404, message, "model_not_found", param="model")
         return JSONResponse(models[model])
 
+    @router.head("/health", include_in_schema=False)  # what some load balancers ask
     @router.get("/health", responses={503: {"description": "Redis cannot be reached."}})
     async def health() -> Response:
         try:

@@ -109,8 +109,7 @@ def parse_json(field: str, text: str, allowed: str, *, max_depth: int = MAX_DEPT
     try:
         value = json.loads(text, parse_float=finite, parse_constant=note)
     except PARSER_ERRORS as error:
-        why = _BOUND if isinstance(error, RecursionError) else getattr(error, "msg", "it is none")
-        raise InvalidRequest(field, text, f"{allowed}; {why}") from None
+        raise InvalidRequest(field, text, f"{allowed}; {_why_none(error)}") from None
     if not _is_flat(value, max_depth):
         raise InvalidRequest(field, text, f"{allowed}; {_BOUND}")
     if strange and (path := _find_nan(value, field)) is not None:
@@ -144,6 +143,16 @@ def parse_msgpack(field: str, data: bytes) -> Any:
 
 
 _BOUND = f"it is nested too deeply, or holds more than {MAX_CONTAINERS} arrays and maps"
+
+
+def _why_none(error: BaseException) -> str:
+    """Why a text is no JSON."""
+    if isinstance(error, RecursionError):
+        return _BOUND
+    if isinstance(error, json.JSONDecodeError):
+        return error.msg
+    # Python reads no whole number of more digits (sys.set_int_max_str_digits).
+    return "a number in it is too long" if isinstance(error, ValueError) else "it is none"
 
 
 def _is_flat(value: object, max_depth: int) -> bool:

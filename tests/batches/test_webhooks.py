@@ -141,7 +141,16 @@ async def test_webhook_of_a_batch_that_failed_its_validation(
 
 
 @pytest.mark.parametrize(
-    "url", ["ftp://x/", "http://", "http://user@host/", "x", "http://h:99999/", "http://h/\n"]
+    "url",
+    [
+        "ftp://x/",
+        "http://",
+        "http://user@host/",
+        "x",
+        "http://h:99999/",
+        "http://h/\n",
+        "http://a b/",
+    ],
 )
 async def test_url_that_is_no_webhook_is_refused(service: BatchService, url: str) -> None:
     with pytest.raises(InvalidRequest, match="webhook"):

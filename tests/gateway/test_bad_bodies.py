@@ -276,6 +276,8 @@ def test_every_field_of_every_endpoint_refuses_a_number_that_is_none(
                 check(client.post(path, content=data), 400)
             refused = client.post(path, content="{}", headers={"content-type": "text/plain"})
             assert check(refused, 415)["code"] == "unsupported_media_type"
+            packed = client.post(path, content="{}", headers={"content-encoding": "gzip"})
+            assert "gzip" in check(packed, 415)["message"]
     assert asked > 200
 
 
@@ -294,6 +296,16 @@ def test_what_is_no_object_is_refused(gateway: GatewayProcess, data: bytes) -> N
 def test_both_names_of_a_limit_may_say_the_same(gateway: GatewayProcess) -> None:
     data = json.dumps({**CHAT, "max_completion_tokens": CHAT["max_tokens"]})
     assert post(gateway, "/v1/chat/completions", data).status_code == 200
+
+
+def test_a_number_that_is_too_long_is_called_so(gateway: GatewayProcess) -> None:
+    error = check(post(gateway, "/v1/completions", b'{"n":' + b"9" * 5000 + b"}"), 400)
+    assert error["message"].endswith("a number in it is too long")
+
+
+def test_health_answers_who_asks_for_a_head_alone(gateway: GatewayProcess) -> None:
+    answer = httpx.head(f"{gateway.url}/health", timeout=60)
+    assert (answer.status_code, answer.content) == (200, b"")
 
 
 def test_other_refusals(gateway: GatewayProcess) -> None:

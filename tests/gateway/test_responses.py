@@ -59,6 +59,19 @@ def test_live_and_replayed_events_are_the_same_from_every_number(client: openai.
         assert [event.to_dict() for event in replayed] == expected
 
 
+def test_numbers_that_no_event_has_are_refused(client: openai.OpenAI) -> None:
+    live = list(client.responses.create(**FIELDS, stream=True))
+    name, last = live[0].response.id, numbers(live)[-1]
+    assert list(client.responses.retrieve(name, stream=True, starting_after=last)) == []
+    for after in (last + 1, 2**31 - 1, 2**31):
+        with pytest.raises(openai.BadRequestError) as refused:
+            client.responses.retrieve(name, stream=True, starting_after=after)
+        assert refused.value.param == "starting_after"
+    with pytest.raises(openai.BadRequestError) as unclear:
+        client.responses.retrieve(name, extra_query={"stream": "maybe"})
+    assert unclear.value.param == "stream"
+
+
 def test_background_response_outlives_its_gateway(
     server: EmbeddedRedis, client: openai.OpenAI, folder: Path
 ) -> None:
@@ -86,6 +99,9 @@ def test_background_response_is_answered_at_once_and_can_be_cancelled(
     endless = {"input": "Hello", "temperature": 0, "max_output_tokens": 8000}
     started = client.responses.create(**{**FIELDS, **endless}, background=True)
     assert started.status == "queued"
+    with pytest.raises(openai.BadRequestError) as early:
+        client.responses.create(**FIELDS, previous_response_id=started.id)
+    assert early.value.code == "previous_response_not_found"
     cancelled = client.responses.cancel(started.id)
     assert cancelled.status == "cancelled"
     assert client.responses.cancel(started.id).status == "cancelled"

@@ -157,6 +157,30 @@ def test_resuming_needs_a_stream_that_exists(gateway: GatewayProcess) -> None:
     past = httpx.get(path, params={"from": 41}, timeout=60)
     assert past.status_code == 400
     assert "from_index" not in past.text
+    for number in ("", "-1", "1.5", "x", "2147483648"):
+        refused = httpx.get(path, params={"from": number}, timeout=60)
+        assert refused.status_code == 400
+        message = f"from: got {number!r}; allowed: a whole number from 0 to 2147483647"
+        assert refused.json()["error"]["message"] == message
+
+
+@pytest.mark.parametrize("form", ["usage", "choices", "logprobs"])
+def test_nothing_follows_behind_the_end(gateway: GatewayProcess, form: str) -> None:
+    """Also where events depend on tokens before them, which are read then."""
+    asked: dict[str, dict[str, Any]] = {
+        "usage": {"stream_options": {"include_usage": True}},
+        "choices": {"n": 2},
+        "logprobs": {"logprobs": 1},
+    }
+    body, key = {**BODY, **asked[form]}, f"behind the end, {form}"
+    status, whole = read(gateway, body, idempotency_key=key)
+    assert status == 200
+    last = whole[-2].id or 0
+    for number, expected in ((last, 200), (last + 1, 400), (2**31 - 1, 400)):
+        status, found = read(gateway, body, idempotency_key=key, last_event_id=str(number))
+        assert status == expected
+        if status == 400:
+            assert f"got {number}; allowed: 0 to {last}" in found["error"]["message"]
 
 
 def test_a_kept_stream_can_be_cancelled(gateway: GatewayProcess) -> None:

@@ -17,7 +17,7 @@ def check_webhook_url(url: str) -> str:
     Raises:
         InvalidRequest: it is no ``https`` or ``http`` URL, or holds a user.
     """
-    allowed = f"an http or https URL of at most {_MAX_URL_CHARS} characters, without user"
+    allowed = f"an http or https URL of at most {_MAX_URL_CHARS} characters, without user or spaces"
     try:
         parts = urlsplit(url)
         port_ok = parts.port is None or parts.port > 0
@@ -30,6 +30,7 @@ def check_webhook_url(url: str) -> str:
         or parts.username is not None
         or not port_ok
         or not url.isprintable()
+        or " " in url
     ):
         raise InvalidRequest("webhook", url, allowed)
     return url

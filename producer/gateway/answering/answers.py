@@ -121,7 +121,7 @@ class StreamedAnswer(OutputAnswer):
         first = self._output.index
         metrics.open_streams.inc()
         try:
-            last = b""
+            last: bytes | None = None
             if self._opens:
                 self._write(self._writer.opening())
             if not self._pending and not self._is_over():
@@ -143,7 +143,8 @@ class StreamedAnswer(OutputAnswer):
                 await self._sleep()
             await self._settle()
             if not self._left:
-                last = last or self._last_or_error()
+                if last is None:
+                    last = self._last_or_error()
                 await send({"type": "http.response.body", "body": last, "more_body": False})
         finally:
             metrics.open_streams.dec()

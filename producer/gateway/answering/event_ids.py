@@ -32,11 +32,12 @@ def last_event_id(request: Request, parameter: str = "") -> int:
 
 
 def read_index(text: str, where: str) -> int:
-    """An event's id.
+    """An event's id, or another whole number.
 
     Raises:
         ApiError: 400, it is none.
     """
     if not (text.isascii() and text.isdigit() and len(text) <= 10 and int(text) <= _MAX_INDEX):
-        raise invalid(where, f"{where}: the id of an event is a whole number")
+        allowed = f"a whole number from 0 to {_MAX_INDEX}"
+        raise invalid(where, f"{where}: got {text[:40]!r}; allowed: {allowed}")
     return int(text)

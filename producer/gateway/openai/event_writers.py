@@ -18,7 +18,7 @@ from penstock.shared.protocol.events import Chunk, End, Run, TokenLogprobs
 from penstock.shared.protocol.states import Reason
 
 from ..answering.sse import DONE, quoted
-from ..api_errors import ApiError, end_error
+from ..api_errors import ApiError, end_error, invalid
 from .answer_form import AnswerForm
 from .chat_deltas import delta_object, has_call
 from .fields.field_table import FieldTable
@@ -115,11 +115,14 @@ class _Writer(ABC):
         """The reason, the token counts, and the mark of success.
 
         Raises:
-            ApiError: the request was not completed.
+            ApiError: the request was not completed, or has fewer tokens than its reader knows.
         """
         error = end_error(end, self._fields.names, self._fields.prompt)
         if error is not None:
             raise error
+        if self._start > end.n:
+            allowed = f"0 to {end.n}: request {self._id!r} ended after {end.n} tokens"
+            raise invalid("from", f"from: got {self._start}; allowed: {allowed}")
         events = ""
         if not self._parted:
             choice = self._last_choice(FINISH_REASONS[end.reason])

@@ -149,7 +149,7 @@ class _Responses:
         """The response as it is now, or its events."""
         shard, status, note = await self._find(request, response_id)
         head = _head_of(shard, status, note)
-        if request.query_params.get("stream") not in ("true", "1", "True"):
+        if not _wants_events(request):
             whole = await _object(shard, status, head)
             return JSONResponse(whole, headers={"x-request-id": status.id})
         after = last_event_id(request) - 1  # the header wins, see there
@@ -219,7 +219,7 @@ class _Responses:
             ) from None
         if status.state is not State.COMPLETED:
             message = f"previous_response_id: that response is {status.state.value}"
-            raise invalid("previous_response_id", message)
+            raise invalid("previous_response_id", message, "previous_response_not_found")
         result = await shard.producer.result(status.id)
         return [*note["history"], *note["input"], assistant_message(status.id, result.choices[0])]
 
@@ -244,6 +244,18 @@ class _Responses:
             message = f"the response {response_id[:128]!r} is not known, or is not kept any more"
             raise ApiError(404, message, "response_not_found")
         return found[0], found[1], dict(note)
+
+
+def _wants_events(request: Request) -> bool:
+    """The parameter ``stream``.
+
+    Raises:
+        ApiError: 400, it is neither true nor false.
+    """
+    given = request.query_params.get("stream", "false")
+    if given.lower() not in ("true", "1", "false", "0"):
+        raise invalid("stream", f"stream: got {given[:40]!r}; allowed: true or false")
+    return given.lower() in ("true", "1")
 
 
 def _head_of(shard: Shard, status: Status, note: Mapping[str, Any]) -> ResponseHead:

@@ -17,7 +17,7 @@ from penstock.shared.protocol.events import Chunk, End
 from penstock.shared.protocol.states import Reason, State
 
 from ..answering.sse import quoted
-from ..api_errors import ApiError
+from ..api_errors import ApiError, invalid
 from .output_items import ItemEvent, OutputItems
 from .response_object import ResponseHead, refusal_of, response_object
 
@@ -68,7 +68,8 @@ class ResponseWriter:
         """The events behind the last token; a failed response is one, too.
 
         Raises:
-            ApiError: the request was refused, and the client is to hear that as an error.
+            ApiError: the request was refused, and the client is to hear that as an error; or the
+                response has fewer events than its reader knows.
         """
         refusal = refusal_of(end) if self._refuses else None
         if refusal is not None:
@@ -80,6 +81,10 @@ class ResponseWriter:
         items = self._items
         whole = response_object(self._head, end.state, end, items.objects(), items.reasoning_tokens)
         events.append(self._events([(kind, {"response": whole})]))
+        if self._after >= self._number:
+            allowed = f"0 to {self._number - 1}, the last event of {self._head.id!r}"
+            message = f"starting_after: got {self._after}; allowed: {allowed}"
+            raise invalid("starting_after", message)
         return "".join(events).encode()
 
     def error(self, error: ApiError) -> bytes:
