@@ -209,10 +209,23 @@ def test_the_documentation_names_every_figure() -> None:
     assert told == found
 
 
-def test_a_refusal_is_not_written_into_an_answer(connection: socket.socket) -> None:
+def test_a_connection_takes_few_requests_ahead(connection: socket.socket) -> None:
+    """Else a client that reads no answers fills the gateway's memory."""
+    sent = 5000
+    connection.sendall((BEGUN + b"\r\n") * sent)
+    found = read_all(connection)
+    *answers, last = found.split(b"HTTP/1.1 200 OK\r\n")[1:]
+    count = len(answers) + 1
+    assert 1 < count < sent
+    assert b"connection: close\r\n" in last
+    assert not any(b"connection: close\r\n" in answer for answer in answers)
+
+
+@pytest.mark.parametrize("waiting", [b"", BEGUN + b"\r\n"], ids=["alone", "one waits"])
+def test_a_refusal_is_not_written_into_an_answer(connection: socket.socket, waiting: bytes) -> None:
     connection.sendall(STREAM)
     found = connection.recv(1 << 16)
-    connection.sendall(b"GARBAGE\r\n\r\n")
+    connection.sendall(waiting + b"GARBAGE\r\n\r\n")
     found += read_all(connection)
     assert found.startswith(b"HTTP/1.1 200 ")
     answer, *refusals = found.split(b"HTTP/1.1 400 ")

@@ -24,6 +24,10 @@ __all__ = ["guarded_protocol"]
 
 _MAX_HEAD_BYTES = 64 << 10
 
+_MAX_WAITING = 32
+"""How many requests of a connection may wait behind the one that is being answered. uvicorn parses
+all that has come, and reads on after each answer."""
+
 _LINGER_S = 5.0
 """How long a connection takes in the rest of a body that is answered already. Closing at once
 would reset it, and its client might lose the answer."""
@@ -52,6 +56,7 @@ def guarded_protocol(
             self._listener: ConnectionListener | None = None
             self._is_lost = False
             self._lingers = False
+            self._takes_no_more = False
             self._app, self.app = self.app, self._serve
 
         def listen(self, listener: ConnectionListener | None) -> None:
@@ -96,6 +101,8 @@ def guarded_protocol(
                 self._listener.on_lost()
 
         def data_received(self, data: bytes) -> None:
+            if self._takes_no_more:
+                return
             if self._head_timer is None and self._is_between_requests():
                 self._begin_head()  # an empty line may come first, which no callback tells
             if self._head_timer is not None:
@@ -114,6 +121,8 @@ def guarded_protocol(
             self._refuse(ApiError(400, msg, "invalid_http"))
 
         def on_message_begin(self) -> None:
+            if self._takes_no_more:
+                return
             super().on_message_begin()
             cast(dict[str, Any], self.scope)[CONNECTION] = self
             if self._head_timer is None:
@@ -130,6 +139,11 @@ def guarded_protocol(
 
         def on_headers_complete(self) -> None:
             self._end_head()
+            if len(self.pipeline) >= _MAX_WAITING:
+                self._takes_no_more = True  # its client sends the rest again
+                self.cycle.keep_alive = False
+            if self._takes_no_more:
+                return
             self._reads_body, self._quiet_bytes, self._trailer_bytes = True, 0, 0
             # Around a name and its value stand a colon, a space and the line's end.
             fields = sum(len(name) + len(value) + 4 for name, value in self.headers)
@@ -140,12 +154,13 @@ def guarded_protocol(
 
         def on_body(self, body: bytes) -> None:
             self._quiet_bytes = 0
-            if not self.transport.is_closing():  # nor is there an answer to a refused head
+            # Nor is there an answer to a refused head.
+            if not (self._takes_no_more or self.transport.is_closing()):
                 super().on_body(body)
 
         def on_message_complete(self) -> None:
             self._reads_body = False
-            if not self.transport.is_closing():
+            if not (self._takes_no_more or self.transport.is_closing()):
                 super().on_message_complete()
                 if self._lingers and self.cycle.response_complete:
                     self.transport.close()
@@ -205,8 +220,9 @@ def guarded_protocol(
             if self.transport.is_closing():
                 return
             on_refused(error.code)
-            answer = self.cycle
-            if answer is None or answer.response_complete or not answer.response_started:
+            answer = self.cycle  # to the last request, if several wait
+            is_over = answer is None or answer.response_complete
+            if is_over or not (self.pipeline or answer.response_started):
                 self.transport.write(_whole_answer(error))
             self.transport.close()  # at once where another answer is under way: it ends too early
 
