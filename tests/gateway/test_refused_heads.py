@@ -209,6 +209,29 @@ def test_the_documentation_names_every_figure() -> None:
     assert told == found
 
 
+OFFER = b"connection: upgrade, http2-settings\r\nupgrade: h2c\r\nhttp2-settings: AA\r\n"
+OFFERED = (
+    b"POST /v1/completions HTTP/1.1\r\nhost: [::1]\r\ncontent-type: application/json\r\n" + OFFER
+)
+WHOLE = OFFERED + b"content-length: %d\r\n\r\n" % len(SHORT) + SHORT
+IN_CHUNKS = OFFERED + b"transfer-encoding: chunked\r\n\r\n" + LAST_CHUNK + b"\r\n"
+NO_BODY = BEGUN + OFFER + b"\r\n"
+
+
+@pytest.mark.parametrize("size", [1, 7, 1 << 16])
+def test_an_offer_of_another_protocol_is_ignored(connection: socket.socket, size: int) -> None:
+    """Java's client makes one with each request. Its body counts, and what follows."""
+    last = BEGUN + b"connection: close\r\n\r\n"
+    asked = [WHOLE, NO_BODY, IN_CHUNKS, IN_CHUNKS, WHOLE, BEGUN + b"\r\n", NO_BODY, last]
+    data = b"".join(asked)
+    for start in range(0, len(data), size):
+        connection.sendall(data[start : start + size])
+    found = read_all(connection)
+    statuses = re.findall(rb"HTTP/1.1 (\d+) ", found)
+    assert statuses == [b"200"] * len(asked)
+    assert found.count(b'"text_completion"') == 4
+
+
 def test_a_connection_takes_few_requests_ahead(connection: socket.socket) -> None:
     """Else a client that reads no answers fills the gateway's memory."""
     sent = 5000

@@ -42,7 +42,7 @@ THIRD_PARTY = {
     "producer.batches": {
         "arq", "croniter", "fsspec", "httpx", "msgpack", "prometheus_client", "pydantic", "redis",
     },
-    "producer.gateway": {"fastapi", "prometheus_client", "starlette", "uvicorn"},
+    "producer.gateway": {"fastapi", "httptools", "prometheus_client", "starlette", "uvicorn"},
     "producer": {"redis", "rich", "typer"},
     "shared": {"msgpack", "pydantic", "redis"},
     # transformers' generate() is what several of them compare with.

@@ -19,6 +19,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from ..answering.connection import CONNECTION, ConnectionListener
 from ..api_errors import ApiError
 from .held_transport import HeldTransport
+from .upgrade_parser import UpgradeParser
 
 __all__ = ["guarded_protocol"]
 
@@ -48,9 +49,12 @@ def guarded_protocol(
 
         def __init__(self, *arguments: Any, **options: Any) -> None:
             super().__init__(*arguments, **options)
+            self._parser = UpgradeParser(self)
+            self.parser = cast(Any, self._parser)
             self._head_timer: asyncio.TimerHandle | None = None
             self._head_bytes = 0
             self._reads_body = False
+            self._skips_body = False  # the parser does, and goes on with it later
             self._quiet_bytes = 0  # since the last piece of a body
             self._trailer_bytes = 0
             self._listener: ConnectionListener | None = None
@@ -145,6 +149,7 @@ def guarded_protocol(
             if self._takes_no_more:
                 return
             self._reads_body, self._quiet_bytes, self._trailer_bytes = True, 0, 0
+            self._skips_body = self._parser.skips_body()
             # Around a name and its value stand a colon, a space and the line's end.
             fields = sum(len(name) + len(value) + 4 for name, value in self.headers)
             if len(self.url) + fields > _MAX_HEAD_BYTES:
@@ -159,6 +164,9 @@ def guarded_protocol(
                 super().on_body(body)
 
         def on_message_complete(self) -> None:
+            if self._skips_body:
+                self._skips_body = False
+                return
             self._reads_body = False
             if not (self._takes_no_more or self.transport.is_closing()):
                 super().on_message_complete()
