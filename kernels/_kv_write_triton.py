@@ -1,4 +1,4 @@
-"""The Triton kernel of ``kv_write``: one program copies one token's keys and values."""
+"""The Triton kernels of ``kv_write``: one program writes one token's keys and values."""
 
 # A kernel's parameters are Triton's values, not Python's: no annotation would say anything true.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -51,6 +51,74 @@ def kv_write_kernel(
     tl.store(target, tl.load(source, mask=inside), mask=inside)
 
 
+@triton.jit
+def kv_write_fp8_kernel(
+    key,
+    value,
+    key_cache,
+    value_cache,
+    slots,
+    key_stride_t,
+    key_stride_h,
+    key_stride_d,
+    value_stride_t,
+    value_stride_h,
+    value_stride_d,
+    NUM_KV_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    PADDED_HEADS: tl.constexpr,  # tl.arange needs a power of two known at compile time
+    PADDED_KEY_DIM: tl.constexpr,
+    PADDED_VALUE_DIM: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token)
+    head = tl.arange(0, PADDED_HEADS)
+    row = (slot // BLOCK_SIZE) * NUM_KV_HEADS + head
+    offset = slot % BLOCK_SIZE
+
+    dim = tl.arange(0, PADDED_KEY_DIM)
+    inside = (head < NUM_KV_HEADS)[:, None] & (dim < KEY_DIM)[None, :]
+    source = key + token * key_stride_t + head[:, None] * key_stride_h + dim[None, :] * key_stride_d
+    codes, exponent = _encode_fp8(tl.load(source, mask=inside, other=0.0))
+    target = key_cache + row * (BLOCK_SIZE * (KEY_DIM + 1))
+    tl.store(target[:, None] + offset * KEY_DIM + dim[None, :], codes, mask=inside)
+    tl.store(target + BLOCK_SIZE * KEY_DIM + offset, exponent, mask=head < NUM_KV_HEADS)
+
+    dim = tl.arange(0, PADDED_VALUE_DIM)
+    inside = (head < NUM_KV_HEADS)[:, None] & (dim < VALUE_DIM)[None, :]
+    source = value + token * value_stride_t
+    source += head[:, None] * value_stride_h + dim[None, :] * value_stride_d
+    codes, exponent = _encode_fp8(tl.load(source, mask=inside, other=0.0))
+    target = value_cache + row * (BLOCK_SIZE * (VALUE_DIM + 1))
+    tl.store(target[:, None] + offset * VALUE_DIM + dim[None, :], codes, mask=inside)
+    tl.store(target + BLOCK_SIZE * VALUE_DIM + offset, exponent, mask=head < NUM_KV_HEADS)
+
+
+@triton.jit
+def _encode_fp8(states):
+    """``kv_layout.encode_fp8`` of a tile ``[H, D]``, bit for bit."""
+    wide = states.to(tl.float32)
+    bits = wide.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    # Of the bits, because a maximum of numbers would lose a NaN.
+    largest = tl.max(bits, 1)
+    finite = largest < 0x7F800000
+    exponent = tl.maximum(((largest + 0x1FFFFF) >> 23) - 8, 1)
+    inverse = tl.where(finite, (254 - exponent) << 23, 0).to(tl.float32, bitcast=True)
+    scaled = tl.where(finite[:, None], tl.abs(wide), 0.0) * inverse[:, None]
+    scaled_bits = scaled.to(tl.int32, bitcast=True)
+    # Half a unit, less one bit where the kept part is even; then bias 7 instead of 127.
+    rounded = scaled_bits + 0x7FFFF + ((scaled_bits >> 20) & 1)
+    normal = (rounded >> 20) - (120 << 3)
+    # Below 2**-6 a unit is 2**-9, as it is of float32 numbers from 2**14: the sum rounds to it.
+    small = (scaled + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+    code = tl.where(scaled < 0.015625, small, normal)
+    sign = (wide.to(tl.int32, bitcast=True) >> 24) & 0x80
+    code = tl.where(finite[:, None], code | sign, 0)
+    return code.to(tl.uint8), tl.where(finite, exponent, 255).to(tl.uint8)
+
+
 def constants(num_kv_heads: int, key_dim: int, value_dim: int) -> dict[str, int]:
     """The kernel's compile-time arguments for a geometry."""
     return {
@@ -62,15 +130,40 @@ def constants(num_kv_heads: int, key_dim: int, value_dim: int) -> dict[str, int]
     }
 
 
+def fp8_constants(
+    num_kv_heads: int, key_dim: int, value_dim: int, block_size: int
+) -> dict[str, int]:
+    """The compile-time arguments of the kernel for ``KVLayout.HEADS_FP8``."""
+    return {
+        "NUM_KV_HEADS": num_kv_heads,
+        "KEY_DIM": key_dim,
+        "VALUE_DIM": value_dim,
+        "BLOCK_SIZE": block_size,
+        "PADDED_HEADS": triton.next_power_of_2(num_kv_heads),
+        "PADDED_KEY_DIM": triton.next_power_of_2(key_dim),
+        "PADDED_VALUE_DIM": triton.next_power_of_2(value_dim),
+    }
+
+
 def write_kv_triton(
-    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slots: Tensor,
+    *,
+    block_size: int,
 ) -> None:
     """See ``kv_write.write_kv``, which has checked the arguments."""
     num_tokens, num_kv_heads, key_dim = key.shape
     if num_tokens == 0:
         return
+    dims = num_kv_heads, key_dim, value.shape[2]
+    kernel, fixed = kv_write_kernel, constants(*dims)
+    if key_cache.dtype == torch.uint8:
+        kernel, fixed = kv_write_fp8_kernel, fp8_constants(*dims, block_size)
     with torch.cuda.device(key.device) if key.is_cuda else nullcontext():
-        kv_write_kernel[(num_tokens,)](
+        kernel[(num_tokens,)](
             key,
             value,
             key_cache,
@@ -78,5 +171,5 @@ def write_kv_triton(
             slots,
             *key.stride(),
             *value.stride(),
-            **constants(num_kv_heads, key_dim, value.shape[2]),
+            **fixed,
         )

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from ._length_buckets import LengthBucket
-from .kv_layout import SCALE_BYTES, decode_kv
+from .kv_layout import CacheShape, decode_fp8, decode_kv, fp8_parts
 from .ragged import RaggedBatch
 from .workspace import AttentionWorkspace
 
@@ -34,12 +34,10 @@ def paged_attention_torch(
 ) -> Tensor:
     """See ``paged_attention.paged_attention``, which has checked the arguments."""
     num_tokens, num_heads, key_dim = query.shape
-    _, _, num_kv_heads, key_width = key_cache.shape
-    value_width = value_cache.shape[-1]
-    in_8_bits = key_cache.dtype == torch.int8
-    value_dim = value_width - (SCALE_BYTES if in_8_bits else 0)
+    num_kv_heads = CacheShape.of(key_cache, batch.block_size).heads
+    value_dim = CacheShape.of(value_cache, batch.block_size).dim
     fused = softcap is None and sinks is None and key_dim == value_dim
-    key_bytes = num_kv_heads * key_width * key_cache.element_size()
+    key_bytes = key_cache[0].nbytes // batch.block_size
 
     out: Tensor | None = None
     for bucket in workspace.buckets(batch, window, key_bytes):
@@ -58,16 +56,11 @@ def paged_attention_torch(
         bucketed = bucketed.reshape(
             bucket.num_sequences, bucket.query_len, num_kv_heads, num_heads // num_kv_heads, key_dim
         )
-        if fused:
-            slots = bucket.slots
-            key = workspace.gather("key", key_cache.flatten(0, 1), slots)
-            value = workspace.gather("value", value_cache.flatten(0, 1), slots)
-        else:
-            slots = bucket.head_slots(num_kv_heads)
-            key = workspace.gather("key", key_cache.view(-1, key_width), slots)
-            value = workspace.gather("value", value_cache.view(-1, value_width), slots)
-        if in_8_bits:
-            key, value = decode_kv(key, query.dtype), decode_kv(value, query.dtype)
+        heads = None if fused else num_kv_heads
+        key = _gather("key", key_cache, bucket, heads, batch.block_size, workspace, query.dtype)
+        value = _gather(
+            "value", value_cache, bucket, heads, batch.block_size, workspace, query.dtype
+        )
         if fused:
             attended = _fused(bucketed, key, value, bucket, scale)
         else:
@@ -85,6 +78,39 @@ def paged_attention_torch(
             out.index_copy_(0, rows, attended)
     assert out is not None  # a batch has at least one sequence
     return out
+
+
+def _gather(
+    name: str,
+    cache: Tensor,
+    bucket: LengthBucket,
+    heads: int | None,
+    block_size: int,
+    workspace: AttentionWorkspace,
+    dtype: torch.dtype,
+) -> Tensor:
+    """A bucket's keys or values, in full numbers.
+
+    Args:
+        name: of the scratch memory.
+        cache: all of them.
+        bucket: the length bucket.
+        heads: key/value heads, where the result has one after another; None: all of each token.
+        block_size: tokens in a block.
+        workspace: of the step.
+        dtype: of the result.
+
+    Returns:
+        [B * L, Hkv, D], or [B * Hkv * L, D].
+    """
+    rows = bucket.slots if heads is None else bucket.head_slots(heads)
+    if cache.dtype == torch.uint8:
+        slots, head = (rows, slice(None)) if heads is None else (rows // heads, rows % heads)
+        place = slots // block_size, head, slots % block_size
+        codes, exponents = fp8_parts(cache, block_size)
+        return decode_fp8(codes[place], exponents[place], dtype)
+    found = workspace.gather(name, cache.flatten(0, 1 if heads is None else 2), rows)
+    return decode_kv(found, dtype) if cache.dtype == torch.int8 else found
 
 
 def _fused(query: Tensor, key: Tensor, value: Tensor, bucket: LengthBucket, scale: float) -> Tensor:

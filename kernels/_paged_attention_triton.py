@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .kv_layout import CacheShape
 from .ragged import RaggedBatch
 
 
@@ -54,6 +55,7 @@ def paged_attention_kernel(
     HAS_WINDOW: tl.constexpr,  # the rest drop what a layer does not use
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    FP8: tl.constexpr,  # the caches are in KVLayout.HEADS_FP8
     UPCAST: tl.constexpr,  # the interpreter multiplies bf16 wrongly, without an error
 ):
     LOG2_E: tl.constexpr = 1.4426950408889634
@@ -123,16 +125,27 @@ def paged_attention_kernel(
         key_position = base + tl.arange(0, BLOCK_N)
         inside = key_position < stop
         block = tl.load(table + key_position // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
-        slot = block * BLOCK_SIZE + key_position % BLOCK_SIZE
-        cache_row = slot * NUM_KV_HEADS + kv_head
+        offset = key_position % BLOCK_SIZE
+        if FP8:
+            head_row = block * NUM_KV_HEADS + kv_head
+            key_row = head_row * (BLOCK_SIZE * (KEY_DIM + 1)) + offset * KEY_DIM
+            value_row = head_row * (BLOCK_SIZE * (VALUE_DIM + 1)) + offset * VALUE_DIM
+        else:
+            cache_row = (block * BLOCK_SIZE + offset) * NUM_KV_HEADS + kv_head
+            key_row = cache_row * KEY_DIM
+            value_row = cache_row * VALUE_DIM
 
         # Slots past `stop` are not read: whatever they hold, NaN included, has no influence.
         k = tl.load(
-            key_cache + cache_row[None, :] * KEY_DIM + key_dim[:, None],
+            key_cache + key_row[None, :] + key_dim[:, None],
             mask=inside[None, :] & (key_dim < KEY_DIM)[:, None],
-            other=0.0,
+            other=0,
         )
-        if UPCAST:
+        if FP8:
+            scales = head_row * (BLOCK_SIZE * (KEY_DIM + 1)) + BLOCK_SIZE * KEY_DIM + offset
+            exponent = tl.load(key_cache + scales, mask=inside, other=0)
+            k = _decode_fp8(k, exponent[None, :]).to(q.dtype)
+        elif UPCAST:
             k = k.to(tl.float32)
         # ieee: fp32 must not silently become tf32.
         scores = tl.dot(q, k, input_precision="ieee") * scale
@@ -152,11 +165,15 @@ def paged_attention_kernel(
         weights = tl.exp2(scores - shift[:, None])
         fade = tl.exp2(maximum - shift)
         v = tl.load(
-            value_cache + cache_row[:, None] * VALUE_DIM + value_dim[None, :],
+            value_cache + value_row[:, None] + value_dim[None, :],
             mask=inside[:, None] & (value_dim < VALUE_DIM)[None, :],
-            other=0.0,
+            other=0,
         )
-        if UPCAST:
+        if FP8:
+            scales = head_row * (BLOCK_SIZE * (VALUE_DIM + 1)) + BLOCK_SIZE * VALUE_DIM + offset
+            exponent = tl.load(value_cache + scales, mask=inside, other=0)
+            v = _decode_fp8(v, exponent[:, None]).to(q.dtype)
+        elif UPCAST:
             v = v.to(tl.float32)
         weighted = tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         accumulated = accumulated * fade[:, None] + weighted
@@ -172,6 +189,16 @@ def paged_attention_kernel(
     )
 
 
+@triton.jit
+def _decode_fp8(codes, exponents):
+    """``kv_layout.decode_fp8`` in float32, for shapes that broadcast."""
+    bits = codes.to(tl.int32)
+    # In float16 e4m3's exponent is 8 too small; its subnormals are float16's.
+    half = (((bits & 0x7F) << 7) | ((bits & 0x80) << 8)).to(tl.int16)
+    number = half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+    return number * (exponents.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+
+
 def constants(
     *,
     num_heads: int,
@@ -184,6 +211,7 @@ def constants(
     window: bool,
     softcap: bool,
     sinks: bool,
+    fp8: bool = False,
     upcast: bool = False,
 ) -> dict[str, int | bool]:
     """The kernel's compile-time arguments for a geometry; ``decode``: one query token each."""
@@ -208,6 +236,7 @@ def constants(
         "HAS_WINDOW": window,
         "HAS_SOFTCAP": softcap,
         "HAS_SINKS": sinks,
+        "FP8": fp8,
         "UPCAST": upcast,
     }
 
@@ -225,7 +254,7 @@ def paged_attention_triton(
 ) -> Tensor:
     """See ``paged_attention.paged_attention``, which has checked the arguments."""
     num_tokens, num_heads, key_dim = query.shape
-    _, block_size, num_kv_heads, value_dim = value_cache.shape
+    _, block_size, num_kv_heads, value_dim = CacheShape.of(value_cache, batch.block_size)
     decode = batch.max_query_len == 1
     fixed = constants(
         num_heads=num_heads,
@@ -238,6 +267,7 @@ def paged_attention_triton(
         window=window is not None,
         softcap=softcap is not None,
         sinks=sinks is not None,
+        fp8=value_cache.dtype == torch.uint8,
         upcast=not query.is_cuda and query.dtype is torch.bfloat16,
     )
     block_q = int(fixed["BLOCK_M"]) // int(fixed["QUERIES_PER_KV"])

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ._paged_attention_torch import paged_attention_torch
 from ._triton import HAS_TRITON
-from .kv_layout import SCALE_BYTES
+from .kv_layout import CacheShape
 from .ragged import RaggedBatch
 from .workspace import AttentionWorkspace
 
@@ -47,8 +47,9 @@ def paged_attention(
         query: [T, Hq, Dk], float32, float16 or bfloat16; any strides on the CPU, the last dimension
             contiguous on a GPU.
         key_cache: [num_blocks, block_size, Hkv, Dk], contiguous, dtype of ``query``; ``Hkv``
-            divides ``Hq`` (1 is MQA, less than ``Hq`` GQA). Or int8 with ``Dk + 2``, as
-            :mod:`.kv_layout` writes it, which the torch path alone reads.
+            divides ``Hq`` (1 is MQA, less than ``Hq`` GQA). Or in 8 bits as
+            ``KVLayout.HEADS_FP8`` lays them out, or ``TOKENS_INT8``, which the torch path alone
+            reads.
         value_cache: [num_blocks, block_size, Hkv, Dv], likewise; ``Dv`` may differ from ``Dk``.
         batch: the packed layout; its ``block_size`` is the caches'.
         scale: factor on the scores, usually ``Dk ** -0.5``.
@@ -101,30 +102,31 @@ def _check(
     sinks: Tensor | None,
 ) -> None:
     num_tokens, num_heads, key_dim = query.shape
-    num_blocks, block_size, num_kv_heads, cache_dim = key_cache.shape
+    keys = CacheShape.of(key_cache, batch.block_size)
+    values = CacheShape.of(value_cache, batch.block_size)
     if num_tokens != batch.num_tokens:
         raise ValueError(f"query has {num_tokens} rows, the batch {batch.num_tokens}")
-    if block_size != batch.block_size or num_blocks <= batch.max_block:
+    if keys.block_size != batch.block_size or keys.blocks <= batch.max_block:
         raise ValueError(
-            f"the key cache has {num_blocks} blocks of {block_size} tokens, the batch uses block "
-            f"{batch.max_block} of {batch.block_size} tokens"
+            f"the key cache has {keys.blocks} blocks of {keys.block_size} tokens, the batch uses "
+            f"block {batch.max_block} of {batch.block_size} tokens"
         )
     if batch.window is not None and (window is None or window > batch.window):
         raise ValueError(
             f"window is {window}, but the batch's tables are filled for {batch.window} tokens back"
         )
-    in_8_bits = key_cache.dtype == value_cache.dtype == torch.int8
-    if key_dim != cache_dim - (SCALE_BYTES if in_8_bits else 0) or num_heads % num_kv_heads:
+    if key_dim != keys.dim or num_heads % keys.heads:
         raise ValueError(
             f"query {list(query.shape)} does not fit the key cache {list(key_cache.shape)}: the "
             "last dimensions must be equal and the key/value heads divide the query heads"
         )
-    if value_cache.shape[:3] != key_cache.shape[:3]:
+    if values[:3] != keys[:3]:
         raise ValueError(
             f"value cache {list(value_cache.shape)} and key cache {list(key_cache.shape)} must "
             "agree in all but the last dimension"
         )
-    if not in_8_bits and not query.dtype == key_cache.dtype == value_cache.dtype:
+    in_8_bits = key_cache.dtype in (torch.int8, torch.uint8)
+    if key_cache.dtype != value_cache.dtype or not (in_8_bits or query.dtype == key_cache.dtype):
         raise ValueError(
             f"query, key cache and value cache must have one dtype, not {query.dtype}, "
             f"{key_cache.dtype} and {value_cache.dtype}"

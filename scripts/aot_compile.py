@@ -59,6 +59,7 @@ def attention(
     window: bool = False,
     softcap: bool = False,
     sinks: bool = False,
+    fp8: bool = False,
     block_size: int = 16,
 ) -> Variant:
     constants = _paged_attention_triton.constants(
@@ -72,10 +73,12 @@ def attention(
         window=window,
         softcap=softcap,
         sinks=sinks,
+        fp8=fp8,
     )
     # The query's last stride is 1 in practice, and Triton then compiles it in.
     constants["query_stride_d"] = 1
-    types = dict.fromkeys(("out", "query", "key_cache", "value_cache", "sinks"), f"*{dtype}")
+    types = dict.fromkeys(("out", "query", "sinks"), f"*{dtype}")
+    types |= dict.fromkeys(("key_cache", "value_cache"), "*u8" if fp8 else f"*{dtype}")
     types |= dict.fromkeys(("query_starts", "context_lens", "block_tables"), "*i32")
     types |= dict.fromkeys(("scale", "softcap"), "fp32")
     kernel = _paged_attention_triton.paged_attention_kernel
@@ -94,6 +97,17 @@ def kv_write(name: str, dtype: str, kv_heads: int, key_dim: int, value_dim: int)
     kernel = _kv_write_triton.kv_write_kernel
     return Variant(
         f"kv_write/{name}/{dtype}", kernel, _signature(kernel, types, constants), constants
+    )
+
+
+def kv_write_fp8(name: str, dtype: str, kv_heads: int, key_dim: int, value_dim: int) -> Variant:
+    constants: dict[str, Any] = _kv_write_triton.fp8_constants(kv_heads, key_dim, value_dim, 16)
+    constants |= {"key_stride_d": 1, "value_stride_d": 1}
+    types = dict.fromkeys(("key", "value"), f"*{dtype}")
+    types |= dict.fromkeys(("key_cache", "value_cache"), "*u8") | {"slots": "*i64"}
+    kernel = _kv_write_triton.kv_write_fp8_kernel
+    return Variant(
+        f"kv_write_fp8/{name}/{dtype}", kernel, _signature(kernel, types, constants), constants
     )
 
 
@@ -132,8 +146,19 @@ def variants() -> Iterator[Variant]:
         yield attention("falcon-mqa", "fp16", 71, 1, 64, 64, decode=decode)
     yield attention("gemma2", "fp32", 8, 4, 256, 256, window=True, softcap=True)
     yield attention("odd-block", "fp16", 32, 8, 128, 128, block_size=13)
+    for decode in (False, True):
+        for dtype in ELEMENT_SIZE:
+            yield attention("kv-fp8", dtype, 32, 8, 128, 128, fp8=True, decode=decode)
+        yield attention("kv-fp8-mla", "bf16", 16, 16, 192, 128, fp8=True, decode=decode)
+    yield attention(
+        "kv-fp8-all", "fp16", 8, 4, 256, 256, fp8=True, window=True, softcap=True, sinks=True
+    )
+    yield attention("kv-fp8-odd-block", "bf16", 32, 8, 80, 80, fp8=True, block_size=13)
     for dtype in ELEMENT_SIZE:
         yield kv_write("llama-8b", dtype, 8, 128, 128)
+        yield kv_write_fp8("llama-8b", dtype, 8, 128, 128)
+    yield kv_write_fp8("deepseek-mla", "bf16", 16, 192, 128)
+    yield kv_write_fp8("odd-dim", "fp16", 3, 80, 80)
     for dtype in ELEMENT_SIZE:
         yield linear("int4-decode", dtype, 1, 4096, 128, 4)
         yield linear("int8-prefill", dtype, 2048, 4096, 4096, 8)

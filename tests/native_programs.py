@@ -128,7 +128,7 @@ class AttentionProgram:
         self.program = program
         layout = KVLayout.GROUPS
         if int8:
-            layout, dtype = layout.int8, torch.int8
+            layout, dtype = layout.in_format("int8"), torch.int8
             program.keep_cache_in_int8()
         keys = layout.key_shape(block_size, shape.kv_heads, shape.key_dim, dtype)
         values = layout.value_shape(block_size, shape.kv_heads, shape.value_dim)

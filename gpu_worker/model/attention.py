@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from penstock.kernels.kv_layout import encode_kv
 from penstock.kernels.kv_write import write_kv
 from penstock.kernels.paged_attention import paged_attention
 
@@ -50,15 +48,15 @@ class PagedAttention:
         # A layer that reuses an earlier layer's KV is handed tensors that are already stored.
         if layer.writes:
             write_kv(
-                _stored(key[0].transpose(0, 1), layer.key.dtype),
-                _stored(value[0].transpose(0, 1), layer.value.dtype),
+                _in_cache_dtype(key[0].transpose(0, 1), layer.key),
+                _in_cache_dtype(value[0].transpose(0, 1), layer.value),
                 layer.key,
                 layer.value,
                 batch.slots,
+                block_size=batch.block_size,
             )
-        rows = query[0].transpose(0, 1)
         output = paged_attention(
-            rows if layer.key.dtype == torch.int8 else rows.to(layer.key.dtype),
+            _in_cache_dtype(query[0].transpose(0, 1), layer.key),
             layer.key,
             layer.value,
             batch,
@@ -71,5 +69,6 @@ class PagedAttention:
         return output.to(query.dtype).unsqueeze(0), None
 
 
-def _stored(states: Tensor, dtype: torch.dtype) -> Tensor:
-    return encode_kv(states) if dtype == torch.int8 else states.to(dtype)
+def _in_cache_dtype(states: Tensor, cache: Tensor) -> Tensor:
+    """In the cache's dtype; as they are, where the cache is in 8 bits."""
+    return states.to(cache.dtype) if cache.is_floating_point() else states

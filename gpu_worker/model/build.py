@@ -123,10 +123,11 @@ def build_model(settings: Settings) -> ServingModel:
             daemon=True,
         ).start()
     kv = " and ".join(_group_summary(group, config.block_size) for group in config.kv_cache_groups)
+    in_8_bits = loaded.geometry.layout.number_format
     summary = (
         f"{loaded.path.name} in {_number_format(loaded)} on {loaded.device}, "
         f"context {loaded.max_model_len}, KV for {kv} ({format_bytes(pool.num_bytes)}"
-        f"{' in int8' if pool.geometry.layout.in_8_bits else ''}), "
+        f"{'' if in_8_bits is None else f' in {in_8_bits}'}), "
         f"{'computed by torch' if loaded.native is None else loaded.native.summary}"
     )
     answers = AnswerFormat(loaded.tokenizer, loaded.model_type)
@@ -162,8 +163,8 @@ def _text_streams(
 
 def _fingerprint(loaded: LoadedModel) -> str:
     rounding = str(loaded.recipe)
-    if loaded.geometry.layout.in_8_bits:
-        rounding = f"{rounding} kv=int8"
+    if loaded.geometry.layout.number_format is not None:
+        rounding = f"{rounding} kv={loaded.geometry.layout.number_format}"
     return fingerprint_of(loaded.path, str(loaded.dtype), rounding)
 
 

@@ -27,12 +27,13 @@ class ModelSettings(Section):
         "Number format of weights and KV cache. `auto` takes the checkpoint's own on a GPU, and "
         "float32 on a CPU.",
     )
-    kv_cache_dtype: Literal["auto", "int8", "prefer-int8"] = setting(
+    kv_cache_dtype: Literal["auto", "int8", "fp8", "prefer-8bit"] = setting(
         "auto",
-        "Number format of the KV cache: `auto` is that of `dtype`. `int8` keeps 8 bits and a scale "
-        "for each token and head, for up to twice the sequences of bfloat16 and four times those "
-        "of float32 in the same memory; on a CPU only. `prefer-int8` is `int8` there, and `auto` "
-        "elsewhere.",
+        "Number format of the KV cache: `auto` is that of `dtype`. `int8` and `fp8` keep 8 bits "
+        "and a scale for each token and head, for up to twice the sequences of bfloat16 and four "
+        "times those of float32 in the same memory. `int8` is for CPUs. `fp8` (e4m3) is for any "
+        "GPU; on a CPU PyTorch computes it, slower than the native library does `int8`. "
+        "`prefer-8bit` is `int8` on a CPU and `fp8` on a GPU.",
     )
     quantization: Literal["none", "auto", "int8", "int4", "nf4", "fp8", "prefer-int8"] = setting(
         "auto",

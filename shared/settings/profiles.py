@@ -26,7 +26,7 @@ PROFILES: Mapping[str, Mapping[str, object]] = {
     # Weights and KV in 8 bits where they can be, and no second place for either.
     "memory": {
         "model.quantization": "prefer-int8",
-        "model.kv_cache_dtype": "prefer-int8",
+        "model.kv_cache_dtype": "prefer-8bit",
         "engine.max_sequences": 16,
         "engine.kv_memory": "256MiB",
         "engine.swap_memory": 0,

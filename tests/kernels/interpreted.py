@@ -8,6 +8,7 @@ About 4 ms per block of keys and program: the cases are small.
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,6 +19,8 @@ from torch import Tensor
 from penstock.kernels._kv_write_triton import write_kv_triton
 from penstock.kernels._paged_attention_triton import paged_attention_triton
 from penstock.kernels._quantized_linear_triton import quantized_linear_triton
+from penstock.kernels.kv_layout import decode_fp8, encode_fp8, fp8_parts
+from penstock.kernels.kv_write import write_kv
 from penstock.kernels.quantized_linear import PackedWeight, pack_codes
 
 assert os.environ.get("TRITON_INTERPRET") == "1"
@@ -133,10 +136,76 @@ def test_kv_write(dims, dtype):
     for row, slot in enumerate(batch.slots.tolist()):
         expected[0][slot], expected[1][slot] = key[row], value[row]
 
-    write_kv_triton(key, value, key_cache, value_cache, batch.slots)
+    write_kv_triton(key, value, key_cache, value_cache, batch.slots, block_size=5)
 
     assert torch.equal(key_cache.flatten(0, 1), expected[0])
     assert torch.equal(value_cache.flatten(0, 1), expected[1])
+
+
+def cache_in_fp8(cache: Tensor) -> Tensor:
+    """The same keys or values in ``KVLayout.HEADS_FP8``; NaN where they are NaN."""
+    blocks, block_size, heads, dim = cache.shape
+    found = torch.full((blocks, heads, block_size * (dim + 1)), 255, dtype=torch.uint8)
+    for part, states in zip(fp8_parts(found, block_size), encode_fp8(cache), strict=True):
+        part.copy_(states.transpose(1, 2))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("lengths", "geometry", "dtype", "given"),
+    [
+        (MIXED, GQA, torch.float32, {}),
+        (DECODES, MLA, torch.float32, {"window": 6}),
+        (MIXED, WIDE, torch.float16, {}),
+        (DECODES, MQA, torch.bfloat16, {}),
+        (MIXED, GQA, torch.bfloat16, ALL_OPTIONS),
+    ],
+)
+def test_attention_over_fp8_is_that_of_the_rounded_numbers(lengths, geometry, dtype, given):
+    heads, kv_heads, key_dim, value_dim = geometry
+    dims = {"heads": heads, "kv_heads": kv_heads, "key_dim": key_dim, "value_dim": value_dim}
+    case = make_case(*lengths, **dims, block_size=5, dtype=dtype)
+    options: dict[str, Any] = {"window": None, "softcap": None, "sinks": None} | given
+    caches = [cache_in_fp8(cache) for cache in (case.key_cache, case.value_cache)]
+    out = paged_attention_triton(case.query, *caches, case.batch, scale=0.3, **options)
+    assert out.dtype == dtype
+    rounded = [
+        [decode_fp8(*encode_fp8(states), torch.float32) for states in part]
+        for part in (case.keys, case.values)
+    ]
+    expected = reference_attention(
+        replace(case, keys=rounded[0], values=rounded[1]), scale=0.3, **options
+    )
+    torch.testing.assert_close(out.double(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("dims", [(3, 8, 8), (1, 24, 16), (2, 5, 7)])
+def test_kv_write_in_fp8_is_torchs_to_the_last_bit(dims, dtype):
+    heads, key_dim, value_dim = dims
+    batch, tables = make_batch([1, 9, 4], [8, 9, 15], 5)
+    blocks = sum(map(len, tables)) + 3
+    generator = torch.Generator().manual_seed(0)
+    states = []
+    for dim in (key_dim, value_dim):
+        wide = torch.randn(heads, 14, dim, generator=generator)
+        # Each row over the whole range of e4m3 and beyond, rows of many sizes.
+        wide *= torch.logspace(-7, 0, dim) * torch.logspace(-4, 4, 14)[:, None]
+        wide[0, 0], wide[0, 1, 2], wide[0, 2, 0] = 0, torch.nan, -torch.inf
+        wide[0, 3], wide[0, 4, 0], wide[0, 5] = 448, 449, torch.linspace(-2, 2, dim) * 2**-6
+        states.append(wide.to(dtype).transpose(0, 1))
+    caches = [
+        torch.full((blocks, heads, 5 * (dim + 1)), 99, dtype=torch.uint8)
+        for dim in (key_dim, value_dim)
+    ]
+    expected = [cache.clone() for cache in caches]
+    write_kv(*states, *expected, batch.slots, block_size=5)
+    write_kv_triton(*states, *caches, batch.slots, block_size=5)
+    assert torch.equal(caches[0], expected[0])
+    assert torch.equal(caches[1], expected[1])
+    codes, exponents = fp8_parts(caches[0], 5)
+    assert len(codes.unique()) > 40
+    assert (exponents == 255).sum() == 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

@@ -21,7 +21,7 @@ def test_exactly_its_slots(dims, dtype):
     key_cache = torch.full((blocks, 5, heads, key_dim), float("nan"), dtype=dtype)
     value_cache = torch.full((blocks, 5, heads, value_dim), float("nan"), dtype=dtype)
 
-    write_kv(key, value, key_cache, value_cache, batch.slots)
+    write_kv(key, value, key_cache, value_cache, batch.slots, block_size=5)
 
     written = set()
     positions = [(0, 7), *((1, p) for p in range(9)), *((2, p) for p in range(11, 15))]
@@ -40,8 +40,10 @@ def test_exactly_its_slots(dims, dtype):
 def test_overwrites_what_a_rejected_draft_left():
     cache = torch.zeros(2, 4, 1, 2)
     slots = torch.tensor([5, 6])
-    write_kv(torch.ones(2, 1, 2), torch.ones(2, 1, 2), cache, cache.clone(), slots)
-    write_kv(torch.full((2, 1, 2), 3.0), torch.ones(2, 1, 2), cache, cache.clone(), slots)
+    write_kv(torch.ones(2, 1, 2), torch.ones(2, 1, 2), cache, cache.clone(), slots, block_size=4)
+    write_kv(
+        torch.full((2, 1, 2), 3.0), torch.ones(2, 1, 2), cache, cache.clone(), slots, block_size=4
+    )
     assert cache.flatten(0, 1)[:, 0, 0].tolist() == [0, 0, 0, 0, 0, 3, 3, 0]
 
 
@@ -57,10 +59,11 @@ def test_overwrites_what_a_rejected_draft_left():
 def test_what_does_not_fit_is_refused(key, value, message):
     cache = torch.zeros(4, 4, 2, 8)
     with pytest.raises(ValueError, match=message):
-        write_kv(key, value, cache, cache.clone(), torch.tensor([0, 1]))
+        write_kv(key, value, cache, cache.clone(), torch.tensor([0, 1]), block_size=4)
 
 
 def test_a_strided_cache_is_refused():
     cache = torch.zeros(4, 4, 8, 2).transpose(2, 3)
+    states = torch.zeros(1, 2, 8)
     with pytest.raises(ValueError, match="must be contiguous"):
-        write_kv(torch.zeros(1, 2, 8), torch.zeros(1, 2, 8), cache, cache, torch.tensor([0]))
+        write_kv(states, states, cache, cache, torch.tensor([0]), block_size=4)

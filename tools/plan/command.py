@@ -90,7 +90,8 @@ def _show(found: MemoryPlan) -> None:
     if fit is None:
         console.print("it fits in none: take a smaller model, a shorter context or more memory")
         return
-    cache = "" if fit.kv_cache_dtype == "auto" else " with model.kv_cache_dtype int8"
+    in_full = fit.kv_cache_dtype == "auto"
+    cache = "" if in_full else f" with model.kv_cache_dtype {fit.kv_cache_dtype}"
     if fit.name in ("int8", "fp8", "int4"):
         console.print(
             f"it fits quantised{cache}: penstock quantize SRC DST --method {fit.name} makes a "

@@ -39,7 +39,8 @@ class FormatPlan:
         name: ``float32``, ``bfloat16``, ``int8``, ``fp8``, ``int4`` or ``nf4``; of a quantised
             checkpoint its method.
         dtype: what is not quantised is in, as a worker of these settings has it.
-        kv_cache_dtype: ``auto``: keys and values are in ``dtype``, too; or ``int8``.
+        kv_cache_dtype: ``auto``: keys and values are in ``dtype``, too; or ``int8``, on a GPU
+            ``fp8``.
         weight_bytes: of all weights; about, where they are quantised.
         load_bytes: the most that weights take until they are packed: each code has a byte of its
             own. Of ``nf4``, of which there are no copies, the full weights.
@@ -68,8 +69,8 @@ class MemoryPlan:
         stored_bytes: of its weight files.
         context: tokens of a sequence that the plan reckons with.
         memory_bytes: of the device that may be used.
-        formats: the plan by number format, from the most exact; on a CPU each also with the KV
-            cache in 8 bits.
+        formats: the plan by number format, from the most exact; each also with the KV cache
+            in 8 bits.
     """
 
     parameters: int
@@ -128,8 +129,8 @@ def plan_memory(
     sizes = _Sizes.of(model, keeps_embedding=device.type == "cpu")
     formats: list[FormatPlan] = []
     for name, kept, weights, load in _weights(folder, config, sizes, beside):
-        for kv in ("auto", "int8") if device.type == "cpu" else ("auto",):
-            laid = geometry if kv == "auto" else replace(geometry, layout=geometry.layout.int8)
+        for kv in ("auto", "int8" if device.type == "cpu" else "fp8"):
+            laid = replace(geometry, layout=geometry.layout.in_format(kv))
             token = laid.block_bytes(1, kept)
             room = usable_bytes(memory) - weights
             is_loaded = load <= usable_bytes(memory)

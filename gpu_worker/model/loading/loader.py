@@ -48,6 +48,7 @@ __all__ = [
     "DTYPES",
     "LoadedModel",
     "adopt_model",
+    "check_kv_cache_dtype",
     "load_model",
     "pick_device",
     "pick_dtype",
@@ -98,8 +99,8 @@ def load_model(
         recipe: how weights are quantised.
         prepack: on CPU and without the native library, pack the weights of large linear layers
             once for oneDNN.
-        kv_cache_dtype: ``int8`` keeps keys and values in 8 bits, on a CPU; ``auto`` in the model's
-            dtype.
+        kv_cache_dtype: ``int8`` keeps keys and values in 8 bits, on a CPU; so does ``fp8``, made
+            for a GPU, and on a CPU computed by torch; ``auto`` in the model's dtype.
 
     Raises:
         ConfigurationError: ``dtype``, ``device``, ``max_model_len``, ``native``, ``recipe`` or
@@ -112,11 +113,7 @@ def load_model(
     begin = time.perf_counter()
     folder = find_checkpoint(path)
     target = pick_device(device)
-    if kv_cache_dtype not in (("auto", "int8") if target.type == "cpu" else ("auto",)):
-        raise ConfigurationError(
-            f"model.kv_cache_dtype: got {kv_cache_dtype} on {target}; allowed: auto, and int8 on a "
-            "CPU"
-        )
+    check_kv_cache_dtype(kv_cache_dtype, target, native)
     if dtype != "auto" and dtype not in DTYPES:
         raise ConfigurationError(f"dtype: got {dtype!r}; allowed: auto, {', '.join(DTYPES)}")
     with quiet():
@@ -133,17 +130,17 @@ def load_model(
         tokenizer,
         folder,
         max_model_len=context_length,
-        native=native,
+        native="off" if kv_cache_dtype == "fp8" and target.type == "cpu" else native,
         runtime=runtime,
         prepack=prepack,
         begin=begin,
     )
     result.recipe = recipe
-    if kv_cache_dtype == "int8":
-        # Behind the load gate, whose trial compares with transformers in full.
-        result.geometry = replace(result.geometry, layout=result.geometry.layout.int8)
-        if result.native is not None:
-            result.native.keep_kv_in_int8()
+    # Behind the load gate, whose trial compares with transformers in full.
+    layout = result.geometry.layout.in_format(kv_cache_dtype)
+    result.geometry = replace(result.geometry, layout=layout)
+    if result.native is not None and layout is KVLayout.GROUPS_INT8:
+        result.native.keep_kv_in_int8()
     log.info(
         "loaded %s from %s in %.1f s: %d layers, %s on %s, context of %d tokens",
         config.model_type,
@@ -257,6 +254,27 @@ def pick_device(device: str) -> torch.device:
             "devices; use device cpu, or a CUDA build of PyTorch with a driver"
         )
     return target
+
+
+def check_kv_cache_dtype(kv_cache_dtype: str, device: torch.device, native: str = "auto") -> None:
+    """Check that a KV cache in that format can be had.
+
+    Raises:
+        ConfigurationError: it cannot, on that device or with that setting of ``model.native``.
+    """
+    allowed = ("auto", "int8", "fp8") if device.type == "cpu" else ("auto", "fp8")
+    if kv_cache_dtype not in allowed:
+        raise ConfigurationError(
+            f"model.kv_cache_dtype: got {kv_cache_dtype} on {device}; allowed: {', '.join(allowed)}"
+        )
+    if kv_cache_dtype != "fp8" or device.type != "cpu":
+        return
+    if native == "on":
+        raise ConfigurationError(
+            "model.kv_cache_dtype: got fp8 with model.native on, and the native library computes "
+            "none; allowed: int8, or model.native auto, which leaves fp8 to PyTorch"
+        )
+    log.warning("model.kv_cache_dtype: fp8 is computed by PyTorch on a CPU; int8 is faster there")
 
 
 def pick_dtype(dtype: str, device: torch.device) -> torch.dtype | str:

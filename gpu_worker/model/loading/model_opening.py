@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.cpu import NativeUnavailable
+from penstock.kernels.kv_layout import KVLayout
 
 from ..batch import Rows, SequenceChunk, pack
 from ..forward_context import ForwardContext
@@ -78,7 +79,8 @@ def open_model(
     """
     begin = time.perf_counter()
     store: RecordStore | None = None
-    if records and native != "off" and is_on_cpu(device):
+    # What the native library computes is recorded, and it knows no fp8.
+    if records and native != "off" and kv_cache_dtype != "fp8" and is_on_cpu(device):
         folder = find_checkpoint(path)
         try:
             runtime = NativeRuntime() if runtime is None else runtime
@@ -124,7 +126,7 @@ def _from_record(
         return None
     try:
         native = _decoder(folder, record, runtime, recipe)
-        if record.geometry.layout.in_8_bits:
+        if record.geometry.layout is KVLayout.GROUPS_INT8:
             native.keep_kv_in_int8()
         proof = _proof(native, record.geometry, record.dtype, record.vocab_size)
     except Exception as error:

@@ -26,11 +26,6 @@ __all__ = ["AUTO", "METHODS", "Recipe", "quantize_model", "recipe_of", "settled"
 log = logging.getLogger(__name__)
 
 _HEAD = "lm_head"
-_PREFERRED = "prefer-int8"
-_GIVES_WAY = {
-    "quantization": "the checkpoint is quantised already",
-    "kv_cache_dtype": "8 bits are for CPUs",
-}
 
 METHODS = ("int8", "int4", "nf4", "fp8")
 """What weights are quantised to at load."""
@@ -120,18 +115,21 @@ def settled(settings: ModelSettings, *, quantized: bool, on_cpu: bool) -> ModelS
     """``settings`` with what is only preferred decided, for a checkpoint on a device.
 
     Args:
-        settings: a profile's may prefer 8 bits, which give way where they cannot be had.
+        settings: a profile's may prefer 8 bits. For weights they give way where they cannot be had,
+            and for the KV cache they are in the device's own format.
         quantized: whether the checkpoint comes quantised.
         on_cpu: whether the model runs there.
     """
     decided: dict[str, object] = {}
-    if settings.quantization == _PREFERRED:
+    if settings.quantization == "prefer-int8":
         decided["quantization"] = "auto" if quantized else "int8"
-    if settings.kv_cache_dtype == _PREFERRED:
-        decided["kv_cache_dtype"] = "int8" if on_cpu else "auto"
-    for name, why in _GIVES_WAY.items():
-        if decided.get(name) == "auto":
-            log.info("model.%s: %s gives way to auto: %s", name, _PREFERRED, why)
+        if quantized:
+            log.info(
+                "model.quantization: prefer-int8 gives way to auto: the checkpoint is quantised "
+                "already"
+            )
+    if settings.kv_cache_dtype == "prefer-8bit":
+        decided["kv_cache_dtype"] = "int8" if on_cpu else "fp8"
     return settings.model_copy(update=decided)
 
 

@@ -53,6 +53,18 @@ def test_the_first_format_that_fits(tmp_path: Path) -> None:
     assert plan_memory(folder, context=16, memory_bytes=1).first_fit is None
 
 
+def test_on_a_gpu_the_kv_cache_in_8_bits_is_fp8(tmp_path: Path) -> None:
+    folder = save_family("llama", tmp_path / "model")
+    formats = plan_memory(
+        folder, context=16, memory_bytes=1 << 30, device=torch.device("cuda"), dtype="bfloat16"
+    ).formats
+    assert {plan.kv_cache_dtype for plan in formats} == {"auto", "fp8"}
+    full, small = formats[2:4]
+    assert (small.name, small.kv_cache_dtype) == ("bfloat16", "fp8")
+    # 16 numbers take 32 bytes or, with their scale, 17.
+    assert full.token_bytes * 17 == small.token_bytes * 32
+
+
 @pytest.mark.parametrize("method", ["int8", "int4", "fp8"])
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
 @pytest.mark.parametrize("tied", [False, True])

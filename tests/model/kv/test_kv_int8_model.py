@@ -17,7 +17,7 @@ from penstock.gpu_worker.model.batch import Rows, SequenceChunk, pack
 from penstock.gpu_worker.model.kv.kv_pool import KVPool
 from penstock.gpu_worker.model.kv.layer_groups import groups_in_budget
 from penstock.gpu_worker.model.loading.loaded_model import LoadedModel
-from penstock.gpu_worker.model.loading.loader import load_model
+from penstock.gpu_worker.model.loading.loader import check_kv_cache_dtype, load_model
 from penstock.gpu_worker.model.loading.model_opening import open_model
 from penstock.kernels.kv_layout import KVLayout
 from penstock.shared.errors import ConfigurationError
@@ -92,7 +92,7 @@ def test_as_many_more_blocks_fit(loaded: Loaded, dtype: torch.dtype, layout: KVL
     )  # fmt: skip
     full, small = (
         groups_in_budget(g, dtype, 1 << 20, config, use_all=True)[0].num_blocks
-        for g in (geometry, replace(geometry, layout=layout.int8))
+        for g in (geometry, replace(geometry, layout=layout.in_format("int8")))
     )
     dim = geometry.layers[0].key_dim
     assert small / full == pytest.approx(dtype.itemsize * dim / (dim + 2), rel=0.01)
@@ -153,5 +153,12 @@ def test_the_record_of_a_start_holds_for_8_bits(
 
 
 def test_other_formats_are_refused(checkpoint: Callable[[str], Path]) -> None:
-    with pytest.raises(ConfigurationError, match="kv_cache_dtype: got fp8 on cpu; allowed: auto"):
-        load_model(checkpoint("llama"), device="cpu", kv_cache_dtype="fp8")
+    def load(**options: str) -> LoadedModel:
+        return load_model(checkpoint("llama"), device="cpu", **options)
+
+    with pytest.raises(ConfigurationError, match="got e5m2 on cpu; allowed: auto, int8, fp8"):
+        load(kv_cache_dtype="e5m2")
+    with pytest.raises(ConfigurationError, match="got int8 on cuda; allowed: auto, fp8"):
+        check_kv_cache_dtype("int8", torch.device("cuda"))
+    with pytest.raises(ConfigurationError, match=r"got fp8 with model\.native on, .* int8"):
+        load(kv_cache_dtype="fp8", native="on")
