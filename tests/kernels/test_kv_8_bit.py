@@ -22,7 +22,15 @@ from native_programs import SETS, Span
 from torch import Tensor
 
 from penstock.kernels import RaggedBatch, paged_attention, write_kv
-from penstock.kernels.kv_layout import SCALE_BYTES, decode_kv, encode_kv
+from penstock.kernels.kv_layout import (
+    SCALE_BYTES,
+    CacheShape,
+    KVLayout,
+    decode_fp8,
+    decode_kv,
+    encode_fp8,
+    encode_kv,
+)
 from penstock.kernels.workspace import AttentionWorkspace
 
 
@@ -48,6 +56,53 @@ def test_zeros_stay_and_what_is_not_finite_spoils_its_row_alone() -> None:
     spoilt[1, 1] = spoilt[2, 0] = True
     assert torch.equal(~found.isfinite().all(-1), spoilt)
     torch.testing.assert_close(found[3], states[3], rtol=2**-7, atol=0)
+
+
+def rounded_fp8(states: Tensor) -> Tensor:
+    return decode_fp8(*encode_fp8(states), torch.float32)
+
+
+def test_numbers_in_fp8_are_at_most_a_sixteenth_off() -> None:
+    states = torch.randn(70, 3, 40, generator=torch.Generator().manual_seed(0))
+    states *= torch.logspace(-30, 30, 70)[:, None, None] * torch.logspace(-9, 0, 40)
+    states[0, 0] = torch.linspace(448, 448.01, 40)
+    size = states.abs()
+    found, largest = rounded_fp8(states), size.amax(-1, keepdim=True)
+    normal = size > largest / 14_000
+    assert 0.3 < float(normal.float().mean()) < 0.9
+    assert ((found - states).abs() <= size / 16)[normal].all()
+    # Below, a unit is 2**-9 beside 224 or more.
+    assert ((found - states).abs() <= largest * 2**-10 / 224)[~normal].all()
+    codes, exponents = encode_fp8(states)
+    assert int((codes & 0x7F).max()) == 0x7E
+    # What a row stands for is a bfloat16, in which a model may compute.
+    assert torch.equal(decode_fp8(codes, exponents, torch.bfloat16).float(), found)
+
+
+@pytest.mark.parametrize(
+    ("row", "exponent", "expected"),
+    [
+        ([0.0, -0.0], 1, [0.0, 0.0]),
+        ([448.0, -1.0], 127, [448.0, -1.0]),
+        ([449.0, 17.0], 128, [448.0, 16.0]),  # ties to even
+        ([450.0, 19.0], 128, [448.0, 20.0]),
+        ([1e-42, 0.0], 1, [1e-42, 0.0]),
+    ],
+)
+def test_exponents_of_rows_in_fp8(row: list[float], exponent: int, expected: list[float]) -> None:
+    states = torch.tensor(row)
+    assert encode_fp8(states)[1] == exponent
+    torch.testing.assert_close(rounded_fp8(states), torch.tensor(expected), rtol=0, atol=1e-42)
+
+
+def test_what_is_not_finite_spoils_its_row_in_fp8_alone() -> None:
+    states = torch.ones(4, 2, 8)
+    states[0, 0], states[1, 1, 3], states[2, 0, 5] = 0, torch.nan, -torch.inf
+    spoilt = torch.zeros(4, 2, dtype=torch.bool)
+    spoilt[1, 1] = spoilt[2, 0] = True
+    found = rounded_fp8(states)
+    assert torch.equal(~found.isfinite().any(-1), spoilt)
+    assert torch.equal(found[~spoilt], states[~spoilt])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -111,17 +166,26 @@ def test_native_codes_and_scales_are_those_of_torch(name: str) -> None:
         assert torch.equal(found, encode_kv(states))
 
 
+@pytest.mark.parametrize("number_format", ["int8", "fp8"])
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_torch_attention_is_that_of_the_rounded_numbers(shape: str, option: str) -> None:
+def test_torch_attention_is_that_of_the_rounded_numbers(
+    shape: str, option: str, number_format: str
+) -> None:
     heads, options = SHAPES[shape], dict(OPTIONS[option])
     if "sinks" in options:
         options["sinks"] = sinks(heads)
     q, k, v = split(table(heads, torch.float32), heads)
-    expected = reference(q, rounded(k), rounded(v), heads.key_dim**-0.5, **options)
+    known = rounded if number_format == "int8" else rounded_fp8
+    expected = reference(q, known(k), known(v), heads.key_dim**-0.5, **options)
+    layout = KVLayout.TOKENS.in_format(number_format)
+    dtype = layout.stored_dtype(torch.float32)
     caches = [
-        torch.full((30, 5, heads.kv_heads, dim + SCALE_BYTES), -1, dtype=torch.int8)
-        for dim in (heads.key_dim, heads.value_dim)
+        torch.full((30, *shape), 255).to(dtype)  # as a number it is not finite
+        for shape in (
+            layout.key_shape(5, heads.kv_heads, heads.key_dim, dtype),
+            layout.value_shape(5, heads.kv_heads, heads.value_dim),
+        )
     ]
     done, workspace = 0, AttentionWorkspace()
     for size in (90, 1, LENGTH - 91):
@@ -139,3 +203,18 @@ def _batch(rows: int, length: int, options: dict[str, Any]) -> RaggedBatch:
     return RaggedBatch.from_lists(
         [rows], [length], [list(range(26))], block_size=5, window=options.get("window")
     )
+
+
+def test_a_cache_tells_what_it_holds() -> None:
+    for layout, block_size in (
+        (KVLayout.TOKENS, 5),
+        (KVLayout.TOKENS_INT8, 5),
+        (KVLayout.HEADS_FP8, 5),
+    ):
+        dtype = layout.stored_dtype(torch.bfloat16)
+        cache = torch.zeros(7, *layout.key_shape(block_size, 3, 12, dtype), dtype=dtype)
+        assert CacheShape.of(cache, block_size) == (7, block_size, 3, 12)
+    with pytest.raises(ValueError, match=r"uint8 with blocks of 4 tokens cannot be \[7, 3, 65\]"):
+        CacheShape.of(cache, 4)
+    with pytest.raises(ValueError, match="groups has no form in fp8"):
+        KVLayout.GROUPS.in_format("fp8")
