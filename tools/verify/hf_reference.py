@@ -70,9 +70,10 @@ class Reference:
 def load_reference(loaded: LoadedModel) -> Reference:
     """Load the checkpoint of ``loaded`` a second time, in the same dtype, on the same device.
 
-    Of a quantised one the reference has plain layers over the dequantised weights.
+    Of one that is quantised, or was when it was loaded, the reference has plain layers over the
+    dequantised weights.
     """
-    return load_by_transformers(loaded.path, loaded.dtype, loaded.device)
+    return load_by_transformers(loaded.path, loaded.dtype, loaded.device, loaded.recipe)
 
 
 def load_by_transformers(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from typer import Option
 
@@ -62,14 +62,22 @@ class VerifyOptions(MeasurementOptions):
             show_default=False,
         ),
     ] = None
-    kv_int8: Annotated[
-        bool,
+    quantization: Annotated[
+        Literal["none", "auto", "int8", "int4", "nf4", "fp8"],
         Option(
-            "--kv-int8",
-            help="Load the model once more with its KV cache in 8 bits, on a CPU: reports the "
-            "perplexity, and how often the next token of the text is the same.",
+            help="As the setting model.quantization: what a format rounds is compared with "
+            "transformers over the rounded weights, and both with the full model as by --full."
         ),
-    ] = False
+    ] = "auto"
+    kv_cache_dtype: Annotated[
+        Literal["int8", "fp8"] | None,
+        Option(
+            help="As the setting model.kv_cache_dtype: loads the model once more with its KV cache "
+            "in 8 bits, and reports the perplexity, and how often the next token of the text is "
+            "the same.",
+            show_default=False,
+        ),
+    ] = None
     dtype: Annotated[
         str, Option(help="float32, float16, bfloat16, or auto as the worker chooses.")
     ] = "float32"
@@ -85,4 +93,9 @@ class VerifyOptions(MeasurementOptions):
         if self.prompts_file is not None and self.prompts_count is not None:
             raise ConfigurationError(
                 "--prompts-count: the prompts come from --prompts; leave one of the two out"
+            )
+        if self.full is not None and self.quantization not in ("auto", "none"):
+            raise ConfigurationError(
+                f"--full: the full model is --model itself, which --quantization rounds to "
+                f"{self.quantization}; leave one of the two out"
             )

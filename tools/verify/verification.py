@@ -10,7 +10,13 @@ from collections.abc import Callable
 
 import torch
 
-from penstock.gpu_worker.model.loading.loader import LoadedModel, load_model
+from penstock.gpu_worker.model.loading.loader import (
+    LoadedModel,
+    check_kv_cache_dtype,
+    load_model,
+    pick_device,
+)
+from penstock.gpu_worker.model.quantization.recipe import Recipe
 
 from ..report import Check, Number, Progress, Report
 from .full_model import compare_with_full
@@ -69,16 +75,23 @@ def verify_model(options: VerifyOptions, progress: Progress = lambda *_: None) -
     float32. Ours may lie at most 1.5 times as far from it as transformers' own (medians over
     tokens).
 
+    A model that ``options.quantization`` rounds is compared with transformers over the rounded
+    weights. What rounding costs is reported against the full model, and not checked.
+
     Raises:
         ConfigurationError: an option is wrong, a file cannot be read, a prompt does not fit.
         ModelError: the model cannot be loaded, or the load gate refuses it.
     """
     begin, threads = time.perf_counter(), torch.get_num_threads()
+    check_kv_cache_dtype(options.kv_cache_dtype or "auto", pick_device(options.device))
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     progress("loading for penstock", 0, 0)
     try:
-        loaded = load_model(options.model, dtype=options.dtype, device=options.device)
+        recipe = Recipe(options.quantization)
+        loaded = load_model(
+            options.model, dtype=options.dtype, device=options.device, recipe=recipe
+        )
         if options.threads is None and loaded.multiplied_weights < _SMALL:
             torch.set_num_threads(1)
         try:
@@ -118,15 +131,16 @@ def _verify(
         )
     longest = max(len(passage.token_ids) for passage in (*sequences, *windows))
     against: dict[str, Number] = {}
-    if options.full is not None:
-        against = compare_with_full(options.full, loaded, reference, windows, progress)
-    if options.kv_int8:
-        against |= _in_kv_int8(loaded, reference, windows, rng, options, progress)
+    full = loaded.path if loaded.recipe.quantizes else options.full
+    if full is not None:
+        against = compare_with_full(full, loaded, reference, windows, progress)
+    if options.kv_cache_dtype is not None:
+        against |= _with_small_kv(loaded, reference, windows, rng, options, progress)
     seconds = time.perf_counter() - begin
     return _report(loaded, inputs, greedy, found, longest, seconds, against)
 
 
-def _in_kv_int8(
+def _with_small_kv(
     loaded: LoadedModel,
     reference: Reference,
     windows: list[Passage],
@@ -135,7 +149,14 @@ def _in_kv_int8(
     progress: Progress,
 ) -> dict[str, Number]:
     """What the KV cache in 8 bits changes along the text, against transformers' full one."""
-    small = load_model(loaded.path, dtype=options.dtype, device="cpu", kv_cache_dtype="int8")
+    kind = options.kv_cache_dtype or "auto"
+    small = load_model(
+        loaded.path,
+        dtype=options.dtype,
+        device=options.device,
+        recipe=loaded.recipe,
+        kv_cache_dtype=kind,
+    )
     try:
         step = _steps("KV in 8 bits", windows, progress)
         found = compare_logits(
@@ -144,9 +165,9 @@ def _in_kv_int8(
     finally:
         small.close()
     return {
-        "kv_int8_perplexity_ratio": _exp((found.nll - found.nll_reference) / found.scored),
-        "kv_int8_token_agreement": found.agreed / found.scored,
-        "kv_int8_median_rel_logit_diff": statistics.median(found.differences),
+        f"kv_{kind}_perplexity_ratio": _exp((found.nll - found.nll_reference) / found.scored),
+        f"kv_{kind}_token_agreement": found.agreed / found.scored,
+        f"kv_{kind}_median_rel_logit_diff": statistics.median(found.differences),
     }
 
 

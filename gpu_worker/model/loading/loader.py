@@ -125,12 +125,15 @@ def load_model(
         tokenizer = load_tokenizer(folder)
         model = load_weights(folder, config, pick_dtype(dtype, target), target)
     quantize_model(model, recipe)
+    if kv_cache_dtype == "fp8" and target.type == "cpu":
+        native = "off"
+        log.warning("model.kv_cache_dtype: fp8 leaves a CPU's steps to PyTorch; int8 does not")
     result = adopt_model(
         model,
         tokenizer,
         folder,
         max_model_len=context_length,
-        native="off" if kv_cache_dtype == "fp8" and target.type == "cpu" else native,
+        native=native,
         runtime=runtime,
         prepack=prepack,
         begin=begin,
@@ -267,14 +270,11 @@ def check_kv_cache_dtype(kv_cache_dtype: str, device: torch.device, native: str 
         raise ConfigurationError(
             f"model.kv_cache_dtype: got {kv_cache_dtype} on {device}; allowed: {', '.join(allowed)}"
         )
-    if kv_cache_dtype != "fp8" or device.type != "cpu":
-        return
-    if native == "on":
+    if kv_cache_dtype == "fp8" and device.type == "cpu" and native == "on":
         raise ConfigurationError(
             "model.kv_cache_dtype: got fp8 with model.native on, and the native library computes "
             "none; allowed: int8, or model.native auto, which leaves fp8 to PyTorch"
         )
-    log.warning("model.kv_cache_dtype: fp8 is computed by PyTorch on a CPU; int8 is faster there")
 
 
 def pick_dtype(dtype: str, device: torch.device) -> torch.dtype | str:

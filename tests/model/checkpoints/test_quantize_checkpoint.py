@@ -116,7 +116,7 @@ def test_verify_compares_with_the_full_model(
     quantize_checkpoint(checkpoint("llama"), target, OPTIONS["int8"], silent)
     options = VerifyOptions(
         model=str(target), full=checkpoint("llama"), prompts_count=2, max_tokens=4, context=32,
-        text_file=text, device="cpu", kv_int8=True,
+        text_file=text, device="cpu", kv_cache_dtype="int8",
     )  # fmt: skip
     report = verify_model(options)
     assert report.ok, report.failed

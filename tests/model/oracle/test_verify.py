@@ -104,6 +104,25 @@ def test_the_demo_model_passes(verify: Verify) -> None:
     assert report.figures["tokens_equal"] == report.figures["rounds"] * 4 * 8
 
 
+def test_a_model_rounded_at_load_is_compared_with_the_rounded_and_the_full_weights(
+    verify: Verify, checkpoint: Checkpoint
+) -> None:
+    options: dict[str, Any] = {"prompts_count": 2, "max_tokens": 4}
+    full = verify(checkpoint("llama"), **options).figures
+    report = verify(checkpoint("llama"), quantization="int4", kv_cache_dtype="fp8", **options)
+    figures = report.figures
+    assert report.ok, report
+    assert figures["perplexity_full"] == pytest.approx(full["perplexity_transformers"], rel=1e-5)
+    ratio = figures["perplexity_transformers"] / figures["perplexity_full"]
+    assert figures["perplexity_ratio_to_full"] == pytest.approx(ratio, rel=1e-5)
+    assert abs(ratio - 1) > 1e-3
+    assert 0.3 < figures["token_agreement_with_full"] <= 1
+    # Against transformers over the rounded weights, too.
+    assert abs(figures["kv_fp8_perplexity_ratio"] - 1) < 0.1
+    assert figures["kv_fp8_token_agreement"] > 0.8
+    assert figures["kv_fp8_median_rel_logit_diff"] > figures["max_rel_logit_diff"]
+
+
 def test_only_a_small_model_is_computed_by_one_thread(
     verify: Verify, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -224,11 +243,13 @@ def in_attention(change: Callable[[dict[str, Any]], None]) -> Plant:
 def lose_some_kv(monkeypatch: pytest.MonkeyPatch) -> None:
     right = attention.write_kv
 
-    def wrong(key: Any, value: Any, key_cache: Any, value_cache: Any, slots: Any) -> None:
+    def wrong(
+        key: Any, value: Any, key_cache: Any, value_cache: Any, slots: Any, **options: Any
+    ) -> None:
         if len(slots) > 1:  # a lone decode is stored, the last token of every other step is not
-            right(key[:-1], value[:-1], key_cache, value_cache, slots[:-1])
+            right(key[:-1], value[:-1], key_cache, value_cache, slots[:-1], **options)
         else:
-            right(key, value, key_cache, value_cache, slots)
+            right(key, value, key_cache, value_cache, slots, **options)
 
     monkeypatch.setattr(attention, "write_kv", wrong)
 
@@ -323,6 +344,8 @@ def test_logits_that_are_no_numbers_fail(
         ({"prompts_file": Path("x"), "prompts_count": 2}, "leave one of the two out"),
         ({"dtype": "float8"}, "dtype: got 'float8'"),
         ({"device": "tpu"}, "device: got 'tpu'"),
+        ({"quantization": "int8", "full": Path("x")}, "--full: the full model is --model itself"),
+        ({"kv_cache_dtype": "e5m2"}, "--kv-cache-dtype: got 'e5m2'; allowed: int8, fp8"),
         ({"max_tokens": 256}, "--max-tokens: got 256; allowed: below 256"),
     ],
 )
