@@ -1,4 +1,7 @@
-"""The Triton kernels of ``kv_write``: one program writes one token's keys and values."""
+"""The Triton kernels of ``kv_write``: one program writes one token's keys and values.
+
+Where it rounds them, many heads are several programs'.
+"""
 
 # A kernel's parameters are Triton's values, not Python's: no annotation would say anything true.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -11,6 +14,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+_TILE_NUMBERS = 4096
+"""Of a program that rounds: more would leave the registers of four warps."""
 
 
 @triton.jit
@@ -68,13 +74,13 @@ def kv_write_fp8_kernel(
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    PADDED_HEADS: tl.constexpr,  # tl.arange needs a power of two known at compile time
+    TILE_HEADS: tl.constexpr,  # tl.arange needs a power of two known at compile time
     PADDED_KEY_DIM: tl.constexpr,
     PADDED_VALUE_DIM: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
-    head = tl.arange(0, PADDED_HEADS)
+    head = tl.program_id(1) * TILE_HEADS + tl.arange(0, TILE_HEADS)
     row = (slot // BLOCK_SIZE) * NUM_KV_HEADS + head
     offset = slot % BLOCK_SIZE
 
@@ -134,14 +140,17 @@ def fp8_constants(
     num_kv_heads: int, key_dim: int, value_dim: int, block_size: int
 ) -> dict[str, int]:
     """The compile-time arguments of the kernel for ``KVLayout.HEADS_FP8``."""
+    padded_key_dim = triton.next_power_of_2(key_dim)
+    padded_value_dim = triton.next_power_of_2(value_dim)
+    most_heads = max(1, _TILE_NUMBERS // max(padded_key_dim, padded_value_dim))
     return {
         "NUM_KV_HEADS": num_kv_heads,
         "KEY_DIM": key_dim,
         "VALUE_DIM": value_dim,
         "BLOCK_SIZE": block_size,
-        "PADDED_HEADS": triton.next_power_of_2(num_kv_heads),
-        "PADDED_KEY_DIM": triton.next_power_of_2(key_dim),
-        "PADDED_VALUE_DIM": triton.next_power_of_2(value_dim),
+        "TILE_HEADS": min(triton.next_power_of_2(num_kv_heads), most_heads),
+        "PADDED_KEY_DIM": padded_key_dim,
+        "PADDED_VALUE_DIM": padded_value_dim,
     }
 
 
@@ -159,11 +168,12 @@ def write_kv_triton(
     if num_tokens == 0:
         return
     dims = num_kv_heads, key_dim, value.shape[2]
-    kernel, fixed = kv_write_kernel, constants(*dims)
+    kernel, fixed, grid = kv_write_kernel, constants(*dims), (num_tokens, 1)
     if key_cache.dtype == torch.uint8:
         kernel, fixed = kv_write_fp8_kernel, fp8_constants(*dims, block_size)
+        grid = num_tokens, triton.cdiv(num_kv_heads, fixed["TILE_HEADS"])
     with torch.cuda.device(key.device) if key.is_cuda else nullcontext():
-        kernel[(num_tokens,)](
+        kernel[grid](
             key,
             value,
             key_cache,

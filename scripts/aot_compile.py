@@ -157,7 +157,7 @@ def variants() -> Iterator[Variant]:
     for dtype in ELEMENT_SIZE:
         yield kv_write("llama-8b", dtype, 8, 128, 128)
         yield kv_write_fp8("llama-8b", dtype, 8, 128, 128)
-    yield kv_write_fp8("deepseek-mla", "bf16", 16, 192, 128)
+    yield kv_write_fp8("deepseek-mla", "bf16", 128, 192, 128)
     yield kv_write_fp8("odd-dim", "fp16", 3, 80, 80)
     for dtype in ELEMENT_SIZE:
         yield linear("int4-decode", dtype, 1, 4096, 128, 4)

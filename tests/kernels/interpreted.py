@@ -180,7 +180,7 @@ def test_attention_over_fp8_is_that_of_the_rounded_numbers(lengths, geometry, dt
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("dims", [(3, 8, 8), (1, 24, 16), (2, 5, 7)])
+@pytest.mark.parametrize("dims", [(3, 8, 8), (1, 24, 16), (2, 5, 7), (5, 1030, 16)])
 def test_kv_write_in_fp8_is_torchs_to_the_last_bit(dims, dtype):
     heads, key_dim, value_dim = dims
     batch, tables = make_batch([1, 9, 4], [8, 9, 15], 5)
