@@ -72,9 +72,9 @@ class VerifyOptions(MeasurementOptions):
     kv_cache_dtype: Annotated[
         Literal["int8", "fp8"] | None,
         Option(
-            help="As the setting model.kv_cache_dtype: loads the model once more with its KV cache "
-            "in 8 bits, and reports the perplexity, and how often the next token of the text is "
-            "the same.",
+            help="int8 or fp8, as the setting model.kv_cache_dtype: loads the model once more with "
+            "its KV cache in 8 bits, and reports the perplexity, and how often the next token of "
+            "the text is the same.",
             show_default=False,
         ),
     ] = None
