@@ -20,7 +20,7 @@ from penstock.shared.protocol.states import ModelKind, Reason
 
 from .engine.requests import Finish, Update
 from .engine.stats import BatcherStats, EngineStats, Load
-from .logs import printable
+from .monitoring.logs import printable
 
 __all__ = [
     "Abort",

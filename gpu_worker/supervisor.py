@@ -33,10 +33,10 @@ from penstock.shared.redis.server_check import check_durability
 from penstock.shared.scripts.operations import Operations
 from penstock.shared.settings import Settings
 
-from .heartbeat import SilenceTimer
 from .launch import EXIT_BROKEN, EXIT_REFUSED, Launch, describe_exit, stall_limit_s
-from .logs import configure_logging
-from .oom import OomWatch, find_counter
+from .monitoring.heartbeat import SilenceTimer
+from .monitoring.logs import configure_logging
+from .monitoring.oom import OomWatch, find_counter
 
 __all__ = ["Supervisor", "restart_pause_s"]
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from redis.asyncio import Redis
 
-from ..heartbeat import HeartbeatWatch
-from ..metrics import WorkerMetrics
+from ..monitoring.heartbeat import HeartbeatWatch
+from ..monitoring.metrics import WorkerMetrics
 from .guarded_task import GuardedTask
 
 __all__ = ["Bell"]

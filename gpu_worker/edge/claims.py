@@ -16,7 +16,7 @@ from penstock.shared.protocol.states import ModelKind, Reason
 from penstock.shared.scripts.operations import Claim
 
 from ..messages import Add
-from ..metrics import WorkerMetrics
+from ..monitoring.metrics import WorkerMetrics
 from .guarded_task import Guard
 from .outbox import Outbox
 from .owned_requests import OwnedRequests, run_name

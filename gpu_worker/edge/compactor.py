@@ -12,8 +12,8 @@ from penstock.shared.redis.batch_connection import BatchConnection
 from penstock.shared.scripts.compaction import compacted
 from penstock.shared.scripts.log_operations import EndedLog, LogOperations
 
-from ..heartbeat import HeartbeatWatch
-from ..metrics import WorkerMetrics
+from ..monitoring.heartbeat import HeartbeatWatch
+from ..monitoring.metrics import WorkerMetrics
 from .guarded_task import Guard, GuardedTask
 
 __all__ = ["Compactor"]

@@ -12,7 +12,6 @@ from penstock.shared.errors import PenstockError
 
 from ..engine.stats import Load
 from ..engine_start import StartedEngine
-from ..heartbeat import Heartbeat, HeartbeatWatch
 from ..launch import EXIT_BROKEN, Launch, describe_exit
 from ..messages import (
     Abort,
@@ -27,7 +26,8 @@ from ..messages import (
     frame,
     unpacked_updates,
 )
-from ..metrics import WorkerMetrics
+from ..monitoring.heartbeat import Heartbeat, HeartbeatWatch
+from ..monitoring.metrics import WorkerMetrics
 from .guarded_task import Guard
 from .outbox import Outbox
 from .owned_requests import OwnedRequests

@@ -10,9 +10,9 @@ from redis.exceptions import RedisError
 
 from penstock.shared.errors import PenstockError
 
-from ..heartbeat import HeartbeatWatch
-from ..logs import printable
-from ..metrics import WorkerMetrics
+from ..monitoring.heartbeat import HeartbeatWatch
+from ..monitoring.logs import printable
+from ..monitoring.metrics import WorkerMetrics
 
 __all__ = ["Guard", "GuardedTask", "Ticker"]
 

@@ -26,9 +26,9 @@ from penstock.shared.scripts.ingress_operations import IngressOperations, Ingres
 from penstock.shared.scripts.replies import accepted
 from penstock.shared.scripts.script_loader import Call, run_calls, run_commands
 
-from ..heartbeat import HeartbeatWatch
-from ..logs import printable
-from ..metrics import WorkerMetrics
+from ..monitoring.heartbeat import HeartbeatWatch
+from ..monitoring.logs import printable
+from ..monitoring.metrics import WorkerMetrics
 from .guarded_task import Guard, GuardedTask
 
 __all__ = ["Ingress"]

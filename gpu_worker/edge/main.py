@@ -35,12 +35,12 @@ from penstock.shared.scripts.operations import Bounds, Operations
 from penstock.shared.settings import WorkerSettings
 
 from ..engine_start import StartedEngine
-from ..health import HealthServer
-from ..heartbeat import HeartbeatWatch, Watchdog
 from ..launch import EXIT_BROKEN, EXIT_REFUSED, Launch, stall_limit_s
-from ..logs import configure_logging
 from ..messages import Ready
-from ..metrics import WorkerMetrics
+from ..monitoring.health import HealthServer
+from ..monitoring.heartbeat import HeartbeatWatch, Watchdog
+from ..monitoring.logs import configure_logging
+from ..monitoring.metrics import WorkerMetrics
 from .claim_budget import Capacity
 from .claims import ClaimReceiver
 from .compactor import Compactor

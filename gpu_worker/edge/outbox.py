@@ -23,7 +23,7 @@ from penstock.shared.scripts.operations import Append, AppendRow, AppendStatus, 
 
 from ..engine.requests import Finish, Update
 from ..messages import bare_end
-from ..metrics import WorkerMetrics
+from ..monitoring.metrics import WorkerMetrics
 from .guarded_task import Guard
 from .owned_requests import OwnedRequest, OwnedRequests, run_name
 

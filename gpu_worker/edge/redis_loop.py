@@ -28,8 +28,8 @@ from penstock.shared.scripts.operations import AppendRow, Operations
 from penstock.shared.scripts.replies import read_statuses
 from penstock.shared.scripts.script_loader import Call, Command
 
-from ..heartbeat import HeartbeatWatch
-from ..metrics import WorkerMetrics
+from ..monitoring.heartbeat import HeartbeatWatch
+from ..monitoring.metrics import WorkerMetrics
 from .bell import Bell
 from .claim_budget import NO_CLAIMS, Capacity, ClaimBudget
 from .claims import ClaimReceiver

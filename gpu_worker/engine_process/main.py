@@ -30,10 +30,10 @@ from ..batchers.batcher_class import ServedBatcher, load_batcher
 from ..batchers.window import Window
 from ..engine.engine import Engine
 from ..launch import EXIT_REFUSED, Launch
-from ..logs import configure_logging
 from ..messages import Abort, Add, Frames, Ready, Refused, Stop, frame
 from ..model.encoders.encoder_recipe import checkpoint_kind
 from ..model.loading.checkpoint_folder import find_checkpoint
+from ..monitoring.logs import configure_logging
 from .batch_worker import ANY_NUMBER_OF_TOKENS, BatchWorker
 from .input_processor import InputProcessor
 from .model_interface import ServingModel

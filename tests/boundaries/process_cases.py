@@ -27,13 +27,13 @@ import pytest
 from boundaries.mutation import Bound
 from prometheus_client import CollectorRegistry
 
-from penstock.gpu_worker import health
 from penstock.gpu_worker.edge import ingress
-from penstock.gpu_worker.health import HealthServer
 from penstock.gpu_worker.model.loading import fingerprint
 from penstock.gpu_worker.model.structured import compile_server, render_loop
 from penstock.gpu_worker.model.structured.compile_server import Setup
 from penstock.gpu_worker.model.structured.matcher import ConstraintError, word_list
+from penstock.gpu_worker.monitoring import health
+from penstock.gpu_worker.monitoring.health import HealthServer
 from penstock.producer.gateway.access import key_access
 from penstock.producer.gateway.access.key_access import KeyAccess
 from penstock.producer.gateway.api_errors import ApiError

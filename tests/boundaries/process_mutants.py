@@ -8,10 +8,10 @@ from typing import Any
 from boundaries import process_cases as cases
 from boundaries.mutation import Bound, Code, Later, Mutant
 
-from penstock.gpu_worker import health
 from penstock.gpu_worker.edge import ingress
 from penstock.gpu_worker.model.loading import fingerprint
 from penstock.gpu_worker.model.structured import chat_template, compile_server, render_loop
+from penstock.gpu_worker.monitoring import health
 from penstock.producer.gateway.access import key_access
 from penstock.producer.gateway.openai.fields.field_table import FieldTable
 from penstock.shared.scripts import replies

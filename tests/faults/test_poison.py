@@ -15,7 +15,7 @@ import pytest
 from faults.rig import Rig, change, mutated, open_rig
 from waiting import wait_until
 
-from penstock.gpu_worker.oom import OomWatch, find_counter
+from penstock.gpu_worker.monitoring.oom import OomWatch, find_counter
 from penstock.shared.protocol.events import rolling_digest
 from penstock.shared.protocol.request import Request
 from penstock.shared.protocol.states import Reason

@@ -64,7 +64,7 @@ STILL = {
         "        if True:\n",
     ),
     "the metrics server": (
-        "gpu_worker/health.py",
+        "gpu_worker/monitoring/health.py",
         BEAT,
         BEAT + "                raise SystemExit\n",
     ),

@@ -12,8 +12,8 @@ from delivery.fleet import Shard
 from redis.asyncio import Redis
 
 from penstock.gpu_worker.edge.ingress import Ingress
-from penstock.gpu_worker.heartbeat import HeartbeatWatch
-from penstock.gpu_worker.metrics import WorkerMetrics
+from penstock.gpu_worker.monitoring.heartbeat import HeartbeatWatch
+from penstock.gpu_worker.monitoring.metrics import WorkerMetrics
 from penstock.shared.keys import GROUP
 from penstock.shared.protocol.plain_entry import Entry, read_entry
 from penstock.shared.scripts.ingress_operations import IngressOperations, IngressPoll, IngressReply

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from penstock.gpu_worker.engine.scheduling.step_features import StepFeatures
-from penstock.gpu_worker.metrics import WorkerMetrics
+from penstock.gpu_worker.monitoring.metrics import WorkerMetrics
 from penstock.shared.errors import ConfigurationError
 from penstock.tools.simulate import HARDWARE, MODELS, Hardware, ModelShape, Roofline
 from penstock.tools.simulate.measures import Histogram

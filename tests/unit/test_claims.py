@@ -11,7 +11,7 @@ from penstock.gpu_worker.edge.claims import ClaimReceiver
 from penstock.gpu_worker.edge.outbox import Outbox
 from penstock.gpu_worker.edge.owned_requests import OwnedRequests
 from penstock.gpu_worker.messages import Add
-from penstock.gpu_worker.metrics import WorkerMetrics
+from penstock.gpu_worker.monitoring.metrics import WorkerMetrics
 from penstock.shared.protocol.event_reader import unpack_event
 from penstock.shared.protocol.events import Chunk, End, rolling_digest
 from penstock.shared.protocol.request import Request

@@ -15,8 +15,8 @@ from prometheus_client.metrics import MetricWrapperBase
 from rich.text import Text
 from unit.pages import DOCS, PAGES, ROOT, code, tables, tracked
 
-from penstock.gpu_worker.histogram import TallyHistogram
-from penstock.gpu_worker.metrics import WorkerMetrics
+from penstock.gpu_worker.monitoring.histogram import TallyHistogram
+from penstock.gpu_worker.monitoring.metrics import WorkerMetrics
 from penstock.producer.batches.batch_metrics import BatchMetrics
 from penstock.producer.cli.app import app
 from penstock.shared.settings import Settings

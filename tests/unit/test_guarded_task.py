@@ -9,9 +9,9 @@ import pytest
 from redis.exceptions import RedisError
 
 from penstock.gpu_worker.edge.guarded_task import Guard, GuardedTask, Ticker
-from penstock.gpu_worker.heartbeat import HeartbeatWatch
-from penstock.gpu_worker.logs import configure_logging, printable
-from penstock.gpu_worker.metrics import WorkerMetrics
+from penstock.gpu_worker.monitoring.heartbeat import HeartbeatWatch
+from penstock.gpu_worker.monitoring.logs import configure_logging, printable
+from penstock.gpu_worker.monitoring.metrics import WorkerMetrics
 
 
 def isolated(metrics: WorkerMetrics, task: str) -> float:

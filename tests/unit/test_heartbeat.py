@@ -9,8 +9,8 @@ import urllib.request
 
 from prometheus_client import CollectorRegistry
 
-from penstock.gpu_worker.health import HealthServer
-from penstock.gpu_worker.heartbeat import HeartbeatWatch, Watchdog
+from penstock.gpu_worker.monitoring.health import HealthServer
+from penstock.gpu_worker.monitoring.heartbeat import HeartbeatWatch, Watchdog
 
 
 class Clock:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.gpu_worker.oom import OomWatch, find_counter, read_counter
+from penstock.gpu_worker.monitoring.oom import OomWatch, find_counter, read_counter
 
 VERSION_1 = "oom_kill_disable 0\nunder_oom 0\noom_kill 3\n"
 VERSION_2 = "low 0\nhigh 0\nmax 12\noom 4\noom_kill 3\noom_group_kill 0\n"

@@ -12,7 +12,7 @@ from penstock.gpu_worker.edge.outbox import Outbox
 from penstock.gpu_worker.edge.owned_requests import OwnedRequests
 from penstock.gpu_worker.engine.requests import Finish, Update
 from penstock.gpu_worker.messages import RunUsage
-from penstock.gpu_worker.metrics import WorkerMetrics
+from penstock.gpu_worker.monitoring.metrics import WorkerMetrics
 from penstock.shared.protocol.event_reader import unpack_event
 from penstock.shared.protocol.events import Chunk, End, TokenLogprobs, rolling_digest
 from penstock.shared.protocol.states import Answer, Reason

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
-from penstock.gpu_worker.histogram import TallyHistogram
+from penstock.gpu_worker.monitoring.histogram import TallyHistogram
 
 BOUNDS = (0.001, 0.25, 1, 5)
 VALUES = st.sampled_from([0.0, 0.001, 0.0010001, 0.25, 0.5, 1.0, 5.0, 7.5])

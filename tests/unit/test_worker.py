@@ -21,7 +21,7 @@ from penstock.gpu_worker.engine.step_output import StepOutput
 from penstock.gpu_worker.engine_process.synthetic_model import SyntheticRunner, build_synthetic
 from penstock.gpu_worker.engine_process.worker import Worker
 from penstock.gpu_worker.messages import Broken, StepReport, unpacked_updates
-from penstock.gpu_worker.metrics import WorkerMetrics
+from penstock.gpu_worker.monitoring.metrics import WorkerMetrics
 from penstock.shared.protocol.states import Reason
 from penstock.shared.settings import Settings
 

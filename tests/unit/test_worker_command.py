@@ -11,8 +11,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from penstock.gpu_worker import command as worker_command
-from penstock.gpu_worker.health import HealthServer
 from penstock.gpu_worker.launch import describe_exit
+from penstock.gpu_worker.monitoring.health import HealthServer
 from penstock.gpu_worker.supervisor import restart_pause_s
 from penstock.shared.errors import ConfigurationError
 from penstock.shared.settings import Settings

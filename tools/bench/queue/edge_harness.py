@@ -15,9 +15,9 @@ from penstock.gpu_worker.edge.owned_requests import OwnedRequests
 from penstock.gpu_worker.edge.redis_loop import RedisLoop
 from penstock.gpu_worker.engine.requests import Update
 from penstock.gpu_worker.engine.stats import Load
-from penstock.gpu_worker.heartbeat import HeartbeatWatch
 from penstock.gpu_worker.messages import Add
-from penstock.gpu_worker.metrics import WorkerMetrics
+from penstock.gpu_worker.monitoring.heartbeat import HeartbeatWatch
+from penstock.gpu_worker.monitoring.metrics import WorkerMetrics
 from penstock.shared.keys import Keys
 from penstock.shared.protocol.request import Request
 from penstock.shared.redis.batch_connection import BatchConnection

@@ -14,10 +14,10 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from penstock.shared.protocol.states import Lane
 from penstock.shared.scripts.replies import SweepReply
 
-from .engine.speculation.controller import SpeculationStats
-from .engine.stats import BatcherStats, EngineStats
+from ..engine.speculation.controller import SpeculationStats
+from ..engine.stats import BatcherStats, EngineStats
+from ..messages import StepRecord
 from .histogram import TallyHistogram
-from .messages import StepRecord
 
 __all__ = ["WorkerMetrics"]
 
