@@ -25,8 +25,8 @@ from penstock.shared.protocol.events import Chunk, End, TokenLogprobs, Usage
 from penstock.shared.protocol.states import Lane, Reason, State
 from penstock.shared.scripts.operations import CancelReply, DeadLetter
 
+from .administration.dead_letters import DeadLetters
 from .client import Producer
-from .dead_letters import DeadLetters
 from .encoder_answers import Classes, Embeddings, Ranking
 from .results import Result, Status, Submitted
 from .stream import TokenStream

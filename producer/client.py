@@ -18,15 +18,20 @@ from penstock.shared.protocol.states import Lane, Reason, State
 from penstock.shared.redis.retrying_client import RetryingClient
 from penstock.shared.scripts.operations import Bounds, CancelReply, Operations
 
-from .dead_letters import DeadLetters
+from .administration.dead_letters import DeadLetters
+from .administration.request_states import find_states, read_status
+from .administration.served_models import (
+    ModelCard,
+    count_workers,
+    find_served_models,
+    read_model_card,
+)
 from .encoder_client import EncoderClient
 from .reading.feeds import Feeds
 from .reading.log_reader import LogReader
 from .reading.reader_heartbeat import ReaderHeartbeat
 from .reading.subscriber import Subscriber
-from .request_states import find_states, read_status
 from .results import Result, Status, Submitted
-from .served_models import ModelCard, count_workers, find_served_models, read_model_card
 from .stream import TokenStream
 
 if TYPE_CHECKING:

@@ -18,11 +18,11 @@ from penstock.shared.redis.retrying_client import RetryingClient
 from penstock.shared.scripts.usage_ledger import UsageRow
 from penstock.shared.settings import Settings
 
+from ..administration.served_models import ModelCard
+from ..administration.shards_found import find_known_shards
+from ..administration.usage import read_days
 from ..client import Producer
 from ..results import Status
-from ..served_models import ModelCard
-from ..shards_found import find_known_shards
-from ..usage import read_days
 from .api_errors import ApiError
 
 __all__ = ["ModelDirectory", "Shard", "check_kind", "check_model"]

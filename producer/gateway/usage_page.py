@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, Response
 from penstock.shared.errors import InvalidRequest
 from penstock.shared.scripts.usage_ledger import UsageCounts
 
-from ..usage import GROUPS, sum_usage, write_usage
+from ..administration.usage import GROUPS, sum_usage, write_usage
 from .api_errors import error_of, invalid
 from .callers import Access
 from .documented import json_answer, with_errors

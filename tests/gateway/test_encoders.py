@@ -21,7 +21,7 @@ from pydantic import SecretStr
 from workers import WorkerFactory
 
 from penstock.producer import BlockingProducer, Producer, RequestFailed
-from penstock.producer.usage import UsageReader
+from penstock.producer.administration.usage import UsageReader
 from penstock.shared.local.embedded import EmbeddedRedis
 from penstock.shared.settings import load_settings
 

@@ -14,7 +14,7 @@ from penstock.shared.protocol.states import Lane, State
 from penstock.shared.redis.resp import encode
 from penstock.shared.redis.retrying_client import RetryingClient
 
-from .results import Status
+from ..results import Status
 
 __all__ = ["find_states", "read_status"]
 

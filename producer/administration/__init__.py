@@ -1,0 +1,1 @@
+"""What operators ask of a queue: dead letters, usage, served models, shards, request states."""
