@@ -20,18 +20,18 @@ from penstock.shared.distribution import install_command, version
 from penstock.shared.errors import ConfigurationError, PenstockError, RequestFailed
 
 from . import request_commands as requests
-from .api_keys import keys
+from .administration.api_keys import keys
+from .administration.dlq import dlq
+from .administration.ingress_tenants import ingress
+from .administration.usage_command import usage
 from .batches.batch_commands import batch
 from .batches.schedule_commands import schedule
 from .batches.webhook_commands import webhook
 from .batches.worker_command import batches
 from .demo.command import demo
-from .dlq import dlq
 from .gateway_command import gateway
-from .ingress_tenants import ingress
 from .output import drop_output, make_encodable, one_line, open_missing
 from .serve.command import serve
-from .usage_command import usage
 
 __all__ = ["EXTRA_OF", "main"]
 

@@ -21,10 +21,10 @@ from penstock.shared.protocol.states import Lane
 from penstock.shared.redis.retrying_client import RetryingClient
 from penstock.shared.settings import Settings
 
-from ..gateway.access.key_records import KeyRecord, Limits
-from ..gateway.access.key_store import KeyStore
-from .options import ConfigOption, JsonOption, RedisOption, client_settings
-from .output import printable, write_json, write_note
+from ...gateway.access.key_records import KeyRecord, Limits
+from ...gateway.access.key_store import KeyStore
+from ..options import ConfigOption, JsonOption, RedisOption, client_settings
+from ..output import printable, write_json, write_note
 
 __all__ = ["keys"]
 

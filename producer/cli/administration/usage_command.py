@@ -17,9 +17,9 @@ from penstock.shared.errors import InvalidRequest
 from penstock.shared.scripts.usage_ledger import UsageCounts, UsageRow
 from penstock.shared.settings import Settings
 
-from ..administration.usage import GROUPS, UsageReader, UsageSum, sum_usage, write_usage
-from .options import ConfigOption, JsonOption, RedisOption, client_settings
-from .output import printable, write_json
+from ...administration.usage import GROUPS, UsageReader, UsageSum, sum_usage, write_usage
+from ..options import ConfigOption, JsonOption, RedisOption, client_settings
+from ..output import printable, write_json
 
 __all__ = ["usage"]
 

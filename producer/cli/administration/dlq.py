@@ -20,10 +20,10 @@ from penstock.shared.protocol.request import Request
 from penstock.shared.scripts.operations import DeadLetter
 from penstock.shared.settings import Settings
 
-from ..administration.dead_letters import DeadLetters
-from ..client import Producer
-from .options import JsonOption, with_client_settings
-from .output import one_line, printable, write_json, write_note
+from ...administration.dead_letters import DeadLetters
+from ...client import Producer
+from ..options import JsonOption, with_client_settings
+from ..output import one_line, printable, write_json, write_note
 
 __all__ = ["dlq"]
 

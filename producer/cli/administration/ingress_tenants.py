@@ -14,8 +14,8 @@ from penstock.shared.redis.retrying_client import RetryingClient
 from penstock.shared.scripts.ingress_operations import IngressOperations
 from penstock.shared.settings import Settings
 
-from .options import JsonOption, with_client_settings
-from .output import printable, write_json, write_note
+from ..options import JsonOption, with_client_settings
+from ..output import printable, write_json, write_note
 
 __all__ = ["ingress"]
 

@@ -1,0 +1,1 @@
+"""Commands of operators: API keys, dead letters, tenants with an ingress stream, usage."""
