@@ -29,9 +29,9 @@ from .batches.schedule_commands import schedule
 from .batches.webhook_commands import webhook
 from .batches.worker_command import batches
 from .demo.command import demo
-from .gateway_command import gateway
 from .output import drop_output, make_encodable, one_line, open_missing
 from .serve.command import serve
+from .serve.gateway_command import gateway
 
 __all__ = ["EXTRA_OF", "main"]
 

@@ -8,7 +8,7 @@ import typer
 
 from penstock.shared.settings import load_settings
 
-from .options import ConfigOption, ModelOption, RedisOption, ShardOption
+from ..options import ConfigOption, ModelOption, RedisOption, ShardOption
 
 __all__ = ["gateway"]
 
@@ -32,7 +32,7 @@ def gateway(
 
     It runs until Ctrl-C or SIGTERM. docs/gateway.md says what clients can send.
     """
-    from ..gateway.serving.gateway_processes import serve  # its packages are an extra of their own
+    from ...gateway.serving.gateway_processes import serve  # its packages are an extra of their own
 
     flags = {
         "gateway.host": host,
