@@ -10,6 +10,8 @@ from penstock.shared.protocol.states import Lane, Reason
 
 from .config import EngineConfig
 from .kv.kv_manager import KVManager
+from .output.step_output import StepOutput
+from .output.text_stream import TextStream
 from .plan import Plan, Span
 from .request_manager import RequestManager
 from .request_validator import RequestValidator
@@ -20,8 +22,6 @@ from .scheduling.scheduler import Scheduler
 from .sequence import SequenceStatus
 from .speculation.controller import Speculator
 from .stats import EngineStats, Load, PoolUse
-from .step_output import StepOutput
-from .text_stream import TextStream
 
 __all__ = ["Engine"]
 

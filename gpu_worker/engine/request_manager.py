@@ -11,14 +11,14 @@ from penstock.shared.protocol.events import TokenLogprobs
 from .config import EngineConfig
 from .groups.open_group import open_group
 from .groups.sequence_group import SequenceGroup, replay
-from .output_state import OutputState
-from .parsed_output import ParsedOutput
+from .output.output_state import OutputState
+from .output.parsed_output import ParsedOutput
+from .output.step_output import StepOutput
+from .output.text_stream import TextStream
 from .request_validator import RequestValidator
 from .requests import EngineRequest, Finish, Update
 from .scheduling.scheduler import Scheduler
 from .sequence import Sequence
-from .step_output import StepOutput
-from .text_stream import TextStream
 
 __all__ = ["RequestManager"]
 

@@ -18,9 +18,9 @@ from penstock.shared.protocol.request import Request
 from penstock.shared.protocol.sampling_options import SamplingOptions
 from penstock.shared.protocol.states import Reason
 
+from ..engine.output.text_stream import AnswerParser
 from ..engine.requests import EngineRequest, Finish, Update
 from ..engine.sequence import Constraint
-from ..engine.text_stream import AnswerParser
 from ..messages import Add, Prepared, bare_end
 
 __all__ = ["InputProcessor"]

@@ -12,9 +12,9 @@ from typing import Protocol
 
 from penstock.shared.protocol.states import Reason
 
+from ..engine.output.step_output import StepOutput
 from ..engine.plan import Plan, Span
 from ..engine.requests import Finish
-from ..engine.step_output import StepOutput
 
 __all__ = ["Runner", "run_isolated"]
 

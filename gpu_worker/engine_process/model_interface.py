@@ -9,8 +9,8 @@ from penstock.shared.protocol.request import Request
 from penstock.shared.protocol.sampling_options import SamplingOptions
 
 from ..engine.config import EngineConfig
+from ..engine.output.text_stream import AnswerParser, TextStream
 from ..engine.sequence import Constraint
-from ..engine.text_stream import AnswerParser, TextStream
 from .isolation import Runner
 
 __all__ = ["ServingModel"]

@@ -20,10 +20,10 @@ from penstock.shared.protocol.sampling_options import SamplingOptions
 from penstock.shared.settings import Settings
 from penstock.shared.synthetic import SYNTHETIC, next_token
 
+from ..engine.output.step_output import StepOutput
+from ..engine.output.text_stream import AnswerParser, PlainAnswer
 from ..engine.plan import Plan
 from ..engine.sequence import Sequence
-from ..engine.step_output import StepOutput
-from ..engine.text_stream import AnswerParser, PlainAnswer
 from .engine_settings import engine_config
 from .model_interface import ServingModel
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from ..engine.output.step_output import StepOutput
 from ..engine.plan import Plan
 from ..engine.requests import Update
-from ..engine.step_output import StepOutput
 from ..messages import RunUsage
 
 __all__ = ["UsageMeter"]

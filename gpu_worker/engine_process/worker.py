@@ -17,10 +17,10 @@ from typing import Protocol
 from penstock.shared.protocol.states import Reason
 
 from ..engine.engine import Engine
+from ..engine.output.step_output import StepOutput
 from ..engine.plan import Plan
 from ..engine.requests import EngineRequest, Update
 from ..engine.scheduling.step_features import StepFeatures
-from ..engine.step_output import StepOutput
 from ..messages import Broken, StepRecord, StepReport, packed_updates
 from .isolation import Runner, run_isolated
 from .step_log import StepLog

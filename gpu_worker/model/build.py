@@ -18,7 +18,7 @@ from penstock.shared.settings import EngineSettings, ModelSettings, Settings
 
 from ..engine.config import EngineConfig
 from ..engine.kv.kv_cache_groups import KVCacheGroup
-from ..engine.text_stream import TextStream
+from ..engine.output.text_stream import TextStream
 from ..engine_process.engine_settings import engine_config
 from ..engine_process.model_interface import ServingModel
 from .compute_threads import set_compute_threads

@@ -16,10 +16,10 @@ from penstock.shared.errors import IntegrityError
 from penstock.shared.protocol.events import TokenLogprobs
 from penstock.shared.protocol.states import Reason
 
+from ..engine.output.step_output import StepOutput, StepTiming
 from ..engine.plan import Plan, Span
 from ..engine.requests import Finish
 from ..engine.sequence import Sequence
-from ..engine.step_output import StepOutput, StepTiming
 from .batch import Rows, SequenceChunk, decode_chunks, pack
 from .drafting.acceptance import agreed
 from .drafting.draft_fallback import DraftFallback

@@ -12,8 +12,8 @@ from engine.fakes import (
 )
 
 from penstock.gpu_worker.engine.engine import Engine
+from penstock.gpu_worker.engine.output.step_output import StepOutput
 from penstock.gpu_worker.engine.requests import Update
-from penstock.gpu_worker.engine.step_output import StepOutput
 from penstock.shared.protocol.states import Reason
 
 

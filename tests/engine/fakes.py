@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from penstock.gpu_worker.engine.config import EngineConfig
 from penstock.gpu_worker.engine.kv.kv_cache_groups import NO_BLOCK, KVCacheGroup
 from penstock.gpu_worker.engine.kv.kv_manager import KVManager
+from penstock.gpu_worker.engine.output.step_output import StepOutput, StepTiming
 from penstock.gpu_worker.engine.plan import BlockCopy, Plan, Span
 from penstock.gpu_worker.engine.requests import EngineRequest
 from penstock.gpu_worker.engine.sequence import Sequence
-from penstock.gpu_worker.engine.step_output import StepOutput, StepTiming
 from penstock.shared.protocol.events import TokenLogprobs
 from penstock.shared.protocol.sampling_options import SamplingOptions
 from penstock.shared.protocol.states import Lane, Reason

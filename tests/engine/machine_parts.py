@@ -23,13 +23,13 @@ from hypothesis.stateful import (
 from penstock.gpu_worker.engine.config import EngineConfig
 from penstock.gpu_worker.engine.engine import Engine
 from penstock.gpu_worker.engine.kv.kv_cache_groups import KVCacheGroup
+from penstock.gpu_worker.engine.output.step_output import StepOutput, StepTiming
 from penstock.gpu_worker.engine.plan import Plan
 from penstock.gpu_worker.engine.requests import EngineRequest, Update
 from penstock.gpu_worker.engine.scheduling.preemption import PreemptionCause, PreemptionKey
 from penstock.gpu_worker.engine.scheduling.scheduler_config import Chunking
 from penstock.gpu_worker.engine.sequence import Sequence, SequenceStatus
 from penstock.gpu_worker.engine.speculation.controller import SpeculationConfig
-from penstock.gpu_worker.engine.step_output import StepOutput, StepTiming
 from penstock.shared.policy_name import PolicyName
 from penstock.shared.protocol.states import Reason
 

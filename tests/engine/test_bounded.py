@@ -10,7 +10,7 @@ from engine.fakes import PieceStream, config, request
 from penstock.gpu_worker.edge.claim_budget import ClaimBudget
 from penstock.gpu_worker.engine.config import EngineConfig
 from penstock.gpu_worker.engine.engine import Engine
-from penstock.gpu_worker.engine.step_output import StepOutput
+from penstock.gpu_worker.engine.output.step_output import StepOutput
 from penstock.shared.policy_name import PolicyName
 from penstock.shared.protocol.states import Lane
 from penstock.tools.simulate.arrivals import SimRequest

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from penstock.gpu_worker.engine.config import EngineConfig
 from penstock.gpu_worker.engine.engine import Engine
+from penstock.gpu_worker.engine.output.step_output import StepTiming
 from penstock.gpu_worker.engine.plan import Plan, Span
 from penstock.gpu_worker.engine.scheduling.adaptive_chunks import AdaptiveChunks
 from penstock.gpu_worker.engine.scheduling.scheduler_config import Chunking
 from penstock.gpu_worker.engine.sequence import Sequence
 from penstock.gpu_worker.engine.stats import EngineStats
-from penstock.gpu_worker.engine.step_output import StepTiming
 from penstock.shared.errors import ConfigurationError
 from penstock.shared.protocol.sampling_options import SamplingOptions
 
@@ -206,7 +206,7 @@ class _Silent(FakeRunner):
         super().__init__(16)
 
     def run(self, plan: Plan):  # type: ignore[no-untyped-def]
-        from penstock.gpu_worker.engine.step_output import StepOutput
+        from penstock.gpu_worker.engine.output.step_output import StepOutput
 
         return StepOutput(tuple((1,) if span.samples else () for span in plan.spans))
 

@@ -9,7 +9,7 @@ from engine.fakes import (
     request,
 )
 
-from penstock.gpu_worker.engine.step_output import StepOutput
+from penstock.gpu_worker.engine.output.step_output import StepOutput
 from penstock.shared.errors import InvalidRequest
 from penstock.shared.protocol.states import Reason
 

@@ -9,9 +9,9 @@ from engine.driving import engine
 from engine.fakes import request
 from engine.waiting_sequences import BOUND_S, drained, filled, make, sequence
 
+from penstock.gpu_worker.engine.output.step_output import StepOutput
 from penstock.gpu_worker.engine.plan import Plan
 from penstock.gpu_worker.engine.scheduling.policies.fair import FairPolicy
-from penstock.gpu_worker.engine.step_output import StepOutput
 from penstock.shared.policy_name import PolicyName
 from penstock.shared.protocol.states import Lane
 

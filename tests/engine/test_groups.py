@@ -10,13 +10,13 @@ from engine.fakes import FakeRunner, PieceStream, Result, config, decode, kv_man
 from penstock.gpu_worker.engine.config import EngineConfig
 from penstock.gpu_worker.engine.engine import Engine
 from penstock.gpu_worker.engine.groups.beam_group import BeamGroup
-from penstock.gpu_worker.engine.output_state import OutputState
+from penstock.gpu_worker.engine.output.output_state import OutputState
+from penstock.gpu_worker.engine.output.step_output import StepOutput
 from penstock.gpu_worker.engine.request_validator import RequestValidator
 from penstock.gpu_worker.engine.requests import EngineRequest, Update
 from penstock.gpu_worker.engine.scheduling.policies.fcfs import FcfsPolicy
 from penstock.gpu_worker.engine.scheduling.scheduler import Scheduler
 from penstock.gpu_worker.engine.sequence import Sequence, SequenceStatus
-from penstock.gpu_worker.engine.step_output import StepOutput
 from penstock.shared.protocol.sampling_options import SamplingOptions
 from penstock.shared.protocol.states import Reason
 

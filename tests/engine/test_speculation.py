@@ -7,9 +7,9 @@ from engine.fakes import FakeRunner, PieceStream, config, request, solo
 
 from penstock.gpu_worker.engine.config import EngineConfig
 from penstock.gpu_worker.engine.engine import Engine
+from penstock.gpu_worker.engine.output.step_output import StepTiming
 from penstock.gpu_worker.engine.plan import Plan
 from penstock.gpu_worker.engine.speculation.controller import SpeculationConfig
-from penstock.gpu_worker.engine.step_output import StepTiming
 from penstock.shared.protocol.states import Reason, Speculation
 
 

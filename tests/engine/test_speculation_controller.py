@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.gpu_worker.engine.output.step_output import StepTiming
 from penstock.gpu_worker.engine.plan import Span
 from penstock.gpu_worker.engine.sequence import Sequence
 from penstock.gpu_worker.engine.speculation.controller import SpeculationConfig, Speculator
-from penstock.gpu_worker.engine.step_output import StepTiming
 from penstock.shared.protocol.sampling_options import SamplingOptions
 from penstock.shared.protocol.states import Speculation
 

@@ -10,11 +10,11 @@ from engine.fakes import FakeRunner, PieceStream, config, request, solo
 from penstock.gpu_worker.engine.engine import Engine
 from penstock.gpu_worker.engine.kv.host_pool import HostPool
 from penstock.gpu_worker.engine.kv.kv_cache_groups import NO_BLOCK, KVCacheGroup
+from penstock.gpu_worker.engine.output.step_output import StepOutput
 from penstock.gpu_worker.engine.plan import BlockCopy, Plan
 from penstock.gpu_worker.engine.requests import Finish
 from penstock.gpu_worker.engine.scheduling.preemption import PreemptionCause, PreemptionMode
 from penstock.gpu_worker.engine.sequence import Sequence
-from penstock.gpu_worker.engine.step_output import StepOutput
 from penstock.shared.errors import ConfigurationError, IntegrityError
 from penstock.shared.protocol.sampling_options import SamplingOptions
 from penstock.shared.protocol.states import Lane, Reason

@@ -5,7 +5,7 @@ from engine.fakes import cut
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.gpu_worker.engine.text_stream import StopMatcher
+from penstock.gpu_worker.engine.output.text_stream import StopMatcher
 
 letters = st.text(alphabet="ab", max_size=40)
 stop_lists = st.lists(st.text(alphabet="ab", min_size=1, max_size=5), max_size=4)

@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 from unit.poison import POISON, PoisonedRunner, make_engine, request
 
+from penstock.gpu_worker.engine.output.step_output import StepOutput
 from penstock.gpu_worker.engine.plan import Plan
-from penstock.gpu_worker.engine.step_output import StepOutput
 from penstock.gpu_worker.engine_process.isolation import run_isolated
 from penstock.gpu_worker.engine_process.synthetic_model import SyntheticRunner
 from penstock.shared.protocol.sampling_options import SamplingOptions

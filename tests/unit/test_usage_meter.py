@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from penstock.gpu_worker.engine.output.step_output import StepOutput
 from penstock.gpu_worker.engine.plan import Plan, Span
 from penstock.gpu_worker.engine.requests import Finish, Update
 from penstock.gpu_worker.engine.sequence import Sequence
-from penstock.gpu_worker.engine.step_output import StepOutput
 from penstock.gpu_worker.engine_process.usage_meter import UsageMeter
 from penstock.gpu_worker.messages import RunUsage
 from penstock.shared.protocol.sampling_options import SamplingOptions

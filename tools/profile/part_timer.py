@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from penstock.gpu_worker.engine.text_stream import TextStream
+from penstock.gpu_worker.engine.output.text_stream import TextStream
 from penstock.gpu_worker.model.loading.loaded_model import LoadedModel
 from penstock.gpu_worker.model.program.native_decoder import NativeDecoder
 

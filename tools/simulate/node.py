@@ -10,11 +10,11 @@ from typing import Protocol
 
 from penstock.gpu_worker.engine.config import EngineConfig
 from penstock.gpu_worker.engine.engine import Engine
+from penstock.gpu_worker.engine.output.step_output import StepOutput
 from penstock.gpu_worker.engine.plan import Plan
 from penstock.gpu_worker.engine.requests import EngineRequest
 from penstock.gpu_worker.engine.scheduling.policies.policy import Policy
 from penstock.gpu_worker.engine.scheduling.step_features import StepFeatures
-from penstock.gpu_worker.engine.step_output import StepOutput
 from penstock.shared.protocol.sampling_options import SamplingOptions
 from penstock.shared.protocol.states import Lane
 

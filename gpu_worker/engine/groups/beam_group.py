@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 
-from ..output_state import OutputState
+from ..output.output_state import OutputState
+from ..output.step_output import StepOutput
 from ..request_validator import RequestValidator
 from ..requests import Update
 from ..scheduling.scheduler import Scheduler
 from ..sequence import Sequence
-from ..step_output import StepOutput
 from .beam_search import BeamSearch, Continuation, Ended
 from .best_of_group import Hypothesis, answer
 from .sequence_group import SequenceGroup

@@ -9,12 +9,12 @@ from penstock.shared.protocol.chat.deltas import Delta, moved_deltas
 from penstock.shared.protocol.events import TokenLogprobs
 from penstock.shared.protocol.states import Reason
 
-from ..output_state import OutputState
+from ..output.output_state import OutputState
+from ..output.step_output import StepOutput
 from ..request_validator import RequestValidator
 from ..requests import Update
 from ..scheduling.scheduler import Scheduler
 from ..sequence import Sequence
-from ..step_output import StepOutput
 from .choice_group import ChoiceGroup, part_of, summary
 
 __all__ = ["BestOfGroup", "Hypothesis", "answer"]

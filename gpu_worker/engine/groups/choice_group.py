@@ -7,12 +7,12 @@ from collections.abc import Iterable
 from penstock.shared.protocol.choice_parts import Part
 from penstock.shared.protocol.states import Reason
 
-from ..output_state import OutputState
+from ..output.output_state import OutputState
+from ..output.step_output import StepOutput
 from ..request_validator import RequestValidator
 from ..requests import Finish, Update
 from ..scheduling.scheduler import Scheduler
 from ..sequence import Sequence
-from ..step_output import StepOutput
 from .sequence_group import SequenceGroup
 
 __all__ = ["ChoiceGroup", "part_of", "summary"]

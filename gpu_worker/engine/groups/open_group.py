@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from penstock.shared.protocol.states import Reason
 
-from ..output_state import OutputState
+from ..output.output_state import OutputState
 from ..request_validator import RequestValidator
 from ..requests import EngineRequest, Finish
 from ..scheduling.scheduler import Scheduler

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-from ..output_state import OutputState
+from ..output.output_state import OutputState
+from ..output.step_output import StepOutput
 from ..request_validator import RequestValidator
 from ..requests import Finish, Update
 from ..scheduling.scheduler import Scheduler
 from ..sequence import Sequence
-from ..step_output import StepOutput
 
 __all__ = ["SequenceGroup", "replay"]
 

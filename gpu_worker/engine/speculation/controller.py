@@ -18,9 +18,9 @@ from collections.abc import Sequence
 
 from penstock.shared.protocol.states import Speculation
 
+from ..output.step_output import StepTiming
 from ..plan import DraftSource, Span
 from ..sequence import Sequence as TokenSequence
-from ..step_output import StepTiming
 from .acceptance_rate import AcceptanceRate
 from .batch_class import BatchClass, Mode
 from .draft_choice import FREE, DraftOption, choose_drafts

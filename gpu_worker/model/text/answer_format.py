@@ -14,7 +14,7 @@ from penstock.shared.errors import InvalidRequest
 from penstock.shared.protocol.request import Request
 from penstock.shared.protocol.sampling_options import SamplingOptions
 
-from ...engine.text_stream import AnswerParser, PlainAnswer
+from ...engine.output.text_stream import AnswerParser, PlainAnswer
 from ..structured.tool_grammar import CallFormat, UnknownCallFormat, tool_grammar
 from .answer_parser import REASONING_FIELDS, ResponseDeltas
 

@@ -12,10 +12,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from penstock.gpu_worker.engine.config import EngineConfig
+from penstock.gpu_worker.engine.output.text_stream import TextStream
 from penstock.gpu_worker.engine.plan import BlockCopy, Span
 from penstock.gpu_worker.engine.sequence import Constraint
 from penstock.gpu_worker.engine.speculation.controller import SpeculationConfig
-from penstock.gpu_worker.engine.text_stream import TextStream
 from penstock.gpu_worker.model.build import build_model
 from penstock.gpu_worker.model.drafting.drafters import Drafter, DraftModel, Proposal
 from penstock.gpu_worker.model.drafting.setup import load_draft

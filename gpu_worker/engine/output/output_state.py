@@ -5,9 +5,9 @@ from __future__ import annotations
 from penstock.shared.protocol.chat.deltas import moved_deltas
 from penstock.shared.protocol.states import Reason
 
-from .config import EngineConfig
-from .requests import Finish, Update
-from .sequence import Sequence
+from ..config import EngineConfig
+from ..requests import Finish, Update
+from ..sequence import Sequence
 from .text_stream import StopMatcher, TextStream
 
 __all__ = ["OutputState"]

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from penstock.shared.protocol.events import TokenLogprobs
 
-from .requests import Finish
-from .sequence import Sequence
+from ..requests import Finish
+from ..sequence import Sequence
 
 __all__ = ["StepOutput", "StepTiming"]
 

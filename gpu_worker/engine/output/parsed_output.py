@@ -7,10 +7,10 @@ from collections.abc import Mapping
 
 from penstock.shared.protocol.chat.deltas import Delta, moved_deltas
 
-from .config import EngineConfig
+from ..config import EngineConfig
+from ..requests import Finish, Update
+from ..sequence import Sequence
 from .output_state import OutputState
-from .requests import Finish, Update
-from .sequence import Sequence
 from .text_stream import AnswerParser, TextStream
 
 __all__ = ["ParsedOutput"]
