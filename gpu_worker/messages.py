@@ -18,7 +18,7 @@ from typing import NamedTuple
 from penstock.shared.protocol.request import Request
 from penstock.shared.protocol.states import ModelKind, Reason
 
-from .engine.requests import Finish, Update
+from .engine.requests.engine_request import Finish, Update
 from .engine.stats import BatcherStats, EngineStats, Load
 from .monitoring.logs import printable
 

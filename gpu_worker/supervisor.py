@@ -52,7 +52,7 @@ after a few lives, for which the others wait, too."""
 
 _OUTSIDE_KILLS = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 """Signals sent from outside; a crash raises others. The kernel also sends SIGKILL for want of
-memory, see :mod:`.oom`. Other programs that do cannot be told from a person: then the cap on
+memory, see :mod:`.monitoring.oom`. Other programs that do cannot be told from a person: then the cap on
 attempts ends a request that causes it."""
 
 _LOOK_S = 1.0

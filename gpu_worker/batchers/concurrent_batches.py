@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from penstock.shared.errors import PenstockError
 
-from ..engine.requests import Finish
+from ..engine.requests.engine_request import Finish
 from .batch_queue import Batch
 from .halving import Result
 

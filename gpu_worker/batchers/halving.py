@@ -11,7 +11,7 @@ from penstock.shared.errors import InvalidRequest
 from penstock.shared.protocol.payload import pack_result
 from penstock.shared.protocol.states import Reason
 
-from ..engine.requests import Finish
+from ..engine.requests.engine_request import Finish
 
 __all__ = ["Result", "failure_of", "run_in_halves"]
 

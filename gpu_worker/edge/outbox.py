@@ -21,7 +21,7 @@ from penstock.shared.protocol.events import Chunk, End, chunk_packer, rolling_di
 from penstock.shared.protocol.states import Answer, Reason
 from penstock.shared.scripts.operations import Append, AppendRow, AppendStatus, Claim
 
-from ..engine.requests import Finish, Update
+from ..engine.requests.engine_request import Finish, Update
 from ..messages import bare_end
 from ..monitoring.metrics import WorkerMetrics
 from .guarded_task import Guard

@@ -11,7 +11,7 @@ from penstock.shared.protocol.states import Answer
 from penstock.shared.scripts.operations import Claim
 from penstock.shared.scripts.replies import Used
 
-from ..engine.requests import Finish
+from ..engine.requests.engine_request import Finish
 from ..messages import RunUsage
 
 __all__ = ["OwnedRequest", "OwnedRequests", "run_name"]

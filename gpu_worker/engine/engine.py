@@ -13,9 +13,9 @@ from .kv.kv_manager import KVManager
 from .output.step_output import StepOutput
 from .output.text_stream import TextStream
 from .plan import Plan, Span
-from .request_manager import RequestManager
-from .request_validator import RequestValidator
-from .requests import EngineRequest, Finish, Update
+from .requests.engine_request import EngineRequest, Finish, Update
+from .requests.request_manager import RequestManager
+from .requests.request_validator import RequestValidator
 from .scheduling.policies.policy import Policy
 from .scheduling.policies.registry import make_policy
 from .scheduling.scheduler import Scheduler

@@ -20,7 +20,7 @@ from ..batchers.batcher_class import ServedBatcher
 from ..batchers.concurrent_batches import ConcurrentBatches
 from ..batchers.halving import Result, failure_of, run_in_halves
 from ..batchers.window import Window
-from ..engine.requests import Finish, Update
+from ..engine.requests.engine_request import Finish, Update
 from ..engine.stats import BatcherStats, Load
 from ..messages import Add, Broken, RunUsage, StepRecord, StepReport, packed_updates
 from .worker import Orders

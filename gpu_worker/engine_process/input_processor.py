@@ -19,7 +19,7 @@ from penstock.shared.protocol.sampling_options import SamplingOptions
 from penstock.shared.protocol.states import Reason
 
 from ..engine.output.text_stream import AnswerParser
-from ..engine.requests import EngineRequest, Finish, Update
+from ..engine.requests.engine_request import EngineRequest, Finish, Update
 from ..engine.sequence import Constraint
 from ..messages import Add, Prepared, bare_end
 

@@ -14,7 +14,7 @@ from penstock.shared.protocol.states import Reason
 
 from ..engine.output.step_output import StepOutput
 from ..engine.plan import Plan, Span
-from ..engine.requests import Finish
+from ..engine.requests.engine_request import Finish
 
 __all__ = ["Runner", "run_isolated"]
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from ..engine.output.step_output import StepOutput
 from ..engine.plan import Plan
-from ..engine.requests import Update
+from ..engine.requests.engine_request import Update
 from ..messages import RunUsage
 
 __all__ = ["UsageMeter"]

@@ -19,7 +19,7 @@ from penstock.shared.protocol.states import Reason
 from ..engine.engine import Engine
 from ..engine.output.step_output import StepOutput
 from ..engine.plan import Plan
-from ..engine.requests import EngineRequest, Update
+from ..engine.requests.engine_request import EngineRequest, Update
 from ..engine.scheduling.step_features import StepFeatures
 from ..messages import Broken, StepRecord, StepReport, packed_updates
 from .isolation import Runner, run_isolated

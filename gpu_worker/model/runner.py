@@ -18,7 +18,7 @@ from penstock.shared.protocol.states import Reason
 
 from ..engine.output.step_output import StepOutput, StepTiming
 from ..engine.plan import Plan, Span
-from ..engine.requests import Finish
+from ..engine.requests.engine_request import Finish
 from ..engine.sequence import Sequence
 from .batch import Rows, SequenceChunk, decode_chunks, pack
 from .drafting.acceptance import agreed

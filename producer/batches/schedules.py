@@ -38,7 +38,7 @@ class Schedule(BaseModel):
         name: its name.
         cron: five fields: minute, hour, day of the month, month, day of the week. In UTC.
         file_id: the input; it must not expire.
-        endpoint: see :class:`.records.Batch`, as for the fields below.
+        endpoint: see :class:`.stores.records.Batch`, as for the fields below.
         tenant: who pays.
         lane: urgency.
         window_s: time of each batch.

@@ -13,7 +13,7 @@ from workers import WorkerFactory
 
 from penstock.gpu_worker.batchers.batcher_class import load_batcher
 from penstock.gpu_worker.batchers.halving import Result, run_in_halves
-from penstock.gpu_worker.engine.requests import Finish
+from penstock.gpu_worker.engine.requests.engine_request import Finish
 from penstock.shared.local.embedded import EmbeddedRedis
 from penstock.shared.protocol.payload import unpack_result
 from penstock.shared.protocol.states import Reason

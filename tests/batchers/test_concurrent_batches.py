@@ -15,7 +15,7 @@ from penstock.gpu_worker.batchers.batch_queue import Batch, BatchQueue
 from penstock.gpu_worker.batchers.batcher_class import serve_class
 from penstock.gpu_worker.batchers.concurrent_batches import BatchHangs, ConcurrentBatches
 from penstock.gpu_worker.batchers.window import Window
-from penstock.gpu_worker.engine.requests import Finish
+from penstock.gpu_worker.engine.requests.engine_request import Finish
 from penstock.gpu_worker.engine.stats import BatcherStats
 from penstock.gpu_worker.engine_process.batch_worker import BatchWorker
 from penstock.gpu_worker.messages import Add, Broken, StepReport, unpacked_updates

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from penstock.gpu_worker.batchers.batcher_class import load_batcher, serve_class
 from penstock.gpu_worker.batchers.halving import Result, run_in_halves
-from penstock.gpu_worker.engine.requests import Finish
+from penstock.gpu_worker.engine.requests.engine_request import Finish
 from penstock.shared.errors import ConfigurationError, InvalidRequest
 from penstock.shared.protocol.payload import unpack_result
 from penstock.shared.protocol.states import ModelKind, Reason

@@ -13,7 +13,7 @@ from engine.fakes import (
 
 from penstock.gpu_worker.engine.engine import Engine
 from penstock.gpu_worker.engine.output.step_output import StepOutput
-from penstock.gpu_worker.engine.requests import Update
+from penstock.gpu_worker.engine.requests.engine_request import Update
 from penstock.shared.protocol.states import Reason
 
 

@@ -13,7 +13,7 @@ from penstock.gpu_worker.engine.kv.kv_cache_groups import NO_BLOCK, KVCacheGroup
 from penstock.gpu_worker.engine.kv.kv_manager import KVManager
 from penstock.gpu_worker.engine.output.step_output import StepOutput, StepTiming
 from penstock.gpu_worker.engine.plan import BlockCopy, Plan, Span
-from penstock.gpu_worker.engine.requests import EngineRequest
+from penstock.gpu_worker.engine.requests.engine_request import EngineRequest
 from penstock.gpu_worker.engine.sequence import Sequence
 from penstock.shared.protocol.events import TokenLogprobs
 from penstock.shared.protocol.sampling_options import SamplingOptions

@@ -25,7 +25,7 @@ from penstock.gpu_worker.engine.engine import Engine
 from penstock.gpu_worker.engine.kv.kv_cache_groups import KVCacheGroup
 from penstock.gpu_worker.engine.output.step_output import StepOutput, StepTiming
 from penstock.gpu_worker.engine.plan import Plan
-from penstock.gpu_worker.engine.requests import EngineRequest, Update
+from penstock.gpu_worker.engine.requests.engine_request import EngineRequest, Update
 from penstock.gpu_worker.engine.scheduling.preemption import PreemptionCause, PreemptionKey
 from penstock.gpu_worker.engine.scheduling.scheduler_config import Chunking
 from penstock.gpu_worker.engine.sequence import Sequence, SequenceStatus

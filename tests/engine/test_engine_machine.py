@@ -39,7 +39,7 @@ from hypothesis.stateful import (
 from penstock.gpu_worker.engine.engine import Engine
 from penstock.gpu_worker.engine.output.step_output import StepOutput, StepTiming
 from penstock.gpu_worker.engine.plan import Plan
-from penstock.gpu_worker.engine.requests import Finish
+from penstock.gpu_worker.engine.requests.engine_request import Finish
 from penstock.gpu_worker.engine.scheduling.scheduler_config import Chunking
 from penstock.gpu_worker.engine_process.isolation import run_isolated
 from penstock.shared.policy_name import PolicyName

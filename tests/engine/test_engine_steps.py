@@ -16,7 +16,7 @@ from engine.fakes import (
 from penstock.gpu_worker.engine.engine import Engine
 from penstock.gpu_worker.engine.output.step_output import StepOutput
 from penstock.gpu_worker.engine.plan import Plan
-from penstock.gpu_worker.engine.requests import EngineRequest, Finish
+from penstock.gpu_worker.engine.requests.engine_request import EngineRequest, Finish
 from penstock.gpu_worker.engine.speculation.controller import SpeculationConfig
 from penstock.shared.errors import IntegrityError
 from penstock.shared.protocol.states import Lane, Reason

@@ -27,7 +27,11 @@ from penstock.gpu_worker.engine.engine import Engine
 from penstock.gpu_worker.engine.kv.kv_cache_groups import KVCacheGroup
 from penstock.gpu_worker.engine.output.step_output import StepTiming
 from penstock.gpu_worker.engine.plan import Plan
-from penstock.gpu_worker.engine.requests import EngineRequest, Finish, Update
+from penstock.gpu_worker.engine.requests.engine_request import (
+    EngineRequest,
+    Finish,
+    Update,
+)
 from penstock.gpu_worker.engine.scheduling.scheduler_config import Chunking
 from penstock.gpu_worker.engine_process.isolation import run_isolated
 from penstock.shared.policy_name import PolicyName

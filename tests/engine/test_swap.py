@@ -12,7 +12,7 @@ from penstock.gpu_worker.engine.kv.host_pool import HostPool
 from penstock.gpu_worker.engine.kv.kv_cache_groups import NO_BLOCK, KVCacheGroup
 from penstock.gpu_worker.engine.output.step_output import StepOutput
 from penstock.gpu_worker.engine.plan import BlockCopy, Plan
-from penstock.gpu_worker.engine.requests import Finish
+from penstock.gpu_worker.engine.requests.engine_request import Finish
 from penstock.gpu_worker.engine.scheduling.preemption import PreemptionCause, PreemptionMode
 from penstock.gpu_worker.engine.sequence import Sequence
 from penstock.shared.errors import ConfigurationError, IntegrityError

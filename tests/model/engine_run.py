@@ -9,7 +9,11 @@ from weakref import WeakKeyDictionary
 
 from penstock.gpu_worker.engine.config import EngineConfig
 from penstock.gpu_worker.engine.engine import Engine
-from penstock.gpu_worker.engine.requests import EngineRequest, Finish, Update
+from penstock.gpu_worker.engine.requests.engine_request import (
+    EngineRequest,
+    Finish,
+    Update,
+)
 from penstock.gpu_worker.engine_process.isolation import run_isolated
 from penstock.gpu_worker.model.drafting.drafters import Drafter
 from penstock.gpu_worker.model.kv.kv_pool import KVPool

@@ -6,7 +6,7 @@ from penstock.gpu_worker.engine.config import EngineConfig
 from penstock.gpu_worker.engine.engine import Engine
 from penstock.gpu_worker.engine.output.step_output import StepOutput
 from penstock.gpu_worker.engine.plan import Plan
-from penstock.gpu_worker.engine.requests import EngineRequest
+from penstock.gpu_worker.engine.requests.engine_request import EngineRequest
 from penstock.gpu_worker.engine_process.synthetic_model import SyntheticRunner, build_synthetic
 from penstock.shared.protocol.sampling_options import SamplingOptions
 from penstock.shared.protocol.states import Lane

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from penstock.gpu_worker.edge.outbox import Outbox
 from penstock.gpu_worker.edge.owned_requests import OwnedRequests
-from penstock.gpu_worker.engine.requests import Finish, Update
+from penstock.gpu_worker.engine.requests.engine_request import Finish, Update
 from penstock.gpu_worker.monitoring.metrics import WorkerMetrics
 from penstock.producer.choices import Choice, gather_choices
 from penstock.producer.reading.merge import Merger

@@ -9,7 +9,7 @@ from typing import Any
 from waiting import wait_until
 
 from penstock.gpu_worker.engine.output.text_stream import AnswerParser
-from penstock.gpu_worker.engine.requests import EngineRequest
+from penstock.gpu_worker.engine.requests.engine_request import EngineRequest
 from penstock.gpu_worker.engine_process.input_processor import InputProcessor
 from penstock.gpu_worker.messages import Add, Prepared
 from penstock.shared.errors import InvalidRequest

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.gpu_worker.engine.requests import Finish, Update
+from penstock.gpu_worker.engine.requests.engine_request import Finish, Update
 from penstock.gpu_worker.engine.stats import Load
 from penstock.gpu_worker.messages import (
     Abort,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from penstock.gpu_worker.edge.outbox import Outbox
 from penstock.gpu_worker.edge.owned_requests import OwnedRequests
-from penstock.gpu_worker.engine.requests import Finish, Update
+from penstock.gpu_worker.engine.requests.engine_request import Finish, Update
 from penstock.gpu_worker.messages import RunUsage
 from penstock.gpu_worker.monitoring.metrics import WorkerMetrics
 from penstock.shared.protocol.event_reader import unpack_event

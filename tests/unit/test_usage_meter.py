@@ -6,7 +6,7 @@ import pytest
 
 from penstock.gpu_worker.engine.output.step_output import StepOutput
 from penstock.gpu_worker.engine.plan import Plan, Span
-from penstock.gpu_worker.engine.requests import Finish, Update
+from penstock.gpu_worker.engine.requests.engine_request import Finish, Update
 from penstock.gpu_worker.engine.sequence import Sequence
 from penstock.gpu_worker.engine_process.usage_meter import UsageMeter
 from penstock.gpu_worker.messages import RunUsage

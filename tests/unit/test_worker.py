@@ -17,7 +17,7 @@ from penstock.gpu_worker.engine.engine import Engine
 from penstock.gpu_worker.engine.kv.kv_cache_groups import KVCacheGroup
 from penstock.gpu_worker.engine.output.step_output import StepOutput
 from penstock.gpu_worker.engine.plan import Plan
-from penstock.gpu_worker.engine.requests import EngineRequest, Finish
+from penstock.gpu_worker.engine.requests.engine_request import EngineRequest, Finish
 from penstock.gpu_worker.engine_process.synthetic_model import SyntheticRunner, build_synthetic
 from penstock.gpu_worker.engine_process.worker import Worker
 from penstock.gpu_worker.messages import Broken, StepReport, unpacked_updates

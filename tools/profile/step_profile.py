@@ -12,7 +12,7 @@ import torch
 
 from penstock.gpu_worker.engine.engine import Engine
 from penstock.gpu_worker.engine.output.text_stream import TextStream
-from penstock.gpu_worker.engine.requests import EngineRequest
+from penstock.gpu_worker.engine.requests.engine_request import EngineRequest
 from penstock.gpu_worker.engine_process.model_interface import ServingModel
 from penstock.gpu_worker.messages import StepReport, frame, packed_updates
 from penstock.gpu_worker.model.build import build_model

@@ -12,7 +12,7 @@ from penstock.gpu_worker.engine.config import EngineConfig
 from penstock.gpu_worker.engine.engine import Engine
 from penstock.gpu_worker.engine.output.step_output import StepOutput
 from penstock.gpu_worker.engine.plan import Plan
-from penstock.gpu_worker.engine.requests import EngineRequest
+from penstock.gpu_worker.engine.requests.engine_request import EngineRequest
 from penstock.gpu_worker.engine.scheduling.policies.policy import Policy
 from penstock.gpu_worker.engine.scheduling.step_features import StepFeatures
 from penstock.shared.protocol.sampling_options import SamplingOptions

@@ -12,7 +12,7 @@ from penstock.gpu_worker.engine.config import EngineConfig
 from penstock.gpu_worker.engine.engine import Engine
 from penstock.gpu_worker.engine.kv.kv_cache_groups import NO_BLOCK, KVCacheGroup, most_blocks_held
 from penstock.gpu_worker.engine.plan import Plan
-from penstock.gpu_worker.engine.requests import EngineRequest, Update
+from penstock.gpu_worker.engine.requests.engine_request import EngineRequest, Update
 from penstock.gpu_worker.model.kv.kv_pool import KVPool
 from penstock.gpu_worker.model.kv.layer_groups import windows_of_groups
 from penstock.gpu_worker.model.kv.swap_pool import SwapPool

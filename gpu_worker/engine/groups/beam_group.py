@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 from ..output.output_state import OutputState
 from ..output.step_output import StepOutput
-from ..request_validator import RequestValidator
-from ..requests import Update
+from ..requests.engine_request import Update
+from ..requests.request_validator import RequestValidator
 from ..scheduling.scheduler import Scheduler
 from ..sequence import Sequence
 from .beam_search import BeamSearch, Continuation, Ended

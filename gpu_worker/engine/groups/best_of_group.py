@@ -11,8 +11,8 @@ from penstock.shared.protocol.states import Reason
 
 from ..output.output_state import OutputState
 from ..output.step_output import StepOutput
-from ..request_validator import RequestValidator
-from ..requests import Update
+from ..requests.engine_request import Update
+from ..requests.request_validator import RequestValidator
 from ..scheduling.scheduler import Scheduler
 from ..sequence import Sequence
 from .choice_group import ChoiceGroup, part_of, summary

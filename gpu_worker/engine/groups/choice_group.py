@@ -9,8 +9,8 @@ from penstock.shared.protocol.states import Reason
 
 from ..output.output_state import OutputState
 from ..output.step_output import StepOutput
-from ..request_validator import RequestValidator
-from ..requests import Finish, Update
+from ..requests.engine_request import Finish, Update
+from ..requests.request_validator import RequestValidator
 from ..scheduling.scheduler import Scheduler
 from ..sequence import Sequence
 from .sequence_group import SequenceGroup

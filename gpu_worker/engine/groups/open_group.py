@@ -7,8 +7,8 @@ from collections.abc import Callable
 from penstock.shared.protocol.states import Reason
 
 from ..output.output_state import OutputState
-from ..request_validator import RequestValidator
-from ..requests import EngineRequest, Finish
+from ..requests.engine_request import EngineRequest, Finish
+from ..requests.request_validator import RequestValidator
 from ..scheduling.scheduler import Scheduler
 from ..sequence import Sequence
 from .beam_group import BeamGroup

@@ -6,8 +6,8 @@ from abc import ABC, abstractmethod
 
 from ..output.output_state import OutputState
 from ..output.step_output import StepOutput
-from ..request_validator import RequestValidator
-from ..requests import Finish, Update
+from ..requests.engine_request import Finish, Update
+from ..requests.request_validator import RequestValidator
 from ..scheduling.scheduler import Scheduler
 from ..sequence import Sequence
 

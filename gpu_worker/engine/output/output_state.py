@@ -6,7 +6,7 @@ from penstock.shared.protocol.chat.deltas import moved_deltas
 from penstock.shared.protocol.states import Reason
 
 from ..config import EngineConfig
-from ..requests import Finish, Update
+from ..requests.engine_request import Finish, Update
 from ..sequence import Sequence
 from .text_stream import StopMatcher, TextStream
 

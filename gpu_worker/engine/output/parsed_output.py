@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from penstock.shared.protocol.chat.deltas import Delta, moved_deltas
 
 from ..config import EngineConfig
-from ..requests import Finish, Update
+from ..requests.engine_request import Finish, Update
 from ..sequence import Sequence
 from .output_state import OutputState
 from .text_stream import AnswerParser, TextStream

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from penstock.shared.protocol.events import TokenLogprobs
 
-from ..requests import Finish
+from ..requests.engine_request import Finish
 from ..sequence import Sequence
 
 __all__ = ["StepOutput", "StepTiming"]

@@ -29,7 +29,7 @@ from torch import Tensor
 from penstock.shared.protocol.sampling_options import SamplingOptions
 from penstock.shared.protocol.states import Reason
 
-from ...engine.requests import Finish
+from ...engine.requests.engine_request import Finish
 from ..drafting.draft_rows import DraftRow, base_of
 from .row_operations import RowOperations
 from .token_history import TokenHistory, Tokens

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from penstock.shared.protocol.states import Reason
 
-from ...engine.requests import Finish
+from ...engine.requests.engine_request import Finish
 from .constraint_state import ConstraintFollower
 from .matcher import ConstraintError
 

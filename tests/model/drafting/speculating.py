@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from penstock.gpu_worker.engine.config import EngineConfig
 from penstock.gpu_worker.engine.engine import Engine
 from penstock.gpu_worker.engine.plan import BlockCopy, Span
-from penstock.gpu_worker.engine.requests import EngineRequest, Update
+from penstock.gpu_worker.engine.requests.engine_request import EngineRequest, Update
 from penstock.gpu_worker.engine.speculation.controller import SpeculationConfig
 from penstock.gpu_worker.engine.stats import EngineStats
 from penstock.gpu_worker.model.drafting.drafters import Drafter, DraftModel, Proposal

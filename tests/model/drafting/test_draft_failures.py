@@ -15,7 +15,7 @@ from model.drafting.test_speculation import PROMPTS, requests
 from torch import Tensor
 
 from penstock.gpu_worker.engine.plan import BlockCopy, Span
-from penstock.gpu_worker.engine.requests import Update
+from penstock.gpu_worker.engine.requests.engine_request import Update
 from penstock.gpu_worker.engine.speculation.controller import SpeculationConfig
 from penstock.gpu_worker.model.drafting.drafters import DraftModel, Proposal
 from penstock.gpu_worker.model.drafting.setup import load_draft

@@ -21,7 +21,7 @@ from penstock.gpu_worker.engine.config import EngineConfig
 from penstock.gpu_worker.engine.engine import Engine
 from penstock.gpu_worker.engine.output.step_output import StepOutput
 from penstock.gpu_worker.engine.plan import Plan
-from penstock.gpu_worker.engine.requests import EngineRequest
+from penstock.gpu_worker.engine.requests.engine_request import EngineRequest
 from penstock.gpu_worker.engine.scheduling.preemption import PreemptionMode
 from penstock.gpu_worker.engine_process.isolation import run_isolated
 from penstock.gpu_worker.model.kv.kv_pool import KVPool

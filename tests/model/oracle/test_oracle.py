@@ -22,7 +22,7 @@ from penstock.gpu_worker.engine.config import EngineConfig
 from penstock.gpu_worker.engine.engine import Engine
 from penstock.gpu_worker.engine.kv.kv_cache_groups import KVCacheGroup
 from penstock.gpu_worker.engine.plan import Span
-from penstock.gpu_worker.engine.requests import EngineRequest
+from penstock.gpu_worker.engine.requests.engine_request import EngineRequest
 from penstock.gpu_worker.engine.scheduling.preemption import PreemptionCause, PreemptionMode
 from penstock.gpu_worker.engine.sequence import Sequence
 from penstock.gpu_worker.engine.stats import EngineStats

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
 from penstock.gpu_worker.engine.engine import Engine
-from penstock.gpu_worker.engine.requests import EngineRequest
+from penstock.gpu_worker.engine.requests.engine_request import EngineRequest
 from penstock.shared.errors import PenstockError
 from penstock.shared.local.gc_tuning import calm_collector
 from penstock.shared.protocol.request import Request

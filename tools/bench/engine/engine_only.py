@@ -11,7 +11,7 @@ from multiprocessing.synchronize import Event
 from typing import Self
 
 from penstock.gpu_worker.engine.engine import Engine
-from penstock.gpu_worker.engine.requests import EngineRequest
+from penstock.gpu_worker.engine.requests.engine_request import EngineRequest
 from penstock.gpu_worker.engine_process.model_interface import ServingModel
 from penstock.shared.errors import PenstockError
 from penstock.shared.local.gc_tuning import calm_collector

@@ -11,7 +11,7 @@ import torch
 
 from penstock.gpu_worker.engine.config import EngineConfig
 from penstock.gpu_worker.engine.engine import Engine
-from penstock.gpu_worker.engine.requests import EngineRequest
+from penstock.gpu_worker.engine.requests.engine_request import EngineRequest
 from penstock.gpu_worker.engine.scheduling.preemption import PreemptionMode
 from penstock.gpu_worker.engine.scheduling.scheduler_config import PreemptionChoice
 from penstock.gpu_worker.engine.stats import EngineStats

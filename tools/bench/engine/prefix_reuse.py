@@ -9,7 +9,7 @@ import time
 import torch
 
 from penstock.gpu_worker.engine.engine import Engine
-from penstock.gpu_worker.engine.requests import EngineRequest
+from penstock.gpu_worker.engine.requests.engine_request import EngineRequest
 from penstock.gpu_worker.engine.stats import EngineStats
 from penstock.gpu_worker.engine_process.model_interface import ServingModel
 from penstock.gpu_worker.model.build import build_model

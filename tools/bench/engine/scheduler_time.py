@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from penstock.gpu_worker.engine.config import EngineConfig
 from penstock.gpu_worker.engine.engine import Engine
 from penstock.gpu_worker.engine.output.step_output import StepOutput
-from penstock.gpu_worker.engine.requests import EngineRequest
+from penstock.gpu_worker.engine.requests.engine_request import EngineRequest
 from penstock.shared.local.gc_tuning import calm_collector
 from penstock.shared.policy_name import PolicyName
 from penstock.shared.protocol.sampling_options import SamplingOptions

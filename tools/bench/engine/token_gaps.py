@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from penstock.gpu_worker.engine.engine import Engine
-from penstock.gpu_worker.engine.requests import EngineRequest
+from penstock.gpu_worker.engine.requests.engine_request import EngineRequest
 from penstock.gpu_worker.engine.scheduling.scheduler_config import Chunking
 from penstock.gpu_worker.engine_process.model_interface import ServingModel
 from penstock.gpu_worker.model.build import build_model

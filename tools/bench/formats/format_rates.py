@@ -11,7 +11,7 @@ from typing import cast
 import torch
 
 from penstock.gpu_worker.engine.engine import Engine
-from penstock.gpu_worker.engine.requests import EngineRequest
+from penstock.gpu_worker.engine.requests.engine_request import EngineRequest
 from penstock.gpu_worker.model.build import build_model
 from penstock.gpu_worker.model.runner import ModelRunner
 from penstock.shared.errors import ConfigurationError

@@ -13,7 +13,7 @@ from penstock.gpu_worker.edge.engine_client import EngineClient
 from penstock.gpu_worker.edge.outbox import Outbox
 from penstock.gpu_worker.edge.owned_requests import OwnedRequests
 from penstock.gpu_worker.edge.redis_loop import RedisLoop
-from penstock.gpu_worker.engine.requests import Update
+from penstock.gpu_worker.engine.requests.engine_request import Update
 from penstock.gpu_worker.engine.stats import Load
 from penstock.gpu_worker.messages import Add
 from penstock.gpu_worker.monitoring.heartbeat import HeartbeatWatch

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from penstock.gpu_worker.engine.engine import Engine
-from penstock.gpu_worker.engine.requests import EngineRequest
+from penstock.gpu_worker.engine.requests.engine_request import EngineRequest
 from penstock.gpu_worker.model.runner import ModelRunner
 
 __all__ = ["Side", "alternate"]

@@ -8,7 +8,7 @@ import random
 import re
 from collections.abc import Callable, Iterator, Mapping
 
-from penstock.gpu_worker.engine.requests import EngineRequest
+from penstock.gpu_worker.engine.requests.engine_request import EngineRequest
 from penstock.shared.protocol.sampling_options import SamplingOptions
 from penstock.shared.protocol.states import Lane, Speculation
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from penstock.gpu_worker.engine.engine import Engine
-from penstock.gpu_worker.engine.requests import EngineRequest
+from penstock.gpu_worker.engine.requests.engine_request import EngineRequest
 from penstock.gpu_worker.engine_process.model_interface import ServingModel
 from penstock.producer import Producer
 from penstock.shared.errors import ConfigurationError, PenstockError

@@ -8,17 +8,17 @@ from collections.abc import Callable
 from penstock.shared.errors import InvalidRequest
 from penstock.shared.protocol.events import TokenLogprobs
 
-from .config import EngineConfig
-from .groups.open_group import open_group
-from .groups.sequence_group import SequenceGroup, replay
-from .output.output_state import OutputState
-from .output.parsed_output import ParsedOutput
-from .output.step_output import StepOutput
-from .output.text_stream import TextStream
+from ..config import EngineConfig
+from ..groups.open_group import open_group
+from ..groups.sequence_group import SequenceGroup, replay
+from ..output.output_state import OutputState
+from ..output.parsed_output import ParsedOutput
+from ..output.step_output import StepOutput
+from ..output.text_stream import TextStream
+from ..scheduling.scheduler import Scheduler
+from ..sequence import Sequence
+from .engine_request import EngineRequest, Finish, Update
 from .request_validator import RequestValidator
-from .requests import EngineRequest, Finish, Update
-from .scheduling.scheduler import Scheduler
-from .sequence import Sequence
 
 __all__ = ["RequestManager"]
 

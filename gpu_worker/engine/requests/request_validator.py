@@ -6,10 +6,10 @@ from penstock.shared.errors import InvalidRequest
 from penstock.shared.protocol.sampling_options import SamplingOptions
 from penstock.shared.protocol.states import Reason
 
-from .config import EngineConfig
-from .kv.kv_manager import KVManager
-from .requests import Finish
-from .sequence import Sequence
+from ..config import EngineConfig
+from ..kv.kv_manager import KVManager
+from ..sequence import Sequence
+from .engine_request import Finish
 
 __all__ = ["RequestValidator"]
 

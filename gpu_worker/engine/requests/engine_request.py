@@ -11,8 +11,8 @@ from penstock.shared.protocol.events import TokenLogprobs
 from penstock.shared.protocol.sampling_options import SamplingOptions
 from penstock.shared.protocol.states import Lane, Reason
 
-from .output.text_stream import AnswerParser
-from .sequence import Constraint
+from ..output.text_stream import AnswerParser
+from ..sequence import Constraint
 
 __all__ = ["EngineRequest", "Finish", "Update"]
 
