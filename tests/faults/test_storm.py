@@ -16,7 +16,7 @@ from faults.rig import mutated
 from penstock.shared.protocol.events import Chunk
 from penstock.tools.chaos import Fault, Invariant, Storm, StormOptions, StormResult
 from penstock.tools.chaos.checks.sweep_times import SweepWatch
-from penstock.tools.chaos.readers import Reading
+from penstock.tools.chaos.storm.storm.readers import Reading
 from penstock.tools.chaos.tasks import end_tasks
 
 pytestmark = pytest.mark.alone
@@ -68,7 +68,7 @@ class StutteringReading(Reading):
 
 
 async def test_a_broken_reader_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.tools.chaos.readers.Reading", StutteringReading)
+    monkeypatch.setattr("penstock.tools.chaos.storm.readers.Reading", StutteringReading)
     result = await run(seconds=2, faults=frozenset())
     assert result.ledger.found[Invariant.READERS_EXACT] > 0
 

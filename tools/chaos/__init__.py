@@ -5,7 +5,7 @@ from __future__ import annotations
 from .checks.storm_counts import Invariant, Ledger, Violation
 from .faults.fault_schedule import ALL_FAULTS, Fault
 from .options import StormOptions
-from .storm import Storm, StormResult
+from .storm.storm import Storm, StormResult
 
 __all__ = [
     "ALL_FAULTS",

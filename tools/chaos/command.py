@@ -22,8 +22,8 @@ from .faults.fault_schedule import ALL_FAULTS, Fault
 from .gateway.gateway_storm import GatewayStormOptions, run_gateway_storm
 from .options import StormOptions
 from .stall import StallOptions, measure_stall
-from .storm import Storm
-from .storm_report import report_storm
+from .storm.storm import Storm
+from .storm.storm_report import report_storm
 
 __all__ = ["chaos"]
 

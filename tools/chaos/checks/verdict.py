@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from penstock.shared.protocol.events import End, rolling_digest
 from penstock.shared.protocol.states import Reason, State
 
-from ..readers import Reading
-from ..storm_requests import Case
+from ..storm.readers import Reading
+from ..storm.storm_requests import Case
 from .storm_counts import Ended, Invariant, Ledger
 
 __all__ = ["EndsBy", "judge"]

@@ -10,9 +10,9 @@ from typing import Any
 from penstock.shared.errors import IdConflict
 from penstock.shared.protocol.states import State
 
-from .checks.storm_counts import Invariant, Ledger
-from .checks.verdict import EndsBy, judge
-from .environment import Environment
+from ..checks.storm_counts import Invariant, Ledger
+from ..checks.verdict import EndsBy, judge
+from ..environment import Environment
 from .readers import Reading, read_jumping, read_returning, read_straight
 from .storm_requests import Case, changed_payload, request_fields
 

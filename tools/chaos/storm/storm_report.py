@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from ..report import Check, Number, Report
-from .checks.storm_counts import Invariant
-from .faults.fault_schedule import Fault
-from .options import StormOptions
+from ...report import Check, Number, Report
+from ..checks.storm_counts import Invariant
+from ..faults.fault_schedule import Fault
+from ..options import StormOptions
 from .storm import StormResult
 
 __all__ = ["report_storm"]

@@ -16,18 +16,18 @@ from redis.exceptions import RedisError
 from penstock.shared.errors import RedisUnavailable
 from penstock.shared.scripts.operations import Operations
 
-from .checks.final_checks import check_end_state, drain_workers
-from .checks.storm_counts import Invariant, Ledger
-from .checks.sweep_times import SweepWatch
-from .environment import Environment, OpenServer, open_environment
-from .faults.fault_schedule import Fault, draw_schedule
-from .faults.injector import FaultInjector
-from .faults.storm_server import OwnServer
-from .faults.worker_fleet import Fleet
-from .options import StormOptions
+from ..checks.final_checks import check_end_state, drain_workers
+from ..checks.storm_counts import Invariant, Ledger
+from ..checks.sweep_times import SweepWatch
+from ..environment import Environment, OpenServer, open_environment
+from ..faults.fault_schedule import Fault, draw_schedule
+from ..faults.injector import FaultInjector
+from ..faults.storm_server import OwnServer
+from ..faults.worker_fleet import Fleet
+from ..options import StormOptions
+from ..tasks import end_tasks
 from .run_case import CaseRunner
 from .storm_requests import Oracle, RecordedOracle, SyntheticOracle, Workload
-from .tasks import end_tasks
 
 __all__ = ["Storm", "StormResult"]
 

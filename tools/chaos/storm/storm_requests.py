@@ -14,7 +14,7 @@ from penstock.shared.protocol.request import Request
 from penstock.shared.protocol.states import Lane, Reason
 from penstock.shared.synthetic import synthetic_tokens
 
-from .checks.storm_counts import Ended, Ledger
+from ..checks.storm_counts import Ended, Ledger
 
 __all__ = ["Case", "Expected", "Oracle", "RecordedOracle", "SyntheticOracle", "Workload"]
 

@@ -1,0 +1,1 @@
+"""One storm: its requests, their readers, how one request is run and checked, the report."""
