@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_serv
 
 from penstock.shared.errors import ConfigurationError
 
-from .records import Batch
+from .stores.records import Batch
 
 __all__ = ["BatchMetrics"]
 

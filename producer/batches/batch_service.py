@@ -14,15 +14,15 @@ from penstock.shared.redis.retrying_client import RetryingClient
 from penstock.shared.settings import Settings
 
 from .batch_metrics import BatchMetrics
-from .batch_store import BatchChanged, BatchStore
 from .clients import Clients
 from .driver import Driver
-from .file_store import FileStore, UnknownFile
-from .leftovers import Leftovers
 from .lines.line_endpoints import line_endpoint
-from .records import Batch, BatchState, FilePurpose, new_batch_id
 from .schedules import Schedule, ScheduleStore, check_cron, check_schedule_name, next_firing
-from .storage import Storage
+from .stores.batch_store import BatchChanged, BatchStore
+from .stores.file_store import FileStore, UnknownFile
+from .stores.leftovers import Leftovers
+from .stores.records import Batch, BatchState, FilePurpose, new_batch_id
+from .stores.storage import Storage
 from .webhooks.delivery_store import DeliveryStore
 from .webhooks.request_ends import RequestEnds
 from .webhooks.webhook_url import check_webhook_url

@@ -21,18 +21,18 @@ from penstock.shared.quoting import one_line
 from penstock.shared.settings import BatchesSettings
 
 from .batch_metrics import BatchMetrics
-from .batch_store import BatchChanged, BatchStore, UnknownBatch
 from .clients import Clients
-from .file_store import FileStore, UnknownFile
-from .leftovers import Leftovers
 from .lines.input_lines import Slice, read_slice
 from .lines.line_endpoints import line_endpoint
 from .lines.line_order import Plan, make_plan
 from .lines.line_requests import LineRequests, groups
 from .lines.open_lines import plan_name
 from .lines.parts import FinishedLines, write_parts
-from .records import Batch, BatchState, FilePurpose, LineError, StoredFile, batch_folder
-from .storage import Storage, StorageError
+from .stores.batch_store import BatchChanged, BatchStore, UnknownBatch
+from .stores.file_store import FileStore, UnknownFile
+from .stores.leftovers import Leftovers
+from .stores.records import Batch, BatchState, FilePurpose, LineError, StoredFile, batch_folder
+from .stores.storage import Storage, StorageError
 
 __all__ = ["Driver"]
 

@@ -30,8 +30,8 @@ from penstock.shared.settings import Settings
 
 from .batch_metrics import BatchMetrics
 from .batch_service import BatchService
-from .batch_store import UnknownBatch
 from .driver import Driver
+from .stores.batch_store import UnknownBatch
 from .webhooks.caller import WebhookCaller
 from .webhooks.deliveries import signing_keys
 

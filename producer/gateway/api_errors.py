@@ -27,7 +27,7 @@ from penstock.shared.errors import (
 from penstock.shared.protocol.events import End
 from penstock.shared.protocol.states import Reason, State
 
-from ..batches.storage import StorageError
+from ..batches.stores.storage import StorageError
 from .request_log import CLIENT_LEFT_STATUS
 
 __all__ = [

@@ -20,7 +20,7 @@ from waiting import wait_until_async
 
 from penstock.producer.batches.batch_metrics import BatchMetrics
 from penstock.producer.batches.batch_service import BatchService
-from penstock.producer.batches.records import Batch
+from penstock.producer.batches.stores.records import Batch
 from penstock.shared.keys import BatchKeys
 from penstock.shared.local.children import spawn_bound
 from penstock.shared.local.embedded import EmbeddedRedis

@@ -11,7 +11,7 @@ from tool_model import save_tool_model
 from workers import WorkerFactory
 
 from penstock.producer.batches.batch_service import BatchService
-from penstock.producer.batches.records import BatchState
+from penstock.producer.batches.stores.records import BatchState
 from penstock.producer.gateway.batch_files.batch_endpoints import batch_object
 
 GRAMMAR = "start: <think> /[a-z]{8}/ </think> /[a-z]{5}/"

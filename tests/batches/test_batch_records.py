@@ -10,11 +10,11 @@ import pytest
 from batches.conftest import completion_lines, drive, start, upload
 
 from penstock.producer.batches.batch_service import BatchService
-from penstock.producer.batches.batch_store import BatchChanged, UnknownBatch
-from penstock.producer.batches.file_store import UnknownFile
 from penstock.producer.batches.lines.input_lines import parse_line
 from penstock.producer.batches.lines.line_endpoints import LineRefused
-from penstock.producer.batches.records import Batch, BatchState
+from penstock.producer.batches.stores.batch_store import BatchChanged, UnknownBatch
+from penstock.producer.batches.stores.file_store import UnknownFile
+from penstock.producer.batches.stores.records import Batch, BatchState
 from penstock.shared.errors import InvalidRequest
 
 

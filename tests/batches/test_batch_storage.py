@@ -17,9 +17,9 @@ from starlette.requests import Request
 
 from penstock.producer.batches.batch_metrics import BatchMetrics
 from penstock.producer.batches.batch_service import BatchService
-from penstock.producer.batches.file_store import UnknownFile
-from penstock.producer.batches.records import Batch, BatchState, batch_folder
-from penstock.producer.batches.storage import Storage, StorageError
+from penstock.producer.batches.stores.file_store import UnknownFile
+from penstock.producer.batches.stores.records import Batch, BatchState, batch_folder
+from penstock.producer.batches.stores.storage import Storage, StorageError
 from penstock.producer.gateway.api_errors import error_of
 from penstock.producer.gateway.batch_files.uploads import read_upload
 from penstock.shared.errors import InvalidRequest

@@ -17,7 +17,7 @@ from durable_redis import start_durable_redis
 from workers import WorkerFactory
 
 from penstock.producer.batches.batch_service import BatchService
-from penstock.producer.batches.records import Batch, BatchState
+from penstock.producer.batches.stores.records import Batch, BatchState
 from penstock.shared.keys import BatchKeys
 from penstock.shared.local.children import spawn_bound
 from penstock.shared.local.ports import free_port

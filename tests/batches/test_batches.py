@@ -16,8 +16,8 @@ from waiting import wait_until_async
 from penstock.producer import Producer
 from penstock.producer.batches.batch_metrics import BatchMetrics
 from penstock.producer.batches.batch_service import BatchService
-from penstock.producer.batches.batch_store import BatchChanged
-from penstock.producer.batches.records import Batch, BatchState
+from penstock.producer.batches.stores.batch_store import BatchChanged
+from penstock.producer.batches.stores.records import Batch, BatchState
 from penstock.shared.errors import ConfigurationError
 from penstock.shared.keys import BatchKeys
 from penstock.shared.local.embedded import EmbeddedRedis

@@ -9,8 +9,8 @@ import pytest
 from batches.conftest import completion_lines, drive, upload
 
 from penstock.producer.batches.batch_service import BatchService
-from penstock.producer.batches.records import BatchState
 from penstock.producer.batches.schedules import Schedule, UnknownSchedule, next_firing
+from penstock.producer.batches.stores.records import BatchState
 from penstock.shared.errors import InvalidRequest
 from penstock.shared.keys import BatchKeys
 from penstock.shared.redis.retrying_client import RetryingClient

@@ -18,7 +18,7 @@ import msgpack
 from penstock.shared.errors import InvalidRequest
 from penstock.shared.protocol.parsing import find_half_surrogate, parse_json
 
-from ..records import Batch, LineError
+from ..stores.records import Batch, LineError
 from .line_endpoints import LineRefused, Translation
 
 __all__ = ["InputLine", "Slice", "first_url", "parse_line", "read_slice"]

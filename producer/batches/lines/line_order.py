@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import msgpack
 
-from ..records import LineError
+from ..stores.records import LineError
 
 __all__ = ["Plan", "PlannedLine", "make_plan"]
 

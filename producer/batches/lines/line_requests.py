@@ -16,8 +16,8 @@ from penstock.shared.protocol.states import TERMINAL_STATES, State
 from ...client import Producer
 from ...gateway.openai.token_logprobs import TokenNames
 from ..clients import Clients
-from ..records import Batch
-from ..storage import Storage
+from ..stores.records import Batch
+from ..stores.storage import Storage
 from .look_pace import LookPace
 from .open_lines import OpenLine, OpenLines
 from .parts import FinishedLines

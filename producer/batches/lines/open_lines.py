@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 
-from ..file_store import FileStore
-from ..records import Batch, batch_folder
-from ..storage import Storage
+from ..stores.file_store import FileStore
+from ..stores.records import Batch, batch_folder
+from ..stores.storage import Storage
 from .input_lines import InputLine, parse_line
 from .line_endpoints import LineEndpoint, Translation, line_endpoint
 from .line_order import Plan

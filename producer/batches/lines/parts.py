@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...results import Result
-from ..records import Batch, BatchUsage, batch_folder
-from ..storage import Storage
+from ..stores.records import Batch, BatchUsage, batch_folder
+from ..stores.storage import Storage
 
 __all__ = ["FinishedLines", "json_line", "write_parts"]
 

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict
 
 from penstock.shared.errors import ConfigurationError
 
-from ..records import Batch
+from ..stores.records import Batch
 
 __all__ = ["RETRY_AFTER_S", "CallFailed", "Delivery", "signature", "signing_keys"]
 

@@ -31,7 +31,7 @@ from .session import batch_facts, open_service, when
 
 if TYPE_CHECKING:
     from ...batches.batch_service import BatchService
-    from ...batches.records import Batch
+    from ...batches.stores.records import Batch
 
 __all__ = ["batch"]
 

@@ -132,7 +132,7 @@ def remove(
 
 async def _last(service: BatchService, item: Schedule) -> str:
     """What became of a schedule's last firing."""
-    from ...batches.batch_store import UnknownBatch
+    from ...batches.stores.batch_store import UnknownBatch
 
     if not item.last_batch_id:
         return item.error

@@ -14,7 +14,7 @@ from penstock.shared.settings import Settings
 
 if TYPE_CHECKING:
     from ...batches.batch_service import BatchService
-    from ...batches.records import Batch
+    from ...batches.stores.records import Batch
     from ...batches.webhooks.request_ends import RequestWatch
 
 __all__ = ["batch_facts", "open_client", "open_service", "open_watch", "when", "when_utc"]

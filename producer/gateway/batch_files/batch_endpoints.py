@@ -12,9 +12,9 @@ from penstock.shared.errors import InvalidRequest
 from penstock.shared.protocol.states import Lane
 
 from ...batches.batch_service import BatchService
-from ...batches.batch_store import UnknownBatch
-from ...batches.file_store import UnknownFile
-from ...batches.records import Batch, BatchState
+from ...batches.stores.batch_store import UnknownBatch
+from ...batches.stores.file_store import UnknownFile
+from ...batches.stores.records import Batch, BatchState
 from ..api_errors import ApiError, error_of, invalid
 from ..documented import json_answer, json_body, with_errors
 from ..gateway import WEBHOOK_HEADER, Gateway

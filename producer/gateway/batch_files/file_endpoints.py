@@ -11,8 +11,8 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from penstock.shared.errors import InvalidRequest
 
 from ...batches.batch_service import BatchService
-from ...batches.file_store import FileTooLarge, UnknownFile
-from ...batches.records import StoredFile
+from ...batches.stores.file_store import FileTooLarge, UnknownFile
+from ...batches.stores.records import StoredFile
 from ..api_errors import ApiError, error_of, invalid
 from ..documented import json_answer, with_errors
 from ..gateway import Gateway

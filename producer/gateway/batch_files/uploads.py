@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.types import Message
 
-from ...batches.storage import StorageError
+from ...batches.stores.storage import StorageError
 from ..api_errors import ApiError, invalid
 
 __all__ = ["Upload", "expiry_of", "read_upload"]

@@ -16,8 +16,8 @@ from penstock.shared.keys import BatchKeys
 from penstock.shared.protocol.request import check_tenant
 from penstock.shared.redis.retrying_client import RetryingClient
 
+from ..webhooks.deliveries import Delivery
 from .records import Batch, batch_folder
-from .webhooks.deliveries import Delivery
 
 __all__ = ["BatchChanged", "BatchStore", "UnknownBatch"]
 
