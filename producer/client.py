@@ -12,7 +12,7 @@ from redis.asyncio import Redis
 
 from penstock.shared.errors import UnknownRequest
 from penstock.shared.keys import Keys
-from penstock.shared.protocol.field_types import Integer, Number
+from penstock.shared.protocol.fields.field_types import Integer, Number
 from penstock.shared.protocol.request import Request, check_id
 from penstock.shared.protocol.states import Lane, Reason, State
 from penstock.shared.redis.retrying_client import RetryingClient

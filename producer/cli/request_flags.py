@@ -10,8 +10,8 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from penstock.shared.errors import InvalidRequest
-from penstock.shared.protocol.collection_types import JsonSchema
-from penstock.shared.protocol.field_types import Flag, FlagOrWord, Option, Text, Word
+from penstock.shared.protocol.fields.collection_types import JsonSchema
+from penstock.shared.protocol.fields.field_types import Flag, FlagOrWord, Option, Text, Word
 from penstock.shared.protocol.request import REQUEST_OPTIONS
 
 __all__ = ["read_request_options", "with_request_options"]

@@ -9,7 +9,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from penstock.shared.protocol.collection_types import TokenIds
+from penstock.shared.protocol.fields.collection_types import TokenIds
 from penstock.shared.protocol.request import MAX_PROMPT_TOKENS
 from penstock.shared.protocol.states import Lane
 

@@ -4,6 +4,6 @@ from __future__ import annotations
 
 import sys
 
-from .option_reference import render_options
+from .fields.option_reference import render_options
 
 sys.stdout.write(render_options())

@@ -13,8 +13,8 @@ from typing import Any
 
 from ..errors import InvalidRequest
 from ..quoting import one_line
-from .collection_types import TokenIds
 from .events import MAX_MESSAGE_CHARS
+from .fields.collection_types import TokenIds
 from .parsing import parse_json
 from .request import (
     MAX_PAYLOAD_BYTES,

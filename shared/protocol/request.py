@@ -18,8 +18,8 @@ import msgpack
 from ..errors import InvalidRequest, ProtocolError
 from .chat.chat_messages import check_messages, message_bytes
 from .chat.chat_options import CHAT_OPTIONS, ChatOptions
-from .collection_types import TokenIds
-from .field_types import Flag, Integer, Name, OptionTable, Text, Word, option
+from .fields.collection_types import TokenIds
+from .fields.field_types import Flag, Integer, Name, OptionTable, Text, Word, option
 from .parsing import parse_msgpack
 from .payload import check_payload, packed_size
 from .sampling_options import SAMPLING_OPTIONS, SamplingOptions

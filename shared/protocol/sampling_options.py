@@ -6,17 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..errors import InvalidRequest
-from .collection_types import Biases, JsonSchema, Texts, TokenIds
-from .field_types import (
-    Flag,
-    FlagOrWord,
-    Integer,
-    Number,
-    OptionTable,
-    Text,
-    Word,
-    option,
-)
+from .fields.collection_types import Biases, JsonSchema, Texts, TokenIds
+from .fields.field_types import Flag, FlagOrWord, Integer, Number, OptionTable, Text, Word, option
 from .states import Speculation
 
 __all__ = ["SAMPLING_OPTIONS", "SamplingOptions"]

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..errors import ConfigurationError
 from ..keys import Keys
-from ..protocol.field_types import Name
+from ..protocol.fields.field_types import Name
 from ..protocol.plain_entry import Admission, Entry, Refusal
 from .operations import request_arguments
 from .replies import Bounds, accepted

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 
 from ..keys import Keys
-from ..protocol.field_types import Name
+from ..protocol.fields.field_types import Name
 from ..protocol.states import State
 from ..redis.resp import Exchanger
 from .replies import DeadLetter, RedriveReply, read_dead_letter

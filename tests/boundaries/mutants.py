@@ -9,14 +9,8 @@ from penstock.producer.gateway import request_body
 from penstock.producer.gateway.access import key_access
 from penstock.producer.reading.merge import Merger
 from penstock.shared import quoting
-from penstock.shared.protocol import (
-    collection_types,
-    event_reader,
-    field_types,
-    parsing,
-    plain_entry,
-    request,
-)
+from penstock.shared.protocol import event_reader, parsing, plain_entry, request
+from penstock.shared.protocol.fields import collection_types, field_types
 from penstock.shared.protocol.request import Request
 from penstock.shared.settings import sources
 

@@ -10,7 +10,7 @@ import pytest
 
 from penstock.shared.protocol.chat.chat_options import CHAT_OPTIONS
 from penstock.shared.protocol.event_reader import unpack_event
-from penstock.shared.protocol.field_types import Option
+from penstock.shared.protocol.fields.field_types import Option
 from penstock.shared.protocol.plain_entry import Admission, Entry, Refusal, read_entry
 from penstock.shared.protocol.request import MAX_PAYLOAD_BYTES, REQUEST_OPTIONS
 from penstock.shared.protocol.states import Answer, Reason

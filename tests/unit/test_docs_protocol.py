@@ -18,7 +18,7 @@ from penstock.shared.keys import GROUP, Keys
 from penstock.shared.protocol.chat.chat_options import ChatOptions
 from penstock.shared.protocol.event_reader import unpack_event
 from penstock.shared.protocol.events import Chunk, End, rolling_digest
-from penstock.shared.protocol.option_reference import render_options
+from penstock.shared.protocol.fields.option_reference import render_options
 from penstock.shared.protocol.request import REQUEST_OPTIONS, Request
 from penstock.shared.protocol.sampling_options import SamplingOptions
 from penstock.shared.protocol.states import Answer, Lane, Reason, State

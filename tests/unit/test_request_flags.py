@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from penstock.producer.cli.request_flags import read_request_options, with_request_options
 from penstock.shared.errors import InvalidRequest
-from penstock.shared.protocol.collection_types import Biases
+from penstock.shared.protocol.fields.collection_types import Biases
 from penstock.shared.protocol.request import REQUEST_OPTIONS, Request
 
 

@@ -6,7 +6,7 @@ import base64
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.shared.protocol.field_types import Flag, Integer
+from penstock.shared.protocol.fields.field_types import Flag, Integer
 
 from ...encoder_answers import as_inputs, without_defaults
 from ..api_errors import invalid

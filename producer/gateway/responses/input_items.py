@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from penstock.shared.protocol.field_types import FieldType
+from penstock.shared.protocol.fields.field_types import FieldType
 
 from ...choices import Choice
 from ..api_errors import ApiError, invalid

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.shared.protocol.field_types import FieldType, Flag
+from penstock.shared.protocol.fields.field_types import FieldType, Flag
 
 from ..api_errors import invalid
 from ..openai.fields.common_fields import FORM_MEMBERS, LIST, OBJECT, TEXT

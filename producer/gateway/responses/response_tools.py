@@ -7,7 +7,7 @@ from typing import Any
 
 from penstock.shared.protocol.chat.chat_options import ReasoningEffort
 from penstock.shared.protocol.chat.tool_types import FUNCTION_NAME
-from penstock.shared.protocol.field_types import FieldType, Flag
+from penstock.shared.protocol.fields.field_types import FieldType, Flag
 
 from ..api_errors import invalid
 from ..openai.fields.common_fields import OBJECT, TEXT

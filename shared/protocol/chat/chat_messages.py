@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...errors import InvalidRequest
-from ..field_types import Text
+from ..fields.field_types import Text
 from .tool_types import FUNCTION_NAME, json_text
 
 __all__ = ["check_messages", "message_bytes"]

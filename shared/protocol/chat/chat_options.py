@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import Any
 
 from ...errors import InvalidRequest
-from ..field_types import Flag, OptionTable, Word, option
+from ..fields.field_types import Flag, OptionTable, Word, option
 from .tool_types import JsonMap, ToolChoice, ToolList
 
 __all__ = ["CHAT_OPTIONS", "ChatOptions", "ReasoningEffort"]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...errors import InvalidRequest
-from ..field_types import FieldType, Name, Text
+from ..fields.field_types import FieldType, Name, Text
 from ..parsing import MAX_SCHEMA_DEPTH, parse_json
 
 __all__ = ["FUNCTION_NAME", "JsonMap", "ToolChoice", "ToolList", "json_text"]

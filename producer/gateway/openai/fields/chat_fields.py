@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.shared.protocol.field_types import Flag, Integer
+from penstock.shared.protocol.fields.field_types import Flag, Integer
 
 from ...api_errors import invalid
 from .common_fields import COMMON_FIELDS, OBJECT, TEXT, output_form

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.shared.protocol.field_types import FieldType, Flag, Integer, Name
+from penstock.shared.protocol.fields.field_types import FieldType, Flag, Integer, Name
 from penstock.shared.protocol.states import Lane
 
 from ...api_errors import invalid

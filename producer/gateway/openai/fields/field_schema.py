@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock.shared.protocol.collection_types import Biases, JsonSchema, Texts, TokenIds
-from penstock.shared.protocol.field_types import (
+from penstock.shared.protocol.fields.collection_types import Biases, JsonSchema, Texts, TokenIds
+from penstock.shared.protocol.fields.field_types import (
     FieldType,
     Flag,
     FlagOrWord,

@@ -13,7 +13,7 @@ from enum import StrEnum
 from typing import Any
 
 from penstock.shared.errors import InvalidRequest
-from penstock.shared.protocol.field_types import FieldType
+from penstock.shared.protocol.fields.field_types import FieldType
 from penstock.shared.protocol.request import REQUEST_OPTIONS
 
 from ...api_errors import ApiError, error_of, invalid

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from penstock.shared.errors import InvalidRequest
-from penstock.shared.protocol.field_types import FieldType
+from penstock.shared.protocol.fields.field_types import FieldType
 
 from ...api_errors import error_of, invalid
 

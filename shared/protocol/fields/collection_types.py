@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import InvalidRequest
-from ..quoting import quote
+from ...errors import InvalidRequest
+from ...quoting import quote
+from ..parsing import MAX_SCHEMA_DEPTH, parse_json
 from .field_types import FieldType, Integer, Number, Text
-from .parsing import MAX_SCHEMA_DEPTH, parse_json
 
 __all__ = ["Biases", "JsonSchema", "Texts", "TokenIds"]
 

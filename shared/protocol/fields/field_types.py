@@ -14,7 +14,7 @@ from enum import StrEnum
 from operator import attrgetter, is_not
 from typing import Any
 
-from ..errors import InvalidRequest
+from ...errors import InvalidRequest
 
 __all__ = [
     "FieldType",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from textwrap import fill, indent
 
+from ..request import REQUEST_OPTIONS
 from .field_types import Option
-from .request import REQUEST_OPTIONS
 
 __all__ = ["render_options"]
 

@@ -1,0 +1,1 @@
+"""How a request field is declared: its types, and the reference written from declarations."""
