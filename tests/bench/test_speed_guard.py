@@ -10,7 +10,7 @@ import torch
 from penstock.kernels.cpu import NativeUnavailable, load_library
 from penstock.shared.settings import load_settings
 from penstock.tools.bench.engine.generation import EngineSide, TransformersSide
-from penstock.tools.bench.traces import mixed_trace
+from penstock.tools.bench.engine.traces import mixed_trace
 
 LEAST = 1.3
 """Times as fast as transformers' static batches; three is usual on the demo model."""

@@ -17,7 +17,7 @@ from penstock.shared.errors import PenstockError
 from penstock.shared.local.gc_tuning import calm_collector
 from penstock.shared.settings import Settings
 
-from ..traces import Trace, requests_of
+from .traces import Trace, requests_of
 
 __all__ = ["EngineAlone"]
 

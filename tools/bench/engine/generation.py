@@ -17,7 +17,7 @@ from penstock.gpu_worker.model.build import build_model
 from penstock.gpu_worker.model.loading.checkpoint import find_checkpoint, quiet
 from penstock.shared.settings import Settings
 
-from ..traces import Item, Trace, requests_of, uniform_trace
+from .traces import Item, Trace, requests_of, uniform_trace
 
 __all__ = ["EngineSide", "TransformersSide"]
 

@@ -14,9 +14,9 @@ from penstock.shared.settings import load_settings
 from ...report import Report
 from ..options import EngineOptions
 from ..rounds import Machine, Progress, Rounds, percentile
-from ..traces import Trace, mixed_trace, uniform_trace
 from .generation import EngineSide, TransformersSide
 from .redis_cost import measure_redis_cost
+from .traces import Trace, mixed_trace, uniform_trace
 
 __all__ = ["bench_engine"]
 

@@ -20,10 +20,10 @@ from penstock.shared.settings import load_settings
 
 from ...profile.floors import measure_rates
 from ...report import Report
+from ..engine.traces import requests_of, uniform_trace
 from ..options import EngineOptions
 from ..rounds import Machine, Progress, Rounds
 from ..speculation.fixed_batch import Side, alternate
-from ..traces import requests_of, uniform_trace
 from .format_exactness import format_exactness
 
 __all__ = ["bench_formats"]
