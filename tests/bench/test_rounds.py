@@ -13,7 +13,7 @@ import time
 from waiting import wait_until
 
 from penstock.shared.local.gc_tuning import calm_collector
-from penstock.tools.bench.rounds import Machine, Rounds, family_s, percentile, process_s
+from penstock.tools.rounds import Machine, Rounds, family_s, percentile, process_s
 
 SPIN = "import time; end = time.monotonic() + 60\nwhile time.monotonic() < end: pass"
 

@@ -10,9 +10,9 @@ import pytest
 from bench.commands import bench
 
 from penstock.shared.errors import ConfigurationError
-from penstock.tools.bench.rounds import Rounds
 from penstock.tools.bench.trace.token_times import TokenTimes
 from penstock.tools.bench.trace.trace_file import TraceRequest, read_trace_file
+from penstock.tools.rounds import Rounds
 
 GOOD = {"prompt": [5, 6, 7], "output_len": 4, "arrival_unit": 0.5}
 

@@ -24,8 +24,8 @@ from penstock.shared.protocol.request import Request
 from penstock.shared.protocol.sampling_options import SamplingOptions
 from penstock.shared.settings import Settings, load_settings
 
-from ..bench.rounds import Machine, Rounds
 from ..report import Progress, Report
+from ..rounds import Machine, Rounds
 from .chrome_trace import write_chrome_trace
 from .floors import measure_rates
 from .options import ProfileOptions

@@ -20,9 +20,9 @@ from penstock.shared.local.embedded import EmbeddedRedis
 from penstock.shared.settings import Settings, load_settings
 
 from ...report import Report
+from ...rounds import Machine, Progress, Rounds, percentile
 from ..engine.worker_process import worker_process
 from ..options import BatcherOptions
-from ..rounds import Machine, Progress, Rounds, percentile
 from .asyncio_batcher import AsyncioBatcher
 from .batcher_plot import plot_modes
 from .timed_model import TARGET, TimedModel

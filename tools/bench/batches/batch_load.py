@@ -21,9 +21,9 @@ from penstock.shared.local.embedded import EmbeddedRedis
 from penstock.shared.settings import Settings, environment_name, load_settings
 
 from ...report import Progress, Report
+from ...rounds import Machine, Rounds, percentile
 from ..engine.worker_process import worker_process
 from ..gateway.gateway_process import start_gateway
-from ..rounds import Machine, Rounds, percentile
 from .load_options import BatchesOptions
 from .offline_run import offline_seconds
 

@@ -16,8 +16,8 @@ from penstock.shared.local.embedded import EmbeddedRedis
 from penstock.shared.settings import load_settings
 
 from ...report import Progress, Report
+from ...rounds import Machine, Rounds, percentile
 from ..options import EmbedOptions
-from ..rounds import Machine, Rounds, percentile
 from .worker_process import worker_process
 
 __all__ = ["bench_embed"]

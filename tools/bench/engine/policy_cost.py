@@ -13,7 +13,7 @@ from penstock.gpu_worker.engine.sequence import Sequence
 from penstock.shared.policy_name import PolicyName
 from penstock.shared.protocol.sampling_options import SamplingOptions
 
-from ..rounds import Rounds
+from ...rounds import Rounds
 
 __all__ = ["measure_policies", "policy_limits"]
 

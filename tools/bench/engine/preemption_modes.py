@@ -24,8 +24,8 @@ from penstock.shared.protocol.states import Lane
 from penstock.shared.settings import load_settings
 
 from ...report import Number, Report
+from ...rounds import Machine, Progress, Rounds
 from ..options import PreemptionOptions
-from ..rounds import Machine, Progress, Rounds
 
 __all__ = ["bench_preemption"]
 

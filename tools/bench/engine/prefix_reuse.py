@@ -20,8 +20,8 @@ from penstock.shared.protocol.states import Lane
 from penstock.shared.settings import load_settings
 
 from ...report import Report
+from ...rounds import Machine, Progress, Rounds
 from ..options import PrefixOptions
-from ..rounds import Machine, Progress, Rounds
 
 __all__ = ["bench_prefix"]
 

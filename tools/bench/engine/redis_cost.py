@@ -26,7 +26,7 @@ from penstock.shared.protocol.events import Chunk
 from penstock.shared.scripts.operations import Bounds, Operations
 from penstock.shared.settings import Settings
 
-from ..rounds import Rounds, group_s, process_s
+from ...rounds import Rounds, group_s, process_s
 from .engine_only import EngineAlone
 from .traces import Trace, requests_of
 from .worker_process import worker_process

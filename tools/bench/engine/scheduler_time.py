@@ -17,8 +17,8 @@ from penstock.shared.protocol.sampling_options import SamplingOptions
 from penstock.shared.protocol.states import Lane
 
 from ...report import Report
+from ...rounds import Machine, Progress, Rounds
 from ..options import SchedulerOptions
-from ..rounds import Machine, Progress, Rounds
 from .policy_cost import measure_policies, policy_limits
 
 __all__ = ["bench_scheduler"]

@@ -12,8 +12,8 @@ from penstock.shared.local.gc_tuning import calm_collector
 from penstock.shared.settings import load_settings
 
 from ...report import Report
+from ...rounds import Machine, Progress, Rounds, percentile
 from ..options import EngineOptions
-from ..rounds import Machine, Progress, Rounds, percentile
 from .generation import EngineSide, TransformersSide
 from .redis_cost import measure_redis_cost
 from .traces import Trace, mixed_trace, uniform_trace

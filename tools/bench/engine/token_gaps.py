@@ -30,8 +30,8 @@ from penstock.shared.protocol.states import Lane
 from penstock.shared.settings import load_settings
 
 from ...report import Report
+from ...rounds import Machine, Progress, Rounds, percentile
 from ..options import ChunkingOptions
-from ..rounds import Machine, Progress, Rounds, percentile
 from .token_gap_plot import plot_gaps
 
 __all__ = ["bench_chunking"]

@@ -11,11 +11,11 @@ from penstock.gpu_worker.model.loading.loader import load_model
 from penstock.gpu_worker.model.quantization.recipe import Recipe
 
 from ...report import Number
+from ...rounds import Progress
 from ...verify.full_model import compare_with_full
 from ...verify.hf_reference import load_by_transformers
 from ...verify.inputs import gather_inputs, text_windows
 from ...verify.teacher_forcing import Passage, compare_logits
-from ..rounds import Progress
 
 __all__ = ["format_exactness"]
 

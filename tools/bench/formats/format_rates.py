@@ -20,9 +20,9 @@ from penstock.shared.settings import load_settings
 
 from ...profile.floors import measure_rates
 from ...report import Report
+from ...rounds import Machine, Progress, Rounds
 from ..engine.traces import requests_of, uniform_trace
 from ..options import EngineOptions
-from ..rounds import Machine, Progress, Rounds
 from ..speculation.fixed_batch import Side, alternate
 from .format_exactness import format_exactness
 

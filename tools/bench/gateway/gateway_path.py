@@ -17,8 +17,8 @@ from penstock.shared.local.embedded import EmbeddedRedis
 from penstock.shared.local.gc_tuning import calm_collector
 
 from ...report import Number, Report
+from ...rounds import Machine, Progress, Rounds, percentile, process_s
 from ..options import GatewayOptions
-from ..rounds import Machine, Progress, Rounds, percentile, process_s
 from .gateway_process import RunningGateway, raise_file_limit, start_gateway, start_worker
 from .stream_clients import StreamClient, open_streams
 from .token_writer import TokenWriter

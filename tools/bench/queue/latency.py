@@ -14,7 +14,7 @@ from penstock.shared.protocol.request import Request
 from penstock.shared.protocol.sampling_options import SamplingOptions
 from penstock.shared.scripts.operations import Claim
 
-from ..rounds import Rounds, percentile
+from ...rounds import Rounds, percentile
 from .client_process import Peer, stamp
 from .edge_harness import WorkerSide, submit_all
 

@@ -13,7 +13,7 @@ from penstock.shared.protocol.sampling_options import SamplingOptions
 from penstock.shared.protocol.states import Lane
 from penstock.shared.scripts.operations import Operations
 
-from ..rounds import Rounds, percentile
+from ...rounds import Rounds, percentile
 from .edge_harness import submit_all
 
 __all__ = ["measure_depth", "measure_fairness"]

@@ -18,8 +18,8 @@ from penstock.shared.redis.address import redact_url
 from penstock.shared.redis.opening import open_pool
 
 from ...report import Number, Report
+from ...rounds import Machine, Progress, Rounds
 from ..options import QueueOptions
-from ..rounds import Machine, Progress, Rounds
 from .latency import measure_claims, measure_tokens
 from .queue_depth import measure_depth, measure_fairness
 from .step_expense import measure_steps

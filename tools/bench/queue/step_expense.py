@@ -12,7 +12,7 @@ from penstock.shared.protocol.events import Chunk
 from penstock.shared.protocol.request import Request
 from penstock.shared.protocol.sampling_options import SamplingOptions
 
-from ..rounds import Rounds, percentile
+from ...rounds import Rounds, percentile
 from .edge_harness import WorkerSide, submit_all
 
 __all__ = ["measure_steps"]

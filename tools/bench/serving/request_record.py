@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from penstock.shared.errors import ConfigurationError
 
-from ..rounds import percentile
+from ...rounds import percentile
 
 __all__ = ["RequestRecord", "read_goals", "summarise"]
 

@@ -8,8 +8,8 @@ import time
 from penstock.shared.errors import PenstockError
 
 from ...report import Report
+from ...rounds import Machine, Progress, Rounds
 from ..options import ServeOptions
-from ..rounds import Machine, Progress, Rounds
 from .load_clients import LoadClient, open_client
 from .load_plan import LoadRequest, plan_load
 from .request_record import RequestRecord, read_goals, summarise

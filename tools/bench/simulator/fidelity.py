@@ -24,6 +24,7 @@ from penstock.shared.protocol.states import Lane
 from penstock.shared.settings import Settings, load_settings
 
 from ...report import Report
+from ...rounds import Machine, Progress, Rounds
 from ...simulate.arrivals import Generator, Lengths, SimRequest, write_trace
 from ...simulate.dispatch import Dispatch
 from ...simulate.fitted_step_time import MeasuredStep
@@ -32,7 +33,6 @@ from ...simulate.scenario import Outcome, Scenario, simulate
 from ...simulate.step_time import HARDWARE, MODELS, Roofline
 from ..engine.worker_process import worker_process
 from ..options import SimulatorOptions
-from ..rounds import Machine, Progress, Rounds
 from .calibration import Lessons, Measured, StepReader, query_tokens, scrape
 from .replay import Heard, record, replay
 

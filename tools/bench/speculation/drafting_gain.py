@@ -13,8 +13,8 @@ from penstock.shared.local.gc_tuning import calm_collector
 from penstock.shared.protocol.states import Speculation
 
 from ...report import Report
+from ...rounds import Machine, Progress, Rounds
 from ..options import SpeculationOptions
-from ..rounds import Machine, Progress, Rounds
 from .bench_models import Models, load_models
 from .fixed_batch import Side, alternate
 from .prompts import Requests, documentation, edits, hot, steered

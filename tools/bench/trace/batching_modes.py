@@ -26,8 +26,8 @@ from penstock.shared.protocol.request import Request
 from penstock.shared.settings import load_settings
 
 from ...report import Report
+from ...rounds import Machine, Progress, Rounds
 from ..options import ModesOptions
-from ..rounds import Machine, Progress, Rounds
 from .mode_plot import plot_modes
 from .token_times import TokenTimes
 from .trace_file import TraceRequest

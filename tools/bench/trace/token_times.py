@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from ..rounds import Rounds, percentile
+from ...rounds import Rounds, percentile
 from .trace_file import TraceRequest
 
 __all__ = ["TokenTimes"]

@@ -18,9 +18,9 @@ from penstock.shared.protocol.request import Request
 from penstock.shared.settings import Settings, load_settings
 
 from ...report import Report
+from ...rounds import Machine, Progress, Rounds
 from ..engine.worker_process import worker_process
 from ..options import TraceOptions
-from ..rounds import Machine, Progress, Rounds
 from .token_times import TokenTimes
 from .trace_file import TraceRequest, read_trace_file
 

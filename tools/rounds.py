@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from ..report import Check, Number, Progress, Report
+from .report import Check, Number, Progress, Report
 
 __all__ = ["Machine", "Progress", "Rounds", "family_s", "group_s", "percentile", "process_s"]
 
