@@ -52,8 +52,8 @@ after a few lives, for which the others wait, too."""
 
 _OUTSIDE_KILLS = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 """Signals sent from outside; a crash raises others. The kernel also sends SIGKILL for want of
-memory, see :mod:`.monitoring.oom`. Other programs that do cannot be told from a person: then the cap on
-attempts ends a request that causes it."""
+memory, which :mod:`.monitoring.oom` notices. Kills by other programs look like kills by hand: a
+request that causes them ends by the cap on attempts."""
 
 _LOOK_S = 1.0
 

@@ -34,7 +34,7 @@ _MOST_CALL = 1 << 18
 
 
 class ResponseDeltas:
-    """The deltas of one output. It implements :class:`~gpu_worker.engine.output.text_stream.AnswerParser`.
+    """The deltas of one output: an ``AnswerParser`` of the engine.
 
     Args:
         new_parser: makes a parser that stands where the output begins, or, with ``resume``, in the
