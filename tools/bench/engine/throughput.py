@@ -14,8 +14,8 @@ from penstock.shared.settings import load_settings
 from ...report import Report
 from ...rounds import Machine, Progress, Rounds, percentile
 from ..options import EngineOptions
+from ..queue.redis_cost import measure_redis_cost
 from .generation import EngineSide, TransformersSide
-from .redis_cost import measure_redis_cost
 from .traces import Trace, mixed_trace, uniform_trace
 
 __all__ = ["bench_engine"]

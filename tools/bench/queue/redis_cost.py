@@ -27,9 +27,9 @@ from penstock.shared.scripts.operations import Bounds, Operations
 from penstock.shared.settings import Settings
 
 from ...rounds import Rounds, group_s, process_s
-from .engine_only import EngineAlone
-from .traces import Trace, requests_of
-from .worker_process import worker_process
+from ..engine.engine_only import EngineAlone
+from ..engine.traces import Trace, requests_of
+from ..engine.worker_process import worker_process
 
 __all__ = ["measure_redis_cost"]
 
