@@ -59,18 +59,16 @@ class Producer(EncoderClient):
     harm when it arrives twice.
 
     Args:
-        redis: URL of the server; or your own ``redis.asyncio.Redis`` without ``decode_responses``,
-            which you close yourself; None takes the URL from the settings.
+        redis: URL of the server, or your own ``redis.asyncio.Redis`` without ``decode_responses``,
+            which you close; None takes the URL from the settings.
         model: name under which the model is served; None takes it from the settings.
         shard: shard number; None takes it from the settings.
         settings: None reads ``REDIS_URL``, ``PENSTOCK_*`` and the settings file. The client uses
             the sections ``redis`` and ``queue``.
-        inbox: publish the output of all requests submitted here in one channel of this client,
-            instead of one channel per request. This is for gateways: a worker's step is then one
-            message, however many of its requests this client reads. Readers of such a request
-            elsewhere receive the messages of all and drop the others.
-        outage_s: how long, in seconds, a server may be unreachable before calls and streams raise
-            :class:`RedisUnavailable`.
+        inbox: publish the output of all requests submitted here in one channel of this client.
+            This is for gateways: a worker's step is then one message for all of them. Readers
+            of one such request elsewhere receive the messages of all and drop the others.
+        outage_s: seconds without a server before calls and streams raise :class:`RedisUnavailable`.
 
     Attributes:
         feeds: of a client with an inbox, streams that call back instead of being awaited.
@@ -327,8 +325,7 @@ class Producer(EncoderClient):
 
         Args:
             id: which request.
-            reason: ``client``, or ``disconnected`` if its reader here has left: a request that is
-                read elsewhere, too, then goes on until its last reader has.
+            reason: ``client``; with ``disconnected`` it goes on until its last reader leaves.
 
         Raises:
             UnknownRequest: no such request.
@@ -366,9 +363,9 @@ class Producer(EncoderClient):
         return await read_model_card(self._client, self._keys, vocabulary=vocabulary)
 
     async def served_models(self) -> list[Keys]:
-        """The models and shards that have a worker on this server now.
+        """The models and shards with a worker on this server now; in a cluster, on one node.
 
-        In a cluster these are those of one node. The list is empty if this user may not list keys.
+        The list is empty if this user may not list keys.
 
         Raises:
             RedisUnavailable: see the class.
