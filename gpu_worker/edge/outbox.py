@@ -1,7 +1,7 @@
 """Tokens out: what the engine produced and Redis has not confirmed yet.
 
 The engine's updates are posted here. The Redis loop takes everything pending as one batch of
-appends, sends it unchanged until it is answered, and settles the answer. Only one batch is ever in
+appends, sends it unchanged until it is answered, and applies the answer. Only one batch is ever in
 flight, so an append can rely on the count and the digest that its :class:`OwnedRequest` holds.
 
 Most of what a token costs a worker outside its model is spent here. A step of 256 tokens should not
@@ -27,11 +27,11 @@ from ..monitoring.metrics import WorkerMetrics
 from .guarded_task import Guard
 from .owned_requests import OwnedRequest, OwnedRequests, run_name
 
-__all__ = ["Outbox", "Settled"]
+__all__ = ["BatchOutcome", "Outbox"]
 
 
 @dataclass(frozen=True, slots=True)
-class Settled:
+class BatchOutcome:
     """What an answered batch means for the worker.
 
     Attributes:
@@ -249,7 +249,7 @@ class Outbox:
         self._owned.close_sequences(owned)
         owned.finish, owned.in_stream = finish, False
 
-    def settle(self, rows: Sequence[AppendRow], statuses: Sequence[int]) -> Settled:
+    def take_answer(self, rows: Sequence[AppendRow], statuses: Sequence[int]) -> BatchOutcome:
         """Take Redis' answer to a batch: ``statuses`` as :meth:`Operations.append` gives them."""
         lost, self._unwritable = self._unwritable, []
         mismatched: list[str] = []
@@ -264,7 +264,7 @@ class Outbox:
             if isinstance(row, Append) and row.reason:
                 self._close(row)
         self._metrics.generation_tokens.inc(written)
-        return Settled(tuple(lost), tuple(mismatched), AppendStatus.BROKEN in statuses)
+        return BatchOutcome(tuple(lost), tuple(mismatched), AppendStatus.BROKEN in statuses)
 
     def _refuse(self, row: AppendRow, status: int, lost: list[str], mismatched: list[str]) -> None:
         """Redis did not take a row: note it and what follows for the request."""

@@ -221,7 +221,7 @@ class RedisLoop:
         while self._outbox.has_pending:
             if rows := self._outbox.take(_APPENDS_PER_CALL):
                 call = operations.append(self._worker_id, rows, lease_ms=lease_ms)
-                parts.append(_Part(call, partial(self._settle, rows), "append"))
+                parts.append(_Part(call, partial(self._take_append_reply, rows), "append"))
         budget = self._claim_budget()
         if budget.requests or (now >= self._next_renewal and not parts):
             parts.append(_Part(self._claim(budget), partial(self._receive, budget), "claim"))
@@ -317,7 +317,7 @@ class RedisLoop:
         self._metrics.redis_errors.inc()
         return True
 
-    def _settle(self, rows: Sequence[AppendRow], reply: Any) -> None:
+    def _take_append_reply(self, rows: Sequence[AppendRow], reply: Any) -> None:
         if self._is_refused("append", reply):
             ids = [row[0] for row in rows]
             self._outbox.forget(ids)
@@ -325,10 +325,10 @@ class RedisLoop:
             self._to_release += ids
             return
         self._lease.beat()
-        settled = self._outbox.settle(rows, read_statuses(reply, len(rows)))
-        self._needs_audit |= settled.broken
-        self._abort(settled.lost)
-        self._to_release += settled.mismatched
+        outcome = self._outbox.take_answer(rows, read_statuses(reply, len(rows)))
+        self._needs_audit |= outcome.broken
+        self._abort(outcome.lost)
+        self._to_release += outcome.mismatched
 
     def _abort(self, runs: Sequence[str]) -> None:
         for run in runs:

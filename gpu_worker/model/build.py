@@ -33,7 +33,7 @@ from .loading.fingerprint import fingerprint_of
 from .loading.geometry import KVGeometry
 from .loading.loaded_model import LoadedModel
 from .loading.model_opening import is_on_cpu, open_model
-from .quantization.recipe import recipe_of, settled
+from .quantization.recipe import recipe_of, resolve_preferences
 from .runner import ModelRunner
 from .sampling.sampler import Sampler
 from .structured.compile_sandbox import CompileSandbox, UnsafeConstraint
@@ -67,7 +67,7 @@ def build_model(settings: Settings) -> ServingModel:
         ConfigurationError: a setting contradicts the model or another setting.
     """
     set_compute_threads(settings.engine.threads)
-    wanted = _settled(settings.model)
+    wanted = _resolved(settings.model)
     opened = open_model(
         wanted.path,
         dtype=wanted.dtype,
@@ -147,9 +147,9 @@ def build_model(settings: Settings) -> ServingModel:
     )
 
 
-def _settled(wanted: ModelSettings) -> ModelSettings:
+def _resolved(wanted: ModelSettings) -> ModelSettings:
     quantized = is_quantized(find_checkpoint(wanted.path))
-    return settled(wanted, quantized=quantized, on_cpu=is_on_cpu(wanted.device))
+    return resolve_preferences(wanted, quantized=quantized, on_cpu=is_on_cpu(wanted.device))
 
 
 def _text_streams(

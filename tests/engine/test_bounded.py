@@ -130,7 +130,7 @@ def test_lanes_that_are_all_full_share_as_eight_four_one(policy: PolicyName) -> 
         ended = len(served.ended)
         served.step()
         for id in served.ended[ended:]:
-            queue.settle(requests[id])
+            queue.correct_charge(requests[id])
         if step == 1200:  # a burst that is ahead of its share is over
             shares = served.tokens.copy()
     shares = served.tokens - shares

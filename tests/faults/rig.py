@@ -13,7 +13,7 @@ from typing import Any
 
 from penstock.shared.scripts.script_loader import load_script
 from penstock.tools.chaos.checks.final_checks import check_end_state, drain_workers
-from penstock.tools.chaos.checks.storm_counts import Ledger
+from penstock.tools.chaos.checks.storm_counts import Findings
 from penstock.tools.chaos.environment import Environment, open_environment
 from penstock.tools.chaos.faults.worker_fleet import Machine
 from penstock.tools.chaos.options import StormOptions
@@ -30,7 +30,7 @@ class Rig:
 
     env: Environment
     options: StormOptions
-    ledger: Ledger = field(default_factory=Ledger)
+    findings: Findings = field(default_factory=Findings)
     number: int = 0
     started: int = 0
 
@@ -50,7 +50,7 @@ class Rig:
         """Submit, read and judge cases side by side."""
 
         async def run() -> None:
-            runner = CaseRunner(self.env, self.ledger, ends_by=lambda due_ms: due_ms + ON_TIME_MS)
+            runner = CaseRunner(self.env, self.findings, ends_by=lambda due_ms: due_ms + ON_TIME_MS)
             await asyncio.gather(*(runner.run(case) for case in cases))
 
         self.started += len(cases)
@@ -89,13 +89,13 @@ class Rig:
 
     async def end(self) -> None:
         """Send the workers home; nothing may be wrong, and nothing may be left."""
-        await drain_workers(self.env, self.ledger)
-        await check_end_state(self.env, self.ledger, exclusive=True)
+        await drain_workers(self.env, self.findings)
+        await check_end_state(self.env, self.findings, exclusive=True)
         self.check()
 
     def check(self) -> None:
         """Nothing was wrong so far."""
-        assert not self.ledger.found, "\n".join(map(str, self.ledger.violations))
+        assert not self.findings.found, "\n".join(map(str, self.findings.violations))
 
 
 @contextlib.asynccontextmanager

@@ -49,4 +49,4 @@ async def test_worker_clocks_an_hour_wrong(tmp_path: Path, monkeypatch: pytest.M
         )
         assert DEADLINE_MS <= ended - accepted < DEADLINE_MS + 5000
         rig.check()
-        assert rig.ledger.counts["completed"] == 12
+        assert rig.findings.counts["completed"] == 12

@@ -84,7 +84,7 @@ async def test_kill(tmp_path: Path, point: str, repetitions: int) -> None:
             )  # below the lease: a supervisor saw it
             rig.env.fleet.drain(victim)  # whose supervisor would wait longer after each death
         await rig.end()
-        assert rig.ledger.counts["completed"] == rig.started
-        assert rig.ledger.counts["dead"] == 0
+        assert rig.findings.counts["completed"] == rig.started
+        assert rig.findings.counts["dead"] == 0
         if point != "ended and not told":
-            assert rig.ledger.counts["redelivered"] >= repetitions
+            assert rig.findings.counts["redelivered"] >= repetitions

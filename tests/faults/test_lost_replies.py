@@ -31,7 +31,7 @@ async def test_reply_to_a_worker_is_lost(tmp_path: Path, script: str, repetition
             await rig.until(lambda before=before: proxy.cuts > before, "a reply was cut")
             await asyncio.wait_for(running, 60)
         await rig.end()
-        assert rig.ledger.counts["completed"] == 6 * repetitions
+        assert rig.findings.counts["completed"] == 6 * repetitions
 
 
 @pytest.mark.parametrize("repetitions", [SHORT, LONG])
@@ -74,7 +74,7 @@ async def test_reply_to_an_audit_is_lost(tmp_path: Path, repetitions: int) -> No
             await rig.until(lambda before=before: proxy.cuts > before, "a reply was cut")
             await asyncio.wait_for(running, 60)
         await rig.end()
-        assert rig.ledger.counts["completed"] == 6 * repetitions
+        assert rig.findings.counts["completed"] == 6 * repetitions
 
 
 @pytest.mark.parametrize("repetitions", [SHORT, LONG])

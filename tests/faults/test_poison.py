@@ -57,13 +57,13 @@ async def serve_poison(rig: Rig, poisoned: int, good: int) -> list[Reason]:
     for name in names:
         result = await env.client.result(name, timeout=200, check=False)
         ends.append(result.reason)
-        rig.ledger.ended[name] = Ended(
+        rig.findings.ended[name] = Ended(
             result.end, rolling_digest(result.token_ids), "critical", "default"
         )
-    await drain_workers(env, rig.ledger)
-    await recount(env.direct.redis, env.keys, rig.ledger, exclusive=True)
+    await drain_workers(env, rig.findings)
+    await recount(env.direct.redis, env.keys, rig.findings, exclusive=True)
     rig.check()
-    assert rig.ledger.counts["completed"] == good
+    assert rig.findings.counts["completed"] == good
     letters = await Operations(env.direct.redis, env.keys).dead_letters()
     assert sorted(letter.id for letter in letters) == names
     assert {Request.unpack(letter.payload).prompt for letter in letters} == {"!"}

@@ -34,5 +34,5 @@ async def test_rolling_restart(tmp_path: Path, rounds: int) -> None:
                 blames = await redis.hgetall(keys.request(case.id))
                 assert int(blames.get(b"deaths", 0)) == int(blames.get(b"blames", 0)) == 0
         await rig.end()
-        assert rig.ledger.counts["completed"] == 12 * rounds
-        assert rig.ledger.counts["redelivered"] > 0
+        assert rig.findings.counts["completed"] == 12 * rounds
+        assert rig.findings.counts["redelivered"] > 0

@@ -91,10 +91,10 @@ async def test_nothing_leaks(tmp_path: Path) -> None:
             samples.append(await sample(rig))
             await asyncio.sleep(PAUSE_S)
         grown = growth(samples)
-        print(f"{len(samples)} rounds, {rig.ledger.counts['requests']} requests: {grown}")
+        print(f"{len(samples)} rounds, {rig.findings.counts['requests']} requests: {grown}")
         for name, (early, late) in grown.items():
             assert late <= early + may_grow(name), f"{name} has grown from {early} to {late}"
         while await rig.env.direct.redis.dbsize() > CONSTANT_KEYS:
             await asyncio.sleep(0.1)
-        await drain_workers(rig.env, rig.ledger)
+        await drain_workers(rig.env, rig.findings)
         rig.check()

@@ -29,13 +29,13 @@ async def run(**options: Any) -> StormResult:
 
 
 def check_held(result: StormResult) -> None:
-    assert not result.ledger.found, "\n".join(map(str, result.ledger.violations))
+    assert not result.findings.found, "\n".join(map(str, result.findings.violations))
 
 
 async def test_short_storm_of_everything() -> None:
     result = await run(seconds=12, seed=1)
     check_held(result)
-    counts, faults = result.ledger.counts, result.counts
+    counts, faults = result.findings.counts, result.counts
     assert counts["migrated"] >= 1  # how many of them, the machine decides
     assert faults["worker_kills"] >= 1
     assert faults["worker_stops"] >= 1
@@ -70,7 +70,7 @@ class StutteringReading(Reading):
 async def test_a_broken_reader_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.tools.chaos.storm.readers.Reading", StutteringReading)
     result = await run(seconds=2, faults=frozenset())
-    assert result.ledger.found[Invariant.READERS_EXACT] > 0
+    assert result.findings.found[Invariant.READERS_EXACT] > 0
 
 
 BROKEN = {
@@ -122,7 +122,7 @@ async def test_a_broken_worker_is_noticed(
     path, old, new, faults, expected = BROKEN[what]
     monkeypatch.setenv("PYTHONPATH", mutated(tmp_path, path, old, new))
     result = await run(seconds=5, faults=frozenset(faults), in_flight=40, pace=2.0)
-    assert expected <= set(result.ledger.found), result.ledger.violations
+    assert expected <= set(result.findings.found), result.findings.violations
 
 
 def test_which_sweep_is_to_keep_a_deadline() -> None:
@@ -143,7 +143,7 @@ async def test_a_deadline_that_is_kept_late_is_noticed(
     late = when.replace("now", "now - 2000")
     monkeypatch.setenv("PYTHONPATH", mutated(tmp_path, "shared/scripts/lua/sweep.lua", when, late))
     result = await run(seconds=2, seed=95, faults=frozenset(), in_flight=40, tokens=240)
-    assert result.ledger.found[Invariant.ONE_END] > 0
+    assert result.findings.found[Invariant.ONE_END] > 0
 
 
 async def test_a_task_that_swallows_its_cancellation_is_ended_all_the_same() -> None:

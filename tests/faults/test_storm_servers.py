@@ -63,7 +63,7 @@ async def storm(name: str, open_server: OpenServer, faults: frozenset[Fault]) ->
     result = await Storm(options, open_server=open_server).run()
     figures = report_storm(result).figures
     print(json.dumps({"server": name, **figures}))
-    assert not result.ledger.found, "\n".join(map(str, result.ledger.violations))
+    assert not result.findings.found, "\n".join(map(str, result.findings.violations))
     return figures
 
 

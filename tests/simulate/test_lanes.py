@@ -53,7 +53,7 @@ async def test_model_and_script_hand_out_the_same(redis_url: str, seed: int, sca
             elif worker.claims:
                 claim = worker.claims.pop(rng.choice(list(worker.claims)))
                 request = made[claim.id]
-                queue.settle(request)
+                queue.correct_charge(request)
                 await worker.send(worker.ending(claim, 0, spent=request.tokens))
         rest = await worker.claim(1000)
         assert [claim.id for claim in rest] == [r.id for r in queue.claim(1000, 1 << 40)]

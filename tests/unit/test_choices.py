@@ -252,7 +252,7 @@ def test_the_outbox_publishes_what_the_engine_gave(data: st.DataObject) -> None:
             )  # fmt: skip
         (row,) = box.take(10)
         chunks.append(unpack_event(row[4]))  # type: ignore[arg-type]
-        box.settle([row], [AppendStatus.WRITTEN])
+        box.take_answer([row], [AppendStatus.WRITTEN])
     assert chunks == published(tokens, bounds)
     assert isinstance(row, Append)
     ended = unpack_event(row.end)

@@ -102,7 +102,7 @@ def test_updates_between_two_takes_become_one_chunk(outbox: Outbox) -> None:
     assert take(outbox) == []
     cut = update((8, 9), "é!")
     cut.text_lengths = (2,)
-    outbox.settle([item], [AppendStatus.WRITTEN])
+    outbox.take_answer([item], [AppendStatus.WRITTEN])
     outbox.post([cut])
     (item,) = take(outbox)
     chunk = unpack_event(item.chunk)
@@ -131,7 +131,7 @@ def test_logprobs_travel_with_their_tokens(outbox: Outbox) -> None:
         outbox.post([step])
         if i:
             (item,) = take(outbox)
-            outbox.settle([item], [AppendStatus.WRITTEN])
+            outbox.take_answer([item], [AppendStatus.WRITTEN])
             chunk = unpack_event(item.chunk)
             assert isinstance(chunk, Chunk)
             assert chunk.logprobs == tuple(reports[:2] if i == 1 else reports[2:])
@@ -141,7 +141,7 @@ def test_chunks_join_by_index_and_digest(outbox: Outbox) -> None:
     outbox.open(claim(), "normal")
     outbox.post([update((5,), "x")])
     first = take(outbox)
-    outbox.settle(first, [AppendStatus.WRITTEN])
+    outbox.take_answer(first, [AppendStatus.WRITTEN])
     outbox.post([update((6,), "y")])
     (second,) = take(outbox)
     assert unpack_event(second.chunk) == Chunk(1, (6,), "y", rolling_digest((5, 6)))
@@ -175,7 +175,7 @@ def test_whatever_a_step_brings_the_log_is_one_line(
         said += ids
         if taken:
             (item,) = take(outbox)
-            outbox.settle([item], [AppendStatus.WRITTEN])
+            outbox.take_answer([item], [AppendStatus.WRITTEN])
             assert item.start + item.num_tokens == len(said)
             chunk = unpack_event(item.chunk)
             assert isinstance(chunk, Chunk)
@@ -210,7 +210,7 @@ def test_end_travels_with_the_last_tokens_and_closes(
     assert (end.usage.prompt_tokens, end.usage.cached_tokens) == (7, 3)
     assert (end.usage.queue_ms, end.usage.ttft_ms) == (400, 2000)
     assert len(owned) == 1, "owned until Redis has confirmed the end"
-    outbox.settle([item], [AppendStatus.WRITTEN])
+    outbox.take_answer([item], [AppendStatus.WRITTEN])
     assert len(owned) == 0
     assert sample(metrics, "requests_total", state="completed", reason="length") == 1
     assert sample(metrics, "time_to_first_token_seconds_sum", lane="critical") == 2.0
@@ -220,8 +220,8 @@ def test_repeated_writes_are_counted_once(outbox: Outbox, metrics: WorkerMetrics
     outbox.open(claim(), "normal")
     outbox.post([update((5,), "x", Finish(Reason.STOP))])
     batch = take(outbox)
-    outbox.settle(batch, [AppendStatus.WRITTEN])
-    outbox.settle(batch, [AppendStatus.WRITTEN])
+    outbox.take_answer(batch, [AppendStatus.WRITTEN])
+    outbox.take_answer(batch, [AppendStatus.WRITTEN])
     assert sample(metrics, "generation_tokens_total") == 1
 
 
@@ -240,9 +240,9 @@ def test_lost_request_is_dropped_and_its_tokens_are_waste(
     outbox.open(claim("b"), "normal")
     outbox.post([update((5,), "x"), update((9,), "z", run="b#1")])
     batch = take(outbox)
-    settled = outbox.settle(batch, [status, AppendStatus.WRITTEN])
-    assert settled.lost == ("a#1",)
-    assert settled.mismatched == (("a",) if status == AppendStatus.MISMATCH else ())
+    outcome = outbox.take_answer(batch, [status, AppendStatus.WRITTEN])
+    assert outcome.lost == ("a#1",)
+    assert outcome.mismatched == (("a",) if status == AppendStatus.MISMATCH else ())
     outbox.post([update((6,), "late")])
     assert take(outbox) == []
     assert tuple(owned.by_id) == ("b",), "a bystander stays"
@@ -256,7 +256,7 @@ def test_a_step_for_the_claim_before_is_not_the_new_claims(
     """Lost and claimed again within one exchange, while the engine was in the middle of a step."""
     outbox.open(claim(epoch=1), "normal")
     outbox.post([update((5,), "x")])
-    outbox.settle(take(outbox), [AppendStatus.FENCED])
+    outbox.take_answer(take(outbox), [AppendStatus.FENCED])
     again = claim(epoch=2)
     outbox.open(again, "normal")
     outbox.post([update((6,), "stale", run="a#1")])
@@ -271,14 +271,14 @@ def test_a_step_for_the_claim_before_is_not_the_new_claims(
 def test_broken_log_ends_its_request_with_a_reason(outbox: Outbox, owned: OwnedRequests) -> None:
     outbox.open(claim(), "normal")
     outbox.post([update((5,), "x")])
-    settled = outbox.settle(take(outbox), [AppendStatus.BROKEN])
-    assert settled.lost == ("a#1",), "the engine must stop"
+    outcome = outbox.take_answer(take(outbox), [AppendStatus.BROKEN])
+    assert outcome.lost == ("a#1",), "the engine must stop"
     outbox.post([update((6,), "still running when the refusal came")])
     (item,) = take(outbox)
     end = unpack_event(item.end)
     assert isinstance(end, End)
     assert (item.start, item.num_tokens, end.n, end.reason) == (0, 0, 0, Reason.ENGINE_ERROR)
-    outbox.settle([item], [AppendStatus.BROKEN])
+    outbox.take_answer([item], [AppendStatus.BROKEN])
     assert len(owned) == 0, "a record that is broken, too, must not be tried for ever"
 
 
@@ -287,7 +287,7 @@ def test_probe_asks_without_writing(outbox: Outbox) -> None:
     outbox.probe()
     (item,) = take(outbox)
     assert (item.start, item.num_tokens, item.chunk, item.end) == (0, 0, b"", b"")
-    assert outbox.settle([item], [AppendStatus.FENCED]).lost == ("a#1",)
+    assert outbox.take_answer([item], [AppendStatus.FENCED]).lost == ("a#1",)
 
 
 def test_take_is_bounded_and_keeps_the_rest(outbox: Outbox) -> None:
@@ -332,7 +332,7 @@ def test_output_that_cannot_be_packed_ends_its_request_and_no_other(
         outbox.open(claim(name), "normal")
     if not first:
         outbox.post([update((4,), "x"), update((4,), "x", run="b#1")])
-        outbox.settle(take(outbox), [AppendStatus.WRITTEN] * 2)
+        outbox.take_answer(take(outbox), [AppendStatus.WRITTEN] * 2)
     outbox.post([update((5,), "\ud800"), update((5,), "y", run="b#1")])
     bad, good = take(outbox)
     end = unpack_event(bad.end)
@@ -342,8 +342,8 @@ def test_output_that_cannot_be_packed_ends_its_request_and_no_other(
     chunk = unpack_event(good.chunk)
     assert isinstance(chunk, Chunk)
     assert (chunk.text, chunk.start) == ("y", 0 if first else 1)
-    settled = outbox.settle([bad, good], [AppendStatus.WRITTEN] * 2)
-    assert settled.lost == ("a#1",), "the engine must stop"
+    outcome = outbox.take_answer([bad, good], [AppendStatus.WRITTEN] * 2)
+    assert outcome.lost == ("a#1",), "the engine must stop"
     assert tuple(owned.by_id) == ("b",)
     assert sample(metrics, "isolated_errors_total", task="outbox") == 1
 

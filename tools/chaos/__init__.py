@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .checks.storm_counts import Invariant, Ledger, Violation
+from .checks.storm_counts import Findings, Invariant, Violation
 from .faults.fault_schedule import ALL_FAULTS, Fault
 from .options import StormOptions
 from .storm.storm import Storm, StormResult
@@ -10,8 +10,8 @@ from .storm.storm import Storm, StormResult
 __all__ = [
     "ALL_FAULTS",
     "Fault",
+    "Findings",
     "Invariant",
-    "Ledger",
     "Storm",
     "StormOptions",
     "StormResult",

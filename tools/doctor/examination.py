@@ -20,7 +20,7 @@ from penstock.shared.settings import Settings
 from ..report import Number
 from .findings import Diagnosis, Finding, Level
 from .gateway_findings import look_at_api_keys
-from .redis_probe import Patient
+from .redis_probe import RedisProbe
 from .rights import ROLES, look_at_default_user, look_at_rights
 from .server_findings import ServerFacts, look_at_server
 from .shard_findings import Shard
@@ -56,46 +56,46 @@ async def examine(settings: Settings, *, role: Role = Role.ALL, repair: bool = F
         outage_s=0.0,
     )
     try:
-        return await _examine(Patient(link), keys, settings, role, repair)
+        return await _examine(RedisProbe(link), keys, settings, role, repair)
     finally:
         await link.aclose()
 
 
 async def _examine(
-    patient: Patient, keys: Keys, settings: Settings, role: Role, repair: bool
+    probe: RedisProbe, keys: Keys, settings: Settings, role: Role, repair: bool
 ) -> Diagnosis:
     queue = settings.queue
     # First of all, since it finds the node that everything else is asked of.
-    slot = await _look_at_slot(patient, keys)
-    skew_ms, now_ms = await _clock(patient)
-    info = await patient.info()
+    slot = await _look_at_slot(probe, keys)
+    skew_ms, now_ms = await _clock(probe)
+    info = await probe.info()
     facts = ServerFacts(
         info={} if isinstance(info, ResponseError) else info,
-        config=await patient.config(),
+        config=await probe.config(),
         skew_ms=skew_ms,
-        ping_ms=await _median_ms(patient, ("PING",)),
-        script_ms=await _script_ms(patient),
+        ping_ms=await _median_ms(probe, ("PING",)),
+        script_ms=await _script_ms(probe),
         max_queued_bytes=int(queue.max_queued_bytes),
     )
     findings = list(look_at_server(facts))
-    if (api_keys := await look_at_api_keys(patient, settings.gateway.host)) is not None:
+    if (api_keys := await look_at_api_keys(probe, settings.gateway.host)) is not None:
         findings.append(api_keys)
     figures = _figures(facts)
-    subject = f"{patient.address}, model {keys.model}, shard {keys.shard}"
+    subject = f"{probe.address}, model {keys.model}, shard {keys.shard}"
     findings.append(slot)
     if slot.level is Level.ERROR:
         return Diagnosis(subject, tuple(findings), figures)
-    findings.append(await look_at_default_user(patient))
-    findings += await look_at_rights(patient, keys, ROLES if role is Role.ALL else (role.value,))
-    shard = Shard(patient, keys, Bounds.of(queue), now_ms)
+    findings.append(await look_at_default_user(probe))
+    findings += await look_at_rights(probe, keys, ROLES if role is Role.ALL else (role.value,))
+    shard = Shard(probe, keys, Bounds.of(queue), now_ms)
     findings += await shard.look(repair=repair)
     return Diagnosis(subject, tuple(findings), {**figures, **shard.figures})
 
 
-async def _clock(patient: Patient) -> tuple[float | None, int]:
+async def _clock(probe: RedisProbe) -> tuple[float | None, int]:
     """The server's clock minus ours in ms (None: not allowed to see it), and its time in ms."""
     before = time.time()
-    (reply,) = await patient.commands(("TIME",))
+    (reply,) = await probe.commands(("TIME",))
     after = time.time()
     ours = (before + after) / 2 * 1000
     if isinstance(reply, ResponseError):
@@ -104,32 +104,32 @@ async def _clock(patient: Patient) -> tuple[float | None, int]:
     return theirs - ours, int(theirs)
 
 
-async def _median_ms(patient: Patient, command: tuple[str, ...]) -> float:
+async def _median_ms(probe: RedisProbe, command: tuple[str, ...]) -> float:
     times = []
     for _ in range(_ROUNDS):
         began = time.perf_counter()
-        await patient.commands(command)
+        await probe.commands(command)
         times.append(1000 * (time.perf_counter() - began))
     return statistics.median(times)
 
 
-async def _script_ms(patient: Patient) -> float | None:
+async def _script_ms(probe: RedisProbe) -> float | None:
     """Median time of a script that does nothing; None if this user may not run scripts."""
     call = Call(load_script("probe"), (), ())
-    (reply,) = await patient.calls([call])
+    (reply,) = await probe.calls([call])
     if isinstance(reply, ResponseError):
         return None
     times = []
     for _ in range(_ROUNDS):
         began = time.perf_counter()
-        await patient.calls([call])
+        await probe.calls([call])
         times.append(1000 * (time.perf_counter() - began))
     return statistics.median(times)
 
 
-async def _look_at_slot(patient: Patient, keys: Keys) -> Finding:
+async def _look_at_slot(probe: RedisProbe, keys: Keys) -> Finding:
     try:
-        await patient.commands(("EXISTS", keys.request("doctor")))
+        await probe.commands(("EXISTS", keys.request("doctor")))
     except RedisUnavailable as error:
         if not isinstance(error.__cause__, ClusterUnavailable):
             raise
@@ -138,10 +138,10 @@ async def _look_at_slot(patient: Patient, keys: Keys) -> Finding:
             "no node of the cluster serves this shard",
             "look at CLUSTER INFO and CLUSTER SLOTS: every slot needs a node",
         )  # fmt: skip
-    info = await patient.info()
+    info = await probe.info()
     if isinstance(info, ResponseError) or not info.get("cluster_enabled"):
         return Finding("cluster", Level.OK, "no cluster")
-    where = f"found by way of it at {patient.node}" if patient.node else "here"
+    where = f"found by way of it at {probe.node}" if probe.node else "here"
     return Finding(
         "cluster", Level.NOTE, f"a node of a cluster; this shard's slot is {where}",
         "clients go to that node by themselves; should it fail, they look for its successor at the "

@@ -9,20 +9,20 @@ from penstock.shared.errors import RedisUnavailable
 from penstock.shared.keys import GatewayKeys
 
 from .findings import Finding, Level
-from .redis_probe import Patient
+from .redis_probe import RedisProbe
 
 __all__ = ["look_at_api_keys"]
 
 
-async def look_at_api_keys(patient: Patient, host: str) -> Finding | None:
+async def look_at_api_keys(probe: RedisProbe, host: str) -> Finding | None:
     """How many API keys there are; None where no gateway needs any, or this user cannot look.
 
     Args:
-        patient: the server.
+        probe: the server.
         host: the setting ``gateway.host``.
     """
     try:
-        (count,) = await patient.commands(("HLEN", GatewayKeys().index))
+        (count,) = await probe.commands(("HLEN", GatewayKeys().index))
     except RedisUnavailable:  # in a cluster, perhaps a slot that nobody serves
         return None
     if isinstance(count, ResponseError):

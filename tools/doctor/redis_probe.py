@@ -13,12 +13,12 @@ from penstock.shared.redis.resp import Argument
 from penstock.shared.redis.retrying_client import RetryingClient
 from penstock.shared.scripts.script_loader import Call, run_calls, run_commands
 
-__all__ = ["Patient", "is_denial"]
+__all__ = ["RedisProbe", "is_denial"]
 
 _T = TypeVar("_T")
 
 
-class Patient:
+class RedisProbe:
     """A server that is asked things.
 
     Args:

@@ -18,7 +18,7 @@ from penstock.shared.protocol.states import Lane
 from penstock.shared.scripts.script_loader import load_script, script_names
 
 from .findings import Finding, Level
-from .redis_probe import Patient, is_denial
+from .redis_probe import RedisProbe, is_denial
 
 __all__ = ["ROLES", "Rights", "look_at_default_user", "look_at_rights", "needed_commands"]
 
@@ -92,7 +92,7 @@ def needed_commands(role: str) -> set[str]:
     return (_DIRECT[role].union(*commands)) - {"PUBLISH"}
 
 
-async def find_rights(patient: Patient, keys: Keys) -> Rights:
+async def find_rights(probe: RedisProbe, keys: Keys) -> Rights:
     """Try everything that any role needs.
 
     Raises:
@@ -115,10 +115,8 @@ async def find_rights(patient: Patient, keys: Keys) -> Rights:
         words.append(len(command))
         words.extend(command)
     # One key declared: if a declared one is denied, so is the script as a whole.
-    (reply,) = await patient.calls(
-        [load_script("probe").call(keys.prefix, id=scratch, words=words)]
-    )
-    can_subscribe = await _can_subscribe(patient, keys.channel(scratch))
+    (reply,) = await probe.calls([load_script("probe").call(keys.prefix, id=scratch, words=words)])
+    can_subscribe = await _can_subscribe(probe, keys.channel(scratch))
     if isinstance(reply, ResponseError):
         no_key = "key" in str(reply)
         closed_keys = ("request:*",) if no_key else ()
@@ -160,9 +158,9 @@ def _families(keys: Keys, scratch: str) -> list[tuple[str, tuple[str, ...]]]:
     return found + [(command[1].removeprefix(keys.prefix), command) for command in lasting]
 
 
-async def _can_subscribe(patient: Patient, channel: str) -> bool:
+async def _can_subscribe(probe: RedisProbe, channel: str) -> bool:
     async def send() -> bool:
-        async with patient.redis.pubsub() as subscriber:
+        async with probe.redis.pubsub() as subscriber:
             try:
                 await subscriber.subscribe(channel)
                 await subscriber.get_message(timeout=1.0)
@@ -170,26 +168,26 @@ async def _can_subscribe(patient: Patient, channel: str) -> bool:
                 return False
         return True
 
-    return await patient.ask(send) is True
+    return await probe.ask(send) is True
 
 
-async def look_at_rights(patient: Patient, keys: Keys, roles: Iterable[str]) -> list[Finding]:
+async def look_at_rights(probe: RedisProbe, keys: Keys, roles: Iterable[str]) -> list[Finding]:
     """One finding per role: what this user lacks for it.
 
     Raises:
         RedisUnavailable: the server cannot be reached.
     """
-    rights = await find_rights(patient, keys)
+    rights = await find_rights(probe, keys)
     return [_judge(role, rights, keys) for role in roles]
 
 
-async def look_at_default_user(patient: Patient) -> Finding:
+async def look_at_default_user(probe: RedisProbe) -> Finding:
     """Whether any client can become the user ``default``, and whether Redis can load as that user.
 
     Raises:
         RedisUnavailable: the server cannot be reached.
     """
-    if await patient.default_may_replay() is False:
+    if await probe.default_may_replay() is False:
         return Finding(
             "default_user", Level.WARNING, "it lacks rights",
             "Redis loads its append-only file as this user, and most versions drop every "
@@ -197,9 +195,9 @@ async def look_at_default_user(patient: Patient) -> Finding:
             "ACL SETUSER default ~* &* +@all; switched off and without a password, as "
             "deploy/acl/default.acl has it, nobody can become that user",
         )  # fmt: skip
-    if not await patient.lets_anyone_in():
+    if not await probe.lets_anyone_in():
         return Finding("default_user", Level.OK, "switched off, or has a password")
-    if await patient.confines() is False:
+    if await probe.confines() is False:
         return Finding("default_user", Level.OK, "open, and the only user: nobody is confined")
     return Finding(
         "default_user", Level.WARNING, "open: AUTH default with any password is accepted",

@@ -17,7 +17,7 @@ from penstock.shared.scripts.script_loader import load_script
 
 from ..report import Number
 from .findings import Finding, Level
-from .redis_probe import Patient, is_denial
+from .redis_probe import RedisProbe, is_denial
 
 __all__ = ["Shard"]
 
@@ -43,13 +43,13 @@ class Shard:
     """One shard under examination; :meth:`look` fills ``figures``.
 
     Args:
-        patient: the server.
+        probe: the server.
         keys: names of the shard.
         bounds: what may wait, according to the settings here.
         now_ms: the server's time.
     """
 
-    patient: Patient
+    probe: RedisProbe
     keys: Keys
     bounds: Bounds
     now_ms: int
@@ -65,7 +65,7 @@ class Shard:
             RedisUnavailable: the server cannot be reached.
         """
         keys = self.keys
-        replies = await self.patient.commands(
+        replies = await self.probe.commands(
             ("ZRANGE", keys.leases, "0", "-1", "WITHSCORES"),
             ("HGETALL", keys.counters),
             ("XLEN", keys.dead_letters),
@@ -104,7 +104,7 @@ class Shard:
         }
         live = [name for name, until in ends.items() if until > self.now_ms]
         lapsed = [name for name, until in ends.items() if until <= self.now_ms]
-        sizes = await self.patient.commands(
+        sizes = await self.probe.commands(
             *(("HLEN", self.keys.owned(name)) for name in (*live, *lapsed))
         )
         running = sum(size for size in sizes if isinstance(size, int))
@@ -151,20 +151,20 @@ class Shard:
     async def _oldest_ms(self) -> int | None:
         """How long the request at the head of any queue waits there; None if none does."""
         keys = self.keys
-        rows = await self.patient.commands(
+        rows = await self.probe.commands(
             *(("ZRANGE", keys.tenants(lane), "0", str(_MOST_TENANTS)) for lane in Lane)
         )
         queues = [*map(keys.continued, Lane), keys.suspects]
         for lane, tenants in zip(Lane, rows, strict=True):
             if not isinstance(tenants, ResponseError):
                 queues += [keys.queue(lane, tenant.decode()) for tenant in tenants]
-        groups = await self.patient.commands(*(("XINFO", "GROUPS", queue) for queue in queues))
+        groups = await self.probe.commands(*(("XINFO", "GROUPS", queue) for queue in queues))
         heads = []
         for queue, found in zip(queues, groups, strict=True):
             last = None if isinstance(found, ResponseError) else _last_delivered(found)
             if last is not None:
                 heads.append(("XRANGE", queue, f"({last}", "+", "COUNT", "1"))
-        entries = await self.patient.commands(*heads) if heads else []
+        entries = await self.probe.commands(*heads) if heads else []
         ages = [
             self.now_ms - int(rows[0][0].partition(b"-")[0])
             for rows in entries
@@ -173,7 +173,7 @@ class Shard:
         return max(0, *ages) if ages else None
 
     async def _counters(self, *, repair: bool) -> Finding:
-        (alive,) = await self.patient.commands(("ZCARD", self.keys.deadlines))
+        (alive,) = await self.probe.commands(("ZCARD", self.keys.deadlines))
         if isinstance(alive, ResponseError):
             if is_denial(alive):
                 return _denied(alive, "counters")
@@ -186,7 +186,7 @@ class Shard:
             )  # fmt: skip
         mode = "repair" if repair else "check"
         call = load_script("rebuild_counters").call(self.keys.prefix, mode=mode)
-        (reply,) = await self.patient.calls([call])
+        (reply,) = await self.probe.calls([call])
         if isinstance(reply, ResponseError):
             return _unreadable(reply)
         _, wrong = reply
@@ -206,7 +206,7 @@ class Shard:
         keys, cursor, seen = self.keys, 0, 0
         left: list[str] = []
         while True:
-            (page,) = await self.patient.commands(
+            (page,) = await self.probe.commands(
                 ("SCAN", cursor, "MATCH", keys.prefix.replace("{", "\\{") + "*", "COUNT", _SCAN)
             )
             if isinstance(page, ResponseError):
@@ -217,7 +217,7 @@ class Shard:
             cursor, names = page[0], [name.decode() for name in page[1]]
             seen += _SCAN
             doubtful = [name for name in names if not _lasts(name.removeprefix(keys.prefix))]
-            ttls = await self.patient.commands(*(("PTTL", name) for name in doubtful))
+            ttls = await self.probe.commands(*(("PTTL", name) for name in doubtful))
             left += [name for name, ttl in zip(doubtful, ttls, strict=True) if ttl == -1]
             if cursor == 0 or seen >= _MOST_KEYS:
                 break

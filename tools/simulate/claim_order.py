@@ -72,7 +72,7 @@ class FairQueue:
             claims.append(request)
         return claims
 
-    def settle(self, request: SimRequest) -> None:
+    def correct_charge(self, request: SimRequest) -> None:
         """Refund the part of the charged estimate that an ended request did not use.
 
         Never below the current virtual time, or later arrivals would wait for the whole refund.
@@ -85,8 +85,8 @@ class FairQueue:
         if tenant in tenants:
             tenants.put(tenant, max(tenants.score(tenant) + wrong, served.get(lane, 0.0)))
         if lane in self._lanes:
-            settled = self._lanes[lane] + wrong / LANE_WEIGHTS[lane]
-            self._lanes[lane] = max(settled, served.get(None, 0.0))
+            corrected = self._lanes[lane] + wrong / LANE_WEIGHTS[lane]
+            self._lanes[lane] = max(corrected, served.get(None, 0.0))
 
     def _next(self, least_urgent: Lane) -> SimRequest | None:
         while wanted := [lane for lane in self._lanes if lane.rank <= least_urgent.rank]:

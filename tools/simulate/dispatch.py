@@ -116,7 +116,7 @@ class Pull(Dispatcher):
     def stepped(self, index: int, ended: list[SimRequest], now: float) -> None:
         """Exchange after a step: publish, and claim if there is room."""
         for request in ended:
-            self._queue.settle(request)
+            self._queue.correct_charge(request)
         if not self._claiming[index]:
             self._consider(index, now)
 

@@ -21,7 +21,7 @@ from .form import QuantizedWeight
 from .quantized_modules import QuantizedLinear
 from .quantizers import quantize_fp8, quantize_int4, quantize_int8, quantize_nf4
 
-__all__ = ["AUTO", "METHODS", "Recipe", "quantize_model", "recipe_of", "settled"]
+__all__ = ["AUTO", "METHODS", "Recipe", "quantize_model", "recipe_of", "resolve_preferences"]
 
 log = logging.getLogger(__name__)
 
@@ -111,7 +111,7 @@ class Recipe:
         return quantize_fp8(weight)
 
 
-def settled(settings: ModelSettings, *, quantized: bool, on_cpu: bool) -> ModelSettings:
+def resolve_preferences(settings: ModelSettings, *, quantized: bool, on_cpu: bool) -> ModelSettings:
     """``settings`` with what is only preferred decided, for a checkpoint on a device.
 
     Args:

@@ -115,11 +115,11 @@ async def check_streams(producer: Producer, figures: FaultFigures, timeout_s: fl
 
     async def check(takeover: Takeover) -> None:
         row = takeover.row
-        twin = await producer.generate(
+        repeat = await producer.generate(
             row.prompt, lane=row.lane, tenant=row.tenant, timeout=timeout_s, **row.options
         )
-        await twin.collect()
-        takeover.identical = (twin.index, twin.digest) == (row.tokens, row.digest)
+        await repeat.collect()
+        takeover.identical = (repeat.index, repeat.digest) == (row.tokens, row.digest)
 
     await asyncio.gather(*map(check, figures.takeovers))
 

@@ -22,7 +22,11 @@ from penstock.gpu_worker.model.loading.model_opening import open_model
 from penstock.gpu_worker.model.quantization.coding import matrix_parts, packed_bytes
 from penstock.gpu_worker.model.quantization.form import QuantizedWeight
 from penstock.gpu_worker.model.quantization.quantized_modules import QuantizedLinear
-from penstock.gpu_worker.model.quantization.recipe import Recipe, quantize_model, settled
+from penstock.gpu_worker.model.quantization.recipe import (
+    Recipe,
+    quantize_model,
+    resolve_preferences,
+)
 from penstock.kernels.cpu import CodedWeight, Codes, NativeUnavailable, load_library
 from penstock.shared.errors import ConfigurationError, ModelError, ModelNotFound
 from penstock.shared.settings import ModelSettings, load_settings
@@ -132,7 +136,7 @@ def test_what_is_preferred_gives_way_and_what_is_asked_for_does_not(
     ).model
 
     def found(settings: ModelSettings, *, quantized: bool, on_cpu: bool) -> tuple[str, str]:
-        decided = settled(settings, quantized=quantized, on_cpu=on_cpu)
+        decided = resolve_preferences(settings, quantized=quantized, on_cpu=on_cpu)
         return decided.quantization, decided.kv_cache_dtype
 
     with caplog.at_level("INFO"):

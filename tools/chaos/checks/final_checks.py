@@ -7,17 +7,17 @@ import time
 
 from ..environment import Environment
 from .key_recount import recount
-from .storm_counts import Invariant, Ledger
+from .storm_counts import Findings, Invariant
 
 __all__ = ["check_end_state", "drain_workers"]
 
 _LEASES_TIMEOUT_S = 60.0
 
 
-async def drain_workers(env: Environment, ledger: Ledger) -> None:
+async def drain_workers(env: Environment, findings: Findings) -> None:
     """Let the leases of lost workers end, then end the others with SIGTERM.
 
-    All requests have ended. It records findings in the ledger.
+    All requests have ended. It adds violations to the findings.
 
     Raises:
         PenstockError: workers that were killed do not come back.
@@ -33,20 +33,20 @@ async def drain_workers(env: Environment, ledger: Ledger) -> None:
             break
         await asyncio.sleep(0.05)
     for name in leases - living:
-        ledger.violated(Invariant.COUNTERS, str(name), "is gone and keeps its lease")
+        findings.violated(Invariant.COUNTERS, str(name), "is gone and keeps its lease")
     await env.fleet.finish()
 
 
-async def check_end_state(env: Environment, ledger: Ledger, *, exclusive: bool) -> None:
-    """Recount Redis and read the workers' logs. Findings go to the ledger.
+async def check_end_state(env: Environment, findings: Findings, *, exclusive: bool) -> None:
+    """Recount Redis and read the workers' logs. Violations go to the findings.
 
     Args:
         env: of the storm, without workers by now.
-        ledger: knows how every request ended.
+        findings: knows how every request ended.
         exclusive: the server holds nothing but this storm's keys.
     """
-    await recount(env.direct.redis, env.keys, ledger, exclusive=exclusive)
+    await recount(env.direct.redis, env.keys, findings, exclusive=exclusive)
     for complaint in env.fleet.complaints:
-        ledger.violated(Invariant.WORKERS_SOUND, "fleet", complaint)
+        findings.violated(Invariant.WORKERS_SOUND, "fleet", complaint)
     for crash in env.fleet.crashes():
-        ledger.violated(Invariant.WORKERS_SOUND, "fleet", crash)
+        findings.violated(Invariant.WORKERS_SOUND, "fleet", crash)

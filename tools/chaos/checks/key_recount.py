@@ -15,22 +15,22 @@ from penstock.shared.protocol.events import Chunk, End, rolling_digest
 from penstock.shared.protocol.states import Lane
 
 from .ledger_recount import check_usage
-from .storm_counts import Ended, Invariant, Ledger
+from .storm_counts import Ended, Findings, Invariant
 
 __all__ = ["recount"]
 
 _ENDED = "ended:"
 
 
-async def recount(redis: Redis, keys: Keys, ledger: Ledger, *, exclusive: bool) -> None:
+async def recount(redis: Redis, keys: Keys, findings: Findings, *, exclusive: bool) -> None:
     """Check that nothing waits, is owned or leaks, and that every log is as it was read.
 
-    All requests and workers have ended. Findings go to the ledger.
+    All requests and workers have ended. Violations go to the findings.
 
     Args:
         redis: a client without a proxy.
         keys: of the shard.
-        ledger: knows how every request ended.
+        findings: knows how every request ended.
         exclusive: the server holds nothing but this storm's keys.
     """
     seen: set[str] = set()
@@ -39,23 +39,23 @@ async def recount(redis: Redis, keys: Keys, ledger: Ledger, *, exclusive: bool) 
         if key.startswith(keys.prefix):
             seen.add(key)
         elif exclusive:
-            ledger.violated(Invariant.NO_LEAKS, key, "is not a key of the shard")
-    await _check_lifetimes(redis, keys, sorted(seen), ledger)
-    await _check_counters(redis, keys, ledger)
-    await check_usage(redis, keys, ledger)
+            findings.violated(Invariant.NO_LEAKS, key, "is not a key of the shard")
+    await _check_lifetimes(redis, keys, sorted(seen), findings)
+    await _check_counters(redis, keys, findings)
+    await check_usage(redis, keys, findings)
     for key, what in ((keys.deadlines, "waits for its deadline"), (keys.leases, "has a lease")):
         for name in await redis.zrange(key, 0, -1):
-            ledger.violated(Invariant.COUNTERS, name.decode(), f"still {what}")
+            findings.violated(Invariant.COUNTERS, name.decode(), f"still {what}")
     for kind in ("own:", "q:"):
         for key in seen:
             if key.startswith(keys.prefix + kind):
-                ledger.violated(Invariant.COUNTERS, key, "is left, though nothing waits or runs")
-    for request_id, ended in ledger.ended.items():
+                findings.violated(Invariant.COUNTERS, key, "is left, though nothing waits or runs")
+    for request_id, ended in findings.ended.items():
         if keys.log(request_id) in seen:
-            await _check_log(redis, keys.log(request_id), request_id, ended, ledger)
+            await _check_log(redis, keys.log(request_id), request_id, ended, findings)
 
 
-async def _check_lifetimes(redis: Redis, keys: Keys, names: list[str], ledger: Ledger) -> None:
+async def _check_lifetimes(redis: Redis, keys: Keys, names: list[str], findings: Findings) -> None:
     permanent = {
         keys.lanes, keys.virtual_time, keys.sweep, keys.leases, keys.counters, keys.bell,
         keys.dead_letters, keys.fingerprints, keys.model_card,
@@ -69,33 +69,35 @@ async def _check_lifetimes(redis: Redis, keys: Keys, names: list[str], ledger: L
             pipeline.pttl(name)
         for name, left in zip(part, await pipeline.execute(), strict=True):
             if left == -1 and name not in permanent:
-                ledger.violated(Invariant.NO_LEAKS, name, "never expires")
+                findings.violated(Invariant.NO_LEAKS, name, "never expires")
 
 
-async def _check_counters(redis: Redis, keys: Keys, ledger: Ledger) -> None:
+async def _check_counters(redis: Redis, keys: Keys, findings: Findings) -> None:
     raw: dict[bytes, bytes] = await redis.hgetall(keys.counters)  # type: ignore[misc]
     counters = {name.decode(): int(value) for name, value in raw.items()}
     for name, value in counters.items():
         if not name.startswith(_ENDED) and (value != 0 or name.startswith("tenant")):
-            ledger.violated(Invariant.COUNTERS, name, f"is {value}, though nothing waits")
-    right = Counter(f"{_ENDED}{ended.end.state.value}" for ended in ledger.ended.values())
+            findings.violated(Invariant.COUNTERS, name, f"is {value}, though nothing waits")
+    right = Counter(f"{_ENDED}{ended.end.state.value}" for ended in findings.ended.values())
     for name in right.keys() | {n for n in counters if n.startswith(_ENDED)}:
         if counters.get(name, 0) != right[name]:
-            ledger.violated(
+            findings.violated(
                 Invariant.USAGE_ONCE, name, f"is {counters.get(name, 0)}, recounted {right[name]}"
             )
 
 
-async def _check_log(redis: Redis, key: str, request_id: str, ended: Ended, ledger: Ledger) -> None:
+async def _check_log(
+    redis: Redis, key: str, request_id: str, ended: Ended, findings: Findings
+) -> None:
     try:
         entries = await redis.xrange(key)
         events = [unpack_event(value) for _, fields in entries for value in fields.values()]
     except (ResponseError, ProtocolError) as error:
-        ledger.violated(Invariant.READERS_AGREE, request_id, f"its log is broken: {error}")
+        findings.violated(Invariant.READERS_AGREE, request_id, f"its log is broken: {error}")
         return
     problem = _problem(events, ended)
     if problem:
-        ledger.violated(Invariant.READERS_AGREE, request_id, problem)
+        findings.violated(Invariant.READERS_AGREE, request_id, problem)
 
 
 def _problem(events: list[Any], ended: Ended) -> str | None:

@@ -10,21 +10,21 @@ from penstock.shared.keys import Keys
 from penstock.shared.protocol.events import End
 from penstock.shared.scripts.usage_ledger import UsageCounts, read_ledger
 
-from .storm_counts import Invariant, Ledger
+from .storm_counts import Findings, Invariant
 
 __all__ = ["check_usage"]
 
 
-async def check_usage(redis: Redis, keys: Keys, ledger: Ledger) -> None:
-    """Check that the usage ledger is the sum of the ends. Findings go to the ledger of the storm.
+async def check_usage(redis: Redis, keys: Keys, findings: Findings) -> None:
+    """Check that the usage ledger is the sum of the ends. Violations go to the findings of the storm.
 
     Args:
         redis: a client without a proxy.
         keys: of the shard, which held nothing before the storm.
-        ledger: knows how every request ended.
+        findings: knows how every request ended.
     """
     right: dict[tuple[str, str, str], UsageCounts] = {}
-    for ended in ledger.ended.values():
+    for ended in findings.ended.values():
         place = ended.lane, ended.end.state.value, ended.tenant
         right[place] = right.get(place, UsageCounts()).plus(_used(ended.end))
     seconds, _ = await redis.time()
@@ -38,11 +38,11 @@ async def check_usage(redis: Redis, keys: Keys, ledger: Ledger) -> None:
         if counted.get(place) != right.get(place):
             where = "usage of " + " ".join(place)
             seen = f"is {counted.get(place)}, recounted {right.get(place)}"
-            ledger.violated(Invariant.USAGE_ONCE, where, seen)
+            findings.violated(Invariant.USAGE_ONCE, where, seen)
 
 
 def _used(end: End) -> UsageCounts:
-    """What an end adds to the ledger."""
+    """What an end adds to the usage ledger."""
     if end.usage is None:
         return UsageCounts(requests=1, output_tokens=end.n)
     values = {name: getattr(end.usage, name) or 0 for name in UsageCounts._fields[1:]}

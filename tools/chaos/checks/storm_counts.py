@@ -8,7 +8,7 @@ from enum import StrEnum
 
 from penstock.shared.protocol.events import End
 
-__all__ = ["Ended", "Invariant", "Ledger", "Violation"]
+__all__ = ["Ended", "Findings", "Invariant", "Violation"]
 
 _VIOLATIONS_KEPT = 200
 
@@ -77,7 +77,7 @@ class Ended:
 
 
 @dataclass(slots=True)
-class Ledger:
+class Findings:
     """Counts and findings.
 
     Attributes:

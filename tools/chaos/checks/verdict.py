@@ -9,7 +9,7 @@ from penstock.shared.protocol.states import Reason, State
 
 from ..storm.readers import Reading
 from ..storm.storm_requests import Case
-from .storm_counts import Ended, Invariant, Ledger
+from .storm_counts import Ended, Findings, Invariant
 
 __all__ = ["EndsBy", "judge"]
 
@@ -23,41 +23,41 @@ def judge(
     readings: Sequence[Reading],
     late: Reading,
     record: dict[str, str],
-    ledger: Ledger,
+    findings: Findings,
     *,
     cancelled: bool,
     ends_by: EndsBy,
 ) -> None:
-    """Compare all accounts of an ended request; findings go to the ledger.
+    """Compare all accounts of an ended request; violations go to the findings.
 
     Args:
         case: the request and its expected output.
         readings: of the readers while it ran.
         late: of one reader after the end.
         record: its record in Redis, without the payload.
-        ledger: takes counts and findings.
+        findings: takes counts and violations.
         cancelled: a cancel returned that it ended the request.
         ends_by: see :class:`CaseRunner`.
     """
     for reading in (*readings, late):
-        _judge_reader(case, reading, late, ledger)
+        _judge_reader(case, reading, late, findings)
     end = late.end
     if end is None:
         return
-    _judge_output(case, late, end, ledger)
-    _judge_end(case, end, record, ledger, cancelled=cancelled, ends_by=ends_by)
-    _judge_usage(case, end, record, ledger)
-    _count(end, record, ledger)
-    ledger.ended[case.id] = Ended(
+    _judge_output(case, late, end, findings)
+    _judge_end(case, end, record, findings, cancelled=cancelled, ends_by=ends_by)
+    _judge_usage(case, end, record, findings)
+    _count(end, record, findings)
+    findings.ended[case.id] = Ended(
         end, rolling_digest(late.token_ids), record.get("lane", ""), record.get("tenant", "")
     )
 
 
-def _judge_reader(case: Case, reading: Reading, late: Reading, ledger: Ledger) -> None:
+def _judge_reader(case: Case, reading: Reading, late: Reading, findings: Findings) -> None:
     def wrong(invariant: Invariant, seen: str) -> None:
-        ledger.violated(invariant, case.id, f"{reading.kind} reader: {seen}")
+        findings.violated(invariant, case.id, f"{reading.kind} reader: {seen}")
 
-    ledger.counts[f"{reading.kind}_readers"] += 1
+    findings.counts[f"{reading.kind}_readers"] += 1
     for fault in reading.faults:
         wrong(Invariant.READERS_EXACT, fault)
     if reading.error is not None:
@@ -89,7 +89,7 @@ def _judge_reader(case: Case, reading: Reading, late: Reading, ledger: Ledger) -
         wrong(Invariant.READERS_AGREE, "its text is not the late reader's")
 
 
-def _judge_output(case: Case, late: Reading, end: End, ledger: Ledger) -> None:
+def _judge_output(case: Case, late: Reading, end: End, findings: Findings) -> None:
     """The log against what an undisturbed worker gives."""
     expected = case.expected
     whole = end.state is State.COMPLETED
@@ -97,7 +97,7 @@ def _judge_output(case: Case, late: Reading, end: End, ledger: Ledger) -> None:
     right = expected.token_ids if whole else expected.token_ids[: len(tokens)]
     if tokens != right:
         at = _first_difference(tokens, right)
-        ledger.violated(
+        findings.violated(
             Invariant.READERS_AGREE,
             case.id,
             f"output of {len(tokens)} tokens differs from the undisturbed one of {len(right)} at "
@@ -105,11 +105,11 @@ def _judge_output(case: Case, late: Reading, end: End, ledger: Ledger) -> None:
         )
     text = "".join(late.text)
     if (text != expected.text) if whole else not expected.text.startswith(text):
-        ledger.violated(
+        findings.violated(
             Invariant.READERS_AGREE, case.id, f"text {text!r}, undisturbed {expected.text!r}"
         )
     if whole and end.reason is not expected.reason:
-        ledger.violated(
+        findings.violated(
             Invariant.ONE_END, case.id, f"completed by {end.reason}, undisturbed {expected.reason}"
         )
 
@@ -118,13 +118,13 @@ def _judge_end(
     case: Case,
     end: End,
     record: dict[str, str],
-    ledger: Ledger,
+    findings: Findings,
     *,
     cancelled: bool,
     ends_by: EndsBy,
 ) -> None:
     def wrong(seen: str) -> None:
-        ledger.violated(Invariant.ONE_END, case.id, seen)
+        findings.violated(Invariant.ONE_END, case.id, seen)
 
     if not record:
         wrong("its record is gone")
@@ -135,7 +135,7 @@ def _judge_end(
     due = "queue_deadline" if end.reason is Reason.QUEUE_TIMEOUT else "deadline"
     after = int(record["ended_at"]) - int(record[due])
     latest = ends_by(int(record[due]))
-    ledger.latest_end_ms = max(ledger.latest_end_ms, after)
+    findings.latest_end_ms = max(findings.latest_end_ms, after)
     if latest is not None and int(record["ended_at"]) > latest:
         allowed = latest - int(record[due])
         wrong(f"ended {after} ms after its deadline; {allowed} ms are allowed by the next sweep")
@@ -149,14 +149,14 @@ def _judge_end(
         wrong(f"is {end.state} ({end.reason}: {end.message}), and nothing is wrong with it")
 
 
-def _judge_usage(case: Case, end: End, record: dict[str, str], ledger: Ledger) -> None:
+def _judge_usage(case: Case, end: End, record: dict[str, str], findings: Findings) -> None:
     usage = end.usage
     if usage is None:
         if "claimed_at" in record:
-            ledger.violated(Invariant.USAGE_ONCE, case.id, f"{end.state} without usage")
+            findings.violated(Invariant.USAGE_ONCE, case.id, f"{end.state} without usage")
         return
     if usage.output_tokens != end.n or str(usage.attempts) != record.get("attempts"):
-        ledger.violated(
+        findings.violated(
             Invariant.USAGE_ONCE,
             case.id,
             f"{usage}; {end.n} tokens were published, claimed {record.get('attempts')} times",
@@ -164,13 +164,13 @@ def _judge_usage(case: Case, end: End, record: dict[str, str], ledger: Ledger) -
     prompt = case.expected.prompt_tokens
     # Its worker tells the prompt with the first tokens.
     if usage.prompt_tokens != (prompt if end.n or end.state is State.COMPLETED else 0):
-        ledger.violated(
+        findings.violated(
             Invariant.USAGE_ONCE, case.id, f"{usage.prompt_tokens} prompt tokens, not {prompt}"
         )
 
 
-def _count(end: End, record: dict[str, str], ledger: Ledger) -> None:
-    counts = ledger.counts
+def _count(end: End, record: dict[str, str], findings: Findings) -> None:
+    counts = findings.counts
     counts["requests"] += 1
     counts["tokens"] += end.n
     counts[end.state.value] += 1

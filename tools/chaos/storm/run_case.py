@@ -10,7 +10,7 @@ from typing import Any
 from penstock.shared.errors import IdConflict
 from penstock.shared.protocol.states import State
 
-from ..checks.storm_counts import Invariant, Ledger
+from ..checks.storm_counts import Findings, Invariant
 from ..checks.verdict import EndsBy, judge
 from ..environment import Environment
 from .readers import Reading, read_jumping, read_returning, read_straight
@@ -26,17 +26,17 @@ class CaseRunner:
 
     Args:
         env: of the storm.
-        ledger: takes counts and findings.
+        findings: takes counts and violations.
         ends_by: the latest end of a request that is due at a time, both in ms of Redis' clock;
             None: not known yet.
     """
 
-    def __init__(self, env: Environment, ledger: Ledger, *, ends_by: EndsBy) -> None:
+    def __init__(self, env: Environment, findings: Findings, *, ends_by: EndsBy) -> None:
         self._client = env.client
         self._slow_client = env.slow_client
         self._direct = env.direct
         self._keys = env.keys
-        self._ledger = ledger
+        self._findings = findings
         self._ends_by = ends_by
 
     async def run(self, case: Case) -> None:
@@ -59,7 +59,7 @@ class CaseRunner:
             [task.result() for task in readers],
             late,
             await self._record(case.id),
-            self._ledger,
+            self._findings,
             cancelled=cancel.result(),
             ends_by=self._ends_by,
         )
@@ -70,11 +70,11 @@ class CaseRunner:
         answers = await asyncio.gather(
             *(self._client.submit(**fields) for _ in range(1 + case.duplicates))
         )
-        self._ledger.counts["duplicate_submits"] += case.duplicates
+        self._findings.counts["duplicate_submits"] += case.duplicates
         # None, if the reply to the first was lost and it was sent again.
         fresh = [answer for answer in answers if not answer.duplicate]
         if len(fresh) > 1:
-            self._ledger.violated(
+            self._findings.violated(
                 Invariant.ONE_END, case.id, f"{len(fresh)} submits of it were new at the same time"
             )
 
@@ -84,7 +84,7 @@ class CaseRunner:
             return
         answer = await self._client.submit(**request_fields(case.request))
         if not answer.duplicate or answer.state is not late.end.state:
-            self._ledger.violated(
+            self._findings.violated(
                 Invariant.ONE_END, case.id, f"has ended {late.end.state}; a submit says {answer}"
             )
 
@@ -108,7 +108,7 @@ class CaseRunner:
             return False
         await asyncio.sleep(case.cancel_after_s)
         reply = await self._client.cancel(case.id)
-        self._ledger.counts["cancels"] += 1
+        self._findings.counts["cancels"] += 1
         return reply.changed or reply.state is State.CANCELLED
 
     async def _conflict(self, case: Case) -> None:
@@ -116,9 +116,9 @@ class CaseRunner:
         try:
             answer = await self._client.submit(**fields)
         except IdConflict:
-            self._ledger.counts["conflicts_refused"] += 1
+            self._findings.counts["conflicts_refused"] += 1
         else:
-            self._ledger.violated(
+            self._findings.violated(
                 Invariant.ONE_END, case.id, f"another payload under its id was taken: {answer}"
             )
 

@@ -17,7 +17,7 @@ from penstock.shared.errors import RedisUnavailable
 from penstock.shared.scripts.operations import Operations
 
 from ..checks.final_checks import check_end_state, drain_workers
-from ..checks.storm_counts import Invariant, Ledger
+from ..checks.storm_counts import Findings, Invariant
 from ..checks.sweep_times import SweepWatch
 from ..environment import Environment, OpenServer, open_environment
 from ..faults.fault_schedule import Fault, draw_schedule
@@ -43,13 +43,13 @@ class StormResult:
 
     Attributes:
         options: what was asked for.
-        ledger: requests counted, violations found.
+        findings: requests counted, violations found.
         counts: faults that happened, by name.
         seconds: how long it took, final checks included.
     """
 
     options: StormOptions
-    ledger: Ledger
+    findings: Findings
     counts: dict[str, float]
     seconds: float
 
@@ -72,7 +72,7 @@ class Storm:
         self._options = options
         self._open_server = open_server
         self._show = show
-        self._ledger = Ledger()
+        self._findings = Findings()
         self._sweeps = SweepWatch()
         self._began = 0.0
         self._submitted = 0
@@ -100,11 +100,11 @@ class Storm:
                 )
                 await self._run_storm(env, oracle, injector)
                 self._show("the last requests have ended; sending the workers home", 0, 0)
-                await drain_workers(env, self._ledger)
+                await drain_workers(env, self._findings)
                 self._show("recounting", 0, 0)
-                await check_end_state(env, self._ledger, exclusive=self._options.redis is None)
+                await check_end_state(env, self._findings, exclusive=self._options.redis is None)
         return StormResult(
-            self._options, self._ledger, injector.figures(), time.monotonic() - began
+            self._options, self._findings, injector.figures(), time.monotonic() - began
         )
 
     async def _prepare(self, env: Environment) -> Oracle:
@@ -114,7 +114,7 @@ class Storm:
             return SyntheticOracle(options.tokens)
         oracle = RecordedOracle(options.tokens)
         self._show("recording undisturbed outputs", 0, 0)
-        await oracle.record(env.client, self._ledger)
+        await oracle.record(env.client, self._findings)
         return oracle
 
     # -- the storm -------------------------------------------------------------------------------
@@ -127,7 +127,7 @@ class Storm:
         )
         runner = CaseRunner(
             env,
-            self._ledger,
+            self._findings,
             ends_by=self._ends_by,
         )
         self._began = time.monotonic()
@@ -141,7 +141,7 @@ class Storm:
 
     def _ends_by(self, due_ms: int) -> int | None:
         """The latest end of a request due at a time: the next sweep, and a margin."""
-        self._ledger.longest_sweep_pause_ms = int(1000 * self._sweeps.longest_pause_s)
+        self._findings.longest_sweep_pause_ms = int(1000 * self._sweeps.longest_pause_s)
         swept_ms = self._sweeps.next_after(due_ms)
         return None if swept_ms is None else swept_ms + _SWEEP_MS
 
@@ -174,7 +174,7 @@ class Storm:
                 await runner.run(workload.case(number))
             except Exception as error:  # the client should have handled it
                 for cause in _causes(error):
-                    self._ledger.violated(
+                    self._findings.violated(
                         Invariant.CLIENTS_SOUND, f"c{number}", f"{type(cause).__name__}: {cause}"
                     )
             finally:
@@ -208,18 +208,18 @@ class Storm:
             await asyncio.sleep(_RECOUNT_EVERY_S)
             with contextlib.suppress(RedisUnavailable, RedisError, OSError):
                 _, wrong = await operations.rebuild_counters()
-                self._ledger.counts["recounts"] += 1
+                self._findings.counts["recounts"] += 1
                 if wrong:
-                    self._ledger.violated(
+                    self._findings.violated(
                         Invariant.COUNTERS, "counters", f"{wrong} of them were wrong in the storm"
                     )
 
     async def _show_progress(self, injector: FaultInjector) -> None:
         while True:
-            counts = self._ledger.counts
+            counts = self._findings.counts
             self._show(
                 f"{counts['requests']} requests ended, {counts['migrated']} migrated, "
-                f"{injector.total} faults, {sum(self._ledger.found.values())} violations",
+                f"{injector.total} faults, {sum(self._findings.found.values())} violations",
                 int(time.monotonic() - self._began),
                 int(self._options.seconds),
             )
@@ -232,7 +232,7 @@ class Storm:
             await asyncio.wait(self._cases, timeout=0.5)
         late = list(self._cases)
         for task in late:
-            self._ledger.violated(
+            self._findings.violated(
                 Invariant.ONE_END,
                 task.get_name(),
                 f"is not done {_SETTLE_S:g} s after the last fault",

@@ -32,7 +32,7 @@ _MIGRATED_PER_S = 500 / 60
 
 def report_storm(result: StormResult) -> Report:
     """Figures, checks and violations of a storm."""
-    options, counts, faults = result.options, result.ledger.counts, result.counts
+    options, counts, faults = result.options, result.findings.counts, result.counts
     figures: dict[str, Number] = {
         "seed": options.seed,
         "seconds": round(result.seconds, 1),
@@ -41,7 +41,7 @@ def report_storm(result: StormResult) -> Report:
         "migrated": counts["migrated"],
         "redelivered": counts["redelivered"],
         "claims": counts["claims"],
-        "violations": sum(result.ledger.found.values()),
+        "violations": sum(result.findings.found.values()),
         "worker_kills_and_stops": int(faults["worker_kills"] + faults["worker_stops"]),
         **faults,
         "late_and_delayed": int(faults["late_deliveries"] + faults["delays"]),
@@ -52,9 +52,9 @@ def report_storm(result: StormResult) -> Report:
         figures[f"{kind}_readers"] = counts[f"{kind}_readers"]
     for name in ("duplicate_submits", "conflicts_refused", "cancels", "recounts"):
         figures[name] = counts[name]
-    figures["latest_end_after_deadline_ms"] = result.ledger.latest_end_ms
-    figures["longest_sweep_pause_ms"] = result.ledger.longest_sweep_pause_ms
-    checks = [Check(name, result.ledger.found[name], 0) for name in Invariant]
+    figures["latest_end_after_deadline_ms"] = result.findings.latest_end_ms
+    figures["longest_sweep_pause_ms"] = result.findings.longest_sweep_pause_ms
+    checks = [Check(name, result.findings.found[name], 0) for name in Invariant]
     checks.append(Check("requests", counts["requests"], 1, at_least=True))
     checks += [
         Check(name, figures[name], least, at_least=True) for name, least in _least(options).items()
@@ -63,7 +63,7 @@ def report_storm(result: StormResult) -> Report:
         subject=f"{options.seconds:g} s of {', '.join(sorted(options.faults)) or 'calm'}",
         figures=figures,
         checks=tuple(checks),
-        notes=tuple(f"violation: {violation}" for violation in result.ledger.violations),
+        notes=tuple(f"violation: {violation}" for violation in result.findings.violations),
     )
 
 

@@ -14,7 +14,7 @@ from penstock.shared.protocol.request import Request
 from penstock.shared.protocol.states import Lane, Reason
 from penstock.shared.synthetic import synthetic_tokens
 
-from ..checks.storm_counts import Ended, Ledger
+from ..checks.storm_counts import Ended, Findings
 
 __all__ = ["Case", "Expected", "Oracle", "RecordedOracle", "SyntheticOracle", "Workload"]
 
@@ -135,7 +135,7 @@ class RecordedOracle:
         """Store an undisturbed output as the right one."""
         self._known[_output_key(request)] = expected
 
-    async def record(self, producer: Producer, ledger: Ledger) -> None:
+    async def record(self, producer: Producer, findings: Findings) -> None:
         """Generate every variant on undisturbed workers, and learn its output.
 
         Raises:
@@ -147,7 +147,7 @@ class RecordedOracle:
             result = await producer.result(request.id)
             usage = result.usage
             assert usage is not None
-            ledger.ended[request.id] = Ended(
+            findings.ended[request.id] = Ended(
                 result.end, rolling_digest(result.token_ids), request.lane.value, request.tenant
             )
             self.learn(
