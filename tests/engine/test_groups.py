@@ -13,7 +13,7 @@ from penstock.gpu_worker.engine.groups.beam_group import BeamGroup
 from penstock.gpu_worker.engine.output.output_state import OutputState
 from penstock.gpu_worker.engine.output.step_output import StepOutput
 from penstock.gpu_worker.engine.requests.engine_request import EngineRequest, Update
-from penstock.gpu_worker.engine.requests.engine_request.request_validator import RequestValidator
+from penstock.gpu_worker.engine.requests.request_validator import RequestValidator
 from penstock.gpu_worker.engine.scheduling.policies.fcfs import FcfsPolicy
 from penstock.gpu_worker.engine.scheduling.scheduler import Scheduler
 from penstock.gpu_worker.engine.sequence import Sequence, SequenceStatus

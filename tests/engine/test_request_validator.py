@@ -9,7 +9,7 @@ from engine.fakes import PieceStream, config, kv_manager, request
 
 from penstock.gpu_worker.engine.config import EngineConfig
 from penstock.gpu_worker.engine.engine import Engine
-from penstock.gpu_worker.engine.requests.engine_request.request_validator import RequestValidator
+from penstock.gpu_worker.engine.requests.request_validator import RequestValidator
 from penstock.shared.protocol.sampling_options import SamplingOptions
 from penstock.shared.protocol.states import Reason
 

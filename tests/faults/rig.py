@@ -17,8 +17,8 @@ from penstock.tools.chaos.checks.storm_counts import Findings
 from penstock.tools.chaos.environment import Environment, open_environment
 from penstock.tools.chaos.faults.worker_fleet import Machine
 from penstock.tools.chaos.options import StormOptions
-from penstock.tools.chaos.storm.storm.run_case import CaseRunner
-from penstock.tools.chaos.storm.storm.storm_requests import Case, SyntheticOracle, Workload
+from penstock.tools.chaos.storm.run_case import CaseRunner
+from penstock.tools.chaos.storm.storm_requests import Case, SyntheticOracle, Workload
 
 ROOT = Path(__file__).resolve().parents[2]
 ON_TIME_MS = 10_000

@@ -16,7 +16,7 @@ from faults.rig import mutated
 from penstock.shared.protocol.events import Chunk
 from penstock.tools.chaos import Fault, Invariant, Storm, StormOptions, StormResult
 from penstock.tools.chaos.checks.sweep_times import SweepWatch
-from penstock.tools.chaos.storm.storm.readers import Reading
+from penstock.tools.chaos.storm.readers import Reading
 from penstock.tools.chaos.tasks import end_tasks
 
 pytestmark = pytest.mark.alone

@@ -17,7 +17,7 @@ from penstock.shared.local.server_binary import find_server
 from penstock.tools.chaos import ALL_FAULTS, Fault, Storm, StormOptions
 from penstock.tools.chaos.environment import OpenServer
 from penstock.tools.chaos.faults.storm_server import OwnServer
-from penstock.tools.chaos.storm.storm.storm_report import report_storm
+from penstock.tools.chaos.storm.storm_report import report_storm
 
 SECONDS = float(os.environ.get("STORM_SECONDS", "30"))
 SEED = int(os.environ.get("STORM_SEED", "1"))

@@ -16,7 +16,7 @@ __all__ = ["check_usage"]
 
 
 async def check_usage(redis: Redis, keys: Keys, findings: Findings) -> None:
-    """Check that the usage ledger is the sum of the ends. Violations go to the findings of the storm.
+    """Check that the usage ledger is the sum of the ends. Violations go to the findings.
 
     Args:
         redis: a client without a proxy.
