@@ -3,10 +3,10 @@
 
     python scripts/reader_cost.py [--redis URL] [--streams 256] [--rate 10000] [--rounds 3] [--json]
 
-A worker's real edge in a process of its own publishes a token for each stream in every step; this
-process reads all of them with a ``Producer``, one task for each stream, and says what that took per
-token: its own CPU, and how old tokens were when the application had them. Once with one channel
-per request, and once with an inbox. Starts a server unless it is given one.
+A worker's real edge, in a process of its own, publishes a token for each stream in every step. This
+process reads all of them with a ``Producer``, one task for each stream. It reports two figures per
+token: its own CPU time, and the token's age when the application had it. It measures one channel
+per request, then an inbox. It starts a server unless it is given one.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ A batch of cost c is taken to last a + b * c, with a and b learned from the batc
 wait for one more item spares it a batch of its own, and costs the n items that wait some time. With
 w the usual gap between two arrivals, the sum of all latencies is
 
-* run now: n * (a + b*c) for those that wait, and for the newcomer what is left of that batch when
-  it comes, a + b*c - w, and its own, a + b*c/n;
+* run now: n * (a + b*c) for those that wait. The newcomer waits for the rest of that batch,
+  a + b*c - w, and then for its own, a + b*c/n;
 * wait: n * (w + a + b*c + b*c/n) for those that wait, and a + b*c + b*c/n for the newcomer.
 
 The difference is a - (n + 1) * w - b*c: while it is positive, waiting pays. Real gaps scatter

@@ -25,9 +25,9 @@ _MOST_SHOWN = 200
 class Guard:
     """Counts and logs unexpected errors that concern one item of a task.
 
-    Whoever handles items from outside catches ``Exception`` around each, reports it here, and goes
-    on with the next. Bytes from outside may raise anything: ``RecursionError`` by their depth,
-    ``UnicodeEncodeError`` by half a surrogate, ``OverflowError`` by a huge number.
+    A task that handles items from outside catches ``Exception`` around each item, reports it here,
+    and continues with the next. Bytes from outside may raise anything: ``RecursionError`` by their
+    depth, ``UnicodeEncodeError`` by half a surrogate, ``OverflowError`` by a huge number.
 
     Args:
         task: the label ``task`` of ``penstock_isolated_errors_total``.

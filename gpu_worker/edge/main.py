@@ -307,9 +307,9 @@ class EdgeProcess:
             whole.rename(self._launch.ready_file)
 
     async def _hand_over(self, engine: EngineClient, redis_loop: RedisLoop) -> None:
-        """Drain: stop the engine first, so that what it still says is published, then give back.
+        """Drain: stop the engine, publish its last tokens, then give the requests back.
 
-        A step that lasts is not waited for: others begin it anew, and the engine is killed.
+        A step that takes too long is cut short: the engine is killed, and others repeat the step.
         """
         self._state = "draining"
         self._metrics.ready.set(0)
@@ -323,7 +323,7 @@ class EdgeProcess:
             _log.info("drained: handed over %d requests", released)
 
     async def _abandon(self, engine: EngineClient) -> NoReturn:
-        """The engine broke or died. Whoever sees this process end gives its requests back."""
+        """The engine broke or died: end, so that the supervisor gives the requests back."""
         _log.critical("giving up: %s", engine.failure)
         _end_like(await engine.exit_code())
 

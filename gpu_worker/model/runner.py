@@ -115,7 +115,7 @@ class ModelRunner:
         return replace(output, prompt_logprobs=prompts.by_sequence(figures))
 
     def recover(self) -> None:
-        """Make ready for another step after one that failed, once nobody holds its tensors.
+        """Make ready for another step after a failed one whose tensors are no longer held.
 
         Raises:
             RuntimeError: the device is lost.

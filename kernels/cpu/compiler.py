@@ -46,7 +46,7 @@ FLAGS = (
     "-fPIC",
     "-pthread",
     # A product fuses with a sum only where the source says so: bits must not depend on a compiler's
-    # mood. The other two promise that nobody looks at errno and floating-point traps.
+    # mood. The other two promise that no code reads errno or relies on floating-point traps.
     "-ffp-contract=off",
     "-fno-math-errno",
     "-fno-trapping-math",

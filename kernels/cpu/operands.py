@@ -18,7 +18,7 @@ class NormWeights:
         columns: numbers that are normalised together.
         epsilon: added to their mean square.
         weight: ``[columns]`` or ``[count, columns]``; None: ones.
-        bias: likewise; None: zeros.
+        bias: of the same shape; None: zeros.
         centred: the mean is taken off first.
     """
 
@@ -35,7 +35,7 @@ class Rotary:
 
     Attributes:
         cosines: float32 ``[positions, dims / 2]``, contiguous.
-        sines: likewise.
+        sines: of the same shape.
         interleaved: pairs are neighbours (``2i, 2i + 1``); else ``i, i + dims / 2``.
     """
 

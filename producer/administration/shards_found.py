@@ -28,7 +28,7 @@ class FoundShards:
 
     Attributes:
         shards: in order of model and shard; empty if this user may not list keys.
-        pages: how many times a thousand keys were looked at, which is what it cost the server.
+        pages: the cost to the server: how many times it listed a thousand keys.
     """
 
     shards: list[Keys]

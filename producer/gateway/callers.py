@@ -1,4 +1,4 @@
-"""Who calls: what the rest of the gateway knows of a client, and access without keys."""
+"""Callers: what the rest of the gateway knows of a client, and access without keys."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Admission(Protocol):
         """The request was submitted, and has used this; unbound it does not count."""
 
     async def release(self) -> None:
-        """Nobody waits for it any more; repeating it is harmless.
+        """The client waits no longer; repeating the call is harmless.
 
         A request that goes on counts as running until it has ended.
         """
@@ -98,7 +98,7 @@ class Access(Protocol):
         """End."""
 
     async def authenticate(self, headers: Mapping[str, str]) -> Caller:
-        """Say who calls.
+        """Identify the caller.
 
         Raises:
             ApiError: 401, no valid key.
@@ -110,7 +110,7 @@ class Access(Protocol):
         """Let a request of about ``cost`` tokens in.
 
         Args:
-            caller: who asks.
+            caller: the client that asks.
             cost: estimated tokens.
             request_id: its id, by which any gateway finds what it has used.
             joins: it joins a request that was charged: no limit holds it back, and none is used.

@@ -116,7 +116,7 @@ class Gateway:
         return cast(Caller, request.scope[_CALLER])
 
     async def read_object(self, request: Request) -> dict[str, Any]:
-        """The JSON object of a body, read once it is known who sends it.
+        """The JSON object of a body, read only once its sender is known.
 
         Raises:
             ApiError: 401, no valid key; else see :func:`.request_body.read_object`.
@@ -142,13 +142,13 @@ class Gateway:
         """Submit a request once its client is known, its fields are right and there is room.
 
         Args:
-            request: the HTTP request, whose headers say who asks and how.
+            request: the HTTP request; its headers identify the client and its wishes.
             table: the names of its fields.
             prefix: what its id begins with.
             model: the body's model.
             lane: how urgent it is.
             fields: of the queue's request, with its prompt.
-            note: what is kept with it, for whoever makes its events again.
+            note: kept with it, for a gateway that makes its events again.
             body: the whole body, which must be the same for the same Idempotency-Key.
             keep: it goes on when its client leaves, whatever the headers say.
             kind: what the model must do.

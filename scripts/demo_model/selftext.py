@@ -1,8 +1,8 @@
 """Text the target writes itself, for the draft to learn from.
 
-A draft is judged on what the target generates, which is not what the corpus holds: distillation on
-the target's own output is on-policy with respect to the only reader the draft has (the argument of
-Agarwal et al., "On-Policy Distillation of Language Models", 2023, here with the teacher's samples).
+A draft is judged on text that the target generates, not on the corpus. So it learns from the
+target's own output. Agarwal et al., "On-Policy Distillation of Language Models", 2023, argue for
+on-policy text; here the samples are the teacher's.
 """
 
 from __future__ import annotations

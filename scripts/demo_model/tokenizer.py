@@ -11,7 +11,7 @@ PAD, BOS, EOS = "<|pad|>", "<|bos|>", "<|eos|>"
 ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
 SPECIAL_TOKENS = (PAD, BOS, EOS, *ROLES)
 
-# A role token opens a turn and the next one closes it; only the assistant's turns end with EOS,
+# A role token opens a turn and the next one closes it. Only the assistant's turns end with EOS,
 # so EOS always means "the model is done". The template writes BOS itself.
 CHAT_TEMPLATE = (
     "{{- bos_token -}}"

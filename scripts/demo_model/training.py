@@ -18,8 +18,8 @@ from .batches import WindowSampler
 
 logger = logging.getLogger("train_demo_model")
 
-# Logits of 1024 x 4096 in fp32 are 16 MiB: small enough that the allocator reuses the memory
-# rather than mapping it anew at every step, which is worth a quarter of the speed on a CPU.
+# Logits of 1024 x 4096 in fp32 are 16 MiB. At this size the allocator reuses the memory instead of
+# mapping it anew at every step, which is worth a quarter of the speed on a CPU.
 LOSS_CHUNK_TOKENS = 1024
 EAGER_ATTENTION_UP_TO = 512
 
@@ -40,8 +40,8 @@ class Phase:
 class Schedule:
     """What one run does; it ends at ``steps`` or after ``seconds``, whichever is reached first.
 
-    With ``seconds`` the learning rate follows the clock, so the result depends on the machine;
-    without, it depends on the seed only (on one kind of CPU and one torch version).
+    With ``seconds`` the learning rate follows the clock, so the result depends on the machine.
+    Without, it depends on the seed only (on one kind of CPU and one torch version).
     """
 
     steps: int
@@ -123,8 +123,8 @@ def _backward(
 ) -> float:
     """Adds the gradients of one batch [batch, length + 1]; returns the loss per token.
 
-    Without a teacher the loss is cross entropy; with one it is the cross entropy to the teacher's
-    distribution minus that distribution's own entropy, that is KL(teacher || model).
+    Without a teacher the loss is cross entropy. With one it is KL(teacher || model): the cross
+    entropy to the teacher's distribution minus that distribution's own entropy.
     """
     inputs, labels = window[:, :-1], window[:, 1:].reshape(-1)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):

@@ -190,7 +190,7 @@ class ClaimReply:
 class Append(NamedTuple):
     """Tokens and/or the end of one running request: a row as the script takes it.
 
-    Whoever makes one for every token makes a plain and short tuple: :data:`AppendRow`.
+    Code that makes one for every token makes a plain, short tuple instead: :data:`AppendRow`.
 
     Attributes:
         id: the request.

@@ -1,4 +1,4 @@
-"""The name under which a model is served if nobody gave one."""
+"""The name under which a model is served unless the settings give one."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ class RedisProbe:
         return None if isinstance(users, ResponseError) else len(users) > 1
 
     async def default_may_replay(self) -> bool | None:
-        """Whether ``default``, as whom Redis loads its append-only file, may run every command.
+        """Whether the user ``default`` may run every command: Redis replays its file as that user.
 
         None if this user may not see that.
         """

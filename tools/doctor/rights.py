@@ -23,7 +23,7 @@ from .redis_probe import RedisProbe, is_denial
 __all__ = ["ROLES", "Rights", "look_at_default_user", "look_at_rights", "needed_commands"]
 
 ROLES = ("producer", "worker")
-"""Who runs scripts in production; the header of each script says which."""
+"""The roles that run scripts in production; the header of each script names its roles."""
 
 _DIRECT = {"producer": {"HMGET", "XRANGE"}, "worker": {"HMGET", "XREAD", "XREADGROUP"}}
 

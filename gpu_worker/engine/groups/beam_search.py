@@ -42,10 +42,10 @@ class Ended:
 class BeamSearch:
     """The state of one search.
 
-    Each step every beam reports its most likely next tokens. They are so many that ``width`` go on
-    even if all ending tokens are among them. A continuation that ends among the best ``width`` is
-    kept if it is better than what is kept already. The best ``width`` of the others are the next
-    beams. More of one beam is never taken, so nothing else can matter.
+    Each step every beam reports its most likely next tokens: enough that ``width`` go on even if
+    all ending tokens are among them. A continuation that ends among the best ``width`` is kept if
+    it beats an output kept before. The best ``width`` of the others are the next beams. No beam
+    ever contributes more, so what it does not report cannot matter.
 
     Args:
         options: of the request.

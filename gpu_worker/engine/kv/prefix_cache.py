@@ -83,8 +83,8 @@ class PrefixCache:
     def publish(self, sequence: Sequence, table: list[int], num_full: int) -> None:
         """Offer the first ``num_full`` blocks of ``table``, which are full of computed tokens.
 
-        A block whose content is cached elsewhere already stays private to its sequence. One that
-        is not there any more was left behind on the host, as what had left the window.
+        A block whose content is already cached stays private to its sequence. A table entry
+        without a block had left the attention window and stayed behind on the host.
         """
         for index in range(sequence.num_published_blocks, num_full):
             digest = self._digest(sequence, index)

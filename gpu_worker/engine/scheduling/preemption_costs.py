@@ -24,8 +24,8 @@ class PreemptionCosts:
     _PACE = 0.1
     """Weight of one return in the share that the prefix cache gives back."""
     _CURIOSITY = 0.03
-    """What swaps that seem too dear may cost, to measure them anew: a share of the time that
-    computing again has taken since the last swap."""
+    """What a swap that seems too dear may cost, to measure it anew. This is a share of the time
+    spent on recomputing since the last swap."""
 
     def __init__(self, steps: AdaptiveChunks) -> None:
         self._steps = steps

@@ -1,7 +1,7 @@
 """The measured gain of drafts at one class of batch sizes, which turns them on and off.
 
 Measurement turns drafts on, not prediction. The speed of a shared machine changes by half within a
-second, so steps with drafts are timed against plain steps just before and after them.
+second. So each step with drafts is timed against the plain steps just before and after it.
 """
 
 from __future__ import annotations

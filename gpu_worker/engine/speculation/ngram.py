@@ -21,8 +21,8 @@ class NgramIndex:
 
     Grows with the sequence, a dictionary entry for each token; nothing is ever scanned again. A
     look-up follows a few earlier places of the last pair and compares backwards from there: time
-    in proportion to the length of the match. Whoever must not wait for a long text to be read
-    calls :meth:`read` with a bound, step by step, and proposes once nothing is missing.
+    in proportion to the length of the match. To spread a long text over several steps, call
+    :meth:`read` with a bound in each, and propose once nothing is missing.
     """
 
     __slots__ = ("_before", "_last")

@@ -1,7 +1,7 @@
 """Models in one GGUF file: weights by the names of transformers' modules.
 
-Names, and what llama.cpp's conversion changed (the order of rows of queries and keys, norms with a
-one added), are known to transformers' GGUF support, which reads configuration and tokenizer, too.
+transformers' GGUF support reads configuration and tokenizer. It knows the names, and what
+llama.cpp's conversion changed: the order of rows of queries and keys, and norms with a one added.
 """
 
 from __future__ import annotations

@@ -48,8 +48,8 @@ _FACTORS = (
 """What the served architectures do not have."""
 
 _LARGEST_GEMMA = {"gemma2": 46, "gemma3": 62}
-"""Layers of the 27B models, whose scores alone are scaled by the width of a head as it would be
-without ``head_dim``; no setting of the file says so."""
+"""Layers of the 27B models. Only these scale scores by the width that a head would have without
+``head_dim``, and no setting of the file says so."""
 
 
 @dataclass(frozen=True, slots=True)

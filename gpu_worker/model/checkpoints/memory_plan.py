@@ -38,7 +38,7 @@ class FormatPlan:
     Attributes:
         name: ``float32``, ``bfloat16``, ``int8``, ``fp8``, ``int4`` or ``nf4``; of a quantised
             checkpoint its method.
-        dtype: what is not quantised is in, as a worker of these settings has it.
+        dtype: of everything that is not quantised, as in a worker with these settings.
         kv_cache_dtype: ``auto``: keys and values are in ``dtype``, too; or ``int8``, on a GPU
             ``fp8``.
         weight_bytes: of all weights; about, where they are quantised.

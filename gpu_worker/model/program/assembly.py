@@ -63,7 +63,7 @@ class _Matrices:
         output: behind attention.
         router: of experts; None: there is one MLP.
         inner: of the MLP, or of each expert.
-        down: likewise.
+        down: back from ``inner``, one for each.
     """
 
     projections: int

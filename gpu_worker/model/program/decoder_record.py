@@ -1,7 +1,7 @@
 """A decoder's description as JSON: big weights by their names in the checkpoint, others beside it.
 
-A description cannot be recorded if it has a big tensor without a name of its own in the checkpoint,
-such as a fused or converted weight.
+A description cannot be recorded if the checkpoint has no name for one of its big tensors, such as a
+fused or converted weight.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ class Attention:
         scale: of the scores.
         rotary: None where positions do not turn anything.
         query_norm: of each head, or of all together.
-        key_norm: likewise.
+        key_norm: of each head, or of all together.
         sinks: ``[heads]``.
     """
 

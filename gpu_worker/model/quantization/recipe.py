@@ -86,7 +86,7 @@ class Recipe:
         )
 
     def part_of(self, name: str) -> Literal["layer", "head"] | None:
-        """As what the module of that dotted name is quantised; None: it stays in full."""
+        """The part of the model that this dotted name is quantised as; None: it stays in full."""
         last = name.rpartition(".")[2]
         if any(_matches(pattern, name) for pattern in self.keep):
             return None

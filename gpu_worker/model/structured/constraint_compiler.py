@@ -62,7 +62,7 @@ class ConstraintCompiler:
         limit_s: seconds that compiling may take.
 
     Attributes:
-        sandbox: where constraints are compiled first; the first one starts it, if nobody has.
+        sandbox: where constraints are compiled first; the first constraint starts it.
     """
 
     def __init__(

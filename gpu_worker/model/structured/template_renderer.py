@@ -31,7 +31,7 @@ class TemplateRenderer:
     """Renders chat templates. Thread-safe.
 
     Each process renders one template for one caller at a time. A rendering that crashes, or passes
-    its limit of CPU time or memory, ends its process and concerns nobody else.
+    its limit of CPU time or memory, ends only its own process.
 
     Args:
         sandbox: forks the processes.

@@ -18,7 +18,7 @@ _WINDOW = 24
 """Tokens decoded again with each new one; when it is full, all but ``_CONTEXT`` are let go."""
 
 _CONTEXT = 8
-"""More than ``_LONGEST_PARTIAL``, so that what is pending stays inside with a character before."""
+"""More than ``_LONGEST_PARTIAL``, so that pending bytes and the character before them fit."""
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 

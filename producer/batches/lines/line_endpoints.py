@@ -170,7 +170,7 @@ def _plan_response(model: str, own: _Fields, values: _Fields) -> tuple[dict[str,
     messages = read_input(own.get("input"))
     check_calls(messages)
     fields = response_request(own, values, messages, _DEFAULT_MAX_TOKENS)
-    # Nobody can ask the gateway for it: the file holds it.
+    # The file holds the response; the gateway does not keep it.
     echoed = {**echoed_fields(own, values), "store": False}
 
     def respond(request_id: str, result: Result, names: TokenNames) -> bytes:

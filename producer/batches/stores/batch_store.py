@@ -75,7 +75,7 @@ class BatchStore:
 
         Args:
             batch_id: which.
-            tenant: only if it is this tenant's; None for whoever's it is.
+            tenant: the tenant it must belong to; None accepts any.
 
         Raises:
             UnknownBatch: there is none.
@@ -188,7 +188,7 @@ class BatchStore:
                 await self._client.call(lambda: self._redis.delete(key))
 
     async def undriven(self) -> list[str]:
-        """Ids of the batches that have not ended and that nobody drives now, oldest first."""
+        """Ids of open batches that no process drives now, oldest first."""
         ids = await self.active()
         names = [self._keys.tick(batch_id) for batch_id in ids]
         held = await self._client.call(lambda: self._redis.mget(names)) if names else []

@@ -119,7 +119,7 @@ class FileStore:
 
         Args:
             file_id: which.
-            tenant: only if it is this tenant's; None for whoever's it is.
+            tenant: the tenant it must belong to; None accepts any.
 
         Raises:
             UnknownFile: there is none.

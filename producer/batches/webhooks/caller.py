@@ -1,4 +1,4 @@
-"""Makes webhook calls, and lets nobody aim them at what stands behind the firewall.
+"""Makes webhook calls, and refuses addresses behind the firewall.
 
 An address is resolved once, checked, and connected to; the name is only used for TLS and the Host
 header. So a name whose address changes between check and call (DNS rebinding) gains nothing.

@@ -55,7 +55,7 @@ class Delivery(BaseModel):
 
     @classmethod
     def of_batch(cls, batch: Batch) -> Delivery | None:
-        """The call at the end of a batch; None if nobody asked for one."""
+        """The call at the end of a batch; None if the batch names no webhook."""
         if batch.webhook is None:
             return None
         ended_at = batch.times[batch.state]

@@ -1,7 +1,7 @@
 """Which addresses a webhook may have: public ones, whatever way they are written.
 
-An IPv6 address may carry an IPv4 address that a translator or tunnel of the network unpacks. It is
-as public as what it carries: ``64:ff9b::7f00:1`` is 127.0.0.1 to a NAT64 gateway.
+An IPv6 address may embed an IPv4 address that a translator or tunnel of the network unpacks. Then
+the embedded address decides: ``64:ff9b::7f00:1`` is 127.0.0.1 to a NAT64 gateway.
 """
 
 from __future__ import annotations

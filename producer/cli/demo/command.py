@@ -42,7 +42,7 @@ _SILENCE_S = 30.0
 _READY_TIMEOUT_S = 120.0
 
 _KEYLESS_TENANT = "default"
-"""Whom the gateway charges for calls without a key."""
+"""The tenant that the gateway charges for calls without a key."""
 
 _MAX_SEQUENCES = {1: 4, 2: 5}
 """Of each of so many workers. Fewer than there are requests: the queue and its lanes have work."""

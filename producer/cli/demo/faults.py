@@ -103,7 +103,7 @@ async def disturb(
 async def check_streams(producer: Producer, figures: FaultFigures, timeout_s: float) -> None:
     """Run the requests of the killed worker again, undisturbed, and compare all their tokens.
 
-    Those that had ended when it was killed are left out, since nobody took them over.
+    Requests that had ended before the kill are left out: no worker had to take them over.
     """
     figures.takeovers = [
         takeover

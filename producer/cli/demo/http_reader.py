@@ -71,7 +71,7 @@ class HttpReader:
 
     Args:
         address: host and port of the gateway.
-        model: whom the requests are for.
+        model: the model that the requests name.
     """
 
     def __init__(self, address: tuple[str, int], model: str) -> None:

@@ -124,8 +124,8 @@ class Takeover:
 
     Attributes:
         row: its request.
-        index: the first token from another worker; None if nobody was reading.
-        pause_ms: how long its reader waited for that token; None if nobody was reading.
+        index: the first token from another worker; None without a reader.
+        pause_ms: how long its reader waited for that token; None without a reader.
         identical: whether its tokens are those of the same request, undisturbed.
     """
 

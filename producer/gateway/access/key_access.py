@@ -1,4 +1,4 @@
-"""Access with API keys: who calls, and whether the key's limits let the request in."""
+"""Access with API keys: identifies the caller, and checks the limits of its key."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class KeyAccess:
 
     Args:
         settings: the sections ``redis`` and ``gateway``.
-        required: refuse who has no key even while there is none at all. (On a loopback address a
-            gateway without any key lets everybody in; once it has seen a key, never again.)
+        required: refuse callers without a key even while no key exists. (On a loopback address a
+            gateway without any key admits all callers, until it has seen the first key.)
         scripts: makes the scripts' calls; tests put altered ones in their place.
         locate: finds requests of gateways that ended.
     """

@@ -1,7 +1,7 @@
 """The requests that count as running here for the limits of API keys, until each is settled.
 
-One that outlives its gateway is looked after by the next gateway that its key calls: the name of
-its lease says which request it is.
+A request may outlive its gateway. Then the next gateway that its key calls looks after it: the name
+of its lease says which request it is.
 """
 
 from __future__ import annotations

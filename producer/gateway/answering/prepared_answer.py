@@ -1,7 +1,7 @@
 """An answer whose request is submitted only after another one has told something of its prompt.
 
-A worker tells it, so that may take as long as any request: the client of a stream gets comments
-meanwhile, and one that leaves ends the waiting.
+A worker computes it, which may take as long as any request. Meanwhile the client of a stream gets
+comments, and a client that leaves ends the wait.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class PreparedAnswer(Response):
             await answer(scope, receive, send if self._connection is None else _rest(send))
 
     def _answer(self, scope: Scope) -> Response | None:
-        """What to send; None for nobody."""
+        """What to send; None if the client has left."""
         assert self._task is not None
         if not self._task.cancelled():
             error = self._task.exception()

@@ -31,7 +31,7 @@ _PAUSES_S = (0.1, 0.2, 0.5, 1.0)
 
 
 def reach_redis(settings: Settings, listener: socket.socket) -> bool | None:
-    """Reach Redis, waiting for it if need be; who asks meanwhile gets 503.
+    """Reach Redis, waiting for it if need be; meanwhile every request gets 503.
 
     Args:
         settings: the whole tree.

@@ -53,9 +53,9 @@ def hot(models: Models, options: SpeculationOptions, seed: str) -> Iterator[Engi
 def edits(models: Models, _: SpeculationOptions, seed: str) -> Iterator[EngineRequest]:
     """A text to be given again with every twelfth word exchanged.
 
-    A small model cannot edit. So ``choice`` lets it say the edited text and nothing else: the
-    request names this one text, and the model chooses among the tokens that spell it. What comes is
-    what a model that edits well would say, drafts know nothing of it, and each is verified.
+    A small model cannot edit. So ``choice`` lets it say only the edited text: the request names
+    this one text, and the model chooses among the tokens that spell it. The output is what a model
+    that edits well would say. Drafts know nothing of it, and each is verified.
     """
     assert models.encode is not None
     draw = random.Random(seed)

@@ -23,7 +23,7 @@ def children(pid: int) -> list[int]:
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process exists and has not ended; one that nobody has reaped has ended."""
+    """Whether a process exists and has not ended; a zombie has ended."""
     if Path("/proc/self/stat").exists():
         state = _stat(pid)
         return state is not None and state[0] not in "ZX"

@@ -22,7 +22,7 @@ class FairPolicy(Policy):
     next. This is start-time fair queueing (Goyal et al., 1996; for tokens of LLMs, Sheng et al.,
     2024). Admission charges a request's prompt and all tokens that its sequences may give. Each
     sequence that ends pays back those that it did not give. (A dropped beam pays nothing back, as
-    another takes its place; the end of the search pays for all.) So between two requests of a
+    another takes its place. The end of the search pays for all.) So between two requests of a
     waiting tenant, any other gets at most the cost of the first one, and one request more.
 
     Counters are kept only while sequences wait: a tenant alone takes nothing from others, and owes
@@ -31,8 +31,8 @@ class FairPolicy(Policy):
 
     That alone would let an endless line of new tenants pass one whose counter is high. So a tenant
     is *overdue* once a request arrives more than ``max_overtake_s`` after both its oldest one and
-    its last turn. While a tenant is overdue, every second admission of the lane goes to the tenant
-    that has waited longest for a turn, whatever the counters say. An overdue tenant waits for at
+    its last turn. While a tenant is overdue, the counters decide only every second admission. The
+    others go to the tenant that has waited longest for a turn. An overdue tenant waits for at
     most two admissions for each tenant that has waited longer, and one more. And one tenant's
     flood, however old, leaves the other half of the admissions to all.
 

@@ -40,7 +40,8 @@ def linear_weight(
         bits: of a code.
         codes: uint8 ``[outputs, inputs]``.
         scales: floats ``[outputs, groups]``.
-        zeros: likewise, in units of codes; None: the middle, ``2 ** (bits - 1)``.
+        zeros: floats ``[outputs, groups]`` in units of codes; None: the middle,
+            ``2 ** (bits - 1)``.
         group_size: as the form has it.
         permutation: as the form has it.
 

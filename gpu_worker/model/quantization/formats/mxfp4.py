@@ -53,7 +53,7 @@ class MXFP4:
 
         Raises:
             ModelError: as :meth:`.WeightFormat.unpack`.
-            ValueError: likewise.
+            ValueError: as :meth:`.WeightFormat.unpack`.
         """
         experts, outputs, inputs = shape
         groups, uint8 = -(-inputs // _BLOCK), (torch.uint8,)

@@ -69,7 +69,7 @@ class QuantizedSource(Protocol):
         ...
 
     def num_bytes(self, dtype: torch.dtype) -> SourceBytes:
-        """Memory of all weights with what is not quantised in ``dtype``, without reading them."""
+        """Memory of all weights, without reading them; unquantised ones are in ``dtype``."""
         ...
 
     def weight(self, module: str, shape: tuple[int, int]) -> QuantizedWeight:
