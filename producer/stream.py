@@ -132,11 +132,6 @@ class TokenStream:
         return self._digest if self._merger.ready else self._merger.digest
 
     @property
-    def buffered(self) -> int:
-        """How many chunks can be had without waiting."""
-        return 0 if self._left else len(self._merger.ready)
-
-    @property
     def end(self) -> End | None:
         """The terminal event; None until the iteration has ended by itself."""
         return None if self._merger.ready else self._merger.end

@@ -21,6 +21,7 @@ __all__ = [
     "RedisOption",
     "ShardOption",
     "client_settings",
+    "command_group",
     "read_prompt",
     "with_client_settings",
 ]
@@ -39,6 +40,18 @@ ConfigOption = Annotated[
     Path | None, typer.Option(help="Settings file; default: penstock.toml, if there is one.")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Write JSON for scripts.")]
+
+
+def command_group(help: str) -> typer.Typer:
+    """A command that consists of commands; alone it prints its help."""
+    group = typer.Typer(help=help)
+
+    @group.callback(invoke_without_command=True)
+    def show_help(context: typer.Context) -> None:
+        if context.invoked_subcommand is None:
+            typer.echo(context.get_help())
+
+    return group
 
 
 def client_settings(

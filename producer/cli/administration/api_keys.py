@@ -23,7 +23,7 @@ from penstock.shared.settings import Settings
 
 from ...gateway.access.key_records import KeyRecord, Limits
 from ...gateway.access.key_store import KeyStore
-from ..options import ConfigOption, JsonOption, RedisOption, client_settings
+from ..options import ConfigOption, JsonOption, RedisOption, client_settings, command_group
 from ..output import printable, write_json, write_note
 
 __all__ = ["keys"]
@@ -33,20 +33,11 @@ _WIDE = 10_000
 _UNITS_MS = {"s": 1000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
 _DURATION = re.compile(r"(\d{1,9})([smhd])")
 
-keys = typer.Typer(
-    no_args_is_help=False,
-    help="API keys of the gateway: each has a tenant, rights and limits.",
-)
+keys = command_group("API keys of the gateway: each has a tenant, rights and limits.")
 
 KeyArgument = Annotated[
     str, typer.Argument(help="Id of the key, as `list` shows it.", show_default=False)
 ]
-
-
-@keys.callback(invoke_without_command=True)
-def _group(context: typer.Context) -> None:
-    if context.invoked_subcommand is None:
-        typer.echo(context.get_help())
 
 
 @keys.command()

@@ -22,15 +22,12 @@ from penstock.shared.settings import Settings
 
 from ...administration.dead_letters import DeadLetters
 from ...client import Producer
-from ..options import JsonOption, with_client_settings
+from ..options import JsonOption, command_group, with_client_settings
 from ..output import one_line, printable, write_json, write_note
 
 __all__ = ["dlq"]
 
-dlq = typer.Typer(
-    no_args_is_help=False,
-    help="Dead letters: requests given up after too many workers were lost with them.",
-)
+dlq = command_group("Dead letters: requests given up after too many workers were lost with them.")
 
 NameArgument = Annotated[
     str,
@@ -45,12 +42,6 @@ YesOption = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
 
 _PREVIEW = 60
 _WIDE = 10_000
-
-
-@dlq.callback(invoke_without_command=True)
-def _group(context: typer.Context) -> None:
-    if context.invoked_subcommand is None:
-        typer.echo(context.get_help())
 
 
 @dlq.command("list")

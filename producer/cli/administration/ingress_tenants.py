@@ -14,27 +14,20 @@ from penstock.shared.redis.retrying_client import RetryingClient
 from penstock.shared.scripts.ingress_operations import IngressOperations
 from penstock.shared.settings import Settings
 
-from ..options import JsonOption, with_client_settings
+from ..options import JsonOption, command_group, with_client_settings
 from ..output import printable, write_json, write_note
 
 __all__ = ["ingress"]
 
 _T = TypeVar("_T")
 
-ingress = typer.Typer(
-    no_args_is_help=False,
-    help="Tenants with an ingress stream of their own, for clients that an ACL confines to it.",
+ingress = command_group(
+    "Tenants with an ingress stream of their own, for clients that an ACL confines to it."
 )
 
 TenantArgument = Annotated[
     str, typer.Argument(help="Name of the tenant: A-Z a-z 0-9 _ -", show_default=False)
 ]
-
-
-@ingress.callback(invoke_without_command=True)
-def _group(context: typer.Context) -> None:
-    if context.invoked_subcommand is None:
-        typer.echo(context.get_help())
 
 
 @ingress.command("list")

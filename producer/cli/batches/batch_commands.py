@@ -16,7 +16,7 @@ from rich.table import Table
 from penstock.shared.errors import InvalidRequest
 from penstock.shared.protocol.states import Lane
 
-from ..options import ConfigOption, JsonOption, RedisOption, client_settings
+from ..options import ConfigOption, JsonOption, RedisOption, client_settings, command_group
 from ..output import one_line, write_json, write_note
 from .batch_options import (
     LaneOption,
@@ -35,18 +35,12 @@ if TYPE_CHECKING:
 
 __all__ = ["batch"]
 
-batch = typer.Typer(help="Files of requests that nobody waits for; `penstock batches` drives them.")
+batch = command_group("Files of requests in the background; `penstock batches` drives them.")
 
 IdArgument = Annotated[str, typer.Argument(help="Id of the batch.", show_default=False)]
 TenantOption = Annotated[str, typer.Option(metavar="NAME", help="Whose batches.")]
 
 _POLL_S = 0.5
-
-
-@batch.callback(invoke_without_command=True)
-def _group(context: typer.Context) -> None:
-    if context.invoked_subcommand is None:
-        typer.echo(context.get_help())
 
 
 @batch.command()

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from penstock.shared.protocol.states import Lane
 
-from ..options import ConfigOption, JsonOption, RedisOption, client_settings
+from ..options import ConfigOption, JsonOption, RedisOption, client_settings, command_group
 from ..output import write_json
 from .batch_options import (
     LaneOption,
@@ -33,13 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = ["schedule"]
 
-schedule = typer.Typer(help="Batches that start by the clock; `penstock batches` starts them.")
-
-
-@schedule.callback(invoke_without_command=True)
-def _group(context: typer.Context) -> None:
-    if context.invoked_subcommand is None:
-        typer.echo(context.get_help())
+schedule = command_group("Batches that start by the clock; `penstock batches` starts them.")
 
 
 @schedule.command()

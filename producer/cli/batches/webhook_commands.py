@@ -11,7 +11,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from ..options import ConfigOption, JsonOption, RedisOption, client_settings
+from ..options import ConfigOption, JsonOption, RedisOption, client_settings, command_group
 from ..output import write_json
 from .session import open_service, when
 
@@ -20,13 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["webhook"]
 
-webhook = typer.Typer(help="Webhook calls that were given up; `penstock batches` makes the calls.")
-
-
-@webhook.callback(invoke_without_command=True)
-def _group(context: typer.Context) -> None:
-    if context.invoked_subcommand is None:
-        typer.echo(context.get_help())
+webhook = command_group("Webhook calls that were given up; `penstock batches` makes the calls.")
 
 
 @webhook.command("list")
