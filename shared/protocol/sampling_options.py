@@ -142,9 +142,9 @@ class SamplingOptions:
     early_stopping: bool | str = option(
         False,
         FlagOrWord("never"),
-        "Of beam search, once there are beam_width finished outputs: true stops; false goes on "
-        "while a beam would beat the worst of them if it ended now; never goes on while one still "
-        "could at its longest.",
+        "When beam search stops, once it has beam_width finished outputs. True: at once. False: "
+        "when no beam would beat the worst of them if it ended now. Never: when none still could "
+        "at its longest.",
     )
     json_schema: str | None = option(
         None,

@@ -87,8 +87,8 @@ class EngineSettings(Section):
     )
     kv_memory: ByteSize | None = setting(
         None,
-        "Memory for the KV cache. `auto` takes 90 % of what is free on a GPU after the model is "
-        "loaded, and on a CPU 25 % of what is free, but not over 1 GiB.",
+        "Memory for the KV cache. On a GPU `auto` takes 90 % of what is free after the model is "
+        "loaded. On a CPU it takes 25 % of what is free, but not over 1 GiB.",
         unit="bytes",
         none="auto",
         ge=1,
@@ -100,7 +100,7 @@ class EngineSettings(Section):
     salt_by_tenant: bool = setting(
         False,
         "Whether only requests of the same tenant share them. Then no tenant can tell by the time "
-        "to its first token what another one has asked; a beginning that all tenants have in "
+        "to its first token what another one has asked. A beginning that all tenants have in "
         "common is computed once for each.",
     )
     preemption: Literal["auto", "swap", "recompute"] = setting(
@@ -112,9 +112,9 @@ class EngineSettings(Section):
     swap_memory: ByteSize | None = setting(
         None,
         "Host memory for swapped KV; 0 for none. `auto` takes as much as the KV cache has, but not "
-        "over 4 GiB or an eighth of what is free. Beside a GPU it is pinned, so taken at start, "
-        "and rounded down to a power of two, in which the allocator of such memory counts. On a "
-        "CPU it is taken as it is used.",
+        "over 4 GiB or an eighth of what is free. Beside a GPU it is pinned: taken at start, and "
+        "rounded down to the powers of two that such memory is allocated in. On a CPU it is taken "
+        "as it is used.",
         unit="bytes",
         none="auto",
         ge=0,
@@ -138,8 +138,8 @@ class EngineSettings(Section):
     )
     threads: int | None = setting(
         None,
-        "CPU threads for the model's arithmetic. `auto` times a decode step at start and takes one "
-        "per core if that is clearly faster than a single one, which it is not for small models. "
+        "CPU threads for the model's arithmetic. `auto` times a decode step at start. It takes one "
+        "per core if that is clearly faster than a single one; for small models it is not. "
         "Cores are those that the process may use, and no more than its container's CPU quota.",
         unit="threads",
         none="auto",

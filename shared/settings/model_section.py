@@ -89,8 +89,8 @@ class ModelSettings(Section):
     )
     start_record: Literal["on", "off"] = setting(
         "on",
-        "Whether the first start of a natively computed checkpoint records what it found out, in "
-        "`~/.cache/penstock/models`, so that later starts need no trials and no model of "
+        "Whether the first start of a natively computed checkpoint records its findings in "
+        "`~/.cache/penstock/models`. Later starts then need no trials and no model of "
         "transformers. A record counts while the checkpoint's files (weights by size and time of "
         "change), the settings above and all packages are the same.",
     )

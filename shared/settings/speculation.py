@@ -32,9 +32,8 @@ class SpeculationSettings(Section):
         "coupled",
         "How drafts are accepted; both give the model's distribution exactly. `coupled`: where "
         "they are what would have been sampled, so that the tokens are those without drafts, "
-        "whatever worker and load. `rejection`: by rejection sampling, which accepts sampled "
-        "drafts of a draft model more often, and where a seed gives the same tokens only with the "
-        "same drafts.",
+        "whatever worker and load. `rejection`: by rejection sampling. It accepts sampled drafts "
+        "of a draft model more often, but a seed gives the same tokens only with the same drafts.",
     )
     length: int | None = setting(
         None,

@@ -142,7 +142,7 @@ class QueueSettings(Section):
     )
     compact_logs_after_s: int | None = setting(
         10,
-        "How long after the end of a request its token log becomes one entry, which takes a third "
+        "How long after the end of a request its token log becomes one entry. That takes a third "
         "of the memory or less and reads the same. Live readers have read it by then. `off` leaves "
         "logs as they were written.",
         unit="s",
@@ -194,8 +194,8 @@ class QueueSettings(Section):
     )
     tenant_share: int = setting(
         100,
-        "What one tenant may have waiting, by requests, tokens and bytes: this part of the room "
-        "that is free, times the weight of the request's lane (8, 4, 1). With 100 a lone tenant "
+        "How much of the free room one tenant may fill, by requests, tokens and bytes. It is this "
+        "part, times the weight of the request's lane (8, 4, 1). With 100 a lone tenant "
         "fills half of the room for `batch`, and 80 % of that for `normal`; the rest is there for "
         "others. `batch` may use 80 % of each bound above and `normal` 95 %. 0 switches all of "
         "this off.",
@@ -226,8 +226,8 @@ class WorkerSettings(Section):
     name: _WorkerName | None = setting(
         None,
         "Name in logs and metrics, 1 to 64 characters of `A-Z a-z 0-9 _ . -`. `auto` takes the "
-        "host's. The id in the protocol is this plus a part of its own for every start, since a "
-        "worker that took over the id of a dead one would keep its lease alive.",
+        "host's. The id in the protocol adds a new part at every start: a worker that took over "
+        "the id of a dead one would keep its lease alive.",
         none="auto",
     )
     profile: Literal["balanced", "throughput", "latency", "memory"] = setting(
@@ -293,9 +293,9 @@ class WorkerSettings(Section):
     )
     step_log: Path | None = setting(
         None,
-        "File to which the work and the time of every step are appended, one JSON object a line "
-        "of about 120 bytes: what `penstock simulate --steps` fits its step times to. It grows "
-        "for as long as the worker serves.",
+        "File that records the work and the time of every step: one JSON object a line, of about "
+        "120 bytes. `penstock simulate --steps` fits its step times to it. It grows for as long as "
+        "the worker serves.",
         none="off",
     )
     log_level: Literal["debug", "info", "warning", "error"] = setting(
