@@ -64,7 +64,7 @@ def simulate(
         ),
     ] = "lognormal:512:1:max=8192",
     output: Annotated[
-        str, typer.Option(help="Lengths of outputs, likewise.")
+        str, typer.Option(help="Lengths of outputs, in the same form.")
     ] = "lognormal:128:1:max=2048",
     lanes: Annotated[
         str, typer.Option(help="Mix of lanes, by weight.")
