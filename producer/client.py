@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, Self
 
@@ -14,24 +13,18 @@ from penstock.shared.errors import UnknownRequest
 from penstock.shared.keys import Keys
 from penstock.shared.protocol.fields.field_types import Integer, Number
 from penstock.shared.protocol.request import Request, check_id
-from penstock.shared.protocol.states import Lane, Reason, State
+from penstock.shared.protocol.states import Lane, Reason
 from penstock.shared.redis.retrying_client import RetryingClient
 from penstock.shared.scripts.operations import Bounds, CancelReply, Operations
 
 from .administration.dead_letters import DeadLetters
-from .administration.request_states import find_states, read_status
-from .administration.served_models import (
-    ModelCard,
-    count_workers,
-    find_served_models,
-    read_model_card,
-)
+from .administration.queue_view import QueueView
 from .encoder_client import EncoderClient
 from .reading.feeds import Feeds
 from .reading.log_reader import LogReader
 from .reading.reader_heartbeat import ReaderHeartbeat
 from .reading.subscriber import Subscriber
-from .results import Result, Status, Submitted
+from .results import Result, Submitted
 from .stream import TokenStream
 
 if TYPE_CHECKING:
@@ -44,7 +37,7 @@ _MAX_DIGEST = 2**32 - 1
 _MAX_TIMEOUT_S = 1e9
 
 
-class Producer(EncoderClient):
+class Producer(EncoderClient, QueueView):
     """The client of an application. One per process and event loop is enough.
 
     ::
@@ -349,50 +342,6 @@ class Producer(EncoderClient):
         await self.cancel(id)
         keys = (self._keys.request(id), self._keys.log(id))
         await self._client.call(lambda: self._client.redis.delete(*keys))
-
-    async def count_workers(self) -> int:
-        """How many workers serve this model and shard now. Without any, requests wait.
-
-        Raises:
-            RedisUnavailable: see the class.
-        """
-        return await count_workers(self._client, self._keys)
-
-    async def model_card(self, *, vocabulary: bool = True) -> ModelCard:
-        """What this shard's workers published of their model; see :func:`read_model_card`."""
-        return await read_model_card(self._client, self._keys, vocabulary=vocabulary)
-
-    async def served_models(self) -> list[Keys]:
-        """The models and shards with a worker on this server now; in a cluster, on one node.
-
-        The list is empty if this user may not list keys.
-
-        Raises:
-            RedisUnavailable: see the class.
-        """
-        return await find_served_models(self._client)
-
-    async def states(self, ids: Sequence[str]) -> list[State | None]:
-        """The states of many requests now, in one round trip; None for one that is not known.
-
-        Raises:
-            InvalidRequest: an id is invalid.
-            RedisUnavailable: see the class.
-        """
-        for name in ids:
-            check_id(name)
-        return await find_states(self._client, self._keys, ids)
-
-    async def status(self, id: str) -> Status:
-        """The state of a request now.
-
-        Raises:
-            UnknownRequest: no such request.
-            InvalidRequest: the id is invalid.
-            RedisUnavailable: see the class.
-        """
-        check_id(id)
-        return await read_status(self._client, self._keys, id)
 
 
 def _check_timeout(timeout_s: float | None) -> None:
