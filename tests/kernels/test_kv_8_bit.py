@@ -205,6 +205,28 @@ def _batch(rows: int, length: int, options: dict[str, Any]) -> RaggedBatch:
     )
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_gpu_stores_and_attends_to_fp8_as_a_cpu_does(shape: str, dtype: torch.dtype) -> None:
+    heads, found = SHAPES[shape], {}
+    q, k, v = split(table(heads, dtype), heads)
+    for device in ("cpu", "cuda"):
+        batch = RaggedBatch.from_lists(
+            [LENGTH], [LENGTH], [list(range(26))], block_size=5, device=torch.device(device)
+        )
+        caches = [
+            torch.zeros(30, heads.kv_heads, 5 * (dim + 1), dtype=torch.uint8, device=device)
+            for dim in (heads.key_dim, heads.value_dim)
+        ]
+        write_kv(k.to(device), v.to(device), *caches, batch.slots, block_size=5)
+        out = paged_attention(q.to(device), *caches, batch, scale=heads.key_dim**-0.5)
+        found[device] = [tensor.cpu() for tensor in (out, *caches)]
+    assert torch.equal(found["cuda"][1], found["cpu"][1])
+    assert torch.equal(found["cuda"][2], found["cpu"][2])
+    compare(found["cuda"][0], found["cpu"][0].float(), dtype)
+
+
 def test_a_cache_tells_what_it_holds() -> None:
     for layout, block_size in (
         (KVLayout.TOKENS, 5),

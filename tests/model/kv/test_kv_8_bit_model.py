@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from model.engine_run import Bench
-from model.oracle.test_mode_matrix import CELLS, OUTPUT_TOKENS, SUBJECT, Cell, serve
+from model.oracle.test_groups_oracle import PROMPTS, ROOMY, SEARCHES, STARVED
+from model.oracle.test_groups_oracle import serve as serve_groups
+from model.oracle.test_mode_matrix import CELLS, FAMILIES, OUTPUT_TOKENS, SUBJECT, Cell, serve
 
 from penstock.gpu_worker.engine.config import EngineConfig
 from penstock.gpu_worker.engine.scheduling.scheduler_config import Chunking
@@ -71,22 +75,27 @@ def test_logits_are_near_the_full_ones(
     assert 0 < float(difference.max()) < {"int8": 0.1, "fp8": 0.3}[number_format]
 
 
-def runs(family: str, number_format: str, cell: Cell) -> bool:
-    """Whether a cell runs here: with MLA by torch one takes seconds."""
-    if not cell.in_quarter or not cell.company:
+def is_quick(family: str, number_format: str, cell: Cell) -> bool:
+    """Whether a cell runs always: with MLA by torch one takes seconds."""
+    if (family, number_format) not in SUBJECTS or not cell.in_quarter or not cell.company:
         return False
     return family != "deepseek_v3" or (cell.chunking is Chunking.ADAPTIVE and cell.choices == 1)
 
 
-@pytest.mark.parametrize(
-    ("family", "number_format", "cell"),
-    [
-        pytest.param(*subject, cell, id=f"{'-'.join(subject)}-{cell}")
-        for subject in SUBJECTS
-        for cell in CELLS
-        if runs(*subject, cell)
-    ],
-)
+def matrix() -> list[Any]:
+    return [
+        pytest.param(
+            family,
+            number_format,
+            cell,
+            id=f"{family}-{number_format}-{cell}",
+            marks=() if is_quick(family, number_format, cell) else pytest.mark.slow,
+        )
+        for family, number_format, cell in itertools.product(FAMILIES, ("int8", "fp8"), CELLS)
+    ]
+
+
+@pytest.mark.parametrize(("family", "number_format", "cell"), matrix())
 def test_tokens_are_the_same_in_all_modes(
     in_8_bits: LoadedInFormat, family: str, number_format: str, cell: Cell
 ) -> None:
@@ -97,6 +106,16 @@ def test_tokens_are_the_same_in_all_modes(
     found, stats = serve(model, cell)
     assert found == [expected] * cell.choices
     assert sum(stats.preemptions.values())
+
+
+def test_beams_in_fp8_are_the_same_with_few_blocks(in_8_bits: LoadedInFormat) -> None:
+    """Forks share blocks, and copy what they go on to write."""
+    model = in_8_bits("mistral", "fp8")
+    requests = {name: (PROMPTS[-1], options) for name, options in SEARCHES.items()}
+    expected, _ = serve_groups(model, requests, **ROOMY)
+    found, preemptions = serve_groups(model, requests, **STARVED)
+    assert found == expected
+    assert preemptions > 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
