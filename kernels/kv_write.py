@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._triton import HAS_TRITON
+from .gpu.availability import HAS_TRITON
 from .kv_layout import CacheShape, encode_fp8, encode_kv, fp8_parts
 
 
@@ -47,7 +47,7 @@ def write_kv(
     _check("key", key, key_cache, slots, block_size)
     _check("value", value, value_cache, slots, block_size)
     if key.is_cuda and HAS_TRITON and key_cache.dtype != torch.int8:
-        from ._kv_write_triton import write_kv_triton
+        from .gpu.kv_write_triton import write_kv_triton
 
         write_kv_triton(key, value, key_cache, value_cache, slots, block_size=block_size)
         return

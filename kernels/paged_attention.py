@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ._paged_attention_torch import paged_attention_torch
-from ._triton import HAS_TRITON
+from .gpu.availability import HAS_TRITON
 from .kv_layout import CacheShape
 from .ragged import RaggedBatch
 from .workspace import AttentionWorkspace
@@ -67,7 +67,7 @@ def paged_attention(
     """
     _check(query, key_cache, value_cache, batch, window, softcap, sinks)
     if query.is_cuda and HAS_TRITON and key_cache.dtype != torch.int8:
-        from ._paged_attention_triton import paged_attention_triton
+        from .gpu.paged_attention_triton import paged_attention_triton
 
         return paged_attention_triton(
             query,

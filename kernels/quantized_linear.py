@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ._triton import HAS_TRITON
+from .gpu.availability import HAS_TRITON
 
 __all__ = ["PackedWeight", "pack_codes", "quantized_linear"]
 
@@ -81,7 +81,7 @@ def quantized_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None
     if x.shape[-1] != weight.inputs:
         raise ValueError(f"x has {x.shape[-1]} columns, and the weight {weight.inputs}")
     if x.is_cuda and HAS_TRITON:
-        from ._quantized_linear_triton import quantized_linear_triton
+        from .gpu.quantized_linear_triton import quantized_linear_triton
 
         out = quantized_linear_triton(
             x.reshape(-1, weight.inputs),

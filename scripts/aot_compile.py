@@ -25,10 +25,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompilationError
 
-from penstock.kernels import (
-    _kv_write_triton,
-    _paged_attention_triton,
-    _quantized_linear_triton,
+from penstock.kernels.gpu import (
+    kv_write_triton,
+    paged_attention_triton,
+    quantized_linear_triton,
 )
 
 # Shared memory one block may use (CUDA C++ Programming Guide, compute capabilities).
@@ -62,7 +62,7 @@ def attention(
     fp8: bool = False,
     block_size: int = 16,
 ) -> Variant:
-    constants = _paged_attention_triton.constants(
+    constants = paged_attention_triton.constants(
         num_heads=heads,
         num_kv_heads=kv_heads,
         key_dim=key_dim,
@@ -81,7 +81,7 @@ def attention(
     types |= dict.fromkeys(("key_cache", "value_cache"), "*u8" if fp8 else f"*{dtype}")
     types |= dict.fromkeys(("query_starts", "context_lens", "block_tables"), "*i32")
     types |= dict.fromkeys(("scale", "softcap"), "fp32")
-    kernel = _paged_attention_triton.paged_attention_kernel
+    kernel = paged_attention_triton.paged_attention_kernel
     phase = "decode" if decode else "ragged"
     return Variant(
         f"paged_attention/{name}/{dtype}/{phase}", kernel, _signature(kernel, types, constants),
@@ -90,22 +90,22 @@ def attention(
 
 
 def kv_write(name: str, dtype: str, kv_heads: int, key_dim: int, value_dim: int) -> Variant:
-    constants: dict[str, Any] = _kv_write_triton.constants(kv_heads, key_dim, value_dim)
+    constants: dict[str, Any] = kv_write_triton.constants(kv_heads, key_dim, value_dim)
     constants |= {"key_stride_d": 1, "value_stride_d": 1}
     types = dict.fromkeys(("key", "value", "key_cache", "value_cache"), f"*{dtype}")
     types["slots"] = "*i64"
-    kernel = _kv_write_triton.kv_write_kernel
+    kernel = kv_write_triton.kv_write_kernel
     return Variant(
         f"kv_write/{name}/{dtype}", kernel, _signature(kernel, types, constants), constants
     )
 
 
 def kv_write_fp8(name: str, dtype: str, kv_heads: int, key_dim: int, value_dim: int) -> Variant:
-    constants: dict[str, Any] = _kv_write_triton.fp8_constants(kv_heads, key_dim, value_dim, 16)
+    constants: dict[str, Any] = kv_write_triton.fp8_constants(kv_heads, key_dim, value_dim, 16)
     constants |= {"key_stride_d": 1, "value_stride_d": 1}
     types = dict.fromkeys(("key", "value"), f"*{dtype}")
     types |= dict.fromkeys(("key_cache", "value_cache"), "*u8") | {"slots": "*i64"}
-    kernel = _kv_write_triton.kv_write_fp8_kernel
+    kernel = kv_write_triton.kv_write_fp8_kernel
     return Variant(
         f"kv_write_fp8/{name}/{dtype}", kernel, _signature(kernel, types, constants), constants
     )
@@ -114,12 +114,12 @@ def kv_write_fp8(name: str, dtype: str, kv_heads: int, key_dim: int, value_dim: 
 def linear(
     name: str, dtype: str, rows: int, inputs: int, group: int, bits: int, *, offsets: bool = False
 ) -> Variant:
-    constants: dict[str, Any] = _quantized_linear_triton.constants(
+    constants: dict[str, Any] = quantized_linear_triton.constants(
         rows, group, inputs, bits=bits, offsets=offsets
     )
     types = dict.fromkeys(("out", "x"), f"*{dtype}")
     types |= dict.fromkeys(("scales", "offsets", "values"), "*fp32") | {"codes": "*u8"}
-    kernel = _quantized_linear_triton.quantized_linear_kernel
+    kernel = quantized_linear_triton.quantized_linear_kernel
     return Variant(
         f"quantized_linear/{name}/{dtype}", kernel, _signature(kernel, types, constants), constants
     )

@@ -16,9 +16,9 @@ import torch
 from kernels_reference import TOLERANCE, make_batch, make_case, reference_attention, slid
 from torch import Tensor
 
-from penstock.kernels._kv_write_triton import write_kv_triton
-from penstock.kernels._paged_attention_triton import paged_attention_triton
-from penstock.kernels._quantized_linear_triton import quantized_linear_triton
+from penstock.kernels.gpu.kv_write_triton import write_kv_triton
+from penstock.kernels.gpu.paged_attention_triton import paged_attention_triton
+from penstock.kernels.gpu.quantized_linear_triton import quantized_linear_triton
 from penstock.kernels.kv_layout import decode_fp8, encode_fp8, fp8_parts
 from penstock.kernels.kv_write import write_kv
 from penstock.kernels.quantized_linear import PackedWeight, pack_codes

@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .kv_layout import CacheShape
-from .ragged import RaggedBatch
+from ..kv_layout import CacheShape
+from ..ragged import RaggedBatch
 
 
 # Not specialised: these change from step to step, and each special value would compile anew.
@@ -58,6 +58,7 @@ def paged_attention_kernel(
     FP8: tl.constexpr,  # the caches are in KVLayout.HEADS_FP8
     UPCAST: tl.constexpr,  # the interpreter multiplies bf16 wrongly, without an error
 ):
+    """Compute one tile of queries for one key/value head."""
     LOG2_E: tl.constexpr = 1.4426950408889634
     BLOCK_Q: tl.constexpr = BLOCK_M // QUERIES_PER_KV
     tile = tl.program_id(0)

@@ -38,6 +38,7 @@ def quantized_linear_kernel(
     TILE_OUTPUTS: tl.constexpr,
     TILE_INPUTS: tl.constexpr,
 ):
+    """Compute one tile: ``program_id(0)`` counts rows, ``program_id(1)`` outputs."""
     row = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     output = tl.program_id(1) * TILE_OUTPUTS + tl.arange(0, TILE_OUTPUTS)
     column = tl.arange(0, TILE_INPUTS)

@@ -38,6 +38,7 @@ def kv_write_kernel(
     KEY_BLOCK: tl.constexpr,  # tl.arange needs a power of two known at compile time
     VALUE_BLOCK: tl.constexpr,
 ):
+    """Write one token: ``program_id(0)`` is its row."""
     token = tl.program_id(0).to(tl.int64)
     # int64: slot * row size passes 2**31 in a cache of a few gigabytes.
     slot = tl.load(slots + token)
@@ -78,6 +79,7 @@ def kv_write_fp8_kernel(
     PADDED_KEY_DIM: tl.constexpr,
     PADDED_VALUE_DIM: tl.constexpr,
 ):
+    """Round and write some heads of one token: ``program_id(0)`` is its row."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
     head = tl.program_id(1) * TILE_HEADS + tl.arange(0, TILE_HEADS)

@@ -1,0 +1,1 @@
+"""Triton kernels: each computes what the module of the same name above it defines."""
