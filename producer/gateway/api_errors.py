@@ -28,7 +28,7 @@ from penstock.shared.protocol.events import End
 from penstock.shared.protocol.states import Reason, State
 
 from ..batches.stores.storage import StorageError
-from .request_log import CLIENT_LEFT_STATUS
+from .monitoring.request_log import CLIENT_LEFT_STATUS
 
 __all__ = [
     "MAX_RETRY_AFTER_S",

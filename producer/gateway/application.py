@@ -23,6 +23,7 @@ from penstock.shared.settings import Settings
 
 from ..batches.batch_service import BatchService
 from ..batches.webhooks.request_ends import RequestWatch
+from .access.callers import Access
 from .access.key_access import access_of
 from .answering.connection import connection_of
 from .answering.output_answer import CLIENT_LEFT
@@ -30,17 +31,16 @@ from .answering.stored_answers import stream_routes
 from .api_errors import ApiError, error_response, response_of
 from .batch_files.batch_endpoints import batch_routes
 from .batch_files.file_endpoints import file_routes
-from .callers import Access
-from .encoders.encoder_endpoints import encoder_routes
 from .gateway import Gateway
-from .gateway_metrics import GatewayMetrics
 from .model_directory import ModelDirectory
+from .monitoring.gateway_metrics import GatewayMetrics
+from .monitoring.request_log import CLIENT_LEFT_STATUS, RequestLog
+from .openai.encoders.encoder_endpoints import encoder_routes
 from .openai.endpoints import openai_routes, openai_writers
-from .request_log import CLIENT_LEFT_STATUS, RequestLog
+from .pages.service_pages import service_routes
+from .pages.tokenize_pages import tokenize_routes
+from .pages.usage_page import usage_routes
 from .responses.response_endpoints import response_routes, response_writers
-from .service_pages import service_routes
-from .tokenize_pages import tokenize_routes
-from .usage_page import usage_routes
 
 __all__ = ["GatewayApp", "create_app"]
 

@@ -29,16 +29,16 @@ from penstock.shared.settings import BatchesSettings, GatewaySettings, Settings
 from ..batches.webhooks.request_ends import RequestWatch
 from ..client import Producer
 from ..results import Result, Status
+from .access.callers import Access, Admission, Caller, tokens_of
 from .answering.answers import EventWriter, StreamedAnswer, WholeAnswer
 from .answering.event_ids import last_event_id
 from .answering.open_answers import OpenAnswers
 from .answering.request_ids import IdPrefix, new_id, other_ids
 from .answering.request_output import Output
 from .api_errors import error_of, invalid
-from .callers import Access, Admission, Caller, tokens_of
-from .gateway_metrics import GatewayMetrics
 from .model_directory import ModelDirectory, Shard, check_kind, check_model
-from .request_body import read_object
+from .monitoring.gateway_metrics import GatewayMetrics
+from .serving.request_body import read_object
 
 __all__ = ["WEBHOOK_HEADER", "Gateway", "Submission"]
 

@@ -11,10 +11,10 @@ import msgpack
 import pytest
 from starlette.requests import Request as HttpRequest
 
-from penstock.producer.gateway import request_body
 from penstock.producer.gateway.access import key_access
 from penstock.producer.gateway.api_errors import ApiError
-from penstock.producer.gateway.request_body import read_object
+from penstock.producer.gateway.serving import request_body
+from penstock.producer.gateway.serving.request_body import read_object
 from penstock.producer.reading.merge import Merger
 from penstock.shared.errors import ConfigurationError, InvalidRequest, ProtocolError, StreamDiverged
 from penstock.shared.protocol.event_reader import unpack_event, unpack_letter

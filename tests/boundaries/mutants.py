@@ -5,8 +5,8 @@ from __future__ import annotations
 from boundaries import cases
 from boundaries.mutation import Bound, Code, Mutant
 
-from penstock.producer.gateway import request_body
 from penstock.producer.gateway.access import key_access
+from penstock.producer.gateway.serving import request_body
 from penstock.producer.reading.merge import Merger
 from penstock.shared import quoting
 from penstock.shared.protocol import event_reader, parsing, plain_entry, request

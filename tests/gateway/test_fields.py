@@ -6,7 +6,7 @@ import pytest
 from gateway.openai_forms import pinned
 from unit.pages import DOCS
 
-from penstock.producer.gateway.encoders.encoder_fields import EMBEDDING_FIELDS
+from penstock.producer.gateway.openai.encoders.encoder_fields import EMBEDDING_FIELDS
 from penstock.producer.gateway.openai.fields.chat_fields import CHAT_FIELDS
 from penstock.producer.gateway.openai.fields.completion_fields import COMPLETION_FIELDS
 from penstock.producer.gateway.openai.fields.field_reference import render_fields

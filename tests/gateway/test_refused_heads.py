@@ -14,7 +14,7 @@ import httpx
 import pytest
 from gateway.rig import GatewayProcess, trickle
 
-from penstock.producer.gateway.gateway_metrics import GatewayMetrics
+from penstock.producer.gateway.monitoring.gateway_metrics import GatewayMetrics
 from penstock.shared.local.embedded import EmbeddedRedis
 
 pytestmark = pytest.mark.usefixtures("synthetic_worker")

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from penstock.producer.gateway.request_log import RequestLog
+from penstock.producer.gateway.monitoring.request_log import RequestLog
 
 LOGGER = "penstock.gateway.requests"
 

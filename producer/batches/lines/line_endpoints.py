@@ -13,7 +13,6 @@ from penstock.shared.errors import InvalidRequest, PenstockError
 from penstock.shared.protocol.request import Request
 
 from ...gateway.api_errors import ApiError, api_error_of, end_error, error_of
-from ...gateway.encoders.encoder_endpoints import ENCODER_ENDPOINTS, EncoderEndpoint
 from ...gateway.model_directory import check_model
 from ...gateway.openai.answer_form import AnswerForm
 from ...gateway.openai.answer_objects import (
@@ -22,6 +21,7 @@ from ...gateway.openai.answer_objects import (
     chat_choice,
     completion_choice,
 )
+from ...gateway.openai.encoders.encoder_endpoints import ENCODER_ENDPOINTS, EncoderEndpoint
 from ...gateway.openai.event_writers import AnswerHead
 from ...gateway.openai.fields.chat_fields import CHAT_FIELDS, chat_request
 from ...gateway.openai.fields.completion_fields import (

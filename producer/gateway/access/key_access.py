@@ -13,8 +13,8 @@ from penstock.shared.redis.retrying_client import RetryingClient
 from penstock.shared.settings import Settings
 
 from ..api_errors import ApiError
-from ..callers import Admission, Caller, OpenAdmission
 from .addresses import is_loopback, names_loopback
+from .callers import Admission, Caller, OpenAdmission
 from .key_records import KeyRecord, digest_of
 from .key_store import KeyStore
 from .limit_scripts import LimitScripts, Verdict

@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from penstock.shared.errors import PenstockError
 
 from ...results import Status
-from ..callers import Used, tokens_of
+from .callers import Used, tokens_of
 from .limit_scripts import LimitScripts
 
 __all__ = ["Locate", "RunningRequests", "lease_of"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Protocol
 
-from ..gateway_metrics import GatewayMetrics
+from ..monitoring.gateway_metrics import GatewayMetrics
 
 __all__ = ["OpenAnswer", "OpenAnswers"]
 

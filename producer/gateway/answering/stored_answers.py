@@ -18,9 +18,9 @@ from penstock.shared.errors import InvalidRequest, PenstockError
 
 from ...results import Status
 from ..api_errors import ApiError, error_of
-from ..documented import with_errors
 from ..gateway import Gateway
 from ..model_directory import Shard
+from ..pages.documented import with_errors
 from .answers import EventWriter
 from .event_ids import last_event_id
 

@@ -16,11 +16,11 @@ from ...batches.stores.batch_store import UnknownBatch
 from ...batches.stores.file_store import UnknownFile
 from ...batches.stores.records import Batch, BatchState
 from ..api_errors import ApiError, error_of, invalid
-from ..documented import json_answer, json_body, with_errors
 from ..gateway import WEBHOOK_HEADER, Gateway
 from ..openai.fields.common_fields import OBJECT, TEXT
 from ..openai.fields.field_schema import body_schema
 from ..openai.fields.field_table import FieldTable, served
+from ..pages.documented import json_answer, json_body, with_errors
 from .listing import page_limit, page_object
 from .uploads import expiry_of
 

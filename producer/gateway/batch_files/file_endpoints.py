@@ -14,8 +14,8 @@ from ...batches.batch_service import BatchService
 from ...batches.stores.file_store import FileTooLarge, UnknownFile
 from ...batches.stores.records import StoredFile
 from ..api_errors import ApiError, error_of, invalid
-from ..documented import json_answer, with_errors
 from ..gateway import Gateway
+from ..pages.documented import json_answer, with_errors
 from .listing import page_limit, page_object
 from .uploads import read_upload
 

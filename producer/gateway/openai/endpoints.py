@@ -16,9 +16,9 @@ from ..answering.answers import EventWriter
 from ..answering.prepared_answer import PreparedAnswer
 from ..answering.request_ids import IdPrefix
 from ..answering.stored_answers import MakeWriter
-from ..documented import json_answer, json_body, with_errors
 from ..gateway import Gateway, Submission
 from ..model_directory import Shard
+from ..pages.documented import json_answer, json_body, with_errors
 from .answer_form import AnswerForm
 from .answer_objects import MakeChoice, answer_object, chat_choice, completion_choice
 from .answer_schemas import CHAT_ANSWER, COMPLETION_ANSWER

@@ -19,11 +19,11 @@ from ..answering.event_ids import last_event_id, read_index
 from ..answering.request_ids import IdPrefix
 from ..answering.stored_answers import MakeWriter, note_of
 from ..api_errors import ApiError, error_of, invalid
-from ..documented import json_answer, json_body, with_errors
 from ..gateway import Gateway
 from ..model_directory import Shard
 from ..openai.fields.common_fields import service_tier
 from ..openai.fields.field_schema import body_schema
+from ..pages.documented import json_answer, json_body, with_errors
 from .input_items import assistant_message, check_calls, input_items, read_input
 from .response_events import ResponseWriter
 from .response_fields import RESPONSE_FIELDS, echoed_fields, response_request

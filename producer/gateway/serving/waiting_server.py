@@ -20,7 +20,7 @@ from penstock.shared.settings import Settings
 from ..access.key_access import are_keys
 from ..api_errors import ApiError, error_response
 from ..model_directory import ModelDirectory
-from ..service_pages import redis_away
+from ..pages.service_pages import redis_away
 from .http_server import HttpServer
 
 __all__ = ["reach_redis"]

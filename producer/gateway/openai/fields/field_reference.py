@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from ...encoders.encoder_fields import (
+from ...responses.response_fields import RESPONSE_FIELDS
+from ..encoders.encoder_fields import (
     CLASSIFY_FIELDS,
     EMBEDDING_FIELDS,
     INFER_FIELDS,
     RERANK_FIELDS,
 )
-from ...responses.response_fields import RESPONSE_FIELDS
 from .chat_fields import CHAT_FIELDS
 from .completion_fields import COMPLETION_FIELDS
 from .field_table import ApiField, FieldTable, Kind

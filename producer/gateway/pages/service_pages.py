@@ -12,11 +12,11 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from penstock.shared.errors import RedisUnavailable
 from penstock.shared.protocol.states import ModelKind
 
-from .api_errors import ApiError
-from .callers import Caller
+from ..access.callers import Caller
+from ..api_errors import ApiError
+from ..gateway import Gateway
+from ..model_directory import Shard
 from .documented import json_answer, with_errors
-from .gateway import Gateway
-from .model_directory import Shard
 
 __all__ = ["redis_away", "service_routes"]
 

@@ -13,15 +13,15 @@ from penstock.shared.protocol.fields.collection_types import TokenIds
 from penstock.shared.protocol.request import MAX_PROMPT_TOKENS
 from penstock.shared.protocol.states import Lane
 
-from ..results import Result
-from .answering.request_ids import IdPrefix
-from .api_errors import end_error, invalid
+from ...results import Result
+from ..answering.request_ids import IdPrefix
+from ..api_errors import end_error, invalid
+from ..gateway import Gateway
+from ..openai.fields.chat_fields import read_messages
+from ..openai.fields.common_fields import LIST, TEXT
+from ..openai.fields.field_schema import body_schema
+from ..openai.fields.field_table import FieldTable, served
 from .documented import json_answer, json_body, with_errors
-from .gateway import Gateway
-from .openai.fields.chat_fields import read_messages
-from .openai.fields.common_fields import LIST, TEXT
-from .openai.fields.field_schema import body_schema
-from .openai.fields.field_table import FieldTable, served
 
 __all__ = ["tokenize_routes"]
 

@@ -12,14 +12,14 @@ from starlette.responses import Response
 
 from penstock.shared.protocol.states import ModelKind
 
-from ...results import Result
-from ..answering.request_ids import IdPrefix
-from ..api_errors import end_error
-from ..documented import json_answer, json_body, with_errors
-from ..gateway import Gateway
-from ..openai.fields.common_fields import service_tier
-from ..openai.fields.field_schema import body_schema
-from ..openai.fields.field_table import FieldTable
+from ....results import Result
+from ...answering.request_ids import IdPrefix
+from ...api_errors import end_error
+from ...gateway import Gateway
+from ...pages.documented import json_answer, json_body, with_errors
+from ..fields.common_fields import service_tier
+from ..fields.field_schema import body_schema
+from ..fields.field_table import FieldTable
 from .encoder_fields import (
     CLASSIFY_FIELDS,
     EMBEDDING_FIELDS,

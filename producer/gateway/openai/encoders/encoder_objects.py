@@ -10,7 +10,7 @@ from typing import Any
 from penstock.shared.errors import ProtocolError
 from penstock.shared.protocol.payload import json_form
 
-from ...encoder_answers import Classes, Embeddings, Ranking
+from ....encoder_answers import Classes, Embeddings, Ranking
 
 __all__ = [
     "CLASSIFY_ANSWER",

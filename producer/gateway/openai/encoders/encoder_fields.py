@@ -8,10 +8,10 @@ from typing import Any
 
 from penstock.shared.protocol.fields.field_types import Flag, Integer
 
-from ...encoder_answers import as_inputs, without_defaults
-from ..api_errors import invalid
-from ..openai.fields.common_fields import TEXT
-from ..openai.fields.field_table import ApiField, FieldTable, Shape, no_effect, refused, served
+from ....encoder_answers import as_inputs, without_defaults
+from ...api_errors import invalid
+from ..fields.common_fields import TEXT
+from ..fields.field_table import ApiField, FieldTable, Shape, no_effect, refused, served
 
 __all__ = [
     "CLASSIFY_FIELDS",

@@ -10,7 +10,7 @@ from typing import Protocol
 from penstock.shared.protocol.events import End
 from penstock.shared.protocol.states import Lane
 
-from .api_errors import ApiError, invalid
+from ..api_errors import ApiError, invalid
 
 __all__ = ["Access", "Admission", "Caller", "OpenAdmission", "Used", "tokens_of"]
 

@@ -17,11 +17,11 @@ from starlette.responses import JSONResponse, Response
 from penstock.shared.errors import InvalidRequest
 from penstock.shared.scripts.usage_ledger import UsageCounts
 
-from ..administration.usage import GROUPS, sum_usage, write_usage
-from .api_errors import error_of, invalid
-from .callers import Access
+from ...administration.usage import GROUPS, sum_usage, write_usage
+from ..access.callers import Access
+from ..api_errors import error_of, invalid
+from ..model_directory import ModelDirectory
 from .documented import json_answer, with_errors
-from .model_directory import ModelDirectory
 
 __all__ = ["usage_routes"]
 

@@ -12,7 +12,7 @@ from penstock.shared.errors import InvalidRequest
 from penstock.shared.protocol.parsing import find_half_surrogate, parse_json
 from penstock.shared.settings import GatewaySettings
 
-from .api_errors import ApiError, invalid
+from ..api_errors import ApiError, invalid
 
 __all__ = ["read_object"]
 

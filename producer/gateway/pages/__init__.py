@@ -1,0 +1,1 @@
+"""Pages beside OpenAI's endpoints: models, health, metrics, tokens, usage, and the API itself."""
