@@ -20,12 +20,12 @@ from ..engine.output.step_output import StepOutput, StepTiming
 from ..engine.plan import Plan, Span
 from ..engine.requests.engine_request import Finish
 from ..engine.sequence import Sequence
-from .batch import Rows, SequenceChunk, decode_chunks, pack
 from .drafting.acceptance import agreed
 from .drafting.draft_fallback import DraftFallback
 from .drafting.draft_rows import DraftRows, SampledRow
 from .drafting.drafters import Drafter, Proposal
 from .drafting.verifier import Verifier
+from .forward.batch import Rows, SequenceChunk, decode_chunks, pack
 from .kv.kv_pool import KVPool
 from .kv.memory_budget import release_unused
 from .kv.swap_pool import SwapPool

@@ -263,7 +263,7 @@ def rows_that_were_not_asked_for() -> None:
     """A model that gives the logits of all tokens, as Whisper's does."""
     import torch
 
-    from penstock.gpu_worker.model.batch import forward_logits
+    from penstock.gpu_worker.model.forward.batch import forward_logits
 
     rows = torch.tensor([3, 7])
     step: Any = SimpleNamespace(

@@ -107,7 +107,7 @@ PROCESS_MUTANTS = (
     ),
     Mutant(
         "logits of other tokens",
-        Later(lambda: Code(loading("batch").forward_logits,
+        Later(lambda: Code(loading("forward.batch").forward_logits,
                            "logits.shape[1] != len(step.rows)", "False")),
         cases.rows_that_were_not_asked_for,
     ),

@@ -15,7 +15,7 @@ from model.engine_run import Bench
 from model.families import SUPPORTED, VOCAB_SIZE, save_family
 from torch import Tensor, nn
 
-from penstock.gpu_worker.model.batch import Rows, SequenceChunk, pack
+from penstock.gpu_worker.model.forward.batch import Rows, SequenceChunk, pack
 from penstock.gpu_worker.model.kv.kv_pool import KVPool
 from penstock.gpu_worker.model.loading.loader import LoadedModel, load_model
 from penstock.gpu_worker.model.program import native_decoder

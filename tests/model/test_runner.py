@@ -14,7 +14,7 @@ from model.families import VOCAB_SIZE
 
 from penstock.gpu_worker.engine.plan import BlockCopy, Plan, Span
 from penstock.gpu_worker.engine.sequence import Sequence
-from penstock.gpu_worker.model.batch import PackedStep
+from penstock.gpu_worker.model.forward.batch import PackedStep
 from penstock.gpu_worker.model.kv.kv_pool import KVPool
 from penstock.gpu_worker.model.loading.loader import LoadedModel
 from penstock.gpu_worker.model.runner import ModelRunner

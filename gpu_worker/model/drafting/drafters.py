@@ -12,7 +12,7 @@ from torch import Tensor
 from ...engine.kv.kv_cache_groups import NO_BLOCK
 from ...engine.plan import BlockCopy, Span
 from ...engine.sequence import Sequence, SequenceStatus
-from ..batch import Rows, SequenceChunk, pack
+from ..forward.batch import Rows, SequenceChunk, pack
 from ..kv.kv_pool import KVPool
 from ..sampling.sampler import Sampler, SamplingBatch
 from .acceptance import DRAFT_STREAM

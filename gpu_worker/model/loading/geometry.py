@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from penstock.kernels.kv_layout import KVLayout
 
-from ..attention_registry import implementation_of, registered
+from ..forward.attention_registry import implementation_of, registered
 
 __all__ = ["KVGeometry", "LayerGeometry", "ProbeResult", "probe_geometry"]
 

@@ -19,9 +19,9 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from penstock.shared.errors import UnsupportedModel
 
-from ..attention_registry import implementation_of, registered
-from ..batch import Rows, SequenceChunk, forward_logits, pack
-from ..forward_context import ForwardContext
+from ..forward.attention_registry import implementation_of, registered
+from ..forward.batch import Rows, SequenceChunk, forward_logits, pack
+from ..forward.forward_context import ForwardContext
 from ..kv.kv_pool import KVPool
 from .geometry import KVGeometry, ProbeResult
 from .trial import BLOCK_SIZE, ROUTED_SHARE, Trial, are_within

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..attention_registry import unregister
-from ..batch import PackedStep, forward_logits
-from ..forward_context import ForwardContext
+from ..forward.attention_registry import unregister
+from ..forward.batch import PackedStep, forward_logits
+from ..forward.forward_context import ForwardContext
 from ..kv.kv_pool import KVPool
 from ..program.native_decoder import NativeDecoder
 from ..quantization.quantized_modules import QuantizedStack

@@ -21,9 +21,9 @@ from penstock.shared.errors import (
     PenstockError,
 )
 
-from ..attention import PagedAttention
-from ..attention_registry import register, unregister
-from ..forward_context import ForwardContext
+from ..forward.attention import PagedAttention
+from ..forward.attention_registry import register, unregister
+from ..forward.forward_context import ForwardContext
 from ..kv.memory_budget import available_bytes
 from ..program.native_decoder import NativeDecoder, NativeRuntime, NoRoomToPack
 from ..quantization.recipe import AUTO, Recipe, quantize_model

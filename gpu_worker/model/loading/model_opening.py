@@ -15,8 +15,8 @@ from torch import Tensor
 from penstock.kernels.cpu import NativeUnavailable
 from penstock.kernels.kv_layout import KVLayout
 
-from ..batch import Rows, SequenceChunk, pack
-from ..forward_context import ForwardContext
+from ..forward.batch import Rows, SequenceChunk, pack
+from ..forward.forward_context import ForwardContext
 from ..kv.kv_pool import KVPool
 from ..program.native_decoder import NativeDecoder, NativeRuntime
 from ..quantization.form import QuantizedWeight

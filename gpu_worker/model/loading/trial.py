@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..batch import PackedStep, Rows, SequenceChunk, pack
+from ..forward.batch import PackedStep, Rows, SequenceChunk, pack
 from ..kv.kv_pool import KVPool
 from .geometry import KVGeometry
 

@@ -20,7 +20,7 @@ from penstock.kernels.cpu import (
 )
 from penstock.shared.local.cores import usable_cores
 
-from ..batch import PackedStep
+from ..forward.batch import PackedStep
 from ..kv.kv_pool import KVPool
 from ..kv.memory_budget import available_bytes, format_bytes
 from ..loading.geometry import KVGeometry

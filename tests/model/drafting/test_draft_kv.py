@@ -22,9 +22,9 @@ from torch import Tensor
 from penstock.gpu_worker.engine.plan import BlockCopy, Span
 from penstock.gpu_worker.engine.sequence import Sequence
 from penstock.gpu_worker.engine.speculation.controller import SpeculationConfig
-from penstock.gpu_worker.model.batch import PackedStep, SequenceChunk, pack
 from penstock.gpu_worker.model.drafting import drafters
 from penstock.gpu_worker.model.drafting.drafters import DraftModel, Proposal
+from penstock.gpu_worker.model.forward.batch import PackedStep, SequenceChunk, pack
 from penstock.gpu_worker.model.kv.kv_pool import KVPool
 from penstock.gpu_worker.model.loading.loader import LoadedModel
 from penstock.gpu_worker.model.sampling.sampler import Sampler, SamplingBatch

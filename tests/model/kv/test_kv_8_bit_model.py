@@ -17,7 +17,7 @@ from model.oracle.test_mode_matrix import CELLS, FAMILIES, OUTPUT_TOKENS, SUBJEC
 
 from penstock.gpu_worker.engine.config import EngineConfig
 from penstock.gpu_worker.engine.scheduling.scheduler_config import Chunking
-from penstock.gpu_worker.model.batch import Rows, SequenceChunk, pack
+from penstock.gpu_worker.model.forward.batch import Rows, SequenceChunk, pack
 from penstock.gpu_worker.model.kv.kv_pool import KVPool
 from penstock.gpu_worker.model.kv.layer_groups import groups_in_budget
 from penstock.gpu_worker.model.loading.loaded_model import LoadedModel

@@ -12,7 +12,7 @@ import torch
 from model.families import REFUSED, SUPPORTED, WINDOW, save_family
 from transformers import LlamaForCausalLM
 
-from penstock.gpu_worker.model import attention
+from penstock.gpu_worker.model.forward import attention
 from penstock.gpu_worker.model.loading import load_gate as gate
 from penstock.gpu_worker.model.loading.geometry import probe_geometry
 from penstock.gpu_worker.model.loading.loader import LoadedModel, load_model

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from penstock.gpu_worker.model.batch import Rows, SequenceChunk, pack
+from penstock.gpu_worker.model.forward.batch import Rows, SequenceChunk, pack
 from penstock.gpu_worker.model.kv.kv_pool import KVPool
 from penstock.gpu_worker.model.loading.checkpoint_folder import find_checkpoint
 from penstock.gpu_worker.model.loading.loaded_model import LoadedModel

@@ -14,7 +14,7 @@ import pytest
 import torch
 from model.families import REFUSED, VOCAB_SIZE, WINDOW, others_slow
 
-from penstock.gpu_worker.model import attention
+from penstock.gpu_worker.model.forward import attention
 from penstock.gpu_worker.model.kv.layer_groups import windows_of_groups
 from penstock.gpu_worker.model.loading.loader import LoadedModel, load_model
 from penstock.gpu_worker.model.sampling import sampler

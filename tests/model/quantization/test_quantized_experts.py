@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.gpu_worker.model.batch import Rows, SequenceChunk, pack
+from penstock.gpu_worker.model.forward.batch import Rows, SequenceChunk, pack
 from penstock.gpu_worker.model.kv.kv_pool import KVPool
 from penstock.gpu_worker.model.loading.loaded_model import LoadedModel
 from penstock.gpu_worker.model.loading.loader import load_model

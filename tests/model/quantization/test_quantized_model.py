@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.gpu_worker.model.batch import Rows, SequenceChunk, pack
+from penstock.gpu_worker.model.forward.batch import Rows, SequenceChunk, pack
 from penstock.gpu_worker.model.kv.kv_pool import KVPool
 from penstock.gpu_worker.model.loading.checkpoint import load_config, quantized_source
 from penstock.gpu_worker.model.loading.checkpoint_folder import find_checkpoint, is_quantized

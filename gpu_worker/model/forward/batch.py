@@ -13,8 +13,8 @@ from torch import Tensor
 
 from penstock.kernels.ragged import RaggedBatch
 
+from ..kv.kv_pool import KVPool
 from .forward_context import ForwardContext
-from .kv.kv_pool import KVPool
 
 __all__ = ["PackedStep", "Rows", "SequenceChunk", "decode_chunks", "forward_logits", "pack"]
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from penstock.kernels.ragged import RaggedBatch
 from penstock.kernels.workspace import AttentionWorkspace
 
-from .kv.kv_pool import KVPool
+from ..kv.kv_pool import KVPool
 
 __all__ = ["ForwardContext", "ForwardStep"]
 
