@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import pytest
 from engine.fakes import (
     FakeRunner,
     PieceStream,
@@ -373,10 +374,19 @@ def failed(log: Log) -> bool:
     return log.reason in FAILED
 
 
-TestGroupMachine = GroupMachine.TestCase
-TestGroupMachine.settings = settings(
-    max_examples=120,
-    stateful_step_count=50,
-    deadline=None,  # a busy machine is no finding
-    suppress_health_check=[HealthCheck.too_slow],
-)
+def in_examples(count: int) -> settings:
+    return settings(
+        max_examples=count,
+        stateful_step_count=50,
+        deadline=None,  # a busy machine is no finding
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+
+
+class TestGroupMachine(GroupMachine.TestCase):
+    settings = in_examples(60)
+
+
+@pytest.mark.slow
+class TestGroupMachineForLong(GroupMachine.TestCase):
+    settings = in_examples(300)

@@ -246,7 +246,7 @@ _sequences = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(made=_sequences, data=st.data())
 def test_tokens_are_the_same_alone_in_any_batch_and_after_any_interruption(
     made: list[tuple[SamplingOptions, list[int], int]], data: st.DataObject

@@ -56,11 +56,15 @@ def test_a_slow_constraint_puts_off_its_own_sequence_and_no_other(tiny: LoadedMo
     for seed, options in enumerate([*PLAIN, FORMS[0]]):
         bench.add(str(seed), [5, 6, 7 + seed], seed=seed, **options)
     others = [bench.answers[str(seed)] for seed in range(5)]
-    while any(answer.finish is None for answer in others):
+    plain = others[: len(PLAIN)]
+    while any(answer.finish is None for answer in plain):
         assert bench.step()
     # One token per step, as if the slow one were not there.
-    assert bench.steps <= max(len(tokens) for tokens in expected) + 1
+    assert bench.steps <= max(len(answer.token_ids) for answer in plain) + 1
     assert bench.deferrals >= bench.steps
+    # On a slow machine the other constrained one waits for masks of its own.
+    while any(answer.finish is None for answer in others):
+        assert bench.step()
     assert [answer.token_ids for answer in others] == expected
     assert bench.answers["slow"].token_ids == []
     gate.set()
