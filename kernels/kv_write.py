@@ -36,7 +36,7 @@ def write_kv(
         value: [T, Hkv, Dv], any strides; ``Dv`` may differ from ``Dk`` (MLA).
         key_cache: contiguous. [num_blocks, block_size, Hkv, Dk] in the dtype of ``key``, or in 8
             bits as ``KVLayout.TOKENS_INT8`` or ``HEADS_FP8`` lay them out.
-        value_cache: likewise, with ``Dv``.
+        value_cache: as ``key_cache``, with ``Dv`` in place of ``Dk``.
         slots: int64 [T], ``block * block_size + offset``, all different, each below
             ``num_blocks * block_size`` (``RaggedBatch.slots``).
         block_size: tokens in a block.

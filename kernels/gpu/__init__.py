@@ -1,1 +1,1 @@
-"""Triton kernels: each computes what the module of the same name above it defines."""
+"""Triton kernels: ``X_triton`` computes what ``kernels.X`` defines."""

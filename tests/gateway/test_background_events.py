@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -53,13 +54,13 @@ def test_it_opens_at_once_wherever_it_is_read(
         name = response.headers["x-request-id"]
         assert {event.data["response"]["id"] for event in first} == {name}
         assert {event.data["response"]["status"] for event in first} == {"queued"}
-        reads = (
+        reads: tuple[tuple[str, str, dict[str, Any]], ...] = (
             ("POST", url, {"json": BODY, "headers": headers}),
             ("GET", f"{url}/{name}?stream=true", {}),
             ("GET", f"{waiting.url}/v1/streams/{name}", {}),
         )
         for method, path, options in reads:
-            with httpx.stream(method, path, timeout=60, **options) as again:  # type: ignore[arg-type]
+            with httpx.stream(method, path, timeout=60, **options) as again:
                 other = events(again)
                 assert [next(other), next(other)] == first
         asyncio.run(end_next(server.url, Reason.PROMPT_TOO_LONG))

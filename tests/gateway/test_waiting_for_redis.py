@@ -88,14 +88,15 @@ def test_a_server_that_loads_its_data_is_waited_for(tmp_path: Path) -> None:
         client.mset({f"key{i}": secrets.token_hex(500) for i in range(8000)})
         client.save()
     # While it loads, a server answers after every 2 MiB; only Redis 7 can be told to do so sooner.
-    with (
-        redis_server(port, tmp_path, "--key-load-delay", "1000", "--rdbcompression", "no"),
-        redis.Redis(port=port) as client,
-        early(port, tmp_path) as gateway,
-    ):
-        wait_until(lambda: "loading" in str(health(gateway)[1].get("reason")), "the reason")
-        client.config_set("key-load-delay", 0)
-        wait_until(lambda: health(gateway)[0] == 200, "a gateway that serves")
+    with early(port, tmp_path) as gateway:
+        wait_until(lambda: health(gateway)[0] == 503, "a gateway that waits")
+        with (
+            redis_server(port, tmp_path, "--key-load-delay", "2000", "--rdbcompression", "no"),
+            redis.Redis(port=port) as client,
+        ):
+            wait_until(lambda: "loading" in str(health(gateway)[1].get("reason")), "the reason")
+            client.config_set("key-load-delay", 0)
+            wait_until(lambda: health(gateway)[0] == 200, "a gateway that serves")
 
 
 def answers(client: redis.Redis) -> bool:

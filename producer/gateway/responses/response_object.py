@@ -45,7 +45,7 @@ class ResponseHead:
 
     @property
     def background(self) -> bool:
-        """Nobody waits for the response."""
+        """Whether the client asked for a response that it fetches later."""
         return bool(self.echoed.get("background"))
 
 

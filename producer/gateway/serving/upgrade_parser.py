@@ -1,4 +1,4 @@
-"""An HTTP parser that goes on where a client offers another protocol.
+"""An HTTP parser that ignores offers of another protocol.
 
 httptools skips the body of a request with an ``Upgrade`` header. Java's own client sends one, for
 HTTP/2, with each request to a plain ``http`` URL. A server may ignore the offer (RFC 9110, section
@@ -18,7 +18,7 @@ _FRAMING = (b"transfer-encoding", b"content-length")
 
 
 class _Callbacks(Protocol):
-    """What a parser calls."""
+    """The methods that a parser calls, as in httptools."""
 
     headers: list[tuple[bytes, bytes]]
 
@@ -36,13 +36,13 @@ class _Callbacks(Protocol):
 
 
 class UpgradeParser:
-    """Does what uvicorn asks of httptools' parser.
+    """Stands in for httptools' parser, and also parses bodies that it skips.
 
-    Where that one has skipped a body, another one parses it, and what follows. It is given a head
-    that says no more than how the body is framed.
+    After a skipped body's head a fresh parser takes over. It is fed a minimal head first, which
+    says only where the body ends; the target does not hear of that head.
 
     Args:
-        target: is called.
+        target: receives the callbacks.
     """
 
     def __init__(self, target: _Callbacks) -> None:
@@ -50,14 +50,14 @@ class UpgradeParser:
         self._parser = _new_parser(target)
 
     def skips_body(self) -> bool:
-        """Whether the message that seems to end with its head has a body, which follows."""
+        """Whether the parser took a message for ended at its head, though a body follows."""
         return self._parser.should_upgrade() and bool(_framing(self._target.headers))
 
     def feed_data(self, data: bytes) -> None:
-        """Parse.
+        """Parse the next bytes of the connection.
 
         Raises:
-            HttpParserError: it is no HTTP.
+            HttpParserError: the bytes are not HTTP.
         """
         rest = memoryview(data)
         while True:
@@ -72,7 +72,7 @@ class UpgradeParser:
                 return
 
     def should_upgrade(self) -> bool:
-        """Never."""
+        """No: offers are ignored."""
         return False
 
     def should_keep_alive(self) -> bool:
@@ -89,7 +89,7 @@ class UpgradeParser:
 
 
 class _Relay:
-    """Hands callbacks on, once the head that was made up is parsed."""
+    """Passes callbacks on, but is silent while the minimal head is parsed."""
 
     def __init__(self, target: _Callbacks) -> None:
         self.silent = True
@@ -133,7 +133,7 @@ def _body_parser(target: _Callbacks, framing: bytes) -> HttpRequestParser:
 
 
 def _framing(headers: Sequence[tuple[bytes, bytes]]) -> bytes:
-    """The field that says where the body ends; empty if there is none."""
+    """The header line that says where the body ends; empty if there is no body."""
     for wanted in _FRAMING:
         for name, value in headers:
             if name == wanted and value.strip(b"0"):

@@ -109,7 +109,7 @@ def test_tokens_are_the_same_in_all_modes(
 
 
 def test_beams_in_fp8_are_the_same_with_few_blocks(in_8_bits: LoadedInFormat) -> None:
-    """Forks share blocks, and copy what they go on to write."""
+    """Forks share blocks; each copies a shared block before it writes there."""
     model = in_8_bits("mistral", "fp8")
     requests = {name: (PROMPTS[-1], options) for name, options in SEARCHES.items()}
     expected, _ = serve_groups(model, requests, **ROOMY)

@@ -4,8 +4,8 @@ Specification: the package compressed-tensors (vLLM project), ``compressors``. F
 ``X`` with the scheme that ``config_groups`` gives it:
 
 - ``pack-quantized``: ``X.weight_packed`` int32 ``[outputs, inputs * bits / 32]``, the lowest bits
-  of a word first, each code with ``2 ** (bits - 1)`` added; ``X.weight_shape``; zero points packed
-  likewise along the outputs, ``X.weight_zero_point`` int32 ``[outputs * bits / 32, groups]``,
+  of a word first, each code with ``2 ** (bits - 1)`` added; ``X.weight_shape``; zero points are
+  packed along the outputs, ``X.weight_zero_point`` int32 ``[outputs * bits / 32, groups]``,
 - ``int-quantized``: ``X.weight`` int8 ``[outputs, inputs]``, ``X.weight_zero_point`` int8,
 - ``float-quantized``: ``X.weight`` e4m3 ``[outputs, inputs]``,
 - ``X.weight_scale``: one, ``[outputs, 1]``, ``[outputs, groups]`` or one for each block,

@@ -258,6 +258,19 @@ void attend_as(const Attention& a, const KVLayout& layout, const StepInput& step
 
 }  // namespace
 
+void AttentionScratch::fit(const Attention& a, Type type) {
+  const KVLayout layout{GROUP, a.kv_heads, a.key_dim, a.value_dim, type};
+  const int64_t rows = tile_rows(a.heads_per_kv()) * a.heads_per_kv();
+  const auto grow = [](Memory& memory, int64_t& bytes, int64_t wanted) {
+    if (wanted > bytes) memory = Memory(static_cast<size_t>(bytes = wanted));
+  };
+  grow(query, query_bytes, rows * padded_row(layout.key_words() * 8));
+  grow(scores, score_bytes, rows * SCORE_STRIDE * 4);
+  grow(sums, sum_bytes, PartialSums::floats(rows, a.value_row()) * 4);
+  grow(joined, joined_bytes, sum_bytes);
+  groups.resize(2 * SPAN + AHEAD);
+}
+
 void attend(const Attention& attention, const KVLayout& layout, const StepInput& step,
             const AttentionItem& item, const AttentionItem* next, const char* query,
             int64_t query_stride, char* output, int64_t output_stride, Type output_type,

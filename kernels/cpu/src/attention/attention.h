@@ -31,6 +31,10 @@ struct QueryTile {
   int32_t sequence, row, rows;
 };
 
+// The positions of one sequence that are computed together: with all query heads of a key/value
+// head they make a few tens of rows.
+int64_t tile_rows(int64_t heads_per_kv);
+
 // What rows have of some of their keys: the largest score, and relative to it the sums of
 // exponentials and of weighted values.
 struct PartialSums {

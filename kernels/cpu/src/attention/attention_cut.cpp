@@ -1,5 +1,6 @@
 #include <algorithm>
 
+#include "../machine/pool.h"
 #include "attention.h"
 #include "span_products.h"
 
@@ -8,16 +9,12 @@ namespace {
 
 // Rows of all query heads of a key/value head that are computed together, about.
 constexpr int64_t ROWS_TOGETHER = 48;
-// Items for each thread, so that one that the system interrupts leaves its share to the others.
-constexpr int64_t ITEMS_PER_THREAD = 4;
 // Below so many items for each thread, query heads of a key/value head go separate ways.
 constexpr int64_t FEW_ITEMS = 3;
 
-int64_t divided_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+}  // namespace
 
 int64_t tile_rows(int64_t heads_per_kv) { return std::max<int64_t>(1, ROWS_TOGETHER / heads_per_kv); }
-
-}  // namespace
 
 AttentionCut::AttentionCut(const Attention& a)
     : heads_(a.heads), kv_heads_(a.kv_heads), window_(a.window), value_row_(a.value_row()) {}
@@ -83,19 +80,6 @@ void AttentionCut::cut(const StepInput& step, int threads) {
     shared.memory = at;
     at += (shared.end - shared.first) * shared.floats;
   }
-}
-
-void AttentionScratch::fit(const Attention& a, Type type) {
-  const KVLayout layout{GROUP, a.kv_heads, a.key_dim, a.value_dim, type};
-  const int64_t rows = tile_rows(a.heads_per_kv()) * a.heads_per_kv();
-  const auto grow = [](Memory& memory, int64_t& bytes, int64_t wanted) {
-    if (wanted > bytes) memory = Memory(static_cast<size_t>(bytes = wanted));
-  };
-  grow(query, query_bytes, rows * padded_row(layout.key_words() * 8));
-  grow(scores, score_bytes, rows * SCORE_STRIDE * 4);
-  grow(sums, sum_bytes, PartialSums::floats(rows, a.value_row()) * 4);
-  grow(joined, joined_bytes, sum_bytes);
-  groups.resize(2 * SPAN + AHEAD);
 }
 
 }  // namespace penstock

@@ -9,9 +9,6 @@
 namespace penstock {
 namespace {
 
-// Items for each thread, so that one that the system interrupts leaves its share to the others.
-constexpr int64_t ITEMS_PER_THREAD = 4;
-
 int64_t nanoseconds() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(
              std::chrono::steady_clock::now().time_since_epoch())
@@ -21,8 +18,6 @@ int64_t nanoseconds() {
 void require(bool holds, const char* what) {
   if (!holds) throw std::invalid_argument(what);
 }
-
-int64_t divided_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 bool same_rows(const Buffer& a, const Buffer& b) { return a.rows == b.rows && a.copies == b.copies; }
 

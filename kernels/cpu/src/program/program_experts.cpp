@@ -9,8 +9,8 @@
 namespace penstock {
 namespace {
 
-// Items for each thread: experts have different numbers of rows.
-constexpr int64_t ITEMS_PER_THREAD = 8;
+// More items than elsewhere: experts have different numbers of rows, so items differ in cost.
+constexpr int64_t EXPERT_ITEMS_PER_THREAD = 8;
 
 void require(bool holds, const char* what) {
   if (!holds) throw std::invalid_argument(what);
@@ -68,7 +68,7 @@ uint32_t Program::cut_experts(const ExpertsOp& op, int threads, Cut& cut) const 
   cut.rows = rows_of(buffer(op.input));
   // How many experts have any row is known when the round runs. Items of the others are empty.
   const int64_t most = std::min(cut.rows, op.experts);
-  const int64_t parts = m.panels * most / (ITEMS_PER_THREAD * threads);
+  const int64_t parts = m.panels * most / (EXPERT_ITEMS_PER_THREAD * threads);
   cut.panels_per_item = std::max(panels_together(m, 1), parts);
   cut.items_per_block = (m.panels + cut.panels_per_item - 1) / cut.panels_per_item;
   return static_cast<uint32_t>(most * cut.items_per_block);
