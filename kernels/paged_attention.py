@@ -50,8 +50,8 @@ def paged_attention(
             divides ``Hq`` (1 is MQA, less than ``Hq`` GQA). Or in 8 bits as
             ``KVLayout.HEADS_FP8`` lays them out, or ``TOKENS_INT8``, which the torch path alone
             reads.
-        value_cache: [num_blocks, block_size, Hkv, Dv], of the same dtype; ``Dv`` may
-            differ from ``Dk``.
+        value_cache: [num_blocks, block_size, Hkv, Dv], in the layout of ``key_cache``; ``Dv``
+            may differ from ``Dk``.
         batch: the packed layout; its ``block_size`` is the caches'.
         scale: factor on the scores, usually ``Dk ** -0.5``.
         window: tokens a query sees including itself; None for all.

@@ -72,7 +72,7 @@ class UpgradeParser:
                 return
 
     def should_upgrade(self) -> bool:
-        """No: offers are ignored."""
+        """Always False: offers are ignored."""
         return False
 
     def should_keep_alive(self) -> bool:

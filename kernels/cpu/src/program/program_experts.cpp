@@ -70,7 +70,7 @@ uint32_t Program::cut_experts(const ExpertsOp& op, int threads, Cut& cut) const 
   const int64_t most = std::min(cut.rows, op.experts);
   const int64_t parts = m.panels * most / (EXPERT_ITEMS_PER_THREAD * threads);
   cut.panels_per_item = std::max(panels_together(m, 1), parts);
-  cut.items_per_block = (m.panels + cut.panels_per_item - 1) / cut.panels_per_item;
+  cut.items_per_block = divided_up(m.panels, cut.panels_per_item);
   return static_cast<uint32_t>(most * cut.items_per_block);
 }
 
