@@ -219,6 +219,7 @@ def _serve(
         orders,
         step_log=steps,
         heartbeat_s=settings.worker.hang_timeout_s / _HEARTBEATS,
+        when_quiet=model.when_quiet,
     )
     inputs = InputProcessor(
         model.encode,

@@ -35,6 +35,8 @@ class ServingModel:
         summary: one line for the log.
         fingerprint: two models that may give different tokens have different ones.
         vocabulary: bytes of its tokens by id, for readers; empty if they are not known.
+        when_quiet: starts to load what only some requests need, which takes seconds of a core;
+            returns at once. They load it themselves where it was not called. None: all is loaded.
     """
 
     config: EngineConfig
@@ -48,3 +50,4 @@ class ServingModel:
     summary: str
     fingerprint: str
     vocabulary: tuple[bytes | None, ...] = ()
+    when_quiet: Callable[[], None] | None = None

@@ -36,6 +36,9 @@ _HEARTBEAT_S = 0.5
 _STATS_S = 0.1
 """How often all figures are reported while steps run: to collect them takes a while."""
 
+_QUIET_S = 2.0
+"""How long a worker has had nothing to do before it loads what only some requests need."""
+
 _MOST_CONSECUTIVE_FAILURES = 8
 """After this many consecutive failures, blame the worker, not the requests."""
 
@@ -61,6 +64,7 @@ class Worker:
         clock: monotonic seconds.
         step_log: gets the work of each step and the seconds of its turn; None: no log.
         heartbeat_s: how often to report while idle, in seconds.
+        when_quiet: called once, when there was nothing to do for two seconds; must return at once.
     """
 
     def __init__(
@@ -72,6 +76,7 @@ class Worker:
         clock: Callable[[], float] = time.monotonic,
         step_log: StepLog | None = None,
         heartbeat_s: float = _HEARTBEAT_S,
+        when_quiet: Callable[[], None] | None = None,
     ) -> None:
         self._engine = engine
         self._runner = runner
@@ -85,7 +90,8 @@ class Worker:
         self._reported_stats_at = clock()
         self._failure: BaseException | None = None
         self._consecutive_failures: set[str] = set()  # requests that failed since one was computed
-        self._is_checked = False
+        self._quiet_turns = 0  # in which nothing was ordered, since the last step
+        self._when_quiet = when_quiet
         self._meter = UsageMeter()
 
     # -- orders, as `Orders` reads them ---------------------------------------------------------
@@ -157,7 +163,7 @@ class Worker:
         seconds = self._clock() - began
         self._meter.add(plan, output, seconds)
         self._check_systemic_failure(plan, output)
-        self._is_checked = False
+        self._quiet_turns = 0
         return output, StepRecord(
             seconds,
             plan.num_tokens,
@@ -203,8 +209,13 @@ class Worker:
     def _idle(self) -> None:
         """Show that the loop turns, and wait for orders."""
         self._publish(())
+        if self._orders.wait(self._heartbeat_s):
+            return
+        self._quiet_turns += 1
         # A recount of the whole pool takes milliseconds, and the next request would wait for it. So
         # it waits for quiet moments, not for any gap between two requests.
-        if not self._orders.wait(self._heartbeat_s) and not self._is_checked:
+        if self._quiet_turns == 1:
             self._engine.check_integrity()
-            self._is_checked = True
+        if self._when_quiet is not None and self._quiet_turns * self._heartbeat_s >= _QUIET_S:
+            self._when_quiet()
+            self._when_quiet = None

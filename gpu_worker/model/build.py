@@ -115,13 +115,6 @@ def build_model(settings: Settings) -> ServingModel:
     speculation = speculation_config(settings, has_draft_model=draft is not None)
     # A fast tokenizer sets up its truncation at the first call, which two threads must not share.
     loaded.tokenizer("warm-up")
-    if opened.is_known:
-        threading.Thread(
-            target=_load_rest,
-            args=(loaded, constraints, chat_prompt),
-            name="load-rest",
-            daemon=True,
-        ).start()
     kv = " and ".join(_group_summary(group, config.block_size) for group in config.kv_cache_groups)
     in_8_bits = loaded.geometry.layout.number_format
     summary = (
@@ -144,6 +137,11 @@ def build_model(settings: Settings) -> ServingModel:
         summary=summary.replace("torch.", ""),
         fingerprint=_fingerprint(loaded),
         vocabulary=vocabulary,
+        when_quiet=(
+            functools.partial(_start_load_rest, loaded, constraints, chat_prompt)
+            if opened.is_known
+            else None
+        ),
     )
 
 
@@ -213,6 +211,14 @@ def _check_chat_template(loaded: LoadedModel, sandbox: CompileSandbox) -> None:
 def _mask_threads() -> int:
     """Few suffice for masks of microseconds; at least two, lest a slow one hold up others."""
     return min(8, max(2, usable_cores() // 2))
+
+
+def _start_load_rest(
+    loaded: LoadedModel, constraints: ConstraintCompiler, chat_prompt: ChatPrompt
+) -> None:
+    threading.Thread(
+        target=_load_rest, args=(loaded, constraints, chat_prompt), name="load-rest", daemon=True
+    ).start()
 
 
 def _load_rest(

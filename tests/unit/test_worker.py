@@ -57,6 +57,24 @@ class Quiet:
         return True
 
 
+class Turns:
+    """Nothing comes for so many turns, each of which passes at once; then the worker ends."""
+
+    def __init__(self, turns: int) -> None:
+        self.left = turns
+        self.worker: Worker | None = None
+
+    def poll(self) -> None:
+        """Nothing to read."""
+
+    def wait(self, timeout_s: float | None) -> bool:
+        del timeout_s
+        self.left -= 1
+        if self.left <= 0 and self.worker is not None:
+            self.worker.stop()
+        return False
+
+
 @contextlib.contextmanager
 def running(worker: Worker) -> Iterator[None]:
     """The loop, on a thread of its own until the ``with`` ends."""
@@ -261,3 +279,36 @@ def test_pools_are_shown_one_by_one() -> None:
     engine.abort("r")
     metrics.show_engine(engine.stats())
     assert [shown("used", "full"), shown("used", "32")] == [0, 0]
+
+
+def quiet_calls(orders: Turns, *requests: EngineRequest, heartbeat_s: float = 0.5) -> list[int]:
+    """At which turns, counted from the end, the worker of these orders loads what it put off."""
+    calls: list[int] = []
+    worker = Worker(
+        make_engine(), PoisonedRunner(ValueError("bad")), Heard(), orders,
+        heartbeat_s=heartbeat_s, when_quiet=lambda: calls.append(orders.left),
+    )  # fmt: skip
+    orders.worker = worker
+    for each in requests:
+        worker.add(each)
+    worker.run()
+    assert worker.failure is None
+    return calls
+
+
+def test_what_was_put_off_is_loaded_once_after_two_quiet_seconds() -> None:
+    assert quiet_calls(Turns(10)) == [6]  # the fourth turn of half a second
+    assert quiet_calls(Turns(20), heartbeat_s=0.25) == [12]
+    assert quiet_calls(Turns(3)) == []
+
+
+def test_work_begins_the_quiet_time_anew() -> None:
+    class Interrupted(Turns):
+        def wait(self, timeout_s: float | None) -> bool:
+            super().wait(timeout_s)
+            if self.left != 7 or self.worker is None:
+                return False
+            self.worker.add(request("late", (97,), max_tokens=2))
+            return True
+
+    assert quiet_calls(Interrupted(11)) == [3]

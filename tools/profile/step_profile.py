@@ -18,7 +18,6 @@ from penstock.gpu_worker.messages import StepReport, frame, packed_updates
 from penstock.gpu_worker.model.build import build_model
 from penstock.gpu_worker.model.loading.loaded_model import LoadedModel
 from penstock.gpu_worker.model.runner import ModelRunner
-from penstock.gpu_worker.model.text.deferred_tokenizer import DeferredTokenizer
 from penstock.shared.errors import ConfigurationError
 from penstock.shared.protocol.request import Request
 from penstock.shared.protocol.sampling_options import SamplingOptions
@@ -74,8 +73,6 @@ def profile_steps(options: ProfileOptions, progress: Progress) -> Report:
             f"{served.config.max_model_len}"
         )
     loaded = runner.loaded
-    if isinstance(loaded.tokenizer, DeferredTokenizer):
-        loaded.tokenizer.load_rest()  # or its thread would be measured, too
     rates = measure_rates(loaded.dtype)
     steps = _run(options, served, runner, progress)
     decode = [step for step in steps if step[1] == options.sequences] or steps
