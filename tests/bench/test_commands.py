@@ -10,6 +10,10 @@ from typing import Any
 import pytest
 from bench.commands import bench
 
+from penstock.gpu_worker.model.checkpoints.checkpoint_quantizer import (
+    QuantizeOptions,
+    quantize_checkpoint,
+)
 from penstock.shared.policy_name import PolicyName
 from penstock.tools.bench.queue.client_process import ages_of, stamp
 
@@ -124,10 +128,12 @@ def test_engine() -> None:
 
 
 @pytest.mark.slow
-def test_engine_in_number_formats() -> None:
+def test_engine_in_number_formats(tmp_path: Path) -> None:
+    copy = tmp_path / "a-copy"
+    quantize_checkpoint("demo", copy, QuantizeOptions(method="fp8"), lambda *_: None)
     facts = report(
-        "engine", "--quantization", "int8,int4", "--batches", "1,2", "--tokens", "8", "--rounds",
-        "1", "--threads", "1", "--exactness",
+        "engine", "--quantization", "int8,int4", "--checkpoints", str(copy), "--batches", "1,2",
+        "--tokens", "8", "--rounds", "1", "--threads", "1", "--exactness",
     )  # fmt: skip
     figures = facts["figures"]
     assert figures["weights_mb_int4"] < figures["weights_mb_int8"] < figures["weights_mb_bfloat16"]
@@ -135,11 +141,12 @@ def test_engine_in_number_formats() -> None:
         full = figures[f"tokens_per_s_bfloat16_{name[-1]}"]
         assert math.isclose(figures[f"speedup_{name}"], figures[f"tokens_per_s_{name}"] / full)
         assert figures[f"read_floor_percent_{name}"] > 0
-    for name in ("int8", "int4"):
+    for name in ("int8", "int4", "a-copy"):
+        assert figures[f"speedup_{name}_1"] > 0
         assert figures[f"tokens_equal_percent_{name}"] > 99
         assert 0.9 < figures[f"perplexity_ratio_{name}"] < 1.1
     assert figures["tokens_as_full_percent_int4"] < figures["tokens_as_full_percent_int8"] <= 100
-    assert len(facts["notes"]) == 5
+    assert len(facts["notes"]) == 6
 
 
 def test_chunking(tmp_path: Path) -> None:
@@ -209,6 +216,7 @@ def test_prefix() -> None:
         (("engine", "--batches", "1,-1"), "--batches: got [1, -1]; allowed: 1 or more"),
         (("engine", "--quantization", "int8,q4"), "--quantization: got 'q4'; allowed"),
         (("engine", "--exactness"), "--exactness: it needs --quantization"),
+        (("engine", "--checkpoints", "a/x,b/x"), "--checkpoints: the name 'x' comes twice"),
     ],
 )
 def test_wrong_options_are_one_line_and_exit_code_2(arguments: tuple[str, ...], says: str) -> None:

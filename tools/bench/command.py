@@ -76,9 +76,9 @@ def _scheduler(options: SchedulerOptions, progress: Progress) -> Report:
 def _engine(options: EngineOptions, progress: Progress) -> Report:
     """A real model on this CPU: against transformers' generate, and through Redis.
 
-    With --quantization: its number formats against each other.
+    With --quantization or --checkpoints: its number formats against each other.
     """
-    if options.quantization:
+    if options.formats:
         from .formats.format_rates import bench_formats
 
         return bench_formats(options, progress)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from typer import Argument, Option
 
@@ -20,6 +20,7 @@ __all__ = [
     "EngineOptions",
     "GatewayOptions",
     "ModesOptions",
+    "NumberFormat",
     "PreemptionOptions",
     "PrefixOptions",
     "QueueOptions",
@@ -54,6 +55,24 @@ class SchedulerOptions(MeasurementOptions):
     steps: Annotated[int, Option(help="Steps in a round."), Range(1)] = 60
 
 
+class NumberFormat(NamedTuple):
+    """A model in one number format.
+
+    Attributes:
+        name: in figures.
+        model: the checkpoint.
+        quantization: as ``model.quantization`` has it; ``auto`` is the checkpoint's own.
+    """
+
+    name: str
+    model: str
+    quantization: str = "auto"
+
+
+def _names(text: str | None) -> tuple[str, ...]:
+    return tuple(text.split(",")) if text else ()
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions(MeasurementOptions):
     """Options of ``bench engine``."""
@@ -79,25 +98,47 @@ class EngineOptions(MeasurementOptions):
             show_default=False,
         ),
     ] = None
+    checkpoints: Annotated[
+        str | None,
+        Option(
+            metavar="PATHS",
+            help="Compare quantised copies of the model, too: directories or GGUF files.",
+            show_default=False,
+        ),
+    ] = None
     exactness: Annotated[
         bool,
-        Option("--exactness", help="With --quantization: compare tokens and perplexity, too."),
+        Option(
+            "--exactness",
+            help="With --quantization or --checkpoints: compare tokens and perplexity, too.",
+        ),
     ] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.exactness and not self.formats:
-            raise ConfigurationError("--exactness: it needs --quantization; give both, or neither")
-        for name in self.formats:
+            raise ConfigurationError(
+                "--exactness: it needs --quantization or --checkpoints; give one of them too"
+            )
+        for name in _names(self.quantization):
             if name not in _FORMATS:
                 raise ConfigurationError(
                     f"--quantization: got {name!r}; allowed, with commas: {', '.join(_FORMATS)}"
                 )
+        names = [each.name for each in self.formats]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ConfigurationError(
+                f"--checkpoints: the name {twice[0]!r} comes twice; allowed: paths whose last "
+                "parts differ, from each other and from the formats"
+            )
 
     @property
-    def formats(self) -> tuple[str, ...]:
+    def formats(self) -> tuple[NumberFormat, ...]:
         """The number formats to compare."""
-        return tuple(self.quantization.split(",")) if self.quantization else ()
+        return (
+            *(NumberFormat(name, self.model, name) for name in _names(self.quantization)),
+            *(NumberFormat(Path(path).name, path) for path in _names(self.checkpoints)),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

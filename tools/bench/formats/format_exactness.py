@@ -16,6 +16,7 @@ from ...verify.full_model import compare_with_full
 from ...verify.hf_reference import load_by_transformers
 from ...verify.inputs import gather_inputs, text_windows
 from ...verify.teacher_forcing import Passage, compare_logits
+from ..options import NumberFormat
 
 __all__ = ["format_exactness"]
 
@@ -23,12 +24,14 @@ _CONTEXT = 512
 _CHUNK = 96
 
 
-def format_exactness(model: str, name: str, progress: Progress) -> dict[str, Number]:
+def format_exactness(
+    model: str, number_format: NumberFormat, progress: Progress
+) -> dict[str, Number]:
     """Lead the model in one format along an excerpt of Python's reference, in float32.
 
     Args:
         model: the checkpoint, in full.
-        name: of the format, as ``model.quantization`` has it.
+        number_format: which is compared with it.
         progress: told the windows of text that are done.
 
     Returns:
@@ -40,7 +43,7 @@ def format_exactness(model: str, name: str, progress: Progress) -> dict[str, Num
     Raises:
         ModelError: the model cannot be loaded.
     """
-    path, recipe = find_checkpoint(model), Recipe(name)
+    path, recipe = find_checkpoint(number_format.model), Recipe(number_format.quantization)
     loaded = load_model(path, dtype="float32", device="cpu", recipe=recipe)
     try:
         inputs = gather_inputs(
@@ -53,12 +56,12 @@ def format_exactness(model: str, name: str, progress: Progress) -> dict[str, Num
             )
         ]
         reference = load_by_transformers(path, torch.float32, loaded.device, recipe)
-        progress(f"exactness of {name}", 0, 0)
+        progress(f"exactness of {number_format.name}", 0, 0)
         found = compare_logits(
             loaded, reference, None, windows, random.Random(0), longest_chunk=_CHUNK,
             progress=lambda _: None,
         )  # fmt: skip
-        against = compare_with_full(path, loaded, reference, windows, progress)
+        against = compare_with_full(find_checkpoint(model), loaded, reference, windows, progress)
     finally:
         loaded.close()
     return {

@@ -22,7 +22,7 @@ from ...profile.floors import measure_rates
 from ...report import Report
 from ...rounds import Machine, Progress, Rounds
 from ..engine.traces import requests_of, uniform_trace
-from ..options import EngineOptions
+from ..options import EngineOptions, NumberFormat
 from ..speculation.fixed_batch import Side, alternate
 from .format_exactness import format_exactness
 
@@ -34,7 +34,7 @@ _FULL = "bfloat16"
 
 
 def bench_formats(options: EngineOptions, progress: Progress = lambda *_: None) -> Report:
-    """Decode in bfloat16 and in each format of ``options.quantization``, some steps in turn.
+    """Decode in bfloat16 and in each of ``options.formats``, some steps in turn.
 
     A round is ``tokens`` output tokens of each sequence; prompts are read before it begins.
 
@@ -46,7 +46,8 @@ def bench_formats(options: EngineOptions, progress: Progress = lambda *_: None) 
     progress("loading", 0, 0)
     machine, rounds = Machine(), Rounds()
     try:
-        sides = {name: _Format(options, name) for name in (_FULL, *options.formats)}
+        compared = (NumberFormat(_FULL, options.model), *options.formats)
+        sides = {each.name: _Format(options, each) for each in compared}
         stages, done = options.rounds * len(options.batches), 0
         with calm_collector():
             for _ in range(options.rounds):
@@ -60,9 +61,9 @@ def bench_formats(options: EngineOptions, progress: Progress = lambda *_: None) 
         for name, side in sides.items():
             rounds.add(f"weights_mb_{name}", side.weight_bytes / 1e6)
             rounds.add(f"bytes_per_weight_{name}", side.weight_bytes / full)
-        for name in options.formats if options.exactness else ():
-            for figure, value in format_exactness(options.model, name, progress).items():
-                rounds.add(f"{figure}_{name}", value)
+        for each in options.formats if options.exactness else ():
+            for figure, value in format_exactness(options.model, each, progress).items():
+                rounds.add(f"{figure}_{each.name}", value)
         notes = (
             *(side.summary for side in sides.values()),
             f"{torch.get_num_threads()} CPU threads",
@@ -94,14 +95,14 @@ def _measure(
 class _Format:
     """The model in one number format, with an engine and KV of its own."""
 
-    def __init__(self, options: EngineOptions, name: str) -> None:
+    def __init__(self, options: EngineOptions, number_format: NumberFormat) -> None:
         served = build_model(
             load_settings(
                 {
-                    "model.path": options.model,
+                    "model.path": number_format.model,
                     "model.device": "cpu",
                     "model.dtype": _FULL,
-                    "model.quantization": "auto" if name == _FULL else name,
+                    "model.quantization": number_format.quantization,
                     "queue.model": "bench",
                     "engine.max_sequences": max(options.batches),
                     "engine.threads": options.threads or os.cpu_count(),
