@@ -65,11 +65,13 @@ static_assert(sizeof(Words) == WORD_REGISTER_BYTES, "the layout is that of the r
 
 struct FourBits {
   static constexpr int64_t BYTES = 64, SLICE_BYTES = 2 * COLUMNS;
+  static constexpr int32_t MIDDLE = 8;  // what weights have more than their values
   static Words load(const char* w, int number) { return nibbles(w, number); }
 };
 
 struct EightBits {
   static constexpr int64_t BYTES = 128, SLICE_BYTES = 4 * COLUMNS;
+  static constexpr int32_t MIDDLE = 0;
   static Words load(const char* w, int number) { return widened(w + number * COLUMNS); }
 };
 
@@ -83,6 +85,7 @@ constexpr int INTEGER_TILE_ROWS = 6;
 
 // Few rows: all slices in one pass, in registers of their own.
 constexpr int FEW = 2;
+constexpr int passes(int64_t rows) { return rows <= FEW ? 1 : SLICES; }
 
 // The sums of a slice's two registers, of the half of the panel that they hold, or one of them.
 inline Vec as_floats(const Words (&sum)[2], int half) {
@@ -94,10 +97,10 @@ inline Vec as_floats(const Words (&sum)[2], int half) {
 #endif
 }
 
-// TOGETHER slices from `first`.
+// TOGETHER slices from `first`. `totals` [ROWS][32] are of the piece of activations.
 template <class Weights, int ROWS, int TOGETHER>
-inline void add_slices(const Part& part, int64_t stride, int first, float* sums,
-                       const char* ahead) {
+inline void add_slices(const Part& part, int64_t stride, bool offsets, int first, float* totals,
+                       Fetch& fetch) {
   Words sum[ROWS][TOGETHER][2];
 #pragma GCC unroll 12
   for (int r = 0; r < ROWS; r++)
@@ -106,9 +109,10 @@ inline void add_slices(const Part& part, int64_t stride, int first, float* sums,
   // A pointer to every third row: the two after it are reached by scaled addressing.
   const char *a = part.input, *b = a + 3 * stride, *c = a + 6 * stride, *d = a + 9 * stride;
   const char* w = part.weights + first * Weights::SLICE_BYTES;
-  for (int64_t s = 0; s < part.steps; s++, w += Weights::BYTES, ahead += Weights::BYTES) {
-    prefetch(ahead);
-    if (Weights::BYTES > 64) prefetch(ahead + 64);
+  for (int64_t s = 0; s < part.steps; s++, w += Weights::BYTES) {
+    prefetch(fetch.from);
+    if (Weights::BYTES > 64) prefetch(fetch.from + fetch.second);
+    fetch.from += fetch.stride;
 #pragma GCC unroll 2
     for (int pair = 0; pair < 2; pair++) {
       Words weights[TOGETHER][2];
@@ -142,20 +146,32 @@ inline void add_slices(const Part& part, int64_t stride, int first, float* sums,
 #pragma GCC unroll 12
       for (int r = 0; r < ROWS; r++) {
         const char* const row = part.input + r * stride;
-        const uint32_t numbers = sum_of_numbers(part, row);
-        const auto rest = static_cast<int32_t>(static_cast<uint32_t>(part.middle) * numbers);
+        const auto numbers = static_cast<uint32_t>(sum_of_numbers(part, row));
+        const auto rest = static_cast<int32_t>(static_cast<uint32_t>(Weights::MIDDLE) * numbers);
         const Words whole[2] = {minus(sum[r][j][0], rest), minus(sum[r][j][1], rest)};
-        add_share(part, row, half, numbers, scale, as_floats(whole, h),
-                  sums + r * PANEL + half * LANES);
+        float* const at = totals + r * PANEL + half * LANES;
+        store(at, with_part(part, row, offsets, half, scale, as_floats(whole, h),
+                            part.begins_piece ? set1(0.f) : load(at)));
       }
     }
 }
 
 template <class Weights, int ROWS>
-void tile(const Part& part, int64_t stride, float* sums, const char* ahead) {
+void tile(Parts parts, const char* input, int64_t stride, int64_t, bool offsets, float* sums,
+          Ahead ahead) {
   constexpr int TOGETHER = ROWS <= FEW ? SLICES : 1;
-  for (int first = 0; first < SLICES; first += TOGETHER)
-    add_slices<Weights, ROWS, TOGETHER>(part, stride, first, sums, first ? part.weights : ahead);
+  Fetch fetch = ahead.fetch;
+  alignas(64) float totals[ROWS * PANEL];
+  while (parts.are_left()) {
+    const Part part = parts.next(input);
+    if (ahead.distance) fetch = ahead.of(part, Weights::BYTES);
+    for (int first = 0; first < SLICES; first += TOGETHER)
+      add_slices<Weights, ROWS, TOGETHER>(part, stride, offsets, first, totals, fetch);
+    if (!part.ends_piece) continue;
+    for (int r = 0; r < ROWS; r++)
+      for (int at = r * PANEL; at < (r + 1) * PANEL; at += LANES)
+        end_piece(part, part.input + r * stride, load(totals + at), sums + at);
+  }
 }
 
 }  // namespace
