@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal
 
 from typer import Argument, Option
 
 from penstock.shared.errors import ConfigurationError
 
 from ..measurement import MeasurementOptions, ModelFlag, PlotFlag, Range, RoundsFlag, ThreadsFlag
+from .formats.number_format import METHODS, NumberFormat, number_formats
 
 __all__ = [
     "BatcherOptions",
@@ -20,7 +21,6 @@ __all__ = [
     "EngineOptions",
     "GatewayOptions",
     "ModesOptions",
-    "NumberFormat",
     "PreemptionOptions",
     "PrefixOptions",
     "QueueOptions",
@@ -35,9 +35,6 @@ _Dtype = Annotated[
     Literal["auto", "float32", "bfloat16", "float16"],
     Option(help="float32, bfloat16, float16 or auto."),
 ]
-_FORMATS = ("int8", "int4", "nf4", "fp8")
-"""As the setting ``model.quantization`` has them."""
-
 _Slots = Annotated[int, Option(help="Sequences that run at the same time."), Range(1)]
 
 
@@ -53,24 +50,6 @@ class SchedulerOptions(MeasurementOptions):
     ] = (0, 10_000, 100_000)
     rounds: RoundsFlag = 5
     steps: Annotated[int, Option(help="Steps in a round."), Range(1)] = 60
-
-
-class NumberFormat(NamedTuple):
-    """A model in one number format.
-
-    Attributes:
-        name: in figures.
-        model: the checkpoint.
-        quantization: as ``model.quantization`` has it; ``auto`` is the checkpoint's own.
-    """
-
-    name: str
-    model: str
-    quantization: str = "auto"
-
-
-def _names(text: str | None) -> tuple[str, ...]:
-    return tuple(text.split(",")) if text else ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +73,7 @@ class EngineOptions(MeasurementOptions):
         str | None,
         Option(
             metavar="FORMATS",
-            help=f"Compare number formats with bfloat16 instead: of {', '.join(_FORMATS)}.",
+            help=f"Compare number formats with bfloat16 instead: of {', '.join(METHODS)}.",
             show_default=False,
         ),
     ] = None
@@ -108,37 +87,18 @@ class EngineOptions(MeasurementOptions):
     ] = None
     exactness: Annotated[
         bool,
-        Option(
-            "--exactness",
-            help="With --quantization or --checkpoints: compare tokens and perplexity, too.",
-        ),
+        Option("--exactness", help="Compare the formats' tokens and perplexity, too."),
     ] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.exactness and not self.formats:
-            raise ConfigurationError(
-                "--exactness: it needs --quantization or --checkpoints; give one of them too"
-            )
-        for name in _names(self.quantization):
-            if name not in _FORMATS:
-                raise ConfigurationError(
-                    f"--quantization: got {name!r}; allowed, with commas: {', '.join(_FORMATS)}"
-                )
-        names = [each.name for each in self.formats]
-        if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise ConfigurationError(
-                f"--checkpoints: the name {twice[0]!r} comes twice; allowed: paths whose last "
-                "parts differ, from each other and from the formats"
-            )
+        if not self.formats and self.exactness:
+            raise ConfigurationError("--exactness: it needs --quantization or --checkpoints, too")
 
     @property
     def formats(self) -> tuple[NumberFormat, ...]:
         """The number formats to compare."""
-        return (
-            *(NumberFormat(name, self.model, name) for name in _names(self.quantization)),
-            *(NumberFormat(Path(path).name, path) for path in _names(self.checkpoints)),
-        )
+        return number_formats(self.model, self.quantization, self.checkpoints)
 
 
 @dataclass(frozen=True, kw_only=True)

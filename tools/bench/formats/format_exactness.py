@@ -16,7 +16,7 @@ from ...verify.full_model import compare_with_full
 from ...verify.hf_reference import load_by_transformers
 from ...verify.inputs import gather_inputs, text_windows
 from ...verify.teacher_forcing import Passage, compare_logits
-from ..options import NumberFormat
+from .number_format import NumberFormat
 
 __all__ = ["format_exactness"]
 

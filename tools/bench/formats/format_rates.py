@@ -22,9 +22,10 @@ from ...profile.floors import measure_rates
 from ...report import Report
 from ...rounds import Machine, Progress, Rounds
 from ..engine.traces import requests_of, uniform_trace
-from ..options import EngineOptions, NumberFormat
+from ..options import EngineOptions
 from ..speculation.fixed_batch import Side, alternate
 from .format_exactness import format_exactness
+from .number_format import NumberFormat
 
 __all__ = ["bench_formats"]
 
