@@ -120,7 +120,7 @@ struct ItemRows {
   const int64_t words = layout.key_words(), dims = layout.value_row();
   const int64_t value_bytes = dims * Keys::VALUE_BYTES;
   const int64_t stride = padded_row(words * Keys::QUERY_BYTES);
-  const int64_t tiles = (rows + MOST_ROWS - 1) / MOST_ROWS;
+  const int64_t tiles = divided_up(rows, MOST_ROWS);
   const int64_t per_block = layout.groups();
   const int64_t end = step.positions[item.tile.row + item.tile.rows - 1] + 1;  // of the last row
 

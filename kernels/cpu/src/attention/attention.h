@@ -23,7 +23,7 @@ struct Attention {
   int64_t layer;
 
   int64_t heads_per_kv() const { return heads / kv_heads; }
-  int64_t value_row() const { return (value_dim + LANES - 1) / LANES * LANES; }
+  int64_t value_row() const { return rounded_up(value_dim, LANES); }
 };
 
 // Neighbouring rows of one sequence that are computed together.
@@ -45,7 +45,7 @@ struct PartialSums {
   static int64_t floats(int64_t rows, int64_t value_row) { return padded(rows) + rows * value_row; }
 
  private:
-  static int64_t padded(int64_t rows) { return (2 * rows + LANES - 1) / LANES * LANES; }
+  static int64_t padded(int64_t rows) { return rounded_up(2 * rows, LANES); }
 };
 
 // Where items leave the spans of rows that they share. The last one to end joins all of them.

@@ -20,11 +20,11 @@ struct KVLayout {
 
   int64_t element() const { return type == Type::INT8 ? 1 : type == Type::BF16 ? 2 : 4; }
   int64_t scale_bytes() const { return type == Type::INT8 ? GROUP * 2 : 0; }
-  int64_t groups() const { return (block_size + GROUP - 1) / GROUP; }
+  int64_t groups() const { return divided_up(block_size, GROUP); }
   // What one key has of: a float, two bf16 or a byte.
   int64_t key_words() const { return type == Type::BF16 ? (key_dim + 1) / 2 : key_dim; }
   int64_t key_word_bytes() const { return type == Type::INT8 ? 1 : 4; }
-  int64_t value_row() const { return (value_dim + LANES - 1) / LANES * LANES; }
+  int64_t value_row() const { return rounded_up(value_dim, LANES); }
   int64_t key_group_bytes() const {
     return key_words() * GROUP * key_word_bytes() + scale_bytes();
   }

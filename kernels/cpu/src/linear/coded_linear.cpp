@@ -118,7 +118,7 @@ void decode_piece(const CodeTables& tables, const char* weights, int64_t units, 
 template <class Unit>
 void multiply_decoded(const Matrix& matrix, const RowBlock& block, const char* input, Piece piece,
                       const char* next, float* sums) {
-  const int64_t tiles = (block.rows + MOST_ROWS - 1) / MOST_ROWS;
+  const int64_t tiles = divided_up(block.rows, MOST_ROWS);
   const float* const input_sums = piece.input_sums;
   for (int64_t t = 0; t < tiles; t++) {
     const int64_t row = block.rows * t / tiles, rows = block.rows * (t + 1) / tiles - row;
@@ -217,7 +217,7 @@ int64_t panels_together(const Matrix& matrix, int64_t rows) {
 
 int64_t input_pieces(const Matrix& matrix) {
   const int64_t inputs = matrix.group_units * unit_inputs(matrix.coding);
-  const int64_t each = (inputs + piece_inputs(matrix) - 1) / piece_inputs(matrix);
+  const int64_t each = divided_up(inputs, piece_inputs(matrix));
   return matrix.groups * each;
 }
 

@@ -106,7 +106,7 @@ Tile tile_of(int64_t rows) {
 // All rows with HALVES of a panel.
 template <class Step>
 void sum_halves(const Matrix& matrix, const RowBlock& block, const char* weights, float* sums) {
-  const int64_t tiles = (block.rows + TILE_ROWS - 1) / TILE_ROWS;
+  const int64_t tiles = divided_up(block.rows, TILE_ROWS);
   if (tiles == 1) {
     const int64_t products = LANES / WIDTH * Step::INPUTS * block.rows;
     const int64_t ahead = products <= FEW_PRODUCTS ? AHEAD_FEW_ROWS : AHEAD;
@@ -116,7 +116,7 @@ void sum_halves(const Matrix& matrix, const RowBlock& block, const char* weights
   }
   // A piece of them at a time for all tiles, each of which fetches its share of the next.
   const int64_t pieces = std::max<int64_t>(1, (matrix.steps + BLOCK_STEPS / 2) / BLOCK_STEPS);
-  const int64_t share = (TILE_BYTES + tiles - 1) / tiles;
+  const int64_t share = divided_up(TILE_BYTES, tiles);
   for (int64_t p = 0; p < pieces; p++) {
     const int64_t begin = matrix.steps * p / pieces, end = matrix.steps * (p + 1) / pieces;
     const char* next = weights + end * TILE_BYTES;
@@ -179,7 +179,7 @@ Matrix::Matrix(Arena& arena, int64_t outputs_, int64_t inputs_, Type type_, bool
                const Coding& coding_)
     : outputs(outputs_),
       inputs(inputs_),
-      panels(gated_ ? (outputs_ + LANES - 1) / LANES : (outputs_ + PANEL - 1) / PANEL),
+      panels(gated_ ? divided_up(outputs_, LANES) : divided_up(outputs_, PANEL)),
       type(type_),
       gated(gated_),
       coding(coding_),
@@ -194,9 +194,9 @@ Matrix::Matrix(Arena& arena, int64_t outputs_, int64_t inputs_, Type type_, bool
     const int64_t together = unit_inputs(coding);
     if (coding.group < 1 || (coding.group < inputs && coding.group % together))
       throw std::invalid_argument("the inputs of a group do not fill its units");
-    units = (inputs + together - 1) / together;
-    group_units = std::min(units, (coding.group + together - 1) / together);
-    groups = (units + group_units - 1) / group_units;
+    units = divided_up(inputs, together);
+    group_units = std::min(units, divided_up(coding.group, together));
+    groups = divided_up(units, group_units);
     header_bytes = PANEL * 4 * (coding.offsets ? 2 : 1);
     panel_bytes = groups * header_bytes + units * unit_bytes(coding);
   }

@@ -10,6 +10,8 @@
 #include <utility>
 #include <vector>
 
+#include "rounding.h"
+
 namespace penstock {
 
 class Memory {
@@ -81,7 +83,7 @@ class Arena {
 // Bytes from one row of a matrix to the next: an odd number of cache lines. Otherwise the same
 // column of many rows would fall into the same few sets of the cache.
 inline int64_t padded_row(int64_t bytes) {
-  const int64_t lines = (bytes + 63) / 64;
+  const int64_t lines = divided_up(bytes, 64);
   return 64 * (lines | 1);
 }
 

@@ -15,12 +15,12 @@
 #include <thread>
 #include <vector>
 
+#include "rounding.h"
+
 namespace penstock {
 
 // Items for each thread, so that one that the system interrupts leaves its share to the others.
 constexpr int64_t ITEMS_PER_THREAD = 4;
-
-constexpr int64_t divided_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 class Work {
  public:

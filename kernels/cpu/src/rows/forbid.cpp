@@ -12,7 +12,7 @@ class Forbidding final : public Work {
  public:
   explicit Forbidding(const Masking& masking) : masking_(masking) {}
   void compute(int, uint32_t item, int) override {
-    const int64_t columns = masking_.columns, words = (columns + BITS - 1) / BITS;
+    const int64_t columns = masking_.columns, words = divided_up(columns, BITS);
     const uint32_t* const mask = masking_.masks + item * masking_.words;
     float* const row = masking_.values + masking_.which[item] * masking_.stride;
     for (int64_t w = 0; w < words; w++) {

@@ -2,7 +2,6 @@
 
 #include "split_rows.h"
 #include "../tiles.h"
-#include "../../machine/pool.h"
 
 #if defined(PENSTOCK_BYTE_DOT)
 #include "byte_dot.h"

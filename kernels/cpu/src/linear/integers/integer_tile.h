@@ -45,13 +45,13 @@ class Parts {
     at_ = std::min(group_end_, (piece + 1) * SPLIT_PIECE);
     Part part;
     part.weights = weights_;
-    part.steps = (at_ - begin + 3) / 4;
+    part.steps = divided_up(at_ - begin, 4);
     part.header = header_;
     const int64_t from = begin * SPLIT_NUMBER_BYTES;
     part.input = input + from;
     part.scale_at = split_.scales_at() + 4 * piece - from;
     part.sum_at = split_.sums_at() + 4 * (begin / SPLIT_SUM) - from;
-    part.last_sum_at = split_.sums_at() + 4 * ((at_ + SPLIT_SUM - 1) / SPLIT_SUM) - from;
+    part.last_sum_at = split_.sums_at() + 4 * divided_up(at_, SPLIT_SUM) - from;
     part.begins_piece = begin % SPLIT_PIECE == 0;
     part.ends_piece = at_ % SPLIT_PIECE == 0 || at_ == split_.columns;
     part.first_piece = piece == 0;

@@ -9,6 +9,7 @@
 // that cannot overflow, numbers are not cut in two but words.
 #pragma once
 
+#include "../../machine/rounding.h"
 #include "../../machine/vec.h"
 
 namespace penstock {
@@ -34,11 +35,11 @@ constexpr int64_t SPLIT_NUMBER_BYTES = HAS_BYTE_DOT ? 1 : 2;
 struct SplitRow {
   int64_t columns;
 
-  constexpr int64_t low_at() const { return (columns + 63) / 64 * 64; }
+  constexpr int64_t low_at() const { return rounded_up(columns, 64); }
   constexpr int64_t scales_at() const { return 2 * low_at(); }
-  constexpr int64_t pieces() const { return (columns + SPLIT_PIECE - 1) / SPLIT_PIECE; }
-  constexpr int64_t sums_at() const { return scales_at() + (4 * pieces() + 63) / 64 * 64; }
-  constexpr int64_t bytes() const { return sums_at() + 4 * ((columns + SPLIT_SUM - 1) / SPLIT_SUM + 1); }
+  constexpr int64_t pieces() const { return divided_up(columns, SPLIT_PIECE); }
+  constexpr int64_t sums_at() const { return scales_at() + rounded_up(4 * pieces(), 64); }
+  constexpr int64_t bytes() const { return sums_at() + 4 * (divided_up(columns, SPLIT_SUM) + 1); }
 
   // Of floats, which have room for whole vectors. What is not finite makes the piece NaN.
   void fill(const float* x, char* row) const;
