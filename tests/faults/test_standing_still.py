@@ -70,8 +70,8 @@ STILL = {
     ),
     "the engine's step loop": (
         "gpu_worker/engine_process/worker.py",
-        "        if not self._orders.wait(self._heartbeat_s) and",
-        "        if not self._orders.wait(None) and",
+        "        if self._orders.wait(self._heartbeat_s):",
+        "        if self._orders.wait(None):",
     ),
 }
 """A loop's name, and what makes it stand still: it ends, it hangs, or it raises past all guards."""
