@@ -1,5 +1,7 @@
 #include "integer_linear.h"
 
+#include <algorithm>
+
 #include "split_rows.h"
 #include "../tiles.h"
 
@@ -17,36 +19,44 @@ namespace {
 
 using Tile = void (*)(Parts, const char*, int64_t, int64_t, bool, float*, Ahead);
 
-template <class Weights>
+template <class Weights, bool CARRIES>
 Tile tile_of(int64_t rows) {
-  static_assert(INTEGER_TILE_ROWS <= 12, "a case for each number of rows");
+  constexpr int most = INTEGER_TILE_ROWS<CARRIES>;
+  static_assert(most <= 12, "a case for each number of rows");
   switch (rows) {
 #define PENSTOCK_ROWS(n) \
   case n:                \
-    return tile<Weights, n <= INTEGER_TILE_ROWS ? n : 1>;
+    return tile<Weights, n <= most ? n : 1, CARRIES>;
     PENSTOCK_ROWS(1) PENSTOCK_ROWS(2) PENSTOCK_ROWS(3) PENSTOCK_ROWS(4) PENSTOCK_ROWS(5)
     PENSTOCK_ROWS(6) PENSTOCK_ROWS(7) PENSTOCK_ROWS(8) PENSTOCK_ROWS(9) PENSTOCK_ROWS(10)
     PENSTOCK_ROWS(11)
 #undef PENSTOCK_ROWS
-    default: return tile<Weights, INTEGER_TILE_ROWS>;
+    default: return tile<Weights, most, CARRIES>;
+  }
+}
+
+template <class Weights, bool CARRIES>
+void sum(const Matrix& matrix, const RowBlock& block, int64_t panel, float* sums) {
+  const int64_t tiles = divided_up(block.rows, INTEGER_TILE_ROWS<CARRIES>);
+  const Parts parts(matrix, matrix.panel(panel), Weights::BYTES);
+  const char* next = matrix.panel(panel + 1);
+  for (int64_t t = 0; t < tiles; t++) {
+    const int64_t row = block.rows * t / tiles, rows = block.rows * (t + 1) / tiles - row;
+    const int64_t steps = matrix.units * passes<CARRIES>(rows);
+    const int64_t share = divided_up(matrix.panel_bytes, steps * tiles);
+    // Units of eight bits fetch two lines: a share may be more than one, and none is to be left out.
+    const Ahead ahead{block.rows <= FEW<CARRIES> ? AHEAD_FEW_ROWS : 0, {next, 64, share}};
+    tile_of<Weights, CARRIES>(rows)(parts, block.input + row * block.input_stride,
+                                    block.input_stride, SplitRow{matrix.inputs}.low_at(),
+                                    matrix.coding.offsets, sums + row * PANEL, ahead);
+    next += steps * share;
   }
 }
 
 template <class Weights>
 void sum(const Matrix& matrix, const RowBlock& block, int64_t panel, float* sums) {
-  const int64_t tiles = divided_up(block.rows, INTEGER_TILE_ROWS);
-  const Parts parts(matrix, matrix.panel(panel), Weights::BYTES);
-  const char* next = matrix.panel(panel + 1);
-  for (int64_t t = 0; t < tiles; t++) {
-    const int64_t row = block.rows * t / tiles, rows = block.rows * (t + 1) / tiles - row;
-    const int64_t steps = matrix.units * passes(rows);
-    const int64_t share = divided_up(matrix.panel_bytes, steps * tiles);
-    const Ahead ahead{block.rows <= FEW ? AHEAD_FEW_ROWS : 0, {next, 0, share}};
-    tile_of<Weights>(rows)(parts, block.input + row * block.input_stride, block.input_stride,
-                           SplitRow{matrix.inputs}.low_at(), matrix.coding.offsets,
-                           sums + row * PANEL, ahead);
-    next += steps * share;
-  }
+  const bool carries = 4 * matrix.group_units < std::min(matrix.inputs, SPLIT_PIECE);
+  (carries ? sum<Weights, true> : sum<Weights, false>)(matrix, block, panel, sums);
 }
 
 }  // namespace

@@ -78,14 +78,19 @@ struct EightBits {
 // ---- tiles
 
 #if defined(__AVX512BW__)
+template <bool>
 constexpr int INTEGER_TILE_ROWS = 12;
 #else
+template <bool>
 constexpr int INTEGER_TILE_ROWS = 6;
 #endif
 
 // Few rows: all slices in one pass, in registers of their own.
+template <bool>
 constexpr int FEW = 2;
-constexpr int passes(int64_t rows) { return rows <= FEW ? 1 : SLICES; }
+
+template <bool>
+constexpr int passes(int64_t rows) { return rows <= FEW<false> ? 1 : SLICES; }
 
 // The sums of a slice's two registers, of the half of the panel that they hold, or one of them.
 inline Vec as_floats(const Words (&sum)[2], int half) {
@@ -156,10 +161,10 @@ inline void add_slices(const Part& part, int64_t stride, bool offsets, int first
     }
 }
 
-template <class Weights, int ROWS>
+template <class Weights, int ROWS, bool>
 void tile(Parts parts, const char* input, int64_t stride, int64_t, bool offsets, float* sums,
           Ahead ahead) {
-  constexpr int TOGETHER = ROWS <= FEW ? SLICES : 1;
+  constexpr int TOGETHER = ROWS <= FEW<false> ? SLICES : 1;
   Fetch fetch = ahead.fetch;
   alignas(64) float totals[ROWS * PANEL];
   while (parts.are_left()) {
