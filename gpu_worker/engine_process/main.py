@@ -219,7 +219,7 @@ def _serve(
         orders,
         step_log=steps,
         heartbeat_s=settings.worker.hang_timeout_s / _HEARTBEATS,
-        when_quiet=model.when_quiet,
+        when_quiet=model.load_rest,
     )
     inputs = InputProcessor(
         model.encode,

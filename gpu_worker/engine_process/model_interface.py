@@ -35,8 +35,9 @@ class ServingModel:
         summary: one line for the log.
         fingerprint: two models that may give different tokens have different ones.
         vocabulary: bytes of its tokens by id, for readers; empty if they are not known.
-        when_quiet: starts to load what only some requests need, which takes seconds of a core;
-            returns at once. They load it themselves where it was not called. None: all is loaded.
+        load_rest: starts to load what only some requests need, and returns at once; loading takes
+            seconds of a core. Requests that come before it load what they need. None: all is
+            loaded.
     """
 
     config: EngineConfig
@@ -50,4 +51,4 @@ class ServingModel:
     summary: str
     fingerprint: str
     vocabulary: tuple[bytes | None, ...] = ()
-    when_quiet: Callable[[], None] | None = None
+    load_rest: Callable[[], None] | None = None

@@ -37,7 +37,7 @@ _STATS_S = 0.1
 """How often all figures are reported while steps run: to collect them takes a while."""
 
 _QUIET_S = 2.0
-"""How long a worker has had nothing to do before it loads what only some requests need."""
+"""A worker that had nothing to do for so long may do something that holds up the next request."""
 
 _MOST_CONSECUTIVE_FAILURES = 8
 """After this many consecutive failures, blame the worker, not the requests."""
@@ -64,7 +64,7 @@ class Worker:
         clock: monotonic seconds.
         step_log: gets the work of each step and the seconds of its turn; None: no log.
         heartbeat_s: how often to report while idle, in seconds.
-        when_quiet: called once, when there was nothing to do for two seconds; must return at once.
+        when_quiet: called once, after two seconds without anything to do; must return at once.
     """
 
     def __init__(

@@ -137,7 +137,7 @@ def build_model(settings: Settings) -> ServingModel:
         summary=summary.replace("torch.", ""),
         fingerprint=_fingerprint(loaded),
         vocabulary=vocabulary,
-        when_quiet=(
+        load_rest=(
             functools.partial(_start_load_rest, loaded, constraints, chat_prompt)
             if opened.is_known
             else None

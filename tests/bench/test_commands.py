@@ -217,6 +217,7 @@ def test_prefix() -> None:
         (("engine", "--quantization", "int8,q4"), "--quantization: got 'q4'; allowed"),
         (("engine", "--exactness"), "--exactness: it needs --quantization"),
         (("engine", "--checkpoints", "a/x,b/x"), "--checkpoints: the name 'x' comes twice"),
+        (("engine", "--checkpoints", "a/bfloat16"), "the name 'bfloat16' comes twice"),
     ],
 )
 def test_wrong_options_are_one_line_and_exit_code_2(arguments: tuple[str, ...], says: str) -> None:

@@ -104,7 +104,7 @@ def values_of(dtype: torch.dtype, name: str) -> torch.dtype:
 SHAPES = [
     (1, 1, 1, 1), (1, 64, 32, 32), (1, 600, 130, 600), (2, 33, 31, 16), (5, 17, 65, 8),
     (12, 129, 48, 64), (13, 300, 40, 300), (64, 96, 96, 32), (70, 2, 7, 4), (500, 40, 33, 20),
-    (9, 1030, 70, 128),
+    (9, 1030, 70, 128), (13, 2500, 33, 1056), (12, 2500, 33, 1024),
 ]  # fmt: skip
 
 
@@ -203,11 +203,28 @@ def test_sums_of_whole_numbers_are_exact(name: str, kind: Codes, offsets: bool) 
     x = torch.randint(-16383, 16384, (13, inputs), generator=generator)
     x[:4], x[4, ::2], x[5, ::4], x[:, 0] = 16383, -16383, 16383, 16383
     x[1] = -16383
-    for rows in (*range(1, 8), 13):  # every size of tile of AVX2, and of others the largest
+    for rows in range(1, 14):  # every size of tile, and two tiles
         expected = (x[:rows] @ values.T).float()
         if offsets:
             expected = (expected.double() + x[:rows].sum(dim=1, keepdim=True)).float()
         assert torch.equal(product(name, torch.bfloat16, x[:rows].float(), weight), expected)
+
+
+@pytest.mark.skipif(
+    len(WITH_WHOLE_NUMBERS) < 2, reason="this CPU has one instruction set with them"
+)
+@pytest.mark.parametrize("offsets", [False, True])
+@pytest.mark.parametrize("kind", [Codes.INT4, Codes.INT8])
+def test_whole_numbers_give_the_same_bits_on_every_instruction_set(
+    kind: Codes, offsets: bool
+) -> None:
+    # Parts of pieces, pieces as parts, parts that end within a piece, and one part.
+    for rows, inputs, group in ((16, 1536, 64), (13, 2500, 1024), (13, 2500, 1056), (12, 576, 576)):
+        x = random(rows, inputs, dtype=torch.bfloat16).float()
+        weight = coded(kind, 40, inputs, group, offsets=offsets, seed=rows)
+        first, *others = (product(name, torch.bfloat16, x, weight) for name in WITH_WHOLE_NUMBERS)
+        for other in others:
+            assert torch.equal(other, first)
 
 
 def test_what_is_no_number_stays_with_its_row() -> None:

@@ -58,7 +58,7 @@ class Quiet:
 
 
 class Turns:
-    """Nothing comes for so many turns, each of which passes at once; then the worker ends."""
+    """Lets every wait time out at once, and stops the worker after a number of waits."""
 
     def __init__(self, turns: int) -> None:
         self.left = turns
@@ -281,22 +281,20 @@ def test_pools_are_shown_one_by_one() -> None:
     assert [shown("used", "full"), shown("used", "32")] == [0, 0]
 
 
-def quiet_calls(orders: Turns, *requests: EngineRequest, heartbeat_s: float = 0.5) -> list[int]:
-    """At which turns, counted from the end, the worker of these orders loads what it put off."""
+def quiet_calls(orders: Turns, *, heartbeat_s: float = 0.5) -> list[int]:
+    """Run a worker until its orders stop it; how many waits were left at each ``when_quiet``."""
     calls: list[int] = []
     worker = Worker(
         make_engine(), PoisonedRunner(ValueError("bad")), Heard(), orders,
         heartbeat_s=heartbeat_s, when_quiet=lambda: calls.append(orders.left),
     )  # fmt: skip
     orders.worker = worker
-    for each in requests:
-        worker.add(each)
     worker.run()
     assert worker.failure is None
     return calls
 
 
-def test_what_was_put_off_is_loaded_once_after_two_quiet_seconds() -> None:
+def test_it_is_told_once_that_two_seconds_were_quiet() -> None:
     assert quiet_calls(Turns(10)) == [6]  # the fourth turn of half a second
     assert quiet_calls(Turns(20), heartbeat_s=0.25) == [12]
     assert quiet_calls(Turns(3)) == []

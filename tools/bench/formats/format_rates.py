@@ -25,13 +25,12 @@ from ..engine.traces import requests_of, uniform_trace
 from ..options import EngineOptions
 from ..speculation.fixed_batch import Side, alternate
 from .format_exactness import format_exactness
-from .number_format import NumberFormat
+from .number_format import FULL, NumberFormat
 
 __all__ = ["bench_formats"]
 
 _PROMPT = 32
 _WARM_UP_TOKENS = 8
-_FULL = "bfloat16"
 
 
 def bench_formats(options: EngineOptions, progress: Progress = lambda *_: None) -> Report:
@@ -47,7 +46,7 @@ def bench_formats(options: EngineOptions, progress: Progress = lambda *_: None) 
     progress("loading", 0, 0)
     machine, rounds = Machine(), Rounds()
     try:
-        compared = (NumberFormat(_FULL, options.model), *options.formats)
+        compared = (NumberFormat(FULL, options.model), *options.formats)
         sides = {each.name: _Format(options, each) for each in compared}
         stages, done = options.rounds * len(options.batches), 0
         with calm_collector():
@@ -58,7 +57,7 @@ def bench_formats(options: EngineOptions, progress: Progress = lambda *_: None) 
                     _measure(options, sides, batch, rounds, bytes_per_s)
                     done += 1
                     progress(f"batch of {batch}", done, stages)
-        full = sides[_FULL].weight_bytes / torch.bfloat16.itemsize
+        full = sides[FULL].weight_bytes / torch.bfloat16.itemsize
         for name, side in sides.items():
             rounds.add(f"weights_mb_{name}", side.weight_bytes / 1e6)
             rounds.add(f"bytes_per_weight_{name}", side.weight_bytes / full)
@@ -84,10 +83,10 @@ def _measure(
     for side in sides.values():
         side.begin(batch, options.tokens)
     alternate([side.side for side in sides.values()], batch * options.tokens)
-    full = sides[_FULL].side.rate
+    full = sides[FULL].side.rate
     for name, side in sides.items():
         rounds.add(f"tokens_per_s_{name}_{batch}", side.side.rate)
-        if name != _FULL:
+        if name != FULL:
             rounds.add(f"speedup_{name}_{batch}", side.side.rate / full)
         floor_s = side.weight_bytes / bytes_per_s
         rounds.add(f"read_floor_percent_{name}_{batch}", 100 * floor_s * side.side.rate / batch)
@@ -102,7 +101,7 @@ class _Format:
                 {
                     "model.path": number_format.model,
                     "model.device": "cpu",
-                    "model.dtype": _FULL,
+                    "model.dtype": FULL,
                     "model.quantization": number_format.quantization,
                     "queue.model": "bench",
                     "engine.max_sequences": max(options.batches),

@@ -7,7 +7,10 @@ from typing import NamedTuple
 
 from penstock.shared.errors import ConfigurationError
 
-__all__ = ["METHODS", "NumberFormat", "number_formats"]
+__all__ = ["FULL", "METHODS", "NumberFormat", "number_formats"]
+
+FULL = "bfloat16"
+"""The name of what all formats are compared with."""
 
 METHODS = ("int8", "int4", "nf4", "fp8")
 """As the setting ``model.quantization`` has them."""
@@ -38,7 +41,8 @@ def number_formats(
         checkpoints: paths of copies, with commas between. The last part of each is its name.
 
     Raises:
-        ConfigurationError: a format is not served, or two have the same name.
+        ConfigurationError: a format is not served, or two have the same name, :data:`FULL` among
+            them.
     """
     methods, paths = (text.split(",") if text else [] for text in (quantization, checkpoints))
     for name in methods:
@@ -50,11 +54,11 @@ def number_formats(
         *(NumberFormat(name, model, name) for name in methods),
         *(NumberFormat(Path(path).name, path) for path in paths),
     )
-    names = [each.name for each in formats]
+    names = [FULL, *(each.name for each in formats)]
     for name in names:
         if names.count(name) > 1:
             raise ConfigurationError(
                 f"--checkpoints: the name {name!r} comes twice; allowed: paths whose last parts "
-                "differ, from each other and from the formats"
+                f"differ, from each other, from the formats and from {FULL}"
             )
     return formats

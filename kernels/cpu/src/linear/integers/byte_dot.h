@@ -33,6 +33,7 @@ struct EightBits {
 
 // Rows of a tile: sums of products take two registers of each. So do a piece's totals, where it has
 // several parts and the tile CARRIES them from one to the next.
+constexpr bool CAN_CARRY = true;
 template <bool CARRIES>
 constexpr int INTEGER_TILE_ROWS = CARRIES ? 6 : 12;
 

@@ -1,7 +1,5 @@
 #include "integer_linear.h"
 
-#include <algorithm>
-
 #include "split_rows.h"
 #include "../tiles.h"
 
@@ -55,8 +53,10 @@ void sum(const Matrix& matrix, const RowBlock& block, int64_t panel, float* sums
 
 template <class Weights>
 void sum(const Matrix& matrix, const RowBlock& block, int64_t panel, float* sums) {
-  const bool carries = 4 * matrix.group_units < std::min(matrix.inputs, SPLIT_PIECE);
-  (carries ? sum<Weights, true> : sum<Weights, false>)(matrix, block, panel, sums);
+  const int64_t group = 4 * matrix.group_units;
+  const bool has_whole_pieces = group >= matrix.inputs || group % SPLIT_PIECE == 0;
+  (CAN_CARRY && !has_whole_pieces ? sum<Weights, CAN_CARRY> : sum<Weights, false>)(
+      matrix, block, panel, sums);
 }
 
 }  // namespace

@@ -73,8 +73,9 @@ struct Ahead {
   Fetch fetch;
 
   Fetch of(const Part& part, int64_t unit_bytes) const {
-    // Of a group's later parts, which are few, the first lines are fetched twice.
-    for (int64_t i = 0; i < PANEL * 4; i += 64) prefetch(part.header + distance + i);
+    // Later parts of a group, which are few, fetch its header once more.
+    const int64_t header = std::min<int64_t>(part.weights - part.header, 2 * PANEL * 4);
+    for (int64_t i = 0; i < header; i += 64) prefetch(part.header + distance + i);
     return {part.weights + distance, unit_bytes / 2, unit_bytes};
   }
 };

@@ -77,6 +77,8 @@ struct EightBits {
 
 // ---- tiles
 
+constexpr bool CAN_CARRY = false;  // totals are in memory
+
 #if defined(__AVX512BW__)
 template <bool>
 constexpr int INTEGER_TILE_ROWS = 12;
