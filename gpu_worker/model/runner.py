@@ -13,19 +13,19 @@ import torch
 from torch import Tensor
 
 from penstock.shared.errors import IntegrityError
-from penstock.shared.protocol.events import TokenLogprobs
 from penstock.shared.protocol.states import Reason
 
 from ..engine.output.step_output import StepOutput, StepTiming
 from ..engine.plan import Plan, Span
 from ..engine.requests.engine_request import Finish
 from ..engine.sequence import Sequence
-from .drafting.acceptance import agreed
 from .drafting.draft_fallback import DraftFallback
 from .drafting.draft_rows import DraftRows, SampledRow
 from .drafting.drafters import Drafter, Proposal
+from .drafting.span_results import candidates_of_sequences, reports_of_spans, tokens_of_spans
 from .drafting.verifier import Verifier
-from .forward.batch import Rows, SequenceChunk, decode_chunks, pack
+from .forward.batch import PackedStep, Rows, SequenceChunk, decode_chunks, pack
+from .forward.decode_batch import DecodeBatch
 from .kv.kv_pool import KVPool
 from .kv.memory_budget import release_unused
 from .kv.swap_pool import SwapPool
@@ -40,9 +40,6 @@ if TYPE_CHECKING:
 __all__ = ["ModelRunner"]
 
 log = logging.getLogger(__name__)
-
-Candidates = tuple[tuple[int, float], ...]
-"""The most likely next tokens of a beam, with the logarithms of their probabilities."""
 
 _NO_DISTRIBUTION = Finish(
     Reason.ENGINE_ERROR, "the model's logits for the next token are no numbers (NaN or infinite)"
@@ -81,6 +78,7 @@ class ModelRunner:
         self._sampler = Sampler(loaded.row_operations) if sampler is None else sampler
         self._verifier = Verifier(self._sampler, loaded.eos_token_ids, rejection=rejection)
         self._masks = MaskMaker() if masks is None else masks
+        self._decodes = DecodeBatch(pool)
         self._batch: SamplingBatch | None = None
 
     @torch.inference_mode()
@@ -103,8 +101,10 @@ class ModelRunner:
         sampling = [span.sequence for span in plan.spans if span.samples]
         proposals, draft_seconds = self._propose(plan)
         drafts = {sequence: of.token_ids for sequence, of in proposals.items()}
-        asked = self._masks.begin(sampling, [drafts.get(s, ()) for s in sampling])
-        logits = self._forward([_chunk(span, drafts.get(span.sequence, ())) for span in plan.spans])
+        asked = self._masks.begin(
+            sampling, [drafts.get(s, ()) for s in sampling] if drafts else None
+        )
+        logits = self.loaded.forward(self._pack(plan, drafts), self.pool)
         times = began, draft_seconds
         prompts = PromptRows.of(plan.spans, drafts, self.loaded.device)
         if prompts is None:
@@ -164,20 +164,12 @@ class ModelRunner:
         candidates = self._sampler.candidates(logits, self._batch)
         # The step's one wait for the device: everything before only queues work on it.
         sampled = chosen.tolist()
-        begin, begins, token_ids = 0, [], []
-        for span in plan.spans:
-            begins.append(begin)
-            if span.samples:
-                proposed = drafts.get(span.sequence, ())
-                token_ids.append(agreed(proposed, sampled[begin : begin + len(proposed) + 1]))
-                begin += len(proposed) + 1
-            else:
-                token_ids.append(())
+        token_ids = tokens_of_spans(plan, sampled, drafts)
         output = StepOutput(
-            tuple(token_ids),
+            token_ids,
             {},
-            {} if report is None else _reported(plan, report.by_row(), begins, token_ids),
-            {} if candidates is None else _of_sequences(rows, candidates.by_row()),
+            {} if report is None else reports_of_spans(plan, report.by_row(), drafts, token_ids),
+            {} if candidates is None else candidates_of_sequences(rows, candidates.by_row()),
             swap_s=self._swap_seconds(),
             draft_failed=self._drafter is not None and self._drafter.take_failed(),
             drafted={
@@ -278,6 +270,19 @@ class ModelRunner:
         step = pack(chunks, self.pool)
         return self.loaded.forward(step, self.pool)
 
+    def _pack(self, plan: Plan, drafts: Mapping[Sequence, tuple[int, ...]]) -> PackedStep:
+        spans = plan.spans
+        if drafts or not all(map(_is_decode, spans)):
+            chunks = [_chunk(span, drafts.get(span.sequence, ())) for span in spans]
+            return pack(chunks, self.pool)
+        sequences = [span.sequence for span in spans]
+        positions = [span.start for span in spans]
+        return self._decodes.pack(
+            [s.token_ids[place] for s, place in zip(sequences, positions, strict=True)],
+            positions,
+            [sequence.block_tables for sequence in sequences],
+        )
+
 
 def _may_draft(sequence: Sequence) -> bool:
     """Whether masks can be made for drafts, also in a step that is run again since it raised."""
@@ -297,29 +302,6 @@ def _cut(sequence: Sequence, proposal: Proposal) -> Proposal:
     return Proposal(
         drafts[: constraint.num_allowed(sequence.token_ids, sequence.num_prompt_tokens, drafts)]
     )
-
-
-def _reported(
-    plan: Plan,
-    by_row: Mapping[int, TokenLogprobs],
-    begins: Seq[int],
-    token_ids: Seq[tuple[int, ...]],
-) -> dict[Sequence, tuple[TokenLogprobs, ...]]:
-    """The reports of the tokens that were taken; ``begins`` has the first row of each span."""
-    return {
-        span.sequence: tuple(by_row[begin + offset] for offset in range(len(ids)))
-        for span, begin, ids in zip(plan.spans, begins, token_ids, strict=True)
-        if ids and begin in by_row
-    }
-
-
-def _of_sequences(
-    rows: Seq[SampledRow], by_row: Mapping[int, Candidates]
-) -> dict[Sequence, Candidates]:
-    """What was found for rows of sequences without drafts, by sequence."""
-    return {
-        row: by_row[i] for i, row in enumerate(rows) if i in by_row and isinstance(row, Sequence)
-    }
 
 
 def _unmoved(plan: Plan, error: Exception) -> StepOutput:
@@ -356,6 +338,11 @@ def _set_apart(plan: Plan, output: StepOutput, masks: Masks) -> StepOutput:
     return replace(
         output, token_ids=tuple(token_ids), failures=failures, deferred=frozenset(deferred)
     )
+
+
+def _is_decode(span: Span) -> bool:
+    """Whether it computes one token, whose logits alone are wanted."""
+    return span.num_tokens == 1 and span.samples and span.sequence.num_prompt_logprobs is None
 
 
 def _chunk(span: Span, drafts: tuple[int, ...]) -> SequenceChunk:

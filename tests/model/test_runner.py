@@ -135,14 +135,14 @@ def test_logits_that_are_no_numbers_fail_their_span_alone(
 ) -> None:
     sequences = [make_sequence(seed, 4, [seed]) for seed in range(3)]
     expected = runner.run(Plan(tuple(whole(sequence) for sequence in sequences)))
-    real = runner._forward
+    real = runner.loaded.forward
 
-    def poisoned(chunks: Any) -> torch.Tensor:
-        logits = real(chunks)
+    def poisoned(step: PackedStep, pool: KVPool) -> torch.Tensor:
+        logits = real(step, pool).clone()
         logits[1] = torch.nan
         return logits
 
-    monkeypatch.setattr(runner, "_forward", poisoned)
+    monkeypatch.setattr(runner.loaded, "forward", poisoned)
     output = runner.run(Plan(tuple(whole(sequence) for sequence in sequences)))
     assert output.token_ids == (expected.token_ids[0], (), expected.token_ids[2])
     assert {i: finish.reason for i, finish in output.failures.items()} == {1: Reason.ENGINE_ERROR}
@@ -243,18 +243,21 @@ def test_shorter_chunks_for_want_of_memory_give_the_same(
     answers, lengths = [], []
     for most in (1000, 20):
         bench = Bench(loaded(model_type))
-        forward = bench.runner._forward
+        forward = bench.runner.loaded.forward
 
-        def bounded(chunks: Any, most: int = most, forward: Any = forward) -> torch.Tensor:
-            tokens = sum(len(chunk.token_ids) for chunk in chunks)
+        def bounded(
+            step: PackedStep, pool: KVPool, most: int = most, forward: Any = forward
+        ) -> torch.Tensor:
+            tokens = step.input_ids.shape[1]
             if tokens > most:
                 raise torch.OutOfMemoryError("CUDA out of memory")
             lengths.append(tokens)
-            return forward(chunks)
+            return forward(step, pool)
 
-        monkeypatch.setattr(bench.runner, "_forward", bounded)
-        bench.add("r", PROMPT, seed=1, max_tokens=12, **ASKED[asked])
-        answers.append(bench.run()["r"])
+        with monkeypatch.context() as patch:
+            patch.setattr(bench.runner.loaded, "forward", bounded)
+            bench.add("r", PROMPT, seed=1, max_tokens=12, **ASKED[asked])
+            answers.append(bench.run()["r"])
     assert answers[0].finish == answers[1].finish
     assert answers[0].token_ids == answers[1].token_ids
     assert max(lengths) == 64

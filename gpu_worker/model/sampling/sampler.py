@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
+from operator import is_
 from typing import Protocol
 
 import torch
@@ -131,6 +132,8 @@ class SamplingBatch:
         """
         device = torch.device(device)
         if previous is not None and previous.is_of(sequences, device):
+            if not previous.samplers and previous.processed is None:
+                return previous  # nothing is drawn
             samplers, processed, reported = previous.samplers, previous.processed, previous.reported
             beams = previous.beams
             if processed is not None:
@@ -149,7 +152,7 @@ class SamplingBatch:
         return (
             len(sequences) == len(self.sequences)
             and device == self.device
-            and all(a is b for a, b in zip(sequences, self.sequences, strict=True))
+            and all(map(is_, sequences, self.sequences))
         )
 
 
