@@ -68,7 +68,10 @@ def run(
     rows: Sequence[int] | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """Logits ``[rows, width]`` of one step; None: of all rows."""
+    """Logits ``[rows, width]`` of one step; None: of all rows.
+
+    The largest of each row, found while they are computed, are those that are found afterwards.
+    """
     batch = RaggedBatch.from_lists(
         [len(span.tokens) for span in spans],
         [span.start + len(span.tokens) for span in spans],
@@ -80,7 +83,12 @@ def run(
     wanted = torch.arange(len(tokens)) if rows is None else torch.tensor(rows, dtype=torch.int64)
     logits = torch.full((len(wanted), width), torch.nan)
     cache = program.bind(caches, [0] * len(caches))
-    program.run(threads, tokens, wanted, [batch], cache, logits)
+    largest = torch.empty(len(wanted)), torch.empty(len(wanted), dtype=torch.int64)
+    program.run(threads, tokens, wanted, [batch], cache, logits, largest)
+    values, places = threads.largest(logits)
+    assert torch.equal(largest[0].nan_to_num(), values.nan_to_num())
+    assert torch.equal(largest[0].isnan(), values.isnan())
+    assert torch.equal(largest[1], places)
     return logits
 
 

@@ -120,7 +120,8 @@ class StepInput(ctypes.Structure):
         ("layers", c_int64), ("block_size", c_int64), ("tokens", c_void_p),
         ("positions", c_void_p), ("query_starts", c_void_p), ("context_lens", c_void_p),
         ("output_rows", c_void_p), ("kv", POINTER(KVKind)), ("layer_kinds", c_void_p),
-        ("keys", c_void_p), ("values", c_void_p), ("logits", c_void_p),
+        ("keys", c_void_p), ("values", c_void_p), ("logits", c_void_p), ("largest", c_void_p),
+        ("places", c_void_p),
     ]  # fmt: skip
 
 

@@ -318,16 +318,19 @@ class NativeProgram:
         batches: Sequence[RaggedBatch],
         cache: Cache,
         logits: Tensor,
+        largest: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         """Compute one step: store its keys and values, and the logits of the wanted rows.
 
         Args:
             pool: the threads.
-            tokens: int64 ``[T]``.
-            output_rows: int64 ``[R]``, whose logits are wanted; may be empty.
+            tokens: ``T`` int64, contiguous, in any shape.
+            output_rows: int64, of which the first ``R`` are the tokens whose logits are wanted.
             batches: one for each KV kind: the same tokens, with that kind's tables.
             cache: where keys and values are.
             logits: float32 ``[R, vocabulary]``, contiguous: written.
+            largest: float32 ``[R]`` and int64 ``[R]``: of each row of logits the largest value and
+                its first place, as :meth:`ThreadPool.largest` finds them, are written; or None.
 
         Raises:
             ValueError: the step asks for a token, position or block that there is not.
@@ -341,12 +344,13 @@ class NativeProgram:
             kind.table_width = batch.host_block_tables.shape[1]
             kind.num_blocks = num_blocks
         step = StepInput(
-            tokens.shape[0], first.num_sequences, output_rows.shape[0], len(cache.num_blocks),
+            first.num_tokens, first.num_sequences, logits.shape[0], len(cache.num_blocks),
             len(cache.layers), first.block_size, tokens.data_ptr(),
             first.host_positions.data_ptr(), first.query_starts.data_ptr(),
             first.context_lens.data_ptr(), output_rows.data_ptr(), kinds,
             ctypes.addressof(cache.kinds), ctypes.addressof(cache.keys),
             ctypes.addressof(cache.values), logits.data_ptr(),
+            *(tensor.data_ptr() for tensor in largest or ()),
         )  # fmt: skip
         if self._library.run(self._handle, pool.handle, step, self._error) < 0:
             raise ValueError(self._error.text.decode())

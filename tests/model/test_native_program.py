@@ -108,6 +108,22 @@ def _reported(answer: Any) -> list[Any]:
     return [entry for update in answer.updates for entry in update.logprobs or ()]
 
 
+def test_largest_logits_are_known_from_the_step_and_given_once(loaded: Loaded) -> None:
+    model = loaded("llama")
+    assert model.native is not None
+    pool = KVPool(model.geometry, 40, 16, model.device, model.dtype)
+    chunk = SequenceChunk(IDS, 0, [[5, 2, 9]], Rows.ALL)
+    logits = model.forward(pack([chunk], pool), pool)
+    expected = logits.max(dim=-1)
+    values, places = model.native.largest(logits)
+    assert torch.equal(values, expected.values)
+    assert torch.equal(places, expected.indices)
+    places.fill_(-1)  # as a caller may do
+    assert torch.equal(model.native.largest(logits)[1], expected.indices)
+    model.forward(pack([chunk], pool), pool)
+    assert torch.equal(model.native.largest(-logits)[1], (-logits).max(dim=-1).indices)
+
+
 def test_a_pool_that_is_dropped_is_gone(loaded: Loaded) -> None:
     model = loaded("llama")
     pool = KVPool(model.geometry, 4, 16, model.device, model.dtype)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -71,6 +71,14 @@ class NativeRuntime:
         return self._pool
 
 
+class _StepLogits(NamedTuple):
+    """The logits of a step, as long as somebody has them, and the largest of each row."""
+
+    logits: weakref.ref[Tensor]
+    values: Tensor
+    places: Tensor
+
+
 class NativeDecoder:
     """Runs packed steps; its KV pool has the layout ``KVLayout.GROUPS``, or ``GROUPS_INT8``.
 
@@ -99,6 +107,7 @@ class NativeDecoder:
         self._vocab_size = vocab_size
         # Weak, so that a pool that its owner drops is gone.
         self._caches: weakref.WeakKeyDictionary[KVPool, Cache] = weakref.WeakKeyDictionary()
+        self._latest: _StepLogits | None = None
 
     @classmethod
     def of(
@@ -177,22 +186,31 @@ class NativeDecoder:
         Returns:
             The logits of the wanted rows, float32 ``[num_rows, vocab]``.
         """
-        logits = torch.empty(step.num_rows, self._vocab_size)
+        count = step.num_rows
+        logits = torch.empty(count, self._vocab_size)
+        values, places = torch.empty(count), torch.empty(count, dtype=torch.int64)
         self.program.run(
             self.runtime.threads,
-            step.input_ids[0],
-            step.rows[: step.num_rows],
+            step.input_ids,
+            step.rows,
             step.batches,
             self._cache(pool),
             logits,
+            (values, places),
         )
+        self._latest = _StepLogits(weakref.ref(logits), values, places)
         return logits
 
     def largest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """As :func:`..sampling.gumbel_sampling.largest`, by the step's threads.
 
-        Torch has threads of its own, and while both kinds look for work they share the cores.
+        Torch has threads of its own, and while both kinds look for work they share the cores. The
+        largest logits of the last step were found while they were computed. They are given once, as
+        callers may change them; nobody changes logits in place.
         """
+        latest, self._latest = self._latest, None
+        if latest is not None and latest.logits() is logits:
+            return latest.values, latest.places
         threads = self.runtime.threads
         return threads.largest(logits) if _are_rows(logits) else TorchRows().largest(logits)
 

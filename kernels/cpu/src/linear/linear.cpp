@@ -204,7 +204,7 @@ Matrix::Matrix(Arena& arena, int64_t outputs_, int64_t inputs_, Type type_, bool
 }
 
 void Matrix::fill(const void* source, Type source_type, int64_t first, int64_t count, int part) {
-  const int64_t wide = gated ? LANES : PANEL;
+  const int64_t wide = panel_outputs();
   for (int64_t n = 0; n < count; n++) {
     const int64_t output = first + n, lane = output % wide + part * LANES;
     const int64_t half = HALVES_APART ? steps * TILE_BYTES : STEP_BYTES / 2;
@@ -227,7 +227,7 @@ void Matrix::fill(const void* source, Type source_type, int64_t first, int64_t c
 
 void Matrix::fill(const uint8_t* codes, const float* scales, const float* offsets, int64_t first,
                   int64_t count, int part) {
-  const int64_t wide = gated ? LANES : PANEL, together = unit_inputs(coding);
+  const int64_t wide = panel_outputs(), together = unit_inputs(coding);
   for (int64_t n = 0; n < count; n++) {
     const int64_t output = first + n, lane = output % wide + part * LANES;
     char* const panel = weights + (output / wide) * panel_bytes;

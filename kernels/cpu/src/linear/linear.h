@@ -39,6 +39,7 @@ struct Matrix {
             int64_t count, int part);
   bool is_coded() const { return coding.codes != Codes::NONE; }
   const char* panel(int64_t index) const { return weights + index * panel_bytes; }
+  int64_t panel_outputs() const { return gated ? LANES : PANEL; }
 
   int64_t outputs;  // of a gated matrix: after gating
   int64_t inputs;

@@ -154,6 +154,7 @@ void Program::check(const StepInput& s) const {
   require(s.block_size > 0, "a block holds at least one token");
   require(s.layers >= layers_, "the cache has fewer layers than the program");
   require(s.outputs == 0 || logit_columns_ == 0 || s.logits, "no memory for the logits");
+  require(!s.largest == !s.places, "the largest logits have no places, or no values");
   for (int64_t r = 0; r < s.rows; r++) {
     require(s.tokens[r] >= 0 && (vocabulary_ == 0 || s.tokens[r] < vocabulary_),
             "a token id is outside the vocabulary");
@@ -243,6 +244,8 @@ uint32_t Program::cut(const Op& op, int threads, Cut& cut) {
     cut.panels_per_item = std::max(panels_together(m, cut.rows),
                                    m.panels / (2 * ITEMS_PER_THREAD * threads));
     cut.items_per_block = divided_up(m.panels, cut.panels_per_item);
+    if (l->output == LOGITS && step_.largest)
+      largest_.resize(static_cast<size_t>(cut.rows * cut.items_per_block));
     return static_cast<uint32_t>(divided_up(cut.rows, cut.rows_per_item) * cut.items_per_block);
   }
   if (const auto* a = std::get_if<AttendOp>(&op))
@@ -277,8 +280,33 @@ void Program::compute(int stage, uint32_t index, int thread) {
 
 void Program::completed(int stage) {
   const int64_t now = nanoseconds();
-  times_[ops_[static_cast<size_t>(stage)].index()] += now - last_time_;
+  const auto s = static_cast<size_t>(stage);
+  times_[ops_[s].index()] += now - last_time_;
   last_time_ = now;
+  const auto* linear = std::get_if<LinearOp>(&ops_[s]);
+  if (linear && linear->output == LOGITS && step_.largest) join_largest(cuts_[s]);
+}
+
+void Program::find_largest(const Matrix& matrix, const Cut& cut, int64_t index) {
+  const int64_t part = index % cut.items_per_block;
+  const int64_t first = index / cut.items_per_block * cut.rows_per_item;
+  const int64_t columns = cut.panels_per_item * matrix.panel_outputs();
+  const int64_t begin = part * columns, end = std::min(logit_columns_, begin + columns);
+  for (int64_t r = first; r < std::min(cut.rows, first + cut.rows_per_item); r++) {
+    const Largest found = largest_of(step_.logits + r * logit_columns_ + begin, end - begin);
+    largest_[static_cast<size_t>(r * cut.items_per_block + part)] = {found.value, begin + found.place};
+  }
+}
+
+void Program::join_largest(const Cut& cut) {
+  for (int64_t r = 0; r < cut.rows; r++) {
+    const Largest* parts = largest_.data() + r * cut.items_per_block;
+    Largest found = parts[0];
+    for (int64_t i = 1; i < cut.items_per_block; i++)
+      if (exceeds(parts[i], found)) found = parts[i];
+    step_.largest[r] = found.value;
+    step_.places[r] = found.place;
+  }
 }
 
 void Program::take_times(int64_t* out) {
@@ -314,6 +342,7 @@ void Program::item(const LinearOp& op, const Cut& cut, int64_t index, Scratch& s
                        stride, std::min(cut.rows_per_item, cut.rows - first)};
   multiply(m, epilogue, block, panel, std::min(m.panels, panel + cut.panels_per_item),
            scratch.linear);
+  if (logits && step_.largest) find_largest(m, cut, index);
 }
 
 void Program::item(const RotateOp& op, const Cut& cut, int64_t index, Scratch& scratch) {

@@ -11,6 +11,7 @@
 
 #include "../attention/attention.h"
 #include "../rows/experts.h"
+#include "../rows/largest.h"
 #include "../machine/pool.h"
 #include "../rows/rows.h"
 
@@ -139,6 +140,9 @@ class Program final : private Work {
   void expect(int index, int64_t columns, Type type) const;
   void check(const StepInput& step) const;
   void fit(const StepInput& step, int threads);
+  // The largest logit of each row of an item, while they are in the cache; then of whole rows.
+  void find_largest(const Matrix& matrix, const Cut& cut, int64_t index);
+  void join_largest(const Cut& cut);
   size_t cut_for(const Attention& attention);
   int64_t rows_of(Rows rows) const { return rows == Rows::TOKENS ? step_.rows : step_.outputs; }
   int64_t rows_of(const Buffer& b) const { return rows_of(b.rows) * b.copies; }
@@ -165,6 +169,7 @@ class Program final : private Work {
   std::vector<Cut> cuts_;
   std::vector<uint32_t> items_;
   std::vector<Scratch> scratch_;
+  std::vector<Largest> largest_;  // [outputs][items_per_block]
   Routing routing_;
   std::deque<AttentionCut> attention_cuts_;
   int64_t times_[OP_KINDS] = {};

@@ -86,7 +86,8 @@ bool layer_is_right(Type type) {
   const KVKind kind{slots.data(), tables, 2, 2};
   std::vector<float> logits(static_cast<size_t>(HIDDEN));
   const StepInput step{TOKENS, 1, 1, 1, 1, BLOCK, numbers.data(), numbers.data(), starts, context,
-                       last, &kind, kinds, key_cache, value_cache, logits.data()};
+                       last, &kind, kinds, key_cache, value_cache, logits.data(), nullptr,
+                       nullptr};
   Pool pool(2, 50);
   program.run(pool, step);
 

@@ -26,6 +26,8 @@ struct StepInput {
   void* const* keys;              // [layers]
   void* const* values;            // [layers]
   float* logits;                  // [outputs][vocabulary]
+  float* largest;                 // [outputs], of each row of logits; or null
+  int64_t* places;                // [outputs], the first place of it
 };
 
 }  // namespace penstock
