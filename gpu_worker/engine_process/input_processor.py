@@ -52,6 +52,8 @@ class InputProcessor:
         add: gives a prepared request to the engine.
         report: takes the outcome of each.
         wake: called, from a pool's thread, when there is something to deliver.
+        prepare_compiler: waits for what ``compile`` needs for any request, which counts for none.
+            None: it needs nothing.
         constrain: given the prompt's ids, the options of a request whose tools ask for a form of
             the output, with that form as a constraint. May raise :class:`InvalidRequest`. None:
             there are no such requests.
@@ -70,6 +72,7 @@ class InputProcessor:
         report: Callable[[Prepared], None],
         wake: Callable[[], None],
         *,
+        prepare_compiler: Callable[[], None] | None = None,
         constrain: Callable[[Request, Sequence[int]], SamplingOptions] | None = None,
         decode: Callable[[Sequence[int]], str] | None = None,
         compile_timeout_s: float = 10.0,
@@ -83,6 +86,7 @@ class InputProcessor:
         self._add = add
         self._report = report
         self._wake = wake
+        self._prepare_compiler = prepare_compiler
         self._constrain = constrain
         self._decode = decode
         self._compile_timeout_s = compile_timeout_s
@@ -144,27 +148,30 @@ class InputProcessor:
             self._compilers.submit(self._follow, order, item)
 
     def _follow(self, order: Add, request: EngineRequest) -> None:
-        """In a thread of the pool for constraints: its time runs from here on."""
+        """In a thread of the pool for constraints."""
         if order.run not in self._wanted:
             self._wake()
             return
-        timer = self._timer(self._compile_timeout_s, self._refuse_slow, (order,))
-        timer.daemon = True
-        timer.start()
         item = self._attempt(
             order, lambda: replace(request, new_constraint=self._compiled(order, request.options))
         )
-        timer.cancel()
         self._hand_on(item)  # too late, if the timer was faster
 
     def _compiled(self, order: Add, options: SamplingOptions) -> Callable[[], Constraint] | None:
         """The constraint of a request; an error names the field that the request has."""
+        if self._prepare_compiler is not None:
+            self._prepare_compiler()
+        timer = self._timer(self._compile_timeout_s, self._refuse_slow, (order,))
+        timer.daemon = True
+        timer.start()
         try:
             return self._compile(options)
         except InvalidRequest as error:
             if (field := order.request.chat.constraint) is None:
                 raise
             raise InvalidRequest(field, order.request.chat.tools, error.allowed) from error
+        finally:
+            timer.cancel()
 
     def _refuse_slow(self, order: Add) -> None:
         request = order.request

@@ -34,6 +34,8 @@ class ServingModel:
         new_text_stream: an incremental detokeniser of one output, given the prompt's ids.
         summary: one line for the log.
         fingerprint: two models that may give different tokens have different ones.
+        prepare_compiler: waits for what ``compile`` needs for any request, which takes seconds the
+            first time. None: it needs nothing.
         vocabulary: bytes of its tokens by id, for readers; empty if they are not known.
         load_rest: starts to load what only some requests need, and returns at once; loading takes
             seconds of a core. Requests that come before it load what they need. None: all is
@@ -50,5 +52,6 @@ class ServingModel:
     new_text_stream: Callable[[tuple[int, ...]], TextStream]
     summary: str
     fingerprint: str
+    prepare_compiler: Callable[[], None] | None = None
     vocabulary: tuple[bytes | None, ...] = ()
     load_rest: Callable[[], None] | None = None

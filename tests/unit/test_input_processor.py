@@ -158,6 +158,39 @@ def test_prompts_are_not_held_by_constraints() -> None:
     inputs.close()
 
 
+def test_no_constraint_is_refused_for_the_time_in_which_the_compiler_gets_ready() -> None:
+    told, clock, ready = Told(), Clock(), threading.Event()
+    waiting: list[bool] = []
+
+    def prepare_compiler() -> None:
+        waiting.append(True)
+        ready.wait(30)
+
+    inputs = InputProcessor(
+        lambda request: [1],
+        lambda options: None,
+        no_parser,
+        told.added.append,
+        told.append,
+        lambda: None,
+        prepare_compiler=prepare_compiler,
+        compile_timeout_s=0.5,
+        timer=clock,
+    )
+    inputs.begin(order("first", options=SamplingOptions(regex="a")))
+    wait_until(lambda: waiting, "the first constraint waits for the compiler")
+    assert clock.timers == []
+    ready.set()
+
+    def first_is_told() -> bool:
+        inputs.deliver()
+        return [(item.run, item.end) for item in told] == [("first", None)]
+
+    wait_until(first_is_told, "the first constraint is prepared")
+    assert len(clock.timers) == 1
+    inputs.close()
+
+
 class Clock:
     """Its timers end when the test says so."""
 

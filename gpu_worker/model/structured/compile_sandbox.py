@@ -34,6 +34,8 @@ STACK_BYTES = 4 << 20
 
 MEMORY_BYTES = 512 << 20
 
+_ANY_CONSTRAINT = ("regex", "a")
+
 _READ_BYTES = 1 << 16
 _ANSWER_S = 60.0
 """More than the server's own limit: it also has to start, and may be one of many on its machine."""
@@ -135,6 +137,19 @@ class CompileSandbox:
         with self._lock:
             self._running_server()
 
+    def prepare(self) -> None:
+        """Start the server if it does not run, and wait until it can compile constraints.
+
+        Its start and the words of a large vocabulary take seconds, which are no constraint's fault.
+
+        Raises:
+            RuntimeError: the compile server cannot be started.
+        """
+        with self._lock:
+            server = self._running_server()
+        if not server.has_words:
+            self.check(*_ANY_CONSTRAINT)
+
     def close(self) -> None:
         """End the server; a later :meth:`check` starts another."""
         with self._lock:
@@ -148,17 +163,20 @@ class CompileSandbox:
         answer = b""
         with ours, suppress(OSError):  # it died while it read, or does not answer at all
             with theirs:
-                self._send(kind, theirs)
+                server = self._send(kind, theirs)
             ours.settimeout(self._setup.limit_s + _ANSWER_S)
             ours.sendall(order)
             ours.shutdown(socket.SHUT_WR)
             while part := ours.recv(_READ_BYTES):
                 answer += part
+                server.has_words |= kind == CONSTRAINT_JOB
         return answer
 
-    def _send(self, kind: bytes, job: socket.socket) -> None:
+    def _send(self, kind: bytes, job: socket.socket) -> _Server:
         with self._lock:
-            socket.send_fds(self._running_server().jobs, [kind], [job.fileno()])
+            server = self._running_server()
+            socket.send_fds(server.jobs, [kind], [job.fileno()])
+            return server
 
     def _running_server(self) -> _Server:
         if self._server is None or not self._server.runs():
@@ -167,9 +185,14 @@ class CompileSandbox:
 
 
 class _Server:
-    """One run of the compile server, which ends when this is closed or collected."""
+    """One run of the compile server, which ends when this is closed or collected.
+
+    Attributes:
+        has_words: whether it has begun to compile a constraint, for which it needs the words.
+    """
 
     def __init__(self, setup: Setup) -> None:
+        self.has_words = False
         self.jobs, theirs = socket.socketpair()
         with theirs, tempfile.TemporaryFile() as file:
             file.write(setup.to_json())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,8 @@ _SUPPORTED = {
     "grammar": "a context-free grammar in Lark's notation",
     "choice": "texts that the model can write",
 }
+
+_NO_CONSTRAINT = ("regex", "")
 
 _Source = str | tuple[str, ...]
 
@@ -86,6 +89,16 @@ class ConstraintCompiler:
     def close(self) -> None:
         """End the sandbox."""
         self.sandbox.close()
+
+    def prepare(self) -> None:
+        """Make ready what every constraint needs: the tokenizer's words, here and in the sandbox.
+
+        Raises:
+            RuntimeError: the compile server cannot be started.
+        """
+        with suppress(InvalidRequest):  # `compile` refuses each constraint for it
+            self._word_list(*_NO_CONSTRAINT)
+            self.sandbox.prepare()
 
     def compile(self, options: SamplingOptions) -> CompiledConstraint | None:
         """The constraint of a request with these options; None if it has none.

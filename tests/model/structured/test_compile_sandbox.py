@@ -232,6 +232,21 @@ def test_a_model_with_such_a_template_is_refused(tmp_path: Path) -> None:
         build_model(load_settings(settings))
 
 
+def test_it_prepares_once_and_again_after_its_server_has_ended() -> None:
+    sandbox = new_sandbox()
+    before = children_of(os.getpid())
+    sandbox.prepare()
+    (server,) = children_of(os.getpid()) - before
+    sandbox.prepare()
+    assert children_of(os.getpid()) - before == {server}
+    os.kill(server, signal.SIGKILL)
+    wait_until(lambda: not is_running(server), "the server's end")
+    sandbox.prepare()
+    sandbox.check("regex", "[ab]+")
+    assert server not in children_of(os.getpid())
+    sandbox.close()
+
+
 # --- beside a model -------------------------------------------------------------------------------
 
 
