@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from penstock.shared.errors import ConfigurationError, PenstockError
+from penstock.shared.local.cores import bind_to_cores
 from penstock.shared.local.gc_tuning import calm_collector
 from penstock.shared.protocol.states import ModelKind
 from penstock.shared.settings import Settings
@@ -83,6 +84,8 @@ def main() -> int:
 
 def _build(settings: Settings) -> ServingModel | ServedBatcher:
     """Load the model. Its packages are imported here, since they take seconds themselves."""
+    if settings.engine.cores is not None:
+        bind_to_cores("engine.cores", settings.engine.cores)
     if settings.batcher.target is not None:
         return load_batcher(settings.batcher.target)
     if settings.model.path == SYNTHETIC:
@@ -228,6 +231,7 @@ def _serve(
         worker.add,
         channel.send,
         channel.wake,
+        prepare_compiler=model.prepare_compiler,
         constrain=model.constrain,
         decode=model.decode,
         compile_timeout_s=settings.engine.constraint_timeout_s,

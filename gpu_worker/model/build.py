@@ -85,6 +85,8 @@ def build_model(settings: Settings) -> ServingModel:
         loaded.eos_token_ids,
         limit_s=settings.engine.constraint_timeout_s,
     )
+    if settings.engine.cores is not None and loaded.native is not None:
+        loaded.native.runtime.pin_threads()
     if not opened.is_known:
         constraints.sandbox.start()
     draft = load_draft(settings, loaded)
@@ -130,6 +132,7 @@ def build_model(settings: Settings) -> ServingModel:
         runner=runner,
         encode=_encoder(loaded, chat_prompt),
         compile=constraints.compile,
+        prepare_compiler=constraints.prepare,
         parser=answers.parser,
         constrain=answers.constrain,
         decode=answers.decode,

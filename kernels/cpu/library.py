@@ -164,7 +164,7 @@ class ReportInput(ctypes.Structure):
 _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "instruction_set": (c_char_p, []),
     "activation_type": (c_int32, [c_int32]),
-    "pool_create": (c_void_p, [c_int32, c_int32]),
+    "pool_create": (c_void_p, [c_int32, c_int32, c_int32]),
     "pool_destroy": (None, [c_void_p]),
     "create": (c_void_p, [c_int32]),
     "destroy": (None, [c_void_p]),

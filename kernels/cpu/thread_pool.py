@@ -21,14 +21,18 @@ class ThreadPool:
         library: whose pool it is.
         threads: with the calling one.
         spin_us: how long a thread looks for the next step before it sleeps, in microseconds.
+        pinned: whether each but the calling one keeps to a core of its own, of those that the
+            process may use.
     """
 
-    def __init__(self, library: Library, threads: int, *, spin_us: int = 200) -> None:
+    def __init__(
+        self, library: Library, threads: int, *, spin_us: int = 200, pinned: bool = False
+    ) -> None:
         if threads < 1 or spin_us < 0:
             raise ValueError(f"a pool of {threads} threads that spin {spin_us} us cannot be")
         self.threads = threads
         self._library = library
-        self.handle = library.pool_create(threads, spin_us)
+        self.handle = library.pool_create(threads, spin_us, int(pinned))
         if not self.handle:
             raise MemoryError("no thread can be started")
         weakref.finalize(self, library.pool_destroy, self.handle)

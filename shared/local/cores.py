@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import os
 
+from ..errors import ConfigurationError
 from .control_groups import quota_cores
 
-__all__ = ["usable_cores"]
+__all__ = ["bind_to_cores", "usable_cores"]
 
 
 def usable_cores() -> int:
@@ -19,3 +20,28 @@ def usable_cores() -> int:
     bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     quota = quota_cores()
     return max(1, min(bound or 1, bound or 1 if quota is None else quota))
+
+
+def bind_to_cores(setting: str, text: str) -> None:
+    """Let this process, and all it starts, run on these cores alone.
+
+    Args:
+        setting: the name of the setting, for errors.
+        text: numbers and ranges of the system's cores, such as ``0-3,8``.
+
+    Raises:
+        ConfigurationError: a core is named that the process may not use.
+    """
+    wanted: set[int] = set()
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        wanted |= set(range(int(first), int(last or first) + 1))
+    if not hasattr(os, "sched_setaffinity"):
+        raise ConfigurationError(f"{setting}: got {text!r}; allowed: off, on this system")
+    usable = os.sched_getaffinity(0)
+    if not wanted or not wanted <= usable:
+        cores = ",".join(map(str, sorted(usable)))
+        raise ConfigurationError(
+            f"{setting}: got {text!r}; allowed: cores that this process may use: {cores}"
+        )
+    os.sched_setaffinity(0, wanted)

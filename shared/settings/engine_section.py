@@ -146,3 +146,12 @@ class EngineSettings(Section):
         ge=1,
         le=1024,
     )
+    cores: str | None = setting(
+        None,
+        "Cores of the system that the engine process runs on, such as `0-3,8`; each thread of the "
+        "native library keeps to one of them. For machines with several workers, or several NUMA "
+        "nodes: give each worker cores of its own. `off` leaves it to the system.",
+        none="off",
+        pattern=r"^\d{1,5}(-\d{1,5})?(,\d{1,5}(-\d{1,5})?)*$",
+        max_length=1000,
+    )

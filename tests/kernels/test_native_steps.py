@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -74,6 +75,23 @@ def test_any_number_of_threads(threads: int, spin_us: int) -> None:
     expected = subject.step(spans).flatten(1)
     for _ in range(3):
         assert torch.equal(run(subject.program, pool, spans, subject.caches, 16), expected)
+
+
+def threads_of_this_process() -> set[int]:
+    return {int(task.name) for task in Path("/proc/self/task").iterdir()}
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="no list of threads")
+def test_pinned_threads_keep_to_one_core_each_and_compute_the_same() -> None:
+    subject, spans = attention(), [Span(range(33), 0, [3, 0, 5])]
+    expected = subject.step(spans).flatten(1)
+    before = threads_of_this_process()
+    pool = ThreadPool(library(), 4, pinned=True)
+    assert torch.equal(run(subject.program, pool, spans, subject.caches, 16), expected)
+    usable = sorted(os.sched_getaffinity(0))
+    made = sorted(threads_of_this_process() - before)
+    found = [os.sched_getaffinity(thread) for thread in made]
+    assert found == [{usable[index % len(usable)]} for index in (1, 2, 3)]
 
 
 def _tokens(t: dict[str, Tensor]) -> None:

@@ -136,6 +136,7 @@ class DraftModel:
             self._known.clear()  # blocks may hold anything now
             raise
 
+    @torch.inference_mode()
     def propose(self, spans: Seq[Span]) -> list[Proposal]:
         """See :class:`Drafter`. A sequence that must be caught up with first has no drafts yet.
 

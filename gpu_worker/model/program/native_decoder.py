@@ -60,6 +60,7 @@ class NativeRuntime:
     def __init__(self, library: Library | None = None) -> None:
         self.library = load_library() if library is None else library
         self._cores = usable_cores()
+        self._pinned = False
         self._pool: ThreadPool | None = None
 
     @property
@@ -67,8 +68,12 @@ class NativeRuntime:
         """As many as torch computes with, and never more than the cores this process may use."""
         count = min(torch.get_num_threads(), self._cores)
         if self._pool is None or self._pool.threads != count:
-            self._pool = ThreadPool(self.library, count)
+            self._pool = ThreadPool(self.library, count, pinned=self._pinned)
         return self._pool
+
+    def pin_threads(self) -> None:
+        """Keep each thread but the calling one to a core of its own from now on."""
+        self._pinned, self._pool = True, None
 
 
 class _StepLogits(NamedTuple):

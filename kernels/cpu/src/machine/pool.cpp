@@ -1,6 +1,10 @@
 #include "pool.h"
 
 #include <unistd.h>
+#ifdef __linux__
+#include <pthread.h>
+#include <sched.h>
+#endif
 
 #include <chrono>
 
@@ -44,6 +48,24 @@ struct Board {
 
 uint32_t share_begin(uint32_t items, uint32_t thread, uint32_t threads) {
   return static_cast<uint32_t>(uint64_t{items} * thread / threads);
+}
+
+// Keeps a thread to the `index`-th of the cores that the caller may use, counted round.
+void pin(std::thread& thread, int index) {
+#ifdef __linux__
+  cpu_set_t usable, one;
+  if (sched_getaffinity(0, sizeof usable, &usable) != 0) return;
+  int left = index % CPU_COUNT(&usable);
+  for (int core = 0; core < CPU_SETSIZE; core++)
+    if (CPU_ISSET(core, &usable) && left-- == 0) {
+      CPU_ZERO(&one);
+      CPU_SET(core, &one);
+      pthread_setaffinity_np(thread.native_handle(), sizeof one, &one);
+      return;
+    }
+#else
+  (void)thread, (void)index;
+#endif
 }
 
 }  // namespace
@@ -136,7 +158,8 @@ struct Pool::State {
   }
 };
 
-Pool::Pool(int threads, int spin_us) : threads_(threads), spin_us_(spin_us) {
+Pool::Pool(int threads, int spin_us, bool pinned)
+    : threads_(threads), spin_us_(spin_us), pinned_(pinned) {
   state_of_this_process();
 }
 
@@ -155,8 +178,10 @@ Pool::State& Pool::state_of_this_process() {
   if (!state_ || state_->process != getpid()) {
     state_ = new State;  // the parent's is left alone: its locks may be held for ever here
     state_->grow(512, static_cast<size_t>(threads_));
-    for (int t = 1; t < threads_; t++)
+    for (int t = 1; t < threads_; t++) {
       state_->threads.emplace_back([state = state_, t, spin = spin_us_] { state->serve(t, spin); });
+      if (pinned_) pin(state_->threads.back(), t);
+    }
   }
   return *state_;
 }

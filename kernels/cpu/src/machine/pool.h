@@ -36,8 +36,9 @@ class Work {
 class Pool {
  public:
   // `threads` includes the one that calls run(). Between rounds the others look for work for
-  // `spin_us` microseconds before they sleep.
-  Pool(int threads, int spin_us);
+  // `spin_us` microseconds before they sleep. If they are pinned, each keeps to one of the cores
+  // that the process may use, from the second on: the first is left to the caller, who moves freely.
+  Pool(int threads, int spin_us, bool pinned = false);
   ~Pool();
   Pool(const Pool&) = delete;
   Pool& operator=(const Pool&) = delete;
@@ -54,6 +55,7 @@ class Pool {
 
   const int threads_;
   const int spin_us_;
+  const bool pinned_;
   State* state_ = nullptr;
 };
 

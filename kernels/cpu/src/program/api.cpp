@@ -117,9 +117,9 @@ int penstock_activation_type(int type) {
   return static_cast<int>(activation_type(static_cast<Type>(type)));
 }
 
-Pool* penstock_pool_create(int threads, int spin_us) {
+Pool* penstock_pool_create(int threads, int spin_us, int pinned) {
   try {
-    return new Pool(threads, spin_us);
+    return new Pool(threads, spin_us, pinned != 0);
   } catch (const std::exception&) {
     return nullptr;
   }
