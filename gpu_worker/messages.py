@@ -188,7 +188,6 @@ def packed_updates(updates: Iterable[Update]) -> list[PackedUpdate]:
         or update.parts
         or update.prompt_logprobs
         or update.choice
-        or update.discarded_tokens
         or update.deltas
         else (
             update.id,
@@ -219,7 +218,6 @@ def unpacked_updates(packed: Iterable[PackedUpdate]) -> list[Update]:
             (),
             0,
             (),
-            0,
             (),
             item[6],  # by position: keywords would take twice as long
         )

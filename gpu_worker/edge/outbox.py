@@ -220,7 +220,8 @@ class Outbox:
             whole = Chunk(
                 start, ids, text, 0, update.logprobs,
                 _text_lengths(update) if _is_cut_by_token(update) else (),
-                update.parts, update.prompt_logprobs, update.deltas, update.result,
+                update.parts, update.prompt_logprobs, update.deltas,
+                b"" if update.finish is None else update.finish.result,
             )  # fmt: skip
             owned.digest = whole.digest_after(owned.digest)
             owned.next_index = start + len(ids)
@@ -240,8 +241,8 @@ class Outbox:
                 return (owned.id, owned.epoch, start, len(ids), chunk)
             owned.told_used = used
             return Append(owned.id, owned.epoch, start, len(ids), chunk, used=used.pack())
-        owned.discarded_tokens = update.discarded_tokens
-        owned.generated_none = update.generated_none
+        owned.discarded_tokens = update.finish.discarded_tokens
+        owned.generated_none = update.finish.generated_none
         self._finish(owned, update.finish)
         return _last_row(owned, start, len(ids), chunk)
 

@@ -233,5 +233,5 @@ def _update(run: str, result: Result | Finish, cost: int = 0) -> Update:
     if isinstance(result, Finish):
         return Update(run, 0, (), "", result, cost, 0)
     charged = cost if result.charged is None else result.charged
-    finish = Finish(Reason.STOP)
-    return Update(run, 0, (0,), "", finish, charged, 0, result=result.packed, generated_none=True)
+    finish = Finish(Reason.STOP, result=result.packed, generated_none=True)
+    return Update(run, 0, (0,), "", finish, charged, 0)

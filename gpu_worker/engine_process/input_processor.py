@@ -205,8 +205,8 @@ class InputProcessor:
         prompt_ids = tuple(self._encode(request))
         if request.tokenize and self._decode is not None:
             text = self._decode(prompt_ids)
-            finish = Finish(Reason.STOP)
-            return Update(order.run, 0, prompt_ids, text, finish, 0, 0, generated_none=True)
+            finish = Finish(Reason.STOP, generated_none=True)
+            return Update(order.run, 0, prompt_ids, text, finish, 0, 0)
         options, parsed = request.options, request.chat.parse_response
         if request.chat.constraint is not None and self._constrain is not None:
             options = self._constrain(request, prompt_ids)

@@ -92,7 +92,7 @@ def test_what_has_come_is_one_batch_with_the_most_urgent_first() -> None:
     orders = [add(1, "batch"), add(2), add(3, "critical"), add(4), add(5)]
     rig = Rig(orders, [], charged=lambda result: result["tokens"])
     assert rig.batches == [[3, 2, 4, 5], [1]]
-    assert unpack_result(rig.ends["r3"].result) == {"tokens": 3, "twice": 6}
+    assert unpack_result(rig.ends["r3"].finish.result) == {"tokens": 3, "twice": 6}
     assert rig.ends["r3"].finish.reason is Reason.STOP
     assert {update.prompt_tokens for update in rig.ends.values()} == {3}
     (first, *_) = rig.reports
@@ -105,7 +105,7 @@ def test_one_that_raises_fails_alone() -> None:
     rig = Rig([add(1), add("poison"), add(2)])
     assert rig.ends["rpoison"].finish.reason is Reason.ENGINE_ERROR
     assert "out of luck" in rig.ends["rpoison"].finish.message
-    assert [unpack_result(rig.ends[run].result)["twice"] for run in ("r1", "r2")] == [2, 4]
+    assert [unpack_result(rig.ends[run].finish.result)["twice"] for run in ("r1", "r2")] == [2, 4]
 
 
 def test_each_pass_of_a_batch_that_fails_shows_that_the_loop_turns() -> None:

@@ -138,7 +138,13 @@ def test_batches_run_beside_each_other_and_the_next_waits_for_room() -> None:
     rig.model.open(0, 1, 3)
     begun(rig, 5)
     rig.end([4])
-    assert [unpack_result(rig.ends[f"r{item}"].result) for item in range(5)] == [0, 2, 4, 6, 8]
+    assert [unpack_result(rig.ends[f"r{item}"].finish.result) for item in range(5)] == [
+        0,
+        2,
+        4,
+        6,
+        8,
+    ]
     assert rig.broken == []
 
 
@@ -149,7 +155,7 @@ def test_one_that_fails_leaves_those_beside_it_alone() -> None:
     wait_until(lambda: "rpoison" in rig.ends, "its failure", 60)
     assert rig.ends["rpoison"].finish.reason is Reason.ENGINE_ERROR
     rig.end([1, 2])
-    assert {run for run, end in rig.ends.items() if end.result} == {"r1", "r2"}
+    assert {run for run, end in rig.ends.items() if end.finish.result} == {"r1", "r2"}
 
 
 def test_the_order_to_stop_waits_for_what_runs_and_begins_nothing() -> None:

@@ -191,7 +191,7 @@ def test_best_of_gives_the_likeliest_candidates() -> None:
     best = Served(cfg, request("r", PROMPT, n=2, best_of=6, max_tokens=7)).run()
     assert [best.choices()[rank] for rank in range(2)] == [many.choices()[c] for c in ranked[:2]]
     assert all(not update.logprobs for update in best.updates)
-    assert best.end().discarded_tokens == 4 * 7
+    assert best.end().finish.discarded_tokens == 4 * 7
     assert decode(best.choices()[0].token_ids, final=True) == best.choices()[0].text
 
 
@@ -203,7 +203,8 @@ def test_what_a_failed_request_has_generated_is_counted(kind: dict[str, Any]) ->
     plan = served.engine.schedule()
     assert plan is not None
     (update,) = served.engine.fail(plan, Reason.ENGINE_ERROR, "injected")
-    assert update.discarded_tokens == 1 + 3 + 3  # the prompt's one, then of three sequences
+    assert update.finish is not None
+    assert update.finish.discarded_tokens == 1 + 3 + 3  # the prompt's one, then of three sequences
 
 
 def test_best_of_publishes_nothing_before_its_end() -> None:

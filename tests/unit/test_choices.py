@@ -241,12 +241,13 @@ def test_the_outbox_publishes_what_the_engine_gave(data: st.DataObject) -> None:
     chunks: list[Chunk] = []
     for begin, end in itertools.pairwise(bounds):
         for at, token in enumerate(tokens[begin:end], begin):
-            finish = Finish(Reason.LENGTH) if at == len(tokens) - 1 else None
+            ends = at == len(tokens) - 1
+            finish = Finish(Reason.LENGTH, discarded_tokens=11) if ends else None
             box.post(
                 [
                     Update(
                         "a#1", token.start, (token.id,), token.text, finish, 3, 0, (),
-                        token.choice, (part([token]),), 11 if finish else 0,
+                        token.choice, (part([token]),),
                     )
                 ]
             )  # fmt: skip

@@ -112,8 +112,8 @@ def test_updates_between_two_takes_become_one_chunk(outbox: Outbox) -> None:
 
 def test_the_tokens_of_a_prompt_are_no_output_to_the_bill(outbox: Outbox) -> None:
     outbox.open(claim(), "normal")
-    asked = update((5, 6, 7), "abc", Finish(Reason.STOP))
-    asked.prompt_tokens, asked.generated_none = 0, True
+    asked = update((5, 6, 7), "abc", Finish(Reason.STOP, generated_none=True))
+    asked.prompt_tokens = 0
     outbox.post([asked])
     (item,) = take(outbox)
     end = unpack_event(item.end)

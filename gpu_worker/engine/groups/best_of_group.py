@@ -114,7 +114,8 @@ def answer(
     if first.options.n > 1:
         for update, one in zip(updates, chosen, strict=True):
             update.parts = (part_of(update, one.reason),)
-    last = updates[-1]
-    last.finish = summary(one.reason for one in chosen)
-    last.discarded_tokens = generated - sum(len(one.token_ids) for one in chosen)
+    updates[-1].finish = replace(
+        summary(one.reason for one in chosen),
+        discarded_tokens=generated - sum(len(one.token_ids) for one in chosen),
+    )
     return updates

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import replace
 
 from ..output.output_state import OutputState
 from ..output.step_output import StepOutput
@@ -75,9 +76,8 @@ class SequenceGroup(ABC):
         self.remove()
         first = self.first
         num_prompt, num_cached = first.num_prompt_tokens, first.num_cached_tokens
-        update = Update(first.id, 0, (), "", finish, num_prompt, num_cached)
-        update.discarded_tokens = self.num_unpublished
-        return update
+        finish = replace(finish, discarded_tokens=self.num_unpublished)
+        return Update(first.id, 0, (), "", finish, num_prompt, num_cached)
 
 
 def replay(output: OutputState, token_ids: tuple[int, ...]) -> Finish | None:

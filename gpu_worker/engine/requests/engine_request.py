@@ -59,10 +59,23 @@ class EngineRequest:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """Why a sequence has ended; ``message`` is for a person and empty where it completed."""
+    """How a request, or one of its sequences, has ended.
+
+    Attributes:
+        reason: why.
+        message: for a person; empty where it completed.
+        discarded_tokens: output tokens that were generated and are no part of the answer, such as
+            those of candidates that were not the best.
+        result: the packed answer to a payload; empty for generated tokens.
+        generated_none: the model made no token: those of the update are the prompt's, for a request
+            that asks for no more, or one stands for a result.
+    """
 
     reason: Reason
     message: str = ""
+    discarded_tokens: int = 0
+    result: bytes = b""
+    generated_none: bool = False
 
 
 # Never changed once made; not frozen for the same reason as `Span`.
@@ -84,14 +97,9 @@ class Update:
             them, else empty; None of the first.
         choice: which of the request's outputs it is about.
         parts: of a request with several, whose the tokens are and why that choice ended, if it did.
-        discarded_tokens: output tokens that were generated and are no part of the answer, such as
-            those of candidates that were not the best. Told with ``finish``.
         text_lengths: of several tokens, how many bytes of the text (UTF-8) came with each but the
             last, which has the rest. Empty if not known.
         deltas: what the tokens add to the parsed answer; empty if it is not parsed.
-        result: the packed answer to a payload, told with ``finish``; empty for generated tokens.
-        generated_none: the model made no token: these are the prompt's, for a request that asks for
-            no more, or one stands for a result. Told with ``finish``.
     """
 
     id: str
@@ -104,9 +112,6 @@ class Update:
     logprobs: tuple[TokenLogprobs, ...] = ()
     choice: int = 0
     parts: tuple[Part, ...] = ()
-    discarded_tokens: int = 0
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
     text_lengths: tuple[int, ...] = ()
     deltas: tuple[Delta, ...] = ()
-    result: bytes = b""
-    generated_none: bool = False
