@@ -77,6 +77,7 @@ def build_model(settings: Settings) -> ServingModel:
         recipe=recipe_of(wanted),
         records=wanted.start_record == "on",
         kv_cache_dtype=wanted.kv_cache_dtype,
+        keep_packed=wanted.packed_weights == "disk",
     )
     loaded = opened.loaded
     constraints = ConstraintCompiler(

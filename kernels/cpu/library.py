@@ -204,6 +204,8 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
             POINTER(Error),
         ],
     ),
+    "map_weights": (c_int32, [c_void_p, c_char_p, POINTER(Error)]),
+    "write_weights": (c_int32, [c_void_p, c_char_p, POINTER(c_int64), POINTER(Error)]),
     "fits_bf16": (c_int32, [c_void_p, c_int64]),
     "input_type": (c_int32, [c_void_p, c_int32, POINTER(Error)]),
     "weight_bytes": (c_int64, [c_void_p]),

@@ -6,13 +6,13 @@ import ctypes
 import weakref
 from array import array
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..ragged import RaggedBatch
-from .coded_weight import CodedWeight
 from .library import (
     Activation,
     AttendSpec,
@@ -27,8 +27,9 @@ from .library import (
     Type,
 )
 from .operands import Cache, Clamp, HeadShape, NormWeights, Rotary
+from .packed_weights import PackedWeights
 from .thread_pool import ThreadPool
-from .weight_matrices import TYPES, WeightMatrices
+from .weight_matrices import TYPES, Weight, WeightMatrices
 
 __all__ = ["LOGITS", "NativeProgram"]
 
@@ -50,12 +51,16 @@ class NativeProgram:
     Args:
         library: the library.
         dtype: float32 or bfloat16, of the weights and of the cache.
+        packed: a file with its weights, if they have been packed before: then matrices are made of
+            :class:`PackedPart`.
 
     Raises:
         ValueError: (all methods) an operation does not fit its buffers.
     """
 
-    def __init__(self, library: Library, dtype: torch.dtype) -> None:
+    def __init__(
+        self, library: Library, dtype: torch.dtype, packed: PackedWeights | None = None
+    ) -> None:
         self._library = library
         self._type = TYPES[dtype]
         self.dtype = dtype
@@ -66,7 +71,7 @@ class NativeProgram:
         weakref.finalize(self, library.destroy, self._handle)
         self.multiplied = Type(library.activation_type(self._type))
         self._kept: list[Any] = []
-        self._weights = WeightMatrices(library, self._handle, self._type)
+        self._weights = WeightMatrices(library, self._handle, self._type, packed)
         self._types: list[Type] = []
         self._error = Error()
 
@@ -93,7 +98,7 @@ class NativeProgram:
         self._types.append(kind)
         return number
 
-    def matrix(self, *weights: Tensor | CodedWeight, gated: bool = False) -> int:
+    def matrix(self, *weights: Weight, gated: bool = False) -> int:
         """Weights ``[out, in]``, one after the other; returns the matrix's number.
 
         Full ones are read by :meth:`pack`, at the latest with the first :meth:`run`; codes now.
@@ -117,6 +122,10 @@ class NativeProgram:
     def pack(self) -> None:
         """Copy the weights of all matrices, by as many threads as torch computes with."""
         self._weights.pack()
+
+    def write_weights(self, path: Path) -> PackedWeights:
+        """Write all packed weights to a file, from which another program can be made."""
+        return self._weights.write(path)
 
     def embed(self, table: Tensor, output: int, *, scale: float = 1.0) -> None:
         """Row ``token`` of ``table`` ``[vocabulary, columns]``, times ``scale``."""

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from .coded_weight import CodedWeight
 from .library import Library, Type
+from .packed_weights import MatrixForm, PackedPart, PackedWeights
 
-__all__ = ["TYPES", "WeightMatrices"]
+__all__ = ["TYPES", "Weight", "WeightMatrices"]
 
 TYPES = {torch.float32: Type.FLOAT, torch.bfloat16: Type.BF16}
+
+Weight = Tensor | CodedWeight | PackedPart
 
 
 class WeightMatrices:
@@ -23,59 +29,47 @@ class WeightMatrices:
         library: the library.
         program: the handle of the program that they belong to, which lives longer.
         kind: in which activations are multiplied.
+        packed: where they lie already; None: they are given.
+
+    Raises:
+        ValueError: the file cannot be mapped, or has another size.
     """
 
-    def __init__(self, library: Library, program: int, kind: Type) -> None:
+    def __init__(
+        self, library: Library, program: int, kind: Type, packed: PackedWeights | None
+    ) -> None:
         self._library = library
         self._program = program
         self._type = kind
         self._unpacked: list[tuple[int, Tensor, int, int]] = []
         self._is_packed = True
+        self._known = None if packed is None else packed.forms
+        self._forms: list[MatrixForm] = []
+        if packed is not None:
+            library.checked("map_weights", program, os.fsencode(packed.path))
+            found = packed.path.stat().st_size
+            if found != packed.num_bytes:
+                raise ValueError(f"{packed.path} has {found} bytes, not {packed.num_bytes}")
 
-    def add(self, weights: Sequence[Tensor | CodedWeight], gated: bool) -> int:
+    def add(self, weights: Sequence[Weight], gated: bool) -> int:
         """The number of a new matrix; codes are copied now, full weights by :meth:`pack`.
 
         Raises:
-            ValueError: the parts do not go together.
+            ValueError: the parts do not go together, or are not those that lie in the file.
         """
-        number = self._make(weights, gated)
+        form = self._form(weights, gated) if self._known is None else self._next(weights, gated)
+        number = self._make(form)
+        self._forms.append(form)
         self._is_packed = False
         place = 0
         for part, weight in enumerate(weights):
             at = (0, part) if gated else (place, 0)
             if isinstance(weight, CodedWeight):
                 self._fill_codes(number, weight, *at)
-            else:
+            elif isinstance(weight, Tensor):
                 self._unpacked.append((number, weight.detach(), *at))
             place += weight.shape[0]
         return number
-
-    def _make(self, weights: Sequence[Tensor | CodedWeight], gated: bool) -> int:
-        first = weights[0]
-        inputs = first.shape[1]
-        outputs = first.shape[0] if gated else sum(w.shape[0] for w in weights)
-        if not isinstance(first, CodedWeight):
-            kind = self._kept_as(weights)
-            return self._library.checked("matrix", self._program, outputs, inputs, kind, int(gated))
-        shape = self._program, outputs, inputs, self._type, int(gated)
-        if not all(isinstance(w, CodedWeight) and w.goes_with(first) for w in weights):
-            raise ValueError("the parts of a matrix are coded differently")
-        values = None if first.values is None else first.values.data_ptr()
-        return self._library.checked(
-            "coded_matrix", *shape, first.kind, first.group, int(first.offsets is not None), values
-        )
-
-    def _kept_as(self, weights: Sequence[Tensor | CodedWeight]) -> Type:
-        """Floats of a bfloat16 checkpoint stay in 16 bits: the same results for half the reads."""
-        if self._type is Type.FLOAT and all(self._fits_bf16(w) for w in weights):
-            return Type.WIDENED
-        return self._type
-
-    def _fits_bf16(self, weight: Tensor | CodedWeight) -> bool:
-        if isinstance(weight, CodedWeight):
-            return False
-        source = weight.detach().contiguous().float()
-        return bool(self._library.fits_bf16(source.data_ptr(), source.numel()))
 
     def pack(self) -> None:
         """Copy all full weights that were added, by as many threads as torch computes with."""
@@ -86,6 +80,63 @@ class WeightMatrices:
             list(threads.map(self._fill, unpacked))
         self._library.checked("choose_ways", self._program)
         self._is_packed = True
+
+    def write(self, path: Path) -> PackedWeights:
+        """Write all packed weights to a file.
+
+        Raises:
+            ValueError: it cannot be written; says why.
+        """
+        self.pack()
+        size = ctypes.c_int64()
+        self._library.checked("write_weights", self._program, os.fsencode(path), ctypes.byref(size))
+        return PackedWeights(path, tuple(self._forms), size.value)
+
+    def _next(self, weights: Sequence[Weight], gated: bool) -> MatrixForm:
+        """The form of the next matrix in the file, which must be this one."""
+        assert self._known is not None
+        number = len(self._forms)
+        outputs, inputs = _shape(weights, gated)
+        form = self._known[number] if number < len(self._known) else None
+        if form is None or (form.outputs, form.inputs, form.gated) != (outputs, inputs, gated):
+            raise ValueError(f"matrix {number} of {outputs} outputs is not in the file as such")
+        if not all(isinstance(weight, PackedPart) for weight in weights):
+            raise ValueError(f"weights for matrix {number}, which lies in a file")
+        return form
+
+    def _form(self, weights: Sequence[Weight], gated: bool) -> MatrixForm:
+        first = weights[0]
+        outputs, inputs = _shape(weights, gated)
+        if not isinstance(first, CodedWeight):
+            return MatrixForm(outputs, inputs, gated, self._kept_as(weights))
+        if not all(isinstance(w, CodedWeight) and w.goes_with(first) for w in weights):
+            raise ValueError("the parts of a matrix are coded differently")
+        values = None if first.values is None else tuple(first.values.tolist())
+        return MatrixForm(
+            outputs, inputs, gated, self._type, first.kind, first.group,
+            first.offsets is not None, values,
+        )  # fmt: skip
+
+    def _make(self, form: MatrixForm) -> int:
+        shape = self._program, form.outputs, form.inputs, form.kind, int(form.gated)
+        if form.codes is None:
+            return self._library.checked("matrix", *shape)
+        values = None if form.values is None else (ctypes.c_float * 16)(*form.values)
+        return self._library.checked(
+            "coded_matrix", *shape, form.codes, form.group, int(form.has_offsets), values
+        )
+
+    def _kept_as(self, weights: Sequence[Weight]) -> Type:
+        """Floats of a bfloat16 checkpoint stay in 16 bits: the same results for half the reads."""
+        if self._type is Type.FLOAT and all(self._fits_bf16(w) for w in weights):
+            return Type.WIDENED
+        return self._type
+
+    def _fits_bf16(self, weight: Weight) -> bool:
+        if not isinstance(weight, Tensor):
+            return False
+        source = weight.detach().contiguous().float()
+        return bool(self._library.fits_bf16(source.data_ptr(), source.numel()))
 
     def _fill_codes(self, number: int, weight: CodedWeight, first: int, part: int) -> None:
         # One after the other: two outputs may share a byte.
@@ -105,3 +156,9 @@ class WeightMatrices:
             "fill", self._program, number, source.data_ptr(), TYPES[source.dtype], first,
             source.shape[0], part,
         )  # fmt: skip
+
+
+def _shape(weights: Sequence[Weight], gated: bool) -> tuple[int, int]:
+    """Outputs, after gating, and inputs of a matrix of these weights."""
+    outputs = weights[0].shape[0] if gated else sum(weight.shape[0] for weight in weights)
+    return outputs, weights[0].shape[1]

@@ -94,6 +94,13 @@ class ModelSettings(Section):
         "transformers. A record counts while the checkpoint's files (weights by size and time of "
         "change), the settings above and all packages are the same.",
     )
+    packed_weights: Literal["memory", "disk"] = setting(
+        "memory",
+        "Where the native library's copy of the weights lies. `disk` keeps it beside the start-up "
+        "record, as large as the weights are when packed, and later starts map that file. So they "
+        "neither read nor round the checkpoint's weights, and workers of a machine share the "
+        "memory. `memory` packs at each start, on huge pages, which are a little faster to read.",
+    )
     synthetic_step_ms: float = setting(
         2.0,
         "How long a step of `synthetic` takes at least.",

@@ -62,6 +62,7 @@ def open_model(
     records: bool = True,
     cache: Path | None = None,
     kv_cache_dtype: str = "auto",
+    keep_packed: bool = False,
 ) -> OpenedModel:
     """Open a checkpoint. Errors are those of :func:`.loader.load_model`.
 
@@ -76,6 +77,7 @@ def open_model(
         records: whether to use a record, and to make one.
         cache: see :class:`.RecordStore`.
         kv_cache_dtype: see ``dtype``.
+        keep_packed: keep packed weights with the record, and map them at a later start.
     """
     begin = time.perf_counter()
     store: RecordStore | None = None
@@ -93,7 +95,7 @@ def open_model(
                 "kv": kv_cache_dtype,
             }
             store = RecordStore(folder, parts, cache)
-            known = _from_record(folder, store, runtime, recipe, begin)
+            known = _from_record(folder, store, runtime, recipe, begin, keep_packed=keep_packed)
             if known is not None:
                 return known
         except NativeUnavailable:
@@ -110,7 +112,7 @@ def open_model(
         recipe=recipe,
         kv_cache_dtype=kv_cache_dtype,
     )
-    return OpenedModel(loaded, False, lambda: _save(store, loaded))
+    return OpenedModel(loaded, False, lambda: _save(store, loaded, keep_packed=keep_packed))
 
 
 def is_on_cpu(device: str) -> bool:
@@ -119,13 +121,21 @@ def is_on_cpu(device: str) -> bool:
 
 
 def _from_record(
-    folder: Path, store: RecordStore, runtime: NativeRuntime, recipe: Recipe, begin: float
+    folder: Path,
+    store: RecordStore,
+    runtime: NativeRuntime,
+    recipe: Recipe,
+    begin: float,
+    *,
+    keep_packed: bool,
 ) -> OpenedModel | None:
     record = store.load()
     if record is None:
         return None
+    maps = keep_packed and record.packed is not None
     try:
-        native = _decoder(folder, record, runtime, recipe)
+        make = _mapped_decoder if maps else _decoder
+        native = make(folder, record, runtime, recipe)
         if record.geometry.layout is KVLayout.GROUPS_INT8:
             native.keep_kv_in_int8()
         proof = _proof(native, record.geometry, record.dtype, record.vocab_size)
@@ -155,6 +165,8 @@ def _from_record(
         recipe=recipe,
     )
     log.info("loaded %s in %.1f s, as recorded by an earlier start", folder, loaded.load_seconds)
+    if keep_packed and not maps:
+        return OpenedModel(loaded, True, lambda: store.save(record, native.program.write_weights))
     return OpenedModel(loaded, True, lambda: None)
 
 
@@ -175,6 +187,17 @@ def _decoder(
     return NativeDecoder.of_description(decoder, record.dtype, runtime)
 
 
+def _mapped_decoder(
+    folder: Path, record: ModelRecord, runtime: NativeRuntime, recipe: Recipe
+) -> NativeDecoder:
+    """The same with the packed weights of an earlier start, of the same recipe."""
+    del recipe
+    weights = CheckpointWeights(folder, record.dtype)
+    decoder = record.decoder.packed_decoder(weights.read, weights.shape)
+    decoder = replace(decoder, embedding=decoder.embedding.clone())
+    return NativeDecoder.of_description(decoder, record.dtype, runtime, record.packed)
+
+
 def _tokenizer(folder: Path, record: ModelRecord) -> object:
     if record.plain_tokenizer:
         return DeferredTokenizer(folder, _transformers_tokenizer)
@@ -188,7 +211,7 @@ def _transformers_tokenizer(folder: Path) -> object:
         return load_tokenizer(folder)
 
 
-def _save(store: RecordStore | None, loaded: LoadedModel) -> None:
+def _save(store: RecordStore | None, loaded: LoadedModel, *, keep_packed: bool) -> None:
     if store is None or loaded.native is None or loaded.native.record is None:
         return
     weights = CheckpointWeights(loaded.path, loaded.dtype)
@@ -209,7 +232,8 @@ def _save(store: RecordStore | None, loaded: LoadedModel) -> None:
             dtype=loaded.dtype,
             plain_tokenizer=is_plain(loaded.tokenizer, loaded.path),
             proof=_proof(loaded.native, loaded.geometry, loaded.dtype, loaded.vocab_size),
-        )
+        ),
+        loaded.native.program.write_weights if keep_packed else None,
     )
 
 

@@ -15,8 +15,8 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from penstock.kernels.cpu import MatrixForm, PackedWeights
 from penstock.kernels.cpu.compiler import cache_folder
 from penstock.kernels.kv_layout import KVLayout
 
@@ -41,7 +42,11 @@ log = logging.getLogger(__name__)
 
 _MOST_HASHED_BYTES = 64 << 20
 _MOST_RECORDS = 16
+_MOST_PACKED = 4
+"""Records that keep packed weights, which are as large as the model."""
+
 _PROOF = "proof"
+_PACKED = "packed.weights"
 _SOURCES = (
     "gpu_worker/model/loading",
     "gpu_worker/model/program",
@@ -64,6 +69,7 @@ class ModelRecord:
         dtype: of weights and KV.
         plain_tokenizer: whether the tokenizers library alone encodes and decodes the same.
         proof: logits of a few fixed tokens.
+        packed: a file with the program's packed weights; None: they are packed at each start.
     """
 
     model_type: str
@@ -75,6 +81,7 @@ class ModelRecord:
     dtype: torch.dtype
     plain_tokenizer: bool
     proof: Tensor
+    packed: PackedWeights | None = None
 
 
 class CheckpointWeights:
@@ -101,6 +108,16 @@ class CheckpointWeights:
             name: torch.Size(file.get_slice(name).get_shape()).numel()
             for name, file in self._file_of.items()
         }
+
+    def shape(self, name: str) -> tuple[int, int]:
+        """Of the matrix called ``name``.
+
+        Raises:
+            KeyError: there is none.
+            ValueError: it is no matrix.
+        """
+        outputs, inputs = self._file_of[name].get_slice(name).get_shape()
+        return outputs, inputs
 
     def read(self, name: str) -> Tensor:
         """The tensor called ``name``.
@@ -149,29 +166,53 @@ class RecordStore:
             with safe_open(self._folder / "tensors.safetensors", framework="pt") as file:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             os.utime(self._folder)  # the oldest go first
-            return _from_json(data, tensors)
+            return _from_json(data, tensors, self._folder / _PACKED)
         except FileNotFoundError:
             return None
         except Exception as error:
             log.warning("the start-up record in %s cannot be read: %s", self._folder, error)
             return None
 
-    def save(self, record: ModelRecord) -> None:
-        """Write the record in place of another; a cache that cannot be written is no error."""
+    def save(
+        self, record: ModelRecord, write_weights: Callable[[Path], PackedWeights] | None = None
+    ) -> None:
+        """Write the record in place of another; a cache that cannot be written is no error.
+
+        Args:
+            record: its ``packed`` is not looked at.
+            write_weights: writes the packed weights to a file, to be kept with it; None: they are
+                not kept.
+        """
+        folder = self._folder.parent
         try:
-            self._folder.parent.mkdir(parents=True, exist_ok=True)
-            new = Path(tempfile.mkdtemp(prefix=".new-", dir=self._folder.parent))
-            (new / "record.json").write_text(json.dumps(_to_json(record)), encoding="utf-8")
-            save_file({**record.decoder.kept, _PROOF: record.proof}, new / "tensors.safetensors")
-            self.forget()
-            new.rename(self._folder)
-            _drop_oldest(self._folder.parent)
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(prefix=".new-", dir=folder) as outer:
+                new = Path(outer) / "record"
+                new.mkdir()
+                packed = None if write_weights is None else _written(write_weights, new / _PACKED)
+                tree = _to_json(replace(record, packed=packed))
+                (new / "record.json").write_text(json.dumps(tree), encoding="utf-8")
+                tensors = {**record.decoder.kept, _PROOF: record.proof}
+                save_file(tensors, new / "tensors.safetensors")
+                self.forget()
+                new.rename(self._folder)
+            _drop_oldest(folder)
         except OSError as error:
             log.info("no start-up record is kept: %s", error)
 
     def forget(self) -> None:
         """Remove the record, if there is one."""
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _written(write: Callable[[Path], PackedWeights], path: Path) -> PackedWeights | None:
+    """None where they cannot be written."""
+    try:
+        return write(path)
+    except ValueError as error:
+        log.warning("packed weights are not kept: %s", error)
+        path.unlink(missing_ok=True)
+        return None
 
 
 def _to_json(record: ModelRecord) -> dict[str, Any]:
@@ -185,11 +226,16 @@ def _to_json(record: ModelRecord) -> dict[str, Any]:
         "eos_token_ids": sorted(record.eos_token_ids),
         "dtype": str(record.dtype).removeprefix("torch."),
         "plain_tokenizer": record.plain_tokenizer,
+        "packed": record.packed
+        and {
+            "forms": [form.to_json() for form in record.packed.forms],
+            "bytes": record.packed.num_bytes,
+        },
     }
 
 
-def _from_json(data: dict[str, Any], tensors: dict[str, Tensor]) -> ModelRecord:
-    proof = tensors.pop(_PROOF)
+def _from_json(data: dict[str, Any], tensors: dict[str, Tensor], file: Path) -> ModelRecord:
+    proof, packed = tensors.pop(_PROOF), data["packed"] if file.is_file() else None
     layers = tuple(LayerGeometry(**layer) for layer in data["layers"])
     return ModelRecord(
         model_type=data["model_type"],
@@ -201,6 +247,8 @@ def _from_json(data: dict[str, Any], tensors: dict[str, Tensor]) -> ModelRecord:
         dtype=getattr(torch, data["dtype"]),
         plain_tokenizer=data["plain_tokenizer"],
         proof=proof,
+        packed=packed
+        and PackedWeights(file, tuple(map(MatrixForm.of_json, packed["forms"])), packed["bytes"]),
     )
 
 
@@ -227,3 +275,6 @@ def _drop_oldest(folder: Path) -> None:
     found = sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime)
     for path in found[:-_MOST_RECORDS]:
         shutil.rmtree(path, ignore_errors=True)
+    packed = [path / _PACKED for path in found if (path / _PACKED).is_file()]
+    for path in packed[:-_MOST_PACKED]:
+        path.unlink(missing_ok=True)

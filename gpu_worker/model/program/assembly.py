@@ -7,7 +7,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.kernels.cpu import LOGITS, Activation, Library, NativeProgram, NormWeights, Type
+from penstock.kernels.cpu import (
+    LOGITS,
+    Activation,
+    Library,
+    NativeProgram,
+    NormWeights,
+    PackedWeights,
+    Type,
+)
 
 from ..quantization.coding import Linear, matrix_parts
 from .description import Decoder, Layer
@@ -16,15 +24,18 @@ from .feed_forward import MLP, Experts
 __all__ = ["assemble"]
 
 
-def assemble(decoder: Decoder, library: Library, dtype: torch.dtype) -> NativeProgram:
+def assemble(
+    decoder: Decoder, library: Library, dtype: torch.dtype, packed: PackedWeights | None = None
+) -> NativeProgram:
     """The program of ``decoder``; its weights are packed copies, but for the embedding.
 
     Args:
         decoder: what to compute.
         library: what computes it.
         dtype: of weights and KV, float32 or bfloat16.
+        packed: a file with the weights of its :class:`.PackedLinear` layers, which are all then.
     """
-    program = NativeProgram(library, dtype)
+    program = NativeProgram(library, dtype, packed)
     tokens, outputs = _Buffers(program, outputs=False), _Buffers(program, outputs=True)
     hidden = decoder.embedding.shape[1]
     stream = tokens.floats("stream", hidden)

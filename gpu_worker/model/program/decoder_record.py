@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from penstock.kernels.cpu import Activation, NormWeights, Rotary
 
 from ..loading.geometry import LayerGeometry
+from ..quantization.coding import Linear, PackedLinear
 from ..quantization.form import QuantizedWeight
 from ..quantization.quantized_modules import QuantizedLinear
 from .description import Attention, Decoder, Layer
@@ -71,7 +72,24 @@ class DecoderRecord:
             LookupError, TypeError, ValueError: this is no description, or ``weight`` or ``stored``
                 raised it.
         """
-        found = _Reader(self.kept, weight, quantize, stored).read(self.tree)
+        return self._read(_Reader(self.kept, weight, quantize, stored))
+
+    def packed_decoder(
+        self, weight: Callable[[str], Tensor], shape: Callable[[str], tuple[int, int]]
+    ) -> Decoder:
+        """The description with linear layers whose weights are not read, as they lie in a file.
+
+        Args:
+            weight: gives the checkpoint's tensor of a name, in the model's dtype.
+            shape: gives its shape.
+
+        Raises:
+            LookupError, TypeError, ValueError: as :meth:`decoder`.
+        """
+        return self._read(_PackedReader(self.kept, weight, shape))
+
+    def _read(self, reader: _Reader) -> Decoder:
+        found = reader.read(self.tree)
         if not isinstance(found, Decoder):
             raise ValueError("no description of a decoder")
         return found
@@ -176,6 +194,12 @@ class _Reader:
             return self._read[name]
         if kind == "Activation":
             return Activation(value["value"])
+        if kind.endswith("Linear"):
+            return self._linear(kind, value)
+        parts = {key: self.read(part) for key, part in value.items() if key != "kind"}
+        return _KINDS[kind](**parts)
+
+    def _linear(self, kind: str, value: dict[str, Any]) -> Linear:
         if kind == "QuantizedLinear":
             # Not kept as it was: only an embedding tied to it is needed in full.
             weight = self._quantize(self._weight(value["weight"]["weight"]), value["part"])
@@ -184,5 +208,28 @@ class _Reader:
             outputs, inputs = value["shape"]
             weight = self._stored(value["stored"], (outputs, inputs))
             return QuantizedLinear(weight, self.read(value["bias"])).eval()
-        parts = {key: self.read(part) for key, part in value.items() if key != "kind"}
-        return linear_of(**parts) if kind == "Linear" else _KINDS[kind](**parts)
+        return linear_of(self.read(value["weight"]), self.read(value["bias"]))
+
+
+class _PackedReader(_Reader):
+    def __init__(
+        self,
+        kept: Mapping[str, Tensor],
+        weight: Callable[[str], Tensor],
+        shape: Callable[[str], tuple[int, int]],
+    ) -> None:
+        super().__init__(kept, weight, _not_read, _not_read)
+        self._shape = shape
+
+    def _linear(self, kind: str, value: dict[str, Any]) -> Linear:
+        if kind == "StoredLinear":
+            outputs, inputs = value["shape"]
+        elif "kept" in (weight := value["weight"]):
+            outputs, inputs = self._kept[weight["kept"]].shape
+        else:
+            outputs, inputs = self._shape(weight["weight"])
+        return PackedLinear(outputs, inputs, self.read(value["bias"]))
+
+
+def _not_read(*_: object) -> QuantizedWeight:
+    raise ValueError("codes of a layer whose weight lies in a file")

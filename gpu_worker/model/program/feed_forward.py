@@ -188,6 +188,7 @@ def _outputs(layer: Linear, part: slice) -> Linear:
     bias = None if layer.bias is None else layer.bias.detach()[part]
     if isinstance(layer, QuantizedLinear):
         return QuantizedLinear(layer.quantized.rows(torch.arange(layer.out_features)[part]), bias)
+    assert isinstance(layer, nn.Linear)  # those of a model; a file has packed ones
     return linear_of(layer.weight.detach()[part], bias)
 
 

@@ -15,6 +15,7 @@ from penstock.kernels.cpu import (
     Library,
     NativeProgram,
     NativeUnavailable,
+    PackedWeights,
     ThreadPool,
     load_library,
 )
@@ -169,15 +170,26 @@ class NativeDecoder:
 
     @classmethod
     def of_description(
-        cls, decoder: Decoder, dtype: torch.dtype, runtime: NativeRuntime
+        cls,
+        decoder: Decoder,
+        dtype: torch.dtype,
+        runtime: NativeRuntime,
+        packed: PackedWeights | None = None,
     ) -> NativeDecoder:
         """The native form of a description that an earlier start has tried.
 
+        Args:
+            decoder: the description.
+            dtype: in which it computes.
+            runtime: the threads.
+            packed: a file with its packed weights; None: it has them.
+
         Raises:
             NativeUnavailable: memory is short.
+            ValueError: the file has other weights.
         """
-        _check_memory(decoder, dtype)
-        program = assemble(decoder, runtime.library, dtype)
+        _check_memory(decoder, dtype, in_file=0 if packed is None else packed.num_bytes)
+        program = assemble(decoder, runtime.library, dtype, packed)
         return cls(program, runtime, decoder.head.out_features, decoder.multiplied_weights)
 
     def keep_kv_in_int8(self) -> None:
@@ -314,8 +326,9 @@ _DIFFERENT = (
 )
 
 
-def _check_memory(decoder: Decoder, dtype: torch.dtype) -> None:
-    needed = sum(packed_bytes(matrix, dtype) for matrix in decoder.matrices())
+def _check_memory(decoder: Decoder, dtype: torch.dtype, *, in_file: int = 0) -> None:
+    """Weights in a file are read from the system's cache at every step, so that must hold them."""
+    needed = in_file + sum(packed_bytes(matrix, dtype) for matrix in decoder.matrices())
     spare = available_bytes(torch.device("cpu"))
     if needed > spare:
         raise NoRoomToPack(
@@ -330,7 +343,7 @@ def _give_up_weights(decoder: Decoder) -> None:
     for linear in list(decoder.linears()):
         if isinstance(linear, QuantizedLinear):
             linear.give_up_weight()
-        elif linear.weight.data_ptr() != kept:
+        elif isinstance(linear, nn.Linear) and linear.weight.data_ptr() != kept:
             linear.weight = nn.Parameter(linear.weight.new_empty(0), requires_grad=False)
     for mixture in decoder.mixtures():
         mixture.give_up_weights()

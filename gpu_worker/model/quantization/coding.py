@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from penstock.kernels.cpu import CodedWeight, Codes
+from penstock.kernels.cpu import CodedWeight, Codes, PackedPart
 
 from .form import QuantizedWeight
 from .quantized_modules import QuantizedLinear
@@ -18,6 +18,7 @@ from .quantizers import FP8_VALUES
 __all__ = [
     "Form",
     "Linear",
+    "PackedLinear",
     "common_form",
     "is_coded_otherwise",
     "is_permuted",
@@ -25,7 +26,23 @@ __all__ = [
     "packed_bytes",
 ]
 
-Linear = nn.Linear | QuantizedLinear
+
+@dataclass(frozen=True, slots=True)
+class PackedLinear:
+    """A linear layer whose weight lies in a file, as the native library has packed it.
+
+    Attributes:
+        out_features: outputs.
+        in_features: inputs of each.
+        bias: ``[out_features]``; None: zeros.
+    """
+
+    out_features: int
+    in_features: int
+    bias: Tensor | None
+
+
+Linear = nn.Linear | QuantizedLinear | PackedLinear
 
 _UNITS = {Codes.INT4: 4, Codes.TABLE4: 4, Codes.INT8: 2, Codes.FP8: 2}
 """What a group's inputs are a multiple of, unless one group has all."""
@@ -85,13 +102,18 @@ def common_form(forms: Sequence[Form | None], inputs: int) -> Form | None:
 
 def matrix_parts(
     layers: Sequence[Linear], dtype: torch.dtype
-) -> tuple[Tensor, ...] | tuple[CodedWeight, ...]:
+) -> tuple[Tensor, ...] | tuple[CodedWeight, ...] | tuple[PackedPart, ...]:
     """The weights of ``layers`` as parts of one matrix: all coded alike, or else all in full.
+
+    Where they lie in a file, all do.
 
     Args:
         layers: they read the same inputs.
         dtype: in which they compute.
     """
+    packed = [layer for layer in layers if isinstance(layer, PackedLinear)]
+    if packed:
+        return tuple(PackedPart(layer.out_features, layer.in_features) for layer in packed)
     common = common_form([_form(layer) for layer in layers], layers[0].in_features)
     coded = [layer for layer in layers if isinstance(layer, QuantizedLinear)]
     if common is not None and len(coded) == len(layers):
@@ -99,6 +121,7 @@ def matrix_parts(
     return tuple(
         layer.weight if isinstance(layer, nn.Linear) else layer.quantized.dequantize(dtype)
         for layer in layers
+        if not isinstance(layer, PackedLinear)
     )
 
 
@@ -113,7 +136,10 @@ def is_coded_otherwise(layer: Linear) -> bool:
 
 
 def packed_bytes(layers: Sequence[Linear], dtype: torch.dtype) -> int:
-    """Memory that the weights of one matrix take when they are packed to compute in ``dtype``."""
+    """Memory that the weights of one matrix take when they are packed to compute in ``dtype``.
+
+    None where they lie in a file.
+    """
     common = common_form([_form(layer, look=False) for layer in layers], layers[0].in_features)
     if common is not None:
         return sum(common.num_bytes(layer.out_features, layer.in_features) for layer in layers)
@@ -122,6 +148,7 @@ def packed_bytes(layers: Sequence[Linear], dtype: torch.dtype) -> int:
         if isinstance(layer, nn.Linear)
         else layer.out_features * layer.in_features * dtype.itemsize
         for layer in layers
+        if not isinstance(layer, PackedLinear)
     )
 
 
@@ -132,7 +159,7 @@ def _form(layer: Linear, *, look: bool = True) -> Form | None:
         layer: any.
         look: for codes that are no number, through all of them.
     """
-    if isinstance(layer, nn.Linear) or layer.quantized.permutation is not None:
+    if not isinstance(layer, QuantizedLinear) or layer.quantized.permutation is not None:
         return None
     weight = layer.quantized
     group, four = weight.group_size or weight.inputs, weight.bits <= 4

@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <new>
+#include <stdexcept>
 #include <utility>
 #include <vector>
 
@@ -32,6 +33,17 @@ class Memory {
 #if defined(MADV_HUGEPAGE)
     if (large) madvise(data_, bytes, MADV_HUGEPAGE);
 #endif
+  }
+  // The first `bytes` of a file, as it is now: processes that map it share the pages. What is written
+  // here stays here. Throws std::bad_alloc.
+  Memory(int file, size_t bytes) : length_(bytes) {
+    base_ = mmap(nullptr, length_, PROT_READ | PROT_WRITE, MAP_PRIVATE, file, 0);
+    if (base_ == MAP_FAILED) {
+      base_ = nullptr;
+      throw std::bad_alloc();
+    }
+    data_ = static_cast<char*>(base_);
+    madvise(base_, length_, MADV_WILLNEED);
   }
   Memory(Memory&& other) noexcept { swap(other); }
   Memory& operator=(Memory&& other) noexcept {
@@ -59,8 +71,9 @@ class Arena {
  public:
   // Zeros, aligned to cache lines; they live as long as the arena. Throws std::bad_alloc.
   char* take(size_t bytes) {
-    bytes = (bytes + 63) / 64 * 64;
+    bytes = whole_lines(bytes);
     if (bytes > left_) {
+      if (is_file_) throw std::invalid_argument("the file has fewer weights than the program");
       // As much as there is already: few chunks, and little that is never touched.
       left_ = std::max(bytes, std::min(total_, MOST_CHUNK));
       chunks_.emplace_back(left_);
@@ -73,11 +86,22 @@ class Arena {
     return piece;
   }
 
+  // Gives pieces of a file from now on, one after the other, as they were written.
+  void take_from(int file, size_t bytes) {
+    chunks_.emplace_back(file, bytes);
+    next_ = chunks_.back().data();
+    left_ = bytes;
+    is_file_ = true;
+  }
+
+  static size_t whole_lines(size_t bytes) { return (bytes + 63) / 64 * 64; }
+
  private:
   static constexpr size_t MOST_CHUNK = size_t{1} << 30;
   std::vector<Memory> chunks_;
   char* next_ = nullptr;
   size_t left_ = 0, total_ = 0;
+  bool is_file_ = false;
 };
 
 // Bytes from one row of a matrix to the next: an odd number of cache lines. Otherwise the same

@@ -200,6 +200,20 @@ int penstock_fill_codes(Program* p, int matrix, const uint8_t* codes, const floa
   });
 }
 
+int penstock_map_weights(Program* p, const char* path, Error* error) {
+  return guarded(error, [&] {
+    p->map_weights(path);
+    return 0;
+  });
+}
+
+int penstock_write_weights(Program* p, const char* path, int64_t* bytes, Error* error) {
+  return guarded(error, [&] {
+    *bytes = p->write_weights(path);
+    return 0;
+  });
+}
+
 int penstock_fits_bf16(const float* values, int64_t count) { return fits_bf16(values, count); }
 
 int64_t penstock_weight_bytes(Program* p) { return p->weight_bytes(); }

@@ -95,6 +95,10 @@ class Program final : private Work {
   // Of all packed weights.
   int64_t weight_bytes() const;
   Matrix& matrix(int index);  // throws std::invalid_argument if there is none
+  // Before there is a matrix: all that come have the weights that write_weights wrote for them. Both
+  // throw std::runtime_error where the system refuses.
+  void map_weights(const char* path);
+  int64_t write_weights(const char* path) const;  // bytes
   // Throws std::invalid_argument if it names what is not there or does not fit.
   void add(Op op);
   // Times both ways of computing with coded weights, once for each coding; see linear.h.

@@ -1,0 +1,91 @@
+"""Weights of a program in a file, in the order in which the library reads them.
+
+Such a file is one machine's: it holds what was packed, for one instruction set and one source of
+the library. Processes that map it share its pages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from .library import Codes, Type
+
+__all__ = ["MatrixForm", "PackedPart", "PackedWeights"]
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixForm:
+    """What a matrix is, but for its numbers.
+
+    Attributes:
+        outputs: after gating.
+        inputs: of each.
+        gated: whether there are two weights for each output.
+        kind: of the weights; of codes, of what they are multiplied with.
+        codes: their kind; None: the weights are in full.
+        group: of codes: inputs of a group.
+        has_offsets: of codes: whether a group has an offset beside its scale.
+        values: of ``Codes.TABLE4``.
+    """
+
+    outputs: int
+    inputs: int
+    gated: bool
+    kind: Type
+    codes: Codes | None = None
+    group: int = 0
+    has_offsets: bool = False
+    values: tuple[float, ...] | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """For :meth:`of_json`."""
+        return asdict(self)
+
+    @classmethod
+    def of_json(cls, tree: dict[str, Any]) -> MatrixForm:
+        """What :meth:`to_json` gave.
+
+        Raises:
+            LookupError, TypeError, ValueError: it is something else.
+        """
+        codes, values = tree["codes"], tree["values"]
+        return cls(**{
+            **tree,
+            "kind": Type(tree["kind"]),
+            "codes": None if codes is None else Codes(codes),
+            "values": None if values is None else tuple(values),
+        })  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class PackedPart:
+    """Stands for a weight ``[outputs, inputs]`` that lies in the file."""
+
+    outputs: int
+    inputs: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """``(outputs, inputs)``."""
+        return self.outputs, self.inputs
+
+    def chunk(self, count: int) -> tuple[PackedPart, ...]:
+        """Cut into ``count`` parts of as many outputs each."""
+        return (PackedPart(self.outputs // count, self.inputs),) * count
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeights:
+    """A file with the weights of a program.
+
+    Attributes:
+        path: of the file.
+        forms: of its matrices, in their order.
+        num_bytes: of the file.
+    """
+
+    path: Path
+    forms: tuple[MatrixForm, ...]
+    num_bytes: int

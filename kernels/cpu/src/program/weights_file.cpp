@@ -1,0 +1,69 @@
+// Packed weights in a file: matrix after matrix, each in whole cache lines.
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <stdexcept>
+
+#include "program.h"
+
+namespace penstock {
+namespace {
+
+class File {
+ public:
+  File(const char* path, int flags) : path_(path), descriptor(open(path, flags | O_CLOEXEC, 0600)) {
+    if (descriptor < 0) fail();
+  }
+  ~File() { close(descriptor); }
+  File(const File&) = delete;
+  File& operator=(const File&) = delete;
+
+  size_t size() const {
+    struct stat facts;
+    if (fstat(descriptor, &facts) != 0) fail();
+    return static_cast<size_t>(facts.st_size);
+  }
+
+  void write(const char* data, size_t bytes) const {
+    while (bytes) {
+      const ssize_t written = ::write(descriptor, data, bytes);
+      if (written < 0 && errno == EINTR) continue;
+      if (written <= 0) fail();
+      data += written;
+      bytes -= static_cast<size_t>(written);
+    }
+  }
+
+ private:
+  [[noreturn]] void fail() const { throw std::runtime_error(path_ + ": " + std::strerror(errno)); }
+
+  const std::string path_;
+
+ public:
+  const int descriptor;
+};
+
+}  // namespace
+
+void Program::map_weights(const char* path) {
+  if (!matrices_.empty()) throw std::invalid_argument("there are weights already");
+  const File file(path, O_RDONLY);
+  if (file.size() == 0) throw std::invalid_argument("a file without weights");
+  weights_.take_from(file.descriptor, file.size());
+}
+
+int64_t Program::write_weights(const char* path) const {
+  const File file(path, O_WRONLY | O_CREAT | O_TRUNC);
+  int64_t total = 0;
+  for (const Matrix& m : matrices_) {
+    const size_t bytes = Arena::whole_lines(static_cast<size_t>(m.panels * m.panel_bytes));
+    file.write(m.weights, bytes);
+    total += static_cast<int64_t>(bytes);
+  }
+  return total;
+}
+
+}  // namespace penstock
