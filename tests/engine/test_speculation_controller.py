@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from penstock.gpu_worker.engine.output.step_output import StepTiming
 from penstock.gpu_worker.engine.plan import Span
 from penstock.gpu_worker.engine.sequence import Sequence
+from penstock.gpu_worker.engine.speculation.batch_class import BatchClass
 from penstock.gpu_worker.engine.speculation.controller import SpeculationConfig, Speculator
 from penstock.shared.protocol.sampling_options import SamplingOptions
 from penstock.shared.protocol.states import Speculation
@@ -264,6 +265,24 @@ def test_the_gain_that_is_shown_is_what_comes_of_it_and_1_without_drafts() -> No
     hopeless.run(DRAFT, 500, speculator)
     assert speculator.stats().gain == 1
     assert speculator.stats() is speculator.stats()
+
+
+def test_a_step_costs_something_on_however_busy_a_machine() -> None:
+    """Times from a machine so busy that drafts seem to cost all, and a step by itself nothing."""
+    for seed in (1612, *range(300)):
+        draw = random.Random(seed)
+        batch = BatchClass(draw.choice([1, 1, 2, 8]))
+        step_s = 10 ** draw.uniform(-4, -2)
+        draft_s, noise = step_s * 10 ** draw.uniform(-2, 1), draw.choice([0.3, 1, 2, 4])
+        for _ in range(150):
+            times = 10 ** abs(draw.gauss(0, noise / 3)) if draw.random() < 0.3 else 1
+            if batch.may_draft():
+                count = draw.randint(1, 12)
+                earned, seconds = draw.uniform(1, count + 1), (step_s + draft_s * count) * times
+                batch.observe_drafted(count, earned, seconds, 0, 0.0, typical=True)
+            else:
+                batch.observe_plain(step_s * times)
+            assert 0 < batch.gain < float("inf")
 
 
 def test_batch_sizes_are_judged_apart() -> None:

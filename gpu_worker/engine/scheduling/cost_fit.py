@@ -48,7 +48,9 @@ class CostFit:
         return sum(map(float.__mul__, self.costs, map(float, amounts)))
 
     def learn(self, amounts: Sequence[float], seconds: float) -> None:
-        """So much work took so long."""
+        """So much work took so long; a clock that has not moved tells nothing."""
+        if seconds <= 0:
+            return
         if not self._first:
             self._begin(amounts, seconds)
         variance, indices = self._variance, self._indices

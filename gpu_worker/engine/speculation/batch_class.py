@@ -118,7 +118,9 @@ class BatchClass:
             self._plain_due -= 1  # a pause: only its last steps are needed
             return
         if self._verify.known:
-            seconds = min(seconds, _OUTLIER * self._verify.costs[0])
+            # Noise may let drafts explain all of a step's time, and then its own cost is 0.
+            usual = max(self._verify.costs[0], self._plain_s)
+            seconds = min(seconds, _OUTLIER * usual)
         self._verify.learn((1.0, 0.0, 0.0), seconds)
         self._plain_times.append(seconds)
         before = self._plain_s
