@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import redis.asyncio
+from slow_steps import slow_steps
 from tool_model import TOOLS, save_tool_model
 from workers import WorkerFactory, WorkerProcess
 
@@ -188,10 +189,15 @@ async def test_what_the_model_does_not_know_is_refused_by_name(
 
 
 async def test_a_killed_workers_call_is_continued_with_the_same_deltas(
-    redis_url: str, workers: WorkerFactory, checkpoint: Path
+    redis_url: str,
+    workers: WorkerFactory,
+    checkpoint: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Wherever in reasoning or call the first worker died: each delta comes once, at its token."""
     # Those behind the first three keep the worker busy, however late it is killed.
+    monkeypatch.setenv("PYTHONPATH", slow_steps(tmp_path, 0.005))
     settings = {
         "worker__lease_ms": 600, "model__path": str(checkpoint), "engine__max_sequences": 4,
     }  # fmt: skip
@@ -216,6 +222,7 @@ async def test_a_killed_workers_call_is_continued_with_the_same_deltas(
                 if min(counts) >= 60:
                     break
         first.kill()
+        monkeypatch.delenv("PYTHONPATH")
         second = workers.engine("second", **settings)
         results = await asyncio.wait_for(readers, 200)
     for result, whole in zip(results, expected, strict=True):

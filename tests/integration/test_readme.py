@@ -49,7 +49,7 @@ def run(url: str, tmp_path: Path) -> Run:
             env={**os.environ, "REDIS_URL": url},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=240,
             check=False,
         )
         assert done.returncode == 0, done.stderr

@@ -20,6 +20,7 @@ import pytest
 import redis
 import redis.asyncio
 from durable_redis import start_durable_redis
+from slow_steps import slow_steps
 from waiting import is_running, wait_until
 from workers import WorkerFactory, WorkerProcess
 
@@ -145,8 +146,13 @@ async def check_nothing_left(redis_url: str) -> None:
 
 
 async def test_streams_continue_when_a_machine_is_lost(
-    redis_url: str, workers: WorkerFactory, expected: list[Output]
+    redis_url: str,
+    workers: WorkerFactory,
+    expected: list[Output],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv("PYTHONPATH", slow_steps(tmp_path, 0.02))
     pair = [workers.engine(name, worker__lease_ms=600) for name in ("one", "two")]
     async with Producer(redis_url) as producer:
         ids = await submit_all(producer)

@@ -265,7 +265,7 @@ async def test_logs_are_made_compact_some_time_after_the_end(
 ) -> None:
     name, log = f"compact-{kind}", KEYS.log(f"compact-{kind}")
     made = worker.metric("compacted_logs_total")
-    options: dict[str, Any] = {"max_tokens": 20, "logprobs": 2, "ignore_eos": True}
+    options: dict[str, Any] = {"max_tokens": 60, "logprobs": 2, "ignore_eos": True}
     if kind == "several":
         options |= {"n": 3, "temperature": 0.9, "prompt_logprobs": 1}
     else:
@@ -274,7 +274,7 @@ async def test_logs_are_made_compact_some_time_after_the_end(
     result = await end_of(producer, name)
     entries = await client.xrange(log)
     size = await client.memory_usage(log, samples=0)
-    assert len(entries) > 5
+    assert len(entries) > 2
     # As if it had ended longer ago than the setting says.
     await client.zadd(KEYS.ended, {name: 1})
 
