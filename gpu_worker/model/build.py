@@ -272,7 +272,8 @@ def _engine_config(
     settings: EngineSettings, loaded: LoadedModel, draft: LoadedModel | None
 ) -> EngineConfig:
     on_gpu = loaded.device.type == "cuda"
-    budget = kv_budget(settings.kv_memory, loaded.device)
+    mapped = 0 if loaded.native is None else loaded.native.program.mapped_bytes
+    budget = kv_budget(settings.kv_memory, loaded.device, reserved=mapped)
     beside = None if draft is None else draft.geometry
     default_tokens = _GPU_BATCH_TOKENS if on_gpu else _CPU_BATCH_TOKENS
     config = engine_config(

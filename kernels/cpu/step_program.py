@@ -71,6 +71,7 @@ class NativeProgram:
         weakref.finalize(self, library.destroy, self._handle)
         self.multiplied = Type(library.activation_type(self._type))
         self._kept: list[Any] = []
+        self._mapped_bytes = 0 if packed is None else packed.num_bytes
         self._weights = WeightMatrices(library, self._handle, self._type, packed)
         self._types: list[Type] = []
         self._error = Error()
@@ -118,6 +119,11 @@ class NativeProgram:
     def weight_bytes(self) -> int:
         """Memory of all packed weights, with their scales."""
         return int(self._library.weight_bytes(self._handle))
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Of these, what lies in a file that processes share."""
+        return self._mapped_bytes
 
     def pack(self) -> None:
         """Copy the weights of all matrices, by as many threads as torch computes with."""

@@ -35,13 +35,16 @@ def bind_to_cores(setting: str, text: str) -> None:
     wanted: set[int] = set()
     for part in text.split(","):
         first, _, last = part.partition("-")
-        wanted |= set(range(int(first), int(last or first) + 1))
+        cores = range(int(first), int(last or first) + 1)
+        if not cores:
+            raise ConfigurationError(f"{setting}: got {text!r}; allowed: ranges that go up: {part}")
+        wanted |= set(cores)
     if not hasattr(os, "sched_setaffinity"):
         raise ConfigurationError(f"{setting}: got {text!r}; allowed: off, on this system")
     usable = os.sched_getaffinity(0)
-    if not wanted or not wanted <= usable:
-        cores = ",".join(map(str, sorted(usable)))
+    if not wanted <= usable:
+        named = ",".join(map(str, sorted(usable)))
         raise ConfigurationError(
-            f"{setting}: got {text!r}; allowed: cores that this process may use: {cores}"
+            f"{setting}: got {text!r}; allowed: cores that this process may use: {named}"
         )
     os.sched_setaffinity(0, wanted)

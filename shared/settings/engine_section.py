@@ -148,9 +148,10 @@ class EngineSettings(Section):
     )
     cores: str | None = setting(
         None,
-        "Cores of the system that the engine process runs on, such as `0-3,8`; each thread of the "
-        "native library keeps to one of them. For machines with several workers, or several NUMA "
-        "nodes: give each worker cores of its own. `off` leaves it to the system.",
+        "Cores of the system that the engine process runs on, such as `0-3,8`. Each thread of the "
+        "native library, except the calling one, keeps to one of them. For machines with several "
+        "workers, or several NUMA nodes: give each worker cores of its own. `off` leaves it to the "
+        "system.",
         none="off",
         pattern=r"^\d{1,5}(-\d{1,5})?(,\d{1,5}(-\d{1,5})?)*$",
         max_length=1000,

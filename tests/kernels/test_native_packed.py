@@ -19,6 +19,7 @@ from penstock.kernels.cpu import (
     NativeProgram,
     PackedPart,
     PackedWeights,
+    Type,
 )
 
 INPUTS, OUTPUTS, ROWS = 96, 70, 19
@@ -131,6 +132,13 @@ def test_what_does_not_fit_the_file_is_refused(packed: PackedWeights) -> None:
         make(parts_of(bf16()), replace(packed, forms=packed.forms[:1]))
     with pytest.raises(ValueError, match="weights for matrix 0, which lies in a file"):
         make(bf16(), packed)
+    mapped, _ = program_of(SETS[0], torch.bfloat16, parts_of(bf16()), False, packed)
+    assert mapped.mapped_bytes == packed.num_bytes
+    weight = numbers(OUTPUTS, 1, torch.bfloat16)
+    with pytest.raises(ValueError, match="the weights lie in a file"):
+        library(SETS[0]).checked(
+            "fill", mapped._handle, 0, weight.data_ptr(), Type.BF16, 0, OUTPUTS, 0
+        )
     with pytest.raises(ValueError, match=f"has {packed.num_bytes} bytes, not 64"):
         make(parts_of(bf16()), replace(packed, num_bytes=64))
     with pytest.raises(ValueError, match="No such file"):

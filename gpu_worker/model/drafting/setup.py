@@ -40,6 +40,7 @@ def load_draft(settings: Settings, target: LoadedModel) -> LoadedModel | None:
             runtime=None if target.native is None else target.native.runtime,
             recipe=target.recipe,
             records=settings.model.start_record == "on",
+            keep_packed=settings.model.packed_weights == "disk",
         )
     except ModelError as error:
         raise ModelError(f"speculation.draft_model: {error}") from error

@@ -21,7 +21,13 @@ Candidates = tuple[tuple[int, float], ...]
 def tokens_of_spans(
     plan: Plan, sampled: list[int], drafts: Mapping[Sequence, tuple[int, ...]]
 ) -> tuple[tuple[int, ...], ...]:
-    """The tokens of each span, of one that each row gave."""
+    """The tokens of each span.
+
+    Args:
+        plan: the step's.
+        sampled: the token of each row.
+        drafts: of the sequences that have some; a span has a row more for each.
+    """
     if not drafts:
         tokens = iter(sampled)
         return tuple([(next(tokens),) if span.samples else () for span in plan.spans])

@@ -160,7 +160,10 @@ class _GroupTables:
     def advance(self, positions: list[int]) -> tuple[Tensor, Tensor, int]:
         """The slots of these positions, the tables with their blocks, and the largest block."""
         size, tables = self._block_size, self._tables
-        blocks = [table[place // size] for table, place in zip(tables, positions, strict=True)]
+        try:
+            blocks = [table[place // size] for table, place in zip(tables, positions, strict=True)]
+        except IndexError:
+            raise ValueError(f"a block table is too short for its position: {positions}") from None
         if blocks != self._last:
             self._change(blocks, positions)
         slots = [

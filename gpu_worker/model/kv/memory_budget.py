@@ -79,7 +79,7 @@ def available_bytes(device: torch.device) -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def kv_budget(setting: str | int | None, device: torch.device) -> int:
+def kv_budget(setting: str | int | None, device: torch.device, *, reserved: int = 0) -> int:
     """Bytes for the KV pool.
 
     Args:
@@ -87,12 +87,13 @@ def kv_budget(setting: str | int | None, device: torch.device) -> int:
             memory on CPU, at most 1 GiB. On CUDA it takes nine tenths of what is free, so load the
             weights first.
         device: where the pool will lie.
+        reserved: bytes that count as available and are needed: weights mapped from a file.
 
     Raises:
         ConfigurationError: ``setting`` is not a size.
         InsufficientMemory: ``setting`` is more than the device has available.
     """
-    available = available_bytes(device)
+    available = max(0, available_bytes(device) - reserved)
     if setting is None:
         if device.type == "cuda":
             return int(available * CUDA_SHARE)

@@ -18,7 +18,7 @@ from penstock.kernels.kv_layout import KVLayout
 from ..forward.batch import Rows, SequenceChunk, pack
 from ..forward.forward_context import ForwardContext
 from ..kv.kv_pool import KVPool
-from ..program.native_decoder import NativeDecoder, NativeRuntime
+from ..program.native_decoder import NativeDecoder, NativeRuntime, NoRoomToPack
 from ..quantization.form import QuantizedWeight
 from ..quantization.recipe import AUTO, Recipe
 from ..text.deferred_tokenizer import DeferredTokenizer
@@ -139,6 +139,9 @@ def _from_record(
         if record.geometry.layout is KVLayout.GROUPS_INT8:
             native.keep_kv_in_int8()
         proof = _proof(native, record.geometry, record.dtype, record.vocab_size)
+    except NoRoomToPack as error:
+        log.warning("%s", error)
+        return None
     except Exception as error:
         log.warning("the start-up record of %s does not fit it: %s", folder, error)
         store.forget()

@@ -15,6 +15,7 @@ import logging
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -45,6 +46,8 @@ _MOST_RECORDS = 16
 _MOST_PACKED = 4
 """Records that keep packed weights, which are as large as the model."""
 
+_BEGUN = ".new-"
+_ABANDONED_S = 3600.0
 _PROOF = "proof"
 _PACKED = "packed.weights"
 _SOURCES = (
@@ -186,7 +189,7 @@ class RecordStore:
         folder = self._folder.parent
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(prefix=".new-", dir=folder) as outer:
+            with tempfile.TemporaryDirectory(prefix=_BEGUN, dir=folder) as outer:
                 new = Path(outer) / "record"
                 new.mkdir()
                 packed = None if write_weights is None else _written(write_weights, new / _PACKED)
@@ -262,7 +265,7 @@ def _key(checkpoint: Path, parts: Mapping[str, object]) -> str:
             digest.update(path.read_bytes())
     root = Path(__file__).parents[3]
     for folder in _SOURCES:
-        for path in sorted((root / folder).glob("*.py")):
+        for path in sorted((root / folder).rglob("*.py")):
             digest.update(path.read_bytes())
     packages = ("torch", "transformers", "tokenizers")
     versions = {name: importlib.metadata.version(name) for name in packages}
@@ -272,9 +275,15 @@ def _key(checkpoint: Path, parts: Mapping[str, object]) -> str:
 
 
 def _drop_oldest(folder: Path) -> None:
-    found = sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime)
+    used = {path: path.stat().st_mtime for path in folder.iterdir()}
+    begun = {path for path in used if path.name.startswith(_BEGUN)}
+    for path in begun:
+        if time.time() - used[path] > _ABANDONED_S:  # its writer was killed
+            shutil.rmtree(path, ignore_errors=True)
+    found = sorted(used.keys() - begun, key=lambda path: used[path])
     for path in found[:-_MOST_RECORDS]:
         shutil.rmtree(path, ignore_errors=True)
-    packed = [path / _PACKED for path in found if (path / _PACKED).is_file()]
+    packed = [path for path in found if (path / _PACKED).is_file()]
     for path in packed[:-_MOST_PACKED]:
-        path.unlink(missing_ok=True)
+        (path / _PACKED).unlink(missing_ok=True)
+        os.utime(path, (used[path], used[path]))

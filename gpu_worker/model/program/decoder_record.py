@@ -77,7 +77,7 @@ class DecoderRecord:
     def packed_decoder(
         self, weight: Callable[[str], Tensor], shape: Callable[[str], tuple[int, int]]
     ) -> Decoder:
-        """The description with linear layers whose weights are not read, as they lie in a file.
+        """The description, with linear layers whose weights stay in a file.
 
         Args:
             weight: gives the checkpoint's tensor of a name, in the model's dtype.

@@ -188,7 +188,7 @@ class NativeDecoder:
             NativeUnavailable: memory is short.
             ValueError: the file has other weights.
         """
-        _check_memory(decoder, dtype, in_file=0 if packed is None else packed.num_bytes)
+        _check_memory(decoder, dtype)
         program = assemble(decoder, runtime.library, dtype, packed)
         return cls(program, runtime, decoder.head.out_features, decoder.multiplied_weights)
 
@@ -221,9 +221,9 @@ class NativeDecoder:
     def largest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """As :func:`..sampling.gumbel_sampling.largest`, by the step's threads.
 
-        Torch has threads of its own, and while both kinds look for work they share the cores. The
-        largest logits of the last step were found while they were computed. They are given once, as
-        callers may change them; nobody changes logits in place.
+        Torch has threads of its own, and while both kinds look for work they share the cores. Of
+        the last step's logits the largest are known already. Callers may change what they get, so
+        it is given once. Nobody changes logits in place.
         """
         latest, self._latest = self._latest, None
         if latest is not None and latest.logits() is logits:
@@ -326,9 +326,8 @@ _DIFFERENT = (
 )
 
 
-def _check_memory(decoder: Decoder, dtype: torch.dtype, *, in_file: int = 0) -> None:
-    """Weights in a file are read from the system's cache at every step, so that must hold them."""
-    needed = in_file + sum(packed_bytes(matrix, dtype) for matrix in decoder.matrices())
+def _check_memory(decoder: Decoder, dtype: torch.dtype) -> None:
+    needed = sum(packed_bytes(matrix, dtype) for matrix in decoder.matrices())
     spare = available_bytes(torch.device("cpu"))
     if needed > spare:
         raise NoRoomToPack(

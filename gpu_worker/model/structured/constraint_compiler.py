@@ -96,7 +96,7 @@ class ConstraintCompiler:
         Raises:
             RuntimeError: the compile server cannot be started.
         """
-        with suppress(InvalidRequest):  # `compile` refuses each constraint for it
+        with suppress(InvalidRequest, ConstraintError):  # `compile` says what is wrong
             self._word_list(*_NO_CONSTRAINT)
             self.sandbox.prepare()
 

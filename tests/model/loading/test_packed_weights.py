@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from penstock.gpu_worker.model.loading.checkpoint_folder import find_checkpoint
 from penstock.gpu_worker.model.loading.loaded_model import LoadedModel
 from penstock.gpu_worker.model.loading.model_opening import OpenedModel, open_model
 from penstock.gpu_worker.model.loading.model_record import CheckpointWeights
+from penstock.gpu_worker.model.program.native_decoder import NativeDecoder, NoRoomToPack
 from penstock.gpu_worker.model.quantization.recipe import AUTO, Recipe
 from penstock.kernels.cpu import NativeProgram, NativeUnavailable, PackedWeights, load_library
 
@@ -44,11 +46,14 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def started(checkpoint: Path, tmp_path: Path) -> Callable[..., OpenedModel]:
     """Opens the checkpoint as a worker does at each start, with records of the test's own."""
 
-    def start(recipe: Recipe = AUTO, *, dtype: str = "float32", keep: bool = True) -> OpenedModel:
+    def start(
+        recipe: Recipe = AUTO, *, dtype: str = "float32", keep: bool = True, remember: bool = True
+    ) -> OpenedModel:
         opened = open_model(
             checkpoint, dtype=dtype, native="on", recipe=recipe, cache=tmp_path, keep_packed=keep
         )
-        opened.remember()
+        if remember:
+            opened.remember()
         return opened
 
     return start
@@ -196,6 +201,33 @@ def test_weights_that_cannot_be_written_are_no_error(
     assert not list(tmp_path.glob(".new-*"))
 
 
+def test_what_a_killed_writer_left_is_removed_and_what_one_writes_is_not(
+    started: Callable[..., OpenedModel], tmp_path: Path
+) -> None:
+    left, written = tmp_path / ".new-left", tmp_path / ".new-written"
+    for folder in (left, written):
+        folder.mkdir()
+    os.utime(left, (0, 0))
+    started()
+    assert not left.exists()
+    assert written.exists()
+
+
+def test_want_of_memory_deletes_nothing_that_others_use(
+    started: Callable[..., OpenedModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started()
+
+    def no_room(*_: object) -> NativeDecoder:
+        raise NoRoomToPack("no room")
+
+    monkeypatch.setattr(NativeDecoder, "of_description", no_room)
+    assert not started(remember=False).is_known
+    monkeypatch.undo()
+    assert packed_file(tmp_path).is_file()
+    assert started().is_known
+
+
 def test_few_models_keep_theirs(
     started: Callable[..., OpenedModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -203,6 +235,8 @@ def test_few_models_keep_theirs(
     started()
     first = packed_file(tmp_path)
     started(Recipe("int8"))
-    assert packed_file(tmp_path) != first
+    second = packed_file(tmp_path)
+    assert second != first
+    assert first.parent.stat().st_mtime <= second.parent.stat().st_mtime
     assert started().is_known
     assert packed_file(tmp_path) == first

@@ -34,10 +34,10 @@ class Memory {
     if (large) madvise(data_, bytes, MADV_HUGEPAGE);
 #endif
   }
-  // The first `bytes` of a file, as it is now: processes that map it share the pages. What is written
-  // here stays here. Throws std::bad_alloc.
+  // The first `bytes` of a file, to be read: processes that map it share the pages. Throws
+  // std::bad_alloc.
   Memory(int file, size_t bytes) : length_(bytes) {
-    base_ = mmap(nullptr, length_, PROT_READ | PROT_WRITE, MAP_PRIVATE, file, 0);
+    base_ = mmap(nullptr, length_, PROT_READ, MAP_PRIVATE, file, 0);
     if (base_ == MAP_FAILED) {
       base_ = nullptr;
       throw std::bad_alloc();
@@ -93,6 +93,8 @@ class Arena {
     left_ = bytes;
     is_file_ = true;
   }
+
+  bool is_file() const { return is_file_; }
 
   static size_t whole_lines(size_t bytes) { return (bytes + 63) / 64 * 64; }
 

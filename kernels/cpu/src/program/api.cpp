@@ -163,7 +163,7 @@ int penstock_matrix(Program* p, int64_t outputs, int64_t inputs, int type, int g
 int penstock_fill(Program* p, int matrix, const void* source, int source_type, int64_t first,
                   int64_t count, int part, Error* error) {
   return guarded(error, [&] {
-    Matrix& m = p->matrix(matrix);
+    Matrix& m = p->fillable(matrix);
     if (m.is_coded()) throw std::invalid_argument("numbers for a matrix of codes");
     if (first < 0 || count < 0 || first + count > m.outputs || part < 0 || part > int(m.gated))
       throw std::invalid_argument("weights of outputs that the matrix does not have");
@@ -190,7 +190,7 @@ int penstock_fill_codes(Program* p, int matrix, const uint8_t* codes, const floa
                         const float* offsets, int64_t first, int64_t count, int part,
                         Error* error) {
   return guarded(error, [&] {
-    Matrix& m = p->matrix(matrix);
+    Matrix& m = p->fillable(matrix);
     if (!m.is_coded() || (m.coding.offsets && !offsets))
       throw std::invalid_argument("codes for a matrix that has none, or other ones");
     if (first < 0 || count < 0 || first + count > m.outputs || part < 0 || part > int(m.gated))

@@ -95,6 +95,7 @@ class Program final : private Work {
   // Of all packed weights.
   int64_t weight_bytes() const;
   Matrix& matrix(int index);  // throws std::invalid_argument if there is none
+  Matrix& fillable(int index);  // or if its weights lie in a file
   // Before there is a matrix: all that come have the weights that write_weights wrote for them. Both
   // throw std::runtime_error where the system refuses.
   void map_weights(const char* path);

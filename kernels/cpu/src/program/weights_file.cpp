@@ -55,6 +55,11 @@ void Program::map_weights(const char* path) {
   weights_.take_from(file.descriptor, file.size());
 }
 
+Matrix& Program::fillable(int index) {
+  if (weights_.is_file()) throw std::invalid_argument("the weights lie in a file");
+  return matrix(index);
+}
+
 int64_t Program::write_weights(const char* path) const {
   const File file(path, O_WRONLY | O_CREAT | O_TRUNC);
   int64_t total = 0;
