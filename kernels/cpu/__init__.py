@@ -10,12 +10,29 @@ from .coded_weight import CodedWeight
 from .compiler import NativeUnavailable, supported_sets
 from .library import Activation, Codes, Library, Type, load_library
 from .operands import Cache, Clamp, Draws, HeadShape, NormWeights, Rotary
-from .packed_weights import MatrixForm, PackedPart, PackedWeights
 from .step_program import LOGITS, NativeProgram
 from .thread_pool import ThreadPool
+from .weights_file import MappedPart, MatrixForm, WeightsFile
 
 __all__ = [
-    "LOGITS", "Activation", "Cache", "Clamp", "CodedWeight", "Codes", "Draws", "HeadShape",
-    "Library", "MatrixForm", "NativeProgram", "NativeUnavailable", "NormWeights", "PackedPart",
-    "PackedWeights", "Rotary", "ThreadPool", "Type", "load_library", "supported_sets",
+    "LOGITS",
+    "Activation",
+    "Cache",
+    "Clamp",
+    "CodedWeight",
+    "Codes",
+    "Draws",
+    "HeadShape",
+    "Library",
+    "MappedPart",
+    "MatrixForm",
+    "NativeProgram",
+    "NativeUnavailable",
+    "NormWeights",
+    "Rotary",
+    "ThreadPool",
+    "Type",
+    "WeightsFile",
+    "load_library",
+    "supported_sets",
 ]  # fmt: skip

@@ -27,9 +27,9 @@ from .library import (
     Type,
 )
 from .operands import Cache, Clamp, HeadShape, NormWeights, Rotary
-from .packed_weights import PackedWeights
 from .thread_pool import ThreadPool
 from .weight_matrices import TYPES, Weight, WeightMatrices
+from .weights_file import WeightsFile
 
 __all__ = ["LOGITS", "NativeProgram"]
 
@@ -52,14 +52,14 @@ class NativeProgram:
         library: the library.
         dtype: float32 or bfloat16, of the weights and of the cache.
         packed: a file with its weights, if they have been packed before: then matrices are made of
-            :class:`PackedPart`.
+            :class:`MappedPart`.
 
     Raises:
         ValueError: (all methods) an operation does not fit its buffers.
     """
 
     def __init__(
-        self, library: Library, dtype: torch.dtype, packed: PackedWeights | None = None
+        self, library: Library, dtype: torch.dtype, packed: WeightsFile | None = None
     ) -> None:
         self._library = library
         self._type = TYPES[dtype]
@@ -129,7 +129,7 @@ class NativeProgram:
         """Copy the weights of all matrices, by as many threads as torch computes with."""
         self._weights.pack()
 
-    def write_weights(self, path: Path) -> PackedWeights:
+    def write_weights(self, path: Path) -> WeightsFile:
         """Write all packed weights to a file, from which another program can be made."""
         return self._weights.write(path)
 

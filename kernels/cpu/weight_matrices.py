@@ -13,13 +13,13 @@ from torch import Tensor
 
 from .coded_weight import CodedWeight
 from .library import Library, Type
-from .packed_weights import MatrixForm, PackedPart, PackedWeights
+from .weights_file import MappedPart, MatrixForm, WeightsFile
 
 __all__ = ["TYPES", "Weight", "WeightMatrices"]
 
 TYPES = {torch.float32: Type.FLOAT, torch.bfloat16: Type.BF16}
 
-Weight = Tensor | CodedWeight | PackedPart
+Weight = Tensor | CodedWeight | MappedPart
 
 
 class WeightMatrices:
@@ -36,7 +36,7 @@ class WeightMatrices:
     """
 
     def __init__(
-        self, library: Library, program: int, kind: Type, packed: PackedWeights | None
+        self, library: Library, program: int, kind: Type, packed: WeightsFile | None
     ) -> None:
         self._library = library
         self._program = program
@@ -81,7 +81,7 @@ class WeightMatrices:
         self._library.checked("choose_ways", self._program)
         self._is_packed = True
 
-    def write(self, path: Path) -> PackedWeights:
+    def write(self, path: Path) -> WeightsFile:
         """Write all packed weights to a file.
 
         Raises:
@@ -90,7 +90,7 @@ class WeightMatrices:
         self.pack()
         size = ctypes.c_int64()
         self._library.checked("write_weights", self._program, os.fsencode(path), ctypes.byref(size))
-        return PackedWeights(path, tuple(self._forms), size.value)
+        return WeightsFile(path, tuple(self._forms), size.value)
 
     def _next(self, weights: Sequence[Weight], gated: bool) -> MatrixForm:
         """The form of the next matrix in the file, which must be this one."""
@@ -100,7 +100,7 @@ class WeightMatrices:
         form = self._known[number] if number < len(self._known) else None
         if form is None or (form.outputs, form.inputs, form.gated) != (outputs, inputs, gated):
             raise ValueError(f"matrix {number} of {outputs} outputs is not in the file as such")
-        if not all(isinstance(weight, PackedPart) for weight in weights):
+        if not all(isinstance(weight, MappedPart) for weight in weights):
             raise ValueError(f"weights for matrix {number}, which lies in a file")
         return form
 

@@ -15,16 +15,16 @@ from penstock.kernels.cpu import (
     LOGITS,
     CodedWeight,
     Codes,
+    MappedPart,
     MatrixForm,
     NativeProgram,
-    PackedPart,
-    PackedWeights,
     Type,
+    WeightsFile,
 )
 
 INPUTS, OUTPUTS, ROWS = 96, 70, 19
 
-Weight = Tensor | CodedWeight | PackedPart
+Weight = Tensor | CodedWeight | MappedPart
 
 
 def numbers(outputs: int, seed: int, dtype: torch.dtype) -> Tensor:
@@ -70,7 +70,7 @@ MATRICES: dict[str, Callable[[], tuple[torch.dtype, list[Weight], bool]]] = {
 
 
 def program_of(
-    name: str, dtype: torch.dtype, weights: list[Weight], gated: bool, packed: PackedWeights | None
+    name: str, dtype: torch.dtype, weights: list[Weight], gated: bool, packed: WeightsFile | None
 ) -> tuple[NativeProgram, int]:
     """One layer whose matrix is the second of two alike, and how many outputs it has."""
     program = NativeProgram(library(name), dtype, packed)
@@ -85,7 +85,7 @@ def program_of(
 
 
 def parts_of(weights: list[Weight]) -> list[Weight]:
-    return [PackedPart(*weight.shape) for weight in weights]
+    return [MappedPart(*weight.shape) for weight in weights]
 
 
 @pytest.mark.parametrize("kind", MATRICES)
@@ -108,7 +108,7 @@ def test_same_bits(name: str, kind: str, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def packed(tmp_path: Path) -> PackedWeights:
+def packed(tmp_path: Path) -> WeightsFile:
     program, _ = program_of(SETS[0], torch.bfloat16, bf16(), False, None)
     return program.write_weights(tmp_path / "weights")
 
@@ -117,14 +117,14 @@ def bf16() -> list[Weight]:
     return [numbers(OUTPUTS, 1, torch.bfloat16)]
 
 
-def test_what_does_not_fit_the_file_is_refused(packed: PackedWeights) -> None:
-    def make(weights: list[Weight], given: PackedWeights, gated: bool = False) -> None:
+def test_what_does_not_fit_the_file_is_refused(packed: WeightsFile) -> None:
+    def make(weights: list[Weight], given: WeightsFile, gated: bool = False) -> None:
         program_of(SETS[0], torch.bfloat16, weights, gated, given)
 
     for weights, gated in (
-        ([PackedPart(OUTPUTS + 1, INPUTS)], False),
-        ([PackedPart(OUTPUTS, INPUTS - 1)], False),
-        ([PackedPart(OUTPUTS, INPUTS)] * 2, True),
+        ([MappedPart(OUTPUTS + 1, INPUTS)], False),
+        ([MappedPart(OUTPUTS, INPUTS - 1)], False),
+        ([MappedPart(OUTPUTS, INPUTS)] * 2, True),
     ):
         with pytest.raises(ValueError, match=r"matrix 0 of .* is not in the file as such"):
             make(weights, packed, gated)
@@ -145,7 +145,7 @@ def test_what_does_not_fit_the_file_is_refused(packed: PackedWeights) -> None:
         make(parts_of(bf16()), replace(packed, path=packed.path.with_name("other")))
 
 
-def test_a_file_that_is_too_short_is_never_read_behind(packed: PackedWeights) -> None:
+def test_a_file_that_is_too_short_is_never_read_behind(packed: WeightsFile) -> None:
     with packed.path.open("r+b") as file:
         file.truncate(packed.num_bytes // 2)
     short = replace(packed, num_bytes=packed.num_bytes // 2)

@@ -134,8 +134,10 @@ def _from_record(
         return None
     maps = keep_packed and record.packed is not None
     try:
-        make = _mapped_decoder if maps else _decoder
-        native = make(folder, record, runtime, recipe)
+        if maps:
+            native = _mapped_decoder(folder, record, runtime)
+        else:
+            native = _decoder(folder, record, runtime, recipe)
         if record.geometry.layout is KVLayout.GROUPS_INT8:
             native.keep_kv_in_int8()
         proof = _proof(native, record.geometry, record.dtype, record.vocab_size)
@@ -190,13 +192,10 @@ def _decoder(
     return NativeDecoder.of_description(decoder, record.dtype, runtime)
 
 
-def _mapped_decoder(
-    folder: Path, record: ModelRecord, runtime: NativeRuntime, recipe: Recipe
-) -> NativeDecoder:
-    """The same with the packed weights of an earlier start, of the same recipe."""
-    del recipe
+def _mapped_decoder(folder: Path, record: ModelRecord, runtime: NativeRuntime) -> NativeDecoder:
+    """The same with the packed weights of an earlier start; the recipe is part of the record."""
     weights = CheckpointWeights(folder, record.dtype)
-    decoder = record.decoder.packed_decoder(weights.read, weights.shape)
+    decoder = record.decoder.mapped_decoder(weights.read, weights.shape)
     decoder = replace(decoder, embedding=decoder.embedding.clone())
     return NativeDecoder.of_description(decoder, record.dtype, runtime, record.packed)
 

@@ -26,7 +26,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from penstock.kernels.cpu import MatrixForm, PackedWeights
+from penstock.kernels.cpu import MatrixForm, WeightsFile
 from penstock.kernels.cpu.compiler import cache_folder
 from penstock.kernels.kv_layout import KVLayout
 
@@ -84,7 +84,7 @@ class ModelRecord:
     dtype: torch.dtype
     plain_tokenizer: bool
     proof: Tensor
-    packed: PackedWeights | None = None
+    packed: WeightsFile | None = None
 
 
 class CheckpointWeights:
@@ -177,7 +177,7 @@ class RecordStore:
             return None
 
     def save(
-        self, record: ModelRecord, write_weights: Callable[[Path], PackedWeights] | None = None
+        self, record: ModelRecord, write_weights: Callable[[Path], WeightsFile] | None = None
     ) -> None:
         """Write the record in place of another; a cache that cannot be written is no error.
 
@@ -208,7 +208,7 @@ class RecordStore:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _written(write: Callable[[Path], PackedWeights], path: Path) -> PackedWeights | None:
+def _written(write: Callable[[Path], WeightsFile], path: Path) -> WeightsFile | None:
     """None where they cannot be written."""
     try:
         return write(path)
@@ -251,7 +251,7 @@ def _from_json(data: dict[str, Any], tensors: dict[str, Tensor], file: Path) -> 
         plain_tokenizer=data["plain_tokenizer"],
         proof=proof,
         packed=packed
-        and PackedWeights(file, tuple(map(MatrixForm.of_json, packed["forms"])), packed["bytes"]),
+        and WeightsFile(file, tuple(map(MatrixForm.of_json, packed["forms"])), packed["bytes"]),
     )
 
 

@@ -13,8 +13,8 @@ from penstock.kernels.cpu import (
     Library,
     NativeProgram,
     NormWeights,
-    PackedWeights,
     Type,
+    WeightsFile,
 )
 
 from ..quantization.coding import Linear, matrix_parts
@@ -25,7 +25,7 @@ __all__ = ["assemble"]
 
 
 def assemble(
-    decoder: Decoder, library: Library, dtype: torch.dtype, packed: PackedWeights | None = None
+    decoder: Decoder, library: Library, dtype: torch.dtype, packed: WeightsFile | None = None
 ) -> NativeProgram:
     """The program of ``decoder``; its weights are packed copies, but for the embedding.
 
@@ -33,7 +33,7 @@ def assemble(
         decoder: what to compute.
         library: what computes it.
         dtype: of weights and KV, float32 or bfloat16.
-        packed: a file with the weights of its :class:`.PackedLinear` layers, which are all then.
+        packed: a file with the weights of its :class:`.MappedLinear` layers, which are all then.
     """
     program = NativeProgram(library, dtype, packed)
     tokens, outputs = _Buffers(program, outputs=False), _Buffers(program, outputs=True)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from penstock.kernels.cpu import Activation, NormWeights, Rotary
 
 from ..loading.geometry import LayerGeometry
-from ..quantization.coding import Linear, PackedLinear
+from ..quantization.coding import Linear, MappedLinear
 from ..quantization.form import QuantizedWeight
 from ..quantization.quantized_modules import QuantizedLinear
 from .description import Attention, Decoder, Layer
@@ -74,7 +74,7 @@ class DecoderRecord:
         """
         return self._read(_Reader(self.kept, weight, quantize, stored))
 
-    def packed_decoder(
+    def mapped_decoder(
         self, weight: Callable[[str], Tensor], shape: Callable[[str], tuple[int, int]]
     ) -> Decoder:
         """The description, with linear layers whose weights stay in a file.
@@ -86,7 +86,7 @@ class DecoderRecord:
         Raises:
             LookupError, TypeError, ValueError: as :meth:`decoder`.
         """
-        return self._read(_PackedReader(self.kept, weight, shape))
+        return self._read(_MappedReader(self.kept, weight, shape))
 
     def _read(self, reader: _Reader) -> Decoder:
         found = reader.read(self.tree)
@@ -211,7 +211,7 @@ class _Reader:
         return linear_of(self.read(value["weight"]), self.read(value["bias"]))
 
 
-class _PackedReader(_Reader):
+class _MappedReader(_Reader):
     def __init__(
         self,
         kept: Mapping[str, Tensor],
@@ -228,7 +228,7 @@ class _PackedReader(_Reader):
             outputs, inputs = self._kept[weight["kept"]].shape
         else:
             outputs, inputs = self._shape(weight["weight"])
-        return PackedLinear(outputs, inputs, self.read(value["bias"]))
+        return MappedLinear(outputs, inputs, self.read(value["bias"]))
 
 
 def _not_read(*_: object) -> QuantizedWeight:

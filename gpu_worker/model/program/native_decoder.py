@@ -15,8 +15,8 @@ from penstock.kernels.cpu import (
     Library,
     NativeProgram,
     NativeUnavailable,
-    PackedWeights,
     ThreadPool,
+    WeightsFile,
     load_library,
 )
 from penstock.shared.local.cores import usable_cores
@@ -174,7 +174,7 @@ class NativeDecoder:
         decoder: Decoder,
         dtype: torch.dtype,
         runtime: NativeRuntime,
-        packed: PackedWeights | None = None,
+        packed: WeightsFile | None = None,
     ) -> NativeDecoder:
         """The native form of a description that an earlier start has tried.
 
@@ -221,9 +221,10 @@ class NativeDecoder:
     def largest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """As :func:`..sampling.gumbel_sampling.largest`, by the step's threads.
 
-        Torch has threads of its own, and while both kinds look for work they share the cores. Of
-        the last step's logits the largest are known already. Callers may change what they get, so
-        it is given once. Nobody changes logits in place.
+        Torch has threads of its own, and while both kinds look for work they share the cores. For
+        the last step's logits, :meth:`forward` has found the result already. The first caller gets
+        that result and may change it; a second caller has the rows searched again. No caller may
+        change the logits in place.
         """
         latest, self._latest = self._latest, None
         if latest is not None and latest.logits() is logits:

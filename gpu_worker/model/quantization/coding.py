@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from penstock.kernels.cpu import CodedWeight, Codes, PackedPart
+from penstock.kernels.cpu import CodedWeight, Codes, MappedPart
 
 from .form import QuantizedWeight
 from .quantized_modules import QuantizedLinear
@@ -18,7 +18,7 @@ from .quantizers import FP8_VALUES
 __all__ = [
     "Form",
     "Linear",
-    "PackedLinear",
+    "MappedLinear",
     "common_form",
     "is_coded_otherwise",
     "is_permuted",
@@ -28,7 +28,7 @@ __all__ = [
 
 
 @dataclass(frozen=True, slots=True)
-class PackedLinear:
+class MappedLinear:
     """A linear layer whose weight lies in a file, as the native library has packed it.
 
     Attributes:
@@ -42,7 +42,7 @@ class PackedLinear:
     bias: Tensor | None
 
 
-Linear = nn.Linear | QuantizedLinear | PackedLinear
+Linear = nn.Linear | QuantizedLinear | MappedLinear
 
 _UNITS = {Codes.INT4: 4, Codes.TABLE4: 4, Codes.INT8: 2, Codes.FP8: 2}
 """What a group's inputs are a multiple of, unless one group has all."""
@@ -102,7 +102,7 @@ def common_form(forms: Sequence[Form | None], inputs: int) -> Form | None:
 
 def matrix_parts(
     layers: Sequence[Linear], dtype: torch.dtype
-) -> tuple[Tensor, ...] | tuple[CodedWeight, ...] | tuple[PackedPart, ...]:
+) -> tuple[Tensor, ...] | tuple[CodedWeight, ...] | tuple[MappedPart, ...]:
     """The weights of ``layers`` as parts of one matrix: all coded alike, or else all in full.
 
     Where they lie in a file, all do.
@@ -111,9 +111,9 @@ def matrix_parts(
         layers: they read the same inputs.
         dtype: in which they compute.
     """
-    packed = [layer for layer in layers if isinstance(layer, PackedLinear)]
+    packed = [layer for layer in layers if isinstance(layer, MappedLinear)]
     if packed:
-        return tuple(PackedPart(layer.out_features, layer.in_features) for layer in packed)
+        return tuple(MappedPart(layer.out_features, layer.in_features) for layer in packed)
     common = common_form([_form(layer) for layer in layers], layers[0].in_features)
     coded = [layer for layer in layers if isinstance(layer, QuantizedLinear)]
     if common is not None and len(coded) == len(layers):
@@ -121,7 +121,7 @@ def matrix_parts(
     return tuple(
         layer.weight if isinstance(layer, nn.Linear) else layer.quantized.dequantize(dtype)
         for layer in layers
-        if not isinstance(layer, PackedLinear)
+        if not isinstance(layer, MappedLinear)
     )
 
 
@@ -148,7 +148,7 @@ def packed_bytes(layers: Sequence[Linear], dtype: torch.dtype) -> int:
         if isinstance(layer, nn.Linear)
         else layer.out_features * layer.in_features * dtype.itemsize
         for layer in layers
-        if not isinstance(layer, PackedLinear)
+        if not isinstance(layer, MappedLinear)
     )
 
 

@@ -21,7 +21,7 @@ from penstock.gpu_worker.model.loading.model_opening import OpenedModel, open_mo
 from penstock.gpu_worker.model.loading.model_record import CheckpointWeights
 from penstock.gpu_worker.model.program.native_decoder import NativeDecoder, NoRoomToPack
 from penstock.gpu_worker.model.quantization.recipe import AUTO, Recipe
-from penstock.kernels.cpu import NativeProgram, NativeUnavailable, PackedWeights, load_library
+from penstock.kernels.cpu import NativeProgram, NativeUnavailable, WeightsFile, load_library
 
 try:
     load_library()
@@ -189,7 +189,7 @@ def test_weights_that_cannot_be_written_are_no_error(
 ) -> None:
     write = NativeProgram.write_weights
 
-    def full(self: NativeProgram, path: Path) -> PackedWeights:
+    def full(self: NativeProgram, path: Path) -> WeightsFile:
         del path
         return write(self, Path("/dev/full"))
 

@@ -14,22 +14,24 @@ namespace {
 
 class File {
  public:
-  File(const char* path, int flags) : path_(path), descriptor(open(path, flags | O_CLOEXEC, 0600)) {
-    if (descriptor < 0) fail();
+  File(const char* path, int flags) : path_(path), descriptor_(open(path, flags | O_CLOEXEC, 0600)) {
+    if (descriptor_ < 0) fail();
   }
-  ~File() { close(descriptor); }
+  ~File() { close(descriptor_); }
   File(const File&) = delete;
   File& operator=(const File&) = delete;
 
+  int descriptor() const { return descriptor_; }
+
   size_t size() const {
     struct stat facts;
-    if (fstat(descriptor, &facts) != 0) fail();
+    if (fstat(descriptor_, &facts) != 0) fail();
     return static_cast<size_t>(facts.st_size);
   }
 
   void write(const char* data, size_t bytes) const {
     while (bytes) {
-      const ssize_t written = ::write(descriptor, data, bytes);
+      const ssize_t written = ::write(descriptor_, data, bytes);
       if (written < 0 && errno == EINTR) continue;
       if (written <= 0) fail();
       data += written;
@@ -41,9 +43,7 @@ class File {
   [[noreturn]] void fail() const { throw std::runtime_error(path_ + ": " + std::strerror(errno)); }
 
   const std::string path_;
-
- public:
-  const int descriptor;
+  const int descriptor_;
 };
 
 }  // namespace
@@ -52,7 +52,7 @@ void Program::map_weights(const char* path) {
   if (!matrices_.empty()) throw std::invalid_argument("there are weights already");
   const File file(path, O_RDONLY);
   if (file.size() == 0) throw std::invalid_argument("a file without weights");
-  weights_.take_from(file.descriptor, file.size());
+  weights_.take_from(file.descriptor(), file.size());
 }
 
 Matrix& Program::fillable(int index) {

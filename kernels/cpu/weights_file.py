@@ -12,7 +12,7 @@ from typing import Any
 
 from .library import Codes, Type
 
-__all__ = ["MatrixForm", "PackedPart", "PackedWeights"]
+__all__ = ["MappedPart", "MatrixForm", "WeightsFile"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,11 +23,11 @@ class MatrixForm:
         outputs: after gating.
         inputs: of each.
         gated: whether there are two weights for each output.
-        kind: of the weights; of codes, of what they are multiplied with.
-        codes: their kind; None: the weights are in full.
-        group: of codes: inputs of a group.
-        has_offsets: of codes: whether a group has an offset beside its scale.
-        values: of ``Codes.TABLE4``.
+        kind: the weights' type. If they are codes, the type of the rows that codes multiply.
+        codes: the kind of codes; None: the weights are in full.
+        group: how many inputs share a scale; 0 without codes.
+        has_offsets: whether a group of codes has an offset beside its scale.
+        values: what the sixteen codes of ``Codes.TABLE4`` stand for; None for other kinds.
     """
 
     outputs: int
@@ -60,7 +60,7 @@ class MatrixForm:
 
 
 @dataclass(frozen=True, slots=True)
-class PackedPart:
+class MappedPart:
     """Stands for a weight ``[outputs, inputs]`` that lies in the file."""
 
     outputs: int
@@ -71,13 +71,13 @@ class PackedPart:
         """``(outputs, inputs)``."""
         return self.outputs, self.inputs
 
-    def chunk(self, count: int) -> tuple[PackedPart, ...]:
+    def chunk(self, count: int) -> tuple[MappedPart, ...]:
         """Cut into ``count`` parts of as many outputs each."""
-        return (PackedPart(self.outputs // count, self.inputs),) * count
+        return (MappedPart(self.outputs // count, self.inputs),) * count
 
 
 @dataclass(frozen=True, slots=True)
-class PackedWeights:
+class WeightsFile:
     """A file with the weights of a program.
 
     Attributes:
