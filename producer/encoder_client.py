@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from penstock.shared.errors import RequestFailed
+from penstock.shared.local.tasks import end_tasks
 
 from .encoder_answers import Classes, Embeddings, Ranking, as_inputs, without_defaults
 
@@ -150,9 +151,7 @@ class EncoderClient:
         try:
             return await asyncio.gather(*tasks)
         except BaseException:
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
+            await end_tasks(tasks)
             raise
 
 

@@ -14,6 +14,7 @@ from collections.abc import Coroutine, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+from penstock.shared.local.tasks import end_tasks
 from penstock.shared.protocol.events import Chunk, End
 from penstock.shared.protocol.states import Lane
 from penstock.shared.scripts.operations import CancelReply
@@ -110,10 +111,7 @@ class _LoopThread:
             self._loop.close()
 
     async def _end(self) -> None:
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in others:
-            task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
+        await end_tasks(asyncio.all_tasks() - {asyncio.current_task()})
         if self._last is not None:
             await self._last
 

@@ -25,6 +25,7 @@ from redis.asyncio import ConnectionPool
 from redis.exceptions import RedisError
 
 from penstock.shared.errors import PenstockError, RedisUnavailable
+from penstock.shared.local.tasks import end_tasks
 from penstock.shared.redis.retrying_client import RetryingClient
 from penstock.shared.settings import Settings
 
@@ -104,6 +105,7 @@ async def run_until(stop: asyncio.Event, make: Callable[[], Worker]) -> None:
         worker = make()
         running = asyncio.create_task(worker.async_run())
         await asyncio.wait((running, stopping), return_when=asyncio.FIRST_COMPLETED)
+        await end_tasks([running])  # first: it would start jobs on connections that are closed
         await _close(worker)
         (outcome,) = await asyncio.gather(running, return_exceptions=True)
         if stop.is_set():

@@ -7,6 +7,7 @@ import logging
 
 from penstock.shared.errors import PenstockError
 from penstock.shared.keys import Keys
+from penstock.shared.local.tasks import end_tasks
 
 from .feed import Feed, FeedReader
 from .log_reader import LogReader, Page
@@ -133,8 +134,7 @@ class Feeds:
         """End; open feeds fail."""
         task, self._task = self._task, None
         if task is not None:
-            task.cancel()
-            await asyncio.wait([task])
+            await end_tasks([task])
         self._fail_all(RuntimeError("this producer is closed"))
 
     def _fail_all(self, error: Exception) -> None:

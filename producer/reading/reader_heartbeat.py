@@ -11,6 +11,7 @@ import logging
 from collections import Counter
 
 from penstock.shared.errors import PenstockError
+from penstock.shared.local.tasks import end_tasks
 from penstock.shared.redis.retrying_client import RetryingClient
 from penstock.shared.scripts.operations import Operations
 
@@ -101,8 +102,7 @@ class ReaderHeartbeat:
         self._readers.clear()
         task, self._task = self._task, None
         if task is not None:
-            task.cancel()
-            await asyncio.wait([task])
+            await end_tasks([task])
 
     async def _run(self, *, beats_at_once: bool) -> None:
         loop = asyncio.get_running_loop()

@@ -20,6 +20,7 @@ from redis.exceptions import NoPermissionError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from penstock.shared.errors import ProtocolError, RedisUnavailable
+from penstock.shared.local.tasks import end_tasks
 from penstock.shared.protocol.event_reader import unpack_letter
 from penstock.shared.redis.channel_connection import ChannelConnection
 
@@ -154,13 +155,10 @@ class Subscriber:
 
     async def aclose(self) -> None:
         """Close the connection; readers of open subscriptions get an error."""
-        # Cancelling alone is not enough: redis-py sends within asyncio.wait_for, which can swallow
-        # a cancellation in Python 3.11.
         self._closed = True
         task, self._task = self._task, None
         if task is not None:
-            task.cancel()
-            await asyncio.wait([task])
+            await end_tasks([task])
         for listener in [one for readers in self._readers.values() for one in readers]:
             listener.fail(RuntimeError("this producer is closed"))
             listener.close()

@@ -19,6 +19,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
+from ..local.tasks import end_tasks
 from .resp import Exchanger
 
 __all__ = ["SharedConnection"]
@@ -75,8 +76,7 @@ class SharedConnection(Exchanger):
         """Close the connection; exchanges under way fail."""
         task, self._task = self._task, None
         if task is not None:
-            task.cancel()
-            await asyncio.wait([task])
+            await end_tasks([task])
 
     async def _run(self) -> None:
         """Serve until the connection breaks."""

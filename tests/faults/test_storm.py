@@ -13,11 +13,11 @@ import pytest
 import redis.asyncio
 from faults.rig import mutated
 
+from penstock.shared.local.tasks import end_tasks
 from penstock.shared.protocol.events import Chunk
 from penstock.tools.chaos import Fault, Invariant, Storm, StormOptions, StormResult
 from penstock.tools.chaos.checks.sweep_times import SweepWatch
 from penstock.tools.chaos.storm.readers import Reading
-from penstock.tools.chaos.tasks import end_tasks
 
 pytestmark = pytest.mark.alone
 

@@ -290,7 +290,7 @@ def test_the_demo_kills_a_worker_and_every_stream_goes_on(
     gateway: bool,
 ) -> None:
     """Real supervised workers; its requests leave nothing out, whoever ran them."""
-    monkeypatch.setenv("PENSTOCK_MODEL__SYNTHETIC_STEP_MS", "25")
+    monkeypatch.setenv("PENSTOCK_MODEL__SYNTHETIC_STEP_MS", "40")
     settings = load_settings({"redis.url": redis_url})
     assert run_demo(settings, make_view(json=True), SYNTHETIC, gateway=gateway) == 0
     facts = json.loads(capsys.readouterr().out)

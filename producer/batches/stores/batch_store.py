@@ -13,6 +13,7 @@ from redis.exceptions import WatchError
 
 from penstock.shared.errors import PenstockError
 from penstock.shared.keys import BatchKeys
+from penstock.shared.local.tasks import end_tasks
 from penstock.shared.protocol.request import check_tenant
 from penstock.shared.redis.retrying_client import RetryingClient
 
@@ -182,9 +183,7 @@ class BatchStore:
             yield bool(held)
         finally:
             if renewal is not None:
-                renewal.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await renewal
+                await end_tasks([renewal])
                 await self._client.call(lambda: self._redis.delete(key))
 
     async def undriven(self) -> list[str]:

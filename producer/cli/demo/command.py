@@ -22,6 +22,7 @@ from penstock.shared.distribution import install_command
 from penstock.shared.errors import ConfigurationError, PenstockError
 from penstock.shared.local.cores import usable_cores
 from penstock.shared.local.embedded import open_redis
+from penstock.shared.local.tasks import end_tasks
 from penstock.shared.protocol.events import Chunk
 from penstock.shared.settings import Settings, load_settings
 from penstock.shared.settings.sources import environment_name
@@ -182,7 +183,7 @@ async def _run(
                 view.checking()
                 await check_streams(producer, faults, _SILENCE_S)
         finally:
-            await _cancel([serving, *others])
+            await end_tasks([serving, *others])
     return DemoReport(rows=rows, wall_s=wall_s, engine=watch.figures(), faults=faults)
 
 
@@ -212,7 +213,7 @@ async def _serve(
         ended = await asyncio.gather(*tasks)
         return ended[-1] if len(workers) > 1 else None
     except BaseException:
-        await _cancel(tasks)
+        await end_tasks(tasks)
         for row in rows:
             if row.id and row.end is None:
                 with contextlib.suppress(PenstockError):
@@ -244,9 +245,3 @@ async def _chunks(producer: Producer, row: Row) -> AsyncGenerator[Chunk, None]:
     async with producer.stream(row.id, from_index=row.tokens, from_digest=row.digest) as stream:
         async for chunk in stream:
             yield chunk
-
-
-async def _cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

@@ -39,6 +39,12 @@ class Absence:
     begun: bool = False
     over: asyncio.Event = field(default_factory=asyncio.Event)
 
+    def end(self) -> None:
+        """Let the reader come back; it may leave again."""
+        self.wanted = self.begun = False
+        self.over.set()
+        self.over = asyncio.Event()
+
 
 async def disturb(
     producer: Producer,
@@ -60,19 +66,20 @@ async def disturb(
     Returns:
         What was done; None if all streams ended before it could be.
     """
-    found = await _wait_for_victim(producer, [row for row, _ in rows], workers, room)
-    if found is None:
+    while found := await _wait_for_victim(producer, [row for row, _ in rows], workers, room):
+        victim, hit, spared = found
+        # One whose stream moves while it is away, if another reader is left to see the pause.
+        reader = min(hit if len(hit) > 1 or not spared else spared, key=lambda row: row.tokens)
+        absence = next(absence for row, absence in rows if row is reader)
+        await _leave(reader, absence)
+        left_at, left = reader.tokens, time.monotonic()
+        if hit := await _kill_amid(producer, victim, hit):
+            break
+        absence.end()
+    else:
         return None
-    victim, hit, spared = found
-    # One whose stream moves while it is away, if another reader is left to see the pause.
-    reader = min(hit if len(hit) > 1 or not spared else spared, key=lambda row: row.tokens)
-    absence = next(absence for row, absence in rows if row is reader)
-    absence.wanted = True
-    await _until(lambda: absence.begun or reader.end is not None)
-    left_at, left = reader.tokens, time.monotonic()
-    view.note(f"a reader leaves after {left_at} tokens of: {reader.title}")
-    os.kill(victim.pid, signal.SIGKILL)
     killed = time.monotonic()
+    view.note(f"a reader leaves after {left_at} tokens of: {reader.title}")
     streams = f"{len(hit)} stream{'s' if len(hit) > 1 else ''}"
     view.note(f"kill -9 {victim.pid}: worker {victim.worker_id} is dead, amid {streams}")
     takeovers = [Takeover(row=row) for row in hit]
@@ -84,7 +91,7 @@ async def disturb(
             view.note(f"it went on at token {pause[0]} after {pause[1]:.0f} ms: {row.title}")
     published = await _published(producer, reader, left_at + _MISSED)
     back = time.monotonic()
-    absence.over.set()
+    absence.end()
     await _until(lambda: reader.tokens >= published)
     figures = FaultFigures(
         worker_id=victim.worker_id,
@@ -138,6 +145,27 @@ async def _wait_for_victim(
                 return victim, hit, [row for row in running if row not in hit]
         await asyncio.sleep(_POLL_S)
     return None
+
+
+async def _leave(reader: Row, absence: Absence) -> None:
+    """Have a reader leave its stream; returns when it has, or the stream has ended."""
+    absence.wanted = True
+    await _until(lambda: absence.begun or reader.end is not None)
+
+
+async def _kill_amid(producer: Producer, victim: WorkerFacts, hit: Sequence[Row]) -> list[Row]:
+    """Kill a worker if one of its streams still runs; returns those that do.
+
+    It stands still meanwhile, so that none ends between the look and the kill.
+    """
+    running: list[Row] = []
+    os.kill(victim.pid, signal.SIGSTOP)
+    try:
+        states = await asyncio.gather(*(producer.status(row.id) for row in hit))
+        running = [row for row, state in zip(hit, states, strict=True) if state.end is None]
+    finally:
+        os.kill(victim.pid, signal.SIGKILL if running else signal.SIGCONT)
+    return running
 
 
 async def _published(producer: Producer, row: Row, least: int) -> int:

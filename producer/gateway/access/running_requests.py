@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 
 from penstock.shared.errors import PenstockError
+from penstock.shared.local.tasks import end_tasks
 
 from ...results import Status
 from .callers import Used, tokens_of
@@ -59,9 +60,7 @@ class RunningRequests:
 
     async def aclose(self) -> None:
         """End. What still runs counts as running until another gateway finds its end."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end_tasks(self._tasks)
 
     def hold(self, key_id: str, lease: str, headers: Mapping[str, str]) -> Held:
         """The permission of a request that was admitted just now."""

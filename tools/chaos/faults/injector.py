@@ -8,9 +8,9 @@ import random
 from collections import Counter
 
 from penstock.shared.errors import RedisUnavailable
+from penstock.shared.local.tasks import end_tasks
 from penstock.shared.scripts.script_loader import load_script
 
-from ..tasks import end_tasks
 from .fault_schedule import Fault
 from .storm_server import KillableServer, Server
 from .tcp_proxy import Proxy

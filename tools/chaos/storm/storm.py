@@ -14,6 +14,7 @@ from pathlib import Path
 from redis.exceptions import RedisError
 
 from penstock.shared.errors import RedisUnavailable
+from penstock.shared.local.tasks import end_tasks
 from penstock.shared.scripts.operations import Operations
 
 from ..checks.final_checks import check_end_state, drain_workers
@@ -25,7 +26,6 @@ from ..faults.injector import FaultInjector
 from ..faults.storm_server import OwnServer
 from ..faults.worker_fleet import Fleet
 from ..options import StormOptions
-from ..tasks import end_tasks
 from .run_case import CaseRunner
 from .storm_requests import Oracle, RecordedOracle, SyntheticOracle, Workload
 

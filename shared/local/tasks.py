@@ -8,15 +8,15 @@ from typing import Any
 
 __all__ = ["end_tasks"]
 
-_AGAIN_S = 0.2
+_AGAIN_S = 1.0
 
 
 async def end_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
     """Cancel tasks and wait until they have ended, with whatever result.
 
     It cancels repeatedly: redis-py sends within ``asyncio.wait_for``, which in Python 3.11 swallows
-    a cancellation that comes just when the send completes. A task that polls Redis would then run
-    for ever.
+    a cancellation that comes just when the send completes (cpython#86296). A task that polls Redis
+    would then run for ever.
     """
     tasks = list(tasks)
     pending = set(tasks)
