@@ -151,12 +151,12 @@ class RunUsage(NamedTuple):
 
 
 class StepReport(NamedTuple):
-    """What the engine's loop reports after a step, and regularly while it has nothing to do.
+    """What the engine's loop reports after steps, and regularly while it has nothing to do.
 
     Attributes:
-        updates: what the step added, see :func:`packed_updates`.
+        updates: what the steps added, see :func:`packed_updates`.
         load: what decides how much more to claim.
-        record: of the step; None if there was none.
+        records: of the steps since the last report.
         stats: now and then, and whenever no step follows without a new order.
         used: of runs that end with the updates, and about once a second of all.
         batcher: of a model that answers at once.
@@ -164,7 +164,7 @@ class StepReport(NamedTuple):
 
     updates: Sequence[PackedUpdate]
     load: Load
-    record: StepRecord | None = None
+    records: tuple[StepRecord, ...] = ()
     stats: EngineStats | None = None
     used: tuple[RunUsage, ...] = ()
     batcher: BatcherStats | None = None

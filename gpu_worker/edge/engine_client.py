@@ -211,8 +211,8 @@ class EngineClient(asyncio.Protocol):
         if step.updates:
             self._outbox.post(unpacked_updates(step.updates))
         try:
-            if step.record is not None:
-                self._metrics.observe_step(step.record)
+            for record in step.records:
+                self._metrics.observe_step(record)
             if step.stats is not None:
                 self._metrics.show_engine(step.stats)
             if step.batcher is not None:

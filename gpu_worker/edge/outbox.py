@@ -13,15 +13,13 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from penstock.shared.protocol.chat.deltas import moved_deltas
-from penstock.shared.protocol.choice_parts import joined_parts
 from penstock.shared.protocol.events import Chunk, End, chunk_packer, rolling_digest
 from penstock.shared.protocol.states import Answer, Reason
 from penstock.shared.scripts.operations import Append, AppendRow, AppendStatus, Claim
 
-from ..engine.requests.engine_request import Finish, Update
+from ..engine.requests.engine_request import Finish, Update, joined_updates
 from ..messages import bare_end
 from ..monitoring.metrics import WorkerMetrics
 from .guarded_task import Guard
@@ -124,7 +122,7 @@ class Outbox:
         for update in updates:
             before = pending.get(update.id)
             try:
-                pending[update.id] = update if before is None else _joined(before, update)
+                pending[update.id] = update if before is None else joined_updates((before, update))
             except Exception as error:
                 what = f"its output cannot be joined: {self._guard.isolated(update.id, error)}"
                 pending[update.id] = bare_end(update.id, Reason.ENGINE_ERROR, what)
@@ -219,7 +217,7 @@ class Outbox:
             text = "" if update.parts else update.text
             whole = Chunk(
                 start, ids, text, 0, update.logprobs,
-                _text_lengths(update) if _is_cut_by_token(update) else (),
+                update.bytes_by_token if _is_cut_by_token(update) else (),
                 update.parts, update.prompt_logprobs, update.deltas,
                 b"" if update.finish is None else update.finish.result,
             )  # fmt: skip
@@ -309,33 +307,9 @@ class Outbox:
         return 0 if update is None else len(update.token_ids)
 
 
-def _joined(before: Update, update: Update) -> Update:
-    """Two updates of a run as one."""
-    return replace(
-        update,
-        start=before.start,
-        token_ids=before.token_ids + update.token_ids,
-        text=before.text + update.text,
-        logprobs=before.logprobs + update.logprobs,
-        parts=joined_parts(before.parts, update.parts),
-        prompt_logprobs=before.prompt_logprobs,  # they come with the first
-        text_lengths=(_text_lengths(before) + _text_lengths(update))[:-1],
-        deltas=before.deltas + moved_deltas(update.deltas, len(before.token_ids)),
-    )
-
-
 def _is_cut_by_token(update: Update) -> bool:
     """Whether a reader that begins within the update's chunk needs its text lengths."""
     return bool(update.text_lengths) and len(update.parts or (0,)) < len(update.token_ids)
-
-
-def _text_lengths(update: Update) -> tuple[int, ...]:
-    """How many bytes of the text came with each token; those not known count as the last's."""
-    count = len(update.token_ids)
-    if not count:
-        return ()
-    before = update.text_lengths or (0,) * (count - 1)
-    return (*before, len(update.text.encode()) - sum(before))
 
 
 def _last_row(owned: OwnedRequest, start: int, count: int, chunk: bytes) -> Append:

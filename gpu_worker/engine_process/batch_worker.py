@@ -216,7 +216,8 @@ class BatchWorker:
         used: tuple[RunUsage, ...] = (),
     ) -> None:
         stats = self._stats()
-        self._report(StepReport(packed_updates(updates), _LOAD, record, None, used, stats))
+        records = () if record is None else (record,)
+        self._report(StepReport(packed_updates(updates), _LOAD, records, None, used, stats))
         self._reported_at = self._clock()
 
     def _stats(self) -> BatcherStats:

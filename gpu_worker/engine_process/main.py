@@ -223,6 +223,7 @@ def _serve(
         step_log=steps,
         heartbeat_s=settings.worker.hang_timeout_s / _HEARTBEATS,
         when_quiet=model.load_rest,
+        stream_interval_s=settings.worker.stream_interval_ms / 1000,
     )
     inputs = InputProcessor(
         model.encode,

@@ -22,6 +22,7 @@ from ..engine.plan import Plan
 from ..engine.requests.engine_request import EngineRequest, Update
 from ..engine.scheduling.step_features import StepFeatures
 from ..messages import Broken, StepRecord, StepReport, packed_updates
+from .held_updates import HeldUpdates
 from .isolation import Runner, run_isolated
 from .step_log import StepLog
 from .usage_meter import UsageMeter
@@ -65,6 +66,7 @@ class Worker:
         step_log: gets the work of each step and the seconds of its turn; None: no log.
         heartbeat_s: how often to report while idle, in seconds.
         when_quiet: called once, after two seconds without anything to do; must return at once.
+        stream_interval_s: how long tokens may wait for those of later steps, in seconds.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class Worker:
         step_log: StepLog | None = None,
         heartbeat_s: float = _HEARTBEAT_S,
         when_quiet: Callable[[], None] | None = None,
+        stream_interval_s: float = 0.0,
     ) -> None:
         self._engine = engine
         self._runner = runner
@@ -88,6 +91,9 @@ class Worker:
         self._inbox: deque[EngineRequest | str] = deque()
         self._stopping = False
         self._reported_stats_at = clock()
+        self._held = HeldUpdates(stream_interval_s)
+        self._records: list[StepRecord] = []  # of steps since the last report
+        self._has_pulled = False  # something, since the last report
         self._failure: BaseException | None = None
         self._consecutive_failures: set[str] = set()  # requests that failed since one was computed
         self._quiet_turns = 0  # in which nothing was ordered, since the last step
@@ -120,6 +126,7 @@ class Worker:
         try:
             while not self._stopping:
                 self._step()
+            self._publish((), everything=True)
         except BaseException as error:
             # A bug in the engine itself, or a device that is lost. Nothing can be trusted any more,
             # so the process must end; the supervisor hands its requests to others.
@@ -137,8 +144,8 @@ class Worker:
         if plan is None:
             self._idle()
             return
-        output, record = self._run(plan)
-        self._publish(self._engine.collect(plan, output), record)
+        output = self._run(plan)
+        self._publish(self._engine.collect(plan, output))
         self._engine.observe(plan, self._clock() - began)
         if self._step_log is not None:
             self._step_log.write(StepFeatures.of(plan), self._clock() - turn_began)
@@ -148,15 +155,17 @@ class Worker:
         self._orders.poll()
         while self._inbox:
             order = self._inbox.popleft()
+            self._has_pulled = True
             if isinstance(order, str):
                 self._engine.abort(order)
                 self._meter.forget(order)
+                self._held.forget(order)
                 continue
             refusal = self._engine.add(order)
             if refusal is not None:
                 self._publish([refusal])
 
-    def _run(self, plan: Plan) -> tuple[StepOutput, StepRecord]:
+    def _run(self, plan: Plan) -> StepOutput:
         """Compute a plan; requests that fail do so alone."""
         began = self._clock()
         output = run_isolated(self._runner, plan)
@@ -164,14 +173,17 @@ class Worker:
         self._meter.add(plan, output, seconds)
         self._check_systemic_failure(plan, output)
         self._quiet_turns = 0
-        return output, StepRecord(
-            seconds,
-            plan.num_tokens,
-            len(plan.spans),
-            num_failures=len(output.failures),
-            num_deferred=len(output.deferred),
-            draft_failed=output.draft_failed,
+        self._records.append(
+            StepRecord(
+                seconds,
+                plan.num_tokens,
+                len(plan.spans),
+                num_failures=len(output.failures),
+                num_deferred=len(output.deferred),
+                draft_failed=output.draft_failed,
+            )
         )
+        return output
 
     def _check_systemic_failure(self, plan: Plan, output: StepOutput) -> None:
         """Raise if the worker fails, not the requests: then they must go on elsewhere.
@@ -196,15 +208,20 @@ class Worker:
                 f"the last with: {last.message}"
             )
 
-    def _publish(self, updates: Sequence[Update], record: StepRecord | None = None) -> None:
-        """Report what requests got, and how the engine is."""
+    def _publish(self, updates: Sequence[Update], *, everything: bool = False) -> None:
+        """Report what requests got, and how the engine is; nothing if all of it may wait."""
         engine, now = self._engine, self._clock()
         idle = not (engine.has_work or self._inbox)
+        is_due = idle or everything or self._has_pulled or self._held.is_due(now)
+        updates = self._held.release(updates, now, everything=idle or everything)
+        if not (updates or is_due):
+            return
         stats = None
         if idle or now - self._reported_stats_at > _STATS_S:
             stats, self._reported_stats_at = engine.stats(), now
         used = self._meter.report(updates, now)
-        self._report(StepReport(packed_updates(updates), engine.load(), record, stats, used))
+        records, self._records, self._has_pulled = tuple(self._records), [], False
+        self._report(StepReport(packed_updates(updates), engine.load(), records, stats, used))
 
     def _idle(self) -> None:
         """Show that the loop turns, and wait for orders."""

@@ -255,6 +255,15 @@ class WorkerSettings(Section):
     claim_batch: int = setting(
         16, "Most requests claimed in one engine step.", unit="requests", ge=1, le=128
     )
+    stream_interval_ms: float = setting(
+        0.0,
+        "How long a token may wait to be published together with those of later steps. Fewer and "
+        "larger messages cost the worker, Redis and readers less. The first token and the end of "
+        "a request never wait. 0 publishes after every step.",
+        unit="ms",
+        ge=0,
+        le=1000,
+    )
     model_change: Literal["refuse", "rolling"] = setting(
         "refuse",
         "What a worker does if workers of its shard serve a model with another "
@@ -316,6 +325,16 @@ class WorkerSettings(Section):
             raise ValueError(
                 f"heartbeat_ms ({self.heartbeat_ms}) must be at most a third of "
                 f"lease_ms ({self.lease_ms})"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_stream_interval(self) -> Self:
+        if self.stream_interval_ms * 4 > self.hang_timeout_s * 1000:
+            raise ValueError(
+                f"stream_interval_ms ({self.stream_interval_ms:g}) must be at most a quarter of "
+                f"hang_timeout_s ({self.hang_timeout_s:g} s): the engine's messages are its sign "
+                "of life"
             )
         return self
 

@@ -96,8 +96,8 @@ def test_what_has_come_is_one_batch_with_the_most_urgent_first() -> None:
     assert rig.ends["r3"].finish.reason is Reason.STOP
     assert {update.prompt_tokens for update in rig.ends.values()} == {3}
     (first, *_) = rig.reports
-    assert first.record is not None
-    assert (first.record.num_tokens, first.record.num_sequences) == (12, 4)
+    (record,) = first.records
+    assert (record.num_tokens, record.num_sequences) == (12, 4)
     assert {use.run for use in first.used} == {"r2", "r3", "r4", "r5"}
 
 

@@ -131,6 +131,7 @@ def test_every_setting_is_reachable_by_its_variable() -> None:
         ("PENSTOCK_WORKER__METRICS_PORT", "65536", "less than or equal to 65535"),
         ("PENSTOCK_WORKER__LEASE_MS", "1.5", "valid integer"),
         ("PENSTOCK_WORKER__HEARTBEAT_MS", "1000", "at most a third of lease_ms"),
+        ("PENSTOCK_WORKER__STREAM_INTERVAL_MS", "1001", "less than or equal to 1000"),
         ("PENSTOCK_ENGINE__PREFIX_CACHE", "perhaps", "valid boolean"),
         ("PENSTOCK_ENGINE__MAX_SEQUENCES", "0", "greater than or equal to 1"),
         ("PENSTOCK_MODEL__DTYPE", "int8", "'auto', 'float32', 'bfloat16' or 'float16'"),
@@ -143,6 +144,13 @@ def test_a_wrong_value_is_refused_in_one_line(variable: str, value: str, allowed
     assert variable in message
     assert allowed in message
     assert "\n" not in message
+
+
+def test_a_stream_interval_may_not_look_like_a_hung_engine() -> None:
+    given = {"worker.stream_interval_ms": 251, "worker.hang_timeout_s": 1}
+    with pytest.raises(ConfigurationError, match="at most a quarter of hang_timeout_s"):
+        load_settings(given)
+    assert load_settings(given | {"worker.stream_interval_ms": 250})
 
 
 def test_a_wrong_value_in_the_file_names_file_and_setting() -> None:

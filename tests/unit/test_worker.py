@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import time
 from collections.abc import Iterator
@@ -39,7 +40,7 @@ class Heard:
         if isinstance(message, Broken):
             self.broken = message.error
             return
-        self.last, self.is_idle = message, message.record is None
+        self.last, self.is_idle = message, not message.records
         for update in unpacked_updates(message.updates):
             if update.finish is not None:
                 self.ends[update.id] = update.finish.reason
@@ -103,6 +104,34 @@ def test_loop_serves_while_it_isolates_and_aborts() -> None:
         assert heard.last.stats is not None
         assert heard.last.stats.output_tokens >= 20
     assert worker.failure is None
+
+
+def test_tokens_of_several_steps_leave_together_and_all_before_it_stops() -> None:
+    heard: list[StepReport] = []
+
+    def hear(message: StepReport | Broken) -> None:
+        assert isinstance(message, StepReport)
+        heard.append(message)
+
+    steps = itertools.count()
+    orders = StopsSoon(21)
+    orders.worker = worker = Worker(
+        make_engine(), SyntheticRunner(0.0), hear, orders,
+        clock=lambda: next(steps) / 10_000, stream_interval_s=3600,
+    )  # fmt: skip
+    worker.add(request("long", (97,), max_tokens=200))
+    worker.add(request("short", (98,), max_tokens=10))
+    worker.run()
+    assert worker.failure is None
+    got: dict[str, list[int]] = {"long": [], "short": []}
+    for message in heard:
+        for update in unpacked_updates(message.updates):
+            assert update.start == len(got[update.id])
+            got[update.id] += update.token_ids
+    assert [len(tokens) for tokens in got.values()] == [21, 10]
+    # The first tokens, the end of the short one, and what was there when it stopped.
+    assert [len(message.updates) for message in heard] == [2, 1, 1]
+    assert sum(len(message.records) for message in heard) == 21
 
 
 class StopsSoon(Quiet):
@@ -247,8 +276,8 @@ def test_steps_whose_draft_model_failed_are_counted() -> None:
 
     def hear(message: StepReport | Broken) -> None:
         heard(message)
-        if isinstance(message, StepReport) and message.record is not None:
-            metrics.observe_step(message.record)
+        for record in message.records if isinstance(message, StepReport) else ():
+            metrics.observe_step(record)
 
     worker = Worker(make_engine(), DraftsFail(0.0), hear, Quiet())
     with running(worker):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
-from penstock.shared.protocol.chat.deltas import Delta
-from penstock.shared.protocol.choice_parts import Part
+from penstock.shared.protocol.chat.deltas import Delta, moved_deltas
+from penstock.shared.protocol.choice_parts import Part, joined_parts
 from penstock.shared.protocol.events import TokenLogprobs
 from penstock.shared.protocol.sampling_options import SamplingOptions
 from penstock.shared.protocol.states import Lane, Reason
@@ -14,7 +15,7 @@ from penstock.shared.protocol.states import Lane, Reason
 from ..output.text_stream import AnswerParser
 from ..sequence import Constraint
 
-__all__ = ["EngineRequest", "Finish", "Update"]
+__all__ = ["EngineRequest", "Finish", "Update", "joined_updates"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,3 +116,35 @@ class Update:
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
     text_lengths: tuple[int, ...] = ()
     deltas: tuple[Delta, ...] = ()
+
+    @property
+    def bytes_by_token(self) -> tuple[int, ...]:
+        """How many bytes of the text came with each token; those not known count as the last's."""
+        count = len(self.token_ids)
+        if not count:
+            return ()
+        before = self.text_lengths or (0,) * (count - 1)
+        return (*before, len(self.text.encode()) - sum(before))
+
+
+def joined_updates(updates: Sequence[Update]) -> Update:
+    """Consecutive updates of a run as one."""
+    first, last = updates[0], updates[-1]
+    if first is last:
+        return first
+    ids, logprobs, parts, deltas = list(first.token_ids), first.logprobs, first.parts, first.deltas
+    for update in updates[1:]:
+        if update.logprobs:
+            logprobs += update.logprobs
+        if update.parts or parts:
+            parts = joined_parts(parts, update.parts)
+        if update.deltas:
+            deltas += moved_deltas(update.deltas, len(ids))
+        ids += update.token_ids
+    lengths = tuple(chain.from_iterable([update.bytes_by_token for update in updates]))
+    return Update(
+        last.id, first.start, tuple(ids), "".join([update.text for update in updates]),
+        last.finish, last.prompt_tokens, last.cached_tokens, logprobs, last.choice, parts,
+        first.prompt_logprobs,  # they come with the first tokens
+        lengths[:-1], deltas,
+    )  # fmt: skip
