@@ -223,7 +223,7 @@ class Outbox:
             )  # fmt: skip
             owned.digest = whole.digest_after(owned.digest)
             owned.next_index = start + len(ids)
-            if owned.next_index == owned.last_index:
+            if owned.next_index + len(ids) > owned.last_index >= 0:  # with as many more
                 self._owned.close_sequences(owned)
             chunk = whole._replace(digest=owned.digest).pack(owned.answer)
             if start > owned.claim.n:  # not this worker's first

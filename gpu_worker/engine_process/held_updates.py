@@ -1,7 +1,7 @@
 """Tokens that wait a moment, so that several steps cost the way to the readers once.
 
-vLLM and SGLang have the same idea as ``--stream-interval``, counted in tokens. Here it is a time,
-so that a slow model does not make readers wait longer than a fast one.
+vLLM and SGLang have the same idea as ``--stream-interval``, counted in tokens. Here it is a time:
+readers of a slow model wait no longer than those of a fast one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = ["HeldUpdates"]
 
 
 class HeldUpdates:
-    """Updates of runs that publish at intervals. The first tokens of a run and its end never wait.
+    """Updates of runs that publish at intervals. A run's first tokens and its end never wait.
 
     Args:
         interval_s: how long a token may wait, in seconds; 0: none waits.
@@ -26,37 +26,44 @@ class HeldUpdates:
         self._streaming: set[str] = set()  # runs with tokens published by this process
         self._released_at = float("-inf")
 
+    def forget(self, run: str) -> None:
+        """A run was aborted: what it has here is nobody's."""
+        self._held.pop(run, None)
+        self._streaming.discard(run)
+
     def is_due(self, now: float) -> bool:
         """Whether an interval has passed since all were released."""
         return now - self._released_at >= self._interval_s
 
     def release(self, updates: Sequence[Update], now: float, *, everything: bool) -> list[Update]:
-        """What to publish after a step, one update a run and choice.
+        """What to publish after a step, one update a run.
 
         Args:
             updates: what the step gave.
             now: monotonic seconds.
             everything: hold nothing back, though the interval has not passed.
         """
-        if self._interval_s == 0:
-            return list(updates)
-        urgent = []
-        for update in updates:
-            run = update.id
-            self._held.setdefault(run, []).append(update)
-            if update.finish is not None:
-                self._streaming.discard(run)
-                urgent.append(run)
-            elif run not in self._streaming:
-                self._streaming.add(run)
-                urgent.append(run)
+        urgent = {update.id: None for update in updates if self._is_urgent(update)}
         if everything or self.is_due(now):
-            held, self._held = self._held, {}
             self._released_at = now
+            if not self._held:
+                return list(updates)
+            self._hold(updates)
+            held, self._held = self._held, {}
             return list(map(joined_updates, held.values()))
-        return [joined_updates(self._held.pop(run)) for run in dict.fromkeys(urgent)]
+        self._hold(updates)
+        return [joined_updates(self._held.pop(run)) for run in urgent]
 
-    def forget(self, run: str) -> None:
-        """A run was aborted: what it has here is nobody's."""
-        self._held.pop(run, None)
-        self._streaming.discard(run)
+    def _is_urgent(self, update: Update) -> bool:
+        run = update.id
+        if update.finish is not None:
+            self._streaming.discard(run)
+            return True
+        if run not in self._streaming:
+            self._streaming.add(run)
+            return True
+        return False
+
+    def _hold(self, updates: Sequence[Update]) -> None:
+        for update in updates:
+            self._held.setdefault(update.id, []).append(update)

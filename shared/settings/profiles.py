@@ -16,12 +16,14 @@ PROFILES: Mapping[str, Mapping[str, object]] = {
         "engine.max_sequences": 256,
         "engine.max_batch_tokens": 1024,
         "worker.claim_batch": 64,
+        "worker.stream_interval_ms": 50,
     },
     # Few streams, and prompts read in pieces that the others hardly notice.
     "latency": {
         "engine.max_sequences": 8,
         "engine.chunking": "adaptive",
         "engine.target_itl_ms": 25.0,
+        "worker.stream_interval_ms": 0,
     },
     # Weights and KV in 8 bits where they can be, and no second place for either.
     "memory": {

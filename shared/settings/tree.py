@@ -256,10 +256,11 @@ class WorkerSettings(Section):
         16, "Most requests claimed in one engine step.", unit="requests", ge=1, le=128
     )
     stream_interval_ms: float = setting(
-        0.0,
+        20.0,
         "How long a token may wait to be published together with those of later steps. Fewer and "
         "larger messages cost the worker, Redis and readers less. The first token and the end of "
-        "a request never wait. 0 publishes after every step.",
+        "a request never wait. 0 publishes after every step, as does a model whose steps take "
+        "longer.",
         unit="ms",
         ge=0,
         le=1000,
