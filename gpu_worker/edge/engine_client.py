@@ -63,8 +63,8 @@ class EngineClient(asyncio.Protocol):
         outbox: takes what its steps give.
         metrics: shows its figures.
         wake: called when it has reported something.
-        watch: is shown a heartbeat for each message. The engine sends one after each step, and
-            several in ``worker.hang_timeout_s`` while it is idle.
+        watch: is shown a heartbeat for each message. The engine sends one after a step, or
+            a few short ones, and several in ``worker.hang_timeout_s`` while it is idle.
     """
 
     def __init__(

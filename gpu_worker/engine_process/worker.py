@@ -2,8 +2,9 @@
 
 One thread owns the engine and the model; no other touches them. It also reads its orders itself,
 since another thread would take the interpreter lock from it in the middle of a step. The results of
-a step leave in one message to the edge process, which publishes step n while step n + 1 runs. A
-slow Redis never holds the device, and a long step never holds the lease.
+a step, or of several short ones, leave in one message to the edge process, which publishes them
+while the next step runs. A slow Redis never holds the device, and a long step never holds the
+lease.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class Worker:
     Args:
         engine: pure scheduling and stop rules.
         runner: computes plans on the device.
-        report: takes a message after each step, and regularly while the worker is idle; may wait.
+        report: takes a message after steps, and regularly while the worker is idle; may wait.
         orders: read before each step, and when there is nothing to do.
         clock: monotonic seconds.
         step_log: gets the work of each step and the seconds of its turn; None: no log.
