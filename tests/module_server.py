@@ -38,5 +38,9 @@ def fleet(server: EmbeddedRedis, folder: Path) -> Iterator[WorkerFactory]:
 
 @pytest.fixture(scope="module")
 def synthetic_worker(fleet: WorkerFactory) -> None:
-    """A worker whose tokens are letters by a hash, under the name ``letters``."""
-    fleet.supervised("letters", "--model", "synthetic", "--name", "letters")
+    """A worker whose tokens are letters by a hash, under the name ``letters``.
+
+    It publishes each token alone, so that streams can be disturbed between any two.
+    """
+    at_once = {"PENSTOCK_WORKER__STREAM_INTERVAL_MS": "0"}
+    fleet.supervised("letters", "--model", "synthetic", "--name", "letters", **at_once)

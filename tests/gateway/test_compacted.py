@@ -43,6 +43,7 @@ def tool_worker(fleet: WorkerFactory, folder: Path) -> None:
     """A worker that makes no log compact in this time but those that a test makes older."""
     path = save_tool_model(folder / "tool-model")
     settings = {"queue__model": "caller", "queue__compact_logs_after_s": 36_000}
+    settings["worker__stream_interval_ms"] = 0  # streams are resumed between any two tokens
     fleet.engine("caller", model__path=str(path), **settings)
 
 

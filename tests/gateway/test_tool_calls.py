@@ -31,7 +31,8 @@ ASK: dict[str, Any] = {
 @pytest.fixture(scope="module", autouse=True)
 def tool_worker(fleet: WorkerFactory, folder: Path) -> None:
     path = save_tool_model(folder / "tool-model")
-    fleet.engine("caller", model__path=str(path), queue__model="caller")
+    at_once = {"worker__stream_interval_ms": 0}  # streams are resumed between any two tokens
+    fleet.engine("caller", model__path=str(path), queue__model="caller", **at_once)
 
 
 def test_calls_streamed_and_not_are_the_same(client: openai.OpenAI) -> None:
