@@ -70,6 +70,7 @@ class Engine:
         self._requests = RequestManager(config, self._validator, self._scheduler, detokenizer)
         self._in_flight: Plan | None = None
         self._apart_s = 0.0  # swaps and draft model of the last step
+        self._model_s: float | None = None  # of the last step
         self._num_steps = 0
         self._num_computed_tokens = 0
         self._num_output_tokens = 0
@@ -128,8 +129,10 @@ class Engine:
         """
         self._close_in_flight(plan, moved=output.moved)
         self._apart_s = output.swap_s or 0.0
+        self._model_s = None
         if output.timing is not None:
             self._apart_s += output.timing.draft_seconds
+            self._model_s = output.timing.seconds
         if output.swap_s is not None:
             self._scheduler.observe_swaps(plan, output.swap_s)
         spans, failures = plan.spans, output.failures
@@ -196,9 +199,11 @@ class Engine:
     def observe(self, plan: Plan, seconds: float) -> None:
         """Tell how long a step took, from plan to published tokens.
 
-        Adaptive chunks need it, and the choice between swap and recompute.
+        Adaptive chunks need it, the choice between swap and recompute, and that to draft.
         """
         self._scheduler.observe(plan, seconds - self._apart_s)
+        if self._speculator is not None and self._model_s is not None:
+            self._speculator.observe_host(max(0.0, seconds - self._model_s))
 
     def _collect_drafted(
         self, span: Span, token_ids: tuple[int, ...], output: StepOutput

@@ -8,7 +8,7 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.gpu_worker.engine.speculation.batch_class import BatchClass, Mode
+from penstock.gpu_worker.engine.speculation.batch_class import BatchClass, Mode, Work
 
 STEPS = 2000
 _WITHIN = 8
@@ -123,6 +123,46 @@ def test_a_machine_that_slows_down_is_not_taken_for_a_loss() -> None:
 
     took = drive(BatchClass(1), STEPS, lambda s: (1.2 * speed(s), 1.5), plain=speed)
     assert sum(took) > 0.85 * STEPS
+
+
+def test_a_draft_model_that_loses_does_not_hold_up_drafts_from_the_text() -> None:
+    """It once did: texts that repeat themselves waited thousands of steps after its probe."""
+    batch = BatchClass(1, has_others=True)
+    by_text = by_model = 0
+    for _ in range(STEPS):
+        if not batch.may_draft():
+            batch.observe_plain(1.0)
+        elif batch.may_ask():
+            by_model += 1
+            batch.observe_drafted(1, 1.5, 1.5, 1, 1.0, typical=True)
+        else:
+            by_text += 1
+            batch.observe_drafted(1, 1.8, 1.2, 0, 0.0, typical=True)
+    assert 0 < by_model < 0.1 * STEPS
+    assert by_text > 0.8 * STEPS
+
+
+def driven_beside_a_host(batch: BatchClass, *, looking_up: float, verifying: float) -> int:
+    """Steps with drafts, of many in which every second one finds some worth verifying."""
+    count = 0
+    for step in range(STEPS):
+        if not batch.may_draft():
+            batch.observe_plain(1.0)
+            batch.observe_host(Work.NONE, 0.1)
+        elif step % 2:
+            batch.observe_plain(1.0)
+            batch.observe_host(Work.LOOK_UP, looking_up)
+        else:
+            count += 1
+            batch.observe_drafted(1, 1.5, 1.2, 0, 0.0, typical=True)
+            batch.observe_host(Work.VERIFY, verifying)
+    return count
+
+
+def test_time_outside_the_model_counts() -> None:
+    """Look-ups that cost more than drafts gain: the model's own time showed a gain of a seventh."""
+    assert driven_beside_a_host(BatchClass(1), looking_up=0.1, verifying=0.1) > 0.4 * STEPS
+    assert driven_beside_a_host(BatchClass(1), looking_up=0.3, verifying=0.4) < 0.08 * STEPS
 
 
 def test_costs_are_learned_from_steps() -> None:

@@ -12,7 +12,7 @@ from enum import Enum, auto
 from ..scheduling.cost_fit import CostFit
 from .draft_choice import FREE, Prices
 
-__all__ = ["BatchClass", "Mode"]
+__all__ = ["BatchClass", "Mode", "Work"]
 
 _ON_GAIN, _OFF_GAIN = 1.05, 1.01
 """A probe turns drafts on if it reaches the first gain; a gain below the second turns them off.
@@ -52,6 +52,18 @@ _TYPICAL_LENGTH = 4
 time."""
 
 
+_HOST_PACE = 0.1
+"""How far the mean time outside the model follows each step's."""
+
+
+class Work(Enum):
+    """What a step does for drafts."""
+
+    NONE = auto()
+    LOOK_UP = auto()  # and it finds none that is worth verifying
+    VERIFY = auto()
+
+
 class Mode(Enum):
     """What a class does with drafts."""
 
@@ -67,8 +79,12 @@ class BatchClass:
     which every sequence drafts. ON: drafts where they pay, with a plain step now and then, and more
     rarely while the gain holds.
 
+    Where drafts may also come without the draft model, a loss pauses it alone, and a probe of the
+    others follows.
+
     Args:
         most_sequences: of a step.
+        has_others: whether drafts may also come from elsewhere than the draft model.
 
     Attributes:
         mode: the present one.
@@ -77,13 +93,16 @@ class BatchClass:
         num_drafted: steps with drafts so far.
     """
 
-    def __init__(self, most_sequences: int) -> None:
+    def __init__(self, most_sequences: int, *, has_others: bool = False) -> None:
         self.mode = Mode.OFF
         self.gain = 1.0
         self.num_drafted = 0
+        self._has_others = has_others
         self._plain_due = _PLAIN_STEPS
+        self._model_pause = 0  # steps left
         self._plain_times: deque[float] = deque(maxlen=_PLAIN_STEPS)
         self._plain_s = 0.0
+        self._host_s = dict.fromkeys(Work, 0.0)
         # Of a step, of any drafts in it, of each draft.
         self._verify = CostFit((1, 1, _TYPICAL_LENGTH * most_sequences))
         self._rounds = CostFit((1,))
@@ -91,16 +110,21 @@ class BatchClass:
 
     def _begin(self) -> None:
         self._steps, self._period = 0, _PROBE_STEPS
+        self._has_asked, self._lost_asking = False, 0.0
         self._lost = self._earned = self._taken = self._reading_s = 0.0
         self._forget_pending()
 
     def _forget_pending(self) -> None:
-        self._num_pending = 0
+        self._num_pending, self._asks_pending = 0, False
         self._pending_earned = self._pending_s = 0.0
 
     def may_draft(self) -> bool:
         """Whether the next step, of decodes alone, may have drafts."""
         return self._plain_due == 0
+
+    def may_ask(self) -> bool:
+        """Whether these drafts may be the draft model's."""
+        return self._model_pause == 0
 
     def prices(self, num_sequences: int) -> Prices:
         """What drafts cost, at the throughput that was measured."""
@@ -112,11 +136,25 @@ class BatchClass:
             step * tokens_per_s, token * tokens_per_s, self._rounds.costs[0] * tokens_per_s
         )
 
+    def observe_host(self, work: Work, seconds: float) -> None:
+        """Learn how long a step, of decodes alone, took outside the model: look-ups cost that time.
+
+        It counts from the next step on. What is never told counts as nothing.
+        """
+        mean = self._host_s[work]
+        # A pause of the process, say, is no step's own.
+        self._host_s[work] = (
+            mean + _HOST_PACE * (min(seconds, _OUTLIER * mean) - mean) if mean else seconds
+        )
+
     def observe_plain(self, seconds: float) -> None:
         """Learn from a step without drafts, of decodes alone."""
+        self._model_pause -= self._model_pause > 0
         if self._plain_due > _PLAIN_STEPS:
             self._plain_due -= 1  # a pause: only its last steps are needed
             return
+        host = self._host_s
+        seconds += host[Work.NONE]
         if self._verify.known:
             # Noise may let drafts explain all of a step's time, and then its own cost is 0.
             usual = max(self._verify.costs[0], self._plain_s)
@@ -134,7 +172,10 @@ class BatchClass:
                 self._begin()
                 return
         else:
-            self._count(1, 1.0, 1.0)  # no sequence had drafts that were worth it
+            # No sequence had drafts that were worth it.
+            more = max(0.0, host[Work.LOOK_UP] - host[Work.NONE]) if host[Work.NONE] else 0.0
+            self._lost += more / self._plain_s
+            self._count(1, 1.0, 1.0 + more / self._plain_s)
         self._judge((before + self._plain_s) / 2)
 
     def observe_drafted(
@@ -157,8 +198,10 @@ class BatchClass:
             draft_s: its seconds.
             typical: the draft model neither failed nor had to read up, so costs can be learned.
         """
+        self._model_pause -= self._model_pause > 0
         if not self._plain_s:
             return
+        verify_s += self._host_s[Work.VERIFY]
         amounts = (1.0, 1.0, float(num_drafts))
         if self.num_drafted:
             verify_s = min(verify_s, _OUTLIER * max(self._verify.predict(amounts), self._plain_s))
@@ -171,6 +214,7 @@ class BatchClass:
                 expected = expected or draft_s
         if self.mode is Mode.OFF:
             return  # planned before drafts were turned off
+        self._asks_pending |= rounds > 0
         usual = min(draft_s, expected)
         self._reading_s += draft_s - usual
         # A probe asks what drafts gain in the long run, when the draft model has caught up.
@@ -190,6 +234,9 @@ class BatchClass:
         whole_period = self._num_pending >= self._period
         failed = taken - self._pending_earned > _LOSS_LIMIT
         self._lost += taken - self._pending_earned
+        if self._asks_pending:
+            self._has_asked = True
+            self._lost_asking += taken - self._pending_earned
         self._count(self._num_pending, self._pending_earned, taken)
         self._forget_pending()
         if self.mode is Mode.PROBE:
@@ -214,5 +261,10 @@ class BatchClass:
     def _turn_off(self, plain_s: float) -> None:
         self.mode = Mode.OFF
         self.gain = 1.0
-        lost = self._lost + self._reading_s / plain_s
-        self._plain_due = int(min(max(_MIN_PAUSE, lost / _PROBE_SHARE), _MAX_PAUSE))
+        blames_model = self._has_asked and self._has_others
+        lost = self._lost_asking if blames_model else self._lost
+        lost += self._reading_s / plain_s
+        pause = int(min(max(_MIN_PAUSE, lost / _PROBE_SHARE), _MAX_PAUSE))
+        if blames_model:
+            self._model_pause, pause = pause, _PLAIN_STEPS  # what do the others gain alone?
+        self._plain_due = pause

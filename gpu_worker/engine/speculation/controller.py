@@ -1,11 +1,12 @@
 """Speculative decoding: how many drafts each sequence gets in a step, and from which source.
 
 A step verifies a sequence's drafts beside its last token, and keeps those with which the model
-agrees (Leviathan et al., 2023; Chen et al., 2023). The engine makes three calls:
+agrees (Leviathan et al., 2023; Chen et al., 2023). The engine makes these calls:
 
 - :meth:`Speculator.choose`, once a step is planned, for the drafts to add to it;
 - :meth:`Speculator.observe`, for each span whose drafts were verified;
-- :meth:`Speculator.observe_step`, once a step has ended, with the time it took.
+- :meth:`Speculator.observe_step`, once a step has ended, with the time it took, and
+  :meth:`Speculator.observe_host` with the time around it.
 
 Whether a batch size drafts at all is measured (:mod:`.batch_class`); sources and lengths follow
 from acceptance and cost (:mod:`.draft_choice`).
@@ -22,7 +23,7 @@ from ..output.step_output import StepTiming
 from ..plan import DraftSource, Span
 from ..sequence import Sequence as TokenSequence
 from .acceptance_rate import AcceptanceRate
-from .batch_class import BatchClass, Mode
+from .batch_class import BatchClass, Mode, Work
 from .draft_choice import FREE, DraftOption, choose_drafts
 from .draft_state import DraftState
 from .speculation_config import SpeculationConfig, SpeculationStats
@@ -65,6 +66,8 @@ class Speculator:
         self._drafted: Counter[tuple[Speculation, int]] = Counter()
         self._accepted: Counter[tuple[Speculation, int]] = Counter()
         self._gain = 1.0
+        self._looks_up = False  # for the step that runs
+        self._observed: tuple[BatchClass, Work] | None = None  # the last step, if it was measured
         self._stats = SpeculationStats({}, {}, 1.0)
         self._changed = False
 
@@ -80,7 +83,8 @@ class Speculator:
         Returns:
             One option for each span that drafts, in their order; at most ``budget`` drafts in all.
         """
-        prices, probing, most = FREE, True, self._longest
+        self._looks_up = False
+        prices, probing, may_ask, most = FREE, True, self._config.draft, self._longest
         if self._config.length is None:
             num_decodes = sum([span.num_tokens == 1 for span in spans])
             batch = self._batch_class(num_decodes)
@@ -89,10 +93,16 @@ class Speculator:
             if not measured and (batch.mode is not Mode.ON or num_decodes in (0, len(spans))):
                 return []  # before any look-up: not drafting must cost nothing
             prices, probing = batch.prices(num_decodes), batch.mode is Mode.PROBE
+            may_ask = may_ask and batch.may_ask()
             # The first steps draft little, because the cost of drafts is not known yet.
             most = min(most, batch.num_drafted + 1)
+        self._looks_up = True
         self._reading = _READING
-        found = [both for i, span in enumerate(spans) if (both := self._options(i, span, most))]
+        found = [
+            both
+            for i, span in enumerate(spans)
+            if (both := self._options(i, span, most, may_ask=may_ask))
+        ]
         chosen = choose_drafts(found, prices, probing=probing) if found else []
         self._catching_up = False
         for option in chosen:
@@ -107,11 +117,15 @@ class Speculator:
         key = (num_sequences - 1).bit_length() if num_sequences else -1
         batch = self._classes.get(key)
         if batch is None:
-            batch = self._classes[key] = BatchClass(1 << max(key, 0))
+            has_both = self._config.ngram and self._config.draft
+            batch = self._classes[key] = BatchClass(1 << max(key, 0), has_others=has_both)
         return batch
 
-    def _options(self, index: int, span: Span, most: int) -> list[DraftOption]:
-        """What a span could draft, own text first, each of at most ``most`` tokens."""
+    def _options(self, index: int, span: Span, most: int, *, may_ask: bool) -> list[DraftOption]:
+        """What a span could draft, own text first, each of at most ``most`` tokens.
+
+        The draft model's only if it may be asked.
+        """
         sequence = span.sequence
         options, wish = sequence.options, sequence.options.speculation
         constraint = sequence.constraint
@@ -147,7 +161,7 @@ class Speculator:
                 source = DraftSource.of_match(match)
                 rate = state.rate(source, self._mean(source, sampled))
                 found.append(DraftOption(index, source, rate, len(drafts), drafts))
-        if self._config.draft and wish is not Speculation.NGRAM:
+        if may_ask and wish is not Speculation.NGRAM:
             rate = state.rate(DraftSource.DRAFT, self._mean(DraftSource.DRAFT, sampled))
             found.append(DraftOption(index, DraftSource.DRAFT, rate, most))
         return found
@@ -214,6 +228,7 @@ class Speculator:
             timing: the time it took; None if it is not known.
             failed: the drafter failed. Such a step tells what drafts gain, not what they cost.
         """
+        self._observed = None
         if timing is None or timing.seconds <= 0 or self._config.length is not None:
             return
         if any(span.num_tokens != 1 for span in spans):
@@ -231,10 +246,18 @@ class Speculator:
                 timing.draft_seconds,
                 typical=not failed and not (rounds and self._catching_up),
             )
+            self._observed = batch, Work.VERIFY
         else:
             batch.observe_plain(timing.seconds)
+            self._observed = batch, Work.LOOK_UP if self._looks_up else Work.NONE
         self._gain = batch.gain if batch.mode is Mode.ON else 1.0
         self._changed |= self._gain != self._stats.gain
+
+    def observe_host(self, seconds: float) -> None:
+        """Learn how long the last observed step took outside the model."""
+        if self._observed is not None:
+            batch, work = self._observed
+            batch.observe_host(work, seconds)
 
     def forget(self, sequence: TokenSequence) -> None:
         """Drop the drafting state of a sequence that has ended."""

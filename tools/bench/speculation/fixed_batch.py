@@ -69,12 +69,14 @@ class Side:
                 refused = self.engine.add(request)
                 assert refused is None, refused
                 self._live[request.id] = None
+            step_began = time.perf_counter()
             plan = self.engine.schedule()
             assert plan is not None
             for update in self.engine.collect(plan, self._runner.run(plan)):
                 self._tokens += len(update.token_ids)
                 if update.finish is not None:
                     del self._live[update.id]
+            self.engine.observe(plan, time.perf_counter() - step_began)
         self._seconds += self._now() - began
 
     def _now(self) -> float:
