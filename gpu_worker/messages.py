@@ -2,10 +2,10 @@
 
 As two threads they would fight for the interpreter lock. A step of the model is thousands of small
 calls that release it, and each may get it back late. So the engine process only runs steps and
-reports each in one write; the edge does the rest on another core.
+reports them, one or several in a write; the edge does the rest on another core.
 
 A message is a pickle behind its length, on a socket pair that only these two processes hold. An
-update of one plain token, nearly always all there is, travels as a tuple: that costs a tenth.
+update of plain tokens, nearly always all there is, travels as a tuple: that costs a tenth.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class EngineClient(asyncio.Protocol):
     """One engine process.
 
     Attributes:
-        load: how much more it can take, as of its last step.
+        load: how much more it can take, as of its last report.
         step_tokens: query tokens of one of its steps at most; 0 before it has started.
 
     Args:

@@ -70,6 +70,7 @@ class Outbox:
         self._pack_chunk = chunk_packer()
         # What is to be written, by run; None: only to be asked whether it is still ours.
         self._pending: dict[str, Update | None] = {}
+        self._reach, self._longest = 1, 1  # most tokens of a chunk: of the last batch, of this one
         self._unwritable: list[str] = []  # runs whose output raised; the engine must abort them
 
     @property
@@ -117,7 +118,7 @@ class Outbox:
         self._owned.add(owned)
 
     def post(self, updates: Sequence[Update]) -> None:
-        """Take what the engine produced in a step; updates carry the names of runs."""
+        """Take what the engine produced; updates carry the names of runs."""
         pending = self._pending
         for update in updates:
             before = pending.get(update.id)
@@ -140,6 +141,8 @@ class Outbox:
             pending, self._pending = self._pending, {}
         else:
             pending = {run: self._pending.pop(run) for run in list(self._pending)[:limit]}
+        reach = self._reach = self._longest  # the next message may bring as many again
+        self._longest = 1
         rows: list[AppendRow] = []
         times: list[float] = []  # of the tokens before
         gaps: list[tuple[float, int]] = []
@@ -170,7 +173,7 @@ class Outbox:
                 continue
             owned.digest = digest
             owned.next_index = start + 1
-            if start + 1 == owned.last_index:
+            if start + 1 + reach > owned.last_index >= 0:
                 self._owned.close_sequences(owned)
             times.append(owned.last_token_at)
             owned.last_token_at = now
@@ -223,7 +226,9 @@ class Outbox:
             )  # fmt: skip
             owned.digest = whole.digest_after(owned.digest)
             owned.next_index = start + len(ids)
-            if owned.next_index + len(ids) > owned.last_index >= 0:  # with as many more
+            self._longest = max(self._longest, len(ids))
+            reach = max(self._reach, len(ids))
+            if owned.next_index + reach > owned.last_index >= 0:
                 self._owned.close_sequences(owned)
             chunk = whole._replace(digest=owned.digest).pack(owned.answer)
             if start > owned.claim.n:  # not this worker's first

@@ -152,7 +152,7 @@ class OwnedRequests:
     def open_sequences(self) -> Mapping[str, int]:
         """Sequences of owned requests whose end is not near, by lane. A lane without any may lack.
 
-        An end is near if the tokens taken and as many as came last reach it. A request claimed
+        An end is near if as many tokens as a message brought lately reach it. A request claimed
         meanwhile takes over the sequence without missing a step.
         """
         return self._open

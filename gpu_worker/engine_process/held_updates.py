@@ -36,7 +36,7 @@ class HeldUpdates:
         return now - self._released_at >= self._interval_s
 
     def release(self, updates: Sequence[Update], now: float, *, everything: bool) -> list[Update]:
-        """What to publish after a step, one update a run.
+        """What to publish after a step, the updates of a run in their order.
 
         Args:
             updates: what the step gave.

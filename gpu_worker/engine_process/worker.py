@@ -156,15 +156,16 @@ class Worker:
         self._orders.poll()
         while self._inbox:
             order = self._inbox.popleft()
-            self._has_pulled = True
             if isinstance(order, str):
                 self._engine.abort(order)
                 self._meter.forget(order)
                 self._held.forget(order)
+                self._has_pulled = True
                 continue
             refusal = self._engine.add(order)
             if refusal is not None:
                 self._publish([refusal])
+            self._has_pulled = True  # its first step is reported at once
 
     def _run(self, plan: Plan) -> StepOutput:
         """Compute a plan; requests that fail do so alone."""

@@ -8,7 +8,8 @@ from typing import Any
 
 __all__ = ["end_tasks"]
 
-_AGAIN_S = 1.0
+_AGAIN_S = 3.0
+"""Long enough for a task to clean up after the first cancellation."""
 
 
 async def end_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
@@ -16,7 +17,8 @@ async def end_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
 
     It cancels repeatedly: redis-py sends within ``asyncio.wait_for``, which in Python 3.11 swallows
     a cancellation that comes just when the send completes (cpython#86296). A task that polls Redis
-    would then run for ever.
+    would then run for ever. A task's children in a ``TaskGroup`` are cancelled only once, so they
+    must not send with such a timeout.
     """
     tasks = list(tasks)
     pending = set(tasks)

@@ -110,6 +110,21 @@ def test_reading_a_long_prompt_does_not_end_drafts_that_pay() -> None:
     assert sum(took) > 280
 
 
+def test_a_machine_that_slows_down_slows_the_host_too() -> None:
+    """Plain steps are few, and what they take outside the model is known late."""
+    batch, count = BatchClass(1), 0
+    for step in range(STEPS):
+        speed = 2.0 if step // 100 % 2 else 1.0
+        if batch.may_draft():
+            count += 1
+            batch.observe_drafted(1, 1.5, 1.25 * speed, 0, 0.0, typical=True)
+            batch.observe_host(Work.VERIFY, 1.25 * speed, 0.4 * speed)
+        else:
+            batch.observe_plain(speed)
+            batch.observe_host(Work.NONE, speed, 5.0 if step == 0 else 0.3 * speed)
+    assert count > 0.85 * STEPS
+
+
 def test_a_step_that_was_held_up_does_not_end_drafts_that_pay() -> None:
     def drafted(step: int) -> tuple[float, float]:
         return (50.0 if step % 97 == 50 else 1.2), 1.6
@@ -148,14 +163,14 @@ def driven_beside_a_host(batch: BatchClass, *, looking_up: float, verifying: flo
     for step in range(STEPS):
         if not batch.may_draft():
             batch.observe_plain(1.0)
-            batch.observe_host(Work.NONE, 0.1)
+            batch.observe_host(Work.NONE, 1.0, 0.1)
         elif step % 2:
             batch.observe_plain(1.0)
-            batch.observe_host(Work.LOOK_UP, looking_up)
+            batch.observe_host(Work.LOOK_UP, 1.0, looking_up)
         else:
             count += 1
             batch.observe_drafted(1, 1.5, 1.2, 0, 0.0, typical=True)
-            batch.observe_host(Work.VERIFY, verifying)
+            batch.observe_host(Work.VERIFY, 1.2, verifying)
     return count
 
 

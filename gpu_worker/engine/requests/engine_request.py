@@ -82,7 +82,7 @@ class Finish:
 # Never changed once made; not frozen for the same reason as `Span`.
 @dataclass(slots=True)
 class Update:
-    """What one step added to a request, or to one of its choices. The last one has ``finish``.
+    """What steps added to a request, or to one of its choices. The last one has ``finish``.
 
     Attributes:
         id: the request's.

@@ -52,8 +52,9 @@ _TYPICAL_LENGTH = 4
 time."""
 
 
-_HOST_PACE = 0.1
-"""How far the mean time outside the model follows each step's."""
+_HOST_RISES, _HOST_FALLS = 0.1, 0.5
+"""How far the usual time outside the model follows a step's. A pause of the process is no step's
+own, so it follows less time sooner than more."""
 
 
 class Work(Enum):
@@ -102,7 +103,7 @@ class BatchClass:
         self._model_pause = 0  # steps left
         self._plain_times: deque[float] = deque(maxlen=_PLAIN_STEPS)
         self._plain_s = 0.0
-        self._host_s = dict.fromkeys(Work, 0.0)
+        self._host: dict[Work, float] = {}  # time outside the model, in parts of that in it
         # Of a step, of any drafts in it, of each draft.
         self._verify = CostFit((1, 1, _TYPICAL_LENGTH * most_sequences))
         self._rounds = CostFit((1,))
@@ -136,16 +137,19 @@ class BatchClass:
             step * tokens_per_s, token * tokens_per_s, self._rounds.costs[0] * tokens_per_s
         )
 
-    def observe_host(self, work: Work, seconds: float) -> None:
+    def observe_host(self, work: Work, model_s: float, host_s: float) -> None:
         """Learn how long a step, of decodes alone, took outside the model: look-ups cost that time.
 
-        It counts from the next step on. What is never told counts as nothing.
+        It counts from the next step on, as a part of the model's time: a machine that slows down
+        slows both. What is never told counts as nothing.
         """
-        mean = self._host_s[work]
-        # A pause of the process, say, is no step's own.
-        self._host_s[work] = (
-            mean + _HOST_PACE * (min(seconds, _OUTLIER * mean) - mean) if mean else seconds
-        )
+        share = host_s / model_s
+        usual = self._host.setdefault(work, share)
+        self._host[work] += (_HOST_RISES if share > usual else _HOST_FALLS) * (share - usual)
+
+    def _host_share(self, work: Work) -> float:
+        """Usual time outside the model in a step of this kind, in parts of that in it."""
+        return self._host.get(work, 0.0)
 
     def observe_plain(self, seconds: float) -> None:
         """Learn from a step without drafts, of decodes alone."""
@@ -153,8 +157,8 @@ class BatchClass:
         if self._plain_due > _PLAIN_STEPS:
             self._plain_due -= 1  # a pause: only its last steps are needed
             return
-        host = self._host_s
-        seconds += host[Work.NONE]
+        of_plain = self._host_share(Work.NONE)
+        seconds *= 1 + of_plain
         if self._verify.known:
             # Noise may let drafts explain all of a step's time, and then its own cost is 0.
             usual = max(self._verify.costs[0], self._plain_s)
@@ -173,9 +177,9 @@ class BatchClass:
                 return
         else:
             # No sequence had drafts that were worth it.
-            more = max(0.0, host[Work.LOOK_UP] - host[Work.NONE]) if host[Work.NONE] else 0.0
-            self._lost += more / self._plain_s
-            self._count(1, 1.0, 1.0 + more / self._plain_s)
+            taken = (1 + max(of_plain, self._host_share(Work.LOOK_UP))) / (1 + of_plain)
+            self._lost += taken - 1
+            self._count(1, 1.0, taken)
         self._judge((before + self._plain_s) / 2)
 
     def observe_drafted(
@@ -201,7 +205,7 @@ class BatchClass:
         self._model_pause -= self._model_pause > 0
         if not self._plain_s:
             return
-        verify_s += self._host_s[Work.VERIFY]
+        verify_s += (verify_s + draft_s) * self._host_share(Work.VERIFY)
         amounts = (1.0, 1.0, float(num_drafts))
         if self.num_drafted:
             verify_s = min(verify_s, _OUTLIER * max(self._verify.predict(amounts), self._plain_s))

@@ -67,7 +67,7 @@ class Speculator:
         self._accepted: Counter[tuple[Speculation, int]] = Counter()
         self._gain = 1.0
         self._looks_up = False  # for the step that runs
-        self._observed: tuple[BatchClass, Work] | None = None  # the last step, if it was measured
+        self._observed: tuple[BatchClass, Work, float] | None = None  # the last step, if measured
         self._stats = SpeculationStats({}, {}, 1.0)
         self._changed = False
 
@@ -83,7 +83,6 @@ class Speculator:
         Returns:
             One option for each span that drafts, in their order; at most ``budget`` drafts in all.
         """
-        self._looks_up = False
         prices, probing, may_ask, most = FREE, True, self._config.draft, self._longest
         if self._config.length is None:
             num_decodes = sum([span.num_tokens == 1 for span in spans])
@@ -228,7 +227,7 @@ class Speculator:
             timing: the time it took; None if it is not known.
             failed: the drafter failed. Such a step tells what drafts gain, not what they cost.
         """
-        self._observed = None
+        looks_up, self._looks_up, self._observed = self._looks_up, False, None
         if timing is None or timing.seconds <= 0 or self._config.length is not None:
             return
         if any(span.num_tokens != 1 for span in spans):
@@ -246,18 +245,19 @@ class Speculator:
                 timing.draft_seconds,
                 typical=not failed and not (rounds and self._catching_up),
             )
-            self._observed = batch, Work.VERIFY
+            self._observed = batch, Work.VERIFY, timing.seconds
         else:
             batch.observe_plain(timing.seconds)
-            self._observed = batch, Work.LOOK_UP if self._looks_up else Work.NONE
+            work = Work.LOOK_UP if looks_up else Work.NONE
+            self._observed = batch, work, timing.seconds
         self._gain = batch.gain if batch.mode is Mode.ON else 1.0
         self._changed |= self._gain != self._stats.gain
 
     def observe_host(self, seconds: float) -> None:
         """Learn how long the last observed step took outside the model."""
         if self._observed is not None:
-            batch, work = self._observed
-            batch.observe_host(work, seconds)
+            batch, work, model_s = self._observed
+            batch.observe_host(work, model_s, seconds)
 
     def forget(self, sequence: TokenSequence) -> None:
         """Drop the drafting state of a sequence that has ended."""

@@ -184,6 +184,8 @@ class BatchStore:
         finally:
             if renewal is not None:
                 await end_tasks([renewal])
+                if not renewal.cancelled():
+                    renewal.result()  # raises why the lease may have lapsed
                 await self._client.call(lambda: self._redis.delete(key))
 
     async def undriven(self) -> list[str]:
