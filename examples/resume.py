@@ -4,14 +4,16 @@ python examples/resume.py
 
 The reader is a process of its own (this file, run with an id). After each chunk it stores the text
 so far, the index of the next token and the digest of all before, as a web page would keep them.
-Then it is killed, without a chance to clean up. The request does not notice.
+Amid the stream it is killed, without a chance to clean up. (It does that itself: from outside one
+might come too late.) The request does not notice.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
+import os
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -19,7 +21,7 @@ from typing import Any
 
 from penstock.producer import Producer
 
-TOKENS = 120
+TOKENS = 400
 KILL_AFTER = 20
 
 
@@ -36,8 +38,8 @@ def save(notebook: Path, page: dict[str, Any]) -> None:
     part.rename(notebook)  # so that it is there as a whole or not at all
 
 
-async def read(request_id: str, notebook: Path) -> None:
-    """Read on from where the notebook says, and keep it up to date."""
+async def read(request_id: str, notebook: Path, killed_after: int) -> None:
+    """Read on from where the notebook says, and keep it up to date; until killed."""
     page = load(notebook)
     async with Producer() as producer:
         stream = producer.stream(
@@ -47,22 +49,19 @@ async def read(request_id: str, notebook: Path) -> None:
             text = page["text"] + chunk.text
             page = {"index": stream.index, "digest": stream.digest, "text": text}
             save(notebook, page)
-            print(stream.index, flush=True)
+            if killed_after <= stream.index < TOKENS:
+                os.kill(os.getpid(), signal.SIGKILL)
 
 
 async def main(notebook: Path) -> int:
     async with Producer() as producer:
         accepted = await producer.submit("The list type", max_tokens=TOKENS, ignore_eos=True)
 
-        reader = await start_reader(accepted.id, notebook)
-        assert reader.stdout is not None
-        while int(await reader.stdout.readline()) < KILL_AFTER:
-            pass
-        reader.kill()
-        await reader.communicate()
-        print(f"killed the reader after {load(notebook)['index']} tokens")
+        code = await run_reader(accepted.id, notebook, killed_after=KILL_AFTER)
+        assert code == -signal.SIGKILL, f"the reader ended with {code}"
+        print(f"the reader was killed after {load(notebook)['index']} tokens")
 
-        await (await start_reader(accepted.id, notebook)).communicate()
+        await run_reader(accepted.id, notebook, killed_after=TOKENS)
         page = load(notebook)
         print(f"the next one read up to token {page['index']}")
 
@@ -72,15 +71,16 @@ async def main(notebook: Path) -> int:
     return 0 if same else 1
 
 
-async def start_reader(request_id: str, notebook: Path) -> asyncio.subprocess.Process:
-    return await asyncio.create_subprocess_exec(
-        sys.executable, __file__, request_id, str(notebook), stdout=subprocess.PIPE
+async def run_reader(request_id: str, notebook: Path, *, killed_after: int) -> int:
+    reader = await asyncio.create_subprocess_exec(
+        sys.executable, __file__, request_id, str(notebook), str(killed_after)
     )
+    return await reader.wait()
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 3:
-        asyncio.run(read(sys.argv[1], Path(sys.argv[2])))
+    if len(sys.argv) == 4:
+        asyncio.run(read(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])))
     else:
         with tempfile.TemporaryDirectory() as folder:
             sys.exit(asyncio.run(main(Path(folder) / "page.json")))

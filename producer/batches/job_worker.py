@@ -100,6 +100,7 @@ async def run_until(stop: asyncio.Event, make: Callable[[], Worker]) -> None:
         stop: when to end. The jobs that run are cut off; others take them up.
         make: makes a worker.
     """
+    asyncio.get_running_loop().set_exception_handler(_report_unheard)
     stopping = asyncio.create_task(stop.wait())
     while not stop.is_set():
         worker = make()
@@ -116,6 +117,15 @@ async def run_until(stop: asyncio.Event, make: Callable[[], Worker]) -> None:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(asyncio.shield(stopping), _RETRY_S)
     await stopping
+
+
+def _report_unheard(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Log what nobody awaits: arq leaves the end of a job that is cut off to itself."""
+    error = context.get("exception")
+    if isinstance(error, RedisError | OSError):
+        _log.warning("a job's end did not reach Redis (%s); it will run again", error)
+    else:
+        loop.default_exception_handler(context)
 
 
 async def _close(worker: Worker) -> None:

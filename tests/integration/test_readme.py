@@ -94,10 +94,10 @@ def test_lanes(run: Run) -> None:
 
 def test_resume(run: Run) -> None:
     printed = run(EXAMPLES / "resume.py")
-    killed = re.search(r"killed the reader after (\d+) tokens", printed)
+    killed = re.search(r"the reader was killed after (\d+) tokens", printed)
     assert killed, printed
-    assert 20 <= int(killed[1]) < 120, "it was killed in the middle"
-    assert "the next one read up to token 120" in printed
+    assert 20 <= int(killed[1]) < 400, "it was killed in the middle"
+    assert "the next one read up to token 400" in printed
     assert "the whole text: True" in printed
 
 
