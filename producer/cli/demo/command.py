@@ -123,6 +123,7 @@ def _worker_settings(settings: Settings, url: str, count: int) -> dict[str, obje
         "worker.metrics_host": "127.0.0.1",
         "worker.metrics_port": 0,
         "engine.max_sequences": _MAX_SEQUENCES[count],
+        "worker.stream_interval_ms": 0,  # so that streams are disturbed between any two tokens
     }
     if settings.model.path == "demo" and settings.engine.kv_memory is None:
         given["engine.kv_memory"] = "64MiB"  # what the requests need; less to prepare at the start

@@ -224,7 +224,8 @@ def _totals(report: DemoReport, total_s: float) -> str:
 def _fault_lines(faults: FaultFigures) -> list[str]:
     pauses = [t.pause_ms for t in faults.takeovers if t.pause_ms is not None]
     moved = len(faults.takeovers)
-    kill = f"killed a worker amid {moved} streams: they went on with the other"
+    streams = "1 stream: it" if moved == 1 else f"{moved} streams: they"
+    kill = f"killed a worker amid {streams} went on with the other"
     reader = f"a reader left at token {faults.left_at} and came back {faults.away_ms:.0f} ms later"
     missed = f"it had the {faults.missed} tokens that it missed in {faults.caught_up_ms:.0f} ms"
     return [
