@@ -6,7 +6,7 @@ readers of a slow model wait no longer than those of a fast one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from ..engine.requests.engine_request import Update, joined_updates
 
@@ -27,7 +27,7 @@ class HeldUpdates:
         self._released_at = float("-inf")
 
     def forget(self, run: str) -> None:
-        """A run was aborted: what it has here is nobody's."""
+        """Drop what is held of a run that was aborted."""
         self._held.pop(run, None)
         self._streaming.discard(run)
 
@@ -50,9 +50,9 @@ class HeldUpdates:
                 return list(updates)
             self._hold(updates)
             held, self._held = self._held, {}
-            return list(map(joined_updates, held.values()))
+            return _joined(held.values())
         self._hold(updates)
-        return [joined_updates(self._held.pop(run)) for run in urgent]
+        return _joined([self._held.pop(run) for run in urgent])
 
     def _is_urgent(self, update: Update) -> bool:
         run = update.id
@@ -67,3 +67,17 @@ class HeldUpdates:
     def _hold(self, updates: Sequence[Update]) -> None:
         for update in updates:
             self._held.setdefault(update.id, []).append(update)
+
+
+def _joined(runs: Iterable[list[Update]]) -> list[Update]:
+    """One update for each run; of a run whose updates cannot be joined, all of them.
+
+    The edge will meet the same error when it joins them, and end that request alone.
+    """
+    found: list[Update] = []
+    for updates in runs:
+        try:
+            found.append(joined_updates(updates))
+        except Exception:
+            found += updates
+    return found

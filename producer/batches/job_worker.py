@@ -120,7 +120,10 @@ async def run_until(stop: asyncio.Event, make: Callable[[], Worker]) -> None:
 
 
 def _report_unheard(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Log what nobody awaits: arq leaves the end of a job that is cut off to itself."""
+    """Log in one line that Redis was away when arq recorded the end of a job that was cut off.
+
+    Arq awaits no such end, so asyncio would print its error with a traceback.
+    """
     error = context.get("exception")
     if isinstance(error, RedisError | OSError):
         _log.warning("a job's end did not reach Redis (%s); it will run again", error)

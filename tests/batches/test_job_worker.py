@@ -56,7 +56,7 @@ async def test_a_worker_that_loses_its_cancellation_is_cancelled_again(
 async def test_a_jobs_end_that_redis_does_not_hear_is_one_line(
     server: EmbeddedRedis, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Arq shields the end of a job that is cut off, and then nobody awaits it."""
+    """Arq shields the end of a job that is cut off, and does not await it."""
 
     async def nothing(ctx: dict[Any, Any]) -> None:
         del ctx

@@ -111,7 +111,7 @@ def test_reading_a_long_prompt_does_not_end_drafts_that_pay() -> None:
 
 
 def test_a_machine_that_slows_down_slows_the_host_too() -> None:
-    """Plain steps are few, and what they take outside the model is known late."""
+    """A class sees few plain steps, so it learns late how long they take outside the model."""
     batch, count = BatchClass(1), 0
     for step in range(STEPS):
         speed = 2.0 if step // 100 % 2 else 1.0

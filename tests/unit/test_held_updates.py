@@ -44,6 +44,17 @@ def test_an_aborted_run_leaves_nothing() -> None:
     assert held.release([], 2.0, everything=True) == []
 
 
+def test_a_run_that_cannot_be_joined_leaves_as_it_is_and_the_others_joined() -> None:
+    """The edge ends that request alone; an error here would end the worker."""
+    held = HeldUpdates(INTERVAL_S)
+    held.release([token("a", 0), token("b", 0)], 1.0, everything=False)
+    broken = [Update("a", index, (index,), "\ud800", None, 7, 0) for index in (1, 2)]
+    held.release([broken[0], token("b", 1)], 1.01, everything=False)
+    *of_a, of_b = held.release([broken[1], token("b", 2)], 1.02, everything=True)
+    assert of_a == broken
+    assert of_b.token_ids == (1, 2)
+
+
 def test_without_an_interval_none_waits() -> None:
     held = HeldUpdates(0.0)
     for index in range(3):
@@ -57,7 +68,8 @@ def test_without_an_interval_none_waits() -> None:
 def test_every_token_comes_out_once_in_its_order(turns: list[tuple[str, bool, float]]) -> None:
     """Each run's tokens, whenever they come and whichever of its successors ends."""
     held = HeldUpdates(INTERVAL_S)
-    now, given_, got = 0.0, dict.fromkeys("abc", 0), {run: [] for run in "abc"}  # type: ignore[var-annotated]
+    now, given_ = 0.0, dict.fromkeys("abc", 0)
+    got: dict[str, list[int]] = {run: [] for run in "abc"}
     ended: set[str] = set()
 
     def take(updates: list[Update]) -> None:

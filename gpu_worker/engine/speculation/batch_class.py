@@ -61,7 +61,7 @@ class Work(Enum):
     """What a step does for drafts."""
 
     NONE = auto()
-    LOOK_UP = auto()  # and it finds none that is worth verifying
+    LOOK_UP = auto()  # it looks for drafts, and verifies none
     VERIFY = auto()
 
 
@@ -138,10 +138,10 @@ class BatchClass:
         )
 
     def observe_host(self, work: Work, model_s: float, host_s: float) -> None:
-        """Learn how long a step, of decodes alone, took outside the model: look-ups cost that time.
+        """Learn how long a step of decodes took outside the model, where look-ups take their time.
 
-        It counts from the next step on, as a part of the model's time: a machine that slows down
-        slows both. What is never told counts as nothing.
+        The next steps count it as a share of the model's time, since a machine that slows down
+        slows both. Without any call the share is 0.
         """
         share = host_s / model_s
         usual = self._host.setdefault(work, share)
