@@ -3,7 +3,8 @@
 An exchange is one pipeline of small scripts. ``append`` carries everything the engine produced
 since the last exchange. ``claim`` runs if the worker can take more, ``sweep`` every third of a
 lease. The worker sends an exchange again unchanged until Redis answers: appends are idempotent by
-index. An audit follows every broken exchange and finds claims whose reply was lost.
+index. An audit follows every broken exchange and finds claims whose reply was lost. Another one
+comes once a lease, since Redis may execute a claim long after the worker gave up waiting for it.
 """
 
 from __future__ import annotations
@@ -110,9 +111,9 @@ class RedisLoop:
         self._next_renewal = 0.0
         self._next_sweep = 0.0
         self._sweep_again = False
-        self._lost_redis = False
-        self._needs_audit = False
-        self._stopping = False
+        self._lost_redis = self._needs_audit = self._stopping = False
+        self._lease_s = capacity.lease_ms / 1000
+        self._next_audit = time.monotonic() + self._lease_s
         self._running: asyncio.Timeout | None = None
         self._give_up_at: float | None = None  # by the event loop's clock
         self._turns = watch.add("the exchange with Redis")
@@ -186,7 +187,7 @@ class RedisLoop:
         self._handle(parts, replies)
         if self._to_release:
             await self._release()
-        if self._needs_audit:
+        if self._needs_audit or now >= self._next_audit:
             await self._audit()
 
     async def drain(self) -> int:
@@ -353,7 +354,7 @@ class RedisLoop:
     def _after_sweep(self, now: float, reply: Any) -> None:
         regular, self._sweep_again = now >= self._next_sweep, False
         if regular:
-            self._next_sweep = now + min(1.0, self._capacity.lease_ms / 3000)
+            self._next_sweep = now + min(1.0, self._lease_s / 3)
         if self._is_refused("sweep", reply):
             return
         self._lost_redis = False
@@ -385,9 +386,8 @@ class RedisLoop:
         try:
             await self._operations.release(self._worker_id, ids)
         except (RedisError, PenstockError, OSError) as error:
-            # The audit finds what stays this worker's in Redis without its knowledge.
             _log.warning("could not release: %s", error)
-            self._needs_audit = True
+            self._needs_audit = True  # finds what stays this worker's without its knowledge
 
     async def _audit(self) -> None:
         self._turns.beat()
@@ -395,6 +395,6 @@ class RedisLoop:
             orphans = await self._operations.audit(self._worker_id, self._owned.epochs)
         except (RedisError, PenstockError, OSError):
             return  # stays due
-        self._needs_audit = False
+        self._needs_audit, self._next_audit = False, time.monotonic() + self._lease_s
         if orphans:
             _log.warning("gave back %d requests whose claim this worker never received", orphans)

@@ -14,6 +14,7 @@ from faults.rig import digest_of, open_rig
 from redis.asyncio import Redis
 
 from penstock.shared.protocol.states import Reason
+from penstock.shared.scripts.operations import Operations
 from penstock.shared.synthetic import synthetic_tokens
 
 SHORT, LONG = 1, pytest.param(50, marks=pytest.mark.slow)
@@ -32,6 +33,29 @@ async def test_reply_to_a_worker_is_lost(tmp_path: Path, script: str, repetition
             await asyncio.wait_for(running, 60)
         await rig.end()
         assert rig.findings.counts["completed"] == 6 * repetitions
+
+
+async def test_a_claim_arrives_after_the_audit(tmp_path: Path) -> None:
+    """A network may deliver it long after the worker gave up waiting, and nobody hears the reply.
+
+    Here it is sent in the worker's name.
+    """
+    async with open_rig(tmp_path, in_flight=4, tokens=200) as rig:
+        env = rig.env
+        late = Operations(env.direct.redis, env.keys)
+        running = rig.start(rig.cases(24))
+        owned: list[str] = []
+        while not owned:
+            machine = await rig.busy()
+            if machine is not None and (name := machine.worker_id) is not None:
+                claim = late.claim(
+                    name, lease_ms=1000, requests=8, tokens=1 << 16, suspect_ok=False
+                )
+                (reply,) = await late.run([claim])
+                owned = [claim.id for claim in late.read_claim(reply).claims]
+        await asyncio.wait_for(running, 60)
+        assert any([await rig.attempts(name) > 1 for name in owned])
+        await rig.end()
 
 
 @pytest.mark.parametrize("repetitions", [SHORT, LONG])

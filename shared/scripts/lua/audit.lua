@@ -6,7 +6,7 @@
 --@include lib/requeue_owned.lua
 -- audit: a worker says which claims it knows of; what it owns by other claims goes back to the
 -- queues, without blame. This heals a claim whose reply was lost: a worker runs it after every
--- exchange whose outcome is unknown.
+-- exchange whose outcome is unknown, and once a lease for those that arrive even later.
 --
 -- By epoch, and not by id alone. After a lease that lapsed unnoticed, a worker may own a request
 -- anew by a claim whose reply it never got.
