@@ -7,7 +7,7 @@ its memory and all undefined behaviour, as ``make check-native`` wants it.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -67,6 +67,7 @@ def run(
     block_size: int = 16,
     rows: Sequence[int] | None = None,
     window: int | None = None,
+    meanwhile: Callable[[], None] | None = None,
 ) -> Tensor:
     """Logits ``[rows, width]`` of one step; None: of all rows.
 
@@ -84,7 +85,7 @@ def run(
     logits = torch.full((len(wanted), width), torch.nan)
     cache = program.bind(caches, [0] * len(caches))
     largest = torch.empty(len(wanted)), torch.empty(len(wanted), dtype=torch.int64)
-    program.run(threads, tokens, wanted, [batch], cache, logits, largest)
+    program.run(threads, tokens, wanted, [batch], cache, logits, largest, meanwhile)
     values, places = threads.largest(logits)
     assert torch.equal(largest[0].nan_to_num(), values.nan_to_num())
     assert torch.equal(largest[0].isnan(), values.isnan())

@@ -8,7 +8,7 @@ from faults.rig import mutated
 
 __all__ = ["slow_steps"]
 
-_RUN = "        output = run_isolated(self._runner, plan)\n"
+_RUN = "        output = self._run(plan)\n"
 
 
 def slow_steps(folder: Path, seconds: float) -> str:

@@ -42,6 +42,13 @@ class Engine:
     is recorded only in ``collect``: a step that failed has changed nothing but block tables. Not
     thread-safe: one thread calls everything.
 
+    Where host and device can work side by side, ``schedule_ahead`` plans a step before the output
+    of the one before is collected, so that this is done while the step computes::
+
+        ahead = engine.schedule_ahead(output)
+        start(ahead)
+        updates = engine.collect(plan, output)
+
     Args:
         config: sizes and budgets.
         detokenizer: makes the incremental detokeniser of one output, given the prompt's ids.
@@ -68,7 +75,7 @@ class Engine:
             self._speculator = Speculator(config.speculation, config.max_model_len, config.max_span)
         self._scheduler = Scheduler(config, self._kv, self._policy, self._speculator)
         self._requests = RequestManager(config, self._validator, self._scheduler, detokenizer)
-        self._in_flight: Plan | None = None
+        self._in_flight: list[Plan] = []  # oldest first; two after schedule_ahead
         self._apart_s = 0.0  # swaps and draft model of the last step
         self._model_s: float | None = None  # of the last step
         self._num_steps = 0
@@ -108,16 +115,58 @@ class Engine:
         Raises:
             IntegrityError: the plan before was neither collected nor failed.
         """
-        if self._in_flight is not None:
+        if self._in_flight:
             raise IntegrityError("schedule() before the last plan was collected or failed")
-        self._in_flight = self._scheduler.schedule()
-        return self._in_flight
+        plan = self._scheduler.schedule()
+        if plan is not None:
+            self._in_flight.append(plan)
+        return plan
+
+    def schedule_ahead(self, output: StepOutput) -> Plan | None:
+        """Plan the step after the one in flight, before that one's output is collected.
+
+        Only where it can be known: nothing waits, each sequence goes on by the one token that was
+        sampled for it, and neither drafts, siblings nor constraints are in play. Only a stop string
+        may end a sequence then. Its last row is computed in vain.
+
+        Args:
+            output: of the plan in flight.
+
+        Returns:
+            The plan, which :attr:`Plan.token_ids` marks. None: collect first, then schedule.
+
+        Raises:
+            IntegrityError: not exactly one plan is in flight.
+        """
+        if len(self._in_flight) != 1:
+            raise IntegrityError(f"schedule_ahead() with {len(self._in_flight)} plans in flight")
+        (before,) = self._in_flight
+        if not output.moved or output.failures or output.deferred:
+            return None
+        if self._speculator is not None and not self._speculator.is_idle(len(before.spans)):
+            return None
+        if not self._requests.all_go_on(before.spans, output.token_ids):
+            return None
+        plan = self._scheduler.schedule_ahead(before, output.token_ids)
+        if plan is not None:
+            self._in_flight.append(plan)
+        return plan
+
+    def drop(self, plan: Plan) -> None:
+        """Forget a plan of ``schedule_ahead``: it was not computed, or in vain.
+
+        Raises:
+            IntegrityError: it is not the only plan in flight.
+        """
+        if self._in_flight != [plan]:
+            raise IntegrityError("drop() of a plan that is not the only one in flight")
+        self._in_flight.clear()
 
     def collect(self, plan: Plan, output: StepOutput) -> list[Update]:
         """Record what a step computed and sampled.
 
         Args:
-            plan: the one ``schedule`` returned last.
+            plan: the oldest that is neither collected nor failed.
             output: what the model gave for it.
 
         Returns:
@@ -197,7 +246,7 @@ class Engine:
         return updates
 
     def observe(self, plan: Plan, seconds: float) -> None:
-        """Tell how long a step took, from plan to published tokens.
+        """Tell how long the turn of the step collected last took, with all work of the host.
 
         Adaptive chunks need it, the choice between swap and recompute, and that to draft.
         """
@@ -236,7 +285,7 @@ class Engine:
             One update for each of their requests, without tokens. All others go on.
 
         Raises:
-            IntegrityError: ``plan`` is not the one that ``schedule`` returned last.
+            IntegrityError: ``plan`` is not the oldest in flight.
         """
         self._close_in_flight(plan, moved=False)
         finish = Finish(reason, message)
@@ -293,8 +342,8 @@ class Engine:
         self._scheduler.check_integrity(self._requests.sequences())
 
     def _close_in_flight(self, plan: Plan, *, moved: bool) -> None:
-        if plan is not self._in_flight:
-            raise IntegrityError("this plan is not the one in flight")
-        self._in_flight = None
+        if not self._in_flight or plan is not self._in_flight[0]:
+            raise IntegrityError("this plan is not the oldest in flight")
+        del self._in_flight[0]
         if plan.swaps_out:
             self._kv.host.confirm_saves() if moved else self._kv.host.discard_saves()

@@ -107,12 +107,15 @@ class Plan:
         swaps_out: from device blocks to host blocks, to be run before anything else.
         swaps_in: from host blocks to device blocks, to be run after ``swaps_out`` and before
             ``copies``.
+        token_ids: of a step that was planned ahead, the token that each span computes: sampled by
+            the step before, and not yet recorded in its sequence. Else empty.
     """
 
     spans: tuple[Span, ...]
     copies: tuple[BlockCopy, ...] = ()
     swaps_out: tuple[BlockCopy, ...] = ()
     swaps_in: tuple[BlockCopy, ...] = ()
+    token_ids: tuple[int, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -184,8 +187,12 @@ class PlanBuilder:
         )
         self.budget -= count
 
-    def build(self) -> Plan:
-        """The plan so far."""
+    def build(self, token_ids: tuple[int, ...] = ()) -> Plan:
+        """The plan so far; with the spans' tokens if it is made ahead."""
         return Plan(
-            tuple(self.spans), tuple(self.copies), tuple(self.swaps_out), tuple(self.swaps_in)
+            tuple(self.spans),
+            tuple(self.copies),
+            tuple(self.swaps_out),
+            tuple(self.swaps_in),
+            token_ids,
         )

@@ -7,6 +7,7 @@ it: the batch is run in halves until each culprit is alone.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
 
@@ -27,8 +28,13 @@ _SMALL_CHUNK = 16
 class Runner(Protocol):
     """The model side, as the worker's loop sees it."""
 
-    def run(self, plan: Plan) -> StepOutput:
+    def run(self, plan: Plan, meanwhile: Callable[[], None] | None = None) -> StepOutput:
         """Compute a plan.
+
+        Args:
+            plan: what to compute.
+            meanwhile: called once, before the plan's tokens are sampled: best while the device
+                computes.
 
         May raise; then no span of it counts as computed, but its copies and swaps are done. If
         these fail, it says so in its output (``moved``) and does not raise.

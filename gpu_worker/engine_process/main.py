@@ -224,6 +224,7 @@ def _serve(
         heartbeat_s=settings.worker.hang_timeout_s / _HEARTBEATS,
         when_quiet=model.load_rest,
         stream_interval_s=settings.worker.stream_interval_ms / 1000,
+        overlap=settings.engine.overlap and model.overlaps,
     )
     inputs = InputProcessor(
         model.encode,

@@ -40,6 +40,7 @@ class ServingModel:
         load_rest: starts to load what only some requests need, and returns at once; loading takes
             seconds of a core. Requests that come before it load what they need. None: all is
             loaded.
+        overlaps: whether the device computes a step without the thread that started it.
     """
 
     config: EngineConfig
@@ -55,3 +56,4 @@ class ServingModel:
     prepare_compiler: Callable[[], None] | None = None
     vocabulary: tuple[bytes | None, ...] = ()
     load_rest: Callable[[], None] | None = None
+    overlaps: bool = False

@@ -38,10 +38,13 @@ class SyntheticRunner:
     def __init__(self, step_s: float) -> None:
         self._step_s = step_s
 
-    def run(self, plan: Plan) -> StepOutput:
+    def run(self, plan: Plan, meanwhile: Callable[[], None] | None = None) -> StepOutput:
         """One token per span that samples."""
-        if self._step_s:
-            time.sleep(self._step_s)
+        ends = time.perf_counter() + self._step_s
+        if meanwhile is not None:
+            meanwhile()
+        if (left := ends - time.perf_counter()) > 0:
+            time.sleep(left)
         token_ids = tuple((_sample(span.sequence),) if span.samples else () for span in plan.spans)
         sampled = [(s.sequence, ids) for s, ids in zip(plan.spans, token_ids, strict=True) if ids]
         return StepOutput(
@@ -149,4 +152,5 @@ def build_synthetic(settings: Settings) -> ServingModel:
         new_text_stream=_Letters,
         fingerprint=SYNTHETIC,
         summary=f"no model: synthetic tokens, {step_ms:g} ms a step",
+        overlaps=True,
     )

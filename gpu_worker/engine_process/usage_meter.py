@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from ..engine.output.step_output import StepOutput
 from ..engine.plan import Plan
 from ..engine.requests.engine_request import Update
+from ..engine.sequence import SequenceStatus
 from ..messages import RunUsage
 
 __all__ = ["UsageMeter"]
@@ -29,6 +30,8 @@ class UsageMeter:
         """Share a step's time among its sequences, by query tokens and drafts."""
         share, device = seconds / plan.num_tokens, self._device_s
         for span in plan.spans:
+            if span.sequence.status is SequenceStatus.FINISHED:
+                continue  # it ended or was aborted while the step ran
             run, tokens = span.sequence.id, span.num_tokens + span.num_drafts
             device[run] = device.get(run, 0.0) + share * tokens
             if span.num_drafts:

@@ -5,6 +5,9 @@ since another thread would take the interpreter lock from it in the middle of a 
 a step, or of several short ones, leave in one message to the edge process, which publishes them
 while the next step runs. A slow Redis never holds the device, and a long step never holds the
 lease.
+
+Where the engine can plan the next step ahead, the last one is collected and published while the
+next one computes. What requests get is the same either way.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from penstock.shared.protocol.states import Reason
 
@@ -55,6 +58,22 @@ class Orders(Protocol):
         """Wait until something has come; False after the timeout."""
 
 
+class _Computed(NamedTuple):
+    """A step that was computed and is not collected yet.
+
+    Attributes:
+        plan: of the step.
+        output: what it gave.
+        run_s: seconds of the model.
+        turn_s: the same from plan to output.
+    """
+
+    plan: Plan
+    output: StepOutput
+    run_s: float
+    turn_s: float
+
+
 class Worker:
     """One engine, one model, and the loop that drives them.
 
@@ -68,6 +87,7 @@ class Worker:
         heartbeat_s: how often to report while idle, in seconds.
         when_quiet: called once, after two seconds without anything to do; must return at once.
         stream_interval_s: how long tokens may wait for those of later steps, in seconds.
+        overlap: plan ahead where that is possible; of use if the device needs no host meanwhile.
     """
 
     def __init__(
@@ -81,6 +101,7 @@ class Worker:
         heartbeat_s: float = _HEARTBEAT_S,
         when_quiet: Callable[[], None] | None = None,
         stream_interval_s: float = 0.0,
+        overlap: bool = False,
     ) -> None:
         self._engine = engine
         self._runner = runner
@@ -91,6 +112,8 @@ class Worker:
         self._heartbeat_s = min(heartbeat_s, _HEARTBEAT_S)
         self._inbox: deque[EngineRequest | str] = deque()
         self._stopping = False
+        self._overlap = overlap
+        self._last: _Computed | None = None
         self._reported_stats_at = clock()
         self._held = HeldUpdates(stream_interval_s)
         self._records: list[StepRecord] = []  # of steps since the last report
@@ -127,6 +150,7 @@ class Worker:
         try:
             while not self._stopping:
                 self._step()
+            self._collect()
             self._publish((), everything=True)
         except BaseException as error:
             # A bug in the engine itself, or a device that is lost. Nothing can be trusted any more,
@@ -141,13 +165,16 @@ class Worker:
         if self._stopping:
             return  # the order came just now: the step before was the last
         began = self._clock()
-        plan = self._engine.schedule()
+        plan = self._schedule()
         if plan is None:
             self._idle()
             return
+        run_began = self._clock()
         output = self._run(plan)
-        self._publish(self._engine.collect(plan, output))
-        self._engine.observe(plan, self._clock() - began)
+        if output is None:
+            return
+        ended = self._clock()
+        self._last = _Computed(plan, output, ended - run_began, ended - began)
         if self._step_log is not None:
             self._step_log.write(StepFeatures.of(plan), self._clock() - turn_began)
 
@@ -167,17 +194,46 @@ class Worker:
                 self._publish([refusal])
             self._has_pulled = True  # its first step is reported at once
 
-    def _run(self, plan: Plan) -> StepOutput:
-        """Compute a plan; requests that fail do so alone."""
-        began = self._clock()
-        output = run_isolated(self._runner, plan)
-        seconds = self._clock() - began
-        self._meter.add(plan, output, seconds)
-        self._check_systemic_failure(plan, output)
-        self._quiet_turns = 0
+    def _schedule(self) -> Plan | None:
+        """Plan the next step: ahead, or else on what the last one gave."""
+        if self._overlap and self._last is not None:
+            plan = self._engine.schedule_ahead(self._last.output)
+            if plan is not None:
+                return plan
+        self._collect()
+        return self._engine.schedule()
+
+    def _run(self, plan: Plan) -> StepOutput | None:
+        """Compute a plan; requests that fail do so alone. None: it was dropped."""
+        output = self._run_ahead(plan) if plan.token_ids else run_isolated(self._runner, plan)
+        if output is not None:
+            self._check_systemic_failure(plan, output)
+            self._quiet_turns = 0
+        return output
+
+    def _run_ahead(self, plan: Plan) -> StepOutput | None:
+        """Compute a plan made ahead, and collect the step before it meanwhile.
+
+        If that raises, the plan is dropped: the next turn plans it anew, and finds the culprit.
+        """
+        try:
+            return self._runner.run(plan, self._collect)
+        except Exception as error:
+            _log.warning("a step that was planned ahead failed, and is planned again: %s", error)
+        self._collect()  # raises again what it has raised: that is no fault of the step
+        self._runner.recover()
+        self._engine.drop(plan)
+        return None
+
+    def _collect(self) -> None:
+        """Record and publish what the last step gave, if that is not done."""
+        if self._last is None:
+            return
+        plan, output, run_s, turn_s = self._last
+        self._meter.add(plan, output, run_s)
         self._records.append(
             StepRecord(
-                seconds,
+                run_s,
                 plan.num_tokens,
                 len(plan.spans),
                 num_failures=len(output.failures),
@@ -185,7 +241,9 @@ class Worker:
                 draft_failed=output.draft_failed,
             )
         )
-        return output
+        self._publish(self._engine.collect(plan, output))
+        self._engine.observe(plan, turn_s)
+        self._last = None
 
     def _check_systemic_failure(self, plan: Plan, output: StepOutput) -> None:
         """Raise if the worker fails, not the requests: then they must go on elsewhere.

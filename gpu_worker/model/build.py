@@ -141,6 +141,7 @@ def build_model(settings: Settings) -> ServingModel:
         summary=summary.replace("torch.", ""),
         fingerprint=_fingerprint(loaded),
         vocabulary=vocabulary,
+        overlaps=loaded.overlaps,
         load_rest=(
             functools.partial(_start_load_rest, loaded, constraints, chat_prompt)
             if opened.is_known

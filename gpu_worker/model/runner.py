@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import nullcontext
 from dataclasses import replace
@@ -84,8 +84,13 @@ class ModelRunner:
         self._no_gradients = torch.inference_mode if loaded.native is None else nullcontext
         self._batch: SamplingBatch | None = None
 
-    def run(self, plan: Plan) -> StepOutput:
+    def run(self, plan: Plan, meanwhile: Callable[[], None] | None = None) -> StepOutput:
         """Copy the plan's blocks, compute its spans and sample where they end a sequence.
+
+        Args:
+            plan: what to compute.
+            meanwhile: called once while the device computes, or at least before tokens are sampled;
+                not if what comes before raises.
 
         If this raises, all copies have been made: only the forward and what follows may raise.
 
@@ -96,9 +101,9 @@ class ModelRunner:
             copies could not be made, all spans fail.
         """
         with self._no_gradients():
-            return self._run(plan)
+            return self._run(plan, meanwhile)
 
-    def _run(self, plan: Plan) -> StepOutput:
+    def _run(self, plan: Plan, meanwhile: Callable[[], None] | None) -> StepOutput:
         began = time.perf_counter()
         try:
             self._move(plan)
@@ -110,7 +115,7 @@ class ModelRunner:
         asked = self._masks.begin(
             sampling, [drafts.get(s, ()) for s in sampling] if drafts else None
         )
-        logits = self.loaded.forward(self._pack(plan, drafts), self.pool)
+        logits = self.loaded.forward(self._pack(plan, drafts), self.pool, meanwhile)
         times = began, draft_seconds
         prompts = PromptRows.of(plan.spans, drafts, self.loaded.device)
         if prompts is None:
@@ -284,7 +289,8 @@ class ModelRunner:
         sequences = [span.sequence for span in spans]
         positions = [span.start for span in spans]
         return self._decodes.pack(
-            [s.token_ids[place] for s, place in zip(sequences, positions, strict=True)],
+            list(plan.token_ids)
+            or [s.token_ids[place] for s, place in zip(sequences, positions, strict=True)],
             positions,
             [sequence.block_tables for sequence in sequences],
         )

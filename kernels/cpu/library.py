@@ -226,7 +226,8 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "gather": (c_int32, [c_void_p, c_int32, c_int32, POINTER(Error)]),
     "experts": (c_int32, [c_void_p, POINTER(LinearSpec), c_int64, c_int32, POINTER(Error)]),
     "combine": (c_int32, [c_void_p, c_int32, c_int32, c_int32, c_float, POINTER(Error)]),
-    "run": (c_int32, [c_void_p, c_void_p, POINTER(StepInput), POINTER(Error)]),
+    "start": (c_int32, [c_void_p, c_void_p, POINTER(StepInput), POINTER(Error)]),
+    "finish": (None, [c_void_p, c_void_p]),
     "largest": (
         c_int32,
         [c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p, POINTER(Error)],
@@ -254,7 +255,7 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
 
 
 class Library:
-    """The functions of a built library, without their prefix: ``library.run`` and so on.
+    """The functions of a built library, without their prefix: ``library.start`` and so on.
 
     Calls hold no interpreter lock.
 

@@ -7,7 +7,11 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["Cache", "Clamp", "Draws", "HeadShape", "NormWeights", "Rotary"]
+from .library import NormSpec
+
+__all__ = [
+    "Cache", "Clamp", "Draws", "HeadShape", "NormWeights", "Rotary", "address_of", "norm_spec",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,3 +113,23 @@ class Cache:
     values: Any
     kinds: Any
     num_blocks: tuple[int, ...]
+
+
+def norm_spec(norm: NormWeights, kept: list[Tensor]) -> NormSpec:
+    """As the library takes it. ``kept`` gets the tensors whose addresses it has."""
+    found = []
+    for tensor in (norm.weight, norm.bias):
+        values = None if tensor is None else tensor.detach().float().contiguous()
+        if values is not None:
+            kept.append(values)
+        found.append(values)
+    sizes = [values.numel() // norm.columns for values in found if values is not None]
+    return NormSpec(
+        norm.columns, sizes[0] if sizes else 1, *map(address_of, found), norm.epsilon,
+        int(norm.centred),
+    )  # fmt: skip
+
+
+def address_of(tensor: Tensor | None) -> int | None:
+    """Of its data; None of None."""
+    return None if tensor is None else tensor.data_ptr()

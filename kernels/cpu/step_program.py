@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import weakref
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,12 @@ from .library import (
     KVKind,
     Library,
     LinearSpec,
-    NormSpec,
     RotateSpec,
     RowKind,
     StepInput,
     Type,
 )
-from .operands import Cache, Clamp, HeadShape, NormWeights, Rotary
+from .operands import Cache, Clamp, HeadShape, NormWeights, Rotary, address_of, norm_spec
 from .thread_pool import ThreadPool
 from .weight_matrices import TYPES, Weight, WeightMatrices
 from .weights_file import WeightsFile
@@ -149,7 +148,7 @@ class NativeProgram:
     ) -> None:  # fmt: skip
         """Normalise ``source``; with ``add``, the output grows by ``scale`` times that."""
         kept: list[Tensor] = []
-        spec = _norm_spec(weights, kept)
+        spec = norm_spec(weights, kept)
         self._library.checked(
             "norm", self._handle, ctypes.byref(spec), source, output, self._types[output],
             int(add), scale,
@@ -181,7 +180,16 @@ class NativeProgram:
         """
         values = None if bias is None else bias.detach().float().contiguous()
         spec = LinearSpec(
-            matrix, source, output, activation, scale, softcap, 1.0, 0.0, int(add), _address(values)
+            matrix,
+            source,
+            output,
+            activation,
+            scale,
+            softcap,
+            1.0,
+            0.0,
+            int(add),
+            address_of(values),
         )
         kind = Type.FLOAT if output == LOGITS else self._types[output]
         self._library.checked("linear", self._handle, ctypes.byref(spec), kind)
@@ -229,7 +237,7 @@ class NativeProgram:
         clamp = clamp or Clamp(1.0, 0.0)
         spec = LinearSpec(
             matrices[0], source, output, activation, 1.0, 0.0, clamp.slope, clamp.limit, 0,
-            _address(values),
+            address_of(values),
         )  # fmt: skip
         self._library.checked(
             "experts", self._handle, ctypes.byref(spec), len(matrices), self._types[output]
@@ -268,9 +276,9 @@ class NativeProgram:
             spec.rotary_dims, spec.interleaved = 2 * half, int(rotary.interleaved)
             spec.cosines, spec.sines = (t.data_ptr() for t in tables)
         if query_norm is not None:
-            spec.query_norm = _norm_spec(query_norm, kept)
+            spec.query_norm = norm_spec(query_norm, kept)
         if key_norm is not None:
-            spec.key_norm = _norm_spec(key_norm, kept)
+            spec.key_norm = norm_spec(key_norm, kept)
         self._library.checked("rotate", self._handle, ctypes.byref(spec))
 
     def attend(
@@ -289,7 +297,7 @@ class NativeProgram:
         values = None if sinks is None else sinks.detach().float().contiguous()
         spec = AttendSpec(
             source, output, shape.heads, shape.kv_heads, shape.key_dim, shape.value_dim, layer,
-            window or 0, scale, softcap or 0.0, _address(values),
+            window or 0, scale, softcap or 0.0, address_of(values),
         )  # fmt: skip
         self._library.checked("attend", self._handle, ctypes.byref(spec))
 
@@ -334,6 +342,7 @@ class NativeProgram:
         cache: Cache,
         logits: Tensor,
         largest: tuple[Tensor, Tensor] | None = None,
+        meanwhile: Callable[[], None] | None = None,
     ) -> None:
         """Compute one step: store its keys and values, and the logits of the wanted rows.
 
@@ -344,8 +353,9 @@ class NativeProgram:
             batches: one for each KV kind: the same tokens, with that kind's tables.
             cache: where keys and values are.
             logits: float32 ``[R, vocabulary]``, contiguous: written.
-            largest: float32 ``[R]`` and int64 ``[R]``: of each row of logits the largest value and
-                its first place, as :meth:`ThreadPool.largest` finds them, are written; or None.
+            largest: float32 ``[R]`` and int64 ``[R]``: gets what :meth:`ThreadPool.largest` finds
+                in the logits; or None.
+            meanwhile: called once, while the pool's other threads compute. It must not use them.
 
         Raises:
             ValueError: the step asks for a token, position or block that there is not.
@@ -367,30 +377,16 @@ class NativeProgram:
             ctypes.addressof(cache.values), logits.data_ptr(),
             *(tensor.data_ptr() for tensor in largest or ()),
         )  # fmt: skip
-        if self._library.run(self._handle, pool.handle, step, self._error) < 0:
+        if self._library.start(self._handle, pool.handle, step, self._error) < 0:
             raise ValueError(self._error.text.decode())
+        try:
+            if meanwhile is not None:
+                meanwhile()
+        finally:  # whatever happened: all that the step reads and writes must outlive it
+            self._library.finish(self._handle, pool.handle)
 
     def take_times(self) -> dict[str, float]:
         """Seconds spent in each kind of operation since the last call."""
         times = array("q", bytes(8 * self._library.op_kinds()))
         self._library.times(self._handle, times.buffer_info()[0])
         return {name: ns / 1e9 for name, ns in zip(OP_NAMES, times, strict=True)}
-
-
-def _norm_spec(norm: NormWeights, kept: list[Tensor]) -> NormSpec:
-    """``kept`` holds the tensors whose addresses it has."""
-    found = []
-    for tensor in (norm.weight, norm.bias):
-        values = None if tensor is None else tensor.detach().float().contiguous()
-        if values is not None:
-            kept.append(values)
-        found.append(values)
-    sizes = [values.numel() // norm.columns for values in found if values is not None]
-    return NormSpec(
-        norm.columns, sizes[0] if sizes else 1, *map(_address, found), norm.epsilon,
-        int(norm.centred),
-    )  # fmt: skip
-
-
-def _address(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .library import DrawInput, Library, LogitsInput, MaskInput, ReportInput
-from .operands import Draws
+from .operands import Draws, address_of
 
 __all__ = ["ThreadPool"]
 
@@ -73,7 +73,7 @@ class ThreadPool:
         how = DrawInput(
             draws.rows.numel(), draws.rows.data_ptr(), draws.temperature.data_ptr(),
             draws.seeds.data_ptr(), draws.choices.data_ptr(), draws.indexes.data_ptr(),
-            draws.stream, *map(_address, (draws.top_k, draws.top_p, draws.log_min_p)),
+            draws.stream, *map(address_of, (draws.top_k, draws.top_p, draws.log_min_p)),
         )  # fmt: skip
         tokens = torch.empty_like(draws.rows)
         self._library.checked(
@@ -134,7 +134,3 @@ def _logits_input(logits: Tensor, largest: Tensor) -> LogitsInput:
     rows, columns = logits.shape
     stride = max(columns, logits.stride(0))
     return LogitsInput(logits.data_ptr(), rows, columns, stride, largest.data_ptr())
-
-
-def _address(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()

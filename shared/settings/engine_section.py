@@ -136,6 +136,12 @@ class EngineSettings(Section):
         gt=0,
         le=600,
     )
+    overlap: bool = setting(
+        True,
+        "Record and publish a step's tokens while the next step computes, where its plan does not "
+        "depend on them. Tokens are the same without. It needs the native library with two threads "
+        "or more, or a GPU.",
+    )
     threads: int | None = setting(
         None,
         "CPU threads for the model's arithmetic. `auto` times a decode step at start. It takes one "

@@ -14,7 +14,7 @@ from penstock.gpu_worker.engine.kv.kv_manager import KVManager
 from penstock.gpu_worker.engine.output.step_output import StepOutput, StepTiming
 from penstock.gpu_worker.engine.plan import BlockCopy, Plan, Span
 from penstock.gpu_worker.engine.requests.engine_request import EngineRequest
-from penstock.gpu_worker.engine.sequence import Sequence
+from penstock.gpu_worker.engine.sequence import Sequence, SequenceStatus
 from penstock.shared.protocol.events import TokenLogprobs
 from penstock.shared.protocol.sampling_options import SamplingOptions
 from penstock.shared.protocol.states import Lane, Reason
@@ -235,13 +235,18 @@ class FakeRunner:
         self.num_drafted = 0
         self.num_accepted = 0
 
-    def run(self, plan: Plan) -> StepOutput:
+    def run(self, plan: Plan, meanwhile: Callable[[], None] | None = None) -> StepOutput:
         self.kv.swap(plan)
         self.kv.copy(plan.copies)
         drafts = {span.sequence: self._drafts(span) for span in plan.spans if span.num_drafts}
         self._write(plan, drafts)
+        if meanwhile is not None:
+            meanwhile()
         sampled, logprobs, candidates = [], {}, {}
         for span in plan.spans:
+            if plan.token_ids and span.sequence.status is SequenceStatus.FINISHED:
+                sampled.append((0,))  # it ended meanwhile: this is not looked at
+                continue
             # After all spans have written, as in a real forward pass: nobody's writing may have
             # touched what another one reads.
             sequence = span.sequence
@@ -301,13 +306,15 @@ class FakeRunner:
         keys = {(span.sequence.id, span.sequence.choice) for span in plan.spans}
         assert len(keys) == len(plan.spans)
         written: set[tuple[int, int]] = set()
-        for span in plan.spans:
+        assert len(plan.token_ids) in (0, len(plan.spans))
+        for index, span in enumerate(plan.spans):
             sequence, stop = span.sequence, span.start + span.num_tokens
-            assert span.start == sequence.num_computed_tokens
-            assert 0 < span.num_tokens <= sequence.num_tokens - span.start
-            assert span.samples == (stop == sequence.num_tokens)
+            token_ids = [*sequence.token_ids, *plan.token_ids[index : index + 1]]
+            assert plan.token_ids or span.start == sequence.num_computed_tokens
+            assert 0 < span.num_tokens <= len(token_ids) - span.start
+            assert span.samples == (stop == len(token_ids))
             new = drafts.get(sequence, ())
-            known = tags([*sequence.token_ids[:stop], *new], sequence.cache_salt)
+            known = tags([*token_ids[:stop], *new], sequence.cache_salt)
             for position in range(span.start, stop + len(new)):
                 for group in range(len(self.kv.memory)):
                     slot = group, self.kv.slot(sequence, position, group)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
+from enum import Enum, auto
 
 import pytest
 from engine.fakes import (
@@ -46,7 +48,16 @@ from penstock.shared.policy_name import PolicyName
 from penstock.shared.protocol.states import Lane, Reason
 
 
+class AheadEnd(Enum):
+    """How a run of steps that were planned ahead ends."""
+
+    COLLECT = auto()
+    ABORT = auto()
+    DROP = auto()
+
+
 class EngineMachine(MachineModel):
+    num_ahead = 0
     policy = PolicyName.FCFS
     chunking = Chunking.FIXED
 
@@ -178,6 +189,43 @@ class EngineMachine(MachineModel):
         assert plan is not None
         output = self.runner.run(plan)
         self.abort(data)
+        for update in self.engine.collect(plan, output):
+            self.publish(update)
+
+    @precondition(lambda self: self.live)
+    @rule(count=st.integers(1, 8), ends_with=st.sampled_from(AheadEnd), data=st.data())
+    def steps_planned_ahead(self, count: int, ends_with: AheadEnd, data: st.DataObject) -> None:
+        """Each step but the first is planned and begun before the one before it is collected."""
+        plan = self.plan()
+        assert plan is not None
+        output = self.runner.run(plan)
+        for left in reversed(range(count)):
+            if left == 0 and ends_with is AheadEnd.ABORT and self.live:
+                self.abort(data)  # before the next one is planned
+            ahead = self.engine.schedule_ahead(output)
+            if ahead is None:
+                break
+            self.num_ahead += 1
+            self.check_ahead(ahead, plan, output)
+            if left == 0 and ends_with is AheadEnd.DROP:
+                self.take(plan, output)
+                self.engine.drop(ahead)
+                return
+            self.engine.check_integrity()
+            collects = functools.partial(self.take, plan, output)
+            plan, output = ahead, self.runner.run(ahead, collects)
+        self.take(plan, output)
+
+    def check_ahead(self, ahead: Plan, before: Plan, output: StepOutput) -> None:
+        assert [span.sequence for span in ahead.spans] == [span.sequence for span in before.spans]
+        assert [(i,) for i in ahead.token_ids] == list(output.token_ids)
+        for span, last in zip(ahead.spans, before.spans, strict=True):
+            assert (span.start, span.num_tokens) == (last.start + last.num_tokens, 1)
+            assert span.samples
+            assert not span.num_drafts
+        assert self.engine.load().waiting == {}
+
+    def take(self, plan: Plan, output: StepOutput) -> None:
         for update in self.engine.collect(plan, output):
             self.publish(update)
 

@@ -119,12 +119,12 @@ def test_plans_come_back_once_and_in_turn() -> None:
     assert plan is not None
     with pytest.raises(IntegrityError, match="before the last plan"):
         eng.schedule()
-    with pytest.raises(IntegrityError, match="not the one in flight"):
+    with pytest.raises(IntegrityError, match="not the oldest in flight"):
         eng.collect(Plan(plan.spans), StepOutput(((1,),)))
     eng.collect(plan, StepOutput(((1,),)))
-    with pytest.raises(IntegrityError, match="not the one in flight"):
+    with pytest.raises(IntegrityError, match="not the oldest in flight"):
         eng.collect(plan, StepOutput(((1,),)))
-    with pytest.raises(IntegrityError, match="not the one in flight"):
+    with pytest.raises(IntegrityError, match="not the oldest in flight"):
         eng.fail(plan, Reason.ENGINE_ERROR, "")
 
 

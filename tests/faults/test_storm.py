@@ -19,8 +19,6 @@ from penstock.tools.chaos import Fault, Invariant, Storm, StormOptions, StormRes
 from penstock.tools.chaos.checks.sweep_times import SweepWatch
 from penstock.tools.chaos.storm.readers import Reading
 
-pytestmark = pytest.mark.alone
-
 SHORT = {"workers": 4, "in_flight": 60, "tokens": 60, "step_ms": 15.0}
 
 
@@ -32,6 +30,7 @@ def check_held(result: StormResult) -> None:
     assert not result.findings.found, "\n".join(map(str, result.findings.violations))
 
 
+@pytest.mark.alone
 async def test_short_storm_of_everything() -> None:
     result = await run(seconds=12, seed=1)
     check_held(result)
@@ -47,6 +46,7 @@ async def test_short_storm_of_everything() -> None:
     assert counts["conflicts_refused"] >= 1
 
 
+@pytest.mark.alone
 async def test_given_server_is_left_as_it_was(redis_url: str) -> None:
     faults = frozenset({Fault.STOP, Fault.RESET, Fault.SLOW_READERS, Fault.FLUSH})
     limit = "client-output-buffer-limit"
@@ -133,6 +133,7 @@ def test_which_sweep_is_to_keep_a_deadline() -> None:
     assert [watch.next_after(due_ms) for due_ms in due] == [1000, 1000, 1300, None]
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 async def test_a_deadline_that_is_kept_late_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -179,6 +180,7 @@ def chaos(*arguments: str, timeout_s: float) -> dict[str, Any]:
     return facts
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", Fault)
 def test_a_storm_of_one_kind(fault: Fault) -> None:

@@ -77,6 +77,31 @@ def test_any_number_of_threads(threads: int, spin_us: int) -> None:
         assert torch.equal(run(subject.program, pool, spans, subject.caches, 16), expected)
 
 
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_the_caller_does_something_else_while_the_others_compute(threads: int) -> None:
+    subject, pool = attention(), ThreadPool(library(), threads)
+    spans = [Span(range(33), 0, [3, 0, 5])]
+    expected = subject.step(spans).flatten(1)
+    calls: list[str] = []
+
+    def meanwhile() -> None:
+        calls.append("called")
+        with pytest.raises(ValueError, match="has not finished"):
+            pool.largest(expected)
+
+    def fails() -> None:
+        raise KeyError("meanwhile")
+
+    subject.program.take_times()
+    found = run(subject.program, pool, spans, subject.caches, 16, meanwhile=meanwhile)
+    assert torch.equal(found, expected)
+    assert calls == ["called"]
+    assert 0 < sum(subject.program.take_times().values()) < 10
+    with pytest.raises(KeyError):
+        run(subject.program, pool, spans, subject.caches, 16, meanwhile=fails)
+    assert torch.equal(run(subject.program, pool, spans, subject.caches, 16), expected)
+
+
 def threads_of_this_process() -> set[int]:
     return {int(task.name) for task in Path("/proc/self/task").iterdir()}
 

@@ -9,6 +9,8 @@ from weakref import WeakKeyDictionary
 
 from penstock.gpu_worker.engine.config import EngineConfig
 from penstock.gpu_worker.engine.engine import Engine
+from penstock.gpu_worker.engine.output.step_output import StepOutput
+from penstock.gpu_worker.engine.plan import Plan
 from penstock.gpu_worker.engine.requests.engine_request import (
     EngineRequest,
     Finish,
@@ -58,6 +60,7 @@ class Bench:
         masks: Any = None,
         drafter: Drafter | None = None,
         rejection: bool = False,
+        overlap: bool = False,
         **changes: Any,
     ) -> None:
         values: dict[str, Any] = {
@@ -83,6 +86,9 @@ class Bench:
         self.compiler = compiler_of(model)
         self.deferrals = 0
         self.steps = 0
+        self.overlap = overlap
+        self.steps_ahead = 0
+        self._last: tuple[Plan, StepOutput] | None = None
         self.answers: dict[str, Answer] = {}
 
     def add(
@@ -111,15 +117,28 @@ class Bench:
             self._take([refused])
 
     def step(self) -> bool:
-        plan = self.engine.schedule()
-        if plan is None:
-            return False
-        output = run_isolated(self.runner, plan)
+        ahead = None if self._last is None else self.engine.schedule_ahead(self._last[1])
+        if ahead is not None:
+            plan, output = ahead, self.runner.run(ahead, self._collect)
+            self.steps_ahead += 1
+        else:
+            self._collect()
+            planned = self.engine.schedule()
+            if planned is None:
+                return False
+            plan, output = planned, run_isolated(self.runner, planned)
         self.steps += 1
         self.deferrals += len(output.deferred)
-        self._take(self.engine.collect(plan, output))
-        self.engine.check_integrity()
+        self._last = plan, output
+        if not self.overlap:
+            self._collect()
         return True
+
+    def _collect(self) -> None:
+        if self._last is not None:
+            (plan, output), self._last = self._last, None
+            self._take(self.engine.collect(plan, output))
+            self.engine.check_integrity()
 
     def run(self) -> dict[str, Answer]:
         while self.step():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from penstock.gpu_worker.engine.config import EngineConfig
 from penstock.gpu_worker.engine.engine import Engine
 from penstock.gpu_worker.engine.output.step_output import StepOutput
@@ -23,11 +25,11 @@ class PoisonedRunner(SyntheticRunner):
         self.error = error
         self.steps = 0
 
-    def run(self, plan: Plan) -> StepOutput:
+    def run(self, plan: Plan, meanwhile: Callable[[], None] | None = None) -> StepOutput:
         self.steps += 1
         if any(POISON in span.sequence.token_ids for span in plan.spans):
             raise self.error
-        return super().run(plan)
+        return super().run(plan, meanwhile)
 
 
 CONFIG = EngineConfig(

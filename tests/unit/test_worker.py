@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from unit.poison import CONFIG, POISON, PoisonedRunner, make_engine, request
+from unit.worker_loop import Heard, Quiet, running
 from waiting import wait_until
 
 from penstock.gpu_worker.engine.engine import Engine
@@ -25,37 +23,6 @@ from penstock.gpu_worker.messages import Broken, StepReport, unpacked_updates
 from penstock.gpu_worker.monitoring.metrics import WorkerMetrics
 from penstock.shared.protocol.states import Reason
 from penstock.shared.settings import Settings
-
-
-class Heard:
-    """Takes what a worker says: the ends of runs, and why its loop broke."""
-
-    def __init__(self) -> None:
-        self.ends: dict[str, Reason] = {}
-        self.last: StepReport | None = None
-        self.is_idle = False
-        self.broken: str | None = None
-
-    def __call__(self, message: StepReport | Broken) -> None:
-        if isinstance(message, Broken):
-            self.broken = message.error
-            return
-        self.last, self.is_idle = message, not message.records
-        for update in unpacked_updates(message.updates):
-            if update.finish is not None:
-                self.ends[update.id] = update.finish.reason
-
-
-class Quiet:
-    """Nothing comes; a wait is short, and what another thread has ordered is looked at then."""
-
-    def poll(self) -> None:
-        """Nothing to read."""
-
-    def wait(self, timeout_s: float | None) -> bool:
-        del timeout_s
-        time.sleep(0.001)
-        return True
 
 
 class Turns:
@@ -74,19 +41,6 @@ class Turns:
         if self.left <= 0 and self.worker is not None:
             self.worker.stop()
         return False
-
-
-@contextlib.contextmanager
-def running(worker: Worker) -> Iterator[None]:
-    """The loop, on a thread of its own until the ``with`` ends."""
-    thread = threading.Thread(target=worker.run)
-    thread.start()
-    try:
-        yield
-    finally:
-        worker.stop()
-        thread.join(60)
-    assert not thread.is_alive()
 
 
 def test_loop_serves_while_it_isolates_and_aborts() -> None:
@@ -179,10 +133,10 @@ class LostDevice(PoisonedRunner):
         super().__init__(RuntimeError("an illegal memory access was encountered"))
         self.says_so, self.moves, self.lost = says_so, moves, False
 
-    def run(self, plan: Plan) -> StepOutput:
+    def run(self, plan: Plan, meanwhile: Callable[[], None] | None = None) -> StepOutput:
         self.lost |= any(POISON in span.sequence.token_ids for span in plan.spans)
         if not self.lost:
-            return super().run(plan)
+            return super().run(plan, meanwhile)
         self.steps += 1
         if self.moves:
             raise self.error
@@ -267,8 +221,8 @@ def test_failures_that_are_the_requests_own(
 class DraftsFail(SyntheticRunner):
     """Says of every step that its draft model failed."""
 
-    def run(self, plan: Plan) -> StepOutput:
-        return replace(super().run(plan), draft_failed=True)
+    def run(self, plan: Plan, meanwhile: Callable[[], None] | None = None) -> StepOutput:
+        return replace(super().run(plan, meanwhile), draft_failed=True)
 
 
 def test_steps_whose_draft_model_failed_are_counted() -> None:

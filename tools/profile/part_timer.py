@@ -80,12 +80,12 @@ class TimedModel:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loaded, name)
 
-    def forward(self, step: Any, pool: Any) -> Tensor:
+    def forward(self, step: Any, pool: Any, meanwhile: None = None) -> Tensor:
         """See :meth:`LoadedModel.forward`."""
         native = self._loaded.native
         before = dict(self._timer.seconds)
         self.began = time.perf_counter()
-        logits = self._loaded.forward(step, pool)
+        logits = self._loaded.forward(step, pool, meanwhile)
         self.ended = time.perf_counter()
         if native is not None:
             self._add_native(native)

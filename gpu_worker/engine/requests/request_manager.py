@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from penstock.shared.errors import InvalidRequest
 from penstock.shared.protocol.events import TokenLogprobs
@@ -15,6 +15,7 @@ from ..output.output_state import OutputState
 from ..output.parsed_output import ParsedOutput
 from ..output.step_output import StepOutput
 from ..output.text_stream import TextStream
+from ..plan import Span
 from ..scheduling.scheduler import Scheduler
 from ..sequence import Sequence
 from .engine_request import EngineRequest, Finish, Update
@@ -99,6 +100,28 @@ class RequestManager:
         if group is None:
             return False
         group.remove()
+        return True
+
+    def all_go_on(self, spans: Iterable[Span], token_ids: Iterable[tuple[int, ...]]) -> bool:
+        """Whether all spans sampled one token, and need only it to be computed next.
+
+        A request with several sequences or a constraint needs more, and so does one whose prompt's
+        log-probabilities are due. So does an output that ends, unless a stop string ends it.
+        """
+        outputs, most = self.outputs, self._validator.pool_tokens
+        for span, ids in zip(spans, token_ids, strict=True):
+            sequence = span.sequence
+            output = outputs.get(sequence.id)
+            if (
+                output is None
+                or output.sequence is not sequence  # aborted, and here again
+                or len(ids) != 1
+                or span.num_drafts
+                or sequence.constraint is not None
+                or sequence.num_prompt_logprobs is not None
+                or not output.goes_on(ids[0], most)
+            ):
+                return False
         return True
 
     def collect(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from penstock.shared.errors import IntegrityError
@@ -139,6 +140,29 @@ class Scheduler:
         if not step.spans:
             self._complete_first_group(step)
         return step.build() if step.spans else None
+
+    def schedule_ahead(self, before: Plan, token_ids: Iterable[tuple[int, ...]]) -> Plan | None:
+        """Plan the step after ``before``, whose output is not recorded yet.
+
+        Args:
+            before: all its sequences run on by one token.
+            token_ids: of each span, that token.
+
+        Returns:
+            None if others run or wait, or if blocks are short.
+        """
+        state, spans = self._state, before.spans
+        if len(state.running) != len(spans) or state.waiting.peek() is not None:
+            return None
+        step = PlanBuilder()
+        for span in spans:
+            sequence, start = span.sequence, span.start + span.num_tokens
+            if start >= sequence.num_writable_tokens and not state.kv.try_reserve(
+                sequence, start + 1, step.copies
+            ):
+                return None
+            step.spans.append(Span(sequence, start, 1, True))
+        return step.build(tuple(chain.from_iterable(token_ids)))
 
     def observe(self, plan: Plan, seconds: float) -> None:
         """The step of ``plan`` took so long: chunks, preemptions and waiting are measured by it."""

@@ -92,6 +92,7 @@ class BatchClass:
         gain: tokens per time relative to plain steps, in about the last 32 steps of the present
             probe or ON phase. Steps in which nothing was worth drafting count, too.
         num_drafted: steps with drafts so far.
+        plain_due: so many steps of decodes alone must come without drafts.
     """
 
     def __init__(self, most_sequences: int, *, has_others: bool = False) -> None:
@@ -99,7 +100,7 @@ class BatchClass:
         self.gain = 1.0
         self.num_drafted = 0
         self._has_others = has_others
-        self._plain_due = _PLAIN_STEPS
+        self.plain_due = _PLAIN_STEPS
         self._model_pause = 0  # steps left
         self._plain_times: deque[float] = deque(maxlen=_PLAIN_STEPS)
         self._plain_s = 0.0
@@ -121,7 +122,7 @@ class BatchClass:
 
     def may_draft(self) -> bool:
         """Whether the next step, of decodes alone, may have drafts."""
-        return self._plain_due == 0
+        return self.plain_due == 0
 
     def may_ask(self) -> bool:
         """Whether these drafts may be the draft model's."""
@@ -154,8 +155,8 @@ class BatchClass:
     def observe_plain(self, seconds: float) -> None:
         """Learn from a step without drafts, of decodes alone."""
         self._model_pause -= self._model_pause > 0
-        if self._plain_due > _PLAIN_STEPS:
-            self._plain_due -= 1  # a pause: only its last steps are needed
+        if self.plain_due > _PLAIN_STEPS:
+            self.plain_due -= 1  # a pause: only its last steps are needed
             return
         of_plain = self._host_share(Work.NONE)
         seconds *= 1 + of_plain
@@ -167,9 +168,9 @@ class BatchClass:
         self._plain_times.append(seconds)
         before = self._plain_s
         self._plain_s = sum(self._plain_times) / len(self._plain_times)
-        if self._plain_due:
-            self._plain_due -= 1
-            if self._plain_due:
+        if self.plain_due:
+            self.plain_due -= 1
+            if self.plain_due:
                 return
             if self.mode is Mode.OFF:
                 self.mode = Mode.PROBE
@@ -230,7 +231,7 @@ class BatchClass:
         loses = self._pending_s / self._plain_s - self._pending_earned > _LOSS_LIMIT
         if self._num_pending >= self._period or loses:
             careful = self.mode is Mode.PROBE or loses
-            self._plain_due = _PLAIN_STEPS if careful else 1
+            self.plain_due = _PLAIN_STEPS if careful else 1
 
     def _judge(self, plain_s: float) -> None:
         """Count pending steps against plain ones that take ``plain_s``, and switch if it is due."""
@@ -271,4 +272,4 @@ class BatchClass:
         pause = int(min(max(_MIN_PAUSE, lost / _PROBE_SHARE), _MAX_PAUSE))
         if blames_model:
             self._model_pause, pause = pause, _PLAIN_STEPS  # what do the others gain alone?
-        self._plain_due = pause
+        self.plain_due = pause

@@ -111,6 +111,10 @@ class Speculator:
                 self._note_reading(spans[option.index].sequence)
         return [option for option in chosen if option.count]
 
+    def is_idle(self, num_sequences: int) -> bool:
+        """Whether the next two steps of so many decodes have no drafts."""
+        return self._config.length is None and self._batch_class(num_sequences).plain_due > 1
+
     def _batch_class(self, num_sequences: int) -> BatchClass:
         """Classes end with the powers of two."""
         key = (num_sequences - 1).bit_length() if num_sequences else -1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,15 +72,32 @@ class LoadedModel:
         text = self.model.config.get_text_config(decoder=True)
         return _multiplied(self.model, int(getattr(text, "num_experts_per_tok", None) or 1))
 
-    def forward(self, step: PackedStep, pool: KVPool) -> Tensor:
+    def forward(
+        self, step: PackedStep, pool: KVPool, meanwhile: Callable[[], None] | None = None
+    ) -> Tensor:
         """Compute ``step``, storing its KV in ``pool``.
+
+        Args:
+            step: what to compute.
+            pool: where its KV is.
+            meanwhile: called once while the device computes, or before this returns.
 
         Returns:
             The logits of the wanted rows, ``[num_rows, vocab]``.
         """
         if self.native is not None:
-            return self.native.forward(step, pool)
-        return forward_logits(self.model, self.context, step, pool)
+            return self.native.forward(step, pool, meanwhile)
+        logits = forward_logits(self.model, self.context, step, pool)
+        if meanwhile is not None:
+            meanwhile()  # a GPU is still at it
+        return logits
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether the calling thread is free for other work while a step computes."""
+        if self.native is not None:
+            return self.native.runtime.threads.threads > 1
+        return self.device.type == "cuda"
 
     @property
     def row_operations(self) -> RowOperations:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -197,8 +198,15 @@ class NativeDecoder:
         self.program.keep_cache_in_int8()
         self._caches.clear()
 
-    def forward(self, step: PackedStep, pool: KVPool) -> Tensor:
+    def forward(
+        self, step: PackedStep, pool: KVPool, meanwhile: Callable[[], None] | None = None
+    ) -> Tensor:
         """Compute ``step``, storing its KV in ``pool``.
+
+        Args:
+            step: what to compute.
+            pool: where its KV is.
+            meanwhile: called once, while the other threads compute.
 
         Returns:
             The logits of the wanted rows, float32 ``[num_rows, vocab]``.
@@ -214,6 +222,7 @@ class NativeDecoder:
             self._cache(pool),
             logits,
             (values, places),
+            meanwhile,
         )
         self._latest = _StepLogits(weakref.ref(logits), values, places)
         return logits

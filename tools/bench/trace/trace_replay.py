@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from penstock.gpu_worker.engine.engine import Engine
+from penstock.gpu_worker.engine.output.step_output import StepOutput
+from penstock.gpu_worker.engine.plan import Plan
 from penstock.gpu_worker.engine.requests.engine_request import EngineRequest
 from penstock.gpu_worker.engine_process.model_interface import ServingModel
 from penstock.producer import Producer
@@ -126,21 +128,32 @@ def replay_in_process(
     """
     engine = Engine(served.config, served.new_text_stream)
     times = TokenTimes(requests, rate)
+    last: tuple[Plan, StepOutput] | None = None
+
+    def collect() -> None:
+        nonlocal last
+        if last is not None:
+            for update in engine.collect(*last):
+                if update.token_ids:
+                    times.add(int(update.id), len(update.token_ids))
+            last = None
+
     waiting = list(reversed(list(enumerate(requests))))
     times.start()
     while True:
         while waiting and times.arrivals[waiting[-1][0]] <= times.now():
             index, request = waiting.pop()
             engine.add(engine_request(served, index, request))
-        plan = engine.schedule()
+        plan = engine.schedule_ahead(last[1]) if last is not None and served.overlaps else None
         if plan is None:
-            if not waiting:
-                break
+            collect()
+            plan = engine.schedule()
+        if plan is not None:
+            last = plan, served.runner.run(plan, collect)
+        elif waiting:
             time.sleep(max(0.0, times.arrivals[waiting[-1][0]] - times.now()))
-            continue
-        for update in engine.collect(plan, served.runner.run(plan)):
-            if update.token_ids:
-                times.add(int(update.id), len(update.token_ids))
+        else:
+            break
     _check(times, requests)
     return times
 

@@ -7,6 +7,7 @@
 #endif
 
 #include <chrono>
+#include <stdexcept>
 
 #include "vec.h"
 
@@ -80,6 +81,7 @@ struct Pool::State {
   std::mutex sleep;
   std::condition_variable wake;
   std::mutex running;
+  std::atomic<std::thread::id> leader{};  // which holds `running`
   // Kept to the end: a late thread may look at an old one.
   std::vector<std::unique_ptr<Board>> boards;
   std::vector<std::thread> threads;
@@ -109,7 +111,7 @@ struct Pool::State {
     for (uint32_t seen = 0;;) {
       seen = next_round(seen, spin_us);
       if (stop.load()) return;
-      take_part(seen, thread, nullptr);
+      take_part(seen, thread);
     }
   }
 
@@ -126,15 +128,20 @@ struct Pool::State {
                                             std::memory_order_acquire))
         continue;
       // From here the round cannot end before `done` is counted up: all it uses is stable.
-      work.load(std::memory_order_relaxed)->compute(static_cast<int>(stage), item, thread);
-      shared.stages[stage].done.fetch_add(1, std::memory_order_release);
+      Work& now = *work.load(std::memory_order_relaxed);
+      now.compute(static_cast<int>(stage), item, thread);
+      Stage& at = shared.stages[stage];
+      if (at.done.load(std::memory_order_relaxed) + shared.threads >=
+          at.items.load(std::memory_order_relaxed))
+        now.nearly_completed(static_cast<int>(stage));
+      at.done.fetch_add(1, std::memory_order_release);
       ticket = share.next.load(std::memory_order_acquire);
     }
   }
 
   // Until the round is over. Stages of `board` are safe to look at even then: they are never freed,
   // and a newer round shows in their tags.
-  void take_part(uint32_t mine, int thread, Work* leading) {
+  void take_part(uint32_t mine, int thread) {
     Board& shared = *board.load(std::memory_order_acquire);
     const uint32_t stages = shared.used.load(std::memory_order_acquire);
     for (uint32_t s = 0; s < stages; s++) {
@@ -153,7 +160,6 @@ struct Pool::State {
         else
           std::this_thread::yield();
       }
-      if (leading) leading->completed(static_cast<int>(s));
     }
   }
 };
@@ -186,9 +192,11 @@ Pool::State& Pool::state_of_this_process() {
   return *state_;
 }
 
-void Pool::run(Work& work, const std::vector<uint32_t>& items) {
+void Pool::start(Work& work, const std::vector<uint32_t>& items) {
   State& state = state_of_this_process();
-  std::lock_guard<std::mutex> one_at_a_time(state.running);
+  if (state.leader.load() == std::this_thread::get_id())
+    throw std::logic_error("this thread has started a round that it has not finished");
+  std::unique_lock<std::mutex> one_at_a_time(state.running);
   if (state.board.load()->stages.size() < items.size()) state.grow(2 * items.size(), static_cast<size_t>(threads_));
   Board& board = *state.board.load();
   uint32_t round = state.round.load() + 1;
@@ -214,7 +222,15 @@ void Pool::run(Work& work, const std::vector<uint32_t>& items) {
     }
     state.wake.notify_all();
   }
-  state.take_part(round, 0, &work);
+  state.leader.store(std::this_thread::get_id());
+  one_at_a_time.release();  // finish() unlocks it
+}
+
+void Pool::finish() {
+  State& state = state_of_this_process();
+  state.take_part(state.round.load(), 0);
+  state.leader.store(std::thread::id());
+  state.running.unlock();
 }
 
 }  // namespace penstock

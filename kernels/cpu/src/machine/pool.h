@@ -26,8 +26,8 @@ class Work {
  public:
   // Computes one item; called from any thread of the pool, at most once for each item of a round.
   virtual void compute(int stage, uint32_t item, int thread) = 0;
-  // Called by the thread that runs the round, when it sees a stage complete.
-  virtual void completed(int stage) = 0;
+  // Called from any thread after it computed one of a stage's last items, the last one among them.
+  virtual void nearly_completed(int) {}
 
  protected:
   ~Work() = default;
@@ -45,8 +45,15 @@ class Pool {
 
   int threads() const { return threads_; }
   // Computes all stages, in order; items[s] is the number of items of stage s. One round at a time:
-  // a second caller waits.
-  void run(Work& work, const std::vector<uint32_t>& items);
+  // a second caller waits. Throws std::logic_error if the calling thread has started one itself.
+  void run(Work& work, const std::vector<uint32_t>& items) {
+    start(work, items);
+    finish();
+  }
+  // The same in two parts: between them the caller does something else, while the other threads
+  // compute. It must call finish(), where it takes part, from the same thread.
+  void start(Work& work, const std::vector<uint32_t>& items);
+  void finish();
 
  private:
   struct State;

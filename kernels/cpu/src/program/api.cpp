@@ -1,9 +1,8 @@
 // The C interface, as library.py binds it. Whatever goes wrong is a text in `error` and a result
 // of -1; no exception leaves the library. Arrays are copied unless a comment says otherwise.
 #include <cstdio>
-#include <stdexcept>
-#include <exception>
 #include <new>
+#include <stdexcept>
 
 #include "../rows/draw.h"
 #include "../rows/forbid.h"
@@ -335,12 +334,15 @@ int penstock_combine(Program* p, int input, int output, int add, float scale, Er
   });
 }
 
-int penstock_run(Program* p, Pool* pool, const StepInput* step, Error* error) {
+// What the step points at stays as it is until penstock_finish, from the same thread.
+int penstock_start(Program* p, Pool* pool, const StepInput* step, Error* error) {
   return guarded(error, [&] {
-    p->run(*pool, *step);
+    p->start(*pool, *step);
     return 0;
   });
 }
+
+void penstock_finish(Program* p, Pool* pool) { p->finish(*pool); }
 
 int penstock_largest(Pool* pool, const float* rows, int64_t count, int64_t columns, int64_t stride,
                      float* values, int64_t* places, Error* error) {

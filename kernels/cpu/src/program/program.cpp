@@ -260,16 +260,30 @@ uint32_t Program::cut(const Op& op, int threads, Cut& cut) {
   return by_rows(buffer(std::get<RotateOp>(op).buffer));
 }
 
-void Program::run(Pool& pool, const StepInput& step) {
+void Program::start(Pool& pool, const StepInput& step) {
   check(step);
   fit(step, pool.threads());
   step_ = step;
   for (AttentionCut& cut : attention_cuts_) cut.cut(step, pool.threads());
+  if (cuts_.size() != ops_.size()) ended_ = std::make_unique<std::atomic<int64_t>[]>(ops_.size());
   cuts_.resize(ops_.size());
   items_.resize(ops_.size());
   for (size_t i = 0; i < ops_.size(); i++) items_[i] = cut(ops_[i], pool.threads(), cuts_[i]);
-  last_time_ = nanoseconds();
-  pool.run(*this, items_);
+  started_ = nanoseconds();
+  pool.start(*this, items_);
+}
+
+void Program::finish(Pool& pool) {
+  pool.finish();
+  int64_t before = started_;
+  for (size_t s = 0; s < ops_.size(); s++) {
+    if (!items_[s]) continue;
+    const int64_t ended = ended_[s].load(std::memory_order_relaxed);
+    times_[ops_[s].index()] += ended - before;
+    before = ended;
+    const auto* linear = std::get_if<LinearOp>(&ops_[s]);
+    if (linear && linear->output == LOGITS && step_.largest) join_largest(cuts_[s]);
+  }
 }
 
 void Program::compute(int stage, uint32_t index, int thread) {
@@ -278,13 +292,8 @@ void Program::compute(int stage, uint32_t index, int thread) {
   std::visit([&](const auto& op) { item(op, cuts_[s], index, scratch); }, ops_[s]);
 }
 
-void Program::completed(int stage) {
-  const int64_t now = nanoseconds();
-  const auto s = static_cast<size_t>(stage);
-  times_[ops_[s].index()] += now - last_time_;
-  last_time_ = now;
-  const auto* linear = std::get_if<LinearOp>(&ops_[s]);
-  if (linear && linear->output == LOGITS && step_.largest) join_largest(cuts_[s]);
+void Program::nearly_completed(int stage) {
+  ended_[static_cast<size_t>(stage)].store(nanoseconds(), std::memory_order_relaxed);
 }
 
 void Program::find_largest(const Matrix& matrix, const Cut& cut, int64_t index) {

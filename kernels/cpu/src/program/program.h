@@ -4,7 +4,9 @@
 // end. Operations follow one another strictly; within one, items are independent.
 #pragma once
 
+#include <atomic>
 #include <deque>
+#include <memory>
 #include <string>
 #include <variant>
 #include <vector>
@@ -107,7 +109,13 @@ class Program final : private Work {
   void set_cache_type(Type type);
 
   // Throws std::invalid_argument if the step asks for anything outside its buffers or this model.
-  void run(Pool& pool, const StepInput& step);
+  void run(Pool& pool, const StepInput& step) {
+    start(pool, step);
+    finish(pool);
+  }
+  // The same in two parts, as Pool has them. Throws before anything is started.
+  void start(Pool& pool, const StepInput& step);
+  void finish(Pool& pool);
 
   // Nanoseconds spent in each kind of operation (in the order of Op) since the last call.
   void take_times(int64_t* nanoseconds);
@@ -124,7 +132,7 @@ class Program final : private Work {
   };
 
   void compute(int stage, uint32_t item, int thread) override;
-  void completed(int stage) override;
+  void nearly_completed(int stage) override;
 
   void item(const EmbedOp& op, const Cut& cut, int64_t index, Scratch& scratch);
   void item(const NormOp& op, const Cut& cut, int64_t index, Scratch& scratch);
@@ -178,7 +186,8 @@ class Program final : private Work {
   Routing routing_;
   std::deque<AttentionCut> attention_cuts_;
   int64_t times_[OP_KINDS] = {};
-  int64_t last_time_ = 0;
+  int64_t started_ = 0;                             // nanoseconds
+  std::unique_ptr<std::atomic<int64_t>[]> ended_;  // [ops], of those with items
 };
 
 }  // namespace penstock

@@ -233,7 +233,6 @@ class Drawing final : public Work {
                       candidates_[static_cast<size_t>(thread)].get());
     tokens_[item] = winner(scores, kept, noise);
   }
-  void completed(int) override {}
 
  private:
   const Logits logits_;

@@ -25,7 +25,6 @@ class Forbidding final : public Work {
       }
     }
   }
-  void completed(int) override {}
 
  private:
   const Masking masking_;

@@ -54,7 +54,6 @@ class Rows final : public Work {
     values_[item] = found.value;
     places_[item] = found.place;
   }
-  void completed(int) override {}
 
  private:
   const float* rows_;

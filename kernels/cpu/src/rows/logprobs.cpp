@@ -65,7 +65,6 @@ class Reporting final : public Work {
       ids[i] = top[i].id;
     }
   }
-  void completed(int) override {}
 
  private:
   const Logits logits_;

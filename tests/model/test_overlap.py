@@ -1,0 +1,84 @@
+"""Steps that are planned ahead give what steps in turn give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from model.engine_run import Bench
+
+from penstock.gpu_worker.model.loading.loader import LoadedModel
+
+Load = Callable[[str], LoadedModel]
+
+
+@pytest.fixture(autouse=True)
+def _two_threads() -> Iterator[None]:
+    """One of them computes while the other does something else."""
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(1)
+
+
+def served(model: LoadedModel, stop: tuple[str, ...], *, overlap: bool) -> tuple[Any, Bench]:
+    """What requests of all kinds get, some of which come while others run."""
+    bench = Bench(model, overlap=overlap, block_size=4)
+    words: dict[str, dict[str, Any]] = {
+        "greedy": {"temperature": 0.0, "max_tokens": 40},
+        "sampled": {"temperature": 0.9, "top_p": 0.95, "max_tokens": 37},
+        "penalised": {
+            "temperature": 0.7, "presence_penalty": 0.8, "repetition_penalty": 1.2,
+            "logprobs": 3, "max_tokens": 21,
+        },
+        "stopped": {"temperature": 0.8, "stop": stop, "max_tokens": 60},
+        "late": {"temperature": 0.0, "max_tokens": 9, "min_tokens": 4},
+        "chosen": {"temperature": 0.5, "choice": ("a", "bb"), "max_tokens": 12},
+    }  # fmt: skip
+    for number, (name, options) in enumerate(words.items()):
+        bench.add(name, [3 + number, 5, 8, 2 + number], seed=number, **options)
+        for _ in range(number):
+            bench.step()
+    answers = bench.run()
+    return {name: (a.token_ids, a.text, a.finish) for name, a in answers.items()}, bench
+
+
+def logprobs(bench: Bench) -> list[float]:
+    return [row.logprob for update in bench.answers["penalised"].updates for row in update.logprobs]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize("way", ["native", "torch"])
+def test_requests_get_the_same(loaded: Load, loaded_by_torch: Load, family: str, way: str) -> None:
+    model = (loaded if way == "native" else loaded_by_torch)(family)
+    assert (model.native is not None) is (way == "native")
+    assert model.overlaps is (way == "native")
+    _, alone = served(model, (), overlap=False)
+    text = alone.answers["stopped"].text
+    stop = (text[len(text) // 2 :][:2],)
+    in_turn, before = served(model, stop, overlap=False)
+    assert before.steps_ahead == 0
+    ahead, bench = served(model, stop, overlap=True)
+    assert bench.steps_ahead > 20
+    assert ahead == in_turn
+    assert len(ahead["stopped"][0]) < 60
+    # Torch's sums depend on the rows beside, the library's do not.
+    tolerance = 0.0 if way == "native" else 1e-4
+    assert logprobs(bench) == pytest.approx(logprobs(before), abs=tolerance, rel=0)
+
+
+def test_what_is_done_meanwhile_may_raise(loaded: Load) -> None:
+    """The step ends all the same: the next one finds threads and buffers free."""
+    bench = Bench(loaded("llama"))
+    bench.add("r", [3, 5, 8], temperature=0.0, max_tokens=8)
+    plan = bench.engine.schedule()
+    assert plan is not None
+
+    def fail() -> None:
+        raise KeyError("meanwhile")
+
+    with pytest.raises(KeyError, match="meanwhile"):
+        bench.runner.run(plan, fail)
+    first = bench.runner.run(plan)
+    assert bench.runner.run(plan, lambda: None).token_ids == first.token_ids

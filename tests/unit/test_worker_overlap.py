@@ -1,0 +1,90 @@
+"""The worker's loop where it plans steps ahead."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from unit.poison import make_engine, request
+from unit.worker_loop import Heard, Quiet, running
+from waiting import wait_until
+
+from penstock.gpu_worker.engine.output.step_output import StepOutput
+from penstock.gpu_worker.engine.plan import Plan
+from penstock.gpu_worker.engine.requests.engine_request import Update
+from penstock.gpu_worker.engine_process.synthetic_model import SyntheticRunner
+from penstock.gpu_worker.engine_process.worker import Worker
+from penstock.gpu_worker.messages import Broken, StepReport, unpacked_updates
+from penstock.shared.synthetic import synthetic_tokens
+
+
+class FailsAhead(SyntheticRunner):
+    """Its forward raises in every third step that was planned ahead, before or after the rest."""
+
+    def __init__(self) -> None:
+        super().__init__(0.0)
+        self.ahead = self.failed = 0
+
+    def run(self, plan: Plan, meanwhile: Callable[[], None] | None = None) -> StepOutput:
+        if plan.token_ids:
+            self.ahead += 1
+            if self.ahead % 3 == 0:
+                self.failed += 1
+                if self.failed % 2 and meanwhile is not None:
+                    meanwhile()
+                raise ValueError("bad")
+        return super().run(plan, meanwhile)
+
+
+def served(runner: SyntheticRunner, *, overlap: bool) -> dict[str, tuple[list[int], str]]:
+    """Tokens and text of requests that come and end at different times."""
+    heard: dict[str, tuple[list[int], str]] = {}
+    ended: set[str] = set()
+
+    def hear(message: StepReport | Broken) -> None:
+        assert isinstance(message, StepReport)
+        for update in unpacked_updates(message.updates):
+            ids, text = heard.get(update.id, ([], ""))
+            assert update.start == len(ids)
+            heard[update.id] = ([*ids, *update.token_ids], text + update.text)
+            if update.finish is not None:
+                ended.add(update.id)
+
+    worker = Worker(make_engine(), runner, hear, Quiet(), overlap=overlap)
+    with running(worker):
+        for number in range(12):
+            one = request(f"r{number}", (97 + number,), max_tokens=10 + 5 * number)
+            stop = [chr(synthetic_tokens(1, one.prompt_ids, 8)[-1])] if number % 3 == 0 else []
+            worker.add(replace(one, options=replace(one.options, stop=tuple(stop))))
+            wait_until(lambda number=number: f"r{number}" in heard, "it runs")
+        wait_until(lambda: len(ended) == 12, "all have ended")
+    assert worker.failure is None
+    return heard
+
+
+@pytest.mark.parametrize("runner", [SyntheticRunner(0.0), FailsAhead()])
+def test_steps_planned_ahead_give_the_same(runner: SyntheticRunner) -> None:
+    assert served(runner, overlap=True) == served(SyntheticRunner(0.0), overlap=False)
+    assert not isinstance(runner, FailsAhead) or runner.failed > 3
+
+
+def test_what_collecting_raises_meanwhile_ends_the_loop() -> None:
+    """It is a bug of the engine, and not the step's fault."""
+    heard, engine = Heard(), make_engine()
+    worker = Worker(engine, SyntheticRunner(0.0), heard, Quiet(), overlap=True)
+    collect, calls = engine.collect, itertools.count()
+
+    def fail_later(plan: Plan, output: StepOutput) -> list[Update]:
+        updates = collect(plan, output)
+        if next(calls) == 5:
+            raise KeyError("a bug")
+        return updates
+
+    engine.collect = fail_later  # type: ignore[method-assign]
+    with running(worker):
+        worker.add(request("r", (97,), max_tokens=200))
+        wait_until(lambda: heard.broken is not None, "the failure is told")
+    assert worker.failure is not None
+    assert not heard.ends
