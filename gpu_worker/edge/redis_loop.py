@@ -108,8 +108,7 @@ class RedisLoop:
         self._failed_exchanges = 0
         self._empty_to_rank = -1  # the last claim found nothing in lanes up to this rank
         self._to_release: list[str] = []
-        self._next_renewal = 0.0
-        self._next_sweep = 0.0
+        self._next_renewal = self._next_sweep = 0.0
         self._sweep_again = False
         self._lost_redis = self._needs_audit = self._stopping = False
         self._lease_s = capacity.lease_ms / 1000
@@ -391,10 +390,11 @@ class RedisLoop:
 
     async def _audit(self) -> None:
         self._turns.beat()
+        self._next_audit = time.monotonic() + self._lease_s
         try:
             orphans = await self._operations.audit(self._worker_id, self._owned.epochs)
         except (RedisError, PenstockError, OSError):
-            return  # stays due
-        self._needs_audit, self._next_audit = False, time.monotonic() + self._lease_s
+            return  # stays due after a broken exchange
+        self._needs_audit = False
         if orphans:
             _log.warning("gave back %d requests whose claim this worker never received", orphans)

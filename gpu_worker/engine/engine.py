@@ -246,7 +246,9 @@ class Engine:
         return updates
 
     def observe(self, plan: Plan, seconds: float) -> None:
-        """Tell how long the turn of the step collected last took, with all work of the host.
+        """Tell how long the turn took in which ``plan`` was computed; it was collected last.
+
+        With steps planned ahead, collecting the step before is a part of the turn.
 
         Adaptive chunks need it, the choice between swap and recompute, and that to draft.
         """

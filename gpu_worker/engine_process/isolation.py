@@ -33,8 +33,8 @@ class Runner(Protocol):
 
         Args:
             plan: what to compute.
-            meanwhile: called once, before the plan's tokens are sampled: best while the device
-                computes.
+            meanwhile: called at most once, before the plan's tokens are sampled: best while the
+                device computes. A plan that does not get so far may leave it out.
 
         May raise; then no span of it counts as computed, but its copies and swaps are done. If
         these fail, it says so in its output (``moved``) and does not raise.

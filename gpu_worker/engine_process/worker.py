@@ -48,6 +48,10 @@ _MOST_CONSECUTIVE_FAILURES = 8
 """After this many consecutive failures, blame the worker, not the requests."""
 
 
+_MOST_FAILURES_AHEAD = 3
+"""After this many consecutive failures of steps planned ahead, none is planned ahead any more."""
+
+
 class Orders(Protocol):
     """Where orders come from. It reads them and calls the worker's methods."""
 
@@ -64,8 +68,8 @@ class _Computed(NamedTuple):
     Attributes:
         plan: of the step.
         output: what it gave.
-        run_s: seconds of the model.
-        turn_s: the same from plan to output.
+        run_s: seconds of the model, those of collecting the step before beside it included.
+        turn_s: from before the plan to the output; collecting the step before is part of it.
     """
 
     plan: Plan
@@ -114,6 +118,8 @@ class Worker:
         self._stopping = False
         self._overlap = overlap
         self._last: _Computed | None = None
+        self._is_collecting = False
+        self._failures_ahead = 0  # in a row
         self._reported_stats_at = clock()
         self._held = HeldUpdates(stream_interval_s)
         self._records: list[StepRecord] = []  # of steps since the last report
@@ -181,6 +187,8 @@ class Worker:
     def _pull(self) -> None:
         """Give the engine what was ordered since the last step."""
         self._orders.poll()
+        if self._inbox:
+            self._collect()  # first, so that its report does not count what comes now as waiting
         while self._inbox:
             order = self._inbox.popleft()
             if isinstance(order, str):
@@ -217,18 +225,29 @@ class Worker:
         If that raises, the plan is dropped: the next turn plans it anew, and finds the culprit.
         """
         try:
-            return self._runner.run(plan, self._collect)
+            output = self._runner.run(plan, self._collect)
         except Exception as error:
-            _log.warning("a step that was planned ahead failed, and is planned again: %s", error)
-        self._collect()  # raises again what it has raised: that is no fault of the step
+            if self._is_collecting:
+                raise  # a bug of the engine, and no fault of the step
+            _log.warning("a step planned ahead fails, and is planned again", exc_info=error)
+        else:
+            self._collect()
+            self._failures_ahead = 0
+            return output
+        self._collect()
         self._runner.recover()
         self._engine.drop(plan)
+        self._failures_ahead += 1
+        if self._failures_ahead >= _MOST_FAILURES_AHEAD:
+            _log.error("no further step is planned ahead")
+            self._overlap = False
         return None
 
     def _collect(self) -> None:
         """Record and publish what the last step gave, if that is not done."""
         if self._last is None:
             return
+        self._is_collecting = True
         plan, output, run_s, turn_s = self._last
         self._meter.add(plan, output, run_s)
         self._records.append(
@@ -243,7 +262,7 @@ class Worker:
         )
         self._publish(self._engine.collect(plan, output))
         self._engine.observe(plan, turn_s)
-        self._last = None
+        self._last, self._is_collecting = None, False
 
     def _check_systemic_failure(self, plan: Plan, output: StepOutput) -> None:
         """Raise if the worker fails, not the requests: then they must go on elsewhere.

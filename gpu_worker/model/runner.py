@@ -90,7 +90,7 @@ class ModelRunner:
         Args:
             plan: what to compute.
             meanwhile: called once while the device computes, or at least before tokens are sampled;
-                not if what comes before raises.
+                not if what comes before fails.
 
         If this raises, all copies have been made: only the forward and what follows may raise.
 

@@ -140,7 +140,7 @@ class EngineSettings(Section):
         True,
         "Record and publish a step's tokens while the next step computes, where its plan does not "
         "depend on them. Tokens are the same without. It needs the native library with two threads "
-        "or more, or a GPU.",
+        "or more.",
     )
     threads: int | None = setting(
         None,

@@ -30,7 +30,7 @@ BUG = (
     "        raise KeyError('a bug')\n",
 )
 
-STEP = "        if self._step_s:\n"
+STEP = "        ends = time.perf_counter() + self._step_s\n"
 EXIT = (
     "gpu_worker/engine_process/synthetic_model.py",
     STEP,

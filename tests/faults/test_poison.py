@@ -24,7 +24,7 @@ from penstock.tools.chaos.checks.final_checks import drain_workers
 from penstock.tools.chaos.checks.key_recount import recount
 from penstock.tools.chaos.checks.storm_counts import Ended
 
-STEP = "        if self._step_s:\n"
+STEP = "        ends = time.perf_counter() + self._step_s\n"
 CRASH = """\
         for span in plan.spans:
             sequence = span.sequence

@@ -57,9 +57,9 @@ def forwards(model: LoadedModel) -> Iterator[list[tuple[int, ...]]]:
     shapes: list[tuple[int, ...]] = []
     forward = model.forward
 
-    def watched(step: PackedStep, pool: KVPool) -> torch.Tensor:
+    def watched(step: PackedStep, pool: KVPool, meanwhile: None = None) -> torch.Tensor:
         shapes.append(tuple(step.input_ids.shape))
-        return forward(step, pool)
+        return forward(step, pool, meanwhile)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model, "forward", watched)
@@ -137,8 +137,8 @@ def test_logits_that_are_no_numbers_fail_their_span_alone(
     expected = runner.run(Plan(tuple(whole(sequence) for sequence in sequences)))
     real = runner.loaded.forward
 
-    def poisoned(step: PackedStep, pool: KVPool) -> torch.Tensor:
-        logits = real(step, pool).clone()
+    def poisoned(step: PackedStep, pool: KVPool, meanwhile: None = None) -> torch.Tensor:
+        logits = real(step, pool, meanwhile).clone()
         logits[1] = torch.nan
         return logits
 
@@ -246,13 +246,17 @@ def test_shorter_chunks_for_want_of_memory_give_the_same(
         forward = bench.runner.loaded.forward
 
         def bounded(
-            step: PackedStep, pool: KVPool, most: int = most, forward: Any = forward
+            step: PackedStep,
+            pool: KVPool,
+            meanwhile: None = None,
+            most: int = most,
+            forward: Any = forward,
         ) -> torch.Tensor:
             tokens = step.input_ids.shape[1]
             if tokens > most:
                 raise torch.OutOfMemoryError("CUDA out of memory")
             lengths.append(tokens)
-            return forward(step, pool)
+            return forward(step, pool, meanwhile)
 
         with monkeypatch.context() as patch:
             patch.setattr(bench.runner.loaded, "forward", bounded)

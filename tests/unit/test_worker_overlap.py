@@ -87,4 +87,51 @@ def test_what_collecting_raises_meanwhile_ends_the_loop() -> None:
         worker.add(request("r", (97,), max_tokens=200))
         wait_until(lambda: heard.broken is not None, "the failure is told")
     assert worker.failure is not None
+    assert "a bug" in str(heard.broken)
     assert not heard.ends
+
+
+class AlwaysFailsAhead(FailsAhead):
+    def run(self, plan: Plan, meanwhile: Callable[[], None] | None = None) -> StepOutput:
+        self.ahead = 2 * bool(plan.token_ids)
+        return super().run(plan, meanwhile)
+
+
+def test_steps_that_fail_only_if_planned_ahead_are_not_planned_ahead_for_ever() -> None:
+    runner = AlwaysFailsAhead()
+    assert served(runner, overlap=True) == served(SyntheticRunner(0.0), overlap=False)
+    assert runner.failed == 3
+
+
+class ComesLater(Quiet):
+    """A second request is ordered while the first one runs."""
+
+    def __init__(self) -> None:
+        self.polls = 0
+        self.worker: Worker | None = None
+
+    def poll(self) -> None:
+        self.polls += 1
+        if self.polls == 6:
+            assert self.worker is not None
+            self.worker.add(request("second", (98,), max_tokens=5))
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_what_has_just_come_is_not_reported_as_waiting(overlap: bool) -> None:
+    """The edge would claim nothing more until the next report."""
+    waiting: list[object] = []
+    heard, orders = Heard(), ComesLater()
+
+    def hear(message: StepReport | Broken) -> None:
+        heard(message)
+        assert isinstance(message, StepReport)
+        waiting.append(message.load.waiting)
+
+    worker = Worker(make_engine(), SyntheticRunner(0.0), hear, orders, overlap=overlap)
+    orders.worker = worker
+    worker.add(request("first", (97,), max_tokens=40))
+    with running(worker):
+        wait_until(lambda: len(heard.ends) == 2, "both have ended")
+    assert len(waiting) > 5
+    assert not any(waiting)

@@ -105,8 +105,8 @@ class RequestManager:
     def all_go_on(self, spans: Iterable[Span], token_ids: Iterable[tuple[int, ...]]) -> bool:
         """Whether all spans sampled one token, and need only it to be computed next.
 
-        A request with several sequences or a constraint needs more, and so does one whose prompt's
-        log-probabilities are due. So does an output that ends, unless a stop string ends it.
+        Not so for requests with several sequences, with a constraint, or whose prompt's
+        log-probabilities are due. Nor where a token ends an output; stop strings do not count.
         """
         outputs, most = self.outputs, self._validator.pool_tokens
         for span, ids in zip(spans, token_ids, strict=True):

@@ -89,15 +89,16 @@ class LoadedModel:
             return self.native.forward(step, pool, meanwhile)
         logits = forward_logits(self.model, self.context, step, pool)
         if meanwhile is not None:
-            meanwhile()  # a GPU is still at it
+            meanwhile()
         return logits
 
     @property
     def overlaps(self) -> bool:
-        """Whether the calling thread is free for other work while a step computes."""
-        if self.native is not None:
-            return self.native.runtime.threads.threads > 1
-        return self.device.type == "cuda"
+        """Whether the calling thread is free for other work while a step computes.
+
+        PyTorch keeps it busy with queuing operations, also on a GPU.
+        """
+        return self.native is not None and self.native.runtime.threads.threads > 1
 
     @property
     def row_operations(self) -> RowOperations:

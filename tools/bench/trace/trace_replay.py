@@ -110,6 +110,8 @@ def _in_process(
 
     served = build_model(settings)
     _check_fits(served, requests)
+    if not settings.engine.overlap:
+        served = replace(served, overlaps=False)
     replay_in_process(served, warm_up(requests), None)
     for number in range(options.rounds):
         progress("in process", number, options.rounds)
