@@ -125,9 +125,9 @@ class Engine:
     def schedule_ahead(self, output: StepOutput) -> Plan | None:
         """Plan the step after the one in flight, before that one's output is collected.
 
-        Only where it can be known: nothing waits, each sequence goes on by the one token that was
-        sampled for it, and neither drafts, siblings nor constraints are in play. Only a stop string
-        may end a sequence then. Its last row is computed in vain.
+        That is possible only where nothing waits, each sequence goes on by the token just sampled
+        for it, and none has drafts, siblings or a constraint. Then only a stop string can still end
+        an output, and the step computes one row of that sequence in vain.
 
         Args:
             output: of the plan in flight.
@@ -143,7 +143,7 @@ class Engine:
         (before,) = self._in_flight
         if not output.moved or output.failures or output.deferred:
             return None
-        if self._speculator is not None and not self._speculator.is_idle(len(before.spans)):
+        if self._speculator is not None and not self._speculator.stays_plain(len(before.spans)):
             return None
         if not self._requests.all_go_on(before.spans, output.token_ids):
             return None

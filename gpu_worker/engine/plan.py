@@ -187,12 +187,8 @@ class PlanBuilder:
         )
         self.budget -= count
 
-    def build(self, token_ids: tuple[int, ...] = ()) -> Plan:
-        """The plan so far; with the spans' tokens if it is made ahead."""
+    def build(self) -> Plan:
+        """The plan so far."""
         return Plan(
-            tuple(self.spans),
-            tuple(self.copies),
-            tuple(self.swaps_out),
-            tuple(self.swaps_in),
-            token_ids,
+            tuple(self.spans), tuple(self.copies), tuple(self.swaps_out), tuple(self.swaps_in)
         )

@@ -68,8 +68,8 @@ class _Computed(NamedTuple):
     Attributes:
         plan: of the step.
         output: what it gave.
-        run_s: seconds of the model, those of collecting the step before beside it included.
-        turn_s: from before the plan to the output; collecting the step before is part of it.
+        run_s: seconds of the model. They include collecting the step before, if it ran beside.
+        turn_s: seconds from before the plan to the output, with collecting the step before.
     """
 
     plan: Plan
@@ -91,7 +91,7 @@ class Worker:
         heartbeat_s: how often to report while idle, in seconds.
         when_quiet: called once, after two seconds without anything to do; must return at once.
         stream_interval_s: how long tokens may wait for those of later steps, in seconds.
-        overlap: plan ahead where that is possible; of use if the device needs no host meanwhile.
+        overlap: plan ahead where possible; useful if the device computes without this thread.
     """
 
     def __init__(

@@ -116,7 +116,7 @@ class Cache:
 
 
 def norm_spec(norm: NormWeights, kept: list[Tensor]) -> NormSpec:
-    """As the library takes it. ``kept`` gets the tensors whose addresses it has."""
+    """The norm as the library takes it; ``kept`` gets the tensors that it points to."""
     found = []
     for tensor in (norm.weight, norm.bias):
         values = None if tensor is None else tensor.detach().float().contiguous()
@@ -131,5 +131,5 @@ def norm_spec(norm: NormWeights, kept: list[Tensor]) -> NormSpec:
 
 
 def address_of(tensor: Tensor | None) -> int | None:
-    """Of its data; None of None."""
+    """The address of the tensor's data; None where there is no tensor."""
     return None if tensor is None else tensor.data_ptr()

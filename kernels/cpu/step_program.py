@@ -180,17 +180,9 @@ class NativeProgram:
         """
         values = None if bias is None else bias.detach().float().contiguous()
         spec = LinearSpec(
-            matrix,
-            source,
-            output,
-            activation,
-            scale,
-            softcap,
-            1.0,
-            0.0,
-            int(add),
+            matrix, source, output, activation, scale, softcap, 1.0, 0.0, int(add),
             address_of(values),
-        )
+        )  # fmt: skip
         kind = Type.FLOAT if output == LOGITS else self._types[output]
         self._library.checked("linear", self._handle, ctypes.byref(spec), kind)
 

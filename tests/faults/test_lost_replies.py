@@ -36,9 +36,9 @@ async def test_reply_to_a_worker_is_lost(tmp_path: Path, script: str, repetition
 
 
 async def test_a_claim_arrives_after_the_audit(tmp_path: Path) -> None:
-    """A network may deliver it long after the worker gave up waiting, and nobody hears the reply.
+    """The network may deliver a claim long after its worker stopped waiting for the reply.
 
-    Here it is sent in the worker's name.
+    The test sends such a claim in a worker's name. The next audit gives back what it claimed.
     """
     async with open_rig(tmp_path, in_flight=4, tokens=200) as rig:
         env = rig.env

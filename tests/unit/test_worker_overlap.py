@@ -70,7 +70,7 @@ def test_steps_planned_ahead_give_the_same(runner: SyntheticRunner) -> None:
     assert not isinstance(runner, FailsAhead) or runner.failed > 3
 
 
-def test_what_collecting_raises_meanwhile_ends_the_loop() -> None:
+def test_what_collecting_raises_meanwhile_ends_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is a bug of the engine, and not the step's fault."""
     heard, engine = Heard(), make_engine()
     worker = Worker(engine, SyntheticRunner(0.0), heard, Quiet(), overlap=True)
@@ -82,7 +82,7 @@ def test_what_collecting_raises_meanwhile_ends_the_loop() -> None:
             raise KeyError("a bug")
         return updates
 
-    engine.collect = fail_later  # type: ignore[method-assign]
+    monkeypatch.setattr(engine, "collect", fail_later)
     with running(worker):
         worker.add(request("r", (97,), max_tokens=200))
         wait_until(lambda: heard.broken is not None, "the failure is told")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from penstock.shared.errors import IntegrityError
 from penstock.shared.protocol.states import Lane
 
-from ..plan import DraftChooser, Plan, PlanBuilder, Span
+from ..plan import BlockCopy, DraftChooser, Plan, PlanBuilder, Span
 from ..sequence import Sequence, SequenceStatus
 from .adaptive_chunks import AdaptiveChunks
 from .admission import Admission
@@ -154,15 +154,17 @@ class Scheduler:
         state, spans = self._state, before.spans
         if len(state.running) != len(spans) or state.waiting.peek() is not None:
             return None
-        step = PlanBuilder()
+        next_spans: list[Span] = []
+        copies: list[BlockCopy] = []
         for span in spans:
             sequence, start = span.sequence, span.start + span.num_tokens
             if start >= sequence.num_writable_tokens and not state.kv.try_reserve(
-                sequence, start + 1, step.copies
+                sequence, start + 1, copies
             ):
                 return None
-            step.spans.append(Span(sequence, start, 1, True))
-        return step.build(tuple(chain.from_iterable(token_ids)))
+            next_spans.append(Span(sequence, start, 1, True))
+        known = tuple(chain.from_iterable(token_ids))
+        return Plan(tuple(next_spans), tuple(copies), token_ids=known)
 
     def observe(self, plan: Plan, seconds: float) -> None:
         """The step of ``plan`` took so long: chunks, preemptions and waiting are measured by it."""

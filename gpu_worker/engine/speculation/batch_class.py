@@ -92,7 +92,7 @@ class BatchClass:
         gain: tokens per time relative to plain steps, in about the last 32 steps of the present
             probe or ON phase. Steps in which nothing was worth drafting count, too.
         num_drafted: steps with drafts so far.
-        plain_due: so many steps of decodes alone must come without drafts.
+        plain_due: how many of the next steps, of decodes alone, must go without drafts.
     """
 
     def __init__(self, most_sequences: int, *, has_others: bool = False) -> None:

@@ -111,8 +111,11 @@ class Speculator:
                 self._note_reading(spans[option.index].sequence)
         return [option for option in chosen if option.count]
 
-    def is_idle(self, num_sequences: int) -> bool:
-        """Whether the next two steps of so many decodes have no drafts."""
+    def stays_plain(self, num_sequences: int) -> bool:
+        """Whether the step after the one in flight has no drafts, whatever that one gives.
+
+        Both are steps of so many decodes. The one in flight still counts among the plain ones due.
+        """
         return self._config.length is None and self._batch_class(num_sequences).plain_due > 1
 
     def _batch_class(self, num_sequences: int) -> BatchClass:

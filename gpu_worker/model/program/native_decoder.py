@@ -201,15 +201,9 @@ class NativeDecoder:
     def forward(
         self, step: PackedStep, pool: KVPool, meanwhile: Callable[[], None] | None = None
     ) -> Tensor:
-        """Compute ``step``, storing its KV in ``pool``.
+        """As :meth:`.LoadedModel.forward`; the logits are float32.
 
-        Args:
-            step: what to compute.
-            pool: where its KV is.
-            meanwhile: called once, while the other threads compute.
-
-        Returns:
-            The logits of the wanted rows, float32 ``[num_rows, vocab]``.
+        ``meanwhile`` runs on the calling thread while the pool's other threads compute.
         """
         count = step.num_rows
         logits = torch.empty(count, self._vocab_size)

@@ -147,7 +147,7 @@ struct Pool::State {
     for (uint32_t s = 0; s < stages; s++) {
       Stage& stage = shared.stages[s];
       const uint32_t items = stage.items.load(std::memory_order_acquire);
-      if (stage.done.load(std::memory_order_acquire) == items) continue;  // it joins late
+      if (stage.done.load(std::memory_order_acquire) == items) continue;  // a thread that joins late passes by
       // Its own share first, in order; then what the others have left.
       for (uint32_t i = 0; i < shared.threads; i++) {
         const uint32_t owner = (static_cast<uint32_t>(thread) + i) % shared.threads;

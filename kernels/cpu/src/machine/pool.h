@@ -26,7 +26,8 @@ class Work {
  public:
   // Computes one item; called from any thread of the pool, at most once for each item of a round.
   virtual void compute(int stage, uint32_t item, int thread) = 0;
-  // Called from any thread after it computed one of a stage's last items, the last one among them.
+  // Called by any thread for each of a stage's last items, the very last among them: after the item
+  // is computed and before it counts, so that the round is still going on.
   virtual void nearly_completed(int) {}
 
  protected:
