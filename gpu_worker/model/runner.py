@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import nullcontext
 from dataclasses import replace
+from operator import is_
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,7 +33,7 @@ from .kv.memory_budget import release_unused
 from .kv.swap_pool import SwapPool
 from .sampling.logits_processors import nothing_left
 from .sampling.prompt_logprobs import PromptRows
-from .sampling.sampler import INVALID_TOKEN, NO_TOKEN_LEFT, Sampler, SamplingBatch
+from .sampling.sampler import INVALID_TOKEN, NO_TOKEN_LEFT, Sampler, SamplingBatch, takes_largest
 from .structured.mask_maker import Asked, MaskMaker, Masks
 
 if TYPE_CHECKING:
@@ -80,6 +81,7 @@ class ModelRunner:
         self._verifier = Verifier(self._sampler, loaded.eos_token_ids, rejection=rejection)
         self._masks = MaskMaker() if masks is None else masks
         self._decodes = DecodeBatch(pool)
+        self._greedy = _GreedyRows()
         # Only torch's forward records gradients, and entering the mode takes time in every step.
         self._no_gradients = torch.inference_mode if loaded.native is None else nullcontext
         self._batch: SamplingBatch | None = None
@@ -115,9 +117,11 @@ class ModelRunner:
         asked = self._masks.begin(
             sampling, [drafts.get(s, ()) for s in sampling] if drafts else None
         )
-        logits = self.loaded.forward(self._pack(plan, drafts), self.pool, meanwhile)
-        times = began, draft_seconds
         prompts = PromptRows.of(plan.spans, drafts, self.loaded.device)
+        largest_only = prompts is None and self._greedy.are_all(sampling)
+        step = self._pack(plan, drafts, largest_only=largest_only)
+        logits = self.loaded.forward(step, self.pool, meanwhile)
+        times = began, draft_seconds
         if prompts is None:
             return self._sample(plan, logits, sampling, asked, proposals, times)
         figures = prompts.compute(logits, self.loaded.row_operations)
@@ -269,7 +273,7 @@ class ModelRunner:
         seconds = []
         for _ in range(repeats):
             began = time.perf_counter()
-            logits = self._forward(self._decode_chunks(num_sequences))
+            logits = self._forward(self._decode_chunks(num_sequences), largest_only=True)
             self.loaded.row_operations.largest(logits)[1].cpu()  # waits for it
             seconds.append(time.perf_counter() - began)
         return min(seconds)
@@ -277,15 +281,17 @@ class ModelRunner:
     def _decode_chunks(self, num_sequences: int) -> list[SequenceChunk]:
         return decode_chunks(self.pool, num_sequences, longest=self.loaded.max_model_len)
 
-    def _forward(self, chunks: Seq[SequenceChunk]) -> Tensor:
-        step = pack(chunks, self.pool)
+    def _forward(self, chunks: Seq[SequenceChunk], *, largest_only: bool = False) -> Tensor:
+        step = pack(chunks, self.pool, largest_only=largest_only)
         return self.loaded.forward(step, self.pool)
 
-    def _pack(self, plan: Plan, drafts: Mapping[Sequence, tuple[int, ...]]) -> PackedStep:
+    def _pack(
+        self, plan: Plan, drafts: Mapping[Sequence, tuple[int, ...]], *, largest_only: bool
+    ) -> PackedStep:
         spans = plan.spans
         if drafts or not all(map(_is_decode, spans)):
             chunks = [_chunk(span, drafts.get(span.sequence, ())) for span in spans]
-            return pack(chunks, self.pool)
+            return pack(chunks, self.pool, largest_only=largest_only)
         sequences = [span.sequence for span in spans]
         positions = [span.start for span in spans]
         return self._decodes.pack(
@@ -293,7 +299,23 @@ class ModelRunner:
             or [s.token_ids[place] for s, place in zip(sequences, positions, strict=True)],
             positions,
             [sequence.block_tables for sequence in sequences],
+            largest_only=largest_only,
         )
+
+
+class _GreedyRows:
+    """Looks at sequences' options once, as long as a step has the same sequences."""
+
+    def __init__(self) -> None:
+        self._sequences: list[Sequence] = []
+        self._are_all = True
+
+    def are_all(self, sequences: list[Sequence]) -> bool:
+        """Whether all of them :func:`.sampling.sampler.takes_largest`."""
+        known = self._sequences
+        if len(known) != len(sequences) or not all(map(is_, known, sequences)):
+            self._sequences, self._are_all = sequences, all(map(takes_largest, sequences))
+        return self._are_all
 
 
 def _may_draft(sequence: Sequence) -> bool:

@@ -1,4 +1,4 @@
-"""The native library's C interface: the structures and functions of ``src/program/api.cpp``."""
+"""The native library's C interface: structures and functions of ``src/program/api*.cpp``."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class LinearSpec(ctypes.Structure):
     _fields_: ClassVar = [
         ("matrix", c_int32), ("input", c_int32), ("output", c_int32), ("activation", c_int32),
         ("scale", c_float), ("softcap", c_float), ("slope", c_float), ("limit", c_float),
-        ("add", c_int32), ("bias", c_void_p),
+        ("add", c_int32), ("screened", c_int32), ("bias", c_void_p),
     ]  # fmt: skip
 
 
@@ -121,7 +121,7 @@ class StepInput(ctypes.Structure):
         ("positions", c_void_p), ("query_starts", c_void_p), ("context_lens", c_void_p),
         ("output_rows", c_void_p), ("kv", POINTER(KVKind)), ("layer_kinds", c_void_p),
         ("keys", c_void_p), ("values", c_void_p), ("logits", c_void_p), ("largest", c_void_p),
-        ("places", c_void_p),
+        ("places", c_void_p), ("largest_only", c_int64),
     ]  # fmt: skip
 
 
@@ -219,6 +219,7 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
         [c_void_p, POINTER(NormSpec), c_int32, c_int32, c_int32, c_int32, c_float, POINTER(Error)],
     ),
     "linear": (c_int32, [c_void_p, POINTER(LinearSpec), c_int32, POINTER(Error)]),
+    "fill_screen": (c_int32, [c_void_p, c_int64, c_int64, POINTER(Error)]),
     "rotate": (c_int32, [c_void_p, POINTER(RotateSpec), POINTER(Error)]),
     "attend": (c_int32, [c_void_p, POINTER(AttendSpec), POINTER(Error)]),
     "copy": (c_int32, [c_void_p, c_int32, c_int32, POINTER(Error)]),

@@ -37,7 +37,7 @@ LOGITS = -1
 
 OP_NAMES = (
     "embedding", "norm", "linear", "rotary", "attention", "copy", "routing", "gathering", "experts",
-    "combination",
+    "combination", "screen",
 )  # fmt: skip
 
 
@@ -69,6 +69,7 @@ class NativeProgram:
             raise MemoryError("no memory for a program")
         weakref.finalize(self, library.destroy, self._handle)
         self.multiplied = Type(library.activation_type(self._type))
+        self.has_screen = False
         self._kept: list[Any] = []
         self._mapped_bytes = 0 if packed is None else packed.num_bytes
         self._weights = WeightMatrices(library, self._handle, self._type, packed)
@@ -165,6 +166,7 @@ class NativeProgram:
         add: bool = False,
         scale: float = 1.0,
         softcap: float = 0.0,
+        screened: bool = False,
     ) -> None:
         """``y = softcapped(scale * activation(matrix @ x + bias))``, stored or added.
 
@@ -177,14 +179,19 @@ class NativeProgram:
             add: to what the output holds.
             scale: factor.
             softcap: ``y = softcap * tanh(y / softcap)`` if it is not 0.
+            screened: whether steps that want the largest logits alone find them by a screen: a copy
+                of the matrix in 8 bits, which tells what to compute. None is made where the CPU or
+                the matrix is not fit for one.
         """
         values = None if bias is None else bias.detach().float().contiguous()
         spec = LinearSpec(
             matrix, source, output, activation, scale, softcap, 1.0, 0.0, int(add),
-            address_of(values),
+            int(screened), address_of(values),
         )  # fmt: skip
         kind = Type.FLOAT if output == LOGITS else self._types[output]
-        self._library.checked("linear", self._handle, ctypes.byref(spec), kind)
+        self.has_screen |= bool(
+            self._library.checked("linear", self._handle, ctypes.byref(spec), kind)
+        )
 
     def route(self, source: int, experts: int, chosen: int, *, normalised: bool) -> None:
         """Choose each row's experts: those with the largest of its ``experts`` numbers.
@@ -228,7 +235,7 @@ class NativeProgram:
         values = None if bias is None else bias.detach().float().contiguous()
         clamp = clamp or Clamp(1.0, 0.0)
         spec = LinearSpec(
-            matrices[0], source, output, activation, 1.0, 0.0, clamp.slope, clamp.limit, 0,
+            matrices[0], source, output, activation, 1.0, 0.0, clamp.slope, clamp.limit, 0, 0,
             address_of(values),
         )  # fmt: skip
         self._library.checked(
@@ -335,6 +342,8 @@ class NativeProgram:
         logits: Tensor,
         largest: tuple[Tensor, Tensor] | None = None,
         meanwhile: Callable[[], None] | None = None,
+        *,
+        largest_only: bool = False,
     ) -> None:
         """Compute one step: store its keys and values, and the logits of the wanted rows.
 
@@ -348,6 +357,7 @@ class NativeProgram:
             largest: float32 ``[R]`` and int64 ``[R]``: gets what :meth:`ThreadPool.largest` finds
                 in the logits; or None.
             meanwhile: called once, while the pool's other threads compute. It must not use them.
+            largest_only: whether ``logits`` may be left as they are, or partly computed.
 
         Raises:
             ValueError: the step asks for a token, position or block that there is not.
@@ -367,7 +377,7 @@ class NativeProgram:
             first.context_lens.data_ptr(), output_rows.data_ptr(), kinds,
             ctypes.addressof(cache.kinds), ctypes.addressof(cache.keys),
             ctypes.addressof(cache.values), logits.data_ptr(),
-            *(tensor.data_ptr() for tensor in largest or ()),
+            *((t.data_ptr() for t in largest) if largest else (None, None)), int(largest_only),
         )  # fmt: skip
         if self._library.start(self._handle, pool.handle, step, self._error) < 0:
             raise ValueError(self._error.text.decode())

@@ -78,6 +78,8 @@ class WeightMatrices:
         unpacked, self._unpacked = self._unpacked, []
         with ThreadPoolExecutor(torch.get_num_threads()) as threads:
             list(threads.map(self._fill, unpacked))
+            parts = torch.get_num_threads()
+            list(threads.map(lambda part: self._fill_screen(part, parts), range(parts)))
         self._library.checked("choose_ways", self._program)
         self._is_packed = True
 
@@ -146,6 +148,9 @@ class WeightMatrices:
             "fill_codes", self._program, number, codes.data_ptr(), scales.data_ptr(),
             None if offsets is None else offsets.data_ptr(), first, weight.shape[0], part,
         )  # fmt: skip
+
+    def _fill_screen(self, part: int, parts: int) -> None:
+        self._library.checked("fill_screen", self._program, part, parts)
 
     def _fill(self, unpacked: tuple[int, Tensor, int, int]) -> None:
         number, weight, first, part = unpacked

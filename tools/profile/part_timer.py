@@ -95,7 +95,7 @@ class TimedModel:
 
     def _add_native(self, native: NativeDecoder) -> None:
         times = native.take_times()
-        self._timer.add("linears", times["linear"] + times["experts"])
+        self._timer.add("linears", times["linear"] + times["experts"] + times["screen"])
         self._timer.add("attention", times["attention"])
 
     def _watch(self, module: nn.Module, part: str) -> None:

@@ -55,20 +55,25 @@ class PackedStep:
         num_rows: how many of them were asked for; 0 if ``rows`` names one only to have one.
         batches: which sequences and positions the tokens belong to; one batch for each KV cache
             group of the pool, with its block tables.
+        largest_only: whether the largest logit of each row is all that is looked at.
     """
 
     input_ids: Tensor
     rows: Tensor
     num_rows: int
     batches: tuple[RaggedBatch, ...]
+    largest_only: bool = False
 
 
-def pack(chunks: Sequence[SequenceChunk], pool: KVPool) -> PackedStep:
+def pack(
+    chunks: Sequence[SequenceChunk], pool: KVPool, *, largest_only: bool = False
+) -> PackedStep:
     """Pack ``chunks`` in their order.
 
     Args:
         chunks: at least one, each with at least one token.
         pool: where their KV lies; the tensors go to its device.
+        largest_only: as in :class:`PackedStep`.
     """
     device = pool.device
     token_ids, rows = array("q"), array("q")
@@ -97,6 +102,7 @@ def pack(chunks: Sequence[SequenceChunk], pool: KVPool) -> PackedStep:
         rows=torch.frombuffer(rows or array("q", [0]), dtype=torch.int64).to(device),
         num_rows=len(rows),
         batches=(batch, *more),
+        largest_only=largest_only,
     )
 
 

@@ -45,6 +45,8 @@ class DecodeBatch:
         token_ids: list[int],
         positions: list[int],
         block_tables: list[tuple[list[int], ...]],
+        *,
+        largest_only: bool = False,
     ) -> PackedStep:
         """As :func:`.batch.pack` of chunks of one token each, all of whose rows are wanted.
 
@@ -53,6 +55,7 @@ class DecodeBatch:
             positions: its place in its sequence.
             block_tables: of each sequence, one for each KV cache group of the pool: the lists that
                 the engine keeps, not copies of them.
+            largest_only: as in :class:`.batch.PackedStep`.
 
         Returns:
             The step. The next call may change its block tables.
@@ -105,6 +108,7 @@ class DecodeBatch:
             rows=self._rows,
             num_rows=len(token_ids),
             batches=(batch, *others),
+            largest_only=largest_only,
         )
 
     def _begin(self, block_tables: list[tuple[list[int], ...]]) -> None:

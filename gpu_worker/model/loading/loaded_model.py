@@ -83,7 +83,9 @@ class LoadedModel:
             meanwhile: called once while the device computes, or before this returns.
 
         Returns:
-            The logits of the wanted rows, ``[num_rows, vocab]``.
+            The logits of the wanted rows, ``[num_rows, vocab]``. Without columns if the step asks
+            for the largest only and they were found without the others: :attr:`row_operations`
+            has them.
         """
         if self.native is not None:
             return self.native.forward(step, pool, meanwhile)

@@ -60,6 +60,7 @@ def assemble(
         bias=decoder.head.bias,
         scale=decoder.logit_factor,
         softcap=decoder.logit_softcap,
+        screened=True,
     )
     program.pack()
     return program

@@ -217,7 +217,10 @@ class NativeDecoder:
             logits,
             (values, places),
             meanwhile,
+            largest_only=step.largest_only,
         )
+        if step.largest_only:  # in which case not all of them may be there
+            logits = torch.empty(count, 0)
         self._latest = _StepLogits(weakref.ref(logits), values, places)
         return logits
 

@@ -24,7 +24,9 @@ from .logprobs import LogprobRows, Logprobs
 from .random_numbers import DrawKeys
 from .row_operations import RowOperations, TorchRows
 
-__all__ = ["INVALID_TOKEN", "NO_TOKEN_LEFT", "Sampleable", "Sampler", "SamplingBatch"]
+__all__ = [
+    "INVALID_TOKEN", "NO_TOKEN_LEFT", "Sampleable", "Sampler", "SamplingBatch", "takes_largest",
+]  # fmt: skip
 
 INVALID_TOKEN = -1
 """For a row without a distribution: a NaN, an infinite logit, or only -inf."""
@@ -49,6 +51,17 @@ class Sampleable(Processable, Protocol):
     @property
     def num_candidates(self) -> int:
         """How many of the most likely next tokens beam search asks for; 0: none."""
+
+
+def takes_largest(sequence: Sampleable) -> bool:
+    """Whether the first of its largest logits is all that is asked of them."""
+    options = sequence.options
+    return (
+        options.temperature <= 0
+        and options.logprobs is None
+        and not sequence.num_candidates
+        and not processes(options)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +237,8 @@ class Sampler:
         """The token of each row.
 
         Args:
-            logits: ``[N, V]`` in any float type; not changed.
+            logits: ``[N, V]`` in any float type; not changed. Without columns if all rows
+                :func:`takes_largest` and the operations know their largest.
             batch: its ``N`` rows.
             masks: what may follow in each constrained row, see :class:`LogitsProcessors`.
 

@@ -10,7 +10,6 @@ namespace penstock {
 namespace {
 
 constexpr int64_t BLOCK_BYTES = 512 << 10;              // of activations
-constexpr int64_t FEW_PRODUCTS = 2;                     // instructions for each line of weights
 constexpr int HALVES = HALVES_APART ? 1 : 2;            // of a panel, which a tile multiplies
 constexpr int64_t TILE_BYTES = STEP_BYTES / 2 * HALVES; // from one step of a tile to the next
 constexpr int64_t BLOCK_STEPS = 256 / HALVES;           // which stay in the first-level cache
@@ -134,6 +133,20 @@ void sum_panel(const Matrix& matrix, const RowBlock& block, const char* panel, f
   sum_halves<Step>(matrix, block, panel, sums);
   if (HALVES_APART)
     sum_halves<Step>(matrix, block, panel + matrix.steps * TILE_BYTES, sums + LANES);
+}
+
+// One row with sixteen weights of each of a panel's steps.
+template <class Step>
+Vec sum_few(const char* row, const char* weights, int64_t steps) {
+  Vec sum = set1(0.f);
+  for (int64_t s = 0; s < steps; s++, weights += STEP_BYTES) {
+    prefetch(weights + AHEAD_FEW_ROWS);
+    for (int i = 0; i < Step::INPUTS; i++) {
+      const auto* x = reinterpret_cast<const LooseFloat*>(row + (s * Step::INPUTS + i) * 4);
+      Step::multiply(set1(*x), Step::weights(weights, i), sum);
+    }
+  }
+  return sum;
 }
 
 // Sixteen finished outputs, of which the first `count` exist. Behind them the row has room for
@@ -300,6 +313,16 @@ void multiply(const Matrix& matrix, const Epilogue& epilogue, const RowBlock& bl
     for (int64_t q = 0; q < panels; q++)
       ending(matrix, epilogue, block, p + q, sums + q * block.rows * PANEL);
   }
+}
+
+Vec multiply_few(const Matrix& matrix, const Epilogue& epilogue, const char* row, int64_t first) {
+  const char* const weights = matrix.panel(first / PANEL) + first % PANEL * 4;
+  const auto sum = matrix.type == Type::WIDENED ? sum_few<Widened>
+                   : matrix.type == Type::BF16  ? sum_few<Halves>
+                                                : sum_few<Floats>;
+  Vec outputs[1];
+  put<false>(epilogue, sum(row, weights, matrix.steps), reinterpret_cast<char*>(outputs), 0, LANES);
+  return outputs[0];
 }
 
 }  // namespace penstock

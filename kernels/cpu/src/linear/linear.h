@@ -111,4 +111,8 @@ struct LinearScratch {
 void multiply(const Matrix& matrix, const Epilogue& epilogue, const RowBlock& block, int64_t first,
               int64_t last, LinearScratch& scratch);
 
+// Sixteen neighbouring outputs of one row, `first` being a multiple of 16: the same bits. Of weights
+// that are not coded, without bias or activation, and not where HALVES_APART.
+Vec multiply_few(const Matrix& matrix, const Epilogue& epilogue, const char* row, int64_t first);
+
 }  // namespace penstock

@@ -17,6 +17,7 @@ constexpr int MOST_ROWS = 1;
 // Bytes, when each weight is used once. The more rows, the longer a line of weights takes, and the
 // fewer of them the CPU's own prefetcher asks for in time.
 constexpr int64_t AHEAD_FEW_ROWS = 2048, AHEAD = 8192, FEW_ROWS = 4;
+constexpr int64_t FEW_PRODUCTS = 2;  // instructions for each line of weights
 
 // Rows of a register tile over weights that are not coded. With sixteen registers, six rows of half
 // a panel load less for each product than three of a whole one. So the halves lie one behind the

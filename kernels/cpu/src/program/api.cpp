@@ -1,41 +1,13 @@
 // The C interface, as library.py binds it. Whatever goes wrong is a text in `error` and a result
 // of -1; no exception leaves the library. Arrays are copied unless a comment says otherwise.
-#include <cstdio>
-#include <new>
 #include <stdexcept>
 
-#include "../rows/draw.h"
-#include "../rows/forbid.h"
-#include "../rows/largest.h"
-#include "../rows/logprobs.h"
+#include "guarded.h"
 #include "program.h"
 
 using namespace penstock;
 
 namespace {
-
-struct Error {
-  char text[256];
-};
-
-template <class Function>
-int guarded(Error* error, Function function) {
-  try {
-    return function();
-  } catch (const std::bad_alloc&) {
-    std::snprintf(error->text, sizeof error->text, "out of memory");
-  } catch (const std::exception& e) {
-    std::snprintf(error->text, sizeof error->text, "%s", e.what());
-  }
-  return -1;
-}
-
-template <class Rows>
-void check(const Rows& rows, int64_t count) {
-  if (rows.rows < 0 || rows.columns < 1 || rows.columns > INT32_MAX || rows.stride < rows.columns ||
-      count < 0 || count > UINT32_MAX)
-    throw std::invalid_argument("rows that cannot be");
-}
 
 std::vector<float> copied(const float* values, int64_t count) {
   return values ? std::vector<float>(values, values + count) : std::vector<float>();
@@ -78,7 +50,7 @@ static std::vector<Norm> norms_of(const NormSpec& spec) {
 struct LinearSpec {
   int32_t matrix, input, output, activation;
   float scale, softcap, slope, limit;  // the last two of CLAMPED_SWIGLU
-  int32_t add;
+  int32_t add, screened;  // the latter of logits: whether to find the largest of them by a screen
   const float* bias;  // of each output; a gated layer's: those of the gate, then the others
 };
 
@@ -256,6 +228,7 @@ static Epilogue epilogue_of(const LinearSpec& s, int type) {
   return epilogue;
 }
 
+// Whether a screen was made.
 int penstock_linear(Program* p, const LinearSpec* s, int type, Error* error) {
   return guarded(error, [&] {
     const Matrix& m = p->matrix(s->matrix);
@@ -264,7 +237,16 @@ int penstock_linear(Program* p, const LinearSpec* s, int type, Error* error) {
       op.bias.assign(static_cast<size_t>(m.panels * PANEL), 0.f);
       pack_bias(m, s->bias, op.bias.data());
     }
+    if (s->screened) return static_cast<int>(p->add_screened(std::move(op)));
     p->add(std::move(op));
+    return 0;
+  });
+}
+
+int penstock_fill_screen(Program* p, int64_t part, int64_t parts, Error* error) {
+  return guarded(error, [&] {
+    if (part < 0 || part >= parts) throw std::invalid_argument("no such part of a screen");
+    p->fill_screen(part, parts);
     return 0;
   });
 }
@@ -343,56 +325,6 @@ int penstock_start(Program* p, Pool* pool, const StepInput* step, Error* error) 
 }
 
 void penstock_finish(Program* p, Pool* pool) { p->finish(*pool); }
-
-int penstock_largest(Pool* pool, const float* rows, int64_t count, int64_t columns, int64_t stride,
-                     float* values, int64_t* places, Error* error) {
-  return guarded(error, [&] {
-    if (count < 0 || count > UINT32_MAX || columns < 1 || stride < columns)
-      throw std::invalid_argument("rows that cannot be");
-    largest(*pool, rows, count, columns, stride, values, places);
-    return 0;
-  });
-}
-
-int penstock_forbid(Pool* pool, const Masking* masking, Error* error) {
-  return guarded(error, [&] {
-    check(*masking, masking->count);
-    if (masking->words < (masking->columns + 31) / 32)
-      throw std::invalid_argument("masks of fewer tokens than there are");
-    for (int64_t i = 0; i < masking->count; i++)
-      if (masking->which[i] < 0 || masking->which[i] >= masking->rows)
-        throw std::invalid_argument("a row that is not there");
-    forbid(*pool, *masking);
-    return 0;
-  });
-}
-
-int penstock_draw(Pool* pool, const Logits* logits, const Draws* draws, int64_t* tokens,
-                  Error* error) {
-  return guarded(error, [&] {
-    check(*logits, draws->count);
-    for (int64_t i = 0; i < draws->count; i++)
-      if (draws->rows[i] < 0 || draws->rows[i] >= logits->rows || !(draws->temperature[i] > 0.f))
-        throw std::invalid_argument("a draw from a row that is not there, or without temperature");
-    draw(*pool, *logits, *draws, tokens);
-    return 0;
-  });
-}
-
-int penstock_logprobs(Pool* pool, const Logits* logits, const Reports* reports, float* chosen,
-                      float* values, int64_t* ids, Error* error) {
-  return guarded(error, [&] {
-    check(*logits, reports->count);
-    if (reports->width < 0 || reports->width > logits->columns)
-      throw std::invalid_argument("more of the most likely tokens than there are");
-    for (int64_t i = 0; i < reports->count; i++)
-      if (reports->rows[i] < 0 || reports->rows[i] >= logits->rows || reports->tokens[i] < 0 ||
-          reports->tokens[i] >= logits->columns)
-        throw std::invalid_argument("a row or token that is not there");
-    logprobs(*pool, *logits, *reports, chosen, values, ids);
-    return 0;
-  });
-}
 
 int penstock_op_kinds() { return static_cast<int>(OP_KINDS); }
 void penstock_times(Program* p, int64_t* nanoseconds) { p->take_times(nanoseconds); }

@@ -53,7 +53,7 @@ int Program::add_matrix(int64_t outputs, int64_t inputs, Type type, bool gated,
 int64_t Program::weight_bytes() const {
   int64_t bytes = 0;
   for (const Matrix& m : matrices_) bytes += m.panels * m.panel_bytes;
-  return bytes;
+  return bytes + (screen_ ? static_cast<int64_t>(screen_->bytes()) : 0);
 }
 
 Matrix& Program::matrix(int index) {
@@ -154,6 +154,7 @@ void Program::check(const StepInput& s) const {
   require(s.block_size > 0, "a block holds at least one token");
   require(s.layers >= layers_, "the cache has fewer layers than the program");
   require(s.outputs == 0 || logit_columns_ == 0 || s.logits, "no memory for the logits");
+  require(!s.largest_only || s.largest || s.outputs == 0, "no memory for the largest logits");
   require(!s.largest == !s.places, "the largest logits have no places, or no values");
   for (int64_t r = 0; r < s.rows; r++) {
     require(s.tokens[r] >= 0 && (vocabulary_ == 0 || s.tokens[r] < vocabulary_),
@@ -219,6 +220,7 @@ void Program::fit(const StepInput& s, int threads) {
   if (scratch_.size() < static_cast<size_t>(threads)) {
     scratch_.resize(static_cast<size_t>(threads));
     for (Scratch& scratch : scratch_) {
+      scratch.thread = static_cast<int>(&scratch - scratch_.data());
       for (const Matrix& m : matrices_) scratch.linear.fit(m);
       scratch.row.resize(static_cast<size_t>(widest_ + LANES));
       for (const Op& op : ops_)
@@ -256,6 +258,7 @@ uint32_t Program::cut(const Op& op, int threads, Cut& cut) {
   if (const auto* c = std::get_if<CopyOp>(&op)) return by_rows(buffer(c->output));
   if (const auto* g = std::get_if<GatherOp>(&op)) return by_rows(buffer(g->output));
   if (const auto* m = std::get_if<CombineOp>(&op)) return by_rows(buffer(m->output));
+  if (const auto* s = std::get_if<ScreenOp>(&op)) return cut_screen(*s, threads, cut);
   if (const auto* t = std::get_if<RouteOp>(&op)) return rows_of(buffer(t->input)) ? 1 : 0;
   return by_rows(buffer(std::get<RotateOp>(op).buffer));
 }
@@ -264,6 +267,7 @@ void Program::start(Pool& pool, const StepInput& step) {
   check(step);
   fit(step, pool.threads());
   step_ = step;
+  begin_screening(pool.threads());
   for (AttentionCut& cut : attention_cuts_) cut.cut(step, pool.threads());
   if (cuts_.size() != ops_.size()) ended_ = std::make_unique<std::atomic<int64_t>[]>(ops_.size());
   cuts_.resize(ops_.size());
@@ -282,7 +286,8 @@ void Program::finish(Pool& pool) {
     times_[ops_[s].index()] += ended - before;
     before = ended;
     const auto* linear = std::get_if<LinearOp>(&ops_[s]);
-    if (linear && linear->output == LOGITS && step_.largest) join_largest(cuts_[s]);
+    if (linear && linear->output == LOGITS && step_.largest && !join_screened())
+      join_largest(cuts_[s]);
   }
 }
 
@@ -345,6 +350,7 @@ void Program::item(const LinearOp& op, const Cut& cut, int64_t index, Scratch& s
   Epilogue epilogue = op.epilogue;
   epilogue.bias = op.bias.empty() ? nullptr : op.bias.data();
   const bool logits = op.output == LOGITS;
+  if (logits && screens_ && !screening_.gives_up()) return;
   const int64_t stride = logits ? logit_columns_ * 4 : buffer(op.output).stride;
   char* output = logits ? reinterpret_cast<char*>(step_.logits) : row(op.output, 0);
   const RowBlock block{row(op.input, first), buffer(op.input).stride, output + first * stride,

@@ -7,11 +7,13 @@
 #include <atomic>
 #include <deque>
 #include <memory>
+#include <optional>
 #include <string>
 #include <variant>
 #include <vector>
 
 #include "../attention/attention.h"
+#include "../linear/screen.h"
 #include "../rows/experts.h"
 #include "../rows/largest.h"
 #include "../machine/pool.h"
@@ -83,8 +85,14 @@ struct CombineOp {
   bool add;  // to what the output holds, times scale
   float scale;
 };
+// A stage of finding the largest logits without computing all; see screen.h. Without items in steps
+// that want logits.
+struct ScreenOp {
+  enum class Stage { ROUND, COMPARE, SIFT, COMPUTE } stage;
+  size_t linear;  // the operation that makes the logits
+};
 using Op = std::variant<EmbedOp, NormOp, LinearOp, RotateOp, AttendOp, CopyOp, RouteOp, GatherOp,
-                        ExpertsOp, CombineOp>;
+                        ExpertsOp, CombineOp, ScreenOp>;
 constexpr size_t OP_KINDS = std::variant_size_v<Op>;
 
 class Program final : private Work {
@@ -104,6 +112,11 @@ class Program final : private Work {
   int64_t write_weights(const char* path) const;  // bytes
   // Throws std::invalid_argument if it names what is not there or does not fit.
   void add(Op op);
+  // Adds an operation that makes logits, and what finds the largest of them alone; the latter only if
+  // it is of use here, which is what it returns.
+  bool add_screened(LinearOp op);
+  // The part-th of so many parts of its copy of the matrix, which is filled by then.
+  void fill_screen(int64_t part, int64_t parts);
   // Times both ways of computing with coded weights, once for each coding; see linear.h.
   void choose_ways();
   void set_cache_type(Type type);
@@ -125,6 +138,7 @@ class Program final : private Work {
     LinearScratch linear;
     std::vector<float> row;
     AttentionScratch attention;
+    int thread = 0;
   };
   // How an operation is cut into items in this step.
   struct Cut {
@@ -144,7 +158,13 @@ class Program final : private Work {
   void item(const GatherOp& op, const Cut& cut, int64_t index, Scratch& scratch);
   void item(const ExpertsOp& op, const Cut& cut, int64_t index, Scratch& scratch);
   void item(const CombineOp& op, const Cut& cut, int64_t index, Scratch& scratch);
+  void item(const ScreenOp& op, const Cut& cut, int64_t index, Scratch& scratch);
 
+  // Of what screen.h is about.
+  uint32_t cut_screen(const ScreenOp& op, int threads, Cut& cut) const;
+  void begin_screening(int threads);
+  // What has been found, if it was not given up.
+  bool join_screened();
   // Of what experts.h is about.
   void check_experts(const Op& op);
   uint32_t cut_experts(const ExpertsOp& op, int threads, Cut& cut) const;
@@ -171,6 +191,8 @@ class Program final : private Work {
   Arena weights_;  // of all matrices, in the order in which steps read them
   std::vector<Matrix> matrices_;
   std::vector<Op> ops_;
+  std::optional<Screen> screen_;
+  int screened_ = -1;  // the matrix that it is of
   Type cache_type_ = Type::FLOAT;
   int64_t vocabulary_ = 0, positions_ = INT64_MAX, layers_ = 0, widest_ = 0;
   int64_t logit_columns_ = 0;
@@ -185,6 +207,9 @@ class Program final : private Work {
   std::vector<Largest> largest_;  // [outputs][items_per_block]
   Routing routing_;
   std::deque<AttentionCut> attention_cuts_;
+  bool screens_ = false;
+  Screening screening_;
+  int64_t rests_ = 0;  // steps that do not try again
   int64_t times_[OP_KINDS] = {};
   int64_t started_ = 0;                             // nanoseconds
   std::unique_ptr<std::atomic<int64_t>[]> ended_;  // [ops], of those with items

@@ -118,6 +118,41 @@ bool layer_is_right(Type type) {
   return true;
 }
 
+// The largest outputs of a wide layer, found by a screen and among all.
+bool screen_is_right(Type type) {
+  constexpr int64_t WIDE = 4100;
+  const auto table = filled(TOKENS * HIDDEN, 4), weights = filled(WIDE * HIDDEN, 5);
+  Program program;
+  const int x = program.add_buffer(HIDDEN, Type::FLOAT, Rows::TOKENS);
+  const int wanted = program.add_buffer(HIDDEN, activation_type(type), Rows::OUTPUTS);
+  const int matrix = program.add_matrix(WIDE, HIDDEN, type, false);
+  program.matrix(matrix).fill(weights.data(), Type::FLOAT, 0, WIDE, 0);
+  program.add(EmbedOp{{table.data(), Type::FLOAT, TOKENS, HIDDEN, 1.f}, x});
+  program.add(CopyOp{x, wanted});
+  program.add_screened(LinearOp{matrix, Epilogue{}, {}, wanted, LOGITS});
+  program.fill_screen(0, 1);
+  std::vector<int64_t> numbers;
+  for (int64_t t = 0; t < TOKENS; t++) numbers.push_back(t);
+  const int32_t tables[] = {0, 1}, starts[] = {0, TOKENS}, context[] = {TOKENS};
+  const KVKind kind{numbers.data(), tables, 2, 2};
+  std::vector<float> logits(static_cast<size_t>(TOKENS * WIDE));
+  float largest[2][TOKENS];
+  int64_t places[2][TOKENS];
+  Pool pool(2, 50);
+  for (int64_t only : {0, 1}) {
+    const StepInput step{TOKENS, 1, TOKENS, 1, 0, BLOCK, numbers.data(), numbers.data(), starts,
+                         context, numbers.data(), &kind, nullptr, nullptr, nullptr, logits.data(),
+                         largest[only], places[only], only};
+    program.run(pool, step);
+  }
+  for (int64_t t = 0; t < TOKENS; t++) {
+    if (largest[0][t] == largest[1][t] && places[0][t] == places[1][t]) continue;
+    std::fprintf(stderr, "the largest output of row %d is not found\n", static_cast<int>(t));
+    return false;
+  }
+  return true;
+}
+
 bool functions_are_right() {
   for (float x = -20.f; x < 20.f; x += 0.37f) {
     float lanes[LANES];
@@ -135,6 +170,7 @@ bool functions_are_right() {
 extern "C" int penstock_self_test() {
   try {
     if (!functions_are_right()) return 2;
+    if (!screen_is_right(Type::FLOAT) || !screen_is_right(Type::BF16)) return 4;
     return layer_is_right(Type::FLOAT) && layer_is_right(Type::BF16) ? 0 : 1;
   } catch (const std::exception& e) {
     std::fprintf(stderr, "%s\n", e.what());

@@ -28,6 +28,7 @@ struct StepInput {
   float* logits;                  // [outputs][vocabulary]
   float* largest;                 // [outputs], of each row of logits; or null
   int64_t* places;                // [outputs], the first place of it
+  int64_t largest_only;           // whether anything may be left in `logits`
 };
 
 }  // namespace penstock

@@ -1,4 +1,4 @@
-// Packed weights in a file: matrix after matrix, each in whole cache lines.
+// Packed weights in a file: matrix after matrix, each in whole cache lines, and then the screen.
 #include <fcntl.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -63,11 +63,12 @@ Matrix& Program::fillable(int index) {
 int64_t Program::write_weights(const char* path) const {
   const File file(path, O_WRONLY | O_CREAT | O_TRUNC);
   int64_t total = 0;
-  for (const Matrix& m : matrices_) {
-    const size_t bytes = Arena::whole_lines(static_cast<size_t>(m.panels * m.panel_bytes));
-    file.write(m.weights, bytes);
-    total += static_cast<int64_t>(bytes);
-  }
+  const auto write = [&](const char* weights, size_t bytes) {
+    file.write(weights, Arena::whole_lines(bytes));
+    total += static_cast<int64_t>(Arena::whole_lines(bytes));
+  };
+  for (const Matrix& m : matrices_) write(m.weights, static_cast<size_t>(m.panels * m.panel_bytes));
+  if (screen_) write(screen_->weights, screen_->bytes());
   return total;
 }
 
