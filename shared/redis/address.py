@@ -1,14 +1,14 @@
-"""The address of a Redis server: whether it is valid, and what of it may be shown."""
+"""The address of a Redis server: whether it is valid, and what of it may be shown.
+
+It imports no redis-py: settings check addresses, and an engine process reads settings.
+"""
 
 from __future__ import annotations
 
 import re
 from urllib.parse import quote, urlsplit, urlunsplit
 
-from redis.asyncio import SSLConnection
-from redis.asyncio.connection import ConnectionPool
-
-__all__ = ["check_address", "describe_address", "redact_url", "uses_tls", "with_password"]
+__all__ = ["check_address", "redact_url", "with_password"]
 
 _FORMS = "must be redis://host:port/db, rediss://host:port/db or unix:///path"
 _DATABASE = re.compile(r"(/\d*)?/?")
@@ -69,17 +69,3 @@ def redact_url(url: str) -> str:
         return "***"
     user = "***@" if parts["user"] else ""
     return f"{parts['scheme'] or ''}{user}{parts['place']}"
-
-
-def describe_address(pool: ConnectionPool) -> str:
-    """The address that a pool connects to, without user and password."""
-    at = pool.connection_kwargs
-    if "path" in at:
-        return f"unix://{at['path']}"
-    scheme = "rediss" if uses_tls(pool) else "redis"
-    return f"{scheme}://{at.get('host', 'localhost')}:{at.get('port', 6379)}/{at.get('db', 0)}"
-
-
-def uses_tls(pool: ConnectionPool) -> bool:
-    """Whether a pool's connections are encrypted."""
-    return issubclass(pool.connection_class, SSLConnection)

@@ -19,12 +19,11 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from ..errors import ConfigurationError
-from .address import describe_address
 from .cluster import Route, follow_moved
 from .opening import open_client
 from .server_check import check_server
 from .shared_connection import SharedConnection
-from .unavailable import refused_command, unavailable
+from .unavailable import describe_address, refused_command, unavailable
 
 __all__ = ["RetryingClient", "check_loop"]
 

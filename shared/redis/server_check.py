@@ -9,10 +9,9 @@ from redis.asyncio import Redis
 from redis.exceptions import NoPermissionError, RedisError
 
 from ..errors import RedisUnavailable
-from .address import describe_address
 from .cluster import follow_moved, moved_to
 from .opening import open_client
-from .unavailable import not_redis, unavailable
+from .unavailable import describe_address, not_redis, unavailable
 from .version import check_version
 
 __all__ = ["check_durability", "check_server"]

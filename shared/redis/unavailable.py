@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import ssl
 
+from redis.asyncio import SSLConnection
 from redis.asyncio.connection import ConnectionPool
 from redis.exceptions import AuthenticationError, BusyLoadingError, InvalidResponse, ResponseError
 
 from ..errors import RedisUnavailable
-from .address import describe_address, uses_tls
 from .transient_errors import TransientRefusal
 
-__all__ = ["not_redis", "refused_command", "unavailable"]
+__all__ = ["describe_address", "not_redis", "refused_command", "unavailable"]
+
+
+def describe_address(pool: ConnectionPool) -> str:
+    """The address that a pool connects to, without user and password."""
+    at = pool.connection_kwargs
+    if "path" in at:
+        return f"unix://{at['path']}"
+    scheme = "rediss" if _uses_tls(pool) else "redis"
+    return f"{scheme}://{at.get('host', 'localhost')}:{at.get('port', 6379)}/{at.get('db', 0)}"
 
 
 def unavailable(error: Exception, pool: ConnectionPool) -> RedisUnavailable:
@@ -42,7 +51,7 @@ def unavailable(error: Exception, pool: ConnectionPool) -> RedisUnavailable:
             f"{server} refuses the connection: {reason}; "
             "check database and user in REDIS_URL or --redis"
         )
-    tls = ", which must be redis:// unless it speaks TLS on that port" if uses_tls(pool) else ""
+    tls = ", which must be redis:// unless it speaks TLS on that port" if _uses_tls(pool) else ""
     return RedisUnavailable(
         f"cannot reach {server}: {reason}; start the server, "
         f"or set REDIS_URL or --redis to its address{tls}",
@@ -71,3 +80,8 @@ def not_redis(reason: str, pool: ConnectionPool) -> RedisUnavailable:
         f"the server at {describe_address(pool)} does not speak Redis: {shown}; "
         "set REDIS_URL or --redis to the address of a Redis server"
     )
+
+
+def _uses_tls(pool: ConnectionPool) -> bool:
+    """Whether a pool's connections are encrypted."""
+    return issubclass(pool.connection_class, SSLConnection)
