@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from penstock.shared.errors import ConfigurationError, PenstockError
 from penstock.shared.local.cores import bind_to_cores
-from penstock.shared.local.gc_tuning import calm_collector
+from penstock.shared.local.gc_tuning import calm_collector, without_collector
 from penstock.shared.protocol.states import ModelKind
 from penstock.shared.settings import Settings
 from penstock.shared.synthetic import SYNTHETIC
@@ -94,11 +94,11 @@ def _build(settings: Settings) -> ServingModel | ServedBatcher:
         return build_synthetic(settings)
     kind = checkpoint_kind(find_checkpoint(settings.model.path))
     if kind is not ModelKind.GENERATE:
-        from ..model.encoders.building import build_encoder
-
+        with without_collector():
+            from ..model.encoders.building import build_encoder
         return build_encoder(settings, kind)
-    from ..model.build import build_model
-
+    with without_collector():
+        from ..model.build import build_model
     return build_model(settings)
 
 

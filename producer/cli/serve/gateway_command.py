@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from penstock.shared.local.gc_tuning import without_collector
 from penstock.shared.settings import load_settings
 
 from ..options import ConfigOption, ModelOption, RedisOption, ShardOption
@@ -32,7 +33,8 @@ def gateway(
 
     It runs until Ctrl-C or SIGTERM. docs/gateway.md says what clients can send.
     """
-    from ...gateway.serving.gateway_processes import serve  # its packages are an extra of their own
+    with without_collector():  # its packages are an extra of their own
+        from ...gateway.serving.gateway_processes import serve
 
     flags = {
         "gateway.host": host,
