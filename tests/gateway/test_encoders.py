@@ -16,7 +16,6 @@ import openai
 import pytest
 from encoder_models import WIDTH, save_encoder, save_modules
 from gateway.rig import GatewayProcess
-from langchain_openai import OpenAIEmbeddings
 from pydantic import SecretStr
 from workers import WorkerFactory
 
@@ -136,6 +135,8 @@ def test_openai_client_gets_floats_and_base64(
 
 
 def test_langchain_embeds(gateway: GatewayProcess) -> None:
+    from langchain_openai import OpenAIEmbeddings  # other test files need not wait for it
+
     embeddings = OpenAIEmbeddings(
         model="embed",
         base_url=f"{gateway.url}/v1",

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import instructor
+from typing import TYPE_CHECKING
+
 import openai
 import pytest
 from gateway.rig import GatewayProcess
-from langchain_core.messages import HumanMessage, SystemMessage
-from langchain_openai import ChatOpenAI
 from pydantic import BaseModel, SecretStr
+
+if TYPE_CHECKING:  # these take two seconds, which other test files need not wait for
+    from langchain_openai import ChatOpenAI
 
 pytestmark = pytest.mark.usefixtures("demo_worker")
 
@@ -21,6 +23,8 @@ class Verdict(BaseModel):
 
 
 def test_instructor_gets_an_object_of_its_class(client: openai.OpenAI) -> None:
+    import instructor
+
     structured = instructor.from_openai(client, mode=instructor.Mode.JSON_SCHEMA)
     verdict = structured.chat.completions.create(
         model="demo",
@@ -35,6 +39,8 @@ def test_instructor_gets_an_object_of_its_class(client: openai.OpenAI) -> None:
 
 @pytest.fixture
 def chat(gateway: GatewayProcess) -> ChatOpenAI:
+    from langchain_openai import ChatOpenAI
+
     return ChatOpenAI(
         model="demo",
         base_url=f"{gateway.url}/v1",
@@ -46,6 +52,8 @@ def chat(gateway: GatewayProcess) -> ChatOpenAI:
 
 
 def test_langchain_whole_and_streamed_are_the_same(chat: ChatOpenAI) -> None:
+    from langchain_core.messages import HumanMessage, SystemMessage
+
     messages = [SystemMessage("Be short."), HumanMessage("What is a mapping?")]
     whole = chat.invoke(messages)
     assert whole.usage_metadata is not None

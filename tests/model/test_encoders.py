@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import math
 import struct
-import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -33,15 +32,8 @@ from penstock.gpu_worker.model.encoders.scorer import Classifier, Reranker
 from penstock.shared.errors import InvalidRequest, ModelError, UnsupportedModel
 from penstock.shared.protocol.states import ModelKind
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
+if TYPE_CHECKING:  # other test files need not wait for it
     from sentence_transformers import CrossEncoder, SentenceTransformer
-    from sentence_transformers.sentence_transformer.modules import (
-        Dense,
-        Normalize,
-        Pooling,
-        Transformer,
-    )
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -82,7 +74,15 @@ def vectors(answer: Any) -> np.ndarray:
 
 
 def reference(folder: Path, **options: Any) -> SentenceTransformer:
+    from sentence_transformers import SentenceTransformer
+
     return SentenceTransformer(str(folder), device="cpu", local_files_only=True, **options)
+
+
+def cross_encoder(folder: Path) -> CrossEncoder:
+    from sentence_transformers import CrossEncoder
+
+    return CrossEncoder(str(folder), device="cpu", local_files_only=True)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -110,12 +110,17 @@ def test_modules_as_sentence_transformers_saves_them(
     checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
     """Several poolings, a layer behind them, prompts that do not count in the pooling."""
-    transformer = Transformer(str(checkpoint("roberta")), max_seq_length=40, do_lower_case=True)
-    pooling = Pooling(WIDTH, ("cls", "mean"), include_prompt=False)
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer import modules
+
+    transformer = modules.Transformer(
+        str(checkpoint("roberta")), max_seq_length=40, do_lower_case=True
+    )
+    pooling = modules.Pooling(WIDTH, ("cls", "mean"), include_prompt=False)
     torch.manual_seed(3)
-    dense = Dense(2 * WIDTH, 12, activation_function=torch.nn.Tanh())
+    dense = modules.Dense(2 * WIDTH, 12, activation_function=torch.nn.Tanh())
     model = SentenceTransformer(
-        modules=[transformer, pooling, dense, Normalize()],
+        modules=[transformer, pooling, dense, modules.Normalize()],
         prompts={"query": "Find: ", "other": "Other: "},
         default_prompt_name="other",
         device="cpu",
@@ -232,7 +237,7 @@ def test_a_reranker_scores_as_cross_encoder(family: str, checkpoint: Callable[..
     reranker.load()
     query, documents = "which queue?", ["This one.", "", "Another, and much longer, one."]
     (answer,) = reranker.infer([{"query": query, "documents": documents}])
-    model = CrossEncoder(str(folder), device="cpu", local_files_only=True)
+    model = cross_encoder(folder)
     expected = model.predict([(query, document) for document in documents])
     np.testing.assert_allclose(answer["scores"], expected, atol=1e-5)
     assert all(0 < score < 1 for score in answer["scores"])
@@ -269,7 +274,7 @@ def test_a_reranker_refuses_what_is_too_long_unless_it_may_cut(
     refused, cut = reranker.infer([item, {**item, "truncate": True}])
     assert isinstance(refused, InvalidRequest)
     assert refused.field == "documents[1]"
-    model = CrossEncoder(str(folder), device="cpu", local_files_only=True)
+    model = cross_encoder(folder)
     expected = model.predict([("q", document) for document in item["documents"]])
     np.testing.assert_allclose(cut["scores"], expected, atol=1e-5)
     for bad in (
