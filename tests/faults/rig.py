@@ -8,6 +8,7 @@ import inspect
 import shutil
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ from penstock.tools.chaos.options import StormOptions
 from penstock.tools.chaos.storm.run_case import CaseRunner
 from penstock.tools.chaos.storm.storm_requests import Case, SyntheticOracle, Workload
 
-ROOT = Path(__file__).resolve().parents[2]
 ON_TIME_MS = 10_000
 
 
@@ -113,16 +113,19 @@ def digest_of(script: str) -> bytes:
 
 
 def mutated(folder: Path, path: str, old: str, new: str) -> str:
-    """A search path on which penstock is this tree with one piece of text replaced."""
+    """A search path on which penstock is this tree with one piece of text replaced.
+
+    Compiled modules come with it, since each process that starts there would compile them anew.
+    """
     package = folder / "site" / "penstock"
     package.mkdir(parents=True)
     changed = path.split("/")[0]
     for part in ("gpu_worker", "kernels", "producer", "shared", "tools"):
+        (installed,) = import_module(f"penstock.{part}").__path__
         if part == changed:
-            skip = shutil.ignore_patterns("__pycache__")
-            shutil.copytree(ROOT / part, package / part, ignore=skip)
+            shutil.copytree(installed, package / part)
         else:
-            (package / part).symlink_to(ROOT / part)
+            (package / part).symlink_to(installed)
     change(str(folder / "site"), path, old, new)
     return str(folder / "site")
 
