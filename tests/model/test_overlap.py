@@ -14,9 +14,9 @@ from penstock.gpu_worker.model.loading.loader import LoadedModel
 Load = Callable[[str], LoadedModel]
 
 
-@pytest.fixture(autouse=True)
-def _two_threads() -> Iterator[None]:
-    """One of them computes while the other does something else."""
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    """One of them computes while the other does something else, where the library computes."""
     torch.set_num_threads(2)
     yield
     torch.set_num_threads(1)
@@ -50,7 +50,11 @@ def logprobs(bench: Bench) -> list[float]:
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
 @pytest.mark.parametrize("way", ["native", "torch"])
-def test_requests_get_the_same(loaded: Load, loaded_by_torch: Load, family: str, way: str) -> None:
+def test_requests_get_the_same(
+    request: pytest.FixtureRequest, loaded: Load, loaded_by_torch: Load, family: str, way: str
+) -> None:
+    if way == "native":
+        request.getfixturevalue("two_threads")
     model = (loaded if way == "native" else loaded_by_torch)(family)
     assert (model.native is not None) is (way == "native")
     assert model.overlaps is (way == "native")
@@ -68,6 +72,7 @@ def test_requests_get_the_same(loaded: Load, loaded_by_torch: Load, family: str,
     assert logprobs(bench) == pytest.approx(logprobs(before), abs=tolerance, rel=0)
 
 
+@pytest.mark.usefixtures("two_threads")
 def test_what_is_done_meanwhile_may_raise(loaded: Load) -> None:
     """The step ends all the same: the next one finds threads and buffers free."""
     bench = Bench(loaded("llama"))
