@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import fcntl
 import gc
 import importlib.util
 import os
@@ -135,6 +136,23 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
         if name == "REDIS_URL" or name.startswith("PENSTOCK_"):
             monkeypatch.delenv(name)
+
+
+@pytest.fixture(scope="session")
+def tool_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoint of ``tool_model.py``, one for all processes; tests must not change it.
+
+    A worker that has served it before starts in a second instead of five.
+    """
+    from tool_model import save_tool_model  # its packages take seconds
+
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "tool-model"
+    with folder.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.exists():
+            save_tool_model(tmp_path_factory.mktemp("tools") / "new").rename(folder)
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 from batches.conftest import drive, start
-from tool_model import save_tool_model
 from workers import WorkerFactory
 
 from penstock.producer.batches.batch_service import BatchService
@@ -18,9 +17,8 @@ GRAMMAR = "start: <think> /[a-z]{8}/ </think> /[a-z]{5}/"
 
 
 @pytest.fixture(scope="module", autouse=True)
-def tool_worker(fleet: WorkerFactory, folder: Path) -> None:
-    path = save_tool_model(folder / "tool-model")
-    fleet.engine("caller", model__path=str(path), queue__model="caller")
+def tool_worker(fleet: WorkerFactory, tool_model: Path) -> None:
+    fleet.engine("caller", model__path=str(tool_model), queue__model="caller")
 
 
 async def test_reasoning_is_counted_by_token(service: BatchService) -> None:

@@ -10,7 +10,7 @@ import httpx
 import pytest
 import redis
 from gateway.rig import Event, GatewayProcess, events
-from tool_model import TOOLS, save_tool_model
+from tool_model import TOOLS
 from waiting import wait_until
 from workers import WorkerFactory
 
@@ -39,12 +39,11 @@ CHAT: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module", autouse=True)
-def tool_worker(fleet: WorkerFactory, folder: Path) -> None:
+def tool_worker(fleet: WorkerFactory, tool_model: Path) -> None:
     """A worker that makes no log compact in this time but those that a test makes older."""
-    path = save_tool_model(folder / "tool-model")
     settings = {"queue__model": "caller", "queue__compact_logs_after_s": 36_000}
     settings["worker__stream_interval_ms"] = 0  # streams are resumed between any two tokens
-    fleet.engine("caller", model__path=str(path), **settings)
+    fleet.engine("caller", model__path=str(tool_model), **settings)
 
 
 def make_compact(server: EmbeddedRedis, name: str) -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 import httpx
 import pytest
 from gateway.rig import GatewayProcess
-from tool_model import save_tool_model
 from workers import WorkerFactory
 
 from penstock.producer.gateway.access.key_records import KeyRecord, Limits
@@ -52,11 +51,10 @@ def test_node_clients(
     server: EmbeddedRedis,
     gateway: GatewayProcess,
     fleet: WorkerFactory,
-    folder: Path,
+    tool_model: Path,
     tmp_path: Path,
 ) -> None:
-    tools = save_tool_model(folder / "tool-model")
-    fleet.engine("caller", model__path=str(tools), queue__model="caller")
+    fleet.engine("caller", model__path=str(tool_model), queue__model="caller")
     key, spent = asyncio.run(create_keys(server.url))
     url, ask = f"{gateway.url}/v1", {"model": "demo", "prompt": "Hi", "max_tokens": 1}
     with httpx.Client(headers={"authorization": f"Bearer {spent}"}, timeout=60) as http:

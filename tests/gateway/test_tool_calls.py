@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 from gateway.rig import GatewayProcess, events
-from tool_model import TOOLS, save_tool_model, tool_tokenizer
+from tool_model import TOOLS, tool_tokenizer
 from workers import WorkerFactory
 
 GRAMMAR = r"""
@@ -29,10 +29,9 @@ ASK: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module", autouse=True)
-def tool_worker(fleet: WorkerFactory, folder: Path) -> None:
-    path = save_tool_model(folder / "tool-model")
+def tool_worker(fleet: WorkerFactory, tool_model: Path) -> None:
     at_once = {"worker__stream_interval_ms": 0}  # streams are resumed between any two tokens
-    fleet.engine("caller", model__path=str(path), queue__model="caller", **at_once)
+    fleet.engine("caller", model__path=str(tool_model), queue__model="caller", **at_once)
 
 
 def test_calls_streamed_and_not_are_the_same(client: openai.OpenAI) -> None:

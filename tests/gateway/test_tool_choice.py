@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 from gateway.rig import Event, GatewayProcess, events
-from tool_model import TOOLS, save_tool_model
+from tool_model import TOOLS
 from workers import WorkerFactory
 
 THINK, CALL, END = "259", "261", "258"
@@ -44,9 +44,8 @@ CASES: dict[str, tuple[dict[str, Any], str, tuple[int, int], set[str]]] = {
 
 
 @pytest.fixture(scope="module", autouse=True)
-def tool_worker(fleet: WorkerFactory, folder: Path) -> None:
-    path = save_tool_model(folder / "tool-model")
-    fleet.engine("caller", model__path=str(path), queue__model="caller")
+def tool_worker(fleet: WorkerFactory, tool_model: Path) -> None:
+    fleet.engine("caller", model__path=str(tool_model), queue__model="caller")
 
 
 def assembled(found: Iterable[Event]) -> dict[str, Any]:

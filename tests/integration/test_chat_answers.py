@@ -39,6 +39,7 @@ start: "hi " <tool_call> "{no json}" </tool_call> " there " <tool_call> "{}" </t
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One of its own, which no worker has served before; the other files' workers know theirs."""
     return save_tool_model(tmp_path_factory.mktemp("tools") / "model")
 
 
