@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from faults.rig import digest_of, open_rig
+from faults.rig import Rig, digest_of, open_rig
 from redis.asyncio import Redis
 
 from penstock.shared.protocol.states import Reason
@@ -18,21 +18,31 @@ from penstock.shared.scripts.operations import Operations
 from penstock.shared.synthetic import synthetic_tokens
 
 SHORT, LONG = 1, pytest.param(50, marks=pytest.mark.slow)
+WORKERS = ("claim", "append", "sweep", "list_compactable", "compact", "audit")
+INGRESS = ("poll_ingress", "accept_ingress", "refuse_ingress")
 
 
 @pytest.mark.parametrize("repetitions", [SHORT, LONG])
-@pytest.mark.parametrize("script", ["claim", "append", "sweep", "list_compactable", "compact"])
-async def test_reply_to_a_worker_is_lost(tmp_path: Path, script: str, repetitions: int) -> None:
+async def test_replies_to_a_worker_are_lost(tmp_path: Path, repetitions: int) -> None:
     async with open_rig(tmp_path) as rig:
-        proxy = rig.env.workers_proxy
-        for _ in range(repetitions):
-            running = rig.start(rig.cases(6))
-            before = proxy.cuts
-            proxy.cut_replies(digest_of(script))
-            await rig.until(lambda before=before: proxy.cuts > before, "a reply was cut")
-            await asyncio.wait_for(running, 60)
+        for script in WORKERS:
+            for _ in range(repetitions):
+                await lose_a_reply_to_a_worker(rig, script)
         await rig.end()
-        assert rig.findings.counts["completed"] == 6 * repetitions
+        assert rig.findings.counts["completed"] == 6 * repetitions * len(WORKERS)
+
+
+async def lose_a_reply_to_a_worker(rig: Rig, script: str) -> None:
+    proxy = rig.env.workers_proxy
+    running = rig.start(rig.cases(6))
+    if script == "audit":
+        await rig.until(rig.busy, "work is under way")
+    before = proxy.cuts
+    proxy.cut_replies(digest_of(script))
+    if script == "audit":  # it follows a broken connection; that of the audit breaks, too
+        proxy.reset()
+    await rig.until(lambda: proxy.cuts > before, f"a reply of {script} was cut")
+    await asyncio.wait_for(running, 60)
 
 
 async def test_a_claim_arrives_after_the_audit(tmp_path: Path) -> None:
@@ -59,87 +69,75 @@ async def test_a_claim_arrives_after_the_audit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("repetitions", [SHORT, LONG])
-async def test_reply_to_a_submit_is_lost(tmp_path: Path, repetitions: int) -> None:
-    """The client sends it again: it runs once, and is no duplicate of its own."""
-    async with open_rig(tmp_path) as rig:
-        proxy = rig.env.clients_proxy
-        for number in range(repetitions):
-            proxy.cut_replies(digest_of("submit"))
-            await asyncio.wait_for(rig.start(rig.cases(6, duplicates=number % 3)), 30)
-        assert proxy.cuts >= repetitions
-        await rig.end()
-
-
-@pytest.mark.parametrize("repetitions", [SHORT, LONG])
-async def test_reply_to_a_cancel_is_lost(tmp_path: Path, repetitions: int) -> None:
+async def test_replies_to_a_client_are_lost(tmp_path: Path, repetitions: int) -> None:
     async with open_rig(tmp_path, tokens=300) as rig:
-        proxy = rig.env.clients_proxy
-        for _ in range(repetitions):
-            before = proxy.cuts
-            # Before the work: a machine that stands still may send all cancels while it looks.
-            proxy.cut_replies(digest_of("cancel"))
-            running = rig.start(rig.cases(4, cancel_after_s=0.2))
-            await rig.until(lambda before=before: proxy.cuts > before, "a reply was cut")
-            await asyncio.wait_for(running, 60)
-        await rig.end()
-
-
-@pytest.mark.parametrize("repetitions", [SHORT, LONG])
-async def test_reply_to_an_audit_is_lost(tmp_path: Path, repetitions: int) -> None:
-    """What follows a broken connection breaks, too."""
-    async with open_rig(tmp_path) as rig:
-        proxy = rig.env.workers_proxy
-        for _ in range(repetitions):
-            running = rig.start(rig.cases(6))
-            await rig.until(rig.busy, "work is under way")
-            before = proxy.cuts
-            proxy.cut_replies(digest_of("audit"))
-            proxy.reset()
-            await rig.until(lambda before=before: proxy.cuts > before, "a reply was cut")
-            await asyncio.wait_for(running, 60)
-        await rig.end()
-        assert rig.findings.counts["completed"] == 6 * repetitions
-
-
-@pytest.mark.parametrize("repetitions", [SHORT, LONG])
-async def test_reply_to_a_reader_that_attends_is_lost(tmp_path: Path, repetitions: int) -> None:
-    """It is not taken for one that has left."""
-    async with open_rig(tmp_path) as rig:
-        proxy, client = rig.env.clients_proxy, rig.env.client
-        for _ in range(repetitions):
-            before = proxy.cuts
-            proxy.cut_replies(digest_of("reader_heartbeat"))
-            submitted = await client.submit(
-                [7], seed=1, max_tokens=60, ignore_eos=True, on_disconnect="cancel"
-            )
-            stream = client.stream(submitted.id)
-            result = await asyncio.wait_for(stream.collect(), 30)
-            assert result.token_ids == synthetic_tokens(1, [7], 60)
-            assert proxy.cuts > before
-
-
-@pytest.mark.parametrize("repetitions", [SHORT, LONG])
-@pytest.mark.parametrize("script", ["poll_ingress", "accept_ingress", "refuse_ingress"])
-async def test_reply_to_the_ingress_is_lost(tmp_path: Path, script: str, repetitions: int) -> None:
-    async with open_rig(tmp_path) as rig:
-        proxy, env = rig.env.workers_proxy, rig.env
         for number in range(repetitions):
-            good, bad = f"good{number}", f"bad{number}"
-            before = proxy.cuts
-            proxy.cut_replies(digest_of(script))
-            for name, count in ((good, 20), (bad, 0)):
-                fields = {"id": name, "prompt": "x", "seed": 1, "max_tokens": count}
-                await env.direct.redis.xadd(env.keys.ingress(), fields)
-            await rig.until(lambda before=before: proxy.cuts > before, "a reply was cut")
-            logs = [env.keys.log(name) for name in (good, bad)]
-            await rig.until(
-                lambda logs=logs: _all_exist(env.direct.redis, logs), "both were taken in"
-            )
-            served = await env.client.result(good, timeout=60)
-            assert served.token_ids == synthetic_tokens(1, [ord("x")], 20)
-            refused = await env.client.result(bad, timeout=60, check=False)
-            assert refused.reason is Reason.INVALID
-            assert await env.direct.redis.xlen(env.keys.log(bad)) == 1
+            await lose_the_reply_to_a_submit(rig, duplicates=number % 3)
+        for _ in range(repetitions):
+            await lose_the_reply_to_a_cancel(rig)
+        await rig.end()
+
+
+async def lose_the_reply_to_a_submit(rig: Rig, duplicates: int) -> None:
+    """The client sends it again: it runs once, and is no duplicate of its own."""
+    proxy = rig.env.clients_proxy
+    before = proxy.cuts
+    proxy.cut_replies(digest_of("submit"))
+    await asyncio.wait_for(rig.start(rig.cases(6, duplicates=duplicates)), 30)
+    assert proxy.cuts > before
+
+
+async def lose_the_reply_to_a_cancel(rig: Rig) -> None:
+    proxy = rig.env.clients_proxy
+    before = proxy.cuts
+    # Before the work: a machine that stands still may send all cancels while it looks.
+    proxy.cut_replies(digest_of("cancel"))
+    running = rig.start(rig.cases(4, cancel_after_s=0.2))
+    await rig.until(lambda: proxy.cuts > before, "a reply of cancel was cut")
+    await asyncio.wait_for(running, 60)
+
+
+@pytest.mark.parametrize("repetitions", [SHORT, LONG])
+async def test_replies_to_the_ingress_and_to_a_reader_are_lost(
+    tmp_path: Path, repetitions: int
+) -> None:
+    async with open_rig(tmp_path) as rig:
+        for number in range(repetitions):
+            for script in INGRESS:
+                await lose_a_reply_to_the_ingress(rig, script, number)
+            await lose_the_reply_to_a_reader_that_attends(rig)
+
+
+async def lose_the_reply_to_a_reader_that_attends(rig: Rig) -> None:
+    """It is not taken for one that has left."""
+    proxy, client = rig.env.clients_proxy, rig.env.client
+    before = proxy.cuts
+    proxy.cut_replies(digest_of("reader_heartbeat"))
+    submitted = await client.submit(
+        [7], seed=1, max_tokens=60, ignore_eos=True, on_disconnect="cancel"
+    )
+    stream = client.stream(submitted.id)
+    result = await asyncio.wait_for(stream.collect(), 30)
+    assert result.token_ids == synthetic_tokens(1, [7], 60)
+    assert proxy.cuts > before
+
+
+async def lose_a_reply_to_the_ingress(rig: Rig, script: str, number: int) -> None:
+    proxy, env = rig.env.workers_proxy, rig.env
+    good, bad = f"good-{script}-{number}", f"bad-{script}-{number}"
+    before = proxy.cuts
+    proxy.cut_replies(digest_of(script))
+    for name, count in ((good, 20), (bad, 0)):
+        fields = {"id": name, "prompt": "x", "seed": 1, "max_tokens": count}
+        await env.direct.redis.xadd(env.keys.ingress(), fields)
+    await rig.until(lambda: proxy.cuts > before, f"a reply of {script} was cut")
+    logs = [env.keys.log(name) for name in (good, bad)]
+    await rig.until(lambda: _all_exist(env.direct.redis, logs), "both were taken in")
+    served = await env.client.result(good, timeout=60)
+    assert served.token_ids == synthetic_tokens(1, [ord("x")], 20)
+    refused = await env.client.result(bad, timeout=60, check=False)
+    assert refused.reason is Reason.INVALID
+    assert await env.direct.redis.xlen(env.keys.log(bad)) == 1
 
 
 async def _all_exist(redis: Redis, keys: Sequence[str]) -> bool:
