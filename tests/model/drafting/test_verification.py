@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -30,6 +30,8 @@ DRAWS = 10_000
 UNLIKELY = 1e-6
 """A right verification is further off than this once in a million; a wrong one always."""
 
+PLAIN = SamplingOptions()
+
 
 @dataclass
 class Row:
@@ -40,7 +42,7 @@ class Row:
     choice: int = 0
     num_candidates: int = 0
     num_prompt_tokens: int = 1
-    options: SamplingOptions = field(default_factory=SamplingOptions)
+    options: SamplingOptions = PLAIN
 
     @property
     def token_ids(self) -> list[int]:
