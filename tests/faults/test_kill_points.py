@@ -54,9 +54,8 @@ async def somebody_is_busy(rig: Rig) -> bool:
     return False
 
 
-POINTS = {
+SCRIPTS: dict[str, Point] = {
     "pulled and not told": pulled_and_not_told,
-    "in prefill": in_prefill,
     "published and not told": swallowed(digest_of("append")),
     "ended and not told": swallowed(b"completed"),
 }
@@ -68,23 +67,40 @@ async def unlucky(rig: Rig) -> Machine:
 
 
 @pytest.mark.parametrize("repetitions", [1, pytest.param(20, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("point", POINTS)
-async def test_kill(tmp_path: Path, point: str, repetitions: int) -> None:
-    step_ms = 200.0 if point == "in prefill" else 5.0
-    tokens = 12 if point == "in prefill" else 60
-    async with open_rig(tmp_path, step_ms=step_ms, tokens=tokens, lease_ms=30_000) as rig:
+async def test_kill_in_prefill(tmp_path: Path, repetitions: int) -> None:
+    async with open_rig(tmp_path, step_ms=200.0, tokens=12, lease_ms=30_000) as rig:
         for _ in range(repetitions):
-            await rig.env.fleet.wait_until_ready()
-            running = rig.start(rig.cases(6))
-            more = await POINTS[point](rig) or []
-            victim = await unlucky(rig)
-            assert rig.env.fleet.kill(victim)
-            await asyncio.wait_for(
-                asyncio.gather(running, *more), 25
-            )  # below the lease: a supervisor saw it
-            rig.env.fleet.drain(victim)  # whose supervisor would wait longer after each death
-        await rig.end()
-        assert rig.findings.counts["completed"] == rig.started
-        assert rig.findings.counts["dead"] == 0
-        if point != "ended and not told":
-            assert rig.findings.counts["redelivered"] >= repetitions
+            await kill_at(rig, in_prefill)
+        await end(rig, redelivered=repetitions)
+
+
+@pytest.mark.parametrize("repetitions", [1, pytest.param(20, marks=pytest.mark.slow)])
+async def test_kill_after_each_script(tmp_path: Path, repetitions: int) -> None:
+    async with open_rig(tmp_path, lease_ms=30_000) as rig:
+        redelivered = 0
+        for name, point in SCRIPTS.items():
+            for _ in range(repetitions):
+                await kill_at(rig, point)
+                if name != "ended and not told":
+                    redelivered += 1
+                    assert rig.findings.counts["redelivered"] >= redelivered, name
+        await end(rig, redelivered)
+
+
+async def kill_at(rig: Rig, point: Point) -> None:
+    await rig.env.fleet.wait_until_ready()
+    running = rig.start(rig.cases(6))
+    more = await point(rig) or []
+    victim = await unlucky(rig)
+    assert rig.env.fleet.kill(victim)
+    await asyncio.wait_for(
+        asyncio.gather(running, *more), 25
+    )  # below the lease: a supervisor saw it
+    rig.env.fleet.drain(victim)  # whose supervisor would wait longer after each death
+
+
+async def end(rig: Rig, redelivered: int) -> None:
+    await rig.end()
+    assert rig.findings.counts["completed"] == rig.started
+    assert rig.findings.counts["dead"] == 0
+    assert rig.findings.counts["redelivered"] >= redelivered
