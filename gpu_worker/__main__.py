@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import sys
 
-import typer
+from penstock.shared.local.gc_tuning import without_collector
 
-from penstock.shared.errors import PenstockError
+with without_collector():
+    import typer
 
-from .command import worker
+    from penstock.shared.errors import PenstockError
+
+    from .command import worker
 
 if __name__ == "__main__":
     app = typer.Typer(no_args_is_help=True, add_completion=False)
