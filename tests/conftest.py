@@ -126,6 +126,7 @@ def _redis_cli(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def _no_authorities(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """No test needs the world's certificates, which httpx reads for each client in 20 ms."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("SSL_CERT_FILE", raising=False)  # which goes before
         patch.setenv("SSL_CERT_DIR", str(tmp_path_factory.mktemp("authorities")))
         yield
 
