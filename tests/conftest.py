@@ -56,6 +56,7 @@ SLOWEST = (
     "gateway/test_waiting_for_redis.py",
     "gateway/test_encoders.py",
     "faults/test_kill_points.py",
+    "faults/test_gateway_storm.py",
     "engine/test_engine_machine.py",
     "integration/test_chat_answers.py",
     "faults/test_poison.py",

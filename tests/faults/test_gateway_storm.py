@@ -14,7 +14,7 @@ from faults.rig import mutated
 from penstock.tools.chaos.gateway.gateway_storm import GatewayStormOptions, run_gateway_storm
 from penstock.tools.report import Report
 
-pytestmark = [pytest.mark.alone, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 
 SHORT = GatewayStormOptions(seconds=6, clients=24, workers=2, tokens=200, seed=1)
 RESUMES_AT = 'read_index(request.headers.get("last-event-id", "0"), "Last-Event-ID")'
@@ -41,12 +41,14 @@ async def test_short_storm_at_the_gateway() -> None:
     check_held(await storm(SHORT), SHORT)
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 async def test_storm_at_the_gateway() -> None:
     options = GatewayStormOptions(seconds=60, clients=300)
     check_held(await storm(options), options)
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 async def test_a_gateway_that_skips_a_token_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

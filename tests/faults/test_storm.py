@@ -46,7 +46,6 @@ async def test_short_storm_of_everything() -> None:
     assert counts["conflicts_refused"] >= 1
 
 
-@pytest.mark.alone
 async def test_given_server_is_left_as_it_was(redis_url: str) -> None:
     faults = frozenset({Fault.STOP, Fault.RESET, Fault.SLOW_READERS, Fault.FLUSH})
     limit = "client-output-buffer-limit"

@@ -122,6 +122,8 @@ ODD_WEIGHTS: dict[str, Callable[[Tensor], None]] = {
     "huge": lambda w: w[70].mul_(1e25),
     "overflowing": lambda w: w[70].fill_(3e38),
     "tiny": lambda w: w.mul_(1e-25),
+    "below all normal numbers": lambda w: w.mul_(1e-38),
+    "ever larger": lambda w: w.copy_(torch.linspace(0, 1, OUTPUTS).unsqueeze(1)),
     "zeros": lambda w: w[::2].zero_(),
     "all zeros": lambda w: w.zero_(),
     "all equal": lambda w: w.fill_(0.5),

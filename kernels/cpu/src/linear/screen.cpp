@@ -16,6 +16,8 @@ constexpr int64_t TOGETHER = 4;           // inputs of a step
 constexpr int64_t HEADER_BYTES = 4 * PANEL * 4;
 // More candidates for each row, as a share of the outputs, cost what the screen saves.
 constexpr int64_t OUTPUTS_FOR_A_CANDIDATE = 256;
+// A thread notes no more for a row, or as many as that: the step will give up.
+constexpr int64_t OUTPUTS_FOR_A_NOTE = 32, FEWEST_NOTES = 256;
 // With more inputs, one byte of each leaves too many outputs.
 constexpr int64_t MOST_INPUTS_OF_A_BYTE = 1536;
 // Rows of a register tile: sums of products take two registers of each row and plane.
@@ -25,8 +27,13 @@ constexpr double LEAST_LENGTH = 1e-15, MOST_LENGTH = 1e15;
 constexpr float LARGEST = 127 * 128 + 63;  // that an input becomes: 128 times its high byte, and the low
 // For what the bounds themselves are rounded by.
 constexpr double UPWARDS = 1 + 1e-5;
+// Added to |w - w'|. Times the least length of a row it is more than all that sums may lose because
+// numbers below 2 ** -126 are flushed to zero.
+constexpr double LOST_BY_FLUSHING = 1e-16;
 
-// How far off a chain of `inputs` rounded sums is at most, over |w| |x|; and some for the bounds.
+// How far off a chain of `inputs` rounded sums is at most, over |w| |x|. Ten of the sixteen more are
+// between any two outputs that the bounds tell apart: rounding their scaled values cannot make them
+// equal. The others are for the bounds.
 double chain_error(int64_t inputs) {
   return 1.01 * static_cast<double>(inputs + 16) / static_cast<double>(1 << 24);
 }
@@ -41,14 +48,18 @@ float weight_of(const Matrix& m, int64_t output, int64_t input) {
   return to_float(value);
 }
 
+// The nearest whole number of -most .. most; 0 for what is not a number.
+int nearest(float x, float most) {
+  return x == x ? static_cast<int>(std::clamp(std::nearbyintf(x), -most, most)) : 0;
+}
+
 // Whole numbers of -127 .. 127 in the place of `values`; returns what one stands for.
 float rounded(const float* values, int64_t count, int8_t* numbers) {
   float top = 0;
   for (int64_t i = 0; i < count; i++) top = std::max(top, std::fabs(values[i]));
   const float scale = top / 127.f, factor = top > 0 ? 127.f / top : 0.f;
   for (int64_t i = 0; i < count; i++)
-    numbers[i] = static_cast<int8_t>(
-        std::clamp<float>(std::nearbyintf(values[i] * factor), -127.f, 127.f));
+    numbers[i] = static_cast<int8_t>(nearest(values[i] * factor, 127.f));
   return scale;
 }
 
@@ -73,7 +84,7 @@ Lengths lengths_of(const float* values, int64_t count, const int8_t* numbers, fl
 
 bool Screen::fits(const Matrix& m) {
   return HAS_BYTE_DOT && !HALVES_APART && !m.is_coded() && !m.gated && m.outputs >= FEWEST_OUTPUTS &&
-         m.inputs <= MOST_INPUTS;
+         m.outputs <= INT32_MAX && m.inputs <= MOST_INPUTS;
 }
 
 Screen::Screen(Arena& arena, const Matrix& m)
@@ -98,7 +109,7 @@ void Screen::fill(const Matrix& matrix, int64_t first, int64_t last) {
     const float length = lengths.all < MOST_LENGTH
                              ? static_cast<float>(lengths.all * UPWARDS)
                              : std::numeric_limits<float>::quiet_NaN();
-    const float rest = static_cast<float>(lengths.lost * UPWARDS);
+    const float rest = static_cast<float>(lengths.lost * UPWARDS + LOST_BY_FLUSHING);
     const int64_t lane = output % PANEL;
     char* const at = weights + output / PANEL * panel_bytes;
     std::memcpy(at + lane * 4, &scale, 4);
@@ -137,6 +148,7 @@ void Screening::begin(const Screen& screen, int64_t rows, int threads) {
   for (size_t i = 0; i < all; i++) {
     notes_[i].least = -std::numeric_limits<float>::infinity();
     notes_[i].outputs.clear();
+    notes_[i].are_all = true;
   }
 }
 
@@ -154,7 +166,7 @@ void Screening::round(int64_t row, const char* input, Type type) {
   double all = 0, kept = 0, lost = 0;
   for (int64_t i = 0; i < count; i++) {
     const float x = value(i);
-    const int number = static_cast<int>(std::clamp(std::nearbyint(x * factor), -LARGEST, LARGEST));
+    const int number = nearest(x * factor, LARGEST);
     const int first = (number + 64) >> 7;
     high[i] = static_cast<uint8_t>(first + 128);
     low[i] = static_cast<uint8_t>(number - 128 * first + 128);
@@ -167,7 +179,7 @@ void Screening::round(int64_t row, const char* input, Type type) {
   // What is not a number is in no range.
   const bool usual = std::sqrt(all) >= LEAST_LENGTH && std::sqrt(all) <= MOST_LENGTH;
   rounded_[static_cast<size_t>(row)] = {scale, static_cast<float>(std::sqrt(kept) * UPWARDS),
-                                        static_cast<float>(error * UPWARDS), !usual};
+                                        static_cast<float>(error * UPWARDS), usual};
 }
 
 #if defined(PENSTOCK_BYTE_DOT)
@@ -175,12 +187,15 @@ void Screening::round(int64_t row, const char* input, Type type) {
 // Apart from the loop over all outputs, because it is rarely called and would need its registers.
 __attribute__((noinline)) void Screening::Notes::take(uint32_t lanes, int64_t first, int64_t end,
                                                       Vec most, Vec at_least) {
+  const auto enough = static_cast<size_t>(std::max(FEWEST_NOTES, end / OUTPUTS_FOR_A_NOTE));
+  if (outputs.size() >= enough) are_all = false;
+  if (!are_all) return;
   float upper[LANES], lower[LANES];
   store(upper, most);
   store(lower, at_least);
   for (int lane = 0; lane < LANES && first + lane < end; lane++) {
     if (!(lanes >> lane & 1)) continue;
-    outputs.push_back({first + lane, upper[lane]});
+    outputs.push_back({static_cast<int32_t>(first + lane), upper[lane]});
     if (lower[lane] > least) least = lower[lane];
   }
 }
@@ -286,9 +301,11 @@ void Screening::sift(int64_t row) {
 bool Screening::gives_up() const {
   int64_t candidates = 0;
   for (size_t r = 0; r < static_cast<size_t>(rows_); r++) {
-    if (rounded_[r].odd) return true;
+    if (!rounded_[r].bounded) return true;
     candidates += static_cast<int64_t>(candidates_[r].size());
   }
+  for (size_t i = 0; i < static_cast<size_t>(rows_ * threads_); i++)
+    if (!notes_[i].are_all) return true;
   return candidates > rows_ * screen_->outputs / OUTPUTS_FOR_A_CANDIDATE;
 }
 

@@ -66,19 +66,20 @@ class Screening {
 
  private:
   struct Noted {
-    int64_t output;
+    int32_t output;
     float most;  // upper bound
   };
   // Of one row, by one thread.
   struct Notes {
-    float least;  // the largest lower bound
+    float least;   // the largest lower bound
+    bool are_all;  // or else there would be too many
     std::vector<Noted> outputs;
     // Those of sixteen outputs from `first` on, and before `end`, that have their bits in `lanes`.
     void take(uint32_t lanes, int64_t first, int64_t end, Vec most, Vec at_least);
   };
   struct Rounded {
     float scale, length, error;  // of x', |x'|, |x - x'|
-    bool odd;                    // beyond what the bounds are about
+    bool bounded;                // whether the bounds hold for such a row
   };
   template <int ROWS, int PLANES>
   void compare_tile(int64_t panel, int64_t first_row, Fetch fetch, Notes* notes) const;
