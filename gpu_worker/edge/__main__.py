@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import sys
 
+from penstock.shared.local.gc_tuning import without_collector
+
 from ..engine_start import start_engine
 
 if __name__ == "__main__":
     line = sys.stdin.buffer.readline()
     engine = start_engine(line)
 
-    from .main import main
+    with without_collector():
+        from .main import main
 
     sys.exit(main(line, engine))

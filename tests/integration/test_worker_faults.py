@@ -209,8 +209,13 @@ async def test_a_worker_sweeps_several_times_in_a_lease(
 
 
 async def test_drain_hands_over_and_loses_nothing(
-    redis_url: str, workers: WorkerFactory, expected: list[Output]
+    redis_url: str,
+    workers: WorkerFactory,
+    expected: list[Output],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv("PYTHONPATH", slow_steps(tmp_path, 0.02))
     pair = [workers.supervised(name) for name in ("one", "two")]
     async with Producer(redis_url) as producer:
         ids = await submit_all(producer)

@@ -14,8 +14,8 @@ constexpr int64_t FEWEST_OUTPUTS = 4096;  // below, the layer is no great part o
 constexpr int64_t MOST_INPUTS = 1 << 16;  // whose sums of products are words
 constexpr int64_t TOGETHER = 4;           // inputs of a step
 constexpr int64_t HEADER_BYTES = 4 * PANEL * 4;
-// More candidates for each row, as a share of the outputs, cost what the screen saves.
-constexpr int64_t OUTPUTS_FOR_A_CANDIDATE = 256;
+// More contenders for each row, as a share of the outputs, cost what the screen saves.
+constexpr int64_t OUTPUTS_FOR_A_CONTENDER = 256;
 // A thread notes no more for a row, or as many as that: the step will give up.
 constexpr int64_t OUTPUTS_FOR_A_NOTE = 32, FEWEST_NOTES = 256;
 // With more inputs, one byte of each leaves too many outputs.
@@ -142,7 +142,7 @@ void Screening::begin(const Screen& screen, int64_t rows, int threads) {
   }
   const auto count = static_cast<size_t>(rows), all = count * static_cast<size_t>(threads);
   if (rounded_.size() < count) rounded_.resize(count);
-  if (candidates_.size() < count) candidates_.resize(count);
+  if (contenders_.size() < count) contenders_.resize(count);
   if (notes_.size() < all) notes_.resize(all);
   if (largest_.size() < all) largest_.resize(all);
   for (size_t i = 0; i < all; i++) {
@@ -290,33 +290,33 @@ void Screening::compare(int64_t, int64_t, int) {}
 void Screening::sift(int64_t row) {
   float least = notes(row, 0).least;
   for (int64_t t = 1; t < threads_; t++) least = std::max(least, notes(row, t).least);
-  std::vector<int64_t>& candidates = candidates_[static_cast<size_t>(row)];
-  candidates.clear();
+  std::vector<int64_t>& contenders = contenders_[static_cast<size_t>(row)];
+  contenders.clear();
   for (int64_t t = 0; t < threads_; t++)
     for (const Noted& noted : notes(row, t).outputs)
-      if (!(noted.most < least)) candidates.push_back(noted.output);
-  std::sort(candidates.begin(), candidates.end());
+      if (!(noted.most < least)) contenders.push_back(noted.output);
+  std::sort(contenders.begin(), contenders.end());
 }
 
 bool Screening::gives_up() const {
-  int64_t candidates = 0;
+  int64_t contenders = 0;
   for (size_t r = 0; r < static_cast<size_t>(rows_); r++) {
     if (!rounded_[r].bounded) return true;
-    candidates += static_cast<int64_t>(candidates_[r].size());
+    contenders += static_cast<int64_t>(contenders_[r].size());
   }
   for (size_t i = 0; i < static_cast<size_t>(rows_ * threads_); i++)
     if (!notes_[i].are_all) return true;
-  return candidates > rows_ * screen_->outputs / OUTPUTS_FOR_A_CANDIDATE;
+  return contenders > rows_ * screen_->outputs / OUTPUTS_FOR_A_CONTENDER;
 }
 
 void Screening::compute(const Matrix& matrix, const Epilogue& epilogue, const char* input,
                         int64_t row, int64_t part) {
-  const std::vector<int64_t>& candidates = candidates_[static_cast<size_t>(row)];
-  const auto count = static_cast<int64_t>(candidates.size());
+  const std::vector<int64_t>& contenders = contenders_[static_cast<size_t>(row)];
+  const auto count = static_cast<int64_t>(contenders.size());
   Largest found{0.f, -1};
   float outputs[LANES];
   for (int64_t i = count * part / threads_, first = -1; i < count * (part + 1) / threads_; i++) {
-    const int64_t output = candidates[static_cast<size_t>(i)];
+    const int64_t output = contenders[static_cast<size_t>(i)];
     if (output / LANES * LANES != first) {
       first = output / LANES * LANES;
       store(outputs, multiply_few(matrix, epilogue, input, first));

@@ -95,7 +95,7 @@ class Screening {
   Memory bytes_;    // [rows]: the high bytes, then the low ones, all with 128 added
   std::vector<Rounded> rounded_;                  // [rows]
   std::vector<Notes> notes_;                      // [threads][rows]
-  std::vector<std::vector<int64_t>> candidates_;  // [rows], in order
+  std::vector<std::vector<int64_t>> contenders_;  // [rows], in order
   std::vector<Largest> largest_;                  // [rows][threads]; place -1: none
 };
 
