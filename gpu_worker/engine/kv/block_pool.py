@@ -322,13 +322,14 @@ class BlockPool:
             self._check_table(sequence)
         counts = Counter(block for owner in owners for block in owner.block_tables[self._index])
         for block, count in enumerate(self._ref_counts):
-            owned, listed = counts.get(block, 0), block in self._unused
-            if count != owned or listed != (count == 0):
-                facts = f"{owned} owners, {count=}, in free list {listed}"
-                raise IntegrityError(f"block {block}: {facts}")
+            _require(count == counts[block], f"block {block}: {counts[block]} owners, {count=}")
+            listed = block in self._unused
+            _require(
+                listed == (count == 0), f"block {block}: {count} owners, in free list {listed}"
+            )
         cached = [self._cache is not None and block in self._cache for block in self._unused]
         _require(cached == sorted(cached), "a cached block is handed out before a free one")
-        _require(sum(cached) == self._num_cached, sum(cached), " cached, not ", self._num_cached)
+        _require(sum(cached) == self._num_cached, f"{sum(cached)} cached, not {self._num_cached}")
         num_free = len(cached) - sum(cached)
         total = num_free + self.num_cached + self.num_used
         _require(
@@ -342,35 +343,30 @@ class BlockPool:
         first = first_seen_block(num_computed, self.window, self.block_size)
         gone = next((i for i, block in enumerate(table) if block != NO_BLOCK), len(table))
         held = table[gone:]
-        _require(gone <= first, sequence, ": a block in its window is gone from ", table)
-        _require(NO_BLOCK not in held, sequence, ": a block in the middle is gone from ", table)
+        _require(gone <= first, f"{sequence}: a block in its window is gone from {table}")
+        _require(NO_BLOCK not in held, f"{sequence}: a block in the middle is gone from {table}")
         # A block that a decode step pushes out of the window is dropped when the next one is full.
         filled = num_computed - num_computed % self.block_size
         late = first_seen_block(filled, self.window, self.block_size) > gone
-        _require(not late, sequence, ": blocks that left its window are still in ", table)
-        _require(len(set(held)) == len(held), sequence, ": a block stands twice in ", table)
-        _require(num_computed <= sequence.num_tokens, sequence, ": computed more than it has")
-        _require(
-            len(table) >= self.blocks_for(num_computed), sequence, ": ", table, " is too short"
-        )
+        _require(not late, f"{sequence}: blocks that left its window are still in {table}")
+        _require(len(set(held)) == len(held), f"{sequence}: a block stands twice in {table}")
+        _require(num_computed <= sequence.num_tokens, f"{sequence}: computed more than it has")
+        _require(len(table) >= self.blocks_for(num_computed), f"{sequence}: {table} is too short")
         num_full = num_computed // self.block_size
         writable = sequence.num_writable_tokens
-        _require(writable <= len(table) * self.block_size, sequence, ": may write up to ", writable)
+        _require(writable <= len(table) * self.block_size, f"{sequence}: {writable=}")
         if writable > num_computed:
             own = table[num_full : self.blocks_for(writable)]
             shared = [block for block in own if self._ref_counts[block] > 1]
-            _require(not shared, sequence, ": may write up to ", writable, ", but shares ", shared)
-        _require(sequence.num_published_blocks <= num_full, sequence, ": published too early")
+            _require(not shared, f"{sequence} may write up to {writable}, but shares {shared}")
+        _require(sequence.num_published_blocks <= num_full, f"{sequence}: published too early")
         for block in table[num_full:]:
             hit = self._cache is not None and block in self._cache
-            _require(not hit, sequence, ": not fully computed, but cached is block ", block)
+            _require(not hit, f"{sequence}: block {block} is cached and not fully computed")
         for block in table[self.blocks_for(num_computed) :]:
-            _require(
-                self._ref_counts[block] == 1, sequence, ": shared is the unwritten block ", block
-            )
+            _require(self._ref_counts[block] == 1, f"{sequence}: unwritten block {block} is shared")
 
 
-def _require(holds: bool, *words: object) -> None:
-    """Words become text only where it does not hold: what they name is asked for at every step."""
+def _require(holds: bool, message: str) -> None:
     if not holds:
-        raise IntegrityError("".join(map(str, words)))
+        raise IntegrityError(message)
