@@ -102,10 +102,10 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Leave an orderly interpreter, or end at once where nobody looks any more.
+    """Let a process that runs tests beside others end without freeing what it imported.
 
-    Libraries count at the end what was not freed. To free all that tests of every folder imported
-    takes three seconds, after a process beside others has reported its last result.
+    That takes three seconds after its last result. Other processes end in order, because libraries
+    then count what was not freed.
     """
     gc.unfreeze()
     if hasattr(config, "workerinput"):

@@ -53,6 +53,9 @@ class NativeProgram:
         packed: a file with its weights, if they have been packed before: then matrices are made of
             :class:`MappedPart`.
 
+    Attributes:
+        has_screen: whether steps can find the largest logits without computing all.
+
     Raises:
         ValueError: (all methods) an operation does not fit its buffers.
     """
@@ -117,7 +120,7 @@ class NativeProgram:
 
     @property
     def weight_bytes(self) -> int:
-        """Memory of all packed weights, with their scales."""
+        """Memory of all packed weights, with their scales and without a screen."""
         return int(self._library.weight_bytes(self._handle))
 
     @property
@@ -179,9 +182,9 @@ class NativeProgram:
             add: to what the output holds.
             scale: factor.
             softcap: ``y = softcap * tanh(y / softcap)`` if it is not 0.
-            screened: whether steps that want the largest logits alone find them by a screen: a copy
-                of the matrix in 8 bits, which tells what to compute. None is made where the CPU or
-                the matrix is not fit for one.
+            screened: of logits: make a screen if the CPU and the matrix are fit for one, and set
+                :attr:`has_screen`. It is a copy of the matrix in 8 bits. Steps that want the
+                largest logits alone learn from it which few they must compute.
         """
         values = None if bias is None else bias.detach().float().contiguous()
         spec = LinearSpec(

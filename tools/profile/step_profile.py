@@ -113,6 +113,7 @@ def profile_steps(options: ProfileOptions, progress: Progress) -> Report:
             served.summary,
             _load_of(options),
             f"bound: {bound}; {_ADVICE[bound]}",
+            *_screen_note(loaded),
             "Redis and arrivals are outside: the engine process alone, all requests at once",
         ),
     )
@@ -123,6 +124,12 @@ def _weight_bytes(loaded: LoadedModel, weights: int) -> int:
     if loaded.native is None:
         return weights * loaded.dtype.itemsize
     return loaded.native.program.weight_bytes
+
+
+def _screen_note(loaded: LoadedModel) -> tuple[str, ...]:
+    if loaded.native is None or not loaded.native.program.has_screen:
+        return ()
+    return ("floors are of steps that compute all logits; these find the largest by a screen",)
 
 
 def _load_of(options: ProfileOptions) -> str:

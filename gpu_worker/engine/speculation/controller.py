@@ -114,7 +114,7 @@ class Speculator:
     def stays_plain(self, num_sequences: int) -> bool:
         """Whether the step after the one in flight has no drafts, whatever that one gives.
 
-        Both are steps of so many decodes. The one in flight still counts among the plain ones due.
+        Both steps decode ``num_sequences`` sequences. ``plain_due`` still counts the one in flight.
         """
         return self._config.length is None and self._batch_class(num_sequences).plain_due > 1
 

@@ -53,7 +53,7 @@ int Program::add_matrix(int64_t outputs, int64_t inputs, Type type, bool gated,
 int64_t Program::weight_bytes() const {
   int64_t bytes = 0;
   for (const Matrix& m : matrices_) bytes += m.panels * m.panel_bytes;
-  return bytes + (screen_ ? static_cast<int64_t>(screen_->bytes()) : 0);
+  return bytes;
 }
 
 Matrix& Program::matrix(int index) {
