@@ -85,7 +85,12 @@ class WorkerFactory:
         self._started: list[subprocess.Popen[bytes]] = []
 
     def engine(self, worker_id: str, **settings: Any) -> WorkerProcess:
-        """An engine process without a supervisor, as on a machine that is lost as a whole.
+        """The processes of :meth:`launch`, ready to serve."""
+        process = self.launch(worker_id, **settings)
+        return WorkerProcess(process, self._ready_file(worker_id), self._log(worker_id))
+
+    def launch(self, worker_id: str, **settings: Any) -> subprocess.Popen[bytes]:
+        """Start a worker without a supervisor, as on a machine that is lost as a whole.
 
         Settings are given as ``section__name=value``.
         """
@@ -96,10 +101,10 @@ class WorkerFactory:
             "engine.threads": 1,
             "engine.kv_memory": "32MiB",
         }
-        ready = self._folder / f"{worker_id}.ready"
-        log = self._folder / f"{worker_id}.log"
-        launch = Launch(load_settings({**defaults, **flags}), worker_id, ready)
-        with log.open("wb") as out:
+        line = Launch(
+            load_settings({**defaults, **flags}), worker_id, self._ready_file(worker_id)
+        ).to_line()
+        with self._log(worker_id).open("wb") as out:
             process = spawn_bound(
                 [sys.executable, "-m", "penstock.gpu_worker.edge"],
                 stdin=subprocess.PIPE,
@@ -107,14 +112,13 @@ class WorkerFactory:
             )
         self._started.append(process)
         assert process.stdin is not None
-        process.stdin.write(launch.to_line())
+        process.stdin.write(line)
         process.stdin.close()
-        return WorkerProcess(process, ready, log)
+        return process
 
     def command(self, name: str, *arguments: str, **environment: str) -> subprocess.Popen[bytes]:
         """``penstock worker`` as a user starts it: a supervisor and its engine process."""
-        log = self._folder / f"{name}.log"
-        with log.open("wb") as out:
+        with self._log(name).open("wb") as out:
             process = spawn_bound(
                 [sys.executable, "-m", "penstock.gpu_worker", "worker", *arguments],
                 stderr=out,
@@ -125,12 +129,18 @@ class WorkerFactory:
 
     def supervised(self, name: str, *arguments: str, **environment: str) -> WorkerProcess:
         """The same, ready to serve."""
-        ready = self._folder / f"{name}.ready"
+        ready = self._ready_file(name)
         defaults = ("--threads", "1", "--kv-memory", "32MiB", "--metrics-port", "0")
         process = self.command(
             name, *defaults, "--ready-file", str(ready), *arguments, **environment
         )
-        return WorkerProcess(process, ready, self._folder / f"{name}.log")
+        return WorkerProcess(process, ready, self._log(name))
+
+    def _ready_file(self, name: str) -> Path:
+        return self._folder / f"{name}.ready"
+
+    def _log(self, name: str) -> Path:
+        return self._folder / f"{name}.log"
 
     def close(self) -> None:
         for process in self._started:
