@@ -104,12 +104,13 @@ def pytest_collection() -> Generator[None, object, object]:
 def pytest_unconfigure(config: pytest.Config) -> None:
     """Let a process that runs tests beside others end without freeing what it imported.
 
-    That takes three seconds after its last result. Other processes end in order, because libraries
-    then count what was not freed.
+    That takes three seconds after its last result, and two more rounds of the collector over all
+    modules. Other processes end in order, because libraries then count what was not freed.
     """
-    gc.unfreeze()
     if hasattr(config, "workerinput"):
         atexit.register(os._exit, 0)
+    else:
+        gc.unfreeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
