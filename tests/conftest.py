@@ -16,6 +16,7 @@ import pytest
 import redis
 import redis.asyncio
 from hypothesis import HealthCheck, settings
+from xdist.scheduler import LoadFileScheduling
 
 from penstock.shared.local.embedded import EmbeddedRedis
 from penstock.shared.local.server_binary import ServerBinary, find_servers
@@ -85,6 +86,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     moved = [name for name in SLOWEST if not (folder / name).is_file()]
     assert not moved, f"SLOWEST names files that are not there: {moved}"
     items.sort(key=lambda item: place.get(item.path.relative_to(folder).as_posix(), len(SLOWEST)))
+
+
+class LoadFiles(LoadFileScheduling):
+    """Files of a folder ``one_worker`` share a worker, so one process runs them all."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file: str = super()._split_scope(nodeid)
+        folder = file.rpartition("/")[0]
+        return folder if folder.endswith("/one_worker") else file
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> LoadFiles | None:
+    """What ``--dist loadfile`` means here; other ways to distribute are xdist's."""
+    return LoadFiles(config, log) if config.option.dist == "loadfile" else None
 
 
 @pytest.hookimpl(wrapper=True)

@@ -5,18 +5,14 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import redis
 from gateway.rig import GatewayProcess, events
-from workers import WorkerFactory
 
 from penstock.shared.local.embedded import EmbeddedRedis
-
-pytestmark = pytest.mark.usefixtures("demo_worker")
 
 PROMPTS: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "What is a list?"}]},
@@ -204,35 +200,3 @@ def test_a_salt_of_the_cache_is_refused_by_name(gateway: GatewayProcess, path: s
     refused = httpx.post(gateway.url + path, json=body, timeout=60)
     assert refused.status_code == 400
     assert refused.json()["error"]["param"] == "cache_salt"
-
-
-def test_a_full_queue_is_told_when_to_come_back(
-    server: EmbeddedRedis, folder: Path, fleet: WorkerFactory
-) -> None:
-    small = GatewayProcess(
-        server.url, folder / "small.log", queue__max_queued_requests=1, gateway__extra_models="late"
-    )
-    try:
-        body = {"model": "late", "prompt": "abc", "max_tokens": 4}
-        asked = {"model": "late", "input": "abc", "background": True}
-        waits = httpx.post(f"{small.url}/v1/responses", json=asked, timeout=60).json()
-        assert waits["status"] == "queued"
-        refused = httpx.post(f"{small.url}/v1/completions", json=body, timeout=60)
-        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
-        assert 1 <= int(refused.headers["retry-after"]) <= 120
-
-        seen: list[int] = []
-
-        def make_room(response: httpx.Response) -> None:
-            seen.append(response.status_code)
-            if len(seen) == 1:
-                fleet.supervised("late", "--model", "synthetic", "--name", "late")
-                httpx.delete(f"{small.url}/v1/streams/{waits['id']}", timeout=60)
-
-        http = httpx.Client(event_hooks={"response": [make_room]})
-        with small.client(max_retries=2, http_client=http) as client:
-            answer = client.completions.create(**body)
-        assert len(answer.choices[0].text) == 4
-        assert (seen[0], seen[-1]) == (429, 200)
-    finally:
-        small.kill()

@@ -12,8 +12,6 @@ from pydantic import BaseModel, SecretStr
 if TYPE_CHECKING:  # these take two seconds, which other test files need not wait for
     from langchain_openai import ChatOpenAI
 
-pytestmark = pytest.mark.usefixtures("demo_worker")
-
 
 class Verdict(BaseModel):
     """What the model is made to say."""

@@ -12,8 +12,6 @@ from waiting import wait_until
 
 from penstock.shared.local.embedded import EmbeddedRedis
 
-pytestmark = pytest.mark.usefixtures("demo_worker")
-
 FIELDS: dict[str, Any] = {"model": "demo", "input": "The list type", "max_output_tokens": 12}
 
 

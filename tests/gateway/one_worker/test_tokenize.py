@@ -6,8 +6,6 @@ import httpx
 import pytest
 from gateway.rig import GatewayProcess
 
-pytestmark = pytest.mark.usefixtures("demo_worker")
-
 
 def test_text_and_its_tokens_are_each_others_inverse(gateway: GatewayProcess) -> None:
     given = {"model": "demo", "prompt": "The list type"}

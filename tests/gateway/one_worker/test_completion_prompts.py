@@ -10,8 +10,6 @@ import openai
 import pytest
 from gateway.rig import GatewayProcess, events
 
-pytestmark = pytest.mark.usefixtures("demo_worker")
-
 PROMPTS = ["The list type", "A dictionary maps", "Sets are"]
 FIELDS: dict[str, Any] = {"model": "demo", "max_tokens": 4, "temperature": 0, "seed": 1}
 

@@ -6,8 +6,6 @@ import openai
 import pytest
 from gateway.rig import GatewayProcess
 
-pytestmark = pytest.mark.usefixtures("demo_worker")
-
 MESSAGES = [{"role": "user", "content": "Say something about queues."}]
 
 
