@@ -89,12 +89,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 class LoadFiles(LoadFileScheduling):
-    """Files of a folder ``one_worker`` share a worker, so one process runs them all."""
+    """Files of a folder like ``one_worker`` share a worker, so one process runs them all."""
 
     def _split_scope(self, nodeid: str) -> str:
         file: str = super()._split_scope(nodeid)
         folder = file.rpartition("/")[0]
-        return folder if folder.endswith("/one_worker") else file
+        return folder if "/one_" in folder else file
 
 
 @pytest.hookimpl(optionalhook=True)

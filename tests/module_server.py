@@ -11,7 +11,7 @@ from workers import WorkerFactory
 from penstock.shared.local.embedded import EmbeddedRedis
 from penstock.shared.local.server_binary import find_servers
 
-__all__ = ["fleet", "folder", "server", "synthetic_worker"]
+__all__ = ["fleet", "folder", "server", "start_letters", "synthetic_worker"]
 
 
 @pytest.fixture(scope="module")
@@ -36,11 +36,16 @@ def fleet(server: EmbeddedRedis, folder: Path) -> Iterator[WorkerFactory]:
     factory.close()
 
 
-@pytest.fixture(scope="module")
-def synthetic_worker(fleet: WorkerFactory) -> None:
-    """A worker whose tokens are letters by a hash, under the name ``letters``.
+def start_letters(fleet: WorkerFactory) -> None:
+    """Start a worker whose tokens are letters by a hash, under the name ``letters``.
 
     It publishes each token alone, so that streams can be disturbed between any two.
     """
     at_once = {"PENSTOCK_WORKER__STREAM_INTERVAL_MS": "0"}
     fleet.supervised("letters", "--model", "synthetic", "--name", "letters", **at_once)
+
+
+@pytest.fixture(scope="module")
+def synthetic_worker(fleet: WorkerFactory) -> None:
+    """What :func:`start_letters` starts."""
+    start_letters(fleet)

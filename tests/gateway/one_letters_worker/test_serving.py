@@ -20,8 +20,6 @@ from waiting import wait_until
 
 from penstock.shared.local.embedded import EmbeddedRedis
 
-pytestmark = pytest.mark.usefixtures("synthetic_worker")
-
 ORIGIN = "https://app.example"
 BODY = {"model": "letters", "prompt": "abc", "max_tokens": 4}
 

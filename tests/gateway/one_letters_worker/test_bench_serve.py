@@ -28,7 +28,6 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
     return facts
 
 
-@pytest.mark.usefixtures("synthetic_worker")
 def test_the_same_load_through_redis_and_http(
     server: EmbeddedRedis,
     gateway: GatewayProcess,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -11,7 +10,6 @@ import openai
 import pytest
 from gateway.rig import GatewayProcess, events
 from tool_model import TOOLS, tool_tokenizer
-from workers import WorkerFactory
 
 GRAMMAR = r"""
 start: <think> /[a-z ]{20,40}/ </think> "\n\n" /[a-z]{5,9}/ "\n" call "\n" call
@@ -26,12 +24,6 @@ ASK: dict[str, Any] = {
     "seed": 1,
     "extra_body": {"structured_outputs": {"grammar": GRAMMAR}},
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def tool_worker(fleet: WorkerFactory, tool_model: Path) -> None:
-    at_once = {"worker__stream_interval_ms": 0}  # streams are resumed between any two tokens
-    fleet.engine("caller", model__path=str(tool_model), queue__model="caller", **at_once)
 
 
 def test_calls_streamed_and_not_are_the_same(client: openai.OpenAI) -> None:

@@ -6,8 +6,6 @@ import httpx
 import pytest
 from gateway.rig import GatewayProcess
 
-pytestmark = pytest.mark.usefixtures("synthetic_worker")
-
 BODY = {"model": "letters", "prompt": "abc", "max_tokens": 1}
 
 

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from gateway.rig import Event, GatewayProcess, events
 from tool_model import TOOLS
-from workers import WorkerFactory
 
 THINK, CALL, END = "259", "261", "258"
 WEATHER, NOW = TOOLS
@@ -41,11 +39,6 @@ CASES: dict[str, tuple[dict[str, Any], str, tuple[int, int], set[str]]] = {
     ),
 }  # fmt: skip
 """What is asked for, and what comes: the reason, how many calls at least and most, of which."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def tool_worker(fleet: WorkerFactory, tool_model: Path) -> None:
-    fleet.engine("caller", model__path=str(tool_model), queue__model="caller")
 
 
 def assembled(found: Iterable[Event]) -> dict[str, Any]:

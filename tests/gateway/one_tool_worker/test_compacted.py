@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -12,7 +11,6 @@ import redis
 from gateway.rig import Event, GatewayProcess, events
 from tool_model import TOOLS
 from waiting import wait_until
-from workers import WorkerFactory
 
 from penstock.shared.keys import Keys
 from penstock.shared.local.embedded import EmbeddedRedis
@@ -36,14 +34,6 @@ CHAT: dict[str, dict[str, Any]] = {
     "choices": {"messages": MESSAGES, **SHOWN, "logprobs": True, "max_tokens": 40},
     "text": {"prompt": "Bonn", **SHOWN, "logprobs": 2, "max_tokens": 40},
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def tool_worker(fleet: WorkerFactory, tool_model: Path) -> None:
-    """A worker that makes no log compact in this time but those that a test makes older."""
-    settings = {"queue__model": "caller", "queue__compact_logs_after_s": 36_000}
-    settings["worker__stream_interval_ms"] = 0  # streams are resumed between any two tokens
-    fleet.engine("caller", model__path=str(tool_model), **settings)
 
 
 def make_compact(server: EmbeddedRedis, name: str) -> None:

@@ -12,8 +12,6 @@ from gateway.rig import Event, GatewayProcess, events
 
 from penstock.shared.local.embedded import EmbeddedRedis
 
-pytestmark = pytest.mark.usefixtures("synthetic_worker")
-
 BODY = {"model": "letters", "prompt": "abc", "max_tokens": 40, "stream": True}
 CONTINUOUS = {"include_usage": True, "continuous_usage_stats": True}
 

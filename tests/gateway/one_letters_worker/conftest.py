@@ -1,0 +1,16 @@
+"""One worker whose tokens are letters by a hash, for all tests that only ask it."""
+
+from __future__ import annotations
+
+import pytest
+from gateway.folder_server import fleet as fleet
+from gateway.folder_server import folder as folder
+from gateway.folder_server import gateway as gateway
+from gateway.folder_server import server as server
+from module_server import start_letters
+from workers import WorkerFactory
+
+
+@pytest.fixture(scope="session", autouse=True)
+def synthetic_worker(fleet: WorkerFactory) -> None:
+    start_letters(fleet)
