@@ -89,12 +89,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 class LoadFiles(LoadFileScheduling):
-    """Files of a folder like ``one_worker`` share a worker, so one process runs them all."""
+    """Files of a folder that share what takes long to have run in one process.
+
+    It is a worker in folders like ``one_worker``, and in ``layout`` all sources as parsed.
+    """
 
     def _split_scope(self, nodeid: str) -> str:
         file: str = super()._split_scope(nodeid)
-        folder = file.rpartition("/")[0]
-        return folder if "/one_" in folder else file
+        folder, _, name = file.rpartition("/")[0].rpartition("/")
+        return f"{folder}/{name}" if name.startswith("one_") or name == "layout" else file
 
 
 @pytest.hookimpl(optionalhook=True)
