@@ -24,6 +24,7 @@ from slow_steps import slow_steps
 from waiting import is_running, wait_until
 from workers import WorkerFactory, WorkerProcess
 
+from penstock.gpu_worker.model.loading.checkpoint_folder import find_checkpoint
 from penstock.producer import Producer, Result
 from penstock.shared.keys import Keys
 from penstock.shared.local.embedded import EmbeddedRedis
@@ -34,6 +35,8 @@ from penstock.tools.chaos.faults.process_table import children
 
 KEYS = Keys("demo")
 TOKENS = 120
+KNOWN = str(find_checkpoint("demo"))
+"""A changed copy of the code has a copy of the demo model, too, and would have to examine it."""
 PROMPTS = ("The list type", "def parse(", "Return the name of", "class Queue", "A file object")
 
 
@@ -153,7 +156,8 @@ async def test_streams_continue_when_a_machine_is_lost(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", slow_steps(tmp_path, 0.02))
-    pair = [workers.engine(name, worker__lease_ms=600) for name in ("one", "two")]
+    settings = {"model__path": KNOWN, "queue__model": "demo", "worker__lease_ms": 600}
+    pair = [workers.engine(name, **settings) for name in ("one", "two")]
     async with Producer(redis_url) as producer:
         ids = await submit_all(producer)
         readers = asyncio.create_task(read_all(producer, ids))
@@ -216,7 +220,8 @@ async def test_drain_hands_over_and_loses_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", slow_steps(tmp_path, 0.02))
-    pair = [workers.supervised(name) for name in ("one", "two")]
+    model = ("--model", KNOWN, "--name", "demo")
+    pair = [workers.supervised(name, *model) for name in ("one", "two")]
     async with Producer(redis_url) as producer:
         ids = await submit_all(producer)
         readers = asyncio.create_task(read_all(producer, ids))
