@@ -7,6 +7,7 @@ import fcntl
 import gc
 import importlib.util
 import os
+import re
 import shutil
 import signal
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
@@ -88,16 +89,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: place.get(item.path.relative_to(folder).as_posix(), len(SLOWEST)))
 
 
-class LoadFiles(LoadFileScheduling):
-    """Files of a folder that share what takes long to have run in one process.
+TOGETHER = re.compile(r".*?/(one_\w+|bench|layout)(?=/)")
+"""Folders whose files share what takes long to have, so that one process runs them all.
 
-    It is a worker in folders like ``one_worker``, and in ``layout`` all sources as parsed.
-    """
+It is a worker in folders like ``one_worker``, in ``bench`` a process that has imported
+transformers, and in ``layout`` all sources as parsed.
+"""
+
+
+class LoadFiles(LoadFileScheduling):
+    """A process runs whole files, or whole folders of :data:`TOGETHER`."""
 
     def _split_scope(self, nodeid: str) -> str:
         file: str = super()._split_scope(nodeid)
-        folder, _, name = file.rpartition("/")[0].rpartition("/")
-        return f"{folder}/{name}" if name.startswith("one_") or name == "layout" else file
+        folder = TOGETHER.match(file)
+        return folder[0] if folder else file
 
 
 @pytest.hookimpl(optionalhook=True)
