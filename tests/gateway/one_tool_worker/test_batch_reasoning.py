@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
-import pytest
+from batches.conftest import client as client
 from batches.conftest import drive, start
-from workers import WorkerFactory
+from batches.conftest import service as service
+from batches.conftest import settings as settings
 
 from penstock.producer.batches.batch_service import BatchService
 from penstock.producer.batches.stores.records import BatchState
 from penstock.producer.gateway.batch_files.batch_endpoints import batch_object
 
 GRAMMAR = "start: <think> /[a-z]{8}/ </think> /[a-z]{5}/"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def tool_worker(fleet: WorkerFactory, tool_model: Path) -> None:
-    fleet.engine("caller", model__path=str(tool_model), queue__model="caller")
 
 
 async def test_reasoning_is_counted_by_token(service: BatchService) -> None:
