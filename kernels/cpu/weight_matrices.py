@@ -6,6 +6,8 @@ import ctypes
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 
 import torch
@@ -18,6 +20,12 @@ from .weights_file import MappedPart, MatrixForm, WeightsFile
 __all__ = ["TYPES", "Weight", "WeightMatrices"]
 
 TYPES = {torch.float32: Type.FLOAT, torch.bfloat16: Type.BF16}
+
+UNIT_INPUTS, NUM_EXPONENTS = 4, 8
+"""Of weights with short exponents."""
+
+WEIGHTS_FOR_AN_EXCEPTION = 256
+"""With more exceptions, putting them right takes what shorter reads save."""
 
 Weight = Tensor | CodedWeight | MappedPart
 
@@ -76,9 +84,11 @@ class WeightMatrices:
         if self._is_packed:
             return
         unpacked, self._unpacked = self._unpacked, []
-        with ThreadPoolExecutor(torch.get_num_threads()) as threads:
-            list(threads.map(self._fill, unpacked))
-            parts = torch.get_num_threads()
+        parts = torch.get_num_threads()
+        with ThreadPoolExecutor(parts) as threads:
+            # Of one matrix by one thread: two outputs may share a byte.
+            list(threads.map(self._fill, [[*of] for _, of in groupby(unpacked, itemgetter(0))]))
+            self._library.checked("seal", self._program)
             list(threads.map(lambda part: self._fill_screen(part, parts), range(parts)))
         self._library.checked("choose_ways", self._program)
         self._is_packed = True
@@ -110,7 +120,11 @@ class WeightMatrices:
         first = weights[0]
         outputs, inputs = _shape(weights, gated)
         if not isinstance(first, CodedWeight):
-            return MatrixForm(outputs, inputs, gated, self._kept_as(weights))
+            kind = self._kept_as(weights)
+            exponents, exceptions = self._short_exponents(weights, kind)
+            return MatrixForm(
+                outputs, inputs, gated, kind, exponents=exponents, exceptions=exceptions
+            )
         if not all(isinstance(w, CodedWeight) and w.goes_with(first) for w in weights):
             raise ValueError("the parts of a matrix are coded differently")
         values = None if first.values is None else tuple(first.values.tolist())
@@ -121,6 +135,10 @@ class WeightMatrices:
 
     def _make(self, form: MatrixForm) -> int:
         shape = self._program, form.outputs, form.inputs, form.kind, int(form.gated)
+        if form.exponents is not None:
+            return self._library.checked(
+                "short_matrix", *shape, bytes(form.exponents), form.exceptions
+            )
         if form.codes is None:
             return self._library.checked("matrix", *shape)
         values = None if form.values is None else (ctypes.c_float * 16)(*form.values)
@@ -134,10 +152,30 @@ class WeightMatrices:
             return Type.WIDENED
         return self._type
 
+    def _short_exponents(
+        self, weights: Sequence[Weight], kind: Type
+    ) -> tuple[tuple[int, ...] | None, int]:
+        """The exponents that few weights do not have, and how many those are; None: too many."""
+        in_units = kind is not Type.FLOAT and weights[0].shape[1] % UNIT_INPUTS == 0
+        if not (in_units and self._library.has_short_exponents()):
+            return None, 0
+        counts = (ctypes.c_int64 * 128)()
+        for weight in weights:
+            assert isinstance(weight, Tensor)
+            source = _plain(weight)
+            self._library.count_exponents(
+                source.data_ptr(), TYPES[source.dtype], source.numel(), counts
+            )
+        usual = sorted(range(len(counts)), key=lambda exponent: -counts[exponent])[:NUM_EXPONENTS]
+        exceptions = sum(counts) - sum(counts[exponent] for exponent in usual)
+        if exceptions * WEIGHTS_FOR_AN_EXCEPTION > sum(counts):
+            return None, 0
+        return tuple(usual), exceptions
+
     def _fits_bf16(self, weight: Weight) -> bool:
         if not isinstance(weight, Tensor):
             return False
-        source = weight.detach().contiguous().float()
+        source = _plain(weight).float()
         return bool(self._library.fits_bf16(source.data_ptr(), source.numel()))
 
     def _fill_codes(self, number: int, weight: CodedWeight, first: int, part: int) -> None:
@@ -152,15 +190,19 @@ class WeightMatrices:
     def _fill_screen(self, part: int, parts: int) -> None:
         self._library.checked("fill_screen", self._program, part, parts)
 
-    def _fill(self, unpacked: tuple[int, Tensor, int, int]) -> None:
-        number, weight, first, part = unpacked
-        source = weight.contiguous()
-        if source.dtype not in TYPES:
-            source = source.float()
-        self._library.checked(
-            "fill", self._program, number, source.data_ptr(), TYPES[source.dtype], first,
-            source.shape[0], part,
-        )  # fmt: skip
+    def _fill(self, parts: Sequence[tuple[int, Tensor, int, int]]) -> None:
+        for number, weight, first, part in parts:
+            source = _plain(weight)
+            self._library.checked(
+                "fill", self._program, number, source.data_ptr(), TYPES[source.dtype], first,
+                source.shape[0], part,
+            )  # fmt: skip
+
+
+def _plain(weight: Tensor) -> Tensor:
+    """The weight as the library reads it."""
+    weight = weight.detach().contiguous()
+    return weight if weight.dtype in TYPES else weight.float()
 
 
 def _shape(weights: Sequence[Weight], gated: bool) -> tuple[int, int]:

@@ -28,6 +28,9 @@ class MatrixForm:
         group: how many inputs share a scale; 0 without codes.
         has_offsets: whether a group of codes has an offset beside its scale.
         values: what the sixteen codes of ``Codes.TABLE4`` stand for; None for other kinds.
+        exponents: of nearly all weights, their upper seven bits, where weights have short
+            exponents (``src/linear/short_exponents.h``); None: they do not.
+        exceptions: how many weights have other exponents.
     """
 
     outputs: int
@@ -38,6 +41,8 @@ class MatrixForm:
     group: int = 0
     has_offsets: bool = False
     values: tuple[float, ...] | None = None
+    exponents: tuple[int, ...] | None = None
+    exceptions: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """For :meth:`of_json`."""
@@ -50,12 +55,13 @@ class MatrixForm:
         Raises:
             LookupError, TypeError, ValueError: it is something else.
         """
-        codes, values = tree["codes"], tree["values"]
+        codes, values, exponents = tree["codes"], tree["values"], tree["exponents"]
         return cls(**{
             **tree,
             "kind": Type(tree["kind"]),
             "codes": None if codes is None else Codes(codes),
             "values": None if values is None else tuple(values),
+            "exponents": None if exponents is None else tuple(exponents),
         })  # fmt: skip
 
 

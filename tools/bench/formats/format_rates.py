@@ -57,10 +57,10 @@ def bench_formats(options: EngineOptions, progress: Progress = lambda *_: None) 
                     _measure(options, sides, batch, rounds, bytes_per_s)
                     done += 1
                     progress(f"batch of {batch}", done, stages)
-        full = sides[FULL].weight_bytes / torch.bfloat16.itemsize
+        count = sides[FULL].num_weights
         for name, side in sides.items():
             rounds.add(f"weights_mb_{name}", side.weight_bytes / 1e6)
-            rounds.add(f"bytes_per_weight_{name}", side.weight_bytes / full)
+            rounds.add(f"bytes_per_weight_{name}", side.weight_bytes / count)
         for each in options.formats if options.exactness else ():
             for figure, value in format_exactness(options.model, each, progress).items():
                 rounds.add(f"{figure}_{each.name}", value)
@@ -117,6 +117,11 @@ class _Format:
         self._loaded = runner.loaded
         self.summary = served.summary
         self.side = Side(Engine(served.config, served.new_text_stream), runner, cpu_time=False)
+
+    @property
+    def num_weights(self) -> int:
+        """Weights that a step multiplies, the output layer's included."""
+        return self._loaded.multiplied_weights
 
     @property
     def weight_bytes(self) -> int:

@@ -4,103 +4,14 @@
 #include <stdexcept>
 
 #include "coded_linear.h"
-#include "tiles.h"
+#include "full_tile.h"
+#include "short_linear.h"
 
 namespace penstock {
 namespace {
 
-constexpr int64_t BLOCK_BYTES = 512 << 10;              // of activations
-constexpr int HALVES = HALVES_APART ? 1 : 2;            // of a panel, which a tile multiplies
-constexpr int64_t TILE_BYTES = STEP_BYTES / 2 * HALVES; // from one step of a tile to the next
-constexpr int64_t BLOCK_STEPS = 256 / HALVES;           // which stay in the first-level cache
-
-// ---- how a step of weights meets a row
-
-// Every kind gives sixteen weights of one of a step's INPUTS, and multiplies them with that input.
-struct Floats {
-  static constexpr int INPUTS = 1;
-  static Vec weights(const char* w, int) { return load(w); }
-  static void multiply(Vec x, Vec w, Vec& sum) { add_product(x, w, sum); }
-};
-
-struct Widened {
-  static constexpr int INPUTS = 2;
-  static Vec weights(const char* w, int input) {
-    // Loaded for each input anew: registers for both are not to be had everywhere.
-    asm volatile("" : "+r"(w));
-    return input ? load_odd(w) : load_even(w);
-  }
-  static void multiply(Vec x, Vec w, Vec& sum) { add_product(x, w, sum); }
-};
-
-#if defined(__AVX512BF16__)
-// Two inputs are one here: what lies in four bytes.
-struct Halves {
-  static constexpr int INPUTS = 1;
-  static Vec weights(const char* w, int) { return load(w); }
-  static void multiply(Vec x, Vec w, Vec& sum) {
-    sum = _mm512_dpbf16_ps(sum, (__m512bh)x, (__m512bh)w);
-  }
-};
-#else
-using Halves = Widened;
-#endif
-
-// ROWS rows times `steps` steps of a panel, or of a half of it. `sums` [ROWS][32] is where the chains
-// end, and where they went on from if RESUME.
-template <class Step, int ROWS, bool RESUME>
-void tile(const char* input, int64_t stride, const char* weights, int64_t steps, float* sums,
-          Fetch fetch) {
-  constexpr int INPUT_BYTES = 4 * Step::INPUTS;
-  Vec sum[ROWS][HALVES];
-#pragma GCC unroll 12
-  for (int r = 0; r < ROWS; r++)
-#pragma GCC unroll 2
-    for (int h = 0; h < HALVES; h++)
-      sum[r][h] = RESUME ? load(sums + r * PANEL + h * LANES) : set1(0.f);
-  // A pointer to every third row: the two after it are reached by scaled addressing.
-  const char *a = input, *b = input + 3 * stride, *c = input + 6 * stride, *d = input + 9 * stride;
-  for (int64_t s = 0; s < steps; s++, weights += TILE_BYTES) {
-    prefetch(fetch.from);
-    if (HALVES == 2) prefetch(fetch.from + fetch.second);
-    fetch.from += fetch.stride;
-#pragma GCC unroll 2
-    for (int i = 0; i < Step::INPUTS; i++) {
-      Vec w[HALVES];
-#pragma GCC unroll 2
-      for (int h = 0; h < HALVES; h++) w[h] = Step::weights(weights + h * (STEP_BYTES / 2), i);
-#pragma GCC unroll 12
-      for (int r = 0; r < ROWS; r++) {
-        const char* third = r < 3 ? a : r < 6 ? b : r < 9 ? c : d;
-        const char* at = third + (r % 3) * stride + s * INPUT_BYTES + 4 * i;
-        const Vec x = set1(*reinterpret_cast<const LooseFloat*>(at));
-#pragma GCC unroll 2
-        for (int h = 0; h < HALVES; h++) Step::multiply(x, w[h], sum[r][h]);
-      }
-    }
-  }
-#pragma GCC unroll 12
-  for (int r = 0; r < ROWS; r++)
-#pragma GCC unroll 2
-    for (int h = 0; h < HALVES; h++) store(sums + r * PANEL + h * LANES, sum[r][h]);
-}
-
-using Tile = void (*)(const char*, int64_t, const char*, int64_t, float*, Fetch);
-
-template <class Step, bool RESUME>
-Tile tile_of(int64_t rows) {
-  static_assert(TILE_ROWS <= 12, "a case for each number of rows");
-  switch (rows) {
-    case 1: return tile<Step, 1, RESUME>;
-#define PENSTOCK_ROWS(n) \
-  case n:                \
-    return tile<Step, n <= TILE_ROWS ? n : 1, RESUME>;
-    PENSTOCK_ROWS(2) PENSTOCK_ROWS(3) PENSTOCK_ROWS(4) PENSTOCK_ROWS(5) PENSTOCK_ROWS(6)
-    PENSTOCK_ROWS(7) PENSTOCK_ROWS(8) PENSTOCK_ROWS(9) PENSTOCK_ROWS(10) PENSTOCK_ROWS(11)
-#undef PENSTOCK_ROWS
-    default: return tile<Step, TILE_ROWS, RESUME>;
-  }
-}
+constexpr int64_t BLOCK_BYTES = 512 << 10;     // of activations
+constexpr int64_t BLOCK_STEPS = 256 / HALVES;  // which stay in the first-level cache
 
 // All rows with HALVES of a panel.
 template <class Step>
@@ -109,7 +20,7 @@ void sum_halves(const Matrix& matrix, const RowBlock& block, const char* weights
   if (tiles == 1) {
     const int64_t products = LANES / WIDTH * Step::INPUTS * block.rows;
     const int64_t ahead = products <= FEW_PRODUCTS ? AHEAD_FEW_ROWS : AHEAD;
-    tile_of<Step, false>(block.rows)(block.input, block.input_stride, weights, matrix.steps, sums,
+    full_tile_of<Step, false>(block.rows)(block.input, block.input_stride, weights, matrix.steps, sums,
                                      {weights + ahead, STEP_BYTES / 2, TILE_BYTES});
     return;
   }
@@ -121,7 +32,7 @@ void sum_halves(const Matrix& matrix, const RowBlock& block, const char* weights
     const char* next = weights + end * TILE_BYTES;
     for (int64_t t = 0; t < tiles; t++, next += (end - begin) * share) {
       const int64_t row = block.rows * t / tiles, rows = block.rows * (t + 1) / tiles - row;
-      (begin ? tile_of<Step, true> : tile_of<Step, false>)(rows)(
+      (begin ? full_tile_of<Step, true> : full_tile_of<Step, false>)(rows)(
           block.input + row * block.input_stride + begin * 4 * Step::INPUTS, block.input_stride,
           weights + begin * TILE_BYTES, end - begin, sums + row * PANEL, {next, 0, share});
     }
@@ -189,7 +100,7 @@ void finish(const Matrix& matrix, const Epilogue& epilogue, const RowBlock& bloc
 }  // namespace
 
 Matrix::Matrix(Arena& arena, int64_t outputs_, int64_t inputs_, Type type_, bool gated_,
-               const Coding& coding_)
+               const Coding& coding_, const ShortExponents* exponents)
     : outputs(outputs_),
       inputs(inputs_),
       panels(gated_ ? divided_up(outputs_, LANES) : divided_up(outputs_, PANEL)),
@@ -213,10 +124,16 @@ Matrix::Matrix(Arena& arena, int64_t outputs_, int64_t inputs_, Type type_, bool
     header_bytes = PANEL * 4 * (coding.offsets ? 2 : 1);
     panel_bytes = groups * header_bytes + units * unit_bytes(coding);
   }
-  weights = arena.take(static_cast<size_t>(panels * panel_bytes));
+  if (exponents) short_code = std::make_unique<ShortCode>(*exponents, *this);
+  weights = arena.take(static_cast<size_t>(bytes()));
+}
+
+int64_t Matrix::bytes() const {
+  return panels * panel_bytes + (short_code ? short_code->exception_bytes(panels) : 0);
 }
 
 void Matrix::fill(const void* source, Type source_type, int64_t first, int64_t count, int part) {
+  if (short_code) return short_code->fill(*this, source, source_type, first, count, part);
   const int64_t wide = panel_outputs();
   for (int64_t n = 0; n < count; n++) {
     const int64_t output = first + n, lane = output % wide + part * LANES;
@@ -280,10 +197,10 @@ void LinearScratch::fit(const Matrix& matrix) {
     if (v.size() < static_cast<size_t>(count)) v.resize(static_cast<size_t>(count));
   };
   grow(sums, MOST_BLOCK_ROWS * PANEL);
-  if (!matrix.is_coded()) return;
-  if (matrix.coding.offsets && !matrix.coding.integers)
+  if (!matrix.is_coded() && !matrix.is_short()) return;
+  if (matrix.is_coded() && matrix.coding.offsets && !matrix.coding.integers)
     grow(input_sums, block_rows(matrix) * input_pieces(matrix));
-  if (!piece.data()) piece = Memory(static_cast<size_t>(PIECE_STEPS * STEP_BYTES));
+  if (!piece.data()) piece = Memory(static_cast<size_t>(2 * PIECE_STEPS * STEP_BYTES));
 }
 
 int64_t block_rows(const Matrix& matrix) {
@@ -304,6 +221,8 @@ void multiply(const Matrix& matrix, const Epilogue& epilogue, const RowBlock& bl
     const int64_t panels = std::min(together, last - p);
     if (matrix.is_coded())
       sum_coded(matrix, block, p, panels, scratch);
+    else if (matrix.is_short())
+      sum_short(matrix, block, p, scratch);
     else if (matrix.type == Type::WIDENED)
       sum_panel<Widened>(matrix, block, matrix.panel(p), sums);
     else if (matrix.type == Type::BF16)
@@ -320,8 +239,10 @@ Vec multiply_few(const Matrix& matrix, const Epilogue& epilogue, const char* row
   const auto sum = matrix.type == Type::WIDENED ? sum_few<Widened>
                    : matrix.type == Type::BF16  ? sum_few<Halves>
                                                 : sum_few<Floats>;
+  const Vec sums = matrix.is_short() ? sum_few_short(matrix, row, first)
+                                     : sum(row, weights, matrix.steps);
   Vec outputs[1];
-  put<false>(epilogue, sum(row, weights, matrix.steps), reinterpret_cast<char*>(outputs), 0, LANES);
+  put<false>(epilogue, sums, reinterpret_cast<char*>(outputs), 0, LANES);
   return outputs[0];
 }
 

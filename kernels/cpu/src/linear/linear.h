@@ -4,16 +4,18 @@
 // weights of one input (float) or of two (bf16, side by side) for all 32 outputs. With HALVES_APART
 // all steps of the first 16 outputs come before those of the others. A gated layer's panel has 16
 // outputs of the gate and the same 16 of what it gates. What is missing to a whole panel or step is
-// zero. Weights in few bits lie as codes.h says.
+// zero. Weights in few bits lie as codes.h says, and those with short exponents as short_exponents.h.
 //
 // Each output is one chain of fused multiply-adds over the inputs in their order, and then its
 // epilogue. (Coded weights have a chain for each piece, and one over the pieces.) So its bits
 // depend neither on the rows beside it nor on who computes them.
 #pragma once
 
+#include <memory>
 #include <vector>
 
 #include "codes.h"
+#include "short_exponents.h"
 #include "../machine/elementary.h"
 #include "../machine/memory.h"
 
@@ -27,9 +29,10 @@ constexpr int PANEL = 2 * LANES;
 constexpr int STEP_BYTES = PANEL * 4;
 
 struct Matrix {
-  // Its weights lie in `arena`. Throws std::invalid_argument for a coding that cannot be.
+  // Its weights lie in `arena`. Throws std::invalid_argument for a coding, or exponents, that cannot
+  // be.
   Matrix(Arena& arena, int64_t outputs, int64_t inputs, Type type, bool gated,
-         const Coding& coding = Coding());
+         const Coding& coding = Coding(), const ShortExponents* exponents = nullptr);
 
   // Packs rows [count, inputs] of `source`, to outputs `first` and after. Of a gated matrix `part`
   // 0 is the gate and 1 what is gated; otherwise it is 0.
@@ -38,6 +41,8 @@ struct Matrix {
   void fill(const uint8_t* codes, const float* scales, const float* offsets, int64_t first,
             int64_t count, int part);
   bool is_coded() const { return coding.codes != Codes::NONE; }
+  bool is_short() const { return short_code != nullptr; }
+  int64_t bytes() const;  // of its weights
   const char* panel(int64_t index) const { return weights + index * panel_bytes; }
   int64_t panel_outputs() const { return gated ? LANES : PANEL; }
 
@@ -53,6 +58,7 @@ struct Matrix {
   // Of coded weights. The last group may be shorter.
   int64_t units = 0, group_units = 0, groups = 0, header_bytes = 0;
   int register_rows = 0;  // see most_register_rows
+  std::unique_ptr<ShortCode> short_code;
   char* weights;
 };
 

@@ -5,6 +5,7 @@
 #include <limits>
 
 #include "integers/split_rows.h"
+#include "short_linear.h"
 #include "tiles.h"
 
 namespace penstock {
@@ -38,10 +39,10 @@ double chain_error(int64_t inputs) {
   return 1.01 * static_cast<double>(inputs + 16) / static_cast<double>(1 << 24);
 }
 
-float weight_of(const Matrix& m, int64_t output, int64_t input) {
-  const int64_t lane = output % PANEL;
+// A weight of a panel whose steps lie in full.
+float weight_of(const Matrix& m, const char* panel, int64_t lane, int64_t input) {
   const bool halves = m.type != Type::FLOAT;
-  const char* at = m.panel(output / PANEL) + lane * 4 + (halves ? input / 2 : input) * STEP_BYTES;
+  const char* at = panel + lane * 4 + (halves ? input / 2 : input) * STEP_BYTES;
   if (!halves) return *reinterpret_cast<const LooseFloat*>(at);
   bf16 value;
   std::memcpy(&value, at + input % 2 * 2, 2);
@@ -98,9 +99,13 @@ Screen::Screen(Arena& arena, const Matrix& m)
 void Screen::fill(const Matrix& matrix, int64_t first, int64_t last) {
   std::vector<float> values(static_cast<size_t>(inputs));
   std::vector<int8_t> numbers(values.size());
+  std::vector<char> full(matrix.is_short() ? static_cast<size_t>(matrix.steps * STEP_BYTES) : 0);
   for (int64_t output = first * PANEL; output < std::min(outputs, last * PANEL); output++) {
+    const int64_t panel = output / PANEL;
+    if (matrix.is_short() && output % PANEL == 0) write_full(matrix, panel, full.data());
     for (int64_t k = 0; k < inputs; k++)
-      values[static_cast<size_t>(k)] = weight_of(matrix, output, k);
+      values[static_cast<size_t>(k)] = weight_of(
+          matrix, matrix.is_short() ? full.data() : matrix.panel(panel), output % PANEL, k);
     const float scale = rounded(values.data(), inputs, numbers.data());
     const Lengths lengths = lengths_of(values.data(), inputs, numbers.data(), scale);
     int32_t begin = 0;

@@ -130,6 +130,31 @@ int penstock_matrix(Program* p, int64_t outputs, int64_t inputs, int type, int g
   });
 }
 
+// `exponents` are eight, and `exceptions` the weights that have other ones; see short_exponents.h.
+int penstock_short_matrix(Program* p, int64_t outputs, int64_t inputs, int type, int gated,
+                          const uint8_t* exponents, int64_t exceptions, Error* error) {
+  return guarded(error, [&] {
+    ShortExponents few{{}, exceptions};
+    std::memcpy(few.exponents.data(), exponents, few.exponents.size());
+    return p->add_matrix(outputs, inputs, static_cast<Type>(type), gated != 0, Coding(), &few);
+  });
+}
+
+int penstock_has_short_exponents() { return HAS_SHORT_EXPONENTS; }
+
+// Adds to `counts` [128].
+void penstock_count_exponents(const void* values, int type, int64_t count, int64_t* counts) {
+  count_exponents(values, static_cast<Type>(type), count, counts);
+}
+
+// When all matrices are filled.
+int penstock_seal(Program* p, Error* error) {
+  return guarded(error, [&] {
+    p->seal();
+    return 0;
+  });
+}
+
 // Rows [count, inputs] of `source` are the weights of outputs `first` and after.
 int penstock_fill(Program* p, int matrix, const void* source, int source_type, int64_t first,
                   int64_t count, int part, Error* error) {

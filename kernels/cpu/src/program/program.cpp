@@ -42,17 +42,17 @@ int Program::add_buffer(int64_t columns, Type type, Rows rows, int64_t copies) {
 }
 
 int Program::add_matrix(int64_t outputs, int64_t inputs, Type type, bool gated,
-                        const Coding& coding) {
+                        const Coding& coding, const ShortExponents* exponents) {
   require(outputs > 0 && inputs > 0, "a matrix needs outputs and inputs");
   const bool widened = type == Type::WIDENED && coding.codes == Codes::NONE;
   require(type == Type::FLOAT || type == Type::BF16 || widened, "no such weights");
-  matrices_.emplace_back(weights_, outputs, inputs, type, gated, coding);
+  matrices_.emplace_back(weights_, outputs, inputs, type, gated, coding, exponents);
   return static_cast<int>(matrices_.size()) - 1;
 }
 
 int64_t Program::weight_bytes() const {
   int64_t bytes = 0;
-  for (const Matrix& m : matrices_) bytes += m.panels * m.panel_bytes;
+  for (const Matrix& m : matrices_) bytes += m.bytes();
   return bytes;
 }
 

@@ -101,7 +101,9 @@ class Program final : private Work {
 
   int add_buffer(int64_t columns, Type type, Rows rows, int64_t copies = 1);
   int add_matrix(int64_t outputs, int64_t inputs, Type type, bool gated,
-                 const Coding& coding = Coding());
+                 const Coding& coding = Coding(), const ShortExponents* exponents = nullptr);
+  // When all matrices are filled: completes those with short exponents.
+  void seal();
   // Of all packed weights, without the screen.
   int64_t weight_bytes() const;
   Matrix& matrix(int index);  // throws std::invalid_argument if there is none

@@ -153,6 +153,47 @@ bool screen_is_right(Type type) {
   return true;
 }
 
+// The outputs of a layer, with its weights in full or with short exponents.
+std::vector<float> outputs_of(Type type, const std::vector<float>& weights, bool is_short) {
+  const int64_t wide = static_cast<int64_t>(weights.size()) / HIDDEN;
+  const auto table = filled(TOKENS * HIDDEN, 6);
+  Program program;
+  const int x = program.add_buffer(HIDDEN, Type::FLOAT, Rows::TOKENS);
+  const int wanted = program.add_buffer(HIDDEN, activation_type(type), Rows::OUTPUTS);
+  // Of zero, and of what is at least an eighth and less than two.
+  const ShortExponents exponents{{0, 62, 63, 64, 65, 66, 67, 68}, 1};
+  const int matrix = program.add_matrix(wide, HIDDEN, type, false, Coding(),
+                                        is_short ? &exponents : nullptr);
+  program.matrix(matrix).fill(weights.data(), Type::FLOAT, 0, wide, 0);
+  program.seal();
+  program.add(EmbedOp{{table.data(), Type::FLOAT, TOKENS, HIDDEN, 1.f}, x});
+  program.add(CopyOp{x, wanted});
+  program.add(LinearOp{matrix, Epilogue{}, {}, wanted, LOGITS});
+  std::vector<int64_t> numbers;
+  for (int64_t t = 0; t < TOKENS; t++) numbers.push_back(t);
+  const int32_t tables[] = {0, 1}, starts[] = {0, TOKENS}, context[] = {TOKENS};
+  const KVKind kind{numbers.data(), tables, 2, 2};
+  std::vector<float> logits(static_cast<size_t>((1 + TOKENS) * wide));
+  Pool pool(2, 50);
+  // One row, which one tile computes, and all of them, which several do.
+  for (int64_t rows : {int64_t{1}, TOKENS}) {
+    const StepInput step{TOKENS, 1, rows, 1, 0, BLOCK, numbers.data(), numbers.data(), starts, context,
+                         numbers.data(), &kind, nullptr, nullptr, nullptr,
+                         logits.data() + (rows > 1 ? wide : 0), nullptr, nullptr};
+    program.run(pool, step);
+  }
+  return logits;
+}
+
+bool short_exponents_are_right(Type type) {
+  if (!HAS_SHORT_EXPONENTS) return true;
+  auto weights = filled(70 * HIDDEN, 7);
+  weights[1234] = 1e-20f;
+  if (outputs_of(type, weights, true) == outputs_of(type, weights, false)) return true;
+  std::fprintf(stderr, "weights with short exponents are others\n");
+  return false;
+}
+
 bool functions_are_right() {
   for (float x = -20.f; x < 20.f; x += 0.37f) {
     float lanes[LANES];
@@ -171,6 +212,7 @@ extern "C" int penstock_self_test() {
   try {
     if (!functions_are_right()) return 2;
     if (!screen_is_right(Type::FLOAT) || !screen_is_right(Type::BF16)) return 4;
+    if (!short_exponents_are_right(Type::WIDENED) || !short_exponents_are_right(Type::BF16)) return 5;
     return layer_is_right(Type::FLOAT) && layer_is_right(Type::BF16) ? 0 : 1;
   } catch (const std::exception& e) {
     std::fprintf(stderr, "%s\n", e.what());

@@ -60,6 +60,12 @@ Matrix& Program::fillable(int index) {
   return matrix(index);
 }
 
+void Program::seal() {
+  if (weights_.is_file()) return;
+  for (Matrix& m : matrices_)
+    if (m.is_short()) m.short_code->seal(m);
+}
+
 int64_t Program::write_weights(const char* path) const {
   const File file(path, O_WRONLY | O_CREAT | O_TRUNC);
   int64_t total = 0;
@@ -67,7 +73,7 @@ int64_t Program::write_weights(const char* path) const {
     file.write(weights, Arena::whole_lines(bytes));
     total += static_cast<int64_t>(Arena::whole_lines(bytes));
   };
-  for (const Matrix& m : matrices_) write(m.weights, static_cast<size_t>(m.panels * m.panel_bytes));
+  for (const Matrix& m : matrices_) write(m.weights, static_cast<size_t>(m.bytes()));
   if (screen_) write(screen_->weights, screen_->bytes());
   return total;
 }
