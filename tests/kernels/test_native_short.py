@@ -152,6 +152,13 @@ def test_exceptions_lie_in_the_file_of_packed_weights(
     mapped.linear(mapped.matrix(MappedPart(*w.shape)), wanted, LOGITS)
     assert same(rowwise(mapped, x, 70, pool(name)), in_full(name, x, w))
 
+    # Behind three panels of 24 units lies the index of their exceptions.
+    data = bytearray(packed.path.read_bytes())
+    data[3 * 24 * 192 + 4 : 3 * 24 * 192 + 8] = b"\xff\xff\xff\x7f"
+    packed.path.write_bytes(data)
+    with pytest.raises(ValueError, match="exceptions that are not there"):
+        NativeProgram(library(name), dtype, packed).matrix(MappedPart(*w.shape))
+
 
 @short
 def test_the_library_refuses_what_cannot_be(name: str) -> None:

@@ -126,6 +126,7 @@ Matrix::Matrix(Arena& arena, int64_t outputs_, int64_t inputs_, Type type_, bool
   }
   if (exponents) short_code = std::make_unique<ShortCode>(*exponents, *this);
   weights = arena.take(static_cast<size_t>(bytes()));
+  if (short_code) short_code->check(*this);
 }
 
 int64_t Matrix::bytes() const {

@@ -25,6 +25,10 @@ bf16 value_of(const void* values, Type type, int64_t index) {
                             : to_bf16(static_cast<const float*>(values)[index]);
 }
 
+uint32_t* index_of(const Matrix& matrix) {
+  return reinterpret_cast<uint32_t*>(matrix.weights + matrix.panels * matrix.panel_bytes);
+}
+
 uint8_t upper_byte(bf16 value) { return static_cast<uint8_t>(value >> 8); }
 
 }  // namespace
@@ -93,7 +97,7 @@ void ShortCode::seal(Matrix& matrix) {
   if (static_cast<int64_t>(found_.size()) > count_)
     throw std::invalid_argument("more exceptions than there is room for");
   std::sort(found_.begin(), found_.end());
-  auto* const index = reinterpret_cast<uint32_t*>(matrix.weights + matrix.panels * matrix.panel_bytes);
+  uint32_t* const index = index_of(matrix);
   uint32_t* const exceptions = index + matrix.panels + 1;
   size_t at = 0;
   for (int64_t p = 0; p <= matrix.panels; p++) {
@@ -104,8 +108,15 @@ void ShortCode::seal(Matrix& matrix) {
   found_ = {};
 }
 
+void ShortCode::check(const Matrix& matrix) const {
+  const uint32_t* const index = index_of(matrix);
+  for (int64_t p = 0; p <= matrix.panels; p++)
+    if (index[p] < (p ? index[p - 1] : 0) || index[p] > count_)
+      throw std::invalid_argument("exceptions that are not there");
+}
+
 const uint32_t* ShortCode::begin(const Matrix& matrix, int64_t panel) const {
-  const auto* index = reinterpret_cast<const uint32_t*>(matrix.weights + matrix.panels * matrix.panel_bytes);
+  const uint32_t* const index = index_of(matrix);
   return index + matrix.panels + 1 + index[panel];
 }
 

@@ -55,6 +55,9 @@ class ShortCode {
   // std::invalid_argument if there are more than was said.
   void seal(Matrix& matrix);
 
+  // Throws std::invalid_argument if weights from a file would have exceptions behind their end.
+  void check(const Matrix& matrix) const;
+
   // An index of panels + 1, and the exceptions panel after panel.
   int64_t exception_bytes(int64_t panels) const { return 4 * (panels + 1 + count_); }
   // Those of a panel are begin(panel) .. begin(panel + 1) - 1, in the order of their units.
