@@ -50,8 +50,7 @@ class NativeProgram:
     Args:
         library: the library.
         dtype: float32 or bfloat16, of the weights and of the cache.
-        packed: a file with its weights, if they have been packed before: then matrices are made of
-            :class:`MappedPart`.
+        packed: a file with its packed weights; matrices are made of :class:`MappedPart` then.
 
     Attributes:
         has_screen: whether steps can find the largest logits without computing all.
@@ -105,11 +104,10 @@ class NativeProgram:
     def matrix(self, *weights: Weight, gated: bool = False) -> int:
         """Weights ``[out, in]``, one after the other; returns the matrix's number.
 
-        Full ones are read by :meth:`pack`, at the latest with the first :meth:`run`; codes now.
+        Full ones must not change before :meth:`pack`, which the first :meth:`run` calls, too.
 
         Args:
-            weights: all float32 or bfloat16, or all coded alike. Of a gated layer two: the gate,
-                and what it gates.
+            weights: all float32 or bfloat16, or all coded alike. Of a gated layer gate and other.
             gated: whether the output is ``activation(gate(x)) * up(x)``.
         """
         return self._weights.add(weights, gated)
@@ -117,6 +115,11 @@ class NativeProgram:
     def input_type(self, matrix: int) -> Type:
         """The type of the rows that are multiplied with that matrix."""
         return Type(self._library.checked("input_type", self._handle, matrix))
+
+    @property
+    def num_weights(self) -> int:
+        """In all matrices, those of experts that a step does not choose included."""
+        return self._weights.num_weights
 
     @property
     def weight_bytes(self) -> int:

@@ -15,14 +15,17 @@ from torch import Tensor
 
 from .coded_weight import CodedWeight
 from .library import Library, Type
-from .weights_file import MappedPart, MatrixForm, WeightsFile
+from .weights_file import NUM_EXPONENTS, MappedPart, MatrixForm, WeightsFile
 
 __all__ = ["TYPES", "Weight", "WeightMatrices"]
 
 TYPES = {torch.float32: Type.FLOAT, torch.bfloat16: Type.BF16}
 
-UNIT_INPUTS, NUM_EXPONENTS = 4, 8
-"""Of weights with short exponents."""
+UNIT_INPUTS, MOST_UNIT_INPUTS = 4, 1 << 19
+"""Inputs of matrices with short exponents are a multiple of the first, and at most the second."""
+
+COUNTED_TOGETHER = 1 << 22
+"""Weights whose exponents one thread counts at a time."""
 
 WEIGHTS_FOR_AN_EXCEPTION = 256
 """With more exceptions, putting them right takes what shorter reads save."""
@@ -58,6 +61,11 @@ class WeightMatrices:
             found = packed.path.stat().st_size
             if found != packed.num_bytes:
                 raise ValueError(f"{packed.path} has {found} bytes, not {packed.num_bytes}")
+
+    @property
+    def num_weights(self) -> int:
+        """In all matrices."""
+        return sum(form.num_weights for form in self._forms)
 
     def add(self, weights: Sequence[Weight], gated: bool) -> int:
         """The number of a new matrix; codes are copied now, full weights by :meth:`pack`.
@@ -156,21 +164,26 @@ class WeightMatrices:
         self, weights: Sequence[Weight], kind: Type
     ) -> tuple[tuple[int, ...] | None, int]:
         """The exponents that few weights do not have, and how many those are; None: too many."""
-        in_units = kind is not Type.FLOAT and weights[0].shape[1] % UNIT_INPUTS == 0
-        if not (in_units and self._library.has_short_exponents()):
+        inputs = weights[0].shape[1]
+        in_units = inputs % UNIT_INPUTS == 0 and inputs <= MOST_UNIT_INPUTS
+        if kind is Type.FLOAT or not in_units or not self._library.has_short_exponents():
             return None, 0
-        counts = (ctypes.c_int64 * 128)()
-        for weight in weights:
-            assert isinstance(weight, Tensor)
-            source = _plain(weight)
-            self._library.count_exponents(
-                source.data_ptr(), TYPES[source.dtype], source.numel(), counts
-            )
+        parts = [part for weight in weights for part in _slices(weight)]
+        with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+            counts = [sum(column) for column in zip(*threads.map(self._count, parts), strict=True)]
         usual = sorted(range(len(counts)), key=lambda exponent: -counts[exponent])[:NUM_EXPONENTS]
         exceptions = sum(counts) - sum(counts[exponent] for exponent in usual)
         if exceptions * WEIGHTS_FOR_AN_EXCEPTION > sum(counts):
             return None, 0
         return tuple(usual), exceptions
+
+    def _count(self, weight: Tensor) -> list[int]:
+        """How many weights have each of the 128 upper seven bits of an exponent."""
+        counts, source = (ctypes.c_int64 * 128)(), _plain(weight)
+        self._library.count_exponents(
+            source.data_ptr(), TYPES[source.dtype], source.numel(), counts
+        )
+        return list(counts)
 
     def _fits_bf16(self, weight: Weight) -> bool:
         if not isinstance(weight, Tensor):
@@ -197,6 +210,13 @@ class WeightMatrices:
                 "fill", self._program, number, source.data_ptr(), TYPES[source.dtype], first,
                 source.shape[0], part,
             )  # fmt: skip
+
+
+def _slices(weight: Weight) -> tuple[Tensor, ...]:
+    """Rows of it, as many as one thread looks at together."""
+    assert isinstance(weight, Tensor)
+    rows = max(1, COUNTED_TOGETHER // weight.shape[1])
+    return tuple(weight[begin : begin + rows] for begin in range(0, weight.shape[0], rows))
 
 
 def _plain(weight: Tensor) -> Tensor:

@@ -12,7 +12,10 @@ from typing import Any
 
 from .library import Codes, Type
 
-__all__ = ["MappedPart", "MatrixForm", "WeightsFile"]
+__all__ = ["NUM_EXPONENTS", "MappedPart", "MatrixForm", "WeightsFile"]
+
+NUM_EXPONENTS = 8
+"""That three bits can name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,11 @@ class MatrixForm:
     exponents: tuple[int, ...] | None = None
     exceptions: int = 0
 
+    @property
+    def num_weights(self) -> int:
+        """Of the whole matrix."""
+        return self.outputs * self.inputs * (2 if self.gated else 1)
+
     def to_json(self) -> dict[str, Any]:
         """For :meth:`of_json`."""
         return asdict(self)
@@ -56,6 +64,8 @@ class MatrixForm:
             LookupError, TypeError, ValueError: it is something else.
         """
         codes, values, exponents = tree["codes"], tree["values"], tree["exponents"]
+        if exponents is not None and len(exponents) != NUM_EXPONENTS:
+            raise ValueError(f"{len(exponents)} exponents, where {NUM_EXPONENTS} have codes")
         return cls(**{
             **tree,
             "kind": Type(tree["kind"]),

@@ -161,6 +161,20 @@ def test_exceptions_lie_in_the_file_of_packed_weights(
 
 
 @short
+def test_matrices_that_are_added_later_leave_the_others(name: str) -> None:
+    w, x = with_exceptions(bf16(70, 96, seed=1), 100), random(13, 96)
+    program = NativeProgram(library(name), torch.bfloat16)
+    rows = program.buffer(96)
+    program.embed(x, rows)
+    wanted = program.buffer(96, multiplied=True, outputs=True)
+    program.copy(rows, wanted)
+    program.linear(program.matrix(w), wanted, LOGITS)
+    program.pack()
+    program.matrix(w)
+    assert same(rowwise(program, x, 70, pool(name)), in_full(name, x, w))
+
+
+@short
 def test_the_library_refuses_what_cannot_be(name: str) -> None:
     lib = library(name)
     exponents = bytes(range(56, 64))

@@ -115,7 +115,6 @@ class NativeDecoder:
         # Weak, so that a pool that its owner drops is gone.
         self._caches: weakref.WeakKeyDictionary[KVPool, Cache] = weakref.WeakKeyDictionary()
         self._latest: _StepLogits | None = None
-        self._room = torch.empty(0, vocab_size)
 
     @classmethod
     def of(
@@ -207,7 +206,7 @@ class NativeDecoder:
         ``meanwhile`` runs on the calling thread while the pool's other threads compute.
         """
         count = step.num_rows
-        logits = self._unread(count) if step.largest_only else torch.empty(count, self._vocab_size)
+        logits = torch.empty(count, self._vocab_size)
         values, places = torch.empty(count), torch.empty(count, dtype=torch.int64)
         self.program.run(
             self.runtime.threads,
@@ -220,16 +219,10 @@ class NativeDecoder:
             meanwhile,
             largest_only=step.largest_only,
         )
-        if step.largest_only:
+        if step.largest_only:  # in which case not all of them may be there
             logits = torch.empty(count, 0)
         self._latest = _StepLogits(weakref.ref(logits), values, places)
         return logits
-
-    def _unread(self, count: int) -> Tensor:
-        """Room for logits that nobody reads: the same in each step, as new pages take time."""
-        if len(self._room) < count:
-            self._room = torch.empty(count, self._vocab_size)
-        return self._room[:count]
 
     def largest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """As :func:`..sampling.gumbel_sampling.largest`, by the step's threads.

@@ -120,8 +120,11 @@ class _Format:
 
     @property
     def num_weights(self) -> int:
-        """Weights that a step multiplies, the output layer's included."""
-        return self._loaded.multiplied_weights
+        """What :attr:`weight_bytes` are the bytes of."""
+        if self._loaded.native is not None:
+            return self._loaded.native.program.num_weights
+        assert self._loaded.model is not None
+        return sum(tensor.numel() for tensor in self._loaded.model.state_dict().values())
 
     @property
     def weight_bytes(self) -> int:

@@ -4,7 +4,8 @@
 // weights of one input (float) or of two (bf16, side by side) for all 32 outputs. With HALVES_APART
 // all steps of the first 16 outputs come before those of the others. A gated layer's panel has 16
 // outputs of the gate and the same 16 of what it gates. What is missing to a whole panel or step is
-// zero. Weights in few bits lie as codes.h says, and those with short exponents as short_exponents.h.
+// zero. Weights in few bits lie as codes.h says, and those with short exponents as short_exponents.h:
+// there a missing output has any weights.
 //
 // Each output is one chain of fused multiply-adds over the inputs in their order, and then its
 // epilogue. (Coded weights have a chain for each piece, and one over the pieces.) So its bits

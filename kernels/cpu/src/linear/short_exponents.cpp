@@ -49,10 +49,10 @@ void count_exponents(const void* values, Type type, int64_t count, int64_t count
 }
 
 ShortCode::ShortCode(const ShortExponents& exponents, Matrix& matrix)
-    : count_(exponents.exceptions), table_{} {
+    : most_exceptions_(exponents.exceptions), table_{} {
   const int64_t units = matrix.inputs / SHORT_INPUTS;
   if (!HAS_SHORT_EXPONENTS || matrix.is_coded() || matrix.type == Type::FLOAT || matrix.inputs % SHORT_INPUTS ||
-      units > MOST_UNITS || count_ < 0 || count_ > UINT32_MAX)
+      units > MOST_UNITS || most_exceptions_ < 0 || most_exceptions_ > UINT32_MAX)
     throw std::invalid_argument("no matrix for short exponents");
   codes_.fill(-1);
   for (int code = 0; code < MOST_EXPONENTS; code++) {
@@ -94,7 +94,8 @@ void ShortCode::fill(Matrix& matrix, const void* source, Type source_type, int64
 }
 
 void ShortCode::seal(Matrix& matrix) {
-  if (static_cast<int64_t>(found_.size()) > count_)
+  if (found_.empty()) return;  // none, or they are there already
+  if (static_cast<int64_t>(found_.size()) > most_exceptions_)
     throw std::invalid_argument("more exceptions than there is room for");
   std::sort(found_.begin(), found_.end());
   uint32_t* const index = index_of(matrix);
@@ -111,7 +112,7 @@ void ShortCode::seal(Matrix& matrix) {
 void ShortCode::check(const Matrix& matrix) const {
   const uint32_t* const index = index_of(matrix);
   for (int64_t p = 0; p <= matrix.panels; p++)
-    if (index[p] < (p ? index[p - 1] : 0) || index[p] > count_)
+    if (index[p] < (p ? index[p - 1] : 0) || index[p] > most_exceptions_)
       throw std::invalid_argument("exceptions that are not there");
 }
 

@@ -32,7 +32,7 @@ struct Matrix;
 
 // Of a unit.
 constexpr int64_t SHORT_INPUTS = 4, SHORT_STEPS = 2, SHORT_BYTES = 3 * 64;
-constexpr int64_t MOST_UNITS = 1 << 17;
+constexpr int64_t MOST_UNITS = 1 << 17;  // that an exception can name
 constexpr int64_t MOST_EXPONENTS = 8;
 
 struct ShortExponents {
@@ -48,10 +48,10 @@ class ShortCode {
   // Sets the matrix's panel_bytes. Throws std::invalid_argument where it cannot be.
   ShortCode(const ShortExponents& exponents, Matrix& matrix);
 
-  // As Matrix::fill; of one matrix by one thread at a time, if two outputs may lie in one panel.
+  // As Matrix::fill, of each output once; by one thread at a time where two outputs lie in one panel.
   void fill(Matrix& matrix, const void* source, Type source_type, int64_t first, int64_t count,
             int part);
-  // Puts the exceptions where steps read them; once, when all weights are there. Throws
+  // Puts the exceptions where steps read them, when all weights of the matrix are there. Throws
   // std::invalid_argument if there are more than was said.
   void seal(Matrix& matrix);
 
@@ -59,7 +59,7 @@ class ShortCode {
   void check(const Matrix& matrix) const;
 
   // An index of panels + 1, and the exceptions panel after panel.
-  int64_t exception_bytes(int64_t panels) const { return 4 * (panels + 1 + count_); }
+  int64_t exception_bytes(int64_t panels) const { return 4 * (panels + 1 + most_exceptions_); }
   // Those of a panel are begin(panel) .. begin(panel + 1) - 1, in the order of their units.
   const uint32_t* begin(const Matrix& matrix, int64_t panel) const;
 
@@ -67,7 +67,7 @@ class ShortCode {
   const std::array<uint8_t, 16>& table() const { return table_; }
 
  private:
-  int64_t count_;
+  int64_t most_exceptions_;
   std::array<uint8_t, 16> table_;
   std::array<int8_t, 128> codes_;  // of upper seven bits; -1: an exception
   std::mutex mutex_;
@@ -76,6 +76,7 @@ class ShortCode {
 
 // An exception: its unit, its place among the 128 weights that it unpacks to, and its upper byte.
 constexpr int PLACE_BITS = 7, BYTE_BITS = 8;
+static_assert(MOST_UNITS <= int64_t{1} << (32 - PLACE_BITS - BYTE_BITS), "exceptions are words");
 constexpr uint32_t exception_of(int64_t unit, int64_t place, uint8_t upper) {
   return static_cast<uint32_t>(unit << (PLACE_BITS + BYTE_BITS) | place << BYTE_BITS | upper);
 }

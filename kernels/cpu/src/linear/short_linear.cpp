@@ -162,6 +162,7 @@ void sum(const Matrix& matrix, const RowBlock& block, int64_t panel, LinearScrat
   Exceptions exceptions(matrix, panel);
   Units units{weights, 0, all, table_of(matrix)};
   if (tiles == 1) {
+    // Three lines have the weights of four, so each of them takes more products than in full.
     const int64_t ahead = block.rows * Step::INPUTS < FEW_PRODUCTS ? AHEAD_FEW_ROWS : AHEAD;
     return tile_of<Step, false, true>(block.rows)(block.input, block.input_stride, units, exceptions,
                                                   sums, weights + ahead, nullptr);

@@ -130,7 +130,7 @@ int penstock_matrix(Program* p, int64_t outputs, int64_t inputs, int type, int g
   });
 }
 
-// `exponents` are eight, and `exceptions` the weights that have other ones; see short_exponents.h.
+// Eight `exponents`; `exceptions` counts the weights with other ones. See short_exponents.h.
 int penstock_short_matrix(Program* p, int64_t outputs, int64_t inputs, int type, int gated,
                           const uint8_t* exponents, int64_t exceptions, Error* error) {
   return guarded(error, [&] {
@@ -155,7 +155,8 @@ int penstock_seal(Program* p, Error* error) {
   });
 }
 
-// Rows [count, inputs] of `source` are the weights of outputs `first` and after.
+// Rows [count, inputs] of `source` are the weights of outputs `first` and after. Of one matrix by one
+// thread at a time, as outputs may share bytes.
 int penstock_fill(Program* p, int matrix, const void* source, int source_type, int64_t first,
                   int64_t count, int part, Error* error) {
   return guarded(error, [&] {

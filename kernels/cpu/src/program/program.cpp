@@ -46,14 +46,9 @@ int Program::add_matrix(int64_t outputs, int64_t inputs, Type type, bool gated,
   require(outputs > 0 && inputs > 0, "a matrix needs outputs and inputs");
   const bool widened = type == Type::WIDENED && coding.codes == Codes::NONE;
   require(type == Type::FLOAT || type == Type::BF16 || widened, "no such weights");
+  scratch_.clear();  // which depends on them
   matrices_.emplace_back(weights_, outputs, inputs, type, gated, coding, exponents);
   return static_cast<int>(matrices_.size()) - 1;
-}
-
-int64_t Program::weight_bytes() const {
-  int64_t bytes = 0;
-  for (const Matrix& m : matrices_) bytes += m.bytes();
-  return bytes;
 }
 
 Matrix& Program::matrix(int index) {

@@ -60,6 +60,12 @@ Matrix& Program::fillable(int index) {
   return matrix(index);
 }
 
+int64_t Program::weight_bytes() const {
+  int64_t bytes = 0;
+  for (const Matrix& m : matrices_) bytes += m.bytes();
+  return bytes;
+}
+
 void Program::seal() {
   if (weights_.is_file()) return;
   for (Matrix& m : matrices_)
