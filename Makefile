@@ -74,7 +74,8 @@ check-native: install ## Test the native library under address and undefined-beh
 	  tests/kernels/test_native_linear.py tests/kernels/test_native_coded.py \
 	  tests/kernels/test_native_experts.py \
 	  tests/kernels/test_native_attention.py \
-	  tests/kernels/test_native_steps.py tests/kernels/test_native_packed.py tests/kernels/test_native_screen.py tests/kernels/test_kv_8_bit.py $(ARGS)
+	  tests/kernels/test_native_steps.py tests/kernels/test_native_packed.py tests/kernels/test_native_screen.py \
+	  tests/kernels/test_native_short.py tests/kernels/test_kv_8_bit.py $(ARGS)
 
 faults: install ## Run fault storms and the long form of the fault tests: twenty minutes
 	$(BIN)/penstock chaos --seconds 60 --all
