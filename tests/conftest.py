@@ -90,10 +90,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 TOGETHER = re.compile(r".*?/(one_\w+|bench|layout)(?=/)")
-"""Folders whose files share what takes long to have, so that one process runs them all.
+"""Folders whose files share what takes long to make, so that one process runs them all.
 
-It is a worker in folders like ``one_worker``, in ``bench`` a process that has imported
-transformers, and in ``layout`` all sources as parsed.
+Files in folders like ``one_worker`` share a worker, those in ``bench`` a process that has imported
+transformers, and those in ``layout`` the parsed sources.
 """
 
 

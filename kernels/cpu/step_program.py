@@ -107,7 +107,7 @@ class NativeProgram:
         Full ones must not change before :meth:`pack`, which the first :meth:`run` calls, too.
 
         Args:
-            weights: all float32 or bfloat16, or all coded alike. Of a gated layer gate and other.
+            weights: all float32 or bfloat16, or all coded alike; of a gated layer the gate first.
             gated: whether the output is ``activation(gate(x)) * up(x)``.
         """
         return self._weights.add(weights, gated)

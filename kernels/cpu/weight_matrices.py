@@ -128,8 +128,11 @@ class WeightMatrices:
         first = weights[0]
         outputs, inputs = _shape(weights, gated)
         if not isinstance(first, CodedWeight):
-            kind = self._kept_as(weights)
-            exponents, exceptions = self._short_exponents(weights, kind)
+            full = [weight for weight in weights if isinstance(weight, Tensor)]
+            if len(full) != len(weights):
+                raise ValueError("only some parts of a matrix are weights in full")
+            kind = self._kept_as(full)
+            exponents, exceptions = self._short_exponents(full, kind)
             return MatrixForm(
                 outputs, inputs, gated, kind, exponents=exponents, exceptions=exceptions
             )
@@ -154,14 +157,14 @@ class WeightMatrices:
             "coded_matrix", *shape, form.codes, form.group, int(form.has_offsets), values
         )
 
-    def _kept_as(self, weights: Sequence[Weight]) -> Type:
+    def _kept_as(self, weights: Sequence[Tensor]) -> Type:
         """Floats of a bfloat16 checkpoint stay in 16 bits: the same results for half the reads."""
         if self._type is Type.FLOAT and all(self._fits_bf16(w) for w in weights):
             return Type.WIDENED
         return self._type
 
     def _short_exponents(
-        self, weights: Sequence[Weight], kind: Type
+        self, weights: Sequence[Tensor], kind: Type
     ) -> tuple[tuple[int, ...] | None, int]:
         """The exponents that few weights do not have, and how many those are; None: too many."""
         inputs = weights[0].shape[1]
@@ -185,9 +188,7 @@ class WeightMatrices:
         )
         return list(counts)
 
-    def _fits_bf16(self, weight: Weight) -> bool:
-        if not isinstance(weight, Tensor):
-            return False
+    def _fits_bf16(self, weight: Tensor) -> bool:
         source = _plain(weight).float()
         return bool(self._library.fits_bf16(source.data_ptr(), source.numel()))
 
@@ -212,9 +213,8 @@ class WeightMatrices:
             )  # fmt: skip
 
 
-def _slices(weight: Weight) -> tuple[Tensor, ...]:
+def _slices(weight: Tensor) -> tuple[Tensor, ...]:
     """Rows of it, as many as one thread looks at together."""
-    assert isinstance(weight, Tensor)
     rows = max(1, COUNTED_TOGETHER // weight.shape[1])
     return tuple(weight[begin : begin + rows] for begin in range(0, weight.shape[0], rows))
 

@@ -21,7 +21,7 @@ __all__ = ["fleet", "folder", "gateway", "server"]
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory for what they share."""
+    """The directory of the shared worker's files and of the gateway's log."""
     return tmp_path_factory.mktemp("shared")
 
 

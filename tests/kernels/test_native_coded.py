@@ -263,5 +263,7 @@ def test_parts_and_groups_that_do_not_fit_are_refused() -> None:
         program.matrix(four, eight)
     with pytest.raises(ValueError, match="coded differently"):
         program.matrix(four, torch.zeros(4, 32))
+    with pytest.raises(ValueError, match="only some parts of a matrix"):
+        program.matrix(torch.zeros(4, 32), four)
     with pytest.raises(ValueError, match="do not fill its units"):
         program.matrix(coded(Codes.INT4, 4, 32, 6))

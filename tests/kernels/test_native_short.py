@@ -22,7 +22,8 @@ from torch import Tensor
 from penstock.kernels.cpu import LOGITS, Activation, MappedPart, NativeProgram, Type
 
 HAVE = [name for name in SETS if library(name).has_short_exponents()]
-short = pytest.mark.parametrize("name", HAVE or [pytest.param("", marks=pytest.mark.skip)])
+LACKING = pytest.param("", marks=pytest.mark.skip(reason="the CPU has no AVX-512 with VBMI"))
+where_short = pytest.mark.parametrize("name", HAVE or [LACKING])
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -66,7 +67,7 @@ def with_exceptions(weights: Tensor, every: int) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", WEIGHTS)
-@short
+@where_short
 def test_same_bits_for_less_memory(name: str, kind: str) -> None:
     # Inputs of one unit, of a piece, of several; outputs of a part of a panel and of several.
     for inputs, outputs in ((4, 7), (256, 70), (1100, 100)):
@@ -80,7 +81,7 @@ def test_same_bits_for_less_memory(name: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", WEIGHTS)
-@short
+@where_short
 def test_parts_of_a_matrix_share_panels(name: str, kind: str) -> None:
     # Neither part fills its last panel. Of a gated one, two outputs share each byte of codes.
     q, k, v = (with_exceptions(WEIGHTS[kind](40, 64, seed=s), 200) for s in (1, 2, 3))
@@ -94,7 +95,7 @@ def test_parts_of_a_matrix_share_panels(name: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@short
+@where_short
 def test_what_is_no_number_stays_none(name: str, dtype: torch.dtype) -> None:
     w = bf16(64, 96).to(dtype)
     w[3, 5], w[40, 95], w[63, 0] = torch.inf, torch.nan, -torch.inf
@@ -104,7 +105,7 @@ def test_what_is_no_number_stays_none(name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@short
+@where_short
 def test_too_many_exceptions_keep_a_matrix_in_full(name: str, dtype: torch.dtype) -> None:
     # Exponents all over their range, of which eight pairs are not nearly all.
     w = (random(64, 96) * 2.0 ** random(64, 96, seed=1).mul(12).round()).bfloat16().to(dtype)
@@ -134,7 +135,7 @@ def test_any_exponents_and_shape(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@short
+@where_short
 def test_exceptions_lie_in_the_file_of_packed_weights(
     name: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
@@ -160,7 +161,7 @@ def test_exceptions_lie_in_the_file_of_packed_weights(
         NativeProgram(library(name), dtype, packed).matrix(MappedPart(*w.shape))
 
 
-@short
+@where_short
 def test_matrices_that_are_added_later_leave_the_others(name: str) -> None:
     w, x = with_exceptions(bf16(70, 96, seed=1), 100), random(13, 96)
     program = NativeProgram(library(name), torch.bfloat16)
@@ -174,7 +175,7 @@ def test_matrices_that_are_added_later_leave_the_others(name: str) -> None:
     assert same(rowwise(program, x, 70, pool(name)), in_full(name, x, w))
 
 
-@short
+@where_short
 def test_the_library_refuses_what_cannot_be(name: str) -> None:
     lib = library(name)
     exponents = bytes(range(56, 64))
@@ -196,7 +197,7 @@ def test_the_library_refuses_what_cannot_be(name: str) -> None:
         lib.destroy(program)
 
 
-@short
+@where_short
 def test_counts_of_exponents(name: str) -> None:
     values = torch.tensor([0.0, -0.0, 1.0, -1.5, 2.0, 1e-38, torch.inf])
     for source in (values, values.bfloat16()):

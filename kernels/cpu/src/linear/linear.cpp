@@ -124,7 +124,10 @@ Matrix::Matrix(Arena& arena, int64_t outputs_, int64_t inputs_, Type type_, bool
     header_bytes = PANEL * 4 * (coding.offsets ? 2 : 1);
     panel_bytes = groups * header_bytes + units * unit_bytes(coding);
   }
-  if (exponents) short_code = std::make_unique<ShortCode>(*exponents, *this);
+  if (exponents) {
+    short_code = std::make_unique<ShortCode>(*exponents, *this);
+    panel_bytes = inputs / SHORT_INPUTS * SHORT_BYTES;
+  }
   weights = arena.take(static_cast<size_t>(bytes()));
   if (short_code) short_code->check(*this);
 }

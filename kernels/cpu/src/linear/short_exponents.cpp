@@ -48,11 +48,13 @@ void count_exponents(const void* values, Type type, int64_t count, int64_t count
   }
 }
 
-ShortCode::ShortCode(const ShortExponents& exponents, Matrix& matrix)
+ShortCode::ShortCode(const ShortExponents& exponents, const Matrix& matrix)
     : most_exceptions_(exponents.exceptions), table_{} {
-  const int64_t units = matrix.inputs / SHORT_INPUTS;
-  if (!HAS_SHORT_EXPONENTS || matrix.is_coded() || matrix.type == Type::FLOAT || matrix.inputs % SHORT_INPUTS ||
-      units > MOST_UNITS || most_exceptions_ < 0 || most_exceptions_ > UINT32_MAX)
+  const bool has_words = !matrix.is_coded() && matrix.type != Type::FLOAT;
+  const bool in_units =
+      matrix.inputs % SHORT_INPUTS == 0 && matrix.inputs / SHORT_INPUTS <= MOST_UNITS;
+  const bool counted = most_exceptions_ >= 0 && most_exceptions_ <= UINT32_MAX;
+  if (!HAS_SHORT_EXPONENTS || !has_words || !in_units || !counted)
     throw std::invalid_argument("no matrix for short exponents");
   codes_.fill(-1);
   for (int code = 0; code < MOST_EXPONENTS; code++) {
@@ -62,7 +64,6 @@ ShortCode::ShortCode(const ShortExponents& exponents, Matrix& matrix)
     table_[static_cast<size_t>(code)] = upper;
     table_[static_cast<size_t>(code + 8)] = upper | 128;
   }
-  matrix.panel_bytes = units * SHORT_BYTES;
 }
 
 void ShortCode::fill(Matrix& matrix, const void* source, Type source_type, int64_t first,

@@ -45,8 +45,8 @@ void count_exponents(const void* values, Type type, int64_t count, int64_t count
 
 class ShortCode {
  public:
-  // Sets the matrix's panel_bytes. Throws std::invalid_argument where it cannot be.
-  ShortCode(const ShortExponents& exponents, Matrix& matrix);
+  // Throws std::invalid_argument where the matrix cannot have them.
+  ShortCode(const ShortExponents& exponents, const Matrix& matrix);
 
   // As Matrix::fill, of each output once; by one thread at a time where two outputs lie in one panel.
   void fill(Matrix& matrix, const void* source, Type source_type, int64_t first, int64_t count,
