@@ -27,8 +27,8 @@ UNIT_INPUTS, MOST_UNIT_INPUTS = 4, 1 << 19
 COUNTED_TOGETHER = 1 << 22
 """Weights whose exponents one thread counts at a time."""
 
-WEIGHTS_FOR_AN_EXCEPTION = 256
-"""With more exceptions, putting them right takes what shorter reads save."""
+WEIGHTS_FOR_AN_EXCEPTION = 1000
+"""With more exceptions, putting them right takes more than shorter reads save."""
 
 Weight = Tensor | CodedWeight | MappedPart
 
