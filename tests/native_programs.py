@@ -18,6 +18,7 @@ from torch import Tensor
 from penstock.kernels import RaggedBatch
 from penstock.kernels.cpu import (
     LOGITS,
+    BoundStep,
     HeadShape,
     Library,
     NativeProgram,
@@ -85,7 +86,7 @@ def run(
     logits = torch.full((len(wanted), width), torch.nan)
     cache = program.bind(caches, [0] * len(caches))
     largest = torch.empty(len(wanted)), torch.empty(len(wanted), dtype=torch.int64)
-    program.run(threads, tokens, wanted, [batch], cache, logits, largest, meanwhile)
+    program.run(threads, BoundStep.of(tokens, wanted, [batch], cache, logits, largest), meanwhile)
     values, places = threads.largest(logits)
     assert torch.equal(largest[0].nan_to_num(), values.nan_to_num())
     assert torch.equal(largest[0].isnan(), values.isnan())

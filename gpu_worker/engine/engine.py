@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import repeat
+from itertools import chain, repeat
+from typing import NamedTuple
 
 from penstock.shared.errors import IntegrityError
 from penstock.shared.protocol.states import Lane, Reason
 
 from .config import EngineConfig
 from .kv.kv_manager import KVManager
+from .output.output_state import OutputState
 from .output.step_output import StepOutput
 from .output.text_stream import TextStream
 from .plan import Plan, Span
@@ -26,6 +28,18 @@ from .stats import EngineStats, Load, PoolUse
 __all__ = ["Engine"]
 
 _NEVER = repeat(False)
+
+
+class _Prepared(NamedTuple):
+    """A plan of ``prepare_ahead``.
+
+    Attributes:
+        plan: the plan.
+        outputs: of its sequences.
+    """
+
+    plan: Plan
+    outputs: list[OutputState]
 
 
 class Engine:
@@ -48,6 +62,7 @@ class Engine:
         ahead = engine.schedule_ahead(output)
         start(ahead)
         updates = engine.collect(plan, output)
+        engine.prepare_ahead()  # for the next one, so that this is done meanwhile, too
 
     Args:
         config: sizes and budgets.
@@ -76,6 +91,7 @@ class Engine:
         self._scheduler = Scheduler(config, self._kv, self._policy, self._speculator)
         self._requests = RequestManager(config, self._validator, self._scheduler, detokenizer)
         self._in_flight: list[Plan] = []  # oldest first; two after schedule_ahead
+        self._prepared: _Prepared | None = None
         self._apart_s = 0.0  # swaps and draft model of the last step
         self._model_s: float | None = None  # of the last step
         self._num_steps = 0
@@ -99,6 +115,7 @@ class Engine:
         Raises:
             InvalidRequest: the id is in the engine already, or the prompt is empty.
         """
+        self._prepared = None
         return self._requests.add(request)
 
     def abort(self, request_id: str) -> bool:
@@ -107,6 +124,7 @@ class Engine:
         Returns:
             False if there is no such request: it was never here or has ended.
         """
+        self._prepared = None
         return self._requests.abort(request_id)
 
     def schedule(self) -> Plan | None:
@@ -117,39 +135,66 @@ class Engine:
         """
         if self._in_flight:
             raise IntegrityError("schedule() before the last plan was collected or failed")
+        self._prepared = None
         plan = self._scheduler.schedule()
         if plan is not None:
             self._in_flight.append(plan)
         return plan
 
-    def schedule_ahead(self, output: StepOutput) -> Plan | None:
-        """Plan the step after the one in flight, before that one's output is collected.
+    def prepare_ahead(self) -> Plan | None:
+        """Plan the step after the one in flight while that is computed, in case all go on.
 
-        That is possible only where nothing waits, each sequence goes on by the token just sampled
-        for it, and none has drafts, siblings or a constraint. Then only a stop string can still end
-        an output, and the step computes one row of that sequence in vain.
-
-        Args:
-            output: of the plan in flight.
+        That is possible only where nothing can be admitted, and no sequence has drafts, siblings or
+        a constraint, or is at its last token. ``schedule_ahead`` turns to the plan, which nobody
+        else may run, unless requests were added or aborted.
 
         Returns:
-            The plan, which :attr:`Plan.token_ids` marks. None: collect first, then schedule.
+            The plan without token ids; None: it cannot be made yet.
 
         Raises:
             IntegrityError: not exactly one plan is in flight.
         """
         if len(self._in_flight) != 1:
-            raise IntegrityError(f"schedule_ahead() with {len(self._in_flight)} plans in flight")
+            raise IntegrityError(f"prepare_ahead() with {len(self._in_flight)} plans in flight")
         (before,) = self._in_flight
-        if not output.moved or output.failures or output.deferred:
-            return None
+        self._prepared = None
         if self._speculator is not None and not self._speculator.stays_plain(len(before.spans)):
             return None
-        if not self._requests.all_go_on(before.spans, output.token_ids):
+        outputs = self._requests.may_go_on(before.spans)
+        plan = None if outputs is None else self._scheduler.schedule_ahead(before)
+        if plan is None or outputs is None:
             return None
-        plan = self._scheduler.schedule_ahead(before, output.token_ids)
-        if plan is not None:
-            self._in_flight.append(plan)
+        self._prepared = _Prepared(plan, outputs)
+        return plan
+
+    def schedule_ahead(self, output: StepOutput) -> Plan | None:
+        """Plan the step after the one in flight, before that one's output is collected.
+
+        That is possible where ``prepare_ahead`` has a plan or makes one, and no token just sampled
+        ends an output. Then only a stop string can still end one, and the step computes one row of
+        that sequence in vain.
+
+        Args:
+            output: of the plan in flight.
+
+        Returns:
+            The plan, which :attr:`Plan.token_ids` marks; its spans are those that ``prepare_ahead``
+            gave. None: collect first, then schedule.
+
+        Raises:
+            IntegrityError: not exactly one plan is in flight.
+        """
+        if self._prepared is None:
+            self.prepare_ahead()
+        prepared, self._prepared = self._prepared, None
+        if prepared is None or not output.moved or output.failures or output.deferred:
+            return None
+        token_ids = tuple(chain.from_iterable(output.token_ids))
+        outputs = prepared.outputs
+        if any(of.ends_with(token) for of, token in zip(outputs, token_ids, strict=True)):
+            return None
+        plan = Plan(prepared.plan.spans, token_ids=token_ids)
+        self._in_flight.append(plan)
         return plan
 
     def drop(self, plan: Plan) -> None:
@@ -161,6 +206,7 @@ class Engine:
         if self._in_flight != [plan]:
             raise IntegrityError("drop() of a plan that is not the only one in flight")
         self._in_flight.clear()
+        self._prepared = None
 
     def collect(self, plan: Plan, output: StepOutput) -> list[Update]:
         """Record what a step computed and sampled.
@@ -347,5 +393,6 @@ class Engine:
         if not self._in_flight or plan is not self._in_flight[0]:
             raise IntegrityError("this plan is not the oldest in flight")
         del self._in_flight[0]
+        self._prepared = None
         if plan.swaps_out:
             self._kv.host.confirm_saves() if moved else self._kv.host.discard_saves()

@@ -40,6 +40,16 @@ class Runner(Protocol):
         these fail, it says so in its output (``moved``) and does not raise.
         """
 
+    def prepare(self, plan: Plan) -> None:
+        """Do now what running a plan takes beside its tokens; called while another one runs.
+
+        Args:
+            plan: a step planned ahead, without its ``token_ids``. If it is run, its ``spans`` are
+                these. It may never be.
+
+        May raise; then the plan is run all the same, and raises again where it cannot be.
+        """
+
     def recover(self) -> None:
         """Prepare for another run after one that failed, once nothing holds its tensors.
 

@@ -68,6 +68,9 @@ class SyntheticRunner:
             },
         )
 
+    def prepare(self, plan: Plan) -> None:
+        """A step takes nothing but its time."""
+
     def recover(self) -> None:
         """A step leaves nothing behind."""
 

@@ -225,7 +225,7 @@ class Worker:
         If that raises, the plan is dropped: the next turn plans it anew, and finds the culprit.
         """
         try:
-            output = self._runner.run(plan, self._collect)
+            output = self._runner.run(plan, self._work_beside)
         except Exception as error:
             if self._is_collecting:
                 raise  # a bug of the engine, and no fault of the step
@@ -242,6 +242,23 @@ class Worker:
             _log.error("no further step is planned ahead")
             self._overlap = False
         return None
+
+    def _work_beside(self) -> None:
+        """What the worker does while a step computes: the rest of the last, the begin of the next.
+
+        The next step is planned and prepared as if this one ended no output. So when the step has
+        ended, only its tokens are missing.
+        """
+        self._collect()
+        self._is_collecting = True  # or as good as: what raises here is a bug of the engine, too
+        plan = self._engine.prepare_ahead()
+        self._is_collecting = False
+        if plan is None:
+            return
+        try:
+            self._runner.prepare(plan)
+        except Exception as error:
+            _log.warning("the next step could not be prepared", exc_info=error)
 
     def _collect(self) -> None:
         """Record and publish what the last step gave, if that is not done."""

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import nullcontext
 from dataclasses import replace
-from operator import is_
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,14 +25,14 @@ from .drafting.draft_rows import DraftRows, SampledRow
 from .drafting.drafters import Drafter, Proposal
 from .drafting.span_results import candidates_of_sequences, reports_of_spans, tokens_of_spans
 from .drafting.verifier import Verifier
-from .forward.batch import PackedStep, Rows, SequenceChunk, decode_chunks, pack
-from .forward.decode_batch import DecodeBatch
+from .forward.batch import Rows, SequenceChunk, decode_chunks, pack
+from .forward.step_packer import StepPacker, chunk_of
 from .kv.kv_pool import KVPool
 from .kv.memory_budget import release_unused
 from .kv.swap_pool import SwapPool
 from .sampling.logits_processors import nothing_left
 from .sampling.prompt_logprobs import PromptRows
-from .sampling.sampler import INVALID_TOKEN, NO_TOKEN_LEFT, Sampler, SamplingBatch, takes_largest
+from .sampling.sampler import INVALID_TOKEN, NO_TOKEN_LEFT, Sampler, SamplingBatch
 from .structured.mask_maker import Asked, MaskMaker, Masks
 
 if TYPE_CHECKING:
@@ -80,8 +79,7 @@ class ModelRunner:
         self._sampler = Sampler(loaded.row_operations) if sampler is None else sampler
         self._verifier = Verifier(self._sampler, loaded.eos_token_ids, rejection=rejection)
         self._masks = MaskMaker() if masks is None else masks
-        self._decodes = DecodeBatch(pool)
-        self._greedy = _GreedyRows()
+        self._packer = StepPacker(pool)
         # Only torch's forward records gradients, and entering the mode takes time in every step.
         self._no_gradients = torch.inference_mode if loaded.native is None else nullcontext
         self._batch: SamplingBatch | None = None
@@ -107,6 +105,13 @@ class ModelRunner:
 
     def _run(self, plan: Plan, meanwhile: Callable[[], None] | None) -> StepOutput:
         began = time.perf_counter()
+        prepared = self._packer.take(plan)
+        if prepared is not None:  # so there is nothing to copy, and no draft, mask or prompt
+            logits = prepared.forward(meanwhile)
+            return self._sample(
+                plan, logits, prepared.sampling, (), {}, (began, 0.0),
+                largest_only=prepared.step.largest_only,
+            )  # fmt: skip
         try:
             self._move(plan)
         except Exception as error:  # whatever the reason, the blocks hold wrong contents
@@ -118,16 +123,29 @@ class ModelRunner:
             sampling, [drafts.get(s, ()) for s in sampling] if drafts else None
         )
         prompts = PromptRows.of(plan.spans, drafts, self.loaded.device)
-        largest_only = prompts is None and self._greedy.are_all(sampling)
-        step = self._pack(plan, drafts, largest_only=largest_only)
+        largest_only = prompts is None and self._packer.are_greedy(sampling)
+        step = self._packer.pack(plan, drafts, largest_only=largest_only)
         logits = self.loaded.forward(step, self.pool, meanwhile)
         times = began, draft_seconds
         if prompts is None:
-            return self._sample(plan, logits, sampling, asked, proposals, times)
+            return self._sample(
+                plan, logits, sampling, asked, proposals, times, largest_only=largest_only
+            )
         figures = prompts.compute(logits, self.loaded.row_operations)
         logits = logits[prompts.sampled]
         output = self._sample(plan, logits, sampling, asked, proposals, times)
         return replace(output, prompt_logprobs=prompts.by_sequence(figures))
+
+    def prepare(self, plan: Plan) -> None:
+        """Pack a plan whose ``token_ids`` are missing, while another one runs; see :meth:`run`.
+
+        Args:
+            plan: of a step planned ahead. It may never be run; :meth:`run` knows it by its spans.
+
+        Raises:
+            ValueError: a block table does not reach its sequence's position.
+        """
+        self._packer.prepare(plan, self.loaded.prepare)
 
     def recover(self) -> None:
         """Make ready for another step after a failed one whose tensors are no longer held.
@@ -145,6 +163,8 @@ class ModelRunner:
         asked: Seq[Asked],
         proposals: Mapping[Sequence, Proposal],
         times: tuple[float, float],
+        *,
+        largest_only: bool = False,
     ) -> StepOutput:
         """What a step gives whose forward is queued.
 
@@ -155,8 +175,11 @@ class ModelRunner:
             asked: the masks that are being made.
             proposals: the drafts of the sequences that have some.
             times: when the step began, and the seconds its draft model took.
+            largest_only: whether all sequences :func:`.sampling.sampler.takes_largest`.
         """
         began, draft_seconds = times
+        if largest_only and sampling and not (asked or proposals):
+            return self._take_largest(plan, logits, times)
         drafts = {sequence: of.token_ids for sequence, of in proposals.items()}
         if not sampling:  # nothing to wait for: a device may still be at it
             return StepOutput(
@@ -195,6 +218,17 @@ class ModelRunner:
         if min(sampled) >= 0 and not masks.deferred and not masks.failures:
             return output
         return _set_apart(plan, output, masks)
+
+    def _take_largest(self, plan: Plan, logits: Tensor, times: tuple[float, float]) -> StepOutput:
+        """:meth:`_sample` without all that greedy sequences do not ask for."""
+        sampled = self._sampler.most_likely(logits)
+        output = StepOutput(
+            tokens_of_spans(plan, sampled, {}),
+            swap_s=self._swap_seconds(),
+            draft_failed=self._drafter is not None and self._drafter.take_failed(),
+            timing=StepTiming(time.perf_counter() - times[0], times[1]),
+        )
+        return output if min(sampled) >= 0 else _set_apart(plan, output, Masks())
 
     def _propose(self, plan: Plan) -> tuple[dict[Sequence, Proposal], float]:
         """The drafts of each sequence that has some, and the seconds the draft model took."""
@@ -235,7 +269,7 @@ class ModelRunner:
             float32 ``[rows, vocab]``, span after span.
         """
         rows = Rows.LAST if last_only else Rows.ALL
-        chunks = [replace(_chunk(span, ()), rows=rows) for span in spans]
+        chunks = [replace(chunk_of(span, ()), rows=rows) for span in spans]
         return self._forward(chunks).float()
 
     @torch.inference_mode()
@@ -284,38 +318,6 @@ class ModelRunner:
     def _forward(self, chunks: Seq[SequenceChunk], *, largest_only: bool = False) -> Tensor:
         step = pack(chunks, self.pool, largest_only=largest_only)
         return self.loaded.forward(step, self.pool)
-
-    def _pack(
-        self, plan: Plan, drafts: Mapping[Sequence, tuple[int, ...]], *, largest_only: bool
-    ) -> PackedStep:
-        spans = plan.spans
-        if drafts or not all(map(_is_decode, spans)):
-            chunks = [_chunk(span, drafts.get(span.sequence, ())) for span in spans]
-            return pack(chunks, self.pool, largest_only=largest_only)
-        sequences = [span.sequence for span in spans]
-        positions = [span.start for span in spans]
-        return self._decodes.pack(
-            list(plan.token_ids)
-            or [s.token_ids[place] for s, place in zip(sequences, positions, strict=True)],
-            positions,
-            [sequence.block_tables for sequence in sequences],
-            largest_only=largest_only,
-        )
-
-
-class _GreedyRows:
-    """Looks at sequences' options once, as long as a step has the same sequences."""
-
-    def __init__(self) -> None:
-        self._sequences: list[Sequence] = []
-        self._are_all = True
-
-    def are_all(self, sequences: list[Sequence]) -> bool:
-        """Whether all of them :func:`.sampling.sampler.takes_largest`."""
-        known = self._sequences
-        if len(known) != len(sequences) or not all(map(is_, known, sequences)):
-            self._sequences, self._are_all = sequences, all(map(takes_largest, sequences))
-        return self._are_all
 
 
 def _may_draft(sequence: Sequence) -> bool:
@@ -372,20 +374,3 @@ def _set_apart(plan: Plan, output: StepOutput, masks: Masks) -> StepOutput:
     return replace(
         output, token_ids=tuple(token_ids), failures=failures, deferred=frozenset(deferred)
     )
-
-
-def _is_decode(span: Span) -> bool:
-    """Whether it computes one token, whose logits alone are wanted."""
-    return span.num_tokens == 1 and span.samples and span.sequence.num_prompt_logprobs is None
-
-
-def _chunk(span: Span, drafts: tuple[int, ...]) -> SequenceChunk:
-    sequence, start = span.sequence, span.start
-    token_ids = sequence.token_ids[start : start + span.num_tokens]
-    if drafts:  # behind the one token that is not computed yet; every row is wanted
-        return SequenceChunk([*token_ids, *drafts], start, sequence.block_tables, Rows.ALL)
-    if sequence.num_prompt_logprobs is not None and span.prompt_rows:
-        rows = Rows.ALL
-    else:
-        rows = Rows.LAST if span.samples else Rows.NONE
-    return SequenceChunk(token_ids, start, sequence.block_tables, rows)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from .coded_weight import CodedWeight
 from .compiler import NativeUnavailable, supported_sets
 from .library import Activation, Codes, Library, Type, load_library
-from .operands import Cache, Clamp, Draws, HeadShape, NormWeights, Rotary
+from .operands import BoundStep, Cache, Clamp, Draws, HeadShape, NormWeights, Rotary
 from .step_program import LOGITS, NativeProgram
 from .thread_pool import ThreadPool
 from .weights_file import MappedPart, MatrixForm, WeightsFile
@@ -17,6 +17,7 @@ from .weights_file import MappedPart, MatrixForm, WeightsFile
 __all__ = [
     "LOGITS",
     "Activation",
+    "BoundStep",
     "Cache",
     "Clamp",
     "CodedWeight",

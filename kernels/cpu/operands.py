@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from .library import NormSpec
+from ..ragged import RaggedBatch
+from .library import KVKind, NormSpec, StepInput
 
 __all__ = [
-    "Cache", "Clamp", "Draws", "HeadShape", "NormWeights", "Rotary", "address_of", "norm_spec",
+    "BoundStep", "Cache", "Clamp", "Draws", "HeadShape", "NormWeights", "Rotary", "address_of",
+    "norm_spec",
 ]  # fmt: skip
 
 
@@ -113,6 +117,61 @@ class Cache:
     values: Any
     kinds: Any
     num_blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BoundStep:
+    """A step as the library takes it.
+
+    Attributes:
+        input: the addresses of what it reads and writes.
+        held: what they point to.
+    """
+
+    input: StepInput
+    held: tuple[Any, ...]
+
+    @classmethod
+    def of(
+        cls,
+        tokens: Tensor,
+        output_rows: Tensor,
+        batches: Sequence[RaggedBatch],
+        cache: Cache,
+        logits: Tensor,
+        largest: tuple[Tensor, Tensor] | None = None,
+        *,
+        largest_only: bool = False,
+    ) -> BoundStep:
+        """Bind a step, while another one may be running.
+
+        Args:
+            tokens: ``T`` int64, contiguous, in any shape. They are read when the step runs.
+            output_rows: int64, of which the first ``R`` are the tokens whose logits are wanted.
+            batches: one for each KV kind: the same tokens, with that kind's tables.
+            cache: where keys and values are.
+            logits: float32 ``[R, vocabulary]``, contiguous: written.
+            largest: float32 ``[R]`` and int64 ``[R]``: gets what :meth:`ThreadPool.largest` finds
+                in the logits; or None.
+            largest_only: whether ``logits`` may be left as they are, or partly computed.
+        """
+        first = batches[0]
+        kinds = (KVKind * len(batches))()
+        for kind, batch, num_blocks in zip(kinds, batches, cache.num_blocks, strict=False):
+            kind.slots = batch.slots.data_ptr()
+            kind.tables = batch.host_block_tables.data_ptr()
+            kind.table_width = batch.host_block_tables.shape[1]
+            kind.num_blocks = num_blocks
+        step = StepInput(
+            first.num_tokens, first.num_sequences, logits.shape[0], len(cache.num_blocks),
+            len(cache.layers), first.block_size, tokens.data_ptr(),
+            first.host_positions.data_ptr(), first.query_starts.data_ptr(),
+            first.context_lens.data_ptr(), output_rows.data_ptr(), kinds,
+            ctypes.addressof(cache.kinds), ctypes.addressof(cache.keys),
+            ctypes.addressof(cache.values), logits.data_ptr(),
+            *((t.data_ptr() for t in largest) if largest else (None, None)), int(largest_only),
+        )  # fmt: skip
+        return cls(step, (tokens, output_rows, tuple(batches), cache, logits, largest))
 
 
 def norm_spec(norm: NormWeights, kept: list[Tensor]) -> NormSpec:

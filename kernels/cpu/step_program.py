@@ -12,20 +12,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ragged import RaggedBatch
 from .library import (
     Activation,
     AttendSpec,
     Error,
-    KVKind,
     Library,
     LinearSpec,
     RotateSpec,
     RowKind,
-    StepInput,
     Type,
 )
-from .operands import Cache, Clamp, HeadShape, NormWeights, Rotary, address_of, norm_spec
+from .operands import (
+    BoundStep,
+    Cache,
+    Clamp,
+    HeadShape,
+    NormWeights,
+    Rotary,
+    address_of,
+    norm_spec,
+)
 from .thread_pool import ThreadPool
 from .weight_matrices import TYPES, Weight, WeightMatrices
 from .weights_file import WeightsFile
@@ -318,7 +324,7 @@ class NativeProgram:
         self._cache_dtype = torch.int8
 
     def bind(self, layers: Sequence[tuple[Tensor, Tensor]], layer_kinds: Sequence[int]) -> Cache:
-        """Make a cache ready for :meth:`run`.
+        """Make a cache ready for steps.
 
         Args:
             layers: keys and values of each layer, in the layout ``GROUPS`` of
@@ -339,53 +345,20 @@ class NativeProgram:
         return Cache(tuple(layers), keys, values, kinds, num_blocks)
 
     def run(
-        self,
-        pool: ThreadPool,
-        tokens: Tensor,
-        output_rows: Tensor,
-        batches: Sequence[RaggedBatch],
-        cache: Cache,
-        logits: Tensor,
-        largest: tuple[Tensor, Tensor] | None = None,
-        meanwhile: Callable[[], None] | None = None,
-        *,
-        largest_only: bool = False,
+        self, pool: ThreadPool, step: BoundStep, meanwhile: Callable[[], None] | None = None
     ) -> None:
         """Compute one step: store its keys and values, and the logits of the wanted rows.
 
         Args:
             pool: the threads.
-            tokens: ``T`` int64, contiguous, in any shape.
-            output_rows: int64, of which the first ``R`` are the tokens whose logits are wanted.
-            batches: one for each KV kind: the same tokens, with that kind's tables.
-            cache: where keys and values are.
-            logits: float32 ``[R, vocabulary]``, contiguous: written.
-            largest: float32 ``[R]`` and int64 ``[R]``: gets what :meth:`ThreadPool.largest` finds
-                in the logits; or None.
+            step: what to compute.
             meanwhile: called once, while the pool's other threads compute. It must not use them.
-            largest_only: whether ``logits`` may be left as they are, or partly computed.
 
         Raises:
             ValueError: the step asks for a token, position or block that there is not.
         """
         self.pack()
-        first = batches[0]
-        kinds = (KVKind * len(batches))()
-        for kind, batch, num_blocks in zip(kinds, batches, cache.num_blocks, strict=False):
-            kind.slots = batch.slots.data_ptr()
-            kind.tables = batch.host_block_tables.data_ptr()
-            kind.table_width = batch.host_block_tables.shape[1]
-            kind.num_blocks = num_blocks
-        step = StepInput(
-            first.num_tokens, first.num_sequences, logits.shape[0], len(cache.num_blocks),
-            len(cache.layers), first.block_size, tokens.data_ptr(),
-            first.host_positions.data_ptr(), first.query_starts.data_ptr(),
-            first.context_lens.data_ptr(), output_rows.data_ptr(), kinds,
-            ctypes.addressof(cache.kinds), ctypes.addressof(cache.keys),
-            ctypes.addressof(cache.values), logits.data_ptr(),
-            *((t.data_ptr() for t in largest) if largest else (None, None)), int(largest_only),
-        )  # fmt: skip
-        if self._library.start(self._handle, pool.handle, step, self._error) < 0:
+        if self._library.start(self._handle, pool.handle, step.input, self._error) < 0:
             raise ValueError(self._error.text.decode())
         try:
             if meanwhile is not None:

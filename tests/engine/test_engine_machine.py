@@ -193,9 +193,19 @@ class EngineMachine(MachineModel):
             self.publish(update)
 
     @precondition(lambda self: self.live)
-    @rule(count=st.integers(1, 8), ends_with=st.sampled_from(AheadEnd), data=st.data())
-    def steps_planned_ahead(self, count: int, ends_with: AheadEnd, data: st.DataObject) -> None:
-        """Each step but the first is planned and begun before the one before it is collected."""
+    @rule(
+        count=st.integers(1, 8),
+        ends_with=st.sampled_from(AheadEnd),
+        prepares=st.booleans(),
+        data=st.data(),
+    )
+    def steps_planned_ahead(
+        self, count: int, ends_with: AheadEnd, prepares: bool, data: st.DataObject
+    ) -> None:
+        """Each step but the first is planned and begun before the one before it is collected.
+
+        It is planned when that one's tokens are known, or before.
+        """
         plan = self.plan()
         assert plan is not None
         output = self.runner.run(plan)
@@ -212,7 +222,7 @@ class EngineMachine(MachineModel):
                 self.engine.drop(ahead)
                 return
             self.engine.check_integrity()
-            collects = functools.partial(self.take, plan, output)
+            collects = functools.partial(self.take_beside, plan, output, prepares)
             plan, output = ahead, self.runner.run(ahead, collects)
         self.take(plan, output)
 
@@ -223,7 +233,15 @@ class EngineMachine(MachineModel):
             assert (span.start, span.num_tokens) == (last.start + last.num_tokens, 1)
             assert span.samples
             assert not span.num_drafts
-        assert self.engine.load().waiting == {}
+        is_full = len(before.spans) == self.config.max_sequences
+        assert is_full or self.engine.load().waiting == {}
+
+    def take_beside(self, plan: Plan, output: StepOutput, prepares: bool) -> None:
+        self.take(plan, output)
+        if prepares:
+            prepared = self.engine.prepare_ahead()
+            assert prepared is None or not (prepared.token_ids or prepared.copies)
+            self.engine.check_integrity()
 
     def take(self, plan: Plan, output: StepOutput) -> None:
         for update in self.engine.collect(plan, output):

@@ -14,7 +14,7 @@ from workers import WorkerFactory
 from penstock.producer import Producer, Reason, Result
 from penstock.shared.local.embedded import EmbeddedRedis
 
-FORWARD = "        step = self._pack(plan"
+FORWARD = "        step = self._packer.pack(plan"
 MOST = 48
 """Tokens for whose forward there is memory."""
 

@@ -9,7 +9,7 @@ import torch
 from native_programs import SETS, library, linear, pool
 
 from penstock.kernels import RaggedBatch
-from penstock.kernels.cpu import LOGITS, NativeProgram
+from penstock.kernels.cpu import LOGITS, BoundStep, NativeProgram
 
 ODD = {
     "numbers": [],
@@ -65,8 +65,11 @@ def test_values_without_places_are_refused() -> None:
     token, cache = torch.zeros(1, dtype=torch.int64), program.bind((), ())
     with pytest.raises(ValueError, match="no places"):
         program.run(
-            pool(SETS[0]), token, token, [batch], cache, torch.empty(1, 4),
-            (torch.empty(1), torch.empty(0, dtype=torch.int64)),
+            pool(SETS[0]),
+            BoundStep.of(
+                token, token, [batch], cache, torch.empty(1, 4),
+                (torch.empty(1), torch.empty(0, dtype=torch.int64)),
+            ),
         )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from native_programs import DTYPES, SETS, library, pool
 from torch import Tensor
 
 from penstock.kernels import RaggedBatch
-from penstock.kernels.cpu import LOGITS, MappedPart, NativeProgram, WeightsFile
+from penstock.kernels.cpu import LOGITS, BoundStep, MappedPart, NativeProgram, WeightsFile
 from penstock.kernels.cpu.compiler import cpu_flags
 
 OUTPUTS = 4100
@@ -59,8 +59,11 @@ class Head:
         logits = torch.full((count, self._outputs), math.nan)
         values, places = torch.empty(count), torch.empty(count, dtype=torch.int64)
         self.program.run(
-            self._pool, torch.tensor(tokens), torch.arange(count), [batch], self._cache, logits,
-            (values, places), largest_only=largest_only,
+            self._pool,
+            BoundStep.of(
+                torch.tensor(tokens), torch.arange(count), [batch], self._cache, logits,
+                (values, places), largest_only=largest_only,
+            ),
         )  # fmt: skip
         return values, places, logits
 
@@ -197,8 +200,11 @@ def test_only_the_largest_without_a_place_for_them() -> None:
     token = torch.zeros(1, dtype=torch.int64)
     with pytest.raises(ValueError, match="no memory for the largest"):
         head.program.run(
-            pool(), token, token, [batch], head.program.bind((), ()), torch.empty(1, OUTPUTS),
-            largest_only=True,
+            pool(),
+            BoundStep.of(
+                token, token, [batch], head.program.bind((), ()), torch.empty(1, OUTPUTS),
+                largest_only=True,
+            ),
         )  # fmt: skip
 
 

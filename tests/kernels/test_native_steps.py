@@ -15,7 +15,7 @@ from native_programs import AttentionProgram, Span, library, linear, run
 from torch import Tensor
 
 from penstock.kernels import RaggedBatch
-from penstock.kernels.cpu import LOGITS, HeadShape, NativeProgram, ThreadPool
+from penstock.kernels.cpu import LOGITS, BoundStep, HeadShape, NativeProgram, ThreadPool
 
 SHAPE = HeadShape(2, 1, 8, 8)
 
@@ -167,12 +167,14 @@ def test_nothing_outside_a_buffer_is_touched(
     with pytest.raises(ValueError, match=said):
         subject.program.run(
             ThreadPool(library(), 2),
-            tokens,
-            rows,
-            [batch],
-            subject.program.bind(subject.caches, [0]),
-            torch.empty(5, 16),
-        )  # fmt: skip
+            BoundStep.of(
+                tokens,
+                rows,
+                [batch],
+                subject.program.bind(subject.caches, [0]),
+                torch.empty(5, 16),
+            ),
+        )
     assert all(
         torch.equal(
             one,

@@ -88,6 +88,7 @@ class Bench:
         self.steps = 0
         self.overlap = overlap
         self.steps_ahead = 0
+        self.steps_prepared = 0
         self._last: tuple[Plan, StepOutput] | None = None
         self.answers: dict[str, Answer] = {}
 
@@ -119,7 +120,7 @@ class Bench:
     def step(self) -> bool:
         ahead = None if self._last is None else self.engine.schedule_ahead(self._last[1])
         if ahead is not None:
-            plan, output = ahead, self.runner.run(ahead, self._collect)
+            plan, output = ahead, self.runner.run(ahead, self._work_beside)
             self.steps_ahead += 1
         else:
             self._collect()
@@ -133,6 +134,13 @@ class Bench:
         if not self.overlap:
             self._collect()
         return True
+
+    def _work_beside(self) -> None:
+        """In every third step nothing is prepared, so that both ways follow on each other."""
+        self._collect()
+        if self.steps % 3 and (plan := self.engine.prepare_ahead()) is not None:
+            self.runner.prepare(plan)
+            self.steps_prepared += 1
 
     def _collect(self) -> None:
         if self._last is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass
 
 import pytest
@@ -127,7 +128,7 @@ class DecodeSteps(RuleBasedStateMachine):
         for step in range(steps):
             token_ids = [step * 1000 + row for row in range(len(self.running))]
             found = self.decodes.pack(
-                token_ids,
+                array("q", token_ids),
                 [sequence.position for sequence in self.running],
                 [sequence.block_tables for sequence in self.running],
             )
@@ -158,7 +159,7 @@ def test_a_table_outgrows_its_width() -> None:
                     table.append(1000 + 10 * step + sequence.position)
         token_ids = [step, step + 1]
         found = decodes.pack(
-            token_ids,
+            array("q", token_ids),
             [sequence.position for sequence in running],
             [sequence.block_tables for sequence in running],
         )
@@ -171,7 +172,7 @@ def test_a_table_that_is_too_short_is_an_error() -> None:
     """The engine's tables reach every position it plans."""
     decodes, tables = DecodeBatch(make_pool()), ([3], [4])
     with pytest.raises(ValueError, match="sequence 0 has 1 blocks of 4 tokens"):
-        decodes.pack([1], [BLOCK_SIZE], [tables])
+        decodes.pack(array("q", [1]), [BLOCK_SIZE], [tables])
     running = [Running(BLOCK_SIZE - 1, tables)]
-    found = decodes.pack([1], [BLOCK_SIZE - 1], [tables])
+    found = decodes.pack(array("q", [1]), [BLOCK_SIZE - 1], [tables])
     assert_same(found, packed_anew(make_pool(), [1], running))

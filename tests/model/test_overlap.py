@@ -65,6 +65,7 @@ def test_requests_get_the_same(
     assert before.steps_ahead == 0
     ahead, bench = served(model, stop, overlap=True)
     assert bench.steps_ahead > 20
+    assert bench.steps_prepared > 10
     assert ahead == in_turn
     assert len(ahead["stopped"][0]) < 60
     # Torch's sums depend on the rows beside, the library's do not.

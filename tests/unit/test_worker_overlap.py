@@ -64,6 +64,25 @@ def served(runner: SyntheticRunner, *, overlap: bool) -> dict[str, tuple[list[in
     return heard
 
 
+class CannotPrepare(SyntheticRunner):
+    """It packs a step when it runs it, and no earlier."""
+
+    def __init__(self) -> None:
+        super().__init__(0.0)
+        self.failed = 0
+
+    def prepare(self, plan: Plan) -> None:
+        assert not plan.token_ids
+        self.failed += 1
+        raise MemoryError("no memory")
+
+
+def test_a_step_that_cannot_be_prepared_runs_all_the_same() -> None:
+    runner = CannotPrepare()
+    assert served(runner, overlap=True) == served(SyntheticRunner(0.0), overlap=False)
+    assert runner.failed > 3
+
+
 @pytest.mark.parametrize("runner", [SyntheticRunner(0.0), FailsAhead()])
 def test_steps_planned_ahead_give_the_same(runner: SyntheticRunner) -> None:
     assert served(runner, overlap=True) == served(SyntheticRunner(0.0), overlap=False)

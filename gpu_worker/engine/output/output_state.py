@@ -42,15 +42,18 @@ class OutputState:
         self._full = min(sequence.num_prompt_tokens + options.max_tokens, config.max_model_len)
         self._stop_ids = options.ending_ids(config.eos_token_ids)
 
-    def goes_on(self, token_id: int, most: int) -> bool:
-        """Whether the output goes on after this token, unless a stop string ends it.
+    def has_room(self, most: int) -> bool:
+        """Whether the output's length lets it go on after its next token.
 
         Args:
-            token_id: the next one.
             most: prompt and output tokens after which none follows.
         """
         num_tokens = len(self.sequence.token_ids) + 1
-        return token_id not in self._stop_ids and num_tokens < self._full and num_tokens <= most
+        return num_tokens < self._full and num_tokens <= most
+
+    def ends_with(self, token_id: int) -> bool:
+        """Whether the output ends with this token, whatever its text is."""
+        return token_id in self._stop_ids
 
     def append(self, token_ids: tuple[int, ...]) -> Update:
         """Add the next output token, one id; what it adds, and the end if this is it."""

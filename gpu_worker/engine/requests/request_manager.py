@@ -102,27 +102,30 @@ class RequestManager:
         group.remove()
         return True
 
-    def all_go_on(self, spans: Iterable[Span], token_ids: Iterable[tuple[int, ...]]) -> bool:
-        """Whether all spans sampled one token, and need only it to be computed next.
+    def may_go_on(self, spans: Iterable[Span]) -> list[OutputState] | None:
+        """The outputs of all spans, if each may go on by the token that the step samples for it.
 
-        Not so for requests with several sequences, with a constraint, or whose prompt's
-        log-probabilities are due. Nor where a token ends an output; stop strings do not count.
+        None for requests with several sequences, with a constraint, or whose prompt's
+        log-probabilities are due, and where an output will be as long as it may be. Whether a token
+        ends one is not known yet.
         """
         outputs, most = self.outputs, self._validator.pool_tokens
-        for span, ids in zip(spans, token_ids, strict=True):
+        found: list[OutputState] = []
+        for span in spans:
             sequence = span.sequence
             output = outputs.get(sequence.id)
             if (
                 output is None
                 or output.sequence is not sequence  # aborted, and here again
-                or len(ids) != 1
+                or not span.samples
                 or span.num_drafts
                 or sequence.constraint is not None
                 or sequence.num_prompt_logprobs is not None
-                or not output.goes_on(ids[0], most)
+                or not output.has_room(most)
             ):
-                return False
-        return True
+                return None
+            found.append(output)
+        return found
 
     def collect(
         self, sequence: Sequence, token_ids: tuple[int, ...], output: StepOutput

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from itertools import chain
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from penstock.shared.errors import IntegrityError
@@ -141,30 +140,46 @@ class Scheduler:
             self._complete_first_group(step)
         return step.build() if step.spans else None
 
-    def schedule_ahead(self, before: Plan, token_ids: Iterable[tuple[int, ...]]) -> Plan | None:
-        """Plan the step after ``before``, whose output is not recorded yet.
+    def schedule_ahead(self, before: Plan) -> Plan | None:
+        """Plan the step after ``before``, whose output is not known yet.
 
         Args:
-            before: all its sequences run on by one token.
-            token_ids: of each span, that token.
+            before: all its sequences are taken to run on by one token.
 
         Returns:
-            None if others run or wait, or if blocks are short.
+            The plan, which moves no blocks. None if another one runs or may be admitted, or if
+            blocks are short.
         """
         state, spans = self._state, before.spans
-        if len(state.running) != len(spans) or state.waiting.peek() is not None:
+        if len(state.running) != len(spans) or self._may_admit():
             return None
         next_spans: list[Span] = []
         copies: list[BlockCopy] = []
         for span in spans:
             sequence, start = span.sequence, span.start + span.num_tokens
-            if start >= sequence.num_writable_tokens and not state.kv.try_reserve(
-                sequence, start + 1, copies
+            writable = sequence.num_writable_tokens
+            # Its next block, and no other: a shared one would have to be copied, and a plan that
+            # may be dropped must not copy.
+            if start >= writable and (
+                start > writable or not state.kv.try_reserve(sequence, start + 1, copies)
             ):
                 return None
             next_spans.append(Span(sequence, start, 1, True))
-        known = tuple(chain.from_iterable(token_ids))
-        return Plan(tuple(next_spans), tuple(copies), token_ids=known)
+        if copies:
+            raise IntegrityError("a new block is a copy")
+        return Plan(tuple(next_spans))
+
+    def _may_admit(self) -> bool:
+        """Whether one that waits could start in the next step if all that run go on."""
+        state = self._state
+        head = state.waiting.peek()
+        if head is None:
+            return False
+        if len(state.running) < state.config.max_sequences:
+            return True
+        return any(
+            state.waiting.may_displace(head, s) for s in state.running.less_urgent(head.rank)
+        )
 
     def observe(self, plan: Plan, seconds: float) -> None:
         """The step of ``plan`` took so long: chunks, preemptions and waiting are measured by it."""

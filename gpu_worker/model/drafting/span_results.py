@@ -29,6 +29,8 @@ def tokens_of_spans(
         drafts: of the sequences that have some; a span has a row more for each.
     """
     if not drafts:
+        if len(sampled) == len(plan.spans):
+            return tuple(zip(sampled, strict=True))
         tokens = iter(sampled)
         return tuple([(next(tokens),) if span.samples else () for span in plan.spans])
     token_ids = []

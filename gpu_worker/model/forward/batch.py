@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -16,7 +16,12 @@ from penstock.kernels.ragged import RaggedBatch
 from ..kv.kv_pool import KVPool
 from .forward_context import ForwardContext
 
-__all__ = ["PackedStep", "Rows", "SequenceChunk", "decode_chunks", "forward_logits", "pack"]
+__all__ = [
+    "Forward", "PackedStep", "Rows", "SequenceChunk", "decode_chunks", "forward_logits", "pack",
+]  # fmt: skip
+
+Forward = Callable[[Callable[[], None] | None], Tensor]
+"""Computes one step's logits, and calls what it is given while the device does so."""
 
 
 class Rows(Enum):

@@ -42,7 +42,7 @@ class DecodeBatch:
 
     def pack(
         self,
-        token_ids: list[int],
+        token_ids: array[int],
         positions: list[int],
         block_tables: list[tuple[list[int], ...]],
         *,
@@ -51,7 +51,8 @@ class DecodeBatch:
         """As :func:`.batch.pack` of chunks of one token each, all of whose rows are wanted.
 
         Args:
-            token_ids: the token of each sequence, at least one.
+            token_ids: int64, the token of each sequence, at least one. On the CPU the step's
+                tokens are this memory.
             positions: its place in its sequence.
             block_tables: of each sequence, one for each KV cache group of the pool: the lists that
                 the engine keeps, not copies of them.
@@ -104,7 +105,7 @@ class DecodeBatch:
             for (slots, tables, max_block), group in zip(more, self._pool.groups[1:], strict=True)
         ]
         return PackedStep(
-            input_ids=_int64(token_ids).unsqueeze(0).to(device),
+            input_ids=torch.frombuffer(token_ids, dtype=torch.int64).unsqueeze(0).to(device),
             rows=self._rows,
             num_rows=len(token_ids),
             batches=(batch, *others),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..forward.attention_registry import unregister
-from ..forward.batch import PackedStep, forward_logits
+from ..forward.batch import Forward, PackedStep, forward_logits
 from ..forward.forward_context import ForwardContext
 from ..kv.kv_pool import KVPool
 from ..program.native_decoder import NativeDecoder
@@ -93,6 +94,17 @@ class LoadedModel:
         if meanwhile is not None:
             meanwhile()
         return logits
+
+    def prepare(self, step: PackedStep, pool: KVPool) -> Forward:
+        """Do what can be done of ``forward(step, pool)`` while another step computes.
+
+        Returns:
+            The rest of it, to be called once at most, with what to do meanwhile. The values of
+            ``step.input_ids`` are read then.
+        """
+        if self.native is not None:
+            return partial(self.native.run, self.native.prepare(step, pool))
+        return partial(self.forward, step, pool)
 
     @property
     def overlaps(self) -> bool:

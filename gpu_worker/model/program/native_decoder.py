@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from penstock.kernels.cpu import (
+    BoundStep,
     Cache,
     Draws,
     Library,
@@ -35,6 +36,7 @@ from .assembly import assemble
 from .decoder_record import DecoderRecord, record_decoder
 from .description import Decoder, describe
 from .modules import Unrecognised
+from .prepared_step import LargestLogits, PreparedStep, StepLogits
 
 __all__ = ["NativeDecoder", "NativeRuntime", "NoRoomToPack"]
 
@@ -78,14 +80,6 @@ class NativeRuntime:
         self._pinned, self._pool = True, None
 
 
-class _StepLogits(NamedTuple):
-    """The logits of a step, as long as somebody has them, and the largest of each row."""
-
-    logits: weakref.ref[Tensor]
-    values: Tensor
-    places: Tensor
-
-
 class NativeDecoder:
     """Runs packed steps; its KV pool has the layout ``KVLayout.GROUPS``, or ``GROUPS_INT8``.
 
@@ -114,7 +108,7 @@ class NativeDecoder:
         self._vocab_size = vocab_size
         # Weak, so that a pool that its owner drops is gone.
         self._caches: weakref.WeakKeyDictionary[KVPool, Cache] = weakref.WeakKeyDictionary()
-        self._latest: _StepLogits | None = None
+        self._latest: StepLogits | None = None
 
     @classmethod
     def of(
@@ -205,24 +199,26 @@ class NativeDecoder:
 
         ``meanwhile`` runs on the calling thread while the pool's other threads compute.
         """
+        return self.run(self.prepare(step, pool), meanwhile)
+
+    def prepare(self, step: PackedStep, pool: KVPool) -> PreparedStep:
+        """What :meth:`run` takes; its tokens may still change in place."""
         count = step.num_rows
         logits = torch.empty(count, self._vocab_size)
-        values, places = torch.empty(count), torch.empty(count, dtype=torch.int64)
-        self.program.run(
-            self.runtime.threads,
-            step.input_ids,
-            step.rows,
-            step.batches,
-            self._cache(pool),
-            logits,
-            (values, places),
-            meanwhile,
+        largest = LargestLogits(count)
+        bound = BoundStep.of(
+            step.input_ids, step.rows, step.batches, self._cache(pool), logits, largest.tensors,
             largest_only=step.largest_only,
-        )
-        if step.largest_only:  # in which case not all of them may be there
-            logits = torch.empty(count, 0)
-        self._latest = _StepLogits(weakref.ref(logits), values, places)
-        return logits
+        )  # fmt: skip
+        # Not all logits may be there if the largest alone are asked for.
+        given = torch.empty(count, 0) if step.largest_only else logits
+        return PreparedStep(bound, given, largest)
+
+    def run(self, step: PreparedStep, meanwhile: Callable[[], None] | None = None) -> Tensor:
+        """As :meth:`forward`; each prepared step runs once."""
+        self.program.run(self.runtime.threads, step.bound, meanwhile)
+        self._latest = StepLogits(weakref.ref(step.logits), step.largest)
+        return step.logits
 
     def largest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """As :func:`..sampling.gumbel_sampling.largest`, by the step's threads.
@@ -232,11 +228,19 @@ class NativeDecoder:
         that result and may change it; a second caller has the rows searched again. No caller may
         change the logits in place.
         """
-        latest, self._latest = self._latest, None
-        if latest is not None and latest.logits() is logits:
-            return latest.values, latest.places
+        known = self._take_largest(logits)
+        if known is not None:
+            return known.tensors
         threads = self.runtime.threads
         return threads.largest(logits) if _are_rows(logits) else TorchRows().largest(logits)
+
+    def largest_as_lists(self, logits: Tensor) -> tuple[list[float], list[int]]:
+        """:meth:`largest` as lists."""
+        known = self._take_largest(logits)
+        if known is not None:
+            return known.lists()
+        values, places = self.largest(logits)
+        return values.tolist(), places.tolist()
 
     def draw(self, logits: Tensor, largest: Tensor, sampled: SampledRows) -> Tensor:
         """As :func:`..sampling.gumbel_sampling.draw`, by the step's threads."""
@@ -272,6 +276,11 @@ class NativeDecoder:
     def take_times(self) -> dict[str, float]:
         """Seconds spent in each kind of operation since the last call."""
         return self.program.take_times()
+
+    def _take_largest(self, logits: Tensor) -> LargestLogits | None:
+        """What the last step found, if these are its logits and nobody has asked before."""
+        latest, self._latest = self._latest, None
+        return latest.largest if latest is not None and latest.logits() is logits else None
 
     def _cache(self, pool: KVPool) -> Cache:
         cache = self._caches.get(pool)

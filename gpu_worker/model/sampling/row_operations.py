@@ -27,6 +27,9 @@ class RowOperations(Protocol):
     def largest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """The largest value of each row, and the first token that has it."""
 
+    def largest_as_lists(self, logits: Tensor) -> tuple[list[float], list[int]]:
+        """What :meth:`largest` gives, on the host."""
+
     def draw(self, logits: Tensor, largest: Tensor, sampled: SampledRows) -> Tensor:
         """A token of each sampled row; see :func:`.gumbel_sampling.draw`."""
 
@@ -63,6 +66,11 @@ class TorchRows:
     def largest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """See :class:`RowOperations`."""
         return largest(logits)
+
+    def largest_as_lists(self, logits: Tensor) -> tuple[list[float], list[int]]:
+        """See :class:`RowOperations`."""
+        values, places = self.largest(logits)
+        return values.tolist(), places.tolist()
 
     def draw(self, logits: Tensor, largest: Tensor, sampled: SampledRows) -> Tensor:
         """See :class:`RowOperations`."""

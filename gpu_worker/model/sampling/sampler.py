@@ -262,6 +262,16 @@ class Sampler:
             tokens[rows] = picked.masked_fill_(tokens[rows] == INVALID_TOKEN, INVALID_TOKEN)
         return tokens
 
+    def most_likely(self, logits: Tensor) -> list[int]:
+        """What :meth:`sample` gives where all rows :func:`takes_largest`, as a list."""
+        values, tokens = self._operations.largest_as_lists(logits)
+        if all(map(isfinite, values)):
+            return tokens
+        return [
+            token if isfinite(value) else INVALID_TOKEN
+            for token, value in zip(tokens, values, strict=True)
+        ]
+
     def probabilities(
         self, logits: Tensor, batch: SamplingBatch, masks: Sequence[Tensor] = ()
     ) -> Tensor:

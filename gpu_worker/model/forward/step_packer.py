@@ -1,0 +1,136 @@
+"""Packs plans, and the step after the present one before its tokens are known."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from operator import is_
+
+import torch
+
+from ...engine.plan import Plan, Span
+from ...engine.sequence import Sequence
+from ..kv.kv_pool import KVPool
+from ..sampling.sampler import takes_largest
+from .batch import Forward, PackedStep, Rows, SequenceChunk, pack
+from .decode_batch import DecodeBatch
+
+__all__ = ["PreparedPlan", "StepPacker", "chunk_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedPlan:
+    """A plan whose tokens alone are missing.
+
+    Attributes:
+        plan: the plan, without ``token_ids``.
+        step: the packed step.
+        tokens: of the step, one of each sequence, on the host; not known yet.
+        sampling: the plan's sequences.
+        forward: computes the step with the tokens that it has then.
+    """
+
+    plan: Plan
+    step: PackedStep
+    tokens: array[int]
+    sampling: list[Sequence]
+    forward: Forward
+
+    def fill(self, token_ids: tuple[int, ...]) -> None:
+        """Give the step its tokens, one of each sequence."""
+        self.tokens[:] = array("q", token_ids)
+        if self.step.input_ids.device.type != "cpu":  # else they are the same memory
+            self.step.input_ids.copy_(torch.frombuffer(self.tokens, dtype=torch.int64))
+
+
+class StepPacker:
+    """Packs the steps of one runner.
+
+    Args:
+        pool: where the sequences' KV lies.
+    """
+
+    def __init__(self, pool: KVPool) -> None:
+        self._pool = pool
+        self._decodes = DecodeBatch(pool)
+        self._sequences: list[Sequence] = []
+        self._are_all_greedy = True
+        self._prepared: PreparedPlan | None = None
+
+    def are_greedy(self, sequences: list[Sequence]) -> bool:
+        """Whether all of them :func:`.sampling.sampler.takes_largest`.
+
+        Their options are looked at once, as long as steps have the same sequences.
+        """
+        known = self._sequences
+        if len(known) != len(sequences) or not all(map(is_, known, sequences)):
+            self._sequences = sequences
+            self._are_all_greedy = all(map(takes_largest, sequences))
+        return self._are_all_greedy
+
+    def pack(
+        self, plan: Plan, drafts: Mapping[Sequence, tuple[int, ...]], *, largest_only: bool
+    ) -> PackedStep:
+        """Pack a plan.
+
+        Args:
+            plan: what to compute.
+            drafts: of the sequences that have some.
+            largest_only: as in :class:`.batch.PackedStep`.
+        """
+        spans = plan.spans
+        if drafts or not all(map(_is_decode, spans)):
+            chunks = [chunk_of(span, drafts.get(span.sequence, ())) for span in spans]
+            return pack(chunks, self._pool, largest_only=largest_only)
+        tokens = array("q", plan.token_ids or [s.sequence.token_ids[s.start] for s in spans])
+        return self._pack_decodes(spans, tokens, largest_only=largest_only)
+
+    def prepare(self, plan: Plan, begin: Callable[[PackedStep, KVPool], Forward]) -> None:
+        """Pack a plan whose tokens are not known, for :meth:`take`.
+
+        Args:
+            plan: each of its spans decodes one token.
+            begin: makes ready what computes a step; its tokens may change until it runs.
+        """
+        self._prepared = None
+        sequences = [span.sequence for span in plan.spans]
+        tokens = array("q", bytes(8 * len(sequences)))
+        step = self._pack_decodes(plan.spans, tokens, largest_only=self.are_greedy(sequences))
+        self._prepared = PreparedPlan(plan, step, tokens, sequences, begin(step, self._pool))
+
+    def take(self, plan: Plan) -> PreparedPlan | None:
+        """What was prepared for this plan, with its tokens; only once. None: nothing was."""
+        prepared, self._prepared = self._prepared, None
+        if prepared is None or prepared.plan.spans is not plan.spans:
+            return None
+        prepared.fill(plan.token_ids)
+        return prepared
+
+    def _pack_decodes(
+        self, spans: tuple[Span, ...], tokens: array[int], *, largest_only: bool
+    ) -> PackedStep:
+        return self._decodes.pack(
+            tokens,
+            [span.start for span in spans],
+            [span.sequence.block_tables for span in spans],
+            largest_only=largest_only,
+        )
+
+
+def _is_decode(span: Span) -> bool:
+    """Whether it computes one token, whose logits alone are wanted."""
+    return span.num_tokens == 1 and span.samples and span.sequence.num_prompt_logprobs is None
+
+
+def chunk_of(span: Span, drafts: tuple[int, ...]) -> SequenceChunk:
+    """The tokens of a span, with those drafted behind it."""
+    sequence, start = span.sequence, span.start
+    token_ids = sequence.token_ids[start : start + span.num_tokens]
+    if drafts:  # behind the one token that is not computed yet; every row is wanted
+        return SequenceChunk([*token_ids, *drafts], start, sequence.block_tables, Rows.ALL)
+    if sequence.num_prompt_logprobs is not None and span.prompt_rows:
+        rows = Rows.ALL
+    else:
+        rows = Rows.LAST if span.samples else Rows.NONE
+    return SequenceChunk(token_ids, start, sequence.block_tables, rows)
