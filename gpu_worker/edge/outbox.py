@@ -144,7 +144,7 @@ class Outbox:
         reach = self._reach = self._longest  # the next message may bring as many again
         self._longest = 1
         rows: list[AppendRow] = []
-        times: list[float] = []  # of the tokens before
+        times: list[tuple[float, int]] = []  # of the tokens before, and how many followed
         gaps: list[tuple[float, int]] = []
         runs, now, pack_chunk = self._owned.by_run, self._clock(), self._pack_chunk
         for run, update in pending.items():
@@ -161,25 +161,31 @@ class Outbox:
                     or update.finish is not None
                     or update.logprobs
                     or update.deltas
-                    or len(ids := update.token_ids) != 1
+                    or not (count := len(ids := update.token_ids))
                 ):
                     rows.append(self._special_row(owned, update, now, gaps))
                     continue
                 # Nearly always:
                 digest = rolling_digest(ids, owned.digest)
-                chunk = pack_chunk((start, ids, update.text, digest))
+                lengths = update.bytes_by_token if update.text_lengths else None
+                wire = (start, ids, update.text, digest)
+                chunk = pack_chunk(wire if lengths is None else (*wire, None, lengths))
             except Exception as error:
                 rows.append(self._unwritable_row(owned, start, error))
                 continue
             owned.digest = digest
-            owned.next_index = start + 1
-            if start + 1 + reach > owned.last_index >= 0:
+            owned.next_index = start + count
+            self._longest = max(self._longest, count)
+            if start + count + max(reach, count) > owned.last_index >= 0:
                 self._owned.close_sequences(owned)
-            times.append(owned.last_token_at)
+            times.append((owned.last_token_at, count))
             owned.last_token_at = now
-            rows.append((owned.id, owned.epoch, start, 1, chunk))
-        # Tokens of one step mostly share the time of their predecessors, too.
-        gaps += ((now - before, tokens) for before, tokens in Counter(times).items())
+            rows.append((owned.id, owned.epoch, start, count, chunk))
+        # Tokens of the same steps mostly share the time of their predecessors, too.
+        gaps += (
+            ((now - before) / count, count * requests)
+            for (before, count), requests in Counter(times).items()
+        )
         self._metrics.itl.observe(gaps)
         return rows
 

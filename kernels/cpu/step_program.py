@@ -34,7 +34,7 @@ from .operands import (
 )
 from .thread_pool import ThreadPool
 from .weight_matrices import TYPES, Weight, WeightMatrices
-from .weights_file import WeightsFile
+from .weights_file import MatrixForm, WeightsFile
 
 __all__ = ["LOGITS", "NativeProgram"]
 
@@ -57,6 +57,8 @@ class NativeProgram:
         library: the library.
         dtype: float32 or bfloat16, of the weights and of the cache.
         packed: a file with its packed weights; matrices are made of :class:`MappedPart` then.
+        forms: of its matrices, if they are known from another program of the same weights; that
+            saves reading these once.
 
     Attributes:
         has_screen: whether steps can find the largest logits without computing all.
@@ -66,7 +68,11 @@ class NativeProgram:
     """
 
     def __init__(
-        self, library: Library, dtype: torch.dtype, packed: WeightsFile | None = None
+        self,
+        library: Library,
+        dtype: torch.dtype,
+        packed: WeightsFile | None = None,
+        forms: Sequence[MatrixForm] | None = None,
     ) -> None:
         self._library = library
         self._type = TYPES[dtype]
@@ -80,11 +86,16 @@ class NativeProgram:
         self.has_screen = False
         self._kept: list[Any] = []
         self._mapped_bytes = 0 if packed is None else packed.num_bytes
-        self._weights = WeightMatrices(library, self._handle, self._type, packed)
+        self._weights = WeightMatrices(library, self._handle, self._type, packed, forms)
         self._types: list[Type] = []
         self._error = Error()
 
     # ---- building
+
+    @property
+    def forms(self) -> tuple[MatrixForm, ...]:
+        """Of its matrices, as another program of the same weights takes them."""
+        return self._weights.forms
 
     def buffer(
         self, columns: int, *, multiplied: bool = False, kind: Type | None = None,

@@ -41,26 +41,39 @@ class WeightMatrices:
         program: the handle of the program that they belong to, which lives longer.
         kind: in which activations are multiplied.
         packed: where they lie already; None: they are given.
+        forms: of all matrices that will be added, if they are known; to find them out, all weights
+            must be read. Not with ``packed``, which has them.
 
     Raises:
         ValueError: the file cannot be mapped, or has another size.
     """
 
     def __init__(
-        self, library: Library, program: int, kind: Type, packed: WeightsFile | None
+        self,
+        library: Library,
+        program: int,
+        kind: Type,
+        packed: WeightsFile | None,
+        forms: Sequence[MatrixForm] | None = None,
     ) -> None:
         self._library = library
         self._program = program
         self._type = kind
         self._unpacked: list[tuple[int, Tensor, int, int]] = []
         self._is_packed = True
-        self._known = None if packed is None else packed.forms
+        self._known = forms if packed is None else packed.forms
+        self._are_mapped = packed is not None
         self._forms: list[MatrixForm] = []
         if packed is not None:
             library.checked("map_weights", program, os.fsencode(packed.path))
             found = packed.path.stat().st_size
             if found != packed.num_bytes:
                 raise ValueError(f"{packed.path} has {found} bytes, not {packed.num_bytes}")
+
+    @property
+    def forms(self) -> tuple[MatrixForm, ...]:
+        """Of all matrices, in the order in which they were added."""
+        return tuple(self._forms)
 
     @property
     def num_weights(self) -> int:
@@ -71,7 +84,7 @@ class WeightMatrices:
         """The number of a new matrix; codes are copied now, full weights by :meth:`pack`.
 
         Raises:
-            ValueError: the parts do not go together, or are not those that lie in the file.
+            ValueError: the parts do not go together, or are not those that are known.
         """
         form = self._form(weights, gated) if self._known is None else self._next(weights, gated)
         number = self._make(form)
@@ -113,15 +126,16 @@ class WeightMatrices:
         return WeightsFile(path, tuple(self._forms), size.value)
 
     def _next(self, weights: Sequence[Weight], gated: bool) -> MatrixForm:
-        """The form of the next matrix in the file, which must be this one."""
+        """The next of the known forms, which must be this one's."""
         assert self._known is not None
         number = len(self._forms)
         outputs, inputs = _shape(weights, gated)
         form = self._known[number] if number < len(self._known) else None
         if form is None or (form.outputs, form.inputs, form.gated) != (outputs, inputs, gated):
-            raise ValueError(f"matrix {number} of {outputs} outputs is not in the file as such")
-        if not all(isinstance(weight, MappedPart) for weight in weights):
-            raise ValueError(f"weights for matrix {number}, which lies in a file")
+            raise ValueError(f"matrix {number} of {outputs} outputs is not known as such")
+        if any(isinstance(weight, MappedPart) is not self._are_mapped for weight in weights):
+            where = "lies" if self._are_mapped else "does not lie"
+            raise ValueError(f"other weights for matrix {number}, which {where} in a file")
         return form
 
     def _form(self, weights: Sequence[Weight], gated: bool) -> MatrixForm:

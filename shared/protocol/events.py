@@ -90,6 +90,12 @@ class Run(NamedTuple):
     deltas: tuple[Delta, ...] = ()
 
 
+PlainChunk = (
+    tuple[int, Sequence[int], str, int] | tuple[int, Sequence[int], str, int, None, Sequence[int]]
+)
+"""A chunk's ``(start, token_ids, text, digest)``; then its ``text_lengths`` behind a None."""
+
+
 class Chunk(NamedTuple):
     """Tokens of one request that were published together. Never empty.
 
@@ -227,12 +233,12 @@ class Chunk(NamedTuple):
         return packed
 
 
-def chunk_packer() -> Callable[[tuple[int, Sequence[int], str, int]], bytes]:
+def chunk_packer() -> Callable[[PlainChunk], bytes]:
     """Return a function that packs plain chunks as :meth:`Chunk.pack` does, but faster.
 
-    It takes a chunk's ``(start, token_ids, text, digest)`` and is not thread-safe.
+    It is not thread-safe.
     """
-    pack: Callable[[tuple[int, Sequence[int], str, int]], bytes] = msgpack.Packer().pack
+    pack: Callable[[PlainChunk], bytes] = msgpack.Packer().pack
     return pack
 
 

@@ -126,11 +126,11 @@ def test_what_does_not_fit_the_file_is_refused(packed: WeightsFile) -> None:
         ([MappedPart(OUTPUTS, INPUTS - 1)], False),
         ([MappedPart(OUTPUTS, INPUTS)] * 2, True),
     ):
-        with pytest.raises(ValueError, match=r"matrix 0 of .* is not in the file as such"):
+        with pytest.raises(ValueError, match=r"matrix 0 of .* is not known as such"):
             make(weights, packed, gated)
-    with pytest.raises(ValueError, match=r"matrix 1 of 70 outputs is not in the file as such"):
+    with pytest.raises(ValueError, match=r"matrix 1 of 70 outputs is not known as such"):
         make(parts_of(bf16()), replace(packed, forms=packed.forms[:1]))
-    with pytest.raises(ValueError, match="weights for matrix 0, which lies in a file"):
+    with pytest.raises(ValueError, match="other weights for matrix 0, which lies in a file"):
         make(bf16(), packed)
     mapped, _ = program_of(SETS[0], torch.bfloat16, parts_of(bf16()), False, packed)
     assert mapped.mapped_bytes == packed.num_bytes

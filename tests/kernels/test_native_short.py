@@ -19,7 +19,15 @@ from hypothesis import strategies as st
 from native_programs import DTYPES, SETS, library, linear, pool, rowwise
 from torch import Tensor
 
-from penstock.kernels.cpu import LOGITS, Activation, MappedPart, NativeProgram, Type
+from penstock.kernels.cpu import (
+    LOGITS,
+    Activation,
+    MappedPart,
+    MatrixForm,
+    NativeProgram,
+    Type,
+)
+from penstock.kernels.cpu.weight_matrices import WeightMatrices
 
 HAVE = [name for name in SETS if library(name).has_short_exponents()]
 LACKING = pytest.param("", marks=pytest.mark.skip(reason="the CPU has no AVX-512 with VBMI"))
@@ -159,6 +167,39 @@ def test_exceptions_lie_in_the_file_of_packed_weights(
     packed.path.write_bytes(data)
     with pytest.raises(ValueError, match="exceptions that are not there"):
         NativeProgram(library(name), dtype, packed).matrix(MappedPart(*w.shape))
+
+
+@pytest.mark.parametrize("kind", WEIGHTS)
+@where_short
+def test_known_forms_save_the_look_at_all_weights(
+    name: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = [with_exceptions(WEIGHTS[kind](70, 256, seed=seed)) for seed in (1, 2)]
+
+    def made(forms: tuple[MatrixForm, ...] | None, *weights: Tensor) -> NativeProgram:
+        program = NativeProgram(library(name), weights[0].dtype, forms=forms)
+        x = program.buffer(256)
+        program.embed(random(60, 256), x)
+        y = program.buffer(256, multiplied=True, outputs=True)
+        program.copy(x, y)
+        program.linear(program.matrix(*weights), y, LOGITS)
+        return program
+
+    first = made(None, *weights)
+    expected = rowwise(first, random(19, 256), 140, pool(name))
+    monkeypatch.setattr(WeightMatrices, "_form", None)
+    second = made(first.forms, *weights)
+    assert second.weight_bytes == first.weight_bytes
+    assert same(rowwise(second, random(19, 256), 140, pool(name)), expected)
+    with pytest.raises(ValueError, match="matrix 0 of 70 outputs is not known as such"):
+        made(first.forms, weights[0])
+    with pytest.raises(ValueError, match="which does not lie in a file"):
+        NativeProgram(library(name), weights[0].dtype, forms=first.forms).matrix(
+            MappedPart(140, 256)
+        )
+    unusual = made(first.forms, *(weight * 2.0**40 for weight in weights))
+    with pytest.raises(ValueError, match="more exceptions than there is room for"):
+        unusual.pack()
 
 
 @where_short

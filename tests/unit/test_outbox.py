@@ -187,6 +187,20 @@ def test_whatever_a_step_brings_the_log_is_one_line(
     assert sum(len(chunk.logprobs) for chunk in told) == with_logprobs * len(said)
 
 
+def test_tokens_that_wait_for_each_other_can_be_told_apart(outbox: Outbox) -> None:
+    """Who reads on from the second of them needs its text alone."""
+    outbox.open(claim(), "normal")
+    outbox.post([update((4,), "a")])
+    take(outbox)
+    for token, text in ((5, "b\u00e9"), (6, ""), (7, "cd")):
+        outbox.post([update((token,), text)])
+    (item,) = take(outbox)
+    assert (item.start, item.num_tokens) == (1, 3)
+    assert unpack_event(item.chunk) == Chunk(
+        1, (5, 6, 7), "b\u00e9cd", rolling_digest((4, 5, 6, 7)), text_lengths=(3, 0, 2)
+    )
+
+
 def test_continued_request_goes_on_after_its_log(outbox: Outbox) -> None:
     before = Chunk(0, (5, 6), "He", rolling_digest((5, 6)))
     outbox.open(claim("a", before, epoch=4), "normal")

@@ -189,7 +189,7 @@ def _decoder(
     decoder = record.decoder.decoder(weights.read, recipe.quantize, stored)
     # The program keeps the embedding: a view would keep the files mapped.
     decoder = replace(decoder, embedding=decoder.embedding.clone())
-    return NativeDecoder.of_description(decoder, record.dtype, runtime)
+    return NativeDecoder.of_description(decoder, record.dtype, runtime, forms=record.forms)
 
 
 def _mapped_decoder(folder: Path, record: ModelRecord, runtime: NativeRuntime) -> NativeDecoder:
@@ -234,6 +234,7 @@ def _save(store: RecordStore | None, loaded: LoadedModel, *, keep_packed: bool) 
             dtype=loaded.dtype,
             plain_tokenizer=is_plain(loaded.tokenizer, loaded.path),
             proof=_proof(loaded.native, loaded.geometry, loaded.dtype, loaded.vocab_size),
+            forms=loaded.native.program.forms,
         ),
         loaded.native.program.write_weights if keep_packed else None,
     )

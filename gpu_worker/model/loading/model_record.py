@@ -72,6 +72,7 @@ class ModelRecord:
         dtype: of weights and KV.
         plain_tokenizer: whether the tokenizers library alone encodes and decodes the same.
         proof: logits of a few fixed tokens.
+        forms: of the program's matrices.
         packed: a file with the program's packed weights; None: they are packed at each start.
     """
 
@@ -84,6 +85,7 @@ class ModelRecord:
     dtype: torch.dtype
     plain_tokenizer: bool
     proof: Tensor
+    forms: tuple[MatrixForm, ...]
     packed: WeightsFile | None = None
 
 
@@ -229,16 +231,14 @@ def _to_json(record: ModelRecord) -> dict[str, Any]:
         "eos_token_ids": sorted(record.eos_token_ids),
         "dtype": str(record.dtype).removeprefix("torch."),
         "plain_tokenizer": record.plain_tokenizer,
-        "packed": record.packed
-        and {
-            "forms": [form.to_json() for form in record.packed.forms],
-            "bytes": record.packed.num_bytes,
-        },
+        "forms": [form.to_json() for form in record.forms],
+        "packed_bytes": record.packed and record.packed.num_bytes,
     }
 
 
 def _from_json(data: dict[str, Any], tensors: dict[str, Tensor], file: Path) -> ModelRecord:
-    proof, packed = tensors.pop(_PROOF), data["packed"] if file.is_file() else None
+    proof, num_bytes = tensors.pop(_PROOF), data["packed_bytes"] if file.is_file() else None
+    forms = tuple(map(MatrixForm.of_json, data["forms"]))
     layers = tuple(LayerGeometry(**layer) for layer in data["layers"])
     return ModelRecord(
         model_type=data["model_type"],
@@ -250,8 +250,8 @@ def _from_json(data: dict[str, Any], tensors: dict[str, Tensor], file: Path) -> 
         dtype=getattr(torch, data["dtype"]),
         plain_tokenizer=data["plain_tokenizer"],
         proof=proof,
-        packed=packed
-        and WeightsFile(file, tuple(map(MatrixForm.of_json, packed["forms"])), packed["bytes"]),
+        forms=forms,
+        packed=None if num_bytes is None else WeightsFile(file, forms, num_bytes),
     )
 
 

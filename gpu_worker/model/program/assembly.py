@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +12,7 @@ from penstock.kernels.cpu import (
     LOGITS,
     Activation,
     Library,
+    MatrixForm,
     NativeProgram,
     NormWeights,
     Type,
@@ -25,7 +27,11 @@ __all__ = ["assemble"]
 
 
 def assemble(
-    decoder: Decoder, library: Library, dtype: torch.dtype, packed: WeightsFile | None = None
+    decoder: Decoder,
+    library: Library,
+    dtype: torch.dtype,
+    packed: WeightsFile | None = None,
+    forms: Sequence[MatrixForm] | None = None,
 ) -> NativeProgram:
     """The program of ``decoder``; its weights are packed copies, but for the embedding.
 
@@ -34,8 +40,9 @@ def assemble(
         library: what computes it.
         dtype: of weights and KV, float32 or bfloat16.
         packed: a file with the weights of its :class:`.MappedLinear` layers, which are all then.
+        forms: of its matrices, from an earlier program of the same weights.
     """
-    program = NativeProgram(library, dtype, packed)
+    program = NativeProgram(library, dtype, packed, forms)
     tokens, outputs = _Buffers(program, outputs=False), _Buffers(program, outputs=True)
     hidden = decoder.embedding.shape[1]
     stream = tokens.floats("stream", hidden)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from penstock.kernels.cpu import (
     Cache,
     Draws,
     Library,
+    MatrixForm,
     NativeProgram,
     NativeUnavailable,
     ThreadPool,
@@ -170,6 +171,7 @@ class NativeDecoder:
         dtype: torch.dtype,
         runtime: NativeRuntime,
         packed: WeightsFile | None = None,
+        forms: Sequence[MatrixForm] | None = None,
     ) -> NativeDecoder:
         """The native form of a description that an earlier start has tried.
 
@@ -178,13 +180,14 @@ class NativeDecoder:
             dtype: in which it computes.
             runtime: the threads.
             packed: a file with its packed weights; None: it has them.
+            forms: of its matrices, where it has the weights and an earlier start found them out.
 
         Raises:
             NativeUnavailable: memory is short.
             ValueError: the file has other weights.
         """
         _check_memory(decoder, dtype)
-        program = assemble(decoder, runtime.library, dtype, packed)
+        program = assemble(decoder, runtime.library, dtype, packed, forms)
         return cls(program, runtime, decoder.head.out_features, decoder.multiplied_weights)
 
     def keep_kv_in_int8(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,7 @@ class DeferredTokenizer:
         """The ids of vocabulary entries; None where there is none."""
         return [self.backend_tokenizer.token_to_id(token) for token in tokens]
 
-    @property
+    @cached_property
     def added_tokens_decoder(self) -> dict[int, AddedToken]:
         """The added words, special ones among them, by id."""
         added: dict[int, AddedToken] = self.backend_tokenizer.get_added_tokens_decoder()

@@ -66,7 +66,7 @@ def byte_level(text: str, byte_of: Mapping[str, int]) -> bytes:
         byte_of: see :func:`byte_characters`.
     """
     try:
-        return bytes(byte_of[character] for character in text)
+        return bytes(map(byte_of.__getitem__, text))
     except KeyError:
         return text.encode()
 

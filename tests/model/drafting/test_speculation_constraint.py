@@ -268,12 +268,12 @@ def test_a_step_that_raised_is_run_again_with_its_drafts_or_without(loaded: Load
     bench = speculating(model, "auto", 3)
     sample, calls = bench.runner._sample, 0
 
-    def failing(*args: Any) -> Any:
+    def failing(*args: Any, **options: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls % 4 == 0:
             raise RuntimeError("injected")
-        return sample(*args)
+        return sample(*args, **options)
 
     bench.runner._sample = failing  # type: ignore[method-assign]
     # Who stands alone when it raises fails; the others must not notice.
