@@ -269,12 +269,13 @@ def shift_positions(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def second_best_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(self: Any, logits: torch.Tensor, batch: Any, masks: Any = ()) -> torch.Tensor:
+    def wrong(self: Any, logits: torch.Tensor) -> list[int]:
         best = logits.topk(2, dim=-1)
         close = best.values[:, 0] - best.values[:, 1] < 0.05 * best.values[:, 0]
-        return torch.where(close, best.indices[:, 1], best.indices[:, 0])
+        chosen: list[int] = torch.where(close, best.indices[:, 1], best.indices[:, 0]).tolist()
+        return chosen
 
-    monkeypatch.setattr(sampler.Sampler, "sample", wrong)
+    monkeypatch.setattr(sampler.Sampler, "most_likely", wrong)
 
 
 @pytest.mark.parametrize(
