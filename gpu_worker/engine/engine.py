@@ -145,8 +145,8 @@ class Engine:
         """Plan the step after the one in flight while that is computed, in case all go on.
 
         That is possible only where nothing can be admitted, and no sequence has drafts, siblings or
-        a constraint, or is at its last token. ``schedule_ahead`` turns to the plan, which nobody
-        else may run, unless requests were added or aborted.
+        a constraint, or is at its last token. The plan is not to be run: ``schedule_ahead`` gives
+        it with its tokens, unless requests were added or aborted meanwhile.
 
         Returns:
             The plan without token ids; None: it cannot be made yet.

@@ -68,8 +68,9 @@ class _Computed(NamedTuple):
     Attributes:
         plan: of the step.
         output: what it gave.
-        run_s: seconds of the model. They include collecting the step before, if it ran beside.
-        turn_s: seconds from before the plan to the output, with collecting the step before.
+        run_s: seconds of the model. They include what was done beside it: collecting the step
+            before, and preparing the next.
+        turn_s: seconds from before the plan to the output, with the same.
     """
 
     plan: Plan
@@ -120,6 +121,7 @@ class Worker:
         self._last: _Computed | None = None
         self._is_collecting = False
         self._failures_ahead = 0  # in a row
+        self._prepares = True
         self._reported_stats_at = clock()
         self._held = HeldUpdates(stream_interval_s)
         self._records: list[StepRecord] = []  # of steps since the last report
@@ -250,6 +252,8 @@ class Worker:
         ended, only its tokens are missing.
         """
         self._collect()
+        if not self._prepares:
+            return
         self._is_collecting = True  # or as good as: what raises here is a bug of the engine, too
         plan = self._engine.prepare_ahead()
         self._is_collecting = False
@@ -259,6 +263,7 @@ class Worker:
             self._runner.prepare(plan)
         except Exception as error:
             _log.warning("the next step could not be prepared", exc_info=error)
+            self._prepares = False  # it gains little, and would fail again
 
     def _collect(self) -> None:
         """Record and publish what the last step gave, if that is not done."""

@@ -109,7 +109,7 @@ class ModelRunner:
         if prepared is not None:  # so there is nothing to copy, and no draft, mask or prompt
             logits = prepared.forward(meanwhile)
             return self._sample(
-                plan, logits, prepared.sampling, (), {}, (began, 0.0),
+                plan, logits, prepared.sequences, (), {}, (began, 0.0),
                 largest_only=prepared.step.largest_only,
             )  # fmt: skip
         try:
@@ -221,6 +221,7 @@ class ModelRunner:
 
     def _take_largest(self, plan: Plan, logits: Tensor, times: tuple[float, float]) -> StepOutput:
         """:meth:`_sample` without all that greedy sequences do not ask for."""
+        self._batch = None  # what others have asked for is not kept for them
         sampled = self._sampler.most_likely(logits)
         output = StepOutput(
             tokens_of_spans(plan, sampled, {}),

@@ -139,8 +139,8 @@ class EngineSettings(Section):
     overlap: bool = setting(
         True,
         "Record and publish a step's tokens while the next step computes, where its plan does not "
-        "depend on them. Tokens are the same without. It needs the native library with two threads "
-        "or more.",
+        "depend on them, and plan and pack the one after it. Tokens are the same without. It needs "
+        "the native library with two threads or more.",
     )
     threads: int | None = setting(
         None,

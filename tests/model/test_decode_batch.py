@@ -125,6 +125,7 @@ class DecodeSteps(RuleBasedStateMachine):
     @precondition(lambda self: self.running)
     @rule(steps=st.integers(1, 12))
     def decode(self, steps: int) -> None:
+        before: list[PackedStep] = []  # still running, with what it reads
         for step in range(steps):
             token_ids = [step * 1000 + row for row in range(len(self.running))]
             found = self.decodes.pack(
@@ -132,7 +133,11 @@ class DecodeSteps(RuleBasedStateMachine):
                 [sequence.position for sequence in self.running],
                 [sequence.block_tables for sequence in self.running],
             )
-            assert_same(found, packed_anew(self.pool, token_ids, self.running))
+            expected = packed_anew(self.pool, token_ids, self.running)
+            assert_same(found, expected)
+            if before:
+                assert_same(*before)
+            before = [found, expected]
             for sequence in self.running:
                 self.move(sequence, 1)
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from model.engine_run import Bench
 
+from penstock.gpu_worker.engine.plan import Plan
+from penstock.gpu_worker.model.forward.step_packer import StepPacker
 from penstock.gpu_worker.model.loading.loader import LoadedModel
+from penstock.shared.protocol.states import Reason
 
 Load = Callable[[str], LoadedModel]
 
@@ -71,6 +76,75 @@ def test_requests_get_the_same(
     # Torch's sums depend on the rows beside, the library's do not.
     tolerance = 0.0 if way == "native" else 1e-4
     assert logprobs(bench) == pytest.approx(logprobs(before), abs=tolerance, rel=0)
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_a_full_engine_plans_ahead_while_others_wait(loaded: Load) -> None:
+    """Each that ends makes room for the next; greedy and sampled ones follow each other."""
+
+    def answers(*, overlap: bool) -> tuple[Any, Bench]:
+        bench = Bench(loaded("llama"), overlap=overlap, max_sequences=2, block_size=4)
+        for number in range(6):
+            bench.add(
+                f"r{number}", [3 + number, 5, 8], seed=number, max_tokens=8 + 5 * number,
+                temperature=0.8 * (number % 2),
+            )  # fmt: skip
+        return {id: (a.token_ids, a.finish) for id, a in bench.run().items()}, bench
+
+    in_turn, _ = answers(overlap=False)
+    ahead, bench = answers(overlap=True)
+    assert ahead == in_turn
+    assert bench.steps_ahead > bench.steps / 2
+    assert bench.steps_prepared > bench.steps / 4
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("number", [torch.nan, torch.inf])
+def test_no_numbers_in_a_prepared_step_end_one_request(
+    loaded: Load, monkeypatch: pytest.MonkeyPatch, number: float
+) -> None:
+    model = loaded("llama")
+    alone = Bench(model)
+    alone.add("b", [4, 5, 8], temperature=0.0, max_tokens=20)
+    bench, calls = Bench(model, overlap=True), itertools.count()
+    for name, first in (("a", 3), ("b", 4)):
+        bench.add(name, [first, 5, 8], temperature=0.0, max_tokens=20)
+    assert model.native is not None
+    lists = model.native.largest_as_lists
+
+    def broken(logits: torch.Tensor) -> tuple[list[float], list[int]]:
+        values, places = lists(logits)
+        return ([number, *values[1:]] if next(calls) == 7 else values), places
+
+    monkeypatch.setattr(model.native, "largest_as_lists", broken)
+    answers = bench.run()
+    assert bench.steps_prepared > 4
+    finish = answers["a"].finish
+    assert finish is not None
+    assert finish.reason is Reason.ENGINE_ERROR
+    assert len(answers["a"].token_ids) == 7
+    assert answers["b"].token_ids == alone.run()["b"].token_ids
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_what_was_prepared_is_for_its_own_plan(loaded: Load) -> None:
+    bench = Bench(loaded("llama"))
+    bench.add("r", [3, 5, 8], temperature=0.0, max_tokens=8)
+    engine, packer = bench.engine, StepPacker(bench.runner.pool)
+    first = engine.schedule()
+    assert first is not None
+    prepared = engine.prepare_ahead()
+    assert prepared is not None
+    packer.prepare(prepared, bench.model.prepare)
+    with pytest.raises(ValueError, match="0 tokens for 1 sequences"):
+        packer.take(prepared)  # it has no tokens yet
+    assert packer.take(prepared) is None  # only once
+    packer.prepare(prepared, bench.model.prepare)
+    assert packer.take(replace(first, token_ids=(7,))) is None
+    packer.prepare(prepared, bench.model.prepare)
+    taken = packer.take(Plan(prepared.spans, token_ids=(7,)))
+    assert taken is not None
+    assert taken.step.input_ids.tolist() == [[7]]
 
 
 @pytest.mark.usefixtures("two_threads")

@@ -80,7 +80,7 @@ class CannotPrepare(SyntheticRunner):
 def test_a_step_that_cannot_be_prepared_runs_all_the_same() -> None:
     runner = CannotPrepare()
     assert served(runner, overlap=True) == served(SyntheticRunner(0.0), overlap=False)
-    assert runner.failed > 3
+    assert runner.failed == 1  # it is not asked again
 
 
 @pytest.mark.parametrize("runner", [SyntheticRunner(0.0), FailsAhead()])

@@ -29,6 +29,10 @@ class DecodeBatch:
     tables stay in place, and a step writes what differs. They are laid out anew for other
     sequences, and for sequences that were given other tables or moved further.
 
+    A step may be packed while the one before it runs, and reads the same tables. That is safe
+    because what differs lies behind its contexts: a new block. So it must not be done where a
+    block was copied; plans that are made ahead have no copies.
+
     Args:
         pool: where the sequences' KV lies.
     """

@@ -27,18 +27,24 @@ class PreparedPlan:
         plan: the plan, without ``token_ids``.
         step: the packed step.
         tokens: of the step, one of each sequence, on the host; not known yet.
-        sampling: the plan's sequences.
+        sequences: of the plan; all of them sample.
         forward: computes the step with the tokens that it has then.
     """
 
     plan: Plan
     step: PackedStep
     tokens: array[int]
-    sampling: list[Sequence]
+    sequences: list[Sequence]
     forward: Forward
 
     def fill(self, token_ids: tuple[int, ...]) -> None:
-        """Give the step its tokens, one of each sequence."""
+        """Give the step its tokens, one of each sequence.
+
+        Raises:
+            ValueError: there are more or fewer.
+        """
+        if len(token_ids) != len(self.tokens):  # the step would read other memory
+            raise ValueError(f"{len(token_ids)} tokens for {len(self.tokens)} sequences")
         self.tokens[:] = array("q", token_ids)
         if self.step.input_ids.device.type != "cpu":  # else they are the same memory
             self.step.input_ids.copy_(torch.frombuffer(self.tokens, dtype=torch.int64))

@@ -69,8 +69,8 @@ class TorchRows:
 
     def largest_as_lists(self, logits: Tensor) -> tuple[list[float], list[int]]:
         """See :class:`RowOperations`."""
-        values, places = self.largest(logits)
-        return values.tolist(), places.tolist()
+        both = torch.stack([found.double() for found in self.largest(logits)]).cpu()  # one wait
+        return both[0].tolist(), both[1].long().tolist()
 
     def draw(self, logits: Tensor, largest: Tensor, sampled: SampledRows) -> Tensor:
         """See :class:`RowOperations`."""

@@ -140,6 +140,11 @@ def replay_in_process(
                     times.add(int(update.id), len(update.token_ids))
             last = None
 
+    def work_beside() -> None:
+        collect()
+        if (following := engine.prepare_ahead()) is not None:
+            served.runner.prepare(following)
+
     waiting = list(reversed(list(enumerate(requests))))
     times.start()
     while True:
@@ -151,7 +156,7 @@ def replay_in_process(
             collect()
             plan = engine.schedule()
         if plan is not None:
-            last = plan, served.runner.run(plan, collect)
+            last = plan, served.runner.run(plan, work_beside if plan.token_ids else None)
         elif waiting:
             time.sleep(max(0.0, times.arrivals[waiting[-1][0]] - times.now()))
         else:
