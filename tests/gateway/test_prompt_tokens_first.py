@@ -32,11 +32,13 @@ FIRST: list[dict[str, Any]] = [
 ]
 
 
-def start(server: EmbeddedRedis, folder: Path, name: str) -> GatewayProcess:
+def start(
+    server: EmbeddedRedis, folder: Path, name: str, *, keep_alive_s: float = 0.4
+) -> GatewayProcess:
     return GatewayProcess(
         server.url,
         folder / f"{name}.log",
-        gateway__keep_alive_s=0.4,
+        gateway__keep_alive_s=keep_alive_s,
         gateway__extra_models="nobody,late,played",
         gateway__drain_timeout_s=0.1,
     )
@@ -122,10 +124,12 @@ async def test_no_prompt_runs_before_all_are_tokenized(
 
 
 def test_errors_before_a_comment_have_their_own_status(
-    patient: GatewayProcess, synthetic_worker: None
+    server: EmbeddedRedis, folder: Path, synthetic_worker: None
 ) -> None:
+    gateway = start(server, folder, "quiet", keep_alive_s=60)
+
     def is_served() -> bool:
-        return "letters" in httpx.get(f"{patient.url}/health", timeout=60).json()["models"]
+        return "letters" in httpx.get(f"{gateway.url}/health", timeout=60).json()["models"]
 
     wait_until(is_served, "the worker")
     for fields, status, params in (
@@ -133,7 +137,8 @@ def test_errors_before_a_comment_have_their_own_status(
         ({"model": "letters", "prompt": "a" * 70_000}, 400, ("prompt", "logprobs")),
     ):
         for kind, param in zip(FIRST, params, strict=True):
-            with stream(patient, **{**kind, **fields}) as response:
+            with stream(gateway, **{**kind, **fields}) as response:
                 answer = json.loads(response.read())
             assert response.status_code == status
             assert answer["error"]["param"] == param
+    gateway.kill()
