@@ -44,6 +44,14 @@ def start(
     )
 
 
+@pytest.fixture
+def quiet(server: EmbeddedRedis, folder: Path) -> Iterator[GatewayProcess]:
+    """Whatever takes a while has an answer before the first comment."""
+    process = start(server, folder, "quiet", keep_alive_s=60)
+    yield process
+    process.kill()
+
+
 @pytest.fixture(scope="module")
 def patient(server: EmbeddedRedis, folder: Path) -> Iterator[GatewayProcess]:
     """Its streams are never silent for long, and wait for workers."""
@@ -124,12 +132,10 @@ async def test_no_prompt_runs_before_all_are_tokenized(
 
 
 def test_errors_before_a_comment_have_their_own_status(
-    server: EmbeddedRedis, folder: Path, synthetic_worker: None
+    quiet: GatewayProcess, synthetic_worker: None
 ) -> None:
-    gateway = start(server, folder, "quiet", keep_alive_s=60)
-
     def is_served() -> bool:
-        return "letters" in httpx.get(f"{gateway.url}/health", timeout=60).json()["models"]
+        return "letters" in httpx.get(f"{quiet.url}/health", timeout=60).json()["models"]
 
     wait_until(is_served, "the worker")
     for fields, status, params in (
@@ -137,8 +143,7 @@ def test_errors_before_a_comment_have_their_own_status(
         ({"model": "letters", "prompt": "a" * 70_000}, 400, ("prompt", "logprobs")),
     ):
         for kind, param in zip(FIRST, params, strict=True):
-            with stream(gateway, **{**kind, **fields}) as response:
+            with stream(quiet, **{**kind, **fields}) as response:
                 answer = json.loads(response.read())
             assert response.status_code == status
             assert answer["error"]["param"] == param
-    gateway.kill()
