@@ -119,7 +119,7 @@ class Worker:
         self._stopping = False
         self._overlap = overlap
         self._last: _Computed | None = None
-        self._is_collecting = False
+        self._is_in_engine = False  # while a step runs: what raises then is no fault of the step
         self._failures_ahead = 0  # in a row
         self._prepares = True
         self._reported_stats_at = clock()
@@ -229,7 +229,7 @@ class Worker:
         try:
             output = self._runner.run(plan, self._work_beside)
         except Exception as error:
-            if self._is_collecting:
+            if self._is_in_engine:
                 raise  # a bug of the engine, and no fault of the step
             _log.warning("a step planned ahead fails, and is planned again", exc_info=error)
         else:
@@ -246,7 +246,7 @@ class Worker:
         return None
 
     def _work_beside(self) -> None:
-        """What the worker does while a step computes: the rest of the last, the begin of the next.
+        """Collect the last step and prepare the next one, while a step computes.
 
         The next step is planned and prepared as if this one ended no output. So when the step has
         ended, only its tokens are missing.
@@ -254,22 +254,22 @@ class Worker:
         self._collect()
         if not self._prepares:
             return
-        self._is_collecting = True  # or as good as: what raises here is a bug of the engine, too
+        self._is_in_engine = True
         plan = self._engine.prepare_ahead()
-        self._is_collecting = False
+        self._is_in_engine = False
         if plan is None:
             return
         try:
             self._runner.prepare(plan)
         except Exception as error:
             _log.warning("the next step could not be prepared", exc_info=error)
-            self._prepares = False  # it gains little, and would fail again
+            self._prepares = False  # it gains little, and may fail again
 
     def _collect(self) -> None:
         """Record and publish what the last step gave, if that is not done."""
         if self._last is None:
             return
-        self._is_collecting = True
+        self._is_in_engine = True
         plan, output, run_s, turn_s = self._last
         self._meter.add(plan, output, run_s)
         self._records.append(
@@ -284,7 +284,7 @@ class Worker:
         )
         self._publish(self._engine.collect(plan, output))
         self._engine.observe(plan, turn_s)
-        self._last, self._is_collecting = None, False
+        self._last, self._is_in_engine = None, False
 
     def _check_systemic_failure(self, plan: Plan, output: StepOutput) -> None:
         """Raise if the worker fails, not the requests: then they must go on elsewhere.

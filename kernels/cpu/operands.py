@@ -125,7 +125,7 @@ class BoundStep:
 
     Attributes:
         input: the addresses of what it reads and writes.
-        held: what they point to.
+        held: the tensors and the cache at these addresses, kept alive.
     """
 
     input: StepInput

@@ -281,7 +281,7 @@ class NativeDecoder:
         return self.program.take_times()
 
     def _take_largest(self, logits: Tensor) -> LargestLogits | None:
-        """What the last step found, if these are its logits and nobody has asked before."""
+        """What the last step found in these logits, once; None if they are not its own."""
         latest, self._latest = self._latest, None
         return latest.largest if latest is not None and latest.logits() is logits else None
 
