@@ -24,6 +24,7 @@ class DraftSource(StrEnum):
     """Where drafts come from. Longer n-gram matches are right more often, so they count apart."""
 
     DRAFT = "draft"
+    MEMORY = "memory"
     NGRAM_SHORT = "ngram_short"
     NGRAM_MEDIUM = "ngram_medium"
     NGRAM_LONG = "ngram_long"
@@ -37,7 +38,7 @@ class DraftSource(StrEnum):
 
     @property
     def is_text(self) -> bool:
-        """Whether drafts come from the sequence's own text."""
+        """Whether drafts come from a text: the sequence's own, or what others have said."""
         return self is not DraftSource.DRAFT
 
 

@@ -178,9 +178,9 @@ class ModelRunner:
             largest_only: whether all sequences :func:`.sampling.sampler.takes_largest`.
         """
         began, draft_seconds = times
-        if largest_only and sampling and not (asked or proposals):
-            return self._take_largest(plan, logits, times)
         drafts = {sequence: of.token_ids for sequence, of in proposals.items()}
+        if largest_only and sampling and not asked:
+            return self._take_largest(plan, logits, drafts, times)
         if not sampling:  # nothing to wait for: a device may still be at it
             return StepOutput(
                 tuple(() for _ in plan.spans),
@@ -210,23 +210,31 @@ class ModelRunner:
             {} if candidates is None else candidates_of_sequences(rows, candidates.by_row()),
             swap_s=self._swap_seconds(),
             draft_failed=self._drafter is not None and self._drafter.take_failed(),
-            drafted={
-                s.sequence: len(drafts.get(s.sequence, ())) for s in plan.spans if s.num_drafts
-            },
+            drafted=_num_drafted(plan, drafts),
             timing=StepTiming(time.perf_counter() - began, draft_seconds),
         )
         if min(sampled) >= 0 and not masks.deferred and not masks.failures:
             return output
         return _set_apart(plan, output, masks)
 
-    def _take_largest(self, plan: Plan, logits: Tensor, times: tuple[float, float]) -> StepOutput:
-        """:meth:`_sample` without all that greedy sequences do not ask for."""
+    def _take_largest(
+        self,
+        plan: Plan,
+        logits: Tensor,
+        drafts: Mapping[Sequence, tuple[int, ...]],
+        times: tuple[float, float],
+    ) -> StepOutput:
+        """:meth:`_sample` without all that greedy sequences do not ask for.
+
+        Their drafts are right where they are the most likely tokens.
+        """
         self._batch = None  # what others have asked for is not kept for them
         sampled = self._sampler.most_likely(logits)
         output = StepOutput(
-            tokens_of_spans(plan, sampled, {}),
+            tokens_of_spans(plan, sampled, drafts),
             swap_s=self._swap_seconds(),
             draft_failed=self._drafter is not None and self._drafter.take_failed(),
+            drafted=_num_drafted(plan, drafts),
             timing=StepTiming(time.perf_counter() - times[0], times[1]),
         )
         return output if min(sampled) >= 0 else _set_apart(plan, output, Masks())
@@ -319,6 +327,11 @@ class ModelRunner:
     def _forward(self, chunks: Seq[SequenceChunk], *, largest_only: bool = False) -> Tensor:
         step = pack(chunks, self.pool, largest_only=largest_only)
         return self.loaded.forward(step, self.pool)
+
+
+def _num_drafted(plan: Plan, drafts: Mapping[Sequence, tuple[int, ...]]) -> dict[Sequence, int]:
+    """Of each span that was to have drafts, the number of those that were verified."""
+    return {s.sequence: len(drafts.get(s.sequence, ())) for s in plan.spans if s.num_drafts}
 
 
 def _may_draft(sequence: Sequence) -> bool:

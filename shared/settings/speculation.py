@@ -18,7 +18,15 @@ class SpeculationSettings(Section):
     source: Literal["auto", "off", "ngram", "draft"] = setting(
         "auto",
         "Where drafts may come from: `ngram` takes what followed the same tokens earlier in the "
-        "text, `draft` the draft model, `auto` both. A request can ask for less.",
+        "text or in other outputs, `draft` the draft model, `auto` both. A request can ask for "
+        "less.",
+    )
+    remember: bool = setting(
+        True,
+        "Whether `ngram` may take drafts from what other outputs of this worker have said, and not "
+        "from the sequence's own text alone. It takes 8 MiB. No output depends on it, but how fast "
+        "one comes may tell whether another said the same; with `engine.salt_by_tenant` only one "
+        "of the same tenant.",
     )
     draft_model: str | None = setting(
         "auto",

@@ -48,6 +48,7 @@ more_kv_cache_groups = st.just(()) | st.tuples(
 speculations = st.none() | st.builds(
     SpeculationConfig,
     ngram=st.booleans(),
+    memory=st.booleans(),
     draft=st.booleans(),
     length=st.none() | st.integers(1, 6),
     longest=st.integers(1, 6),

@@ -210,3 +210,52 @@ def test_no_course_of_costs_loses_much(course: list[tuple[float, int]], reading:
 
     took = drive(BatchClass(1), STEPS, drafted, reading=reading)
     assert lost + reading * len(attempts(took)) < 0.015 * STEPS + 4 + reading
+
+
+def test_probes_that_fail_again_and_again_become_rare() -> None:
+    """And one that succeeds makes the next ones frequent again."""
+    took = drive(batch := BatchClass(1), 6 * STEPS, lambda _: (1.6, 1.0))
+    assert batch.mode is Mode.OFF
+    begun = attempts(took)
+    pauses = [later - earlier for earlier, later in pairwise(begun)]
+    assert pauses[1] > 1.5 * pauses[0]
+    assert pauses[2] > 1.5 * pauses[1]
+    assert max(pauses) < 12 * pauses[0]
+    drive(batch, 8 * STEPS, lambda _: (1.0, 2.0))
+    assert batch.mode is Mode.ON
+    took = drive(batch, 2 * STEPS, lambda _: (1.6, 1.0))
+    first, second, *_ = attempts(took)
+    assert second - first < 1.5 * pauses[0]
+
+
+def test_steps_of_a_pause_that_only_pass_count_all_the_same() -> None:
+    batch = BatchClass(1)
+    while not batch.rests:
+        if batch.may_draft():
+            batch.observe_drafted(1, 1.0, 2.0, 0, 0.0, typical=True)
+        else:
+            batch.observe_plain(1.0)
+    left, due = batch.rests, batch.plain_due
+    assert left > 32
+    batch.rest(left - 1)
+    assert (batch.rests, batch.plain_due) == (1, due - left + 1)
+    batch.observe_plain(1.0)
+    assert batch.rests == 0
+    for _ in range(batch.plain_due):
+        assert not batch.may_draft()
+        batch.observe_plain(1.0)
+    assert batch.may_draft()
+
+
+def test_only_the_first_steps_of_a_probe_draft_whatever_that_promises() -> None:
+    batch = BatchClass(1)
+    for _ in range(4):
+        assert not batch.must_draft()
+        batch.observe_plain(1.0)
+    blind = 0
+    while batch.must_draft():
+        blind += 1
+        batch.observe_drafted(1, 2.0, 1.1, 0, 0.0, typical=True)
+    assert blind == 4
+    assert batch.mode is Mode.PROBE
+    assert batch.may_draft()

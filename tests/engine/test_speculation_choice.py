@@ -9,40 +9,57 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.gpu_worker.engine.plan import DraftSource
-from penstock.gpu_worker.engine.speculation.acceptance_rate import expected_tokens, worthwhile
 from penstock.gpu_worker.engine.speculation.draft_choice import (
     FREE,
     DraftOption,
     Prices,
     choose_drafts,
+    even_chances,
 )
 
 LONGEST = 7
 
 
 def text(index: int, rate: float, count: int = LONGEST) -> DraftOption:
-    return DraftOption(index, DraftSource.NGRAM_SHORT, rate, count, tuple(range(count)))
+    return DraftOption(
+        index, DraftSource.NGRAM_SHORT, even_chances(rate, count), count, tuple(range(count))
+    )
 
 
 def model(index: int, rate: float, count: int = LONGEST) -> DraftOption:
-    return DraftOption(index, DraftSource.DRAFT, rate, count)
+    return DraftOption(index, DraftSource.DRAFT, even_chances(rate, count), count)
 
 
 def lengths(chosen: list[DraftOption]) -> dict[int, tuple[str, int]]:
     return {c.index: ("text" if c.source.is_text else "model", c.count) for c in chosen}
 
 
-@given(st.floats(0, 1), st.integers(0, 9))
-def test_expected_tokens_are_the_sum_of_the_chances_of_all_drafts(rate: float, count: int) -> None:
-    chances = [rate**k for k in range(1, count + 1)]
-    assert expected_tokens(rate, count) == pytest.approx(sum(chances))
+def memory(index: int, chances: list[float]) -> DraftOption:
+    drafts = tuple(range(len(chances)))
+    return DraftOption(index, DraftSource.MEMORY, chances, len(chances), drafts)
 
 
-def test_worthwhile_drafts_are_each_accepted_with_at_least_their_price() -> None:
-    assert worthwhile(0.9, 0.3, 5) == 5
-    assert worthwhile(0.5, 0.3, 5) == 1
-    assert worthwhile(0.2, 0.3, 5) == 0
-    assert worthwhile(1.0, 0.99, 5) == 5
+def test_each_of_the_drafts_that_stay_is_accepted_with_at_least_its_price() -> None:
+    def left(rate: float, price: float) -> int:
+        option = text(0, rate, 5)
+        option.limit(price)
+        return option.count
+
+    assert left(0.9, 0.3) == 5
+    assert left(0.5, 0.3) == 1
+    assert left(0.2, 0.3) == 0
+    assert left(1.0, 0.99) == 5
+
+
+def test_of_two_texts_the_one_that_promises_more_drafts() -> None:
+    """A sequence's own text has the same chance at each draft; a memory knows each one's."""
+    price = Prices(0.0, 0.3, 0.0)
+    own, others = text(0, 0.6, 4), memory(0, [0.9, 0.85, 0.3, 0.1])
+    (chosen,) = choose_drafts([[own, others]], price, probing=False)
+    assert (chosen.source, chosen.count) == (DraftSource.MEMORY, 3)
+    own, others = text(0, 0.95, 4), memory(0, [0.9, 0.5, 0.3])
+    (chosen,) = choose_drafts([[own, others]], price, probing=False)
+    assert (chosen.source, chosen.count) == (DraftSource.NGRAM_SHORT, 4)
 
 
 @settings(deadline=None)
@@ -55,7 +72,7 @@ def test_no_other_lengths_from_a_text_are_worth_more(
     rates: list[float], price: float, step: float
 ) -> None:
     def value(counts: tuple[int, ...]) -> float:
-        gains = (expected_tokens(rate, k) for rate, k in zip(rates, counts, strict=True))
+        gains = (sum(even_chances(rate, k)) for rate, k in zip(rates, counts, strict=True))
         return sum(gains) - price * sum(counts) - step * any(counts)
 
     found = [[text(i, rate)] for i, rate in enumerate(rates)]

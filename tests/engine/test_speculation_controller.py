@@ -333,3 +333,46 @@ def test_without_times_nothing_is_drafted() -> None:
         spans = [Span(sequence, 3, 1, True)]
         assert speculator.choose(spans, 100) == []
         speculator.observe_step(spans, 1, None)
+
+
+@pytest.mark.parametrize("between", [1, 7])
+def test_a_pause_is_as_long_whatever_comes_between(between: int) -> None:
+    """Steps of another batch size interrupt it, with probes of their own, and do not count."""
+    alone = pauses(None)
+    assert len(alone) >= 2
+    assert alone[1] > 1.5 * alone[0] > 300
+    assert pauses(between) == alone
+
+
+def pauses(between: int | None) -> list[int]:
+    """How many steps of one sequence lie between its probes; now and then one of two comes."""
+    speculator, found, since = Speculator(DRAFT, 10**6, 100), [], 0
+    for step in range(3000):
+        if between is not None and step % between == 0:
+            step_without_gain(speculator, 2)
+        since += 1
+        if step_without_gain(speculator, 1):
+            if since > 30:
+                found.append(since)
+            since = 0
+    return found
+
+
+def step_without_gain(speculator: Speculator, size: int) -> int:
+    """A step of ``size`` sequences in which drafts take three times as long; how many it had."""
+    spans = []
+    for number in range(size):
+        options = SamplingOptions(max_tokens=100_000)
+        sequence = Sequence(id=f"{size}.{number}", prompt_ids=(1, 2, 3), options=options)
+        sequence.token_ids.append(7)
+        spans.append(Span(sequence, 3, 1, True))
+    for option in speculator.choose(spans, 10_000):
+        spans[option.index].num_drafts = option.count
+        spans[option.index].source = option.source
+    drafts = sum(span.num_drafts for span in spans)
+    for span in spans:
+        if span.num_drafts:
+            speculator.observe(span, span.num_drafts, 0, 0)
+    seconds = 3.0 if drafts else 1.0
+    speculator.observe_step(spans, size, StepTiming(seconds, 0.0))
+    return drafts

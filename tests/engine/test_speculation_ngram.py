@@ -102,7 +102,7 @@ def test_what_came_in_a_pause_is_read_a_bounded_part_in_each_step() -> None:
     while len(options := speculator.choose(spans, 10_000)) < 16:
         missing = [
             state._index.num_missing(s.token_ids)  # type: ignore[union-attr]
-            for s, state in speculator._states.items()
+            for s, state in speculator._options._states.items()
         ]
         read.append(16 * 4000 - sum(missing))
         assert read[-1] - read[-2] <= 1024 + 16 * 16

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from array import array
 from dataclasses import dataclass
+from itertools import islice
 
 import pytest
 import torch
@@ -39,10 +39,16 @@ class Running:
     block_tables: tuple[list[int], ...]
 
 
-def packed_anew(pool: KVPool, token_ids: list[int], running: list[Running]) -> PackedStep:
+def packed_anew(
+    pool: KVPool, token_ids: list[int], running: list[Running], lens: list[int] | None = None
+) -> PackedStep:
+    lens = [1] * len(running) if lens is None else lens
+    tokens = iter(token_ids)
     chunks = [
-        SequenceChunk([token_id], sequence.position, sequence.block_tables, Rows.LAST)
-        for token_id, sequence in zip(token_ids, running, strict=True)
+        SequenceChunk(
+            list(islice(tokens, length)), sequence.position, sequence.block_tables, Rows.ALL
+        )
+        for length, sequence in zip(lens, running, strict=True)
     ]
     return pack(chunks, pool)
 
@@ -65,7 +71,8 @@ def assert_same(found: PackedStep, expected: PackedStep) -> None:
         assert theirs.max_block <= ours.max_block < NUM_BLOCKS
         assert torch.equal(ours.host_block_tables, ours.block_tables)
         for row, context in enumerate(theirs.host_context_lens):
-            first = first_seen_block(context - 1, theirs.window, BLOCK_SIZE)
+            first_position = context - theirs.host_query_lens[row]
+            first = first_seen_block(first_position, theirs.window, BLOCK_SIZE)
             seen = slice(first, -(-context // BLOCK_SIZE))
             assert torch.equal(
                 ours.host_block_tables[row, seen], theirs.host_block_tables[row, seen]
@@ -123,23 +130,54 @@ class DecodeSteps(RuleBasedStateMachine):
         self.running = data.draw(st.permutations(self.running))
 
     @precondition(lambda self: self.running)
-    @rule(steps=st.integers(1, 12))
-    def decode(self, steps: int) -> None:
+    @rule(steps=st.integers(1, 12), dropped=st.booleans())
+    def decode(self, steps: int, dropped: bool) -> None:
         before: list[PackedStep] = []  # still running, with what it reads
         for step in range(steps):
             token_ids = [step * 1000 + row for row in range(len(self.running))]
             found = self.decodes.pack(
-                array("q", token_ids),
+                token_ids,
                 [sequence.position for sequence in self.running],
                 [sequence.block_tables for sequence in self.running],
+                ahead=bool(before),
             )
             expected = packed_anew(self.pool, token_ids, self.running)
             assert_same(found, expected)
             if before:
                 assert_same(*before)
+                if dropped:
+                    return  # what was packed ahead is never run
+                self.decodes.swap()
             before = [found, expected]
             for sequence in self.running:
                 self.move(sequence, 1)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), steps=st.integers(1, 4))
+    def verify_drafts(self, data: st.DataObject, steps: int) -> None:
+        """Of which some are refused: their blocks go back, and may be others in the next step."""
+        for step in range(steps):
+            lens = [data.draw(st.integers(1, 7)) for _ in self.running]
+            for sequence, length in zip(self.running, lens, strict=True):
+                self.reserve(sequence, sequence.position + length)
+            token_ids = [step * 1000 + row for row in range(sum(lens))]
+            found = self.decodes.pack(
+                token_ids,
+                [sequence.position for sequence in self.running],
+                [sequence.block_tables for sequence in self.running],
+                tuple(lens),
+            )
+            assert_same(found, packed_anew(self.pool, token_ids, self.running, lens))
+            for sequence, length in zip(self.running, lens, strict=True):
+                sequence.position += data.draw(st.integers(1, length))
+                for table in sequence.block_tables:
+                    del table[sequence.position // BLOCK_SIZE + 1 :]
+                self.move(sequence, 0)
+
+    def reserve(self, sequence: Running, stop: int) -> None:
+        for table in sequence.block_tables:
+            while len(table) * BLOCK_SIZE < stop:
+                table.append(self.fresh())
 
     def move(self, sequence: Running, tokens: int) -> None:
         sequence.position += tokens
@@ -164,7 +202,7 @@ def test_a_table_outgrows_its_width() -> None:
                     table.append(1000 + 10 * step + sequence.position)
         token_ids = [step, step + 1]
         found = decodes.pack(
-            array("q", token_ids),
+            token_ids,
             [sequence.position for sequence in running],
             [sequence.block_tables for sequence in running],
         )
@@ -177,7 +215,7 @@ def test_a_table_that_is_too_short_is_an_error() -> None:
     """The engine's tables reach every position it plans."""
     decodes, tables = DecodeBatch(make_pool()), ([3], [4])
     with pytest.raises(ValueError, match="sequence 0 has 1 blocks of 4 tokens"):
-        decodes.pack(array("q", [1]), [BLOCK_SIZE], [tables])
+        decodes.pack([1], [BLOCK_SIZE], [tables])
     running = [Running(BLOCK_SIZE - 1, tables)]
-    found = decodes.pack(array("q", [1]), [BLOCK_SIZE - 1], [tables])
+    found = decodes.pack([1], [BLOCK_SIZE - 1], [tables])
     assert_same(found, packed_anew(make_pool(), [1], running))

@@ -136,7 +136,7 @@ def test_what_was_prepared_is_for_its_own_plan(loaded: Load) -> None:
     prepared = engine.prepare_ahead()
     assert prepared is not None
     packer.prepare(prepared, bench.model.prepare)
-    with pytest.raises(ValueError, match="0 tokens for 1 sequences"):
+    with pytest.raises(ValueError, match="0 numbers in the place of 1"):
         packer.take(prepared)  # it has no tokens yet
     assert packer.take(prepared) is None  # only once
     packer.prepare(prepared, bench.model.prepare)

@@ -20,9 +20,9 @@ from .options import (
     SchedulerOptions,
     ServeOptions,
     SimulatorOptions,
-    SpeculationOptions,
     TraceOptions,
 )
+from .speculation.speculation_options import SpeculationOptions
 
 __all__ = ["bench"]
 

@@ -17,6 +17,7 @@ from .formats.number_format import METHODS, NumberFormat, number_formats
 __all__ = [
     "BatcherOptions",
     "ChunkingOptions",
+    "DtypeFlag",
     "EmbedOptions",
     "EngineOptions",
     "GatewayOptions",
@@ -27,11 +28,10 @@ __all__ = [
     "SchedulerOptions",
     "ServeOptions",
     "SimulatorOptions",
-    "SpeculationOptions",
     "TraceOptions",
 ]
 
-_Dtype = Annotated[
+DtypeFlag = Annotated[
     Literal["auto", "float32", "bfloat16", "float16"],
     Option(help="float32, bfloat16, float16 or auto."),
 ]
@@ -228,7 +228,7 @@ class TraceOptions(MeasurementOptions):
         Path, Argument(metavar="FILE", help="JSON file with prompts, output lengths, arrivals.")
     ]
     model: ModelFlag = "demo"
-    dtype: _Dtype = "float32"
+    dtype: DtypeFlag = "float32"
     quantization: Annotated[
         Literal["none", "auto", "int8", "int4", "nf4", "fp8"],
         Option(help="As the setting model.quantization."),
@@ -304,7 +304,7 @@ class ModesOptions(MeasurementOptions):
     """Options of ``bench modes``."""
 
     model: ModelFlag = "demo"
-    dtype: _Dtype = "float32"
+    dtype: DtypeFlag = "float32"
     requests: Annotated[int, Option(help="Requests, all waiting from the start."), Range(1)] = 48
     prefix: Annotated[int, Option(help="Tokens of the prompts' common prefix."), Range(1)] = 64
     tokens: Annotated[
@@ -314,47 +314,6 @@ class ModesOptions(MeasurementOptions):
     rounds: RoundsFlag = 3
     threads: ThreadsFlag = None
     plot: PlotFlag = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class SpeculationOptions(MeasurementOptions):
-    """Options of ``bench spec``."""
-
-    model: ModelFlag = "demo"
-    draft: Annotated[
-        str, Option(help="Directory of its draft model; 'auto' for that of the demo model.")
-    ] = "auto"
-    device: Annotated[Literal["auto", "cpu", "cuda"], Option(help="auto, cpu or cuda.")] = "cpu"
-    batches: Annotated[
-        Sequence[int], Option(help="Sequences that run together, with commas."), Range(1)
-    ] = (1, 2, 4, 8, 16, 32)
-    tokens: Annotated[int, Option(help="Output tokens of each in a round."), Range(1)] = 96
-    length: Annotated[int, Option(help="Drafts where they are not chosen."), Range(1)] = 4
-    rounds: RoundsFlag = 7
-    threads: ThreadsFlag = None
-    clock: Annotated[
-        bool, Option("--clock", help="Time by the clock, and not CPU time of the process.")
-    ] = False
-    tasks: Annotated[
-        bool, Option(help="Also an edit, and a text that cannot be guessed.", show_default=True)
-    ] = True
-    shape: Annotated[
-        Literal["7b", "small"] | None,
-        Option(
-            help="7b or small: random weights of that shape instead of a model; synthetic.",
-            show_default=False,
-        ),
-    ] = None
-    acceptance: Annotated[
-        float, Option(help="Chance that a draft is right, with --shape."), Range(0, 1)
-    ] = 0.7
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.device != "cpu" and not self.clock:
-            raise ConfigurationError(
-                f"--device {self.device}: a GPU's time is not the process's; add --clock"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,10 @@ from .cost_fit import CostFit
 
 __all__ = ["AdaptiveChunks"]
 
+_DECODES_A_LESSON = 4
+"""Of steps that only decode, one in so many is learned from: there are thousands in a row, and the
+filter takes a twentieth of a small model's step."""
+
 
 class AdaptiveChunks:
     """As many as let the step end in time: a model of its cost, fitted while it is used.
@@ -36,6 +40,7 @@ class AdaptiveChunks:
         self._fit = CostFit((1, least, 1, 1))
         self._decoding = 0
         self._tried = least
+        self._untaught = 0
 
     def limit(self, running: int) -> int:
         """Tokens that the next step may compute beyond one of each of ``running`` sequences."""
@@ -67,7 +72,8 @@ class AdaptiveChunks:
         tokens = sum([span.num_tokens for span in spans]) - len(spans)
         # A sequence that got a token wants the next one. (Some have ended: the count errs upwards.)
         self._decoding = sum([span.samples for span in spans])
-        if seconds > 0:
+        self._untaught = 0 if tokens else (self._untaught + 1) % _DECODES_A_LESSON
+        if seconds > 0 and not self._untaught:
             self.learn(tokens, len(spans), seconds, sum([span.num_drafts for span in spans]))
 
     def learn(self, tokens: int, sequences: int, seconds: float, drafts: int = 0) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["AcceptanceRate", "expected_tokens", "worthwhile"]
+__all__ = ["AcceptanceRate"]
 
 _MEMORY = 0.98
 """Weight of a step's drafts one step later: a window of 50 steps, some two or three paragraphs."""
@@ -37,17 +37,13 @@ class AcceptanceRate:
         self._accepted += num_accepted
         self._tried += num_accepted + (num_accepted < num_drafted)
 
+    def observe_expected(self, expected: float, num_accepted: int) -> None:
+        """Count a step's drafts that have chances of their own; the rate is then of these.
 
-def expected_tokens(rate: float, length: int) -> float:
-    """Tokens that ``length`` drafts add on average: ``rate + rate**2 + ... + rate**length``."""
-    if rate >= 1.0:
-        return float(length)
-    return rate * (1.0 - rate**length) / (1.0 - rate)
-
-
-def worthwhile(rate: float, price: float, most: int) -> int:
-    """How many drafts, up to ``most``, are each accepted with probability ``price`` or more."""
-    length, probability = 0, rate
-    while length < most and probability >= price:
-        length, probability = length + 1, probability * rate
-    return length
+        Args:
+            expected: the sum of the chances of those that were accepted, and of the first that was
+                not, each if all before it are right.
+            num_accepted: how many the model agreed with.
+        """
+        self._accepted += num_accepted
+        self._tried += expected

@@ -25,6 +25,10 @@ _PLAIN_STEPS = 4
 _PROBE_STEPS = 16
 """Steps of a probe. Some 30 tokens a sequence suffice to tell a gain of 10 % from none."""
 
+_BLIND_STEPS = 4
+"""Of these, the first, in which all sequences draft, whatever that promises: what drafts cost may
+have changed since. In the others, and as long as drafts are on, only those are made that pay."""
+
 _MAX_PERIOD = 64
 """Most steps with drafts between two plain ones. The plain ones then cost 1 or 2 % of the time."""
 
@@ -42,6 +46,13 @@ _PROBE_SHARE = 0.01
 _MIN_PAUSE, _MAX_PAUSE = 64, 8192
 """Bounds of that pause, in steps. Some pause follows even a cheap failure, and no stall of the
 machine during a probe may end drafting for good."""
+
+_STEPS_A_LESSON = 4
+"""Where steps find nothing to draft, costs are learned from one in so many: learning takes a
+thirtieth of a small model's step."""
+
+_MOST_DOUBLINGS = 3
+"""A pause is twice as long after each further probe in a row that failed, so many times."""
 
 _OUTLIER = 2.0
 """Something else held up a step that took more than so many times the prediction. It counts as so
@@ -69,16 +80,16 @@ class Mode(Enum):
     """What a class does with drafts."""
 
     OFF = auto()
-    PROBE = auto()  # every sequence drafts, whatever that promises
+    PROBE = auto()  # for some steps, the first of which draft whatever that promises
     ON = auto()
 
 
 class BatchClass:
     """Steps of about as many decoding sequences, and what drafts cost and gain in them.
 
-    OFF: no drafts, until some plain steps were timed or a pause is over. PROBE: a few steps in
-    which every sequence drafts. ON: drafts where they pay, with a plain step now and then, and more
-    rarely while the gain holds.
+    OFF: no drafts, until some plain steps were timed or a pause is over. PROBE: a few steps with
+    drafts, of which the first draft for every sequence. ON: drafts where they pay, with a plain
+    step now and then, and more rarely while the gain holds.
 
     Where drafts may also come without the draft model, a loss pauses it alone, and a probe of the
     others follows.
@@ -102,12 +113,14 @@ class BatchClass:
         self._has_others = has_others
         self.plain_due = _PLAIN_STEPS
         self._model_pause = 0  # steps left
+        self._failures = {True: 0, False: 0}  # probes in a row, those that asked the model or not
         self._plain_times: deque[float] = deque(maxlen=_PLAIN_STEPS)
         self._plain_s = 0.0
         self._host: dict[Work, float] = {}  # time outside the model, in parts of that in it
         # Of a step, of any drafts in it, of each draft.
         self._verify = CostFit((1, 1, _TYPICAL_LENGTH * most_sequences))
         self._rounds = CostFit((1,))
+        self._untaught = 0  # steps since the last that costs were learned from
         self._begin()
 
     def _begin(self) -> None:
@@ -123,6 +136,21 @@ class BatchClass:
     def may_draft(self) -> bool:
         """Whether the next step, of decodes alone, may have drafts."""
         return self.plain_due == 0
+
+    @property
+    def rests(self) -> int:
+        """How many of the next steps only pass: of a pause all but the last."""
+        return max(0, self.plain_due - _PLAIN_STEPS) if self.mode is Mode.OFF else 0
+
+    def rest(self, steps: int) -> None:
+        """So many steps of a pause have passed."""
+        self.plain_due -= steps
+        self._model_pause = max(0, self._model_pause - steps)
+
+    def must_draft(self) -> bool:
+        """Whether all its sequences must have drafts, so that their cost becomes known."""
+        steps = self._steps + self._num_pending
+        return self.mode is Mode.PROBE and steps < _BLIND_STEPS
 
     def may_ask(self) -> bool:
         """Whether these drafts may be the draft model's."""
@@ -164,7 +192,9 @@ class BatchClass:
             # Noise may let drafts explain all of a step's time, and then its own cost is 0.
             usual = max(self._verify.costs[0], self._plain_s)
             seconds = min(seconds, _OUTLIER * usual)
-        self._verify.learn((1.0, 0.0, 0.0), seconds)
+        self._untaught = 0 if self.plain_due else (self._untaught + 1) % _STEPS_A_LESSON
+        if not self._untaught:
+            self._verify.learn((1.0, 0.0, 0.0), seconds)
         self._plain_times.append(seconds)
         before = self._plain_s
         self._plain_s = sum(self._plain_times) / len(self._plain_times)
@@ -248,6 +278,7 @@ class BatchClass:
             if failed or self._steps >= _PROBE_STEPS:
                 if self.gain >= _ON_GAIN:
                     self.mode = Mode.ON
+                    self._failures[self._has_asked] = 0
                 else:
                     self._turn_off(plain_s)
         elif self.gain < _OFF_GAIN:
@@ -269,7 +300,9 @@ class BatchClass:
         blames_model = self._has_asked and self._has_others
         lost = self._lost_asking if blames_model else self._lost
         lost += self._reading_s / plain_s
-        pause = int(min(max(_MIN_PAUSE, lost / _PROBE_SHARE), _MAX_PAUSE))
+        doublings = min(self._failures[blames_model], _MOST_DOUBLINGS)
+        self._failures[blames_model] += 1
+        pause = int(min(max(_MIN_PAUSE, lost / _PROBE_SHARE) * 2**doublings, _MAX_PAUSE))
         if blames_model:
             self._model_pause, pause = pause, _PLAIN_STEPS  # what do the others gain alone?
         self.plain_due = pause

@@ -15,31 +15,57 @@ from acceptance and cost (:mod:`.draft_choice`).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from penstock.shared.protocol.states import Speculation
 
 from ..output.step_output import StepTiming
-from ..plan import DraftSource, Span
+from ..plan import Span
 from ..sequence import Sequence as TokenSequence
-from .acceptance_rate import AcceptanceRate
 from .batch_class import BatchClass, Mode, Work
 from .draft_choice import FREE, DraftOption, choose_drafts
-from .draft_state import DraftState
+from .draft_options import DraftOptions
 from .speculation_config import SpeculationConfig, SpeculationStats
 
 __all__ = ["DraftOption", "SpeculationConfig", "SpeculationStats", "Speculator"]
 
-_EVEN_ODDS = 0.5
-"""Acceptance rate of a source before any of its drafts was verified."""
+_SHORTEST_REST = 16
+"""Steps of a pause that are worth not looking at."""
 
-_READING = 1024
-"""Tokens of all sequences together that one step may read into n-gram indexes (0.2 ms or so). It
-spreads a long prompt, or the output of a pause, over several steps."""
 
-_READING_EACH = 16
-"""Tokens that each sequence may read beyond that, more than a step adds: once an index is complete
-it stays so."""
+class _Rest:
+    """The part of a pause in which steps of so many spans only pass, prompts among them or not.
+
+    Attributes:
+        num_spans: of each step; 0: there is no rest.
+    """
+
+    def __init__(self) -> None:
+        self.num_spans = 0
+        self._batch: BatchClass | None = None
+        self._left = self._passed = 0
+
+    def begin(self, batch: BatchClass, num_spans: int) -> None:
+        """Begin one if ``batch`` has nothing to do for long enough."""
+        if batch.rests >= _SHORTEST_REST:
+            self.num_spans, self._batch, self._left = num_spans, batch, batch.rests
+            self._passed = 0
+
+    def take(self, num_spans: int) -> bool:
+        """Whether a step of so many spans, which has ended, was a part of it."""
+        if num_spans != self.num_spans:
+            if self._batch is not None:
+                self._end()
+            return False
+        self._passed += 1
+        if self._passed == self._left:
+            self._end()
+        return True
+
+    def _end(self) -> None:
+        assert self._batch is not None
+        self._batch.rest(self._passed)
+        self.num_spans, self._batch = 0, None
 
 
 class Speculator:
@@ -55,16 +81,14 @@ class Speculator:
 
     def __init__(self, config: SpeculationConfig, max_model_len: int, max_span: int) -> None:
         self._config = config
-        self._max_model_len = max_model_len
         longest = config.longest if config.length is None else config.length
         self._longest = min(longest, max_span - 1)
+        self._options = DraftOptions(config, max_model_len, self._longest)
         self._classes: dict[int, BatchClass] = {}
-        self._rates: dict[tuple[DraftSource, bool], AcceptanceRate] = {}
-        self._states: dict[TokenSequence, DraftState] = {}  # of live sequences that could draft
-        self._reading = 0
         self._catching_up = False
-        self._drafted: Counter[tuple[Speculation, int]] = Counter()
-        self._accepted: Counter[tuple[Speculation, int]] = Counter()
+        self._rest = _Rest()
+        self._drafted: Counter[tuple[Speculation, int]] = Counter()  # spans by number of drafts
+        self._accepted: Counter[tuple[Speculation, int]] = Counter()  # by those that became output
         self._gain = 1.0
         self._looks_up = False  # for the step that runs
         self._observed: tuple[BatchClass, Work, float] | None = None  # the last step, if measured
@@ -83,6 +107,8 @@ class Speculator:
         Returns:
             One option for each span that drafts, in their order; at most ``budget`` drafts in all.
         """
+        if len(spans) == self._rest.num_spans:
+            return []
         prices, probing, may_ask, most = FREE, True, self._config.draft, self._longest
         if self._config.length is None:
             num_decodes = sum([span.num_tokens == 1 for span in spans])
@@ -91,24 +117,27 @@ class Speculator:
             measured = num_decodes == len(spans) and batch.may_draft()
             if not measured and (batch.mode is not Mode.ON or num_decodes in (0, len(spans))):
                 return []  # before any look-up: not drafting must cost nothing
-            prices, probing = batch.prices(num_decodes), batch.mode is Mode.PROBE
+            prices, probing = batch.prices(num_decodes), batch.must_draft()
             may_ask = may_ask and batch.may_ask()
             # The first steps draft little, because the cost of drafts is not known yet.
             most = min(most, batch.num_drafted + 1)
         self._looks_up = True
-        self._reading = _READING
+        least = 0.0 if probing else prices.token
+        self._options.begin_step()
         found = [
-            both
+            options
             for i, span in enumerate(spans)
-            if (both := self._options(i, span, most, may_ask=may_ask))
+            if (options := self._options.of(i, span, most, least, may_ask=may_ask))
         ]
-        chosen = choose_drafts(found, prices, probing=probing) if found else []
         self._catching_up = False
+        if not found:
+            return []
+        chosen = choose_drafts(found, prices, probing=probing)
         for option in chosen:
             option.count = min(option.count, budget)
             budget -= option.count
             if option.count and not option.drafts:
-                self._note_reading(spans[option.index].sequence)
+                self._catching_up |= self._options.catches_up(spans[option.index].sequence)
         return [option for option in chosen if option.count]
 
     def stays_plain(self, num_sequences: int) -> bool:
@@ -123,70 +152,9 @@ class Speculator:
         key = (num_sequences - 1).bit_length() if num_sequences else -1
         batch = self._classes.get(key)
         if batch is None:
-            has_both = self._config.ngram and self._config.draft
+            has_both = (self._config.ngram or self._config.memory) and self._config.draft
             batch = self._classes[key] = BatchClass(1 << max(key, 0), has_others=has_both)
         return batch
-
-    def _options(self, index: int, span: Span, most: int, *, may_ask: bool) -> list[DraftOption]:
-        """What a span could draft, own text first, each of at most ``most`` tokens.
-
-        The draft model's only if it may be asked.
-        """
-        sequence = span.sequence
-        options, wish = sequence.options, sequence.options.speculation
-        constraint = sequence.constraint
-        if (
-            wish is Speculation.OFF
-            or not span.samples
-            or span.num_tokens != 1
-            or span.start < sequence.num_prompt_tokens
-            or sequence.num_candidates  # a beam's next token is not sampled
-            or (constraint is not None and not constraint.may_draft)
-        ):
-            return []
-        token_ids = sequence.token_ids
-        room = min(options.max_tokens + sequence.num_prompt_tokens, self._max_model_len)
-        # A step gives one token more than it accepts.
-        most = min(most, room - len(token_ids) - 1)
-        if most < 1:
-            return []
-        state = self._states.get(sequence)
-        if state is None:
-            state = self._states[sequence] = DraftState()
-        sampled = options.temperature > 0
-        found = []
-        if self._config.ngram and wish is not Speculation.DRAFT:
-            num_read = state.read(token_ids, _READING_EACH + self._reading)
-            self._reading -= max(0, num_read - _READING_EACH)
-            drafts, match = state.look_up(token_ids, most)
-            if match and constraint is not None:
-                # The model refuses what its constraint forbids: cut it before it costs anything.
-                count = constraint.num_allowed(token_ids, sequence.num_prompt_tokens, drafts)
-                drafts = drafts[:count]
-            if drafts:
-                source = DraftSource.of_match(match)
-                rate = state.rate(source, self._mean(source, sampled))
-                found.append(DraftOption(index, source, rate, len(drafts), drafts))
-        if may_ask and wish is not Speculation.NGRAM:
-            rate = state.rate(DraftSource.DRAFT, self._mean(DraftSource.DRAFT, sampled))
-            found.append(DraftOption(index, DraftSource.DRAFT, rate, most))
-        return found
-
-    def _mean(self, source: DraftSource, sampled: bool) -> float:
-        """The worker's rate; drafts of greedy requests are right more often than sampled ones."""
-        rate = self._rates.get((source, sampled))
-        return _EVEN_ODDS if rate is None else rate.rate(_EVEN_ODDS)
-
-    def _note_reading(self, sequence: TokenSequence) -> None:
-        """Note whether the draft model must read more of the sequence than the last step's tokens.
-
-        Reading takes as long as many proposals. Taken for their price, it would keep the draft
-        model from being asked often enough to read less.
-        """
-        state = self._states[sequence]
-        num_tokens = len(sequence.token_ids)
-        self._catching_up |= num_tokens - state.num_read > self._longest + 1
-        state.num_read = num_tokens
 
     # -- after a step ---------------------------------------------------------------------------
 
@@ -199,24 +167,14 @@ class Speculator:
             num_accepted: how many the model agreed with, before the first it did not.
             num_used: how many of those became output; the others lie behind its end.
         """
-        sequence, source = span.sequence, span.source
+        source = span.source
         assert source is not None
         kind = Speculation.NGRAM if source.is_text else Speculation.DRAFT
-        for position in range(1, num_drafted + 1):
-            self._drafted[kind, position] += 1
-        for position in range(1, num_used + 1):
-            self._accepted[kind, position] += 1
+        self._drafted[kind, num_drafted] += 1
+        self._accepted[kind, num_used] += 1
         self._changed = True
-        if not num_drafted:
-            return
-        if (state := self._states.get(sequence)) is not None:  # else it has just ended
-            state.observe(source, num_drafted, num_accepted)
-        key = source, sequence.options.temperature > 0
-        mean = self._rates.get(key)
-        if mean is None:
-            mean = self._rates[key] = AcceptanceRate()
-        mean.fade()
-        mean.observe(num_drafted, num_accepted)
+        if num_drafted:
+            self._options.observe(span, num_drafted, num_accepted)
 
     def observe_step(
         self,
@@ -235,13 +193,16 @@ class Speculator:
             failed: the drafter failed. Such a step tells what drafts gain, not what they cost.
         """
         looks_up, self._looks_up, self._observed = self._looks_up, False, None
+        self._options.learn_some()
+        if self._rest.take(len(spans)):
+            return
         if timing is None or timing.seconds <= 0 or self._config.length is not None:
             return
-        if any(span.num_tokens != 1 for span in spans):
-            return
         num_sequences = len(spans)
+        if sum([span.num_tokens for span in spans]) != num_sequences:
+            return
         batch = self._batch_class(num_sequences)
-        num_drafts = sum([span.num_drafts for span in spans])
+        num_drafts = sum([span.num_drafts for span in spans]) if looks_up else 0
         if num_drafts:
             rounds = max([span.num_drafts for span in spans if not span.drafts], default=0)
             batch.observe_drafted(
@@ -255,6 +216,7 @@ class Speculator:
             self._observed = batch, Work.VERIFY, timing.seconds
         else:
             batch.observe_plain(timing.seconds)
+            self._rest.begin(batch, num_sequences)
             work = Work.LOOK_UP if looks_up else Work.NONE
             self._observed = batch, work, timing.seconds
         self._gain = batch.gain if batch.mode is Mode.ON else 1.0
@@ -267,12 +229,24 @@ class Speculator:
             batch.observe_host(work, model_s, seconds)
 
     def forget(self, sequence: TokenSequence) -> None:
-        """Drop the drafting state of a sequence that has ended."""
-        self._states.pop(sequence, None)
+        """Drop the drafting state of a sequence that has ended; the memory keeps its output."""
+        self._options.forget(sequence)
 
     def stats(self) -> SpeculationStats:
         """Counts so far and the present gain; the same object until something changes."""
         if self._changed:
             self._changed = False
-            self._stats = SpeculationStats(dict(self._drafted), dict(self._accepted), self._gain)
+            drafted, accepted = _by_position(self._drafted), _by_position(self._accepted)
+            self._stats = SpeculationStats(drafted, accepted, self._gain)
         return self._stats
+
+
+def _by_position(
+    by_length: Mapping[tuple[Speculation, int], int],
+) -> dict[tuple[Speculation, int], int]:
+    """How often there was a draft at each position, from how often there were so many."""
+    counts: Counter[tuple[Speculation, int]] = Counter()
+    for (kind, length), count in by_length.items():
+        for position in range(1, length + 1):
+            counts[kind, position] += count
+    return dict(counts)

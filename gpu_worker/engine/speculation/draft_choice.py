@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, repeat
+from operator import mul
+from typing import NamedTuple
 
 from ..plan import DraftSource
-from .acceptance_rate import expected_tokens, worthwhile
 
-__all__ = ["FREE", "DraftOption", "Prices", "choose_drafts"]
+__all__ = ["FREE", "DraftOption", "Prices", "choose_drafts", "even_chances"]
 
 
 @dataclass(slots=True)
@@ -18,24 +20,37 @@ class DraftOption:
     Attributes:
         index: of the span in the step.
         source: where the drafts come from.
-        rate: chance that a draft is accepted once all drafts before it were.
-        count: number of drafts.
+        chances: of each draft, that it and all before it are accepted; none grows.
+        count: number of drafts, at most as many as there are chances.
         drafts: the tokens, at least ``count``; empty where the draft model is to propose them.
     """
 
     index: int
     source: DraftSource
-    rate: float
+    chances: Sequence[float]
     count: int
     drafts: tuple[int, ...] = ()
 
     def value(self, price: float) -> float:
         """Expected output tokens, less what verification costs at ``price`` a draft."""
-        return expected_tokens(self.rate, self.count) - price * self.count
+        return sum(self.chances[: self.count]) - price * self.count
+
+    def limit(self, price: float) -> None:
+        """Leave those whose chance is at least their price."""
+        count = 0
+        for chance in self.chances[: self.count]:
+            if chance < price:
+                break
+            count += 1
+        self.count = count
 
 
-@dataclass(frozen=True, slots=True)
-class Prices:
+def even_chances(rate: float, count: int) -> list[float]:
+    """Of ``count`` drafts, each accepted with the chance ``rate`` once all before it were."""
+    return list(accumulate(repeat(rate, count), mul))
+
+
+class Prices(NamedTuple):
     """What drafts cost, in output tokens that the same time would have given.
 
     Attributes:
@@ -63,7 +78,7 @@ def choose_drafts(
     gain more together than its rounds cost.
 
     Args:
-        found: the options of each sequence, own text first; ``count`` is the most.
+        found: the options of each sequence, those of texts first; ``count`` is the most.
         prices: of drafts in this step.
         probing: give each sequence at least one draft, whatever it promises.
 
@@ -73,25 +88,28 @@ def choose_drafts(
     price = prices.token
     chosen: list[DraftOption] = []
     preferred: list[tuple[DraftOption | None, DraftOption]] = []
-    for both in found:
-        for option in both:
-            wanted = worthwhile(option.rate, price, option.count)
-            option.count = max(wanted, 1) if probing else wanted
-        text = both[0] if both[0].source.is_text else None
-        model = None if both[-1].source.is_text else both[-1]
+    for options in found:
+        for option in options:
+            option.limit(price)
+            if probing and not option.count:
+                option.count = 1
+        model = None if options[-1].source.is_text else options[-1]
+        texts = options if model is None else options[:-1]
+        text = max(texts, key=lambda each: each.value(price)) if texts else None
         if model is None or (text is not None and text.value(price) >= model.value(price)):
-            chosen.append(both[0])
+            assert text is not None
+            chosen.append(text)
         else:
             preferred.append((text, model))
     rounds_price = _limit_rounds([model for _, model in preferred], prices)
     improvement = sum(
         [m.value(price) - (0.0 if t is None else t.value(price)) for t, m in preferred]
     )
-    texts = [text for text, _ in preferred if text is not None]
-    if improvement > rounds_price or (probing and not chosen and not texts):
+    instead = [text for text, _ in preferred if text is not None]
+    if improvement > rounds_price or (probing and not chosen and not instead):
         chosen += [model for _, model in preferred]
     else:
-        chosen += texts
+        chosen += instead
         rounds_price = 0.0
     chosen = [option for option in chosen if option.count]
     value = sum([option.value(price) for option in chosen]) - rounds_price - prices.step
@@ -107,7 +125,7 @@ def _limit_rounds(asking: Sequence[DraftOption], prices: Prices) -> float:
     """
     most = max([option.count for option in asking], default=0)
     for rounds in range(1, most):
-        gains = [o.rate ** (rounds + 1) - prices.token for o in asking if o.count > rounds]
+        gains = [o.chances[rounds] - prices.token for o in asking if o.count > rounds]
         if sum(gains) < prices.round:
             most = rounds
             break

@@ -60,9 +60,12 @@ class NgramIndex:
             The drafts, and the length of the match they continue, at least 2; nothing and 0 where
             the last two tokens have not come before.
         """
-        self.read(token_ids, len(token_ids))
         end = len(token_ids) - 1
+        if len(self._before) <= end:
+            self.read(token_ids, len(token_ids))
         place, longest, found = self._before[end] if end else -1, 0, -1
+        if place < 0:
+            return (), 0
         for _ in range(_CANDIDATES):
             if place < 0:
                 break

@@ -16,12 +16,14 @@ class SpeculationConfig:
 
     Attributes:
         ngram: whether sequences may have drafts from their own text.
+        memory: whether they may have drafts from what other outputs have said.
         draft: whether the model side has a draft model.
         length: drafts of each sequence in each step; None lets measurement decide.
         longest: most drafts of a sequence in one step where measurement decides.
     """
 
     ngram: bool = True
+    memory: bool = False
     draft: bool = False
     length: int | None = None
     longest: int = 7

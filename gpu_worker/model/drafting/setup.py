@@ -70,5 +70,9 @@ def speculation_config(settings: Settings, *, has_draft_model: bool) -> Speculat
     if not ngram and not has_draft_model:
         return None
     return SpeculationConfig(
-        ngram=ngram, draft=has_draft_model, length=wanted.length, longest=wanted.max_length
+        ngram=ngram,
+        memory=ngram and wanted.remember,
+        draft=has_draft_model,
+        length=wanted.length,
+        longest=wanted.max_length,
     )

@@ -15,6 +15,7 @@ from penstock.kernels.ragged import RaggedBatch
 
 from ..kv.kv_pool import KVPool
 from .forward_context import ForwardContext
+from .step_buffers import StepBuffers
 
 __all__ = [
     "Forward", "PackedStep", "Rows", "SequenceChunk", "decode_chunks", "forward_logits", "pack",
@@ -50,7 +51,8 @@ class SequenceChunk:
     rows: Rows = Rows.NONE
 
 
-@dataclass(frozen=True, slots=True)
+# Not frozen, see RaggedBatch.
+@dataclass(slots=True)
 class PackedStep:
     """What a forward over T packed tokens needs.
 
@@ -61,6 +63,8 @@ class PackedStep:
         batches: which sequences and positions the tokens belong to; one batch for each KV cache
             group of the pool, with its block tables.
         largest_only: whether the largest logit of each row is all that is looked at.
+        buffers: the memory of a step on the CPU that shares it with others of its shape, block
+            tables excepted; None if all of it is its own.
     """
 
     input_ids: Tensor
@@ -68,6 +72,7 @@ class PackedStep:
     num_rows: int
     batches: tuple[RaggedBatch, ...]
     largest_only: bool = False
+    buffers: StepBuffers | None = None
 
 
 def pack(

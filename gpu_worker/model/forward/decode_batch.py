@@ -1,4 +1,4 @@
-"""Packs decode steps with block tables that stay in place."""
+"""Packs decode steps in memory that stays in place."""
 
 from __future__ import annotations
 
@@ -14,24 +14,30 @@ from penstock.kernels.ragged import RaggedBatch
 
 from ..kv.kv_pool import KVPool
 from .batch import PackedStep
+from .step_buffers import StepBuffers
 
 __all__ = ["DecodeBatch"]
 
 _SPARE_BLOCKS = 16
 """Columns of a table behind those that its contexts reach, so that it need not grow soon."""
 
+_MOST_SHAPES = 32
+"""Shapes of steps whose memory is kept: those of one sequence with each number of drafts."""
+
 
 class DecodeBatch:
-    """Packs steps in which each sequence computes one token and samples the next.
+    """Packs steps in which each sequence computes its last token, with drafts behind it or none.
 
-    From one such step to the next, each sequence moves by one position. In its block table, only
-    the block that it writes to may be another: a new one, or its copy of one that it shared. So
+    From one such step to the next, each sequence moves by a few positions. In its block table, only
+    the blocks that it writes to may be others: new ones, or its copy of one that it shared. So
     tables stay in place, and a step writes what differs. They are laid out anew for other
-    sequences, and for sequences that were given other tables or moved further.
+    sequences, and for sequences that were given other tables. All else that a step reads lies in
+    place, too, in memory of which each shape has two parts.
 
-    A step may be packed while the one before it runs, and reads the same tables. That is safe
-    because what differs lies behind its contexts: a new block. So it must not be done where a
-    block was copied; plans that are made ahead have no copies.
+    A step may be packed *ahead*, while the one before it runs and reads the same tables. That is
+    safe because what differs lies behind its contexts: a new block. So it must not be done where a
+    block was copied; plans that are made ahead have no copies. It is packed into the other part of
+    the memory; :meth:`swap` then makes that the present one.
 
     Args:
         pool: where the sequences' KV lies.
@@ -40,103 +46,124 @@ class DecodeBatch:
     def __init__(self, pool: KVPool) -> None:
         self._pool = pool
         self._block_tables: Sequence[tuple[list[int], ...]] = ()
-        self._next_positions: list[int] = []
+        self._positions: list[int] = []  # of the last step; none if tables are to be laid out
         self._groups: list[_GroupTables] = []
-        self._set_count(1)
+        self._shapes: dict[tuple[int, ...], tuple[StepBuffers, StepBuffers]] = {}
+        self._turn = 0
+        self._on_host = pool.device.type == "cpu"
 
     def pack(
         self,
-        token_ids: array[int],
+        token_ids: Sequence[int],
         positions: list[int],
         block_tables: list[tuple[list[int], ...]],
+        query_lens: tuple[int, ...] | None = None,
         *,
+        ahead: bool = False,
         largest_only: bool = False,
     ) -> PackedStep:
-        """As :func:`.batch.pack` of chunks of one token each, all of whose rows are wanted.
+        """As :func:`.batch.pack` of chunks all of whose rows are wanted.
 
         Args:
-            token_ids: int64, the token of each sequence, at least one. On the CPU the step's
-                tokens are this memory.
-            positions: its place in its sequence.
+            token_ids: of all sequences, one after the other; at least one.
+            positions: of each sequence, the place of its first token.
             block_tables: of each sequence, one for each KV cache group of the pool: the lists that
                 the engine keeps, not copies of them.
+            query_lens: of each sequence, its tokens; None: one each.
+            ahead: whether the step that was packed last may still run.
             largest_only: as in :class:`.batch.PackedStep`.
 
         Returns:
-            The step. The next call may change its block tables.
+            The step, in memory that the next call may change.
 
         Raises:
-            ValueError: a table does not reach its sequence's position.
+            ValueError: a table does not reach its sequence's last position.
         """
         same = len(block_tables) == len(self._block_tables)
         if not same or not all(map(is_, block_tables, self._block_tables)):
             self._begin(block_tables)
-        if positions != self._next_positions:
-            self._next_positions = []  # until all are laid out
-            for group in self._groups:
-                group.lay_out(positions)
-        contexts = self._next_positions = [position + 1 for position in positions]
-        device = self._pool.device
-        host_positions = _int64(positions)
-        first, *more = [group.advance(positions) for group in self._groups]
-        slots, tables, max_block = first
+        buffers = self._buffers((1,) * len(positions) if query_lens is None else query_lens, ahead)
+        contexts = buffers.write(token_ids, positions)
+        before, self._positions = self._positions, []  # until all are laid out
+        for group, slots in zip(self._groups, buffers.slots, strict=True):
+            group.reach(before, positions, contexts)
+            slots.write(group.slots(positions, contexts, buffers.longest))
+        self._positions = positions
+        return self._step(buffers, contexts, largest_only=largest_only)
+
+    def _step(self, buffers: StepBuffers, contexts: list[int], *, largest_only: bool) -> PackedStep:
+        groups, place = self._pool.groups, self._place
+        host_positions = buffers.positions.tensor
+        first, *more = self._groups
         batch = RaggedBatch(
-            query_starts=self._query_starts,
-            context_lens=torch.frombuffer(array("i", contexts), dtype=torch.int32).to(device),
-            block_tables=tables.to(device),
-            positions=host_positions.to(device),
-            slots=slots.to(device),
+            query_starts=buffers.query_starts,
+            context_lens=place(buffers.contexts.tensor),
+            block_tables=place(first.padded),
+            positions=place(host_positions),
+            slots=place(buffers.slots[0].tensor),
             block_size=self._pool.block_size,
-            host_query_lens=self._query_lens,
+            host_query_lens=buffers.query_lens,
             host_context_lens=tuple(contexts),
-            host_query_starts=self._host_query_starts,
-            host_block_tables=tables,
+            host_query_starts=buffers.host_query_starts,
+            host_block_tables=first.padded,
             host_positions=host_positions,
-            max_query_len=1,
+            max_query_len=buffers.longest,
             max_context_len=max(contexts),
-            max_block=max_block,
-            window=self._pool.groups[0].window,
+            max_block=first.max_block,
+            window=groups[0].window,
         )
         others = [
             replace(
                 batch,
-                block_tables=tables.to(device),
-                slots=slots.to(device),
-                host_block_tables=tables,
-                max_block=max_block,
+                block_tables=place(tables.padded),
+                slots=place(slots.tensor),
+                host_block_tables=tables.padded,
+                max_block=tables.max_block,
                 window=group.window,
             )
-            for (slots, tables, max_block), group in zip(more, self._pool.groups[1:], strict=True)
+            for tables, slots, group in zip(more, buffers.slots[1:], groups[1:], strict=True)
         ]
         return PackedStep(
-            input_ids=torch.frombuffer(token_ids, dtype=torch.int64).unsqueeze(0).to(device),
-            rows=self._rows,
-            num_rows=len(token_ids),
+            input_ids=place(buffers.input_ids),
+            rows=buffers.rows,
+            num_rows=len(buffers.tokens.values),
             batches=(batch, *others),
             largest_only=largest_only,
+            buffers=buffers,
         )
+
+    def _place(self, tensor: Tensor) -> Tensor:
+        """The tensor on the device. On the CPU that is itself, and to ask PyTorch takes longer."""
+        return tensor if self._on_host else tensor.to(self._pool.device)
+
+    def swap(self) -> None:
+        """The step that was packed ahead is the present one now."""
+        self._turn = 1 - self._turn
+
+    def _buffers(self, query_lens: tuple[int, ...], ahead: bool) -> StepBuffers:
+        both = self._shapes.get(query_lens)
+        if both is None:
+            if len(self._shapes) >= _MOST_SHAPES:
+                self._shapes.clear()
+            arguments = query_lens, len(self._pool.groups), self._pool.device
+            both = self._shapes[query_lens] = StepBuffers(*arguments), StepBuffers(*arguments)
+        return both[self._turn ^ ahead]
 
     def _begin(self, block_tables: list[tuple[list[int], ...]]) -> None:
         """Take other sequences, whose tables are to be laid out."""
-        if len(block_tables) != len(self._query_lens):
-            self._set_count(len(block_tables))
-        self._block_tables, self._next_positions = block_tables, []
+        self._block_tables, self._positions = block_tables, []
         self._groups = [
             _GroupTables(tables, self._pool.block_size)
             for tables in zip(*block_tables, strict=True)
         ]
 
-    def _set_count(self, count: int) -> None:
-        device = self._pool.device
-        self._query_lens = (1,) * count
-        self._host_query_starts = tuple(range(count + 1))
-        starts = array("i", self._host_query_starts)
-        self._query_starts = torch.frombuffer(starts, dtype=torch.int32).to(device)
-        self._rows = torch.arange(count, device=device)
-
 
 class _GroupTables:
-    """The block tables of one KV cache group, as one int32 ``[S, B]`` on the host.
+    """The block tables of one KV cache group, on the host.
+
+    Attributes:
+        padded: int32 ``[S, B]``.
+        max_block: at least the largest block in it.
 
     Args:
         tables: of ``S`` sequences, as the engine keeps them.
@@ -146,49 +173,78 @@ class _GroupTables:
     def __init__(self, tables: Sequence[list[int]], block_size: int) -> None:
         self._tables = tables
         self._block_size = block_size
+        self._last: list[int] = []  # the blocks that the last step wrote to, where that is one each
 
-    def lay_out(self, positions: list[int]) -> None:
-        """Write what the tables have up to these positions."""
+    def reach(self, before: list[int], positions: list[int], contexts: list[int]) -> None:
+        """Have in the tables what the sequences see and write.
+
+        Args:
+            before: where they wrote first in the step before; none if tables are to be laid out.
+            positions: where they write now, up to the end of their contexts.
+            contexts: how many tokens they see.
+        """
+        if not before:
+            self._lay_out(contexts)
+            return
+        size, tables = self._block_size, self._tables
+        try:
+            blocks = [table[(end - 1) // size] for table, end in zip(tables, contexts, strict=True)]
+        except IndexError:
+            self._lay_out(contexts)  # says which is too short
+            return
+        if blocks == self._last and all(map(_follows, positions, before)):
+            return
+        self._write(before, positions, contexts)
+        self._last = blocks
+
+    def slots(self, positions: list[int], contexts: list[int], longest: int) -> list[int]:
+        """Where they store keys and values, ``longest`` of one sequence at most."""
+        size, tables = self._block_size, self._tables
+        if longest == 1:
+            return [
+                table[place // size] * size + place % size
+                for table, place in zip(tables, positions, strict=True)
+            ]
+        return [
+            table[place // size] * size + place % size
+            for table, begin, end in zip(tables, positions, contexts, strict=True)
+            for place in range(begin, end)
+        ]
+
+    def _lay_out(self, contexts: list[int]) -> None:
+        """Write what the tables have."""
         size = self._block_size
-        needed = [position // size + 1 for position in positions]
+        needed = [-(-end // size) for end in contexts]
         self._width = width = max(needed) + _SPARE_BLOCKS
         flat, padding = array("i"), array("i", bytes(4 * width))
         for index, (table, count) in enumerate(zip(self._tables, needed, strict=True)):
             if len(table) < count:
                 raise ValueError(
                     f"sequence {index} has {len(table)} blocks of {size} tokens, too few for "
-                    f"position {positions[index]}"
+                    f"position {contexts[index] - 1}"
                 )
             flat.extend(table if len(table) == count else table[:count])
             flat.extend(padding[count:])
         self._flat = flat
-        self._padded = torch.frombuffer(flat, dtype=torch.int32).view(len(needed), width)
-        self._max_block = max(flat)
+        self.padded = torch.frombuffer(flat, dtype=torch.int32).view(len(needed), width)
+        self.max_block = max(flat)
         self._last = [table[count - 1] for table, count in zip(self._tables, needed, strict=True)]
 
-    def advance(self, positions: list[int]) -> tuple[Tensor, Tensor, int]:
-        """The slots of these positions, the tables with their blocks, and the largest block."""
-        size, tables = self._block_size, self._tables
-        try:
-            blocks = [table[place // size] for table, place in zip(tables, positions, strict=True)]
-        except IndexError:
-            raise ValueError(f"a block table is too short for its position: {positions}") from None
-        if blocks != self._last:
-            self._change(blocks, positions)
-        slots = [
-            block * size + place % size for block, place in zip(blocks, positions, strict=True)
-        ]
-        return _int64(slots), self._padded, self._max_block
-
-    def _change(self, blocks: list[int], positions: list[int]) -> None:
+    def _write(self, before: list[int], positions: list[int], contexts: list[int]) -> None:
+        """Write the blocks that may be others than in the step before."""
         size, width = self._block_size, self._width
-        if max(positions) // size >= width:
-            self.lay_out(positions)
+        if max(contexts) > width * size:
+            self._lay_out(contexts)
             return
-        for row, (block, place) in enumerate(zip(blocks, positions, strict=True)):
-            self._flat[row * width + place // size] = block
-        self._last, self._max_block = blocks, max(self._max_block, *blocks)
+        most = self.max_block
+        ranges = zip(self._tables, map(min, before, positions), contexts, strict=True)
+        for row, (table, begin, end) in enumerate(ranges):
+            first, stop = begin // size, (end - 1) // size + 1
+            blocks = table[first:stop]
+            most = max(most, *blocks)
+            self._flat[row * width + first : row * width + stop] = array("i", blocks)
+        self.max_block = most
 
 
-def _int64(values: list[int]) -> Tensor:
-    return torch.frombuffer(array("q", values), dtype=torch.int64)
+def _follows(position: int, before: int) -> bool:
+    return position == before + 1

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from operator import is_
-
-import torch
 
 from ...engine.plan import Plan, Span
 from ...engine.sequence import Sequence
@@ -15,6 +13,7 @@ from ..kv.kv_pool import KVPool
 from ..sampling.sampler import takes_largest
 from .batch import Forward, PackedStep, Rows, SequenceChunk, pack
 from .decode_batch import DecodeBatch
+from .step_buffers import Numbers
 
 __all__ = ["PreparedPlan", "StepPacker", "chunk_of"]
 
@@ -33,7 +32,7 @@ class PreparedPlan:
 
     plan: Plan
     step: PackedStep
-    tokens: array[int]
+    tokens: Numbers
     sequences: list[Sequence]
     forward: Forward
 
@@ -43,11 +42,9 @@ class PreparedPlan:
         Raises:
             ValueError: there are more or fewer.
         """
-        if len(token_ids) != len(self.tokens):  # the step would read other memory
-            raise ValueError(f"{len(token_ids)} tokens for {len(self.tokens)} sequences")
-        self.tokens[:] = array("q", token_ids)
+        self.tokens.write(token_ids)
         if self.step.input_ids.device.type != "cpu":  # else they are the same memory
-            self.step.input_ids.copy_(torch.frombuffer(self.tokens, dtype=torch.int64))
+            self.step.input_ids.copy_(self.tokens.tensor)
 
 
 class StepPacker:
@@ -86,11 +83,16 @@ class StepPacker:
             largest_only: as in :class:`.batch.PackedStep`.
         """
         spans = plan.spans
-        if drafts or not all(map(_is_decode, spans)):
+        if not all(map(_is_decode, spans)):
             chunks = [chunk_of(span, drafts.get(span.sequence, ())) for span in spans]
             return pack(chunks, self._pool, largest_only=largest_only)
-        tokens = array("q", plan.token_ids or [s.sequence.token_ids[s.start] for s in spans])
-        return self._pack_decodes(spans, tokens, largest_only=largest_only)
+        tokens = plan.token_ids or [span.sequence.token_ids[span.start] for span in spans]
+        if not drafts:
+            return self._pack_decodes(spans, tokens, largest_only=largest_only)
+        behind = [drafts.get(span.sequence, ()) for span in spans]
+        tokens = [id for token, more in zip(tokens, behind, strict=True) for id in (token, *more)]
+        query_lens = tuple([1 + len(more) for more in behind])
+        return self._pack_decodes(spans, tokens, query_lens, largest_only=largest_only)
 
     def prepare(self, plan: Plan, begin: Callable[[PackedStep, KVPool], Forward]) -> None:
         """Pack a plan whose tokens are not known, for :meth:`take`.
@@ -101,9 +103,13 @@ class StepPacker:
         """
         self._prepared = None
         sequences = [span.sequence for span in plan.spans]
-        tokens = array("q", bytes(8 * len(sequences)))
-        step = self._pack_decodes(plan.spans, tokens, largest_only=self.are_greedy(sequences))
-        self._prepared = PreparedPlan(plan, step, tokens, sequences, begin(step, self._pool))
+        unknown = [0] * len(sequences)
+        step = self._pack_decodes(
+            plan.spans, unknown, ahead=True, largest_only=self.are_greedy(sequences)
+        )
+        assert step.buffers is not None
+        forward = begin(step, self._pool)
+        self._prepared = PreparedPlan(plan, step, step.buffers.tokens, sequences, forward)
 
     def take(self, plan: Plan) -> PreparedPlan | None:
         """What was prepared for this plan, with its tokens; only once. None: nothing was."""
@@ -111,15 +117,24 @@ class StepPacker:
         if prepared is None or prepared.plan.spans is not plan.spans:
             return None
         prepared.fill(plan.token_ids)
+        self._decodes.swap()
         return prepared
 
     def _pack_decodes(
-        self, spans: tuple[Span, ...], tokens: array[int], *, largest_only: bool
+        self,
+        spans: tuple[Span, ...],
+        tokens: Seq[int],
+        query_lens: tuple[int, ...] | None = None,
+        *,
+        ahead: bool = False,
+        largest_only: bool,
     ) -> PackedStep:
         return self._decodes.pack(
             tokens,
             [span.start for span in spans],
             [span.sequence.block_tables for span in spans],
+            query_lens,
+            ahead=ahead,
             largest_only=largest_only,
         )
 

@@ -11,6 +11,9 @@ from torch import Tensor
 
 from penstock.kernels.cpu import BoundStep
 
+from ..forward.batch import PackedStep
+from ..kv.kv_pool import KVPool
+
 __all__ = ["LargestLogits", "PreparedStep", "StepLogits"]
 
 
@@ -44,11 +47,23 @@ class PreparedStep(NamedTuple):
         bound: what the library computes.
         logits: what the step gives.
         largest: of each row.
+        pool: where its keys and values are.
+        tables: its block tables, for each KV cache group.
     """
 
     bound: BoundStep
     logits: Tensor
     largest: LargestLogits
+    pool: weakref.ref[KVPool]
+    tables: list[Tensor]
+
+    def is_of(self, step: PackedStep, pool: KVPool) -> bool:
+        """Whether it computes ``step``, whose buffers are those of the one that it was made for."""
+        batches = step.batches
+        return self.pool() is pool and all(
+            batch.host_block_tables is tables
+            for batch, tables in zip(batches, self.tables, strict=True)
+        )
 
 
 class StepLogits(NamedTuple):

@@ -110,7 +110,7 @@ def test_greedy_tokens_are_those_of_generate_for_every_length(
 
 
 @pytest.mark.parametrize("family", others_slow(FAMILIES, ("llama", "gpt_oss", "deepseek_v3")))
-@pytest.mark.parametrize("drafter", ["ngram", "draft", "own", "auto"])
+@pytest.mark.parametrize("drafter", ["ngram", "memory", "draft", "own", "auto"])
 def test_greedy_tokens_are_those_of_generate_for_every_drafter_and_length(
     loaded: Loaded,
     generated: Callable[..., dict[str, tuple[int, ...]]],
@@ -130,7 +130,10 @@ def test_greedy_tokens_are_those_of_generate_for_every_drafter_and_length(
             model,
             asked,
             speculation=SpeculationConfig(
-                ngram=drafter in ("ngram", "auto"), draft=drafter != "ngram", length=k
+                ngram=drafter in ("ngram", "auto"),
+                memory=drafter in ("memory", "auto"),
+                draft=drafter not in ("ngram", "memory"),
+                length=k,
             ),
             drafter=own,
             at_once=4,
@@ -148,6 +151,7 @@ def test_greedy_tokens_are_those_of_generate_for_every_drafter_and_length(
         return
     sources = {
         "ngram": {Speculation.NGRAM},
+        "memory": {Speculation.NGRAM},
         "draft": {Speculation.DRAFT},
         "auto": {Speculation.NGRAM, Speculation.DRAFT},
     }
@@ -296,7 +300,7 @@ def test_a_stream_goes_on_elsewhere_with_other_drafts(loaded: Loaded) -> None:
             asked,
             seeds={"a": 5},
             begun={"a": whole[:count]},
-            speculation=SpeculationConfig(ngram=True, draft=True, length=1 + count % 5),
+            speculation=SpeculationConfig(memory=True, draft=True, length=1 + count % 5),
             drafter=draft_model(model, model, 200),
         )
         assert served.outputs["a"] == whole
@@ -317,7 +321,7 @@ def test_several_outputs_are_those_without_drafts(loaded: Loaded, k: int) -> Non
     served = serve(
         model,
         asked,
-        speculation=SpeculationConfig(ngram=True, draft=True, length=k),
+        speculation=SpeculationConfig(memory=True, draft=True, length=k),
         drafter=draft_model(model, model, 200),
         max_sequences=16,
     )

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from penstock.gpu_worker.model.build import build_model
 from penstock.gpu_worker.model.drafting.drafters import Drafter, DraftModel, Proposal
 from penstock.gpu_worker.model.drafting.setup import load_draft
 from penstock.gpu_worker.model.kv.kv_pool import KVPool
+from penstock.gpu_worker.model.loading.checkpoint_folder import DEMO, DEMO_DRAFT
 from penstock.gpu_worker.model.loading.loader import LoadedModel, adopt_model, pick_device
 from penstock.gpu_worker.model.runner import ModelRunner
 from penstock.gpu_worker.model.sampling.sampler import Sampler
@@ -27,7 +29,8 @@ from penstock.shared.protocol.request import Request
 from penstock.shared.protocol.sampling_options import SamplingOptions
 from penstock.shared.settings import Settings, load_settings
 
-from ..options import SpeculationOptions
+from .speculation_options import SpeculationOptions
+from .widened import write_widened
 
 __all__ = ["Models", "Spoiled", "load_models", "longest_request"]
 
@@ -65,6 +68,7 @@ class Models:
         new_text_stream: an incremental detokeniser of one output.
         acceptance: share of the draft's proposals that are left right; None: they are its own.
         notes: what they are.
+        folder: the target's checkpoint, if it was made for this; it goes with this object.
     """
 
     target: LoadedModel
@@ -75,6 +79,7 @@ class Models:
     new_text_stream: Callable[[tuple[int, ...]], TextStream]
     acceptance: float | None
     notes: tuple[str, ...]
+    folder: TemporaryDirectory[str] | None = None
 
     @property
     def speculation(self) -> SpeculationConfig:
@@ -127,7 +132,13 @@ def load_models(options: SpeculationOptions) -> Models:
     """
     if options.shape is not None:
         return _random_models(options, options.shape)
-    settings = _settings(options, {"speculation.draft_model": options.draft})
+    notes: tuple[str, ...] = ()
+    folder = None
+    if options.widen > 1:
+        notes = (f"{options.model}, with MLPs {options.widen} times as wide: the same text",)
+        folder = TemporaryDirectory()
+        write_widened(options.model, options.widen, Path(folder.name))
+    settings = _settings(options, None if folder is None else folder.name)
     served = build_model(settings)
     assert isinstance(served.runner, ModelRunner)
     target = served.runner.loaded
@@ -139,7 +150,8 @@ def load_models(options: SpeculationOptions) -> Models:
         compile=served.compile,
         new_text_stream=served.new_text_stream,
         acceptance=None,
-        notes=(served.summary,),
+        notes=(served.summary, *notes),
+        folder=folder,
     )
 
 
@@ -148,10 +160,16 @@ def longest_request(options: SpeculationOptions) -> int:
     return _MOST_PROMPT + 2 * options.tokens
 
 
-def _settings(options: SpeculationOptions, more: dict[str, object]) -> Settings:
+def _settings(options: SpeculationOptions, widened: str | None) -> Settings:
+    draft = options.draft
+    if widened is not None and (options.model, draft) == (DEMO, "auto"):
+        draft = DEMO_DRAFT
     return load_settings(
         {
-            "model.path": options.model,
+            "model.path": options.model if widened is None else widened,
+            "model.dtype": options.dtype,
+            "model.start_record": "on" if widened is None else "off",
+            "speculation.draft_model": draft,
             "model.device": options.device,
             "engine.max_sequences": max(*options.batches, 4),
             "engine.max_batch_tokens": 2048,
@@ -160,7 +178,6 @@ def _settings(options: SpeculationOptions, more: dict[str, object]) -> Settings:
             "engine.threads": options.threads,
             "engine.kv_memory": _KV_BYTES.get(options.device, _KV_BYTES_ELSEWHERE),
             "worker.log_level": "error",
-            **more,
         }
     )
 

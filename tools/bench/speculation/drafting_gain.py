@@ -14,10 +14,10 @@ from penstock.shared.protocol.states import Speculation
 
 from ...report import Report
 from ...rounds import Machine, Progress, Rounds
-from ..options import SpeculationOptions
 from .bench_models import Models, load_models
 from .fixed_batch import Side, alternate
 from .prompts import Requests, documentation, edits, hot, steered
+from .speculation_options import SpeculationOptions
 
 __all__ = ["bench_speculation"]
 

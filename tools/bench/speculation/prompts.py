@@ -12,8 +12,8 @@ from penstock.gpu_worker.engine.requests.engine_request import EngineRequest
 from penstock.shared.protocol.sampling_options import SamplingOptions
 from penstock.shared.protocol.states import Lane, Speculation
 
-from ..options import SpeculationOptions
 from .bench_models import Models
+from .speculation_options import SpeculationOptions
 
 __all__ = ["documentation", "edits", "hot", "steered"]
 
