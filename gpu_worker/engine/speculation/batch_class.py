@@ -103,6 +103,7 @@ class BatchClass:
         gain: tokens per time relative to plain steps, in about the last 32 steps of the present
             probe or ON phase. Steps in which nothing was worth drafting count, too.
         num_drafted: steps with drafts so far.
+        most_drafts: of all sequences in one such step so far.
         plain_due: how many of the next steps, of decodes alone, must go without drafts.
     """
 
@@ -110,6 +111,7 @@ class BatchClass:
         self.mode = Mode.OFF
         self.gain = 1.0
         self.num_drafted = 0
+        self.most_drafts = 0
         self._has_others = has_others
         self.plain_due = _PLAIN_STEPS
         self._model_pause = 0  # steps left
@@ -243,6 +245,7 @@ class BatchClass:
         expected = self._rounds.predict((rounds,)) if self._rounds.known else 0.0
         if typical:
             self.num_drafted += 1
+            self.most_drafts = max(self.most_drafts, num_drafts)
             self._verify.learn(amounts, verify_s)
             if draft_s:
                 self._rounds.learn((rounds,), draft_s)

@@ -29,6 +29,9 @@ from .speculation_config import SpeculationConfig, SpeculationStats
 
 __all__ = ["DraftOption", "SpeculationConfig", "SpeculationStats", "Speculator"]
 
+_GROWTH = 2
+"""Beyond so many times the drafts that a step ever had, what they would cost is not known."""
+
 _SHORTEST_REST = 16
 """Steps of a pause that are worth not looking at."""
 
@@ -110,6 +113,7 @@ class Speculator:
         if len(spans) == self._rest.num_spans:
             return []
         prices, probing, may_ask, most = FREE, True, self._config.draft, self._longest
+        one_asks = False
         if self._config.length is None:
             num_decodes = sum([span.num_tokens == 1 for span in spans])
             batch = self._batch_class(num_decodes)
@@ -119,16 +123,20 @@ class Speculator:
                 return []  # before any look-up: not drafting must cost nothing
             prices, probing = batch.prices(num_decodes), batch.must_draft()
             may_ask = may_ask and batch.may_ask()
+            # One tells what a round costs. To draft for all, the model may have to read long texts.
+            one_asks = probing
             # The first steps draft little, because the cost of drafts is not known yet.
             most = min(most, batch.num_drafted + 1)
+            budget = min(budget, _GROWTH * batch.most_drafts or num_decodes)
         self._looks_up = True
         least = 0.0 if probing else prices.token
         self._options.begin_step()
-        found = [
-            options
-            for i, span in enumerate(spans)
-            if (options := self._options.of(i, span, most, least, may_ask=may_ask))
-        ]
+        found: list[list[DraftOption]] = []
+        for i, span in enumerate(spans):
+            options = self._options.of(i, span, most, least, may_ask=may_ask)
+            if options:
+                found.append(options)
+                may_ask &= not (one_asks and not options[-1].source.is_text)
         self._catching_up = False
         if not found:
             return []

@@ -28,7 +28,7 @@ _HOT_BATCH = 4
 _SOURCES = {"ngram": Speculation.NGRAM, "draft": Speculation.DRAFT}
 """Modes in which all drafts come from one place."""
 
-_WARM_UP_ROUNDS = 3
+_WARM_UP_ROUNDS = 10
 """Not counted: a worker lives for hours, and soon knows what it finds out in its first seconds."""
 
 
@@ -37,7 +37,7 @@ def bench_speculation(options: SpeculationOptions, progress: Progress = lambda *
 
     ``ngram`` and ``draft`` draft ``length`` tokens always; ``auto`` decides for itself, in one
     engine that lives through all rounds, as a worker does. A round is ``tokens`` output tokens of
-    each sequence; the first three of each workload are not counted. CPU time of the process, since
+    each sequence; the first ten of each workload are not counted. CPU time of the process, since
     on a busy machine the clock also counts others' work. With several CPU threads the clock's,
     since they wait for each other at work. The best mode is the one with the best median.
 
