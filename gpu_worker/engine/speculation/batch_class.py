@@ -52,7 +52,8 @@ _STEPS_A_LESSON = 4
 thirtieth of a small model's step."""
 
 _MOST_DOUBLINGS = 3
-"""A pause is twice as long after each further probe in a row that failed, so many times."""
+"""The draft model's pause is twice as long after each further probe of it in a row that failed, so
+many times. Texts are asked anew all the time: one may begin to repeat itself."""
 
 _OUTLIER = 2.0
 """Something else held up a step that took more than so many times the prediction. It counts as so
@@ -115,7 +116,7 @@ class BatchClass:
         self._has_others = has_others
         self.plain_due = _PLAIN_STEPS
         self._model_pause = 0  # steps left
-        self._failures = {True: 0, False: 0}  # probes in a row, those that asked the model or not
+        self._model_failures = 0  # probes in a row that it failed
         self._plain_times: deque[float] = deque(maxlen=_PLAIN_STEPS)
         self._plain_s = 0.0
         self._host: dict[Work, float] = {}  # time outside the model, in parts of that in it
@@ -281,7 +282,8 @@ class BatchClass:
             if failed or self._steps >= _PROBE_STEPS:
                 if self.gain >= _ON_GAIN:
                     self.mode = Mode.ON
-                    self._failures[self._has_asked] = 0
+                    if self._has_asked:
+                        self._model_failures = 0
                 else:
                     self._turn_off(plain_s)
         elif self.gain < _OFF_GAIN:
@@ -303,9 +305,11 @@ class BatchClass:
         blames_model = self._has_asked and self._has_others
         lost = self._lost_asking if blames_model else self._lost
         lost += self._reading_s / plain_s
-        doublings = min(self._failures[blames_model], _MOST_DOUBLINGS)
-        self._failures[blames_model] += 1
-        pause = int(min(max(_MIN_PAUSE, lost / _PROBE_SHARE) * 2**doublings, _MAX_PAUSE))
+        pause = max(_MIN_PAUSE, lost / _PROBE_SHARE)
+        if self._has_asked:
+            pause *= 2 ** min(self._model_failures, _MOST_DOUBLINGS)
+            self._model_failures += 1
+        pause = int(min(pause, _MAX_PAUSE))
         if blames_model:
             self._model_pause, pause = pause, _PLAIN_STEPS  # what do the others gain alone?
         self.plain_due = pause

@@ -32,6 +32,9 @@ __all__ = ["DraftOption", "SpeculationConfig", "SpeculationStats", "Speculator"]
 _GROWTH = 2
 """Beyond so many times the drafts that a step ever had, what they would cost is not known."""
 
+_LEAST_CHANCE = 0.25
+"""Where prices are not known or not looked at, drafts of a smaller chance are not made."""
+
 _SHORTEST_REST = 16
 """Steps of a pause that are worth not looking at."""
 
@@ -129,7 +132,7 @@ class Speculator:
             most = min(most, batch.num_drafted + 1)
             budget = min(budget, _GROWTH * batch.most_drafts or num_decodes)
         self._looks_up = True
-        least = 0.0 if probing else prices.token
+        least = _LEAST_CHANCE if probing else prices.token
         self._options.begin_step()
         found: list[list[DraftOption]] = []
         for i, span in enumerate(spans):

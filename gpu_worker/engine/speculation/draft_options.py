@@ -60,7 +60,7 @@ class DraftOptions:
             index: of the span in the step.
             span: the span.
             most: most drafts of each option.
-            least: drafts of a smaller chance need not be found.
+            least: drafts of the memory with a smaller chance are left out.
             may_ask: whether the draft model may be asked.
         """
         sequence = span.sequence
@@ -106,7 +106,7 @@ class DraftOptions:
             if drafts:
                 source = DraftSource.of_match(match)
                 rate = state.rate(source, self._mean(source, sequence))
-                if rate >= least and (drafts := _allowed(sequence, drafts)):
+                if drafts := _allowed(sequence, drafts):
                     count = len(drafts)
                     option = DraftOption(index, source, even_chances(rate, count), count, drafts)
                     found.append(option)
