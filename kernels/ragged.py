@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 
-# Never changed once made. Not frozen: one is made for every step, and setting the fields of a
-# frozen one costs four times as much.
+# Its fields are never set again. Not frozen: one is made for every step, and setting the fields of
+# a frozen one costs four times as much.
 @dataclass(slots=True, eq=False)
 class RaggedBatch:
     """``S`` sequences' query tokens, packed to ``T`` rows; build it with :meth:`from_lists`.
@@ -29,7 +29,8 @@ class RaggedBatch:
         query_starts: int32 [S + 1], first row of each sequence; the last entry is ``T``.
         context_lens: int32 [S], tokens whose keys and values are in the cache once this step's
             have been written, this step's tokens included.
-        block_tables: int32 [S, B], block ids in order of position, padded with 0.
+        block_tables: int32 [S, B], block ids in order of position; behind a context there may be
+            any ids up to ``max_block``.
         positions: int64 [T], position of each row's token in its sequence.
         slots: int64 [T], ``block * block_size + offset`` where each row's key and value go.
         block_size: tokens per block.

@@ -35,7 +35,6 @@ from .loading.loaded_model import LoadedModel
 from .loading.model_opening import is_on_cpu, open_model
 from .quantization.recipe import recipe_of, resolve_preferences
 from .runner import ModelRunner
-from .sampling.sampler import Sampler
 from .structured.compile_sandbox import CompileSandbox, UnsafeConstraint
 from .structured.constraint_compiler import ConstraintCompiler
 from .structured.mask_maker import MaskMaker
@@ -264,9 +263,7 @@ def _drafter(
 ) -> DraftModel:
     pool = KVPool(draft.geometry, config.num_blocks, config.block_size, draft.device, draft.dtype)
     max_read = config.max_batch_tokens
-    return DraftModel(
-        draft, pool, Sampler(draft.row_operations), target, max_read=max_read, independent=rejection
-    )
+    return DraftModel(draft, pool, None, target, max_read=max_read, independent=rejection)
 
 
 def _engine_config(

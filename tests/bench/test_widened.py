@@ -39,15 +39,24 @@ def test_a_wider_model_is_larger_and_says_the_same(checkpoint: Path, tmp_path: P
 
 
 def test_other_mlps_are_refused(tmp_path: Path) -> None:
-    from transformers import Phi3Config, Phi3ForCausalLM
+    from transformers import GPT2Config, GPT2LMHeadModel, Phi3Config, Phi3ForCausalLM
 
     config = Phi3Config(
         vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
         num_attention_heads=2, num_key_value_heads=1, pad_token_id=0,
     )  # fmt: skip
     Phi3ForCausalLM(config).save_pretrained(tmp_path / "phi")
-    with pytest.raises(ConfigurationError, match=r"--widen 2: the MLPs of .* are not gated ones"):
-        write_widened(str(tmp_path / "phi"), 2, tmp_path)
+    GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=16, n_layer=1, n_head=2)).save_pretrained(
+        tmp_path / "gpt2"
+    )
+    biased = LlamaConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
+        num_attention_heads=2, mlp_bias=True,
+    )  # fmt: skip
+    LlamaForCausalLM(biased).save_pretrained(tmp_path / "biased")
+    for name in ("phi", "gpt2", "biased"):
+        with pytest.raises(ConfigurationError, match=r"--widen 2: the MLPs of .* are not gated"):
+            write_widened(str(tmp_path / name), 2, tmp_path)
 
 
 def test_a_shape_has_its_own_width() -> None:

@@ -88,8 +88,12 @@ class DecodeSteps(RuleBasedStateMachine):
         self.decodes = DecodeBatch(self.pool)
         self.running: list[Running] = []
         self.next_block = 0
+        self.free: list[int] = []
 
     def fresh(self) -> int:
+        """A block that was given back last, as the engine has it, or a new one."""
+        if self.free:
+            return self.free.pop()
         self.next_block += 1
         return self.next_block
 
@@ -171,7 +175,9 @@ class DecodeSteps(RuleBasedStateMachine):
             for sequence, length in zip(self.running, lens, strict=True):
                 sequence.position += data.draw(st.integers(1, length))
                 for table in sequence.block_tables:
-                    del table[sequence.position // BLOCK_SIZE + 1 :]
+                    keep = sequence.position // BLOCK_SIZE + 1
+                    self.free += reversed(table[keep:])
+                    del table[keep:]
                 self.move(sequence, 0)
 
     def reserve(self, sequence: Running, stop: int) -> None:
@@ -185,6 +191,8 @@ class DecodeSteps(RuleBasedStateMachine):
             while len(table) * BLOCK_SIZE <= sequence.position:
                 table.append(self.fresh())
             for index in range(first_seen_block(sequence.position, window, BLOCK_SIZE)):
+                if table[index] != NO_BLOCK:
+                    self.free.insert(0, table[index])
                 table[index] = NO_BLOCK
 
 
@@ -219,3 +227,17 @@ def test_a_table_that_is_too_short_is_an_error() -> None:
     running = [Running(BLOCK_SIZE - 1, tables)]
     found = decodes.pack([1], [BLOCK_SIZE - 1], [tables])
     assert_same(found, packed_anew(make_pool(), [1], running))
+
+
+def test_a_block_that_comes_back_at_the_end_hides_no_other() -> None:
+    """Drafts are refused, their blocks go back, and of two the last one alone is given again."""
+    pool = make_pool()
+    decodes = DecodeBatch(pool)
+    tables = ([10, 11, 12, 13], [20, 21, 22, 23])
+    running = [Running(3, tables)]
+    decodes.pack([5] * 10, [3], [tables], (10,))
+    for table, block in zip(tables, (30, 40), strict=True):
+        table[2] = block
+    running[0].position = 4
+    found = decodes.pack([6] * 10, [4], [tables], (10,))
+    assert_same(found, packed_anew(pool, [6] * 10, running, [10]))

@@ -14,6 +14,8 @@ _PRIOR_WEIGHT = 4.0
 class AcceptanceRate:
     """The chance that a draft is accepted once all drafts before it were.
 
+    Of drafts that have chances of their own, the factor by which these are to be multiplied.
+
     It comes from decayed counts of accepted drafts and of first refused drafts. Drafts behind a
     refused one tell nothing.
     """

@@ -26,8 +26,9 @@ _PROBE_STEPS = 16
 """Steps of a probe. Some 30 tokens a sequence suffice to tell a gain of 10 % from none."""
 
 _BLIND_STEPS = 4
-"""Of these, the first, in which all sequences draft, whatever that promises: what drafts cost may
-have changed since. In the others, and as long as drafts are on, only those are made that pay."""
+"""Of these, the first, which draft whatever that promises: what drafts cost may have changed since.
+All sequences draft from texts, and the draft model for one of them. In the others, and as long as
+drafts are on, only those are made that pay."""
 
 _MAX_PERIOD = 64
 """Most steps with drafts between two plain ones. The plain ones then cost 1 or 2 % of the time."""
@@ -89,7 +90,7 @@ class BatchClass:
     """Steps of about as many decoding sequences, and what drafts cost and gain in them.
 
     OFF: no drafts, until some plain steps were timed or a pause is over. PROBE: a few steps with
-    drafts, of which the first draft for every sequence. ON: drafts where they pay, with a plain
+    drafts, of which the first draft whatever that promises. ON: drafts where they pay, with a plain
     step now and then, and more rarely while the gain holds.
 
     Where drafts may also come without the draft model, a loss pauses it alone, and a probe of the
@@ -141,8 +142,13 @@ class BatchClass:
         return self.plain_due == 0
 
     @property
+    def knows_rounds(self) -> bool:
+        """Whether it is known what a round of the draft model takes."""
+        return self._rounds.known
+
+    @property
     def rests(self) -> int:
-        """How many of the next steps only pass: of a pause all but the last."""
+        """How many of the next steps only pass: of a pause all but the last, which are timed."""
         return max(0, self.plain_due - _PLAIN_STEPS) if self.mode is Mode.OFF else 0
 
     def rest(self, steps: int) -> None:
@@ -151,7 +157,7 @@ class BatchClass:
         self._model_pause = max(0, self._model_pause - steps)
 
     def must_draft(self) -> bool:
-        """Whether all its sequences must have drafts, so that their cost becomes known."""
+        """Whether drafts must be made whatever they promise, so that their cost becomes known."""
         steps = self._steps + self._num_pending
         return self.mode is Mode.PROBE and steps < _BLIND_STEPS
 
@@ -300,13 +306,14 @@ class BatchClass:
         self.gain = self._earned / self._taken
 
     def _turn_off(self, plain_s: float) -> None:
+        fails_probe = self.mode is Mode.PROBE
         self.mode = Mode.OFF
         self.gain = 1.0
         blames_model = self._has_asked and self._has_others
         lost = self._lost_asking if blames_model else self._lost
         lost += self._reading_s / plain_s
         pause = max(_MIN_PAUSE, lost / _PROBE_SHARE)
-        if self._has_asked:
+        if self._has_asked and fails_probe:
             pause *= 2 ** min(self._model_failures, _MOST_DOUBLINGS)
             self._model_failures += 1
         pause = int(min(pause, _MAX_PAUSE))

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import chain
 
 from penstock.shared.protocol.states import Speculation
 
@@ -33,7 +34,7 @@ _GROWTH = 2
 """Beyond so many times the drafts that a step ever had, what they would cost is not known."""
 
 _LEAST_CHANCE = 0.25
-"""Where prices are not known or not looked at, drafts of a smaller chance are not made."""
+"""Where prices are not known or not looked at, the memory makes no drafts of a smaller chance."""
 
 _SHORTEST_REST = 16
 """Steps of a pause that are worth not looking at."""
@@ -116,7 +117,8 @@ class Speculator:
         if len(spans) == self._rest.num_spans:
             return []
         prices, probing, may_ask, most = FREE, True, self._config.draft, self._longest
-        one_asks = False
+        one_asks = must_ask = False
+        known = budget
         if self._config.length is None:
             num_decodes = sum([span.num_tokens == 1 for span in spans])
             batch = self._batch_class(num_decodes)
@@ -127,22 +129,26 @@ class Speculator:
             prices, probing = batch.prices(num_decodes), batch.must_draft()
             may_ask = may_ask and batch.may_ask()
             # One tells what a round costs. To draft for all, the model may have to read long texts.
-            one_asks = probing
+            one_asks, must_ask = probing, not batch.knows_rounds
             # The first steps draft little, because the cost of drafts is not known yet.
             most = min(most, batch.num_drafted + 1)
-            budget = min(budget, _GROWTH * batch.most_drafts or num_decodes)
+            known = _GROWTH * batch.most_drafts or num_decodes
         self._looks_up = True
-        least = _LEAST_CHANCE if probing else prices.token
+        least = _LEAST_CHANCE if probing or prices is FREE else prices.token
         self._options.begin_step()
         found: list[list[DraftOption]] = []
         for i, span in enumerate(spans):
             options = self._options.of(i, span, most, least, may_ask=may_ask)
-            if options:
-                found.append(options)
-                may_ask &= not (one_asks and not options[-1].source.is_text)
+            if not options:
+                continue
+            if one_asks and not options[-1].source.is_text:
+                may_ask = False
+                options = options[-1:] if must_ask else options
+            found.append(options)
         self._catching_up = False
         if not found:
             return []
+        _shorten(found, known)
         chosen = choose_drafts(found, prices, probing=probing)
         for option in chosen:
             option.count = min(option.count, budget)
@@ -250,6 +256,16 @@ class Speculator:
             drafted, accepted = _by_position(self._drafted), _by_position(self._accepted)
             self._stats = SpeculationStats(drafted, accepted, self._gain)
         return self._stats
+
+
+def _shorten(found: list[list[DraftOption]], most: int) -> None:
+    """Leave at most so many drafts of all sequences together, and at least one of each."""
+    if sum([max([option.count for option in options]) for options in found]) <= most:
+        return
+    del found[most:]
+    each = max(1, most // len(found))
+    for option in chain.from_iterable(found):
+        option.count = min(option.count, each)
 
 
 def _by_position(

@@ -43,9 +43,10 @@ class DraftOptions:
         self._max_model_len = max_model_len
         self._longest = longest
         self._memory = OutputMemory() if config.memory else None
-        self._states: dict[Sequence, DraftState] = {}  # of live sequences that could draft
+        self._states: dict[Sequence, DraftState] = {}  # of live sequences that were in a step
         self._rates: dict[tuple[DraftSource, bool], AcceptanceRate] = {}
         self._reading = 0
+        self._ended: tuple[Sequence, DraftState] | None = None  # the last one
 
     def begin_step(self) -> None:
         """A step is planned: its sequences may read as much as in any other."""
@@ -151,13 +152,16 @@ class DraftOptions:
         if mean is None:
             mean = self._rates[key] = AcceptanceRate()
         mean.fade()
-        state = self._states.get(sequence)  # None: it has just ended
-        if source is not DraftSource.MEMORY:
-            mean.observe(num_drafted, num_accepted)
-        elif state is not None:
+        state = self._states.get(sequence)
+        if state is None:
+            if self._ended is None or self._ended[0] is not sequence:
+                return
+            state = self._ended[1]  # the step ended it
+        state.observe(source, num_drafted, num_accepted)
+        if source is DraftSource.MEMORY:
             mean.observe_expected(state.expected(num_drafted, num_accepted), num_accepted)
-        if state is not None:
-            state.observe(source, num_drafted, num_accepted)
+        else:
+            mean.observe(num_drafted, num_accepted)
 
     def learn_some(self) -> None:
         """Have the memory take in some of what has ended."""
@@ -165,9 +169,14 @@ class DraftOptions:
             self._memory.learn_some()
 
     def forget(self, sequence: Sequence) -> None:
-        """Drop the state of a sequence that has ended; the memory keeps its output."""
+        """Drop the state of a sequence that has ended.
+
+        The memory keeps its output, unless its request wanted no drafts or searched by beams.
+        """
         state = self._states.pop(sequence, None)
-        if self._memory is not None:
+        self._ended = None if state is None else (sequence, state)
+        wants_drafts = sequence.options.speculation is not Speculation.OFF
+        if self._memory is not None and wants_drafts and not sequence.num_candidates:
             self._memory.end(sequence, 0 if state is None else state.num_learned)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from typing import NamedTuple
 
 from ..sequence import Sequence
 from .draft_state import DraftState
@@ -24,15 +25,29 @@ _MOST_WAITING = 64
 """Outputs that wait. Where more end than can be taken in, those that are taken in are a sample."""
 
 
+class _Waiting(NamedTuple):
+    """An output that is to be taken in.
+
+    Attributes:
+        token_ids: prompt and output of a sequence that has ended.
+        begin: the first that is not taken in.
+        salt: the sequence's.
+    """
+
+    token_ids: list[int]
+    begin: int
+    salt: bytes
+
+
 class OutputMemory:
     """Drafts from what the outputs of all sequences have said, prompts excepted.
 
-    Sequences of another ``cache_salt`` are not told from these.
+    What one with another ``cache_salt`` has said is never proposed.
     """
 
     def __init__(self) -> None:
         self._memory = TextMemory()
-        self._waiting: deque[tuple[Sequence, int]] = deque()
+        self._waiting: deque[_Waiting] = deque()
         self._left_out = 0  # outputs since the last that was taken in
 
     def propose(
@@ -67,16 +82,14 @@ class OutputMemory:
                 return
         begin = max(num_learned, sequence.num_prompt_tokens)
         if begin < len(sequence.token_ids) and len(self._waiting) < _MOST_WAITING:
-            self._waiting.append((sequence, begin))
+            self._waiting.append(_Waiting(sequence.token_ids, begin, sequence.cache_salt))
 
     def learn_some(self) -> None:
         """Take in some of what waits."""
         if not self._waiting:
             return
-        sequence, begin = self._waiting[0]
-        stop = min(len(sequence.token_ids), begin + _LEARNING)
-        self._memory.learn(sequence.token_ids, begin, stop, sequence.cache_salt)
-        if stop == len(sequence.token_ids):
-            self._waiting.popleft()
-        else:
-            self._waiting[0] = sequence, stop
+        token_ids, begin, salt = self._waiting.popleft()
+        stop = min(len(token_ids), begin + _LEARNING)
+        self._memory.learn(token_ids, begin, stop, salt)
+        if stop < len(token_ids):
+            self._waiting.appendleft(_Waiting(token_ids, stop, salt))

@@ -13,8 +13,9 @@ from ...engine.kv.kv_cache_groups import NO_BLOCK
 from ...engine.plan import BlockCopy, Span
 from ...engine.sequence import Sequence, SequenceStatus
 from ..forward.batch import Rows, SequenceChunk, pack
+from ..forward.decode_batch import DecodeBatch
 from ..kv.kv_pool import KVPool
-from ..sampling.sampler import Sampler, SamplingBatch
+from ..sampling.sampler import Sampler, SamplingBatch, takes_largest
 from .acceptance import DRAFT_STREAM
 from .draft_masks import DraftMasks
 from .draft_rows import DraftRows, SampledRow
@@ -100,7 +101,7 @@ class DraftModel:
     Args:
         loaded: the model.
         pool: of its geometry, with as many blocks as the target's.
-        sampler: picks the proposals.
+        sampler: picks the proposals; None makes one that computes as the model does.
         target: whose tokens are to be guessed; of the same tokenizer.
         max_read: most tokens that it reads in a step before it proposes, at least 1.
         independent: draw with random numbers of its own, and tell the probabilities, as rejection
@@ -111,7 +112,7 @@ class DraftModel:
         self,
         loaded: LoadedModel,
         pool: KVPool,
-        sampler: Sampler,
+        sampler: Sampler | None,
         target: LoadedModel,
         *,
         max_read: int,
@@ -119,11 +120,15 @@ class DraftModel:
     ) -> None:
         self.loaded = loaded
         self.pool = pool
-        self._sampler = sampler
+        # Only the model's own operations know the largest of logits that were not computed.
+        self._may_screen = sampler is None
+        self._sampler = Sampler(loaded.row_operations) if sampler is None else sampler
         self._eos_token_ids = target.eos_token_ids
         self._vocab_size = target.vocab_size
         self._max_read = max_read
         self._independent = independent
+        self._has_same_tokens = loaded.vocab_size == target.vocab_size
+        self._decodes = DecodeBatch(pool)
         self._known: dict[Sequence, _Known] = {}
         self._rows = DraftRows()
         self._batches: dict[int, SamplingBatch] = {}
@@ -155,11 +160,17 @@ class DraftModel:
         chunks, active = self._allot(spans)
         if not chunks:
             return [Proposal(())] * len(spans)
-        logits = self._read(list(chunks.values()))
+        greedy = self._are_greedy(active)
+        largest_only = greedy and self._may_screen
+        logits = self._read(list(chunks.values()), largest_only=largest_only)
         for sequence, chunk in chunks.items():
             stop = chunk.start + len(chunk.token_ids)
             self._known[sequence] = _Known(stop, (), sequence.num_preemptions)
         drafts: dict[Sequence, list[int]] = {span.sequence: [] for span in active}
+        if greedy:
+            self._chain(logits, active, drafts)
+            self._remember(spans, drafts)
+            return [_proposal(drafts.get(span.sequence, []), ()) for span in spans]
         likely: dict[Sequence, list[Tensor]] = {span.sequence: [] for span in active}
         draft_masks = DraftMasks([span.sequence for span in active])
         offset = 0
@@ -183,6 +194,42 @@ class DraftModel:
             _proposal(drafts.get(span.sequence, []), likely.get(span.sequence, []))
             for span in spans
         ]
+
+    def _are_greedy(self, spans: Seq[Span]) -> bool:
+        """Whether the most likely tokens are all that is asked for, and have the target's ids."""
+        return (
+            self._has_same_tokens
+            and not self._independent
+            and all(takes_largest(s.sequence) and not s.sequence.constraint for s in spans)
+        )
+
+    def _chain(self, logits: Tensor, active: list[Span], drafts: dict[Sequence, list[int]]) -> None:
+        """Draft the most likely tokens one after the other: few steps that cost next to nothing.
+
+        Args:
+            logits: of the first of them.
+            active: spans of greedy sequences, a row each.
+            drafts: of each of their sequences; gets the tokens.
+        """
+        offset = 0
+        while active:
+            for span, token in zip(active, self._sampler.most_likely(logits), strict=True):
+                drafts[span.sequence].append(token)
+            offset += 1
+            active = [
+                span
+                for span in active
+                if span.num_drafts > offset and drafts[span.sequence][-1] >= 0
+            ]
+            if not active:
+                return
+            step = self._decodes.pack(
+                [drafts[span.sequence][-1] for span in active],
+                [len(span.sequence.token_ids) + offset - 1 for span in active],
+                [span.sequence.block_tables[:1] for span in active],
+                largest_only=self._may_screen,
+            )
+            logits = self.loaded.forward(step, self.pool)
 
     def _allot(self, spans: Seq[Span]) -> tuple[dict[Sequence, SequenceChunk], list[Span]]:
         """What is read in this step, and the spans that are proposed for then, in the same order.
@@ -238,8 +285,9 @@ class DraftModel:
             self._sampler.probabilities(logits, batch, masks)
         ) if self._independent else ()
 
-    def _read(self, chunks: list[SequenceChunk]) -> Tensor:
-        return self.loaded.forward(pack(chunks, self.pool), self.pool)
+    def _read(self, chunks: list[SequenceChunk], *, largest_only: bool = False) -> Tensor:
+        step = pack(chunks, self.pool, largest_only=largest_only)
+        return self.loaded.forward(step, self.pool)
 
     def _fit(self, logits: Tensor) -> Tensor:
         """As wide as the target's: output layers are padded beyond the tokens there are."""

@@ -63,8 +63,8 @@ class PackedStep:
         batches: which sequences and positions the tokens belong to; one batch for each KV cache
             group of the pool, with its block tables.
         largest_only: whether the largest logit of each row is all that is looked at.
-        buffers: the memory of a step on the CPU that shares it with others of its shape, block
-            tables excepted; None if all of it is its own.
+        buffers: the host memory that it was packed in, which other steps of its shape share; None
+            if all of it is its own. On the CPU its tensors are that memory.
     """
 
     input_ids: Tensor

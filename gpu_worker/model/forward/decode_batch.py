@@ -48,7 +48,7 @@ class DecodeBatch:
         self._block_tables: Sequence[tuple[list[int], ...]] = ()
         self._positions: list[int] = []  # of the last step; none if tables are to be laid out
         self._groups: list[_GroupTables] = []
-        self._shapes: dict[tuple[int, ...], tuple[StepBuffers, StepBuffers]] = {}
+        self._shapes: dict[tuple[tuple[int, ...], int], StepBuffers] = {}
         self._turn = 0
         self._on_host = pool.device.type == "cpu"
 
@@ -86,7 +86,7 @@ class DecodeBatch:
         contexts = buffers.write(token_ids, positions)
         before, self._positions = self._positions, []  # until all are laid out
         for group, slots in zip(self._groups, buffers.slots, strict=True):
-            group.reach(before, positions, contexts)
+            group.reach(before, positions, contexts, buffers.longest)
             slots.write(group.slots(positions, contexts, buffers.longest))
         self._positions = positions
         return self._step(buffers, contexts, largest_only=largest_only)
@@ -141,13 +141,14 @@ class DecodeBatch:
         self._turn = 1 - self._turn
 
     def _buffers(self, query_lens: tuple[int, ...], ahead: bool) -> StepBuffers:
-        both = self._shapes.get(query_lens)
-        if both is None:
+        key = query_lens, self._turn ^ ahead
+        buffers = self._shapes.get(key)
+        if buffers is None:
             if len(self._shapes) >= _MOST_SHAPES:
-                self._shapes.clear()
-            arguments = query_lens, len(self._pool.groups), self._pool.device
-            both = self._shapes[query_lens] = StepBuffers(*arguments), StepBuffers(*arguments)
-        return both[self._turn ^ ahead]
+                self._shapes.clear()  # a step that still runs holds its own
+            buffers = StepBuffers(query_lens, len(self._pool.groups), self._pool.device)
+            self._shapes[key] = buffers
+        return buffers
 
     def _begin(self, block_tables: list[tuple[list[int], ...]]) -> None:
         """Take other sequences, whose tables are to be laid out."""
@@ -173,29 +174,33 @@ class _GroupTables:
     def __init__(self, tables: Sequence[list[int]], block_size: int) -> None:
         self._tables = tables
         self._block_size = block_size
-        self._last: list[int] = []  # the blocks that the last step wrote to, where that is one each
+        # The block that each sequence wrote to in the last step; none if it may have been several,
+        # since one that was given back may come again at another place.
+        self._last: list[int] = []
 
-    def reach(self, before: list[int], positions: list[int], contexts: list[int]) -> None:
+    def reach(
+        self, before: list[int], positions: list[int], contexts: list[int], longest: int
+    ) -> None:
         """Have in the tables what the sequences see and write.
 
         Args:
             before: where they wrote first in the step before; none if tables are to be laid out.
             positions: where they write now, up to the end of their contexts.
             contexts: how many tokens they see.
+            longest: the most tokens that one of them writes.
         """
-        if not before:
-            self._lay_out(contexts)
-            return
         size, tables = self._block_size, self._tables
         try:
             blocks = [table[(end - 1) // size] for table, end in zip(tables, contexts, strict=True)]
         except IndexError:
-            self._lay_out(contexts)  # says which is too short
+            before = []  # laying out says which table is too short
+        if not before:
+            self._lay_out(contexts)
+        elif blocks == self._last and all(map(_follows, positions, before)):
             return
-        if blocks == self._last and all(map(_follows, positions, before)):
-            return
-        self._write(before, positions, contexts)
-        self._last = blocks
+        else:
+            self._write(before, positions, contexts)
+        self._last = blocks if longest == 1 else []
 
     def slots(self, positions: list[int], contexts: list[int], longest: int) -> list[int]:
         """Where they store keys and values, ``longest`` of one sequence at most."""
@@ -228,7 +233,6 @@ class _GroupTables:
         self._flat = flat
         self.padded = torch.frombuffer(flat, dtype=torch.int32).view(len(needed), width)
         self.max_block = max(flat)
-        self._last = [table[count - 1] for table, count in zip(self._tables, needed, strict=True)]
 
     def _write(self, before: list[int], positions: list[int], contexts: list[int]) -> None:
         """Write the blocks that may be others than in the step before."""

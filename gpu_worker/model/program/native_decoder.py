@@ -114,6 +114,7 @@ class NativeDecoder:
         # Of steps in memory that stays in place, see :class:`..forward.step_buffers.StepBuffers`.
         self._prepared: weakref.WeakKeyDictionary[StepBuffers, PreparedStep]
         self._prepared = weakref.WeakKeyDictionary()
+        self._scratch = torch.empty(0, vocab_size)
 
     @classmethod
     def of(
@@ -215,7 +216,7 @@ class NativeDecoder:
         if known is not None and step.largest_only and known.is_of(step, pool):
             return known
         count = step.num_rows
-        logits = torch.empty(count, self._vocab_size)
+        logits = self._logits(count, keeps=not step.largest_only)
         largest = LargestLogits(count)
         bound = BoundStep.of(
             step.input_ids, step.rows, step.batches, self._cache(pool), logits, largest.tensors,
@@ -296,6 +297,18 @@ class NativeDecoder:
         """What the last step found in these logits, once; None if they are not its own."""
         latest, self._latest = self._latest, None
         return latest.largest if latest is not None and latest.logits() is logits else None
+
+    def _logits(self, count: int, *, keeps: bool) -> Tensor:
+        """Where a step writes so many rows of logits.
+
+        Steps that give the largest alone share one place, as one of them runs at a time.
+        """
+        if keeps:
+            return torch.empty(count, self._vocab_size)
+        if self._scratch.shape[0] < count:
+            self._prepared.clear()  # they hold the old place
+            self._scratch = torch.empty(2 * count, self._vocab_size)
+        return self._scratch[:count]
 
     def _cache(self, pool: KVPool) -> Cache:
         cache = self._caches.get(pool)

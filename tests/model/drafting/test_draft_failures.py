@@ -40,10 +40,17 @@ class FailingSampler(Sampler):
         self.failures = 0
 
     def sample(self, logits: Tensor, batch: SamplingBatch, masks: Seq[Tensor] = ()) -> Tensor:
+        self._count()
+        return super().sample(logits, batch, masks)
+
+    def most_likely(self, logits: Tensor) -> list[int]:
+        self._count()
+        return super().most_likely(logits)
+
+    def _count(self) -> None:
         if next(self.calls) % 6 == 0:
             self.failures += 1
             raise RuntimeError("injected")
-        return super().sample(logits, batch, masks)
 
 
 class FailingPool(KVPool):

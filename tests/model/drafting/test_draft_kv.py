@@ -25,6 +25,7 @@ from penstock.gpu_worker.engine.speculation.controller import SpeculationConfig
 from penstock.gpu_worker.model.drafting import drafters
 from penstock.gpu_worker.model.drafting.drafters import DraftModel, Proposal
 from penstock.gpu_worker.model.forward.batch import PackedStep, SequenceChunk, pack
+from penstock.gpu_worker.model.forward.decode_batch import DecodeBatch
 from penstock.gpu_worker.model.kv.kv_pool import KVPool
 from penstock.gpu_worker.model.loading.loader import LoadedModel
 from penstock.gpu_worker.model.sampling.sampler import Sampler, SamplingBatch
@@ -66,6 +67,10 @@ class SpoilingSampler(Sampler):
             if self._random.random() < 0.2:
                 tokens[row] = WRONG
         return tokens
+
+    def most_likely(self, logits: Tensor) -> list[int]:
+        tokens = super().most_likely(logits)
+        return [WRONG if self._random.random() < 0.2 else token for token in tokens]
 
 
 class Watched:
@@ -220,11 +225,17 @@ def forwards(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """The tokens of each sequence in each forward of a draft model, as they come."""
     found: list[list[int]] = []
 
-    def note(chunks: Seq[SequenceChunk], pool: KVPool) -> PackedStep:
+    def note(chunks: Seq[SequenceChunk], pool: KVPool, *, largest_only: bool) -> PackedStep:
         found.append([len(chunk.token_ids) for chunk in chunks])
-        return pack(chunks, pool)
+        return pack(chunks, pool, largest_only=largest_only)
+
+    class Noted(DecodeBatch):
+        def pack(self, token_ids: Seq[int], *args: Any, **options: Any) -> PackedStep:
+            found.append([1] * len(token_ids))
+            return super().pack(token_ids, *args, **options)
 
     monkeypatch.setattr(drafters, "pack", note)
+    monkeypatch.setattr(drafters, "DecodeBatch", Noted)
     return found
 
 
@@ -268,10 +279,17 @@ class FailingOnce(Sampler):
     failed = False
 
     def sample(self, logits: Tensor, batch: SamplingBatch, masks: Seq[Tensor] = ()) -> Tensor:
+        self._fail()
+        return super().sample(logits, batch, masks)
+
+    def most_likely(self, logits: Tensor) -> list[int]:
+        self._fail()
+        return super().most_likely(logits)
+
+    def _fail(self) -> None:
         if not self.failed:
             self.failed = True
             raise RuntimeError("injected")
-        return super().sample(logits, batch, masks)
 
 
 def test_that_was_read_before_a_failure_is_not_read_again(

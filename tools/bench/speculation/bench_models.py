@@ -24,7 +24,6 @@ from penstock.gpu_worker.model.kv.kv_pool import KVPool
 from penstock.gpu_worker.model.loading.checkpoint_folder import DEMO, DEMO_DRAFT
 from penstock.gpu_worker.model.loading.loader import LoadedModel, adopt_model, pick_device
 from penstock.gpu_worker.model.runner import ModelRunner
-from penstock.gpu_worker.model.sampling.sampler import Sampler
 from penstock.shared.protocol.request import Request
 from penstock.shared.protocol.sampling_options import SamplingOptions
 from penstock.shared.settings import Settings, load_settings
@@ -260,7 +259,7 @@ def _pool(loaded: LoadedModel, config: EngineConfig) -> KVPool:
 def _drafter(draft: LoadedModel, target: LoadedModel, config: EngineConfig) -> DraftModel:
     size = config.block_size
     pool = KVPool(draft.geometry, config.num_blocks, size, draft.device, draft.dtype)
-    return DraftModel(draft, pool, Sampler(), target, max_read=config.max_batch_tokens)
+    return DraftModel(draft, pool, None, target, max_read=config.max_batch_tokens)
 
 
 class _NoText:

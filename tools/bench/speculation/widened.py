@@ -37,12 +37,13 @@ def write_widened(model: str, times: int, folder: Path) -> None:
     source = find_checkpoint(model)
     loaded: Any = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
     generator = torch.Generator().manual_seed(1)
-    for layer in loaded.model.layers:
-        linears = dict(layer.mlp.named_children())
-        if not {"gate_proj", "up_proj", "down_proj"} <= linears.keys():
+    for layer in getattr(getattr(loaded, "model", None), "layers", (loaded,)):
+        linears = dict(getattr(layer, "mlp", nn.Module()).named_children())
+        parts = [linears.get(f"{name}_proj") for name in ("gate", "up", "down")]
+        if not all(isinstance(part, nn.Linear) and part.bias is None for part in parts):
             raise ConfigurationError(
-                f"--widen {times}: the MLPs of {model} are not gated ones; take a model of the "
-                "Llama, Mistral or Qwen families, or --widen 1"
+                f"--widen {times}: the MLPs of {model} are not gated ones without biases; take a "
+                "model of the Llama, Mistral or Qwen families, or --widen 1"
             )
         for name in ("gate_proj", "up_proj"):
             weight = linears[name].weight
