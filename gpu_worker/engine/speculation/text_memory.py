@@ -34,8 +34,8 @@ _CHANGED = 0x0301
 """Counts of a context that gets another token: a hit of three, as what varies goes on to vary."""
 
 _PRIOR_HITS, _PRIOR_SEEN = 0.3, 1.0
-"""Added to the counts for the chance of a draft. So what came once has a chance of 0.65, which is how
-often it was right in 60,000 tokens of a small model."""
+"""Added to the counts for the chance of a draft. So what came once has a chance of 0.65, and was
+right so often in 60,000 tokens of a small model."""
 
 
 class TextMemory:
