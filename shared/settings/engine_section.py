@@ -101,7 +101,8 @@ class EngineSettings(Section):
         False,
         "Whether only requests of the same tenant share them. Then no tenant can tell by the time "
         "to its first token what another one has asked. A beginning that all tenants have in "
-        "common is computed once for each.",
+        "common is computed once for each. Drafts from other outputs (`speculation.remember`) "
+        "come from the same tenant's, too.",
     )
     preemption: Literal["auto", "swap", "recompute"] = setting(
         "auto",

@@ -36,6 +36,9 @@ _GROWTH = 2
 _LEAST_CHANCE = 0.25
 """Where prices are not known or not looked at, the memory makes no drafts of a smaller chance."""
 
+_STEPS_A_LESSON = 8
+"""While drafts rest, the time around the model is learned from one step in so many."""
+
 _SHORTEST_REST = 16
 """Steps of a pause that are worth not looking at."""
 
@@ -57,6 +60,11 @@ class _Rest:
         if batch.rests >= _SHORTEST_REST:
             self.num_spans, self._batch, self._left = num_spans, batch, batch.rests
             self._passed = 0
+
+    @property
+    def sampled(self) -> BatchClass | None:
+        """Whose step it was, if the time around the last one is to be learned from."""
+        return None if self._passed % _STEPS_A_LESSON else self._batch
 
     def take(self, num_spans: int) -> bool:
         """Whether a step of so many spans, which has ended, was a part of it."""
@@ -211,12 +219,18 @@ class Speculator:
         """
         looks_up, self._looks_up, self._observed = self._looks_up, False, None
         self._options.learn_some()
-        if self._rest.take(len(spans)):
+        passes, sampled = self._rest.take(len(spans)), self._rest.sampled
+        if (passes and sampled is None) or self._config.length is not None:
             return
-        if timing is None or timing.seconds <= 0 or self._config.length is not None:
+        if timing is None or timing.seconds <= 0:
             return
         num_sequences = len(spans)
         if sum([span.num_tokens for span in spans]) != num_sequences:
+            return
+        if passes and sampled is not None:
+            # Only here is a step's own time around the model usual: a probe pushes all else out of
+            # the caches.
+            self._observed = sampled, Work.NONE, timing.seconds
             return
         batch = self._batch_class(num_sequences)
         num_drafts = sum([span.num_drafts for span in spans]) if looks_up else 0
