@@ -59,6 +59,8 @@ def test_other_mlps_are_refused(tmp_path: Path) -> None:
             write_widened(str(tmp_path / name), 2, tmp_path)
 
 
-def test_a_shape_has_its_own_width() -> None:
+def test_a_shape_has_its_own_width_and_dtype() -> None:
     with pytest.raises(ConfigurationError, match="--widen 2: a model of --shape small"):
         SpeculationOptions(shape="small", widen=2)
+    with pytest.raises(ConfigurationError, match="--dtype bfloat16: weights of --shape small"):
+        SpeculationOptions(shape="small", dtype="bfloat16")

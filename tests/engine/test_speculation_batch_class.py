@@ -230,17 +230,17 @@ def test_probes_that_fail_again_and_again_become_rare() -> None:
 
 def test_steps_of_a_pause_that_only_pass_count_all_the_same() -> None:
     batch = BatchClass(1)
-    while not batch.rests:
+    while not batch.idle_steps:
         if batch.may_draft():
             batch.observe_drafted(1, 1.0, 2.0, 0, 0.0, typical=True)
         else:
             batch.observe_plain(1.0)
-    left, due = batch.rests, batch.plain_due
+    left, due = batch.idle_steps, batch.plain_due
     assert left > 32
-    batch.rest(left - 1)
-    assert (batch.rests, batch.plain_due) == (1, due - left + 1)
+    batch.skip(left - 1)
+    assert (batch.idle_steps, batch.plain_due) == (1, due - left + 1)
     batch.observe_plain(1.0)
-    assert batch.rests == 0
+    assert batch.idle_steps == 0
     for _ in range(batch.plain_due):
         assert not batch.may_draft()
         batch.observe_plain(1.0)

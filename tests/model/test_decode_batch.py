@@ -151,7 +151,7 @@ class DecodeSteps(RuleBasedStateMachine):
                 assert_same(*before)
                 if dropped:
                     return  # what was packed ahead is never run
-                self.decodes.swap()
+                self.decodes.take_ahead()
             before = [found, expected]
             for sequence in self.running:
                 self.move(sequence, 1)

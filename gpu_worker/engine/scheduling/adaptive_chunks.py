@@ -8,8 +8,8 @@ from .cost_fit import CostFit
 __all__ = ["AdaptiveChunks"]
 
 _DECODES_A_LESSON = 4
-"""Of steps that only decode, one in so many is learned from: there are thousands in a row, and the
-filter takes a twentieth of a small model's step."""
+"""Of steps that only decode, the filter learns from one in so many. There are thousands in a row,
+and it takes a twentieth of a small model's step."""
 
 
 class AdaptiveChunks:

@@ -49,7 +49,7 @@ _MIN_PAUSE, _MAX_PAUSE = 64, 8192
 machine during a probe may end drafting for good."""
 
 _STEPS_A_LESSON = 4
-"""Where steps find nothing to draft, costs are learned from one in so many: learning takes a
+"""Of steps that find nothing to draft, the class learns costs from one in so many. To learn takes a
 thirtieth of a small model's step."""
 
 _MOST_DOUBLINGS = 3
@@ -147,12 +147,12 @@ class BatchClass:
         return self._rounds.known
 
     @property
-    def rests(self) -> int:
-        """How many of the next steps only pass: of a pause all but the last, which are timed."""
+    def idle_steps(self) -> int:
+        """For how many steps there is nothing to learn: a pause without its last, timed ones."""
         return max(0, self.plain_due - _PLAIN_STEPS) if self.mode is Mode.OFF else 0
 
-    def rest(self, steps: int) -> None:
-        """So many steps of a pause have passed."""
+    def skip(self, steps: int) -> None:
+        """Count so many steps of a pause that nobody has observed."""
         self.plain_due -= steps
         self._model_pause = max(0, self._model_pause - steps)
 

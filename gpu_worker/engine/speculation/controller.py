@@ -31,20 +31,24 @@ from .speculation_config import SpeculationConfig, SpeculationStats
 __all__ = ["DraftOption", "SpeculationConfig", "SpeculationStats", "Speculator"]
 
 _GROWTH = 2
-"""Beyond so many times the drafts that a step ever had, what they would cost is not known."""
+"""A step has at most so many times the drafts that any step had before. Nobody knows what more
+would cost."""
 
 _LEAST_CHANCE = 0.25
 """Where prices are not known or not looked at, the memory makes no drafts of a smaller chance."""
 
 _STEPS_A_LESSON = 8
-"""While drafts rest, the time around the model is learned from one step in so many."""
+"""During a pause, the controller learns the time around the model from one step in so many."""
 
 _SHORTEST_REST = 16
-"""Steps of a pause that are worth not looking at."""
+"""Steps of a pause below which it is not worth skipping them."""
 
 
 class _Rest:
-    """The part of a pause in which steps of so many spans only pass, prompts among them or not.
+    """A pause's idle steps, which cost next to nothing: they are only counted.
+
+    It ends with the first step that has another number of spans. Which of them are prompts does not
+    matter.
 
     Attributes:
         num_spans: of each step; 0: there is no rest.
@@ -56,18 +60,18 @@ class _Rest:
         self._left = self._passed = 0
 
     def begin(self, batch: BatchClass, num_spans: int) -> None:
-        """Begin one if ``batch`` has nothing to do for long enough."""
-        if batch.rests >= _SHORTEST_REST:
-            self.num_spans, self._batch, self._left = num_spans, batch, batch.rests
+        """Begin one if ``batch`` has enough idle steps."""
+        if batch.idle_steps >= _SHORTEST_REST:
+            self.num_spans, self._batch, self._left = num_spans, batch, batch.idle_steps
             self._passed = 0
 
     @property
-    def sampled(self) -> BatchClass | None:
-        """Whose step it was, if the time around the last one is to be learned from."""
+    def lesson(self) -> BatchClass | None:
+        """The class that learns the time around the step that was counted last; mostly none."""
         return None if self._passed % _STEPS_A_LESSON else self._batch
 
-    def take(self, num_spans: int) -> bool:
-        """Whether a step of so many spans, which has ended, was a part of it."""
+    def count(self, num_spans: int) -> bool:
+        """Count a step that has ended; False: it had another number of spans."""
         if num_spans != self.num_spans:
             if self._batch is not None:
                 self._end()
@@ -79,7 +83,7 @@ class _Rest:
 
     def _end(self) -> None:
         assert self._batch is not None
-        self._batch.rest(self._passed)
+        self._batch.skip(self._passed)
         self.num_spans, self._batch = 0, None
 
 
@@ -219,18 +223,17 @@ class Speculator:
         """
         looks_up, self._looks_up, self._observed = self._looks_up, False, None
         self._options.learn_some()
-        passes, sampled = self._rest.take(len(spans)), self._rest.sampled
-        if (passes and sampled is None) or self._config.length is not None:
-            return
-        if timing is None or timing.seconds <= 0:
-            return
         num_sequences = len(spans)
+        rests = self._rest.count(num_sequences)
+        if rests and self._rest.lesson is None:
+            return
+        if timing is None or timing.seconds <= 0 or self._config.length is not None:
+            return
         if sum([span.num_tokens for span in spans]) != num_sequences:
             return
-        if passes and sampled is not None:
-            # Only here is a step's own time around the model usual: a probe pushes all else out of
-            # the caches.
-            self._observed = sampled, Work.NONE, timing.seconds
+        if rests and (idle := self._rest.lesson) is not None:
+            # Beside a probe a plain step's code is in no cache, and the time around it longer.
+            self._observed = idle, Work.NONE, timing.seconds
             return
         batch = self._batch_class(num_sequences)
         num_drafts = sum([span.num_drafts for span in spans]) if looks_up else 0

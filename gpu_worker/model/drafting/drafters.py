@@ -182,11 +182,7 @@ class DraftModel:
             for span, token in zip(active, tokens, strict=True):
                 drafts[span.sequence].append(token)
             offset += 1
-            active = [
-                span
-                for span in active
-                if span.num_drafts > offset and drafts[span.sequence][-1] >= 0
-            ]
+            active = _unfinished(active, drafts, offset)
             if active:
                 logits = self._read([_one(span.sequence, drafts[span.sequence]) for span in active])
         self._remember(spans, drafts)
@@ -204,7 +200,7 @@ class DraftModel:
         )
 
     def _chain(self, logits: Tensor, active: list[Span], drafts: dict[Sequence, list[int]]) -> None:
-        """Draft the most likely tokens one after the other: few steps that cost next to nothing.
+        """Draft the most likely tokens one after the other, without the sampler's batches.
 
         Args:
             logits: of the first of them.
@@ -216,11 +212,7 @@ class DraftModel:
             for span, token in zip(active, self._sampler.most_likely(logits), strict=True):
                 drafts[span.sequence].append(token)
             offset += 1
-            active = [
-                span
-                for span in active
-                if span.num_drafts > offset and drafts[span.sequence][-1] >= 0
-            ]
+            active = _unfinished(active, drafts, offset)
             if not active:
                 return
             step = self._decodes.pack(
@@ -329,6 +321,11 @@ def _proposal(drafts: Seq[int], likely: Seq[Tensor]) -> Proposal:
     return Proposal(
         tuple(drafts[:count]), torch.stack(tuple(likely[:count])) if likely[:count] else None
     )
+
+
+def _unfinished(spans: Seq[Span], drafts: dict[Sequence, list[int]], offset: int) -> list[Span]:
+    """Those of which more than ``offset`` drafts are wanted, and whose last one is a token."""
+    return [span for span in spans if span.num_drafts > offset and drafts[span.sequence][-1] >= 0]
 
 
 def _one(sequence: Sequence, drafts: list[int]) -> SequenceChunk:

@@ -22,7 +22,7 @@ _SPARE_BLOCKS = 16
 """Columns of a table behind those that its contexts reach, so that it need not grow soon."""
 
 _MOST_SHAPES = 32
-"""Shapes of steps whose memory is kept: those of one sequence with each number of drafts."""
+"""Memory that is kept: for one sequence with each number of drafts, in both parts."""
 
 
 class DecodeBatch:
@@ -37,7 +37,7 @@ class DecodeBatch:
     A step may be packed *ahead*, while the one before it runs and reads the same tables. That is
     safe because what differs lies behind its contexts: a new block. So it must not be done where a
     block was copied; plans that are made ahead have no copies. It is packed into the other part of
-    the memory; :meth:`swap` then makes that the present one.
+    the memory; :meth:`take_ahead` then makes that the present one.
 
     Args:
         pool: where the sequences' KV lies.
@@ -92,15 +92,15 @@ class DecodeBatch:
         return self._step(buffers, contexts, largest_only=largest_only)
 
     def _step(self, buffers: StepBuffers, contexts: list[int], *, largest_only: bool) -> PackedStep:
-        groups, place = self._pool.groups, self._place
+        groups, moved = self._pool.groups, self._on_device
         host_positions = buffers.positions.tensor
         first, *more = self._groups
         batch = RaggedBatch(
             query_starts=buffers.query_starts,
-            context_lens=place(buffers.contexts.tensor),
-            block_tables=place(first.padded),
-            positions=place(host_positions),
-            slots=place(buffers.slots[0].tensor),
+            context_lens=moved(buffers.contexts.tensor),
+            block_tables=moved(first.padded),
+            positions=moved(host_positions),
+            slots=moved(buffers.slots[0].tensor),
             block_size=self._pool.block_size,
             host_query_lens=buffers.query_lens,
             host_context_lens=tuple(contexts),
@@ -115,8 +115,8 @@ class DecodeBatch:
         others = [
             replace(
                 batch,
-                block_tables=place(tables.padded),
-                slots=place(slots.tensor),
+                block_tables=moved(tables.padded),
+                slots=moved(slots.tensor),
                 host_block_tables=tables.padded,
                 max_block=tables.max_block,
                 window=group.window,
@@ -124,7 +124,7 @@ class DecodeBatch:
             for tables, slots, group in zip(more, buffers.slots[1:], groups[1:], strict=True)
         ]
         return PackedStep(
-            input_ids=place(buffers.input_ids),
+            input_ids=moved(buffers.input_ids),
             rows=buffers.rows,
             num_rows=len(buffers.tokens.values),
             batches=(batch, *others),
@@ -132,11 +132,11 @@ class DecodeBatch:
             buffers=buffers,
         )
 
-    def _place(self, tensor: Tensor) -> Tensor:
+    def _on_device(self, tensor: Tensor) -> Tensor:
         """The tensor on the device. On the CPU that is itself, and to ask PyTorch takes longer."""
         return tensor if self._on_host else tensor.to(self._pool.device)
 
-    def swap(self) -> None:
+    def take_ahead(self) -> None:
         """The step that was packed ahead is the present one now."""
         self._turn = 1 - self._turn
 

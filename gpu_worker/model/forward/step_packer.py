@@ -117,7 +117,7 @@ class StepPacker:
         if prepared is None or prepared.plan.spans is not plan.spans:
             return None
         prepared.fill(plan.token_ids)
-        self._decodes.swap()
+        self._decodes.take_ahead()
         return prepared
 
     def _pack_decodes(

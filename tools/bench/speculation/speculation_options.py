@@ -64,6 +64,11 @@ class SpeculationOptions(MeasurementOptions):
             raise ConfigurationError(
                 f"--device {self.device}: a GPU's time is not the process's; add --clock"
             )
+        if self.shape is not None and self.dtype != "auto":
+            raise ConfigurationError(
+                f"--dtype {self.dtype}: weights of --shape {self.shape} are float32 on a CPU and "
+                "bfloat16 on a GPU; leave one of the two out"
+            )
         if self.shape is not None and self.widen > 1:
             raise ConfigurationError(
                 f"--widen {self.widen}: a model of --shape {self.shape} has the width of that "
