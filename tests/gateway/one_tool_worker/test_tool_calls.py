@@ -104,7 +104,7 @@ def test_reasoning_is_counted_alike_in_every_answer(gateway: GatewayProcess, n: 
     usage = found[-2].data["usage"]
     assert usage["completion_tokens_details"] == whole["usage"]["completion_tokens_details"]
     ids = sorted({event.id for event in found if event.id})
-    for last in ids[:: len(ids) // 8]:
+    for last in ids[:: max(1, len(ids) // 8)]:  # fast tokens come in few events
         headers["last-event-id"] = str(last)
         with httpx.stream("POST", url, json=body, headers=headers, timeout=60) as response:
             rest = list(events(response))
